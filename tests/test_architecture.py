@@ -18,10 +18,12 @@ def test_arrows_go_one_way():
     assert lint_imports(config_filename="pyproject.toml", no_cache=True) == 0
 
 
-OF_OPS = [f"onchip.bench.ops.{op}" for op in (*OPS, "fp8_linear", "grouped_matmul")]
+LAYERS = ("fp8_linear", "grouped_matmul", "collective_matmul")
+OF_OPS = [f"onchip.bench.ops.{op}" for op in (*OPS, *LAYERS)]
 # These import cases.py and reference.py too.
-CHECKS = [f"onchip.ops.{op}.checks" for op in (*OPS, "fp8_linear", "grouped_matmul")]
-PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory", "onchip.groups.problem"]
+CHECKS = [f"onchip.ops.{op}.checks" for op in (*OPS, *LAYERS)]
+PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory", "onchip.groups.problem",
+            "onchip.collectives.problem"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ def test_info():
     assert any(name.startswith("jax ") for name in document["machine"])
     assert {(b["framework"], b["backend"], b["device"]) for b in document["backends"]} == {
         ("torch", "torch", "cpu"), ("torch", "torch", "cuda"), ("torch", "triton", "cuda"),
+        ("torch", "ring", "cpu"), ("torch", "ring", "cuda"),
         ("torch", "dequantize", "cpu"), ("torch", "dequantize", "cuda"), ("torch", "scaled_mm", "cuda"),
         ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
     }  # fmt: skip
@@ -274,7 +275,7 @@ def pretended(monkeypatch):
         )
 
     for op in OPS:
-        checker = SimpleNamespace(planned_checks=planned(op, 62))
+        checker = SimpleNamespace(planned_checks=planned(op, 62), session=Checker.session)
         monkeypatch.setattr(import_module(f"onchip.ops.{op}.checks"), "CHECKER", checker)
     return ran
 

@@ -66,6 +66,7 @@ def test_a_run_without_failures():
     assert "random calls for 1 s, seed 5" in result.stdout
     assert " comparisons, 0 failures, seed 5" in result.stdout
     assert check("--fuzz", 0).exit_code == 2
+    assert "no random calls of collective_matmul, only its cases" in check("collective_matmul", "--fuzz", 1).stderr
     few = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 60, "--calls", 7, "--seed", 5)
     assert "\n7 calls, " in few.stdout
 

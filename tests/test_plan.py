@@ -61,6 +61,7 @@ def total(row):
         (("cross_entropy", *LLAMA[1:]), ["onchip by default 0.8 MiB"]),
         (("fp8_linear", *LLAMA[1:]), ["gate and up", "nn.Linear", "more speed, and keeps"]),
         (("grouped_matmul", *EXPERTS, "--rows", "8192"), ["rows 8192", "F.grouped_mm", "an H200", "leave out"]),
+        (("collective_matmul", *LLAMA[1:], "--tp", "4"), ["each rank sends", "attention out", "one of 4 ranks"]),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple | list) else "",
 )
@@ -259,6 +260,26 @@ def test_the_plan_of_grouped_matmul():
     }
     (row,) = plan("grouped_matmul", **sizes, rows=8192, gradients=False).rows
     assert total(row) == tiles + 4 * 65536
+
+
+def test_the_plan_of_collective_matmul():
+    """What test_cm_torch measures, of the layers of a block."""
+    sizes = {"tokens": 8192, "model": "llama-3.1-8b", "tensor_parallel": 4}
+    rows = {row.name: row for row in plan("collective_matmul", **sizes).rows}
+    block = 2048 * 4096
+    assert rows["qkv"].memory_parts == {"sums of blocks in float32": 12 * block}
+    assert rows["gate and up"].memory_parts == {
+        "blocks of other ranks": 4 * block,
+        "the weight's gradient in float32": 4 * 7168 * 4096,
+    }
+    assert rows["down"].chunk == {"tokens": 8192, "in_features": 3584, "out_features": 4096}
+    assert rows["down"].sent_bytes == 3 * block * (4 + 2)
+    assert rows["qkv"].sent_bytes == 3 * block * (2 + 4 + 2)
+    given = sizes | {"model": None, "in_features": 4096, "out_features": 6144}
+    column, row = plan("collective_matmul", **given, gradients=False).rows
+    assert (column.name, row.name) == ("column parallel", "row parallel")
+    assert (column.sent_bytes, row.sent_bytes) == (3 * block * 2, 3 * 2048 * 6144 * 4)
+    assert total(column) == 4 * block
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rich.text import Text
 from onchip.core.machine import FRAMEWORKS, choose_framework, installed_frameworks, require_packages, resolve_device
 from onchip.core.names import Device, known_op, operands, words
 from onchip.core.tables import print_table
+from onchip.fuzz.draw import TABLES
 from onchip.fuzz.run import run_fuzz
 from onchip.ops import OPS
 
@@ -58,9 +59,10 @@ def run_check(
         frameworks = installed_frameworks() or frameworks
     for name in frameworks:
         require_packages("check", (name,), name)
-    chosen = [op for op in OPS if op in (ops or OPS)]
     if fuzz is not None:
-        return run_fuzz(frameworks, chosen, device, console, seconds=fuzz, most=calls, seed=seed)
+        fuzzed = [op for op in OPS if op in (ops or TABLES)]
+        return run_fuzz(frameworks, fuzzed, device, console, seconds=fuzz, most=calls, seed=seed)
+    chosen = [op for op in OPS if op in (ops or OPS)]
     rows: list[dict[str, Any]] = []
     devices = {framework: resolve_device(device, framework) for framework in frameworks}
     for framework, op in product(frameworks, chosen):
@@ -70,17 +72,18 @@ def run_check(
         planned = checker.planned_checks(device, framework)
         if not full:
             planned = planned[:: -_ONE_IN[framework]][::-1]
-        for run in track(planned, description=f"checking {op} in {name}", console=console, transient=True):
-            compared = run()
-            rows += [
-                {"op": op, "framework": framework, "device": device, **asdict(check), "ok": check.ok}
-                | {"error": check.error if isfinite(check.error) else None}  # JSON has no other numbers
-                for check in compared
-            ]
-            worst = max(compared, key=lambda c: (not c.ok, c.error / c.bound if c.bound else 0.0))
-            verdict = Text("ok", style="green") if worst.ok else Text("WRONG", style="red bold")
-            numbers = (f"{worst.error:.1e}", f"{worst.bound:.1e}")
-            shown.append([worst.case, worst.dtype, worst.implementation, worst.quantity, *numbers, verdict])
+        with checker.session(device, framework):
+            for run in track(planned, description=f"checking {op} in {name}", console=console, transient=True):
+                compared = run()
+                rows += [
+                    {"op": op, "framework": framework, "device": device, **asdict(check), "ok": check.ok}
+                    | {"error": check.error if isfinite(check.error) else None}  # JSON has no other numbers
+                    for check in compared
+                ]
+                worst = max(compared, key=lambda c: (not c.ok, c.error / c.bound if c.bound else 0.0))
+                verdict = Text("ok", style="green") if worst.ok else Text("WRONG", style="red bold")
+                numbers = (f"{worst.error:.1e}", f"{worst.bound:.1e}")
+                shown.append([worst.case, worst.dtype, worst.implementation, worst.quantity, *numbers, verdict])
         title = f"{op} in {name} on {device}, against the float64 oracle"
         print_table(console, _COLUMNS, shown, title=title, right=("error", "bound"))
     bad = sum(not row["ok"] for row in rows)

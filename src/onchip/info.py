@@ -90,6 +90,7 @@ def _print_grouped(
 _BACKENDS = {
     "torch": "the framework's own operations",
     "xla": "matrix products and loops of XLA",
+    "ring": "the framework's own products and exchanges between ranks",
     "dequantize": "the framework's own operations, in float32",
     "scaled_mm": "cuBLAS's blockwise FP8 products",
 }

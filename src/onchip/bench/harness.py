@@ -4,7 +4,7 @@ import gc
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -40,6 +40,10 @@ class Op(ABC):
     DTYPES: ClassVar[Sequence[str]] = tuple(DTYPE_BYTES)
     MODES: Sequence[str] = field(default=MODES, kw_only=True)
     """What is timed, in this order."""
+    session: Callable[[str], AbstractContextManager[bool]] = field(
+        default=lambda device: nullcontext(True), kw_only=True
+    )
+    """`session(device)`: the context in which cases run; it gives whether this process writes what was found."""
 
     @cached_property
     def CASES(self) -> Mapping[str, Any]:

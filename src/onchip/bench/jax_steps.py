@@ -80,7 +80,7 @@ class Step:
     def compilation(self) -> tuple[jax.stages.Compiled, float]:
         """The compiled function, and the seconds that tracing and compiling took."""
         first = jax.tree.leaves(self.arguments)[0]
-        (device,) = first.devices()
+        device = min(first.devices(), key=lambda device: device.id)  # several may share an array
         precision = "highest" if first.dtype == jnp.float32 else None
         start = time.perf_counter()
         with jax.default_device(device), jax.default_matmul_precision(precision):

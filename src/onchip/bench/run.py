@@ -94,19 +94,22 @@ def run_bench(
     path, page = (stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "html"))
     files.check_writable("--out", path, page)
     earlier = _earlier(path, described) if add else None
-    outcome = harness.run_cases(
-        op,
-        target,
-        cases=chosen,
-        implementations=implementations,
-        device=device,
-        dtype=dtype,
-        repeats=repeats,
-        console=console,
-        date=described["date"],
-        modes=chosen_modes,
-        show=lambda rows: report.print_rows([vars(row) for row in rows], console),
-    )
+    with target.session(device) as writes:
+        outcome = harness.run_cases(
+            op,
+            target,
+            cases=chosen,
+            implementations=implementations,
+            device=device,
+            dtype=dtype,
+            repeats=repeats,
+            console=console,
+            date=described["date"],
+            modes=chosen_modes,
+            show=lambda rows: report.print_rows([vars(row) for row in rows], console),
+        )
+    if not writes:
+        return {"environment": described, **outcome.as_json()}
     if outcome.interrupted and not outcome.rows and path.exists():
         console.print(f"nothing was measured; {path} is as it was", highlight=False, soft_wrap=True)
         raise KeyboardInterrupt

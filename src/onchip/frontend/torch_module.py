@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
@@ -19,18 +20,32 @@ def stand_in(cls: type[L], linear: Module) -> L:
 
     What `cls` has beside is for the caller to set.  Raises in the name of `cls.from_linear`.
     """
-    name = f"{cls.__name__}.from_linear"
+    require_linear(f"{cls.__name__}.from_linear", linear)
+    made = cls.__new__(cls)
+    made.__dict__.update(linear.__dict__)  # as copy.copy does
+    made._compiled_call_impl = None  # what `linear.compile()` made runs that layer
+    made._parameters = linear._parameters.copy()
+    return made
+
+
+def require_linear(name: str, linear: Module) -> None:
+    """Raise unless `linear` is an nn.Linear whose forward is its own."""
     if type(linear) is not Linear:
         raise TypeError(f"{name}: it takes a torch.nn.Linear; got {described(linear)}")
     if "forward" in vars(linear):
         raise TypeError(
             f"{name}: linear.forward was replaced, and would run in the place of this class's; convert before it is"
         )
-    made = cls.__new__(cls)
-    made.__dict__.update(linear.__dict__)  # as copy.copy does
-    made._compiled_call_impl = None  # what `linear.compile()` made runs that layer
-    made._parameters = linear._parameters.copy()
-    return made
+
+
+def main_grad_of(name: str, weight: Tensor) -> Tensor | None:
+    """What backward is to add the weight's gradient to, of a layer with main_grad=True; None: there is no backward."""
+    if not torch.is_grad_enabled() or not weight.requires_grad:
+        return None
+    out: Tensor | None = getattr(weight, "main_grad", None)
+    if out is None:
+        raise ValueError(f"{name}: main_grad=True needs weight.main_grad, float32 and of weight's shape")
+    return out
 
 
 def described(x: Any) -> str:

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from onchip.core.machine import resolve_device
 from onchip.fuzz.call import program, run
-from onchip.fuzz.draw import Call, draw, legal, simpler
+from onchip.fuzz.draw import TABLES, Call, draw, legal, simpler
 from onchip.fuzz.judge import Wrong
 
 SHRINK_SECONDS = 60.0
@@ -41,8 +41,11 @@ def run_fuzz(
     at most.  Of `device` "auto", calls are drawn for the CPU and for CUDA where a framework sees a device.
 
     Raises:
-        ValueError: `seconds` or `most` is not above 0; `device` as of `run_check`.
+        ValueError: `seconds` or `most` is not above 0; there are no random calls of an op; `device` as of `run_check`.
     """
+    for op in ops:
+        if op not in TABLES:
+            raise ValueError(f"--fuzz: there are no random calls of {op}, only its cases; leave out the op, or --fuzz")
     if not seconds > 0:
         raise ValueError(f"--fuzz must be above 0 seconds; got {seconds:g}")
     if most is not None and most < 1:

@@ -8,6 +8,7 @@ with naming_extra("onchip.jax", "jax"):
 from onchip.frontend.jax_types import LossStats as CrossEntropyStats
 from onchip.frontend.jax_types import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
+from onchip.ops.collective_matmul.jax_op import all_gather_matmul, matmul_reduce_scatter
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.ops.fp8_linear.jax_op import fp8_linear
 from onchip.ops.grouped_matmul.jax_moe import MoEParams, MoEStats, init_moe, moe
@@ -24,6 +25,7 @@ __all__ = [
     "MoEParams",
     "MoEStats",
     "TopK",
+    "all_gather_matmul",
     "cross_entropy",
     "fp8_linear",
     "grouped_matmul",
@@ -33,5 +35,6 @@ __all__ = [
     "linear_jsd",
     "linear_log_probs",
     "log_probs",
+    "matmul_reduce_scatter",
     "moe",
 ]

@@ -4,6 +4,7 @@ Imports a framework only to run a check in it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -45,6 +46,20 @@ def relative_error(out: Any, ref: npt.NDArray[Any]) -> float:
     norm = float(np.linalg.norm(np.where(same_infinity, 0, ref)))
     error = float(np.linalg.norm(np.where(same_infinity, 0, got - np.where(same_infinity, 0, ref))))
     return error / norm if norm > 0 else error
+
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11, "float64": 2.0**-53}
+
+
+def product_bound(dtype: str, length: int, roundings: int) -> float:
+    """Limit of the relative error of sums of `length` products, in float32 (of float64 in float64), that are rounded so
+    often to `dtype`.
+
+    Partial sums grow as they go: the walk's variance is a third of that at full size, of a twelfth of an ulp.
+    """
+    unit = UNIT_ROUNDOFF[dtype]
+    step = DEVIATIONS * 2 * (unit if dtype == "float64" else UNIT_ROUNDOFF["float32"])
+    return step * (1 + float(np.sqrt(length / 24))) + unit * roundings
 
 
 def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
@@ -166,6 +181,8 @@ class Checker:
     limits: Callable[..., Mapping[str, tuple[Any, float]]] = _softmax_limits
     """`limits(case, dtype, how, oracle, arguments)`: what each result should be, and its limit; 0: exactly 0.  A
     quantity of several words is another comparison of the result that is its first."""
+    session: Callable[[str, str], AbstractContextManager[None]] = lambda device, framework: nullcontext()
+    """`session(device, framework)`: the context in which checks run."""
 
     def planned_checks(self, device: str, framework: str) -> list[Callable[[], list[Check]]]:
         """All of the op's checks on "cpu" or "cuda", one by one."""

@@ -34,10 +34,10 @@ _NO_BOUND = 1 << 62
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to run the op: in one budget, or of fp8_linear and grouped_matmul one layer."""
+    """One way to run the op: in one budget, or of an op without budgets one layer."""
 
     name: str
-    """ "smallest", "default", "fastest", or the budget; of fp8_linear and grouped_matmul the layer."""
+    """ "smallest", "default", "fastest", or the budget; of an op without budgets the layer."""
     strategy: str
     """What strategy= it is the plan of."""
     scratch_bytes: int | None
@@ -60,6 +60,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What is worked on at a time."""
     ms: float | None = None
     """Predicted time; None where there is no model of it."""
+    sent_bytes: int | None = None
+    """Of collective_matmul: what this rank sends to others."""
     plain_ms: float | None = None
     """What the baseline is predicted to take for the layer, of fp8_linear and grouped_matmul."""
 
@@ -105,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gradients: bool
     """Whether it is of forward and backward, or of forward alone."""
     tensor_parallel: int
-    """Ranks that share the vocabulary."""
+    """Ranks that share the vocabulary, or of collective_matmul the layers."""
     sequence_parallel: bool
     """Whether each of them has the hidden states of its part of the tokens."""
     link: float | None
@@ -162,7 +164,7 @@ def plan(
     It looks at no device and at no framework.
 
     Args:
-        op: a loss over a vocabulary, "fp8_linear" or "grouped_matmul".
+        op: a loss over a vocabulary, "fp8_linear", "grouped_matmul" or "collective_matmul".
         tokens: all leading dimensions multiplied; of grouped_matmul the rows of the product, each token once for each
             of its experts.
         hidden: the size of a hidden state; `vocab`: entries of the vocabulary.  `model` or `config` knows both; what is
@@ -170,8 +172,8 @@ def plan(
         model: a name on the Hugging Face Hub, in any case, with or without its organisation.
         config: the path of a model's config.json, or of its folder.
         teacher_hidden: of linear_jsd, the teacher's; by default as `hidden`.
-        in_features: of fp8_linear and grouped_matmul, with `out_features`; for fp8_linear a model has those of its
-            blocks.
+        in_features: of fp8_linear, grouped_matmul and collective_matmul, with `out_features`: those of the whole layer.
+            A model has those of its blocks, but not of experts.
         experts: of grouped_matmul, how many groups of rows there are.
         rows: of grouped_matmul, how many rows x has where it is read by its argument `rows`.
         dtype: of the inputs: "float32", "bfloat16" or "float16".
@@ -183,10 +185,12 @@ def plan(
         framework: "torch" or "jax".
         backend: a backend's name, or "auto": the one that the op takes.
         precision: "full", or of linear_cross_entropy "fp8".
-        tensor_parallel: ranks that share the vocabulary; the plan is of one of them.
-        sequence_parallel: each of them has the hidden states of its part of the tokens, and gathers all of them.
-        link: GB/s that a rank sends to another while it receives as much; by default a guess, 80% of the NVLink's or
-            PCIe's in the GPU's data sheet.
+        tensor_parallel: ranks that share the vocabulary, or of collective_matmul the layers; the plan is of one of
+            them.
+        sequence_parallel: of a vocabulary: each of them has the hidden states of its part of the tokens, and gathers
+            all of them.
+        link: of a vocabulary: GB/s that a rank sends to another while it receives as much; by default a guess, 80% of
+            the NVLink's or PCIe's in the GPU's data sheet.
         scratch: budgets, as an op's `scratch_bytes` takes them: bytes, a text such as "512MiB", or a float, a part of
             the float32 logits.
         every_budget: rows for many budgets and all strategies.
@@ -230,9 +234,9 @@ def plan(
             raise ValueError(f"plan: {config_of}give {' and '.join(known.needs)}, or a model")
     if not linears and tensor_parallel > (vocab or 0):
         raise ValueError(f"plan: tensor_parallel is {tensor_parallel}, but there are {vocab} entries to share")
-    if linears and tensor_parallel > 1:
+    if linears and tensor_parallel > 1 and "tensor_parallel" not in known.takes:
         raise ValueError(f"plan: tensor_parallel shares a vocabulary, which {op} has none of; leave it out")
-    if tensor_parallel == 1 and (sequence_parallel or link is not None):
+    if (linears or tensor_parallel == 1) and (sequence_parallel or link is not None):
         raise ValueError(
             "plan: sequence_parallel and link are of ranks that share the vocabulary; give tensor_parallel too"
         )
@@ -257,8 +261,9 @@ def plan(
     )
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
     asked = Asked(
-        op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears, experts or 0, rows or 0
-    )
+        op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears, experts or 0, rows or 0,
+        tensor_parallel,
+    )  # fmt: skip
     backends = known.backends[framework, precision]
     chosen = choose_backend(op, backend, {name: made.refusal(asked) for name, made in backends.items()})
     if known.layer is not None:
@@ -273,7 +278,7 @@ def plan(
         few = _few_rows(way, budgets)
         made = _many_rows(way, budgets, 4 * logits) if every_budget else few
     sent = []
-    if tensor_parallel > 1 and known.numbers:
+    if tensor_parallel > 1 and known.numbers and not linears:
         product = product_ms(asked.gpu, tokens * problem.hidden * of_rank)
         size, rate = DTYPE_BYTES[dtype], link_rate(asked.gpu, link)
         numbers = known.numbers + entropy
@@ -372,7 +377,8 @@ def _linears(
     if "experts" in takes and not (in_features and out_features and experts):
         raise ValueError("plan: give in_features, out_features and experts")
     if in_features and out_features:
-        return {"layer": (in_features, out_features)}
+        names = ("column parallel", "row parallel") if "tensor_parallel" in takes else ("layer",)
+        return dict.fromkeys(names, (in_features, out_features))
     if in_features or out_features:
         raise ValueError("plan: give in_features and out_features, both")
     if found is None:
@@ -454,8 +460,7 @@ def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -
 
 
 def _layer_row(asked: Asked, layer: Layer, name: str, backend: str) -> Row:
-    features = asked.linears[name]
-    step = layer.step(asked, features, backend)
+    step = layer.step(asked, name, backend)
     size = sum(step.memory_parts.values())
     return Row(
         name=name,
@@ -470,7 +475,8 @@ def _layer_row(asked: Asked, layer: Layer, name: str, backend: str) -> Row:
         recomputed_tokens=step.recomputed,
         chunk=step.chunk,
         ms=step.ms,
-        plain_ms=layer.plain_ms(asked, features),
+        sent_bytes=step.sent,
+        plain_ms=layer.plain_ms(asked, asked.linears[name]),
     )
 
 
@@ -541,6 +547,9 @@ def _verdict_of_layers(asked: Asked, plain: Plain, rows: Sequence[Row]) -> str:
     layers = "the layer" if len(rows) == 1 else "the linear layers of a block"
     kept = sum(size for row in rows for name, size in (row.memory_parts or {}).items() if name.startswith("kept"))
     keeps = f"keeps {memory_text(kept)} until backward" if kept else ""
+    if all(row.sent_bytes is not None for row in rows):
+        sent = sum(row.sent_bytes or 0 for row in rows)
+        return f"For these layers each rank sends {memory_text(sent)}, under the products of {asked.ranks} blocks each."
     if plain.ms is None or len(times) < len(rows):
         return f"For {layers}, {asked.op} {keeps or 'keeps nothing'}."
     faster = 100 * (plain.ms / sum(times) - 1)
@@ -573,7 +582,9 @@ def _notes(
         notes.append(f"onchip's time is not predicted {what}.")
     if asked.problem.device == "cuda" and asked.gpu != "h100" and not asked.linears:
         notes.append("Memory and products are the same on every GPU.")
-    if tensor_parallel > 1:
+    if asked.ranks > 1 and asked.linears:
+        notes.append(f"This is one of {asked.ranks} ranks. Sums travel in float32.")
+    elif tensor_parallel > 1:
         notes.append(
             f"This is one of {tensor_parallel} ranks, with {asked.problem.vocab} of the {vocab} entries of the "
             "vocabulary. Times and memory are without what ranks exchange"

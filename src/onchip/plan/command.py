@@ -29,9 +29,9 @@ def run_plan(
         int | None, typer.Option(help="Of linear_jsd: the teacher's hidden size. Default: as --hidden.")
     ] = None,
     in_features: Annotated[
-        int | None, typer.Option(help="Of fp8_linear and grouped_matmul, with --out-features.")
+        int | None, typer.Option(help="Of fp8_linear, grouped_matmul and collective_matmul, with --out-features.")
     ] = None,
-    out_features: Annotated[int | None, typer.Option(help="Of fp8_linear and grouped_matmul.")] = None,
+    out_features: Annotated[int | None, typer.Option(help="Of the same.")] = None,
     experts: Annotated[int | None, typer.Option(help="Of grouped_matmul: groups of rows.")] = None,
     rows: Annotated[int | None, typer.Option(help="Of grouped_matmul: rows of x, if it is read by an index.")] = None,
     dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
@@ -42,11 +42,17 @@ def run_plan(
     device: Annotated[str, words("What to plan for, not what is here.", "cuda", "cpu")] = "cuda",
     framework: Annotated[str, words("What to plan for, not what is here.", "torch", "jax")] = "torch",
     backend: Annotated[
-        str, words("Default: what the op would take.", "auto", "triton", "torch", "mosaic_gpu", "xla", "scaled_mm")
+        str,
+        words("Default: what the op would take.", "auto", "triton", "torch", "mosaic_gpu", "xla", "scaled_mm", "ring"),
     ] = "auto",
     precision: Annotated[str, words("fp8 is of linear_cross_entropy in PyTorch.", *PRECISIONS)] = "full",
     tensor_parallel: Annotated[
-        int, typer.Option("--tp", help="Ranks that share the vocabulary; the plan is of one of them.", metavar="N")
+        int,
+        typer.Option(
+            "--tp",
+            help="Ranks that share the vocabulary, or of collective_matmul the layers; the plan is of one of them.",
+            metavar="N",
+        ),
     ] = 1,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Each of them has the hidden states of its part of the tokens.")

@@ -53,6 +53,10 @@ _LAYERS: dict[str, tuple[str, _Cell]] = {
     "in": ("", _of_chunk("in_features")),
     "out": ("", _of_chunk("out_features")),
     "memory": ("at the peak, above inputs, results and returned gradients.", _memory),
+    "sent": (
+        "by each rank, {passes}.",
+        lambda plan, row: "" if row.sent_bytes is None else memory_text(row.sent_bytes),
+    ),
     "time": ("predicted, of {passes}.", lambda plan, row: time_text(row.ms)),
     "plain": ("its predicted time, in the same dtype.", lambda plan, row: time_text(row.plain_ms)),
 }

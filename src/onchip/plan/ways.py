@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from onchip.collectives import problem as collective
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers as fp8
 from onchip.fp8.numbers import quantized_bytes
@@ -46,6 +47,8 @@ class Asked:
     """Of grouped_matmul."""
     rows: int = 0
     """Of x, where the product reads them by an index; or 0."""
+    ranks: int = 1
+    """That share a layer, of collective_matmul."""
 
 
 class Step(NamedTuple):
@@ -61,6 +64,8 @@ class Step(NamedTuple):
     """Tokens, and entries of the vocabulary, that are worked on at a time."""
     ms: float | None
     """None where there is no model of the backend's time."""
+    sent: int | None = None
+    """Bytes that a rank sends; None for an op of one."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,12 @@ class Plain(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """How an op without budgets runs one linear layer, of so many in and out features."""
+    """How an op without budgets runs a linear layer of those that are asked for."""
 
-    step: Callable[[Asked, tuple[int, int], str], Step]
-    """What it does by a backend."""
+    step: Callable[[Asked, str, str], Step]
+    """What it does for the layer of a name, by a backend."""
     plain_ms: Callable[[Asked, tuple[int, int]], float | None]
-    """The predicted time of what it replaces; None where there is no model of it."""
+    """The predicted time of what it replaces, of so many in and out features; None where there is no model of it."""
 
     def plain(self, asked: Asked, name: str, expression: str) -> Plain:
         """What all layers replace."""
@@ -364,9 +369,9 @@ def _jsd_triton_way(asked: Asked) -> Way:
 # -------------------------------------------------------------------------------------------------- layers of a model
 
 
-def _fp8_step(asked: Asked, features: tuple[int, int], backend: str) -> Step:
+def _fp8_step(asked: Asked, name: str, backend: str) -> Step:
     """One linear layer in FP8: memory as docs/ops/fp8_linear.md has it, time by the measured products and quantiser."""
-    (k, n), m, grad = features, asked.problem.tokens, asked.gradients
+    (k, n), m, grad = asked.linears[name], asked.problem.tokens, asked.gradients
     p = fp8.Problem(m, n, k, asked.problem.dtype)
     saved = {"kept until backward: x and weight in FP8": fp8.saved_bytes(p)} if grad else {}
     forward = {"x in FP8": quantized_bytes(m, k), "weight in FP8": fp8.block_quantized_bytes(n, k)}
@@ -387,9 +392,9 @@ def _linear_ms(asked: Asked, features: tuple[int, int]) -> float | None:
     return product_ms(asked.gpu, (3 if asked.gradients else 1) * asked.problem.tokens * features[0] * features[1])
 
 
-def _grouped_step(asked: Asked, features: tuple[int, int], backend: str) -> Step:
+def _grouped_step(asked: Asked, name: str, backend: str) -> Step:
     """The products of experts: memory as docs/ops/grouped_matmul.md has it, its way through the kernels."""
-    (k, n), p, groups, grad = features, asked.problem, asked.experts, asked.gradients
+    (k, n), p, groups, grad = asked.linears[name], asked.problem, asked.experts, asked.gradients
     size, sums = DTYPE_BYTES[p.dtype], 3 if grad else 1
     rows = asked.rows or p.tokens
     numbers = plan_numbers(grouped.Problem(p.tokens, rows, groups, n, k, n, p.tokens))
@@ -401,7 +406,7 @@ def _grouped_step(asked: Asked, features: tuple[int, int], backend: str) -> Step
         if grad:
             parts["x's gradient before it is summed up"] = size * p.tokens * k
             parts["rows, sorted"] = 12 * p.tokens + 12 * (rows + 1)
-    return Step(parts, sums, 0, {"tokens": p.tokens, "in_features": k, "out_features": n}, _grouped_ms(asked, features))
+    return Step(parts, sums, 0, {"tokens": p.tokens, "in_features": k, "out_features": n}, _grouped_ms(asked, (k, n)))
 
 
 def _grouped_ms(asked: Asked, features: tuple[int, int]) -> float | None:
@@ -417,6 +422,37 @@ def _grouped_mm_ms(asked: Asked, features: tuple[int, int]) -> float | None:
     """PyTorch's own took about 1.1 times as long, on an H200 in bfloat16."""
     ms = _grouped_ms(asked, features)
     return None if ms is None else 1.1 * ms
+
+
+# Layers that sum up what the ranks have; the others widen what all of them are given.
+ROW_PARALLEL = ("row parallel", "attention out", "down")
+
+
+def _collective_step(asked: Asked, name: str, backend: str) -> Step:
+    """A linear layer that ranks share: memory as docs/ops/collective_matmul.md has it."""
+    (k, n), p, ranks = asked.linears[name], asked.problem, asked.ranks
+    by_rows = name in ROW_PARALLEL
+    shared, of = (k, "in_features") if by_rows else (n, "out_features")
+    if p.tokens % ranks or shared % ranks:
+        wrong = ("tokens", p.tokens) if p.tokens % ranks else (f"{of} of {name}", shared)
+        raise ValueError(f"plan: {wrong[0]} are {wrong[1]}, which {ranks} ranks can't share evenly")
+    k, n = (k // ranks, n) if by_rows else (k, n // ranks)
+    made = collective.cost(
+        collective.SCATTER if by_rows else collective.GATHER,
+        collective.Sizes(ranks, p.tokens // ranks, n, k),
+        DTYPE_BYTES[p.dtype],
+        gradients=asked.gradients,
+        weight_bytes=DTYPE_BYTES[p.weight_dtype],
+    )
+    parts = max(made.forward, made.backward, key=lambda phase: sum(phase.values()))
+    if p.weight_dtype != p.dtype:
+        parts = {"kept until backward: autocast's weight": DTYPE_BYTES[p.dtype] * n * k} | parts
+    sizes = {"tokens": p.tokens, "in_features": k, "out_features": n}
+    return Step(parts, 3 if asked.gradients else 1, 0, sizes, None, made.sent)
+
+
+def _no_ms(asked: Asked, features: tuple[int, int]) -> None:
+    return None
 
 
 def _layers(asked: Asked) -> Way:
@@ -522,6 +558,7 @@ def _plain_jsd(asked: Asked) -> Plain:
 
 _FP8 = Layer(_fp8_step, _linear_ms)
 _GROUPED = Layer(_grouped_step, _grouped_mm_ms)
+_COLLECTIVE = Layer(_collective_step, _no_ms)
 
 
 def _plain_linear(asked: Asked) -> Plain:
@@ -530,6 +567,10 @@ def _plain_linear(asked: Asked) -> Plain:
 
 def _plain_grouped(asked: Asked) -> Plain:
     return _GROUPED.plain(asked, "F.grouped_mm", "F.grouped_mm(x, weight.mT, offs=group_offsets)")
+
+
+def _plain_collective(asked: Asked) -> Plain:
+    return _COLLECTIVE.plain(asked, "one collective", "all_gather and F.linear, or F.linear and reduce_scatter")
 
 
 # --------------------------------------------------------------------------------------------------------- the table
@@ -604,5 +645,12 @@ OPS: dict[str, Op] = {
         layer=_GROUPED,
         source="Times are predicted with rates measured on an H200, for groups of the same size. For another GPU they "
         "are scaled by the data sheets' TFLOP/s and memory bandwidth, which is a guess.",
+    ),
+    "collective_matmul": Op(
+        backends={("torch", "full"): {"ring": Backend(_never, _layers)}},
+        plain=_plain_collective,
+        needs=(),
+        takes=("in_features", "out_features", "tensor_parallel"),
+        layer=_COLLECTIVE,
     ),
 }

@@ -9,6 +9,8 @@ from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_types import LossStats as CrossEntropyStats
 from onchip.frontend.torch_types import LossStats as LinearCrossEntropyStats
+from onchip.ops.collective_matmul.torch_module import ColumnParallelLinear, RowParallelLinear
+from onchip.ops.collective_matmul.torch_op import all_gather_matmul, matmul_reduce_scatter
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
 from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears, weights_unchanged
 from onchip.ops.fp8_linear.torch_op import fp8_linear, quantize_activation, quantize_weight
@@ -21,6 +23,7 @@ from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs.torch_rows import log_probs
 
 __all__ = [
+    "ColumnParallelLinear",
     "CrossEntropyLoss",
     "CrossEntropyStats",
     "Fp8Linear",
@@ -32,7 +35,9 @@ __all__ = [
     "MoEStats",
     "QuantizedActivation",
     "QuantizedWeight",
+    "RowParallelLinear",
     "TopK",
+    "all_gather_matmul",
     "convert_linears",
     "cross_entropy",
     "fp8_linear",
@@ -43,6 +48,7 @@ __all__ = [
     "linear_log_probs",
     "lm_loss",
     "log_probs",
+    "matmul_reduce_scatter",
     "quantize_activation",
     "quantize_weight",
     "weights_unchanged",

@@ -18,6 +18,7 @@ from onchip.frontend.jax_inputs import accumulator
 from onchip.groups.problem import Options
 from onchip.groups.xla.groups import starts_of, sum_rows
 from onchip.groups.xla.swiglu import activated
+from onchip.kernels.jax_products import product
 
 __all__ = ["layer", "sum_rows", "weight_product"]
 
@@ -54,13 +55,6 @@ def _blocks(ends: Array, rows: int) -> _Blocks:
     return _Blocks(size, last[-1], group, begin, jnp.minimum(begin + size, ends[group]))
 
 
-def _dot(a: Array, b: Array, over: tuple[int, int], total: Any) -> Array:
-    """Sums over a dimension of each, in `total`; HIGHEST keeps float32 from being rounded on a GPU."""
-    precision = lax.Precision.HIGHEST if a.dtype == total else None
-    dimensions = ((over[:1], over[1:]), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=total)
-
-
 def layer(
     x: Array,  # [T, K]
     weight: Array,  # [G, N, K], or [G, K, N]
@@ -84,7 +78,7 @@ def layer(
             first, own = blocks.rows(i, rows)
             of_rows = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=blocks.size)
             of_group = lax.dynamic_index_in_dim(weight, blocks.group[i], keepdims=False)
-            y = _dot(of_rows(x), of_group, (1, over - 1), total)
+            y = product(of_rows(x), of_group, (1, over - 1))
             if bias is not None:
                 y = y + bias[blocks.group[i]].astype(total)
             out = activated(options, y)
@@ -112,7 +106,7 @@ def weight_product(left: Array, right: Array, ends: Array, fill: Array) -> Array
         group = blocks.group[i]
         a, b = (jnp.where(own, lax.dynamic_slice_in_dim(x, first, blocks.size), 0) for x in (left, right))
         begins = (i == 0) | (blocks.group[jnp.maximum(i - 1, 0)] != group)
-        sums = jnp.where(begins, 0, sums) + _dot(a, b, (0, 0), total)
+        sums = jnp.where(begins, 0, sums) + product(a, b, (0, 0))
         # The group's sum so far: the last one stays.
         return lax.dynamic_update_index_in_dim(out, sums.astype(left.dtype), group, 0), sums
 

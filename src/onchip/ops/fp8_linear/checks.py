@@ -10,9 +10,8 @@ from onchip.fp8.numbers import Options
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.fp8_linear.reference import Array
-from onchip.oracle.checks import DEVIATIONS, Checker, op_in
+from onchip.oracle.checks import DEVIATIONS, UNIT_ROUNDOFF, Checker, op_in
 
-UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 # Hopper's FP8 instructions align the addends of a sum to its largest, with 13 bits after the point, and cut the rest: a
 # relative error of about 2**-13 for each of the four that make 128 elements.
 TENSOR_CORE_ERROR = 2.0**-13 * 4

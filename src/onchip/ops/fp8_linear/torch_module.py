@@ -14,7 +14,7 @@ from onchip.fp8.numbers import OP, GradDtype, Options, Scale
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.options import require_bool
 from onchip.frontend.torch_inputs import is_dtensor
-from onchip.frontend.torch_module import stand_in
+from onchip.frontend.torch_module import main_grad_of, stand_in
 from onchip.ops.fp8_linear.torch_op import BACKENDS, Backend, fp8_linear, quantize_weight
 
 
@@ -102,11 +102,7 @@ class Fp8Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor | QuantizedActivation) -> Tensor:
         """[..., out_features] of `input` [..., in_features], or of what `quantize_activation` made of one."""
-        out = None
-        if self.main_grad and torch.is_grad_enabled() and self.weight.requires_grad:
-            out = getattr(self.weight, "main_grad", None)
-            if out is None:
-                raise ValueError("Fp8Linear: main_grad=True needs weight.main_grad, float32 and of weight's shape")
+        out = main_grad_of("Fp8Linear", self.weight) if self.main_grad else None
         weight, check_inputs = self._weight()
         return fp8_linear(
             input,

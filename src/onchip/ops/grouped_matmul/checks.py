@@ -3,14 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from onchip.ops.grouped_matmul import reference
 from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.grouped_matmul.reference import Array
-from onchip.oracle.checks import DEVIATIONS, Checker, op_in
-
-UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11, "float64": 2.0**-53}
+from onchip.oracle.checks import Checker, op_in, product_bound
 
 
 def limits(
@@ -26,13 +22,9 @@ def bounds(case: Case, dtype: str) -> dict[str, float]:
     the gradient of the products, made of a rounded pre-activation where there is an activation.
     """
     scattered, activated = "num_rows" in case.options, "activation" in case.options
-    unit = UNIT_ROUNDOFF[dtype]
     roundings = {"out": 1 + scattered, "grad_x": 2 + activated, "grad_weight": 2 + activated}
     roundings |= {"grad_bias": 2 + activated, "grad_row_scale": 2}
-    # Partial sums grow as they go: the walk's variance is a third of that at full size, of a twelfth of an ulp.
-    step = DEVIATIONS * 2 * (unit if dtype == "float64" else UNIT_ROUNDOFF["float32"])
-    walk = {name: step * (1 + float(np.sqrt(length / 24))) for name, length in lengths(case).items()}
-    return {name: walk[name] + unit * roundings[name] for name in walk}
+    return {name: product_bound(dtype, length, roundings[name]) for name, length in lengths(case).items()}
 
 
 def lengths(case: Case) -> dict[str, int]:

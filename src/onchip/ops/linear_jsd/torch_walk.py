@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onchip.frontend.options import LossOptions
 from onchip.frontend.topk import TopK
+from onchip.kernels.torch_products import operand_dtype
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
 from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
@@ -21,7 +22,7 @@ from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Asked, Running
-from onchip.vocab.torch.tiles import Tokens, operand_dtype, spans
+from onchip.vocab.torch.tiles import Tokens, spans
 from onchip.vocab.torch.walk import Accumulated
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import accumulator
+from onchip.kernels.torch_products import operand_dtype, product, widen
 
 
 @dataclass(frozen=True)
@@ -272,24 +273,6 @@ def raise_for_label(
 
 
 # ------------------------------------------------------------------------------------------------- one tile at a time
-
-
-def operand_dtype(x: Tensor) -> torch.dtype:
-    """What a product reads: on the CPU no 16 bits, since products of those round their results to 16 bits there."""
-    return accumulator(x.dtype) if x.device.type == "cpu" else x.dtype
-
-
-def widen(x: Tensor) -> Tensor:
-    return x.to(operand_dtype(x))
-
-
-def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a @ b (+ out) in the dtype of `out`: float32 for operands of 16 bits, else theirs."""
-    kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
-    if accumulate:
-        torch.addmm(out, a, b, **kind, out=out)
-    else:
-        torch.mm(a, b, **kind, out=out)
 
 
 def apply(options: Any, z: Tensor, temperature: Tensor | float, slope: Tensor | None = None) -> None:

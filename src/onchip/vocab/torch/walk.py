@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.kernels.torch_products import product
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
-from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, product, spans, temperature_of
+from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, spans, temperature_of
 
 Gradients = tuple[Tensor | None, ...]
 """Of hidden, weight and bias; None: not wanted."""

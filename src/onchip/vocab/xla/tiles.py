@@ -20,6 +20,7 @@ from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike
 from onchip.frontend.jax_inputs import accumulator
+from onchip.kernels.jax_products import product
 from onchip.vocab.memory import Problem
 
 Array = jax.Array
@@ -272,15 +273,6 @@ class Logits(NamedTuple):
 
 def _as_bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """The product over dimension contract[0] of `a` and contract[1] of `b`, in the dtype of sums."""
-    # Float32 operands are not to be rounded to tf32 or bfloat16, which is the default on GPU and TPU.
-    total = accumulator(a.dtype)
-    precision = lax.Precision.HIGHEST if a.dtype == total else None
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=total)
 
 
 class Transform(NamedTuple):

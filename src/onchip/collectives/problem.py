@@ -1,0 +1,100 @@
+"""What both front ends agree on: names, sizes, memory, and the bytes that travel.  No framework."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+WeightLayout = Literal["nk", "kn"]
+LAYOUTS = get_args(WeightLayout)
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call on one rank."""
+
+    ranks: int
+    rows: int
+    """Of a block: T / n, all leading dimensions multiplied."""
+    n: int
+    k: int
+
+
+def check_shapes(op: str, shapes: Mapping[str, Sequence[int]], ranks: int, layout: str = "nk") -> Sizes:
+    """The sizes of a call, from the shapes of its arguments by name, of which the tokens are the first.
+
+    Raises:
+        ValueError: shapes that don't go together.
+    """
+    name = next(iter(shapes))
+    x, weight = tuple(shapes[name]), tuple(shapes["weight"])
+    must = "weight must be [N, K]" if layout == "nk" else "weight must be [K, N] with weight_layout='kn'"
+    if len(weight) != 2 or min(weight) < 1:
+        raise ValueError(f"{op}: {must}, N, K >= 1; got shape {list(weight)}")
+    first = "T/n" if op == GATHER else "T"
+    if len(x) < 2:
+        raise ValueError(f"{op}: {name} must be [{first}, K] or [{first}, ..., K]; got shape {list(x)}")
+    n, k = weight if layout == "nk" else weight[::-1]
+    if x[-1] != k:
+        raise ValueError(f"{op}: {name} has K={x[-1]} but weight has K={k}; {must}")
+    bias = tuple(shapes.get("bias", (n,)))
+    if bias != (n,):
+        raise ValueError(f"{op}: bias has shape {list(bias)} but weight has N={n}; bias must be [N]")
+    if op == SCATTER and x[0] % ranks != 0:
+        missing = -x[0] % ranks
+        raise ValueError(
+            f"{op}: {name} has {x[0]} rows in its first dimension, which {ranks} ranks can't share evenly; pad it by "
+            f"{missing} {'row' if missing == 1 else 'rows'}, and leave out what comes of them"
+        )
+    rows = 1
+    for size in x[:-1]:
+        rows *= size
+    return Sizes(ranks, rows if op == GATHER else rows // ranks, n, k)
+
+
+# ------------------------------------------------------------------------------------------------ memory and messages
+
+
+class Cost(NamedTuple):
+    """What a call takes in PyTorch on a GPU; on the CPU operands of 16 bits are copied to float32 besides."""
+
+    kept: dict[str, int]
+    """Bytes that are kept until backward, above inputs and results."""
+    forward: dict[str, int]
+    """Bytes at the peak of forward, above inputs, results and what is kept."""
+    backward: dict[str, int]
+    """The same of backward, above returned gradients."""
+    sent: int
+    """Bytes that each rank sends."""
+
+
+def cost(
+    op: str, s: Sizes, bytes_each: int, *, gradients: bool, weight_bytes: int, keep_gathered: bool = False
+) -> Cost:
+    """What a call takes, in a dtype of so many bytes; a weight's gradient is of `weight_bytes` each."""
+    total = max(bytes_each, 4)
+    steps = s.ranks - 1
+    weight_sum = {"the weight's gradient in float32": total * s.n * s.k} if weight_bytes < total else {}
+    if op == SCATTER:
+        backward = blocks(s, s.n, bytes_each) | weight_sum
+        sent = steps * s.rows * s.n * (total + (bytes_each if gradients else 0))
+        return Cost({}, sums(s, s.n, total), backward if gradients else {}, sent)
+    of_x = s.rows * s.k
+    keeps = gradients and keep_gathered and s.ranks > 1
+    kept = {"the gathered x": s.ranks * bytes_each * of_x} if keeps else {}
+    forward = {} if keeps else blocks(s, s.k, bytes_each)
+    gather = weight_sum if keeps else blocks(s, s.k, bytes_each) | weight_sum
+    backward = max(sums(s, s.k, total), gather, key=lambda parts: sum(parts.values()))
+    gathers = 1 if keeps else 2
+    sent = steps * of_x * (bytes_each * (gathers if gradients else 1) + (total if gradients else 0))
+    return Cost(kept, forward, backward if gradients else {}, sent)
+
+
+def blocks(s: Sizes, columns: int, bytes_each: int) -> dict[str, int]:
+    """One block that is worked on, and one that arrives."""
+    count = min(s.ranks - 1, 2)
+    return {"blocks of other ranks": count * bytes_each * s.rows * columns} if count else {}
+
+
+def sums(s: Sizes, columns: int, bytes_each: int) -> dict[str, int]:
+    """A block's sum that leaves, one that arrives, and the product that is computed."""
+    count = 3 if s.ranks > 1 else 1
+    return {"sums of blocks in float32": count * bytes_each * s.rows * columns}

@@ -1,0 +1,37 @@
+"""PyTorch's own matrix products, summed in float32 whatever their operands' dtype."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_inputs import accumulator
+
+
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """What a product reads: on the CPU no 16 bits, since products of those round their results to 16 bits there."""
+    return accumulator(x.dtype) if x.device.type == "cpu" else x.dtype
+
+
+def widen(x: Tensor) -> Tensor:
+    return x.to(operand_dtype(x))
+
+
+def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
+    """out = a @ b (+ out) in the dtype of `out`: float32 for operands of 16 bits, else theirs."""
+    kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    if accumulate:
+        torch.addmm(out, a, b, **kind, out=out)
+    else:
+        torch.mm(a, b, **kind, out=out)
+
+
+def linear(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """out = a @ b + bias, rounded once to the dtype of `out`, which is a's; `b` is widened."""
+    if a.dtype != b.dtype:
+        total = widen(a) @ b
+        out.copy_(total if bias is None else total.add_(bias))
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)

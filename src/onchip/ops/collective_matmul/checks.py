@@ -1,0 +1,70 @@
+"""How both functions are compared with the oracle: what `onchip check` and the tests run.  No framework.
+
+A check has a whole problem, of which each rank takes its part: the whole results are those of one linear layer.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+from onchip.collectives.problem import GATHER, SCATTER
+from onchip.ops.collective_matmul import reference
+from onchip.ops.collective_matmul.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.collective_matmul.reference import Array
+from onchip.oracle.checks import Checker, product_bound
+
+
+def limits(
+    case: Case, dtype: str, how: Mapping[str, Any], oracle: Mapping[str, Array], given: Mapping[str, Array]
+) -> dict[str, tuple[Array, float]]:
+    """Each result is a sum of products that is rounded once."""
+    rows = case.tokens * (case.middle or 1)
+    lengths = {"out": case.k, "grad_x": case.n, "grad_weight": rows, "grad_bias": rows}
+    right = oracle._asdict()  # type: ignore[attr-defined]
+    return {name: (right[name][0], product_bound(dtype, length, 1)) for name, length in lengths.items()}
+
+
+def plain_refusals(
+    device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
+) -> dict[str, str | None]:
+    """Why each backend can't serve a call in a group that has what it needs for the device, or None."""
+    return {"xla": None} if framework == "jax" else {"ring": None}
+
+
+def _oracle(x: Any, weight: Any, bias: Any = None, *, grad_out: Any) -> reference.Result:
+    """Of one rank that has everything."""
+    return reference.all_gather_matmul([x], [weight], None if bias is None else [bias], [grad_out])
+
+
+def _call(fw: Any, how: Mapping[str, Any], x: Any, weight: Any, bias: Any, grad_out: Any) -> dict[str, Any]:
+    whole: Any = import_module(f"onchip.ops.collective_matmul.{fw.NAME}_checks").whole
+    return {"out": whole(x, weight, bias, **how)}
+
+
+def _hows(fw: Any) -> list[dict[str, Any]]:
+    hows: list[dict[str, Any]] = [{"op": GATHER}, {"op": GATHER, "keep_gathered": True}, {"op": SCATTER}]
+    return hows if fw.NAME == "torch" else [{**how, "weight_layout": layout} for how in hows for layout in ("nk", "kn")]
+
+
+def _session(device: str, framework: str) -> AbstractContextManager[None]:
+    made: Any = import_module(f"onchip.ops.collective_matmul.{framework}_checks")
+    session: AbstractContextManager[None] = made.session(device)
+    return session
+
+
+CHECKER = Checker(
+    names=("x", "weight", "bias", "grad_out"),
+    inputs=lambda case, dtype: make_inputs(case),
+    oracle=_oracle,
+    call=_call,
+    cases=CHECK_CASES,
+    hows=_hows,
+    refusals=plain_refusals,
+    values=("out",),
+    keywords=lambda inputs: {},
+    defaults={"torch": {"backend": "ring"}, "jax": {"backend": "xla"}},
+    constant=lambda name, inputs, how: name == "grad_out",  # among the arguments to be rounded as they are
+    limits=limits,
+    session=_session,
+)

@@ -1,0 +1,395 @@
+"""Both functions over gloo: three processes, and two and one of them, run all checks in one go."""
+
+import contextlib
+import copy
+import itertools
+import os
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from onchip.bench.torch_steps import peak_extra_bytes
+from onchip.collectives import torch_ring
+from onchip.collectives.problem import GATHER, SCATTER, Sizes, cost
+from onchip.ops.collective_matmul import torch_op
+from onchip.ops.collective_matmul.cases import CHECK_CASES
+from onchip.ops.collective_matmul.checks import CHECKER
+from onchip.ops.collective_matmul.torch_checks import joined, part
+from onchip.torch import ColumnParallelLinear, RowParallelLinear, all_gather_matmul, matmul_reduce_scatter
+from shared import assert_within_bounds
+
+OPS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+T, N, K = 12, 18, 24
+
+
+def drawn(group, op, dtype=torch.float32, *, tokens=T, seed=0):
+    """x, weight and bias of this rank, as leaves, the bias of SCATTER alike on all ranks, and an upstream gradient."""
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    g = torch.Generator().manual_seed(seed + own)
+    rows = tokens // ranks if op == GATHER else tokens
+    x, weight = (torch.randn(s, generator=g).to(dtype) for s in ((rows, K), (N, K)))
+    up = torch.randn(tokens if op == GATHER else tokens // ranks, N, generator=g).to(dtype)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(7)).to(dtype)
+    return *(a.requires_grad_() for a in (x, weight, bias)), up
+
+
+def oracle_in_every_dtype(group):
+    hows = CHECKER.hows(torch_like())
+    cases = [case for case in CHECK_CASES if case.name in ("one of each", "deep", "no tokens", "three dimensions")]
+    for i, (case, how) in enumerate(itertools.product(cases, hows)):
+        for dtype in (DTYPES[i % 4], DTYPES[(i + 1) % 4]):
+            assert_within_bounds(CHECKER.check_case(case, dtype, group=group, **how))
+
+
+class torch_like:
+    NAME = "torch"
+
+
+def twice_the_error_of_the_plain_layer(group):
+    """In bfloat16 no worse than F.linear of the gathered x, and than sums of bfloat16 results."""
+    for op, function in OPS.items():
+        x, weight, bias, _ = drawn(group, op, torch.bfloat16)
+        made = function(x, weight, group, bias=bias)
+        whole = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(whole, x.detach(), group)
+        weights = [torch.empty_like(weight) for _ in whole]
+        dist.all_gather(weights, weight.detach(), group)
+        if op == GATHER:
+            right = F.linear(torch.cat(whole).double(), weight.double(), bias.double())
+            plain = F.linear(torch.cat(whole), weight, bias)
+        else:
+            own = slice(dist.get_rank(group) * len(made), (dist.get_rank(group) + 1) * len(made))
+            pairs = list(zip(whole, weights, strict=True))
+            right = sum(F.linear(a.double(), w.double()) for a, w in pairs)[own] + bias.double()
+            plain = sum(F.linear(a, w) for a, w in pairs)[own] + bias
+        error, of_plain = ((a.double() - right).norm() for a in (made, plain))
+        assert error <= 2 * of_plain, (op, error, of_plain)
+
+
+def same_bits(group):
+    """In every run and every backward; and SCATTER's bias gets the same gradient on every rank."""
+    for op, function in OPS.items():
+        x, weight, bias, up = drawn(group, op)
+        first, again = (function(x, weight, group, bias=bias) for _ in range(2))
+        assert torch.equal(first, again)
+        grads = [torch.autograd.grad(first, (x, weight, bias), up, retain_graph=True) for _ in range(2)]
+        grads.append(torch.autograd.grad(again, (x, weight, bias), up))
+        for others in grads[1:]:
+            assert all(map(torch.equal, grads[0], others))
+        if op == SCATTER:
+            every = [torch.empty_like(bias) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(every, grads[0][2], group)
+            assert all(torch.equal(every[0], other) for other in every)
+
+
+def some_gradients(group):
+    """Each alone is the one of all together."""
+    for op, function in OPS.items():
+        leaves = drawn(group, op)
+        up = leaves[3]
+        options = [{}, {"keep_gathered": True}] if op == GATHER else [{}]
+        for more in options:
+            every = torch.autograd.grad(function(leaves[0], leaves[1], group, bias=leaves[2], **more), leaves[:3], up)
+            for i, right in enumerate(every):
+                given = [a if i == j else a.detach() for j, a in enumerate(leaves[:3])]
+                out = function(given[0], given[1], group, bias=given[2], **more)
+                (alone,) = torch.autograd.grad(out, [given[i]], up)
+                assert torch.equal(alone, right), (op, i)
+                out = function(leaves[0], leaves[1], group, bias=leaves[2], **more)
+                assert torch.equal(torch.autograd.grad(out, leaves[i], up)[0], right), (op, i)
+
+
+def main_gradients(group):
+    """Two micro-batches are added to memory of the caller's."""
+    for op, function in OPS.items():
+        for dtype, more in itertools.product((torch.float32, torch.bfloat16), ({}, {"keep_gathered": True})):
+            if more and op == SCATTER:
+                continue
+            main, total = torch.ones(N, K), torch.ones(N, K)
+            for seed in (0, 5):
+                x, weight, _, up = drawn(group, op, dtype, seed=seed)
+                function(x, weight, group, weight_grad_out=main, **more).backward(up)
+                assert weight.grad is None
+                wide = [a.detach().float().requires_grad_() for a in (x, weight)]
+                total += torch.autograd.grad(function(*wide, group, **more), wide[1], up.float())[0]
+                assert x.grad.dtype == dtype
+            torch.testing.assert_close(main, total)
+
+
+def autocast(group):
+    """Under autocast, what travels and is multiplied is of 16 bits; gradients have their inputs' dtypes."""
+    for op, function in OPS.items():
+        x, weight, bias, up = drawn(group, op)
+        with torch.autocast("cpu", torch.bfloat16):
+            made = function(x, weight, group, bias=bias)
+        narrow = [a.detach().bfloat16().requires_grad_() for a in (x, weight, bias)]
+        right = function(narrow[0], narrow[1], group, bias=narrow[2])
+        assert torch.equal(made, right)
+        for a, b in zip(
+            torch.autograd.grad(made, (x, weight, bias), up.bfloat16()),
+            torch.autograd.grad(right, narrow, up.bfloat16()),
+            strict=True,
+        ):
+            assert a.dtype == torch.float32
+            torch.testing.assert_close(a.bfloat16(), b)
+
+
+def strides(group):
+    """What isn't contiguous is the same."""
+    for op, function in OPS.items():
+        x, weight, bias, up = drawn(group, op)
+        right = torch.autograd.grad(function(x, weight, group, bias=bias), (x, weight, bias), up)
+        wide = torch.zeros(2 * len(x), 2 * K)
+        wide[::2, ::2] = x.detach()
+        sliced, turned = wide[::2, ::2].requires_grad_(), weight.detach().t().contiguous().t().requires_grad_()
+        upstream = torch.stack([up, up], -1)[..., 0]
+        made = torch.autograd.grad(function(sliced, turned, group, bias=bias), (sliced, turned, bias), upstream)
+        for a, b in zip(made, right, strict=True):
+            torch.testing.assert_close(a, b)
+        out = function(x, weight, group)
+        for a, b in zip(
+            torch.autograd.grad(out.sum(), (x, weight), retain_graph=True),
+            torch.autograd.grad(out, (x, weight), torch.ones_like(out)),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def second_derivatives(group):
+    for op, function in OPS.items():
+        x, weight, _, _ = drawn(group, op)
+        (grad,) = torch.autograd.grad(function(x, weight, group).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=f"{op}: a backward of the backward is not supported"):
+            grad.sum().backward()
+
+
+def checkpointing(group):
+    for op, function in OPS.items():
+        x, weight, _, up = drawn(group, op)
+        right = torch.autograd.grad(function(x, weight, group), (x, weight), up)
+        out = checkpoint(partial(function, group=group), x, weight, use_reentrant=False)
+        assert all(map(torch.equal, torch.autograd.grad(out, (x, weight), up), right))
+
+
+@contextlib.contextmanager
+def recorded():
+    """What happens in the order in which it does, and the bytes that this rank sends."""
+    events, sent = [], []
+    exchange, wait, linear, product = torch_ring._exchange, torch_ring._wait, torch_op.linear, torch_op.product
+
+    def noted(name, function):
+        def run(*args, **more):
+            events.append(name)
+            return function(*args, **more)
+
+        return run
+
+    def noted_exchange(ring, send, receive):
+        sent.append(send.numel() * send.element_size())
+        events.append("exchange")
+        return exchange(ring, send, receive)
+
+    torch_ring._exchange, torch_ring._wait = noted_exchange, noted("wait", wait)
+    torch_op.linear, torch_op.product = noted("product", linear), noted("product", product)
+    try:
+        yield events, sent
+    finally:
+        torch_ring._exchange, torch_ring._wait, torch_op.linear, torch_op.product = exchange, wait, linear, product
+
+
+def each_exchange_is_under_a_product(group):
+    """It begins before one, and is waited for after it; and no more is sent than the plan says."""
+    ranks = dist.get_world_size(group)
+    for op, dtype in itertools.product(OPS, (torch.float32, torch.bfloat16)):
+        for keeps in (False, True) if op == GATHER else (False,):
+            more = {"keep_gathered": True} if keeps else {}
+            x, weight, _, up = drawn(group, op, dtype)
+            with recorded() as (events, sent):
+                out = OPS[op](x, weight, group, **more)
+                forward = len(events)
+                torch.autograd.grad(out, (x, weight), up)
+            step = ["exchange", "product", "wait"]
+            sums = ["product", *step * (ranks - 1)]
+            blocks = [*step * (ranks - 1), "product"]
+            assert events[:forward] == (blocks if op == GATHER else sums)
+            if op == SCATTER:
+                both = [*["exchange", "product", "product", "wait"] * (ranks - 1), "product", "product"]
+                assert events[forward:] == both
+            else:
+                assert events[forward:] == [*sums, *(["product"] if keeps and ranks > 1 else blocks)]
+            sizes = Sizes(ranks, T // ranks, N, K)
+            planned = cost(op, sizes, dtype.itemsize, gradients=True, weight_bytes=dtype.itemsize, keep_gathered=keeps)
+            assert sum(sent) == planned.sent, (op, dtype, keeps)
+
+
+def memory(group):
+    """The peak of PyTorch's allocator is what the formulas say."""
+    ranks = dist.get_world_size(group)
+    if ranks < 3:  # the profiler takes a second
+        return
+    n, k, tokens = 192, 256, 600
+    small = 20_000  # what is compared between ranks, and gloo's own
+    for op, keeps in ((GATHER, False), (GATHER, True), (SCATTER, False)):
+        more = {"keep_gathered": True} if keeps else {}
+        x = torch.randn(tokens // ranks if op == GATHER else tokens, k, requires_grad=True)
+        weight = torch.randn(n, k, requires_grad=True)
+        sizes = Sizes(ranks, tokens // ranks, n, k)
+        planned = cost(op, sizes, 4, gradients=True, weight_bytes=4, keep_gathered=keeps)
+        graph = []
+
+        def forward(op=op, x=x, weight=weight, more=more, graph=graph):
+            graph[:] = [OPS[op](x, weight, group, **more)]
+            return graph
+
+        peak = peak_extra_bytes(forward, device="cpu")
+        predicted = sum(planned.kept.values()) + sum(planned.forward.values())
+        assert 0.95 * predicted - small <= peak <= predicted + small, (op, keeps, peak, predicted)
+        upstream = torch.ones_like(graph[0])
+        gradients = partial(torch.autograd.grad, graph[0], (x, weight), upstream, retain_graph=True)
+        peak, predicted = peak_extra_bytes(gradients, device="cpu"), sum(planned.backward.values())
+        # Those that are returned last come after the peak: what they take was part of it.
+        returned = 4 * (x.numel() + weight.numel())
+        assert predicted - returned - small <= peak <= predicted + small, (op, keeps, peak, predicted)
+
+
+def differing_calls(group):
+    """They raise on every rank, and the group works afterwards."""
+    own, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if ranks == 1:
+        return
+    for op, function in OPS.items():
+        x, weight, _, up = drawn(group, op)
+        longer = torch.cat([x, x]) if own == 0 else x
+        frozen = x.detach() if own == 0 else x
+        narrow = [a.bfloat16() if own == 0 else a for a in (x, weight)]
+        for call in (
+            lambda f=function, x=longer, w=weight: f(x, w, group),
+            lambda f=function, x=frozen, w=weight: f(x, w, group),
+            lambda f=function, given=narrow: f(*given, group),
+        ):
+            with pytest.raises(ValueError, match=f"{op}: ranks of the group called it differently: rank . with {op}: "):
+                call()
+        out = function(x, weight, group)
+        with pytest.raises(ValueError, match=r"with a backward of .*, gradients of (x|weight); rank"):
+            torch.autograd.grad(out, x if own == 0 else weight, up)
+        function(x, weight, group).backward(up)
+    other = OPS[GATHER if own == 0 else SCATTER]
+    with pytest.raises(ValueError, match=r"with all_gather_matmul: .* with matmul_red|with matmul_red.* with all_g"):
+        other(torch.randn(T, K), torch.randn(N, K), group)
+    matmul_reduce_scatter(torch.randn(T, K + own), torch.randn(N, K + own), group)  # its own features
+    all_gather_matmul(torch.randn(T, K), torch.randn(N + own, K), group)
+
+
+def uneven_tokens(group):
+    ranks = dist.get_world_size(group)
+    if ranks > 1:
+        message = f"matmul_reduce_scatter: x has {ranks + 1} rows in its first dimension, which {ranks} ranks can't"
+        with pytest.raises(ValueError, match=rf"{message} share evenly; pad it by {ranks - 1} row"):
+            matmul_reduce_scatter(torch.randn(ranks + 1, K), torch.randn(N, K), group)
+
+
+def modules(group):
+    """An MLP of both layers is that of two linear layers, and so are its gradients and its state."""
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    torch.manual_seed(3)
+    up, down = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
+    torch.manual_seed(3)
+    column, row = ColumnParallelLinear(8, 24, group), RowParallelLinear(24, 8, group)
+    x = torch.randn(12, 2, 8)
+    right = down(up(x).relu())
+    right.square().sum().backward()
+    layers = [
+        (column, row),
+        (ColumnParallelLinear.from_linear(up, group, keep_gathered=True), RowParallelLinear.from_linear(down, group)),
+    ]
+    layers.append(copy.deepcopy(layers[1]))
+    for column, row in layers:
+        assert column.group is group
+        mine = x.chunk(ranks)[own]
+        out = row(column(mine).relu())
+        torch.testing.assert_close(out, right.chunk(ranks)[own])
+        out.square().sum().backward()
+        for layer, linear, dims in ((column, up, (0, 0)), (row, down, (1, None))):
+            assert list(layer.state_dict()) == list(linear.state_dict())
+            for (name, p), q, dim in zip(layer.named_parameters(), linear.parameters(), dims, strict=True):
+                for a, b in ((p.detach(), q), (p.grad, q.grad)):
+                    whole = a if dim is None else joined(a, dim, group)
+                    torch.testing.assert_close(whole, b, msg=lambda m, name=name: f"{name}: {m}")
+    state = row.state_dict()
+    row.reset_parameters()
+    row.load_state_dict(state)
+    main = RowParallelLinear(24, 8, group, bias=False, main_grad=True)
+    main.weight.main_grad = torch.zeros_like(main.weight)
+    main(torch.randn(12, 24 // ranks)).sum().backward()
+    assert main.weight.grad is None
+    assert main.weight.main_grad.any()
+    assert repr(main) == f"RowParallelLinear(24, 8, ranks={ranks}, bias=False, main_grad=True)"
+    if ranks > 1:
+        for make in (lambda: ColumnParallelLinear(8, ranks + 1, group), lambda: RowParallelLinear(ranks + 1, 8, group)):
+            with pytest.raises(ValueError, match=rf"features={ranks + 1} can't be shared evenly by the {ranks} ranks"):
+                make()
+
+
+def compiled(group):
+    """With fullgraph, forward and backward."""
+    for op, function in OPS.items():
+        x, weight, bias, up = drawn(group, op)
+        right = function(x, weight, group, bias=bias)
+        made = torch.compile(function, backend="aot_eager", fullgraph=True)(x, weight, group, bias=bias)
+        torch.testing.assert_close(made, right)
+        for a, b in zip(
+            torch.autograd.grad(made, (x, weight, bias), up),
+            torch.autograd.grad(right, (x, weight, bias), up),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+
+CHECKS = (
+    oracle_in_every_dtype, twice_the_error_of_the_plain_layer, same_bits, some_gradients, main_gradients, autocast,
+    strides, second_derivatives, checkpointing, each_exchange_is_under_a_product, memory, uneven_tokens, modules,
+    differing_calls,
+)  # fmt: skip
+
+
+def run(rank, ranks, meeting, checks):
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=120)
+    dist.init_process_group("gloo", f"file://{meeting}", timeout, world_size=ranks, rank=rank)
+    # The last two ranks: their numbers in the group are not those of the processes.
+    groups = [None, *([dist.new_group([ranks - 2, ranks - 1]), dist.new_group([0])] if ranks == 3 else [])]
+    for group, check in itertools.product(groups, checks):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            try:
+                check(group)
+            except BaseException as error:
+                error.add_note(f"in {check.__name__} with {dist.get_world_size(group)} ranks")
+                raise
+    if dist.GroupMember.NON_GROUP_MEMBER in groups:
+        with pytest.raises(ValueError, match="all_gather_matmul: this process is no rank of group; call it on the g"):
+            all_gather_matmul(torch.randn(2, K), torch.randn(N, K), dist.GroupMember.NON_GROUP_MEMBER)
+    dist.barrier()
+    os._exit(0)  # where interpreter and process group end in an orderly way, gloo's threads abort now and then
+
+
+def test_three_processes(tmp_path):
+    torch.multiprocessing.spawn(run, (3, str(tmp_path / "meeting"), CHECKS), nprocs=3)
+
+
+@pytest.mark.slow
+def test_four_processes_and_compiled(tmp_path):
+    torch.multiprocessing.spawn(run, (4, str(tmp_path / "meeting"), (compiled, *CHECKS)), nprocs=4)
+
+
+def test_a_part_is_given_back():
+    """What checks split is put together again."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = torch.randn(4, 6, requires_grad=True)
+    assert torch.equal(joined(part(x, 1, None), 1, None), x)
+    dist.destroy_process_group()
