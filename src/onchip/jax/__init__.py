@@ -13,6 +13,7 @@ from onchip.ops.fp8_linear.jax_op import fp8_linear
 from onchip.ops.grouped_matmul.jax_moe import MoEParams, MoEStats, init_moe, moe
 from onchip.ops.grouped_matmul.jax_op import grouped_matmul
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy
+from onchip.ops.linear_cross_entropy.jax_sharded import sharded_linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs.jax_rows import log_probs
@@ -34,4 +35,5 @@ __all__ = [
     "linear_log_probs",
     "log_probs",
     "moe",
+    "sharded_linear_cross_entropy",
 ]

@@ -1,7 +1,7 @@
 """linear_cross_entropy for JAX: the public function and the choice of a backend.
 
 `linear_cross_entropy` checks its inputs, chooses a backend and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_forward` plans the call and moves the tokens that
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `forward` plans the call and moves the tokens that
 count to the front; the backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the
 package's docstring.
 """
@@ -24,6 +24,7 @@ from onchip.frontend.jax_inputs import (
     checked_numbers,
     dtype_of,
     options_of,
+    plain_labels,
     platform,
     take_target,
 )
@@ -242,10 +243,11 @@ def linear_cross_entropy(
     shard = shard_of(OP, given, projection.vocab)
     vocab = projection.vocab if shard is None else shard.vocab
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
-    constants = Constants.of(target, vocab, options, token_weight, normalizer, class_weight, numbers, total, shift)
+    plain = plain_labels(target, vocab, options.ignore_index)
+    constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total, shift)
     projection, constants = vary_alike((projection, constants), but=axis_name)
     static = Static(options, platform(), shard=shard)
-    problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
+    problem = problem_of(static, projection, constants, Projection(True, True, bias is not None))
     refused = refusals(problem, static.platform, weight_layout, strategy, shard)
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
@@ -300,7 +302,7 @@ def refusals(
     return {name: split[name] or reason for name, reason in made.items()}
 
 
-def _problem(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
     return projection.problem(
         needs,
         static.platform,
@@ -312,14 +314,14 @@ def _problem(static: Static, projection: Projection, constants: Constants, needs
     )
 
 
-def _forward(
+def forward(
     static: Static, needs: Projection, projection: Projection, constants: Constants
 ) -> tuple[Outputs, Planned]:
     backend, shard, strategy = MODULES[static.backend], static.shard, static.options.strategy
     if shard is not None:
         shard.refuse_untracked(OP, needs)
         strategy = "recompute"
-    problem = _problem(static, projection, constants, needs)
+    problem = problem_of(static, projection, constants, needs)
     plan = backend.plan(problem, strategy, static.options.scratch_bytes)
     call = constants.call(static.options.reduction, projection, backend.select(plan, constants.labels), shard)
     wanted = constants.loss.wanted(static.options.return_stats, constants.class_weight is not None)
@@ -328,7 +330,7 @@ def _forward(
     return call.outputs(static.options.reduction, stats), Planned(saved, plan)
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
+def backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
     backend = MODULES[static.backend]
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
     return _each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]
@@ -339,4 +341,4 @@ def _each(backend: ModuleType, run: Any) -> Any:
     return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
 
 
-_op = with_gradients(OP, _forward, _backward)
+_op = with_gradients(OP, forward, backward)

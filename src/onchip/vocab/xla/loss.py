@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
-from onchip.frontend.jax_inputs import as_constant, per_token_constant, plain_labels
+from onchip.frontend.jax_inputs import as_constant, per_token_constant
 from onchip.frontend.jax_types import LossStats, WithStats
 from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
@@ -141,8 +141,7 @@ class Constants(NamedTuple):
 
     @staticmethod
     def of(
-        labels: Any,
-        vocab: int,
+        labels: Array,
         options: Any,
         token_weight: Any,
         normalizer: Any,
@@ -152,10 +151,10 @@ class Constants(NamedTuple):
         shift: bool = False,
         axes: tuple[str, ...] = (),
     ) -> "Constants":
-        """From what a public function was given, in the dtype of sums; `numbers` are the fields of `Transform` and
-        `TokenLoss`.  The mean is over the tokens of all devices along the mesh `axes`."""
+        """From what a public function was given, in the dtype of sums; `labels` are those of `plain_labels`, `numbers`
+        the fields of `Transform` and `TokenLoss`.  The mean is over the tokens of all devices along the mesh `axes`."""
         made = Constants(
-            plain_labels(labels, vocab, int(options.ignore_index)).reshape(-1),
+            labels.reshape(-1),
             Transform(*(numbers[name] for name in Transform._fields)),
             TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
             per_token_constant(token_weight, dtype),

@@ -76,7 +76,14 @@ def forward(plan: Config, wanted: Wanted, needs: Projection, call: Call) -> tupl
     if plan.strategy == "stash":
         return stash(plan.token_chunk, wanted, needs, call)
     stats = statistics(plan, wanted, call)
-    return stats, None if plan.strategy == "forward" else (call, TokenStats(stats.lse, stats.log_prob))
+    return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
+
+
+class Saved(NamedTuple):
+    """What gradients are made from."""
+
+    call: Call
+    stats: TokenStats
 
 
 def backward(plan: Config, needs: Projection, saved: Any, upstream: Array) -> Projection:
