@@ -1,5 +1,5 @@
-"""JAX functions that spread a call over the devices of a mesh themselves, by a `jax.shard_map` around each half of their
-derivative rule.
+"""JAX functions that spread a call over the devices of a mesh themselves, by a `jax.shard_map` around each half of
+their derivative rule.
 
 So no derivative is taken through a `shard_map`: what a device's gradient is, and what is summed over which devices, is
 said where it is computed, whatever JAX knows of the mesh, and kernels need not say over which axes their results vary.
@@ -10,13 +10,16 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from onchip.frontend.jax_call import with_gradients
+from onchip.frontend.jax_inputs import is_array
 
-TokenAxes = str | tuple[str | tuple[str, ...] | None, ...] | P
+TokenAxes = str | tuple[str | tuple[str, ...] | None, ...] | PartitionSpec
 """Mesh axes of the leading dimensions, as in a `jax.sharding.PartitionSpec`."""
+
+
+P = PartitionSpec
 
 
 class Spread(NamedTuple):
@@ -125,14 +128,17 @@ def check_split(op: str, name: str, vocab: int, spread: Spread, remedy: str) -> 
     return vocab // devices
 
 
-def check_types(op: str, spread: Spread, arrays: Mapping[str, tuple[Any, P]]) -> None:
-    """Raise unless the arrays, where their types say how they are sharded, are sharded as they are to be.
+def check_types(op: str, spread: Spread, given: Mapping[str, Any], specs: Mapping[str, P]) -> None:
+    """Raise unless the arguments that have `specs`, where their types say how they are sharded, are sharded so.
 
     JAX would refuse these too, in other words; where types don't say it, the compiler moves what has to be moved.
     """
     if not all(kind == AxisType.Explicit for kind in spread.mesh.axis_types):
         return
-    for name, (x, spec) in arrays.items():
+    for name, spec in specs.items():
+        x = given[name]
+        if not is_array(x) or x.ndim == 0:
+            continue
         found: Any = jax.typeof(x).sharding
         wanted = tuple(spec) + (None,) * (len(x.shape) - len(spec))
         if not found.mesh.empty and tuple(map(_names, found.spec)) != tuple(map(_names, wanted)):

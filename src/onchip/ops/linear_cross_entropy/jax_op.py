@@ -314,9 +314,7 @@ def problem_of(static: Static, projection: Projection, constants: Constants, nee
     )
 
 
-def forward(
-    static: Static, needs: Projection, projection: Projection, constants: Constants
-) -> tuple[Outputs, Planned]:
+def forward(static: Static, needs: Projection, projection: Projection, constants: Constants) -> tuple[Outputs, Planned]:
     backend, shard, strategy = MODULES[static.backend], static.shard, static.options.strategy
     if shard is not None:
         shard.refuse_untracked(OP, needs)

@@ -11,25 +11,24 @@ from jax.sharding import AbstractMesh, Mesh
 from onchip.core.backends import choose_backend
 from onchip.frontend import jax_call
 from onchip.frontend.jax_call import Planned
-from onchip.frontend.jax_inputs import as_constant, check_layout, is_array, plain_labels, platform, take_target
-from onchip.frontend.jax_labels import is_soft
-from onchip.frontend.jax_mesh import (
-    P,
-    Static,
-    TokenAxes,
-    check_split,
-    check_types,
-    spread_of,
-    with_gradients_on_mesh,
+from onchip.frontend.jax_inputs import (
+    as_constant,
+    check_layout,
+    is_array,
+    plain_labels,
+    platform,
+    take_target,
+    token_temperature,
 )
+from onchip.frontend.jax_labels import is_soft
+from onchip.frontend.jax_mesh import P, Static, TokenAxes, check_types, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, shapes_of
-from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.jax_op import Backend, OfWeight
 from onchip.ops.linear_cross_entropy.spec import OP, Strategy
+from onchip.vocab.xla import parallel
 from onchip.vocab.xla.loss import Constants, Outputs
-from onchip.vocab.xla.parallel import Shard, whole_vocab
 from onchip.vocab.xla.tiles import Projection
 
 NAME = f"sharded_{OP}"
@@ -171,10 +170,8 @@ def sharded_linear_cross_entropy(
     assert is_array(target)
     options, numbers, total = jax_op.checked(given, name, target)
     layer = Projection(hidden, weight, bias, weight_layout.index("v"))
-    spread = spread_of(NAME, mesh, vocab_axis, token_axes, name, target.shape)
-    size = check_split(NAME, "weight", layer.vocab, spread, "vocab_size")
-    vocab = whole_vocab(NAME, "vocab_size", vocab_size, size, spread.devices(vocab_axis))
-    check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
+    spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, name, target.shape)
+    check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), shard.vocab)
     if shift and spread.leading[len(target.shape) - 1 :] not in ((), (None,)):
         raise ValueError(
             f"{NAME}: shift=True needs whole sequences on each device, but token_axes split them along "
@@ -186,29 +183,23 @@ def sharded_linear_cross_entropy(
     def as_given(x: Any) -> Any:
         return None if x is None else lax.stop_gradient(jnp.asarray(x, total))
 
-    by_token = is_array(temperature) and temperature.ndim > 0
+    numbers, by_token = token_temperature(numbers, temperature, total)
     constants = _Constants(
-        plain_labels(target, vocab, options.ignore_index),
+        plain_labels(target, shard.vocab, options.ignore_index),
         as_given(token_weight),
-        as_given(temperature) if by_token else None,
+        by_token,
         as_constant(normalizer, total),
         as_constant(class_weight, total),
-        numbers | ({"temperature": None} if by_token else {}),
+        numbers,
     )
-    spec, whole, of_weight = spread.by_token, P(), spread.of_weight(layer.vocab_axis)
-    of_layer = Projection(spec, of_weight, P(vocab_axis), layer.vocab_axis)
+    spec, whole = spread.by_token, P()
     of_constants = _Constants(spec, spec, spec, whole, whole, whole)
-    named = {"hidden": (hidden, spec), "weight": (weight, of_weight), name: (target, spec)}
-    named |= {} if bias is None else {"bias": (bias, P(vocab_axis))}
-    named |= {} if token_weight is None else {"token_weight": (token_weight, spec)}
-    check_types(NAME, spread, named | ({"temperature": (temperature, spec)} if by_token else {}))
-    local = _Local(
-        jax_call.Static(options, platform(), shard=Shard(vocab_axis, size, vocab)),
-        backend,
-        weight_layout,
-        spread.tokens,
+    specs = {"hidden": spec, "weight": of_layer.weight, "bias": of_layer.bias, name: spec} | dict.fromkeys(
+        ("token_weight", "temperature"), spec
     )
-    of_loss = spec if reduction == "none" else whole
+    check_types(NAME, spread, given, specs)
+    local = _Local(jax_call.Static(options, platform(), shard=shard), backend, weight_layout, spread.tokens)
+    of_loss: Any = spec if reduction == "none" else whole
     made = _op(Static(local, spread, (of_layer, of_constants, Outputs(of_loss, spec))), layer, constants)
     return made.shaped(target.shape)  # type: ignore[no-any-return]
 
@@ -264,24 +255,17 @@ def _forward(local: _Local, needs: Projection, layer: Projection, given: _Consta
     elif local.token_axes:
         loss = lax.psum(loss, local.token_axes)
     stats = None if stats is None else jax.tree.map(lambda x: x.reshape(given.labels.shape), stats)
-    if saved.arrays is not None:
-        saved = Planned(saved.arrays._replace(call=saved.arrays.call._replace(source=None)), saved.plan)
-    return Outputs(loss, stats), saved
+    return Outputs(loss, stats), parallel.without_source(saved)
 
 
 def _backward(
     local: _Local, needs: Projection, layer: Projection, given: _Constants, saved: Planned, cotangents: Outputs
 ) -> Projection:
     static, projection, _ = _on_device(local, layer, given)
-    arrays = saved.arrays._replace(call=saved.arrays.call._replace(source=projection))
     upstream = cotangents.loss.reshape(-1) if cotangents.loss.ndim else cotangents.loss
-    made = jax_op.backward(static, needs, Planned(arrays, saved.plan), Outputs(upstream, None))
-    hidden, weight, bias = made.hidden, made.weight, made.bias
-    if hidden is not None:
-        hidden = hidden.astype(layer.hidden.dtype).reshape(layer.hidden.shape)
-    if local.token_axes:
-        weight, bias = lax.psum((weight, bias), local.token_axes)
-    return Projection(hidden, weight, bias, made.vocab_axis)
+    saved = parallel.with_source(saved, projection)
+    made = jax_op.backward(static, needs, saved, Outputs(upstream, None))
+    return parallel.gradients_of(layer, made, local.token_axes)
 
 
 _op = with_gradients_on_mesh(NAME, _forward, _backward)

@@ -30,7 +30,7 @@ from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
 from onchip.vocab.xla import memory, walk
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.parallel import Shard, check_axis, shard_of
+from onchip.vocab.xla.parallel import check_axis, shard_of
 from onchip.vocab.xla.tiles import (
     VANISHED,
     Projection,
@@ -70,7 +70,7 @@ class LogProbs(NamedTuple):
 
 
 class Keywords(TypedDict, total=False):
-    """What both ops take by keyword beside what they are asked for."""
+    """What all of these ops take by keyword beside what they are asked for."""
 
     ignore_index: int
     softcap: Number | None
@@ -230,17 +230,18 @@ def linear_log_probs(
     """
     given = locals()
     check_axis(OP, axis_name, vocab_size)
-    options, numbers, dtype = _checked(given)
+    options, numbers, dtype = checked(given)
     projection = Projection.of(hidden, weight, bias, weight_layout)
     shard = shard_of(OP, given, projection.vocab)
-    constants = _constants(projection, ids, numbers, options, shard)
+    plain = plain_labels(ids, projection.vocab if shard is None else shard.vocab, options.ignore_index)
+    constants = constants_of(projection, plain, numbers)
     projection, constants = vary_alike((projection, constants), but=axis_name)
     static = Static(options, platform(), shard=shard)
     outputs = of_no_tokens(dtype) if len(projection.hidden) == 0 else _op(static, projection, constants)
     return returned(options, outputs, ids.shape, hidden.shape[:-1])
 
 
-def _checked(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any], Any]:
+def checked(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any], Any]:
     """The options among the arguments of the function, its numbers and the dtype of sums; raise for what is wrong or
     doesn't fit together."""
     hidden, weight, layout = given["hidden"], given["weight"], given["weight_layout"]
@@ -253,13 +254,10 @@ def _checked(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any], Any]:
     return options, numbers, dtype
 
 
-def _constants(
-    projection: Projection, ids: Any, numbers: Mapping[str, Any], options: Options, shard: Shard | None
-) -> tuple[jax.Array, Transform]:
-    """The arrays of a call that get no gradient: ids [T, K], and numbers."""
-    total, vocab = len(projection.hidden), projection.vocab if shard is None else shard.vocab
-    each = ids.size // total if total else 1
-    return plain_labels(ids, vocab, options.ignore_index).reshape(total, each), Transform(**numbers)
+def constants_of(projection: Projection, ids: jax.Array, numbers: Mapping[str, Any]) -> tuple[jax.Array, Transform]:
+    """The arrays of a call that get no gradient: ids [T, K], of those of `plain_labels`, and numbers."""
+    total = len(projection.hidden)
+    return ids.reshape(total, ids.size // total if total else 1), Transform(**numbers)
 
 
 def returned(
@@ -274,7 +272,7 @@ def returned(
     return LogProbs(log_prob, *more)
 
 
-def _forward(
+def forward(
     static: Static, needs: Projection, projection: Projection, constants: tuple[jax.Array, Transform]
 ) -> tuple[Outputs, Planned | None]:
     (ids, transform), options, shard = constants, static.options, static.shard
@@ -287,16 +285,16 @@ def _forward(
     tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
     call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED), shard=shard)
     stats = walk.statistics(plan, wanted_of(options), call)
-    return outputs_of(stats, tokens), Planned((call, known_of(stats)), plan) if problem.any_grad else None
+    return outputs_of(stats, tokens), Planned(walk.Saved(call, known_of(stats)), plan) if problem.any_grad else None
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, upstream: Outputs) -> Projection:
+def backward(static: Static, needs: Projection, saved: Planned, upstream: Outputs) -> Projection:
     call, stats = saved.arrays
     gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
     return walk.gradients(saved.plan, needs, call, stats, gradient)
 
 
-_op = with_gradients(OP, _forward, _backward)
+_op = with_gradients(OP, forward, backward)
 
 
 def of_no_tokens(dtype: Any) -> Outputs:

@@ -21,15 +21,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, vary_alike
+from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
 from onchip.frontend.options import require_int
-from onchip.vocab.xla.tiles import Softmax
+from onchip.vocab.xla.tiles import Projection, Softmax
 
 Array = jax.Array
 # An index goes with the other numbers of its token, as a float32.
 _MOST_ENTRIES = 2**24
 # The arguments of which each device has a part.
-_SPLIT = ("weight", "bias")
+_SPLIT = (
+    "weight",
+    "bias",
+    "student_weight",
+    "student_bias",
+    "teacher_weight",
+    "teacher_bias",
+    "teacher_logits",
+)
 
 
 def varies_over(x: Any) -> frozenset[str]:
@@ -52,8 +61,16 @@ class Shard:
     """Whether derivatives can be right: JAX knows what varies, or they are taken apart."""
 
     @staticmethod
-    def of(op: str, axis: Any, vocab: Any, size: int, split: Mapping[str, Any], whole: Mapping[str, Any]) -> "Shard":
-        """Of a public function's arguments axis_name and vocab_size; raise for wrong ones.
+    def of(
+        op: str,
+        axis: Any,
+        vocab: Any,
+        size: int,
+        split: Mapping[str, Any],
+        whole: Mapping[str, Any],
+        name: str = "vocab_size",
+    ) -> "Shard":
+        """Of a public function's arguments axis_name and, by its `name`, vocab_size; raise for wrong ones.
 
         split, whole: the arrays of which each device has its own entries, and those that all devices have.
         """
@@ -79,7 +96,7 @@ class Shard:
                     f"vocabulary; leave {axis!r} out of its in_specs, or gather it by "
                     f"jax.lax.all_gather(..., {axis!r}, to='invarying')"
                 )
-        return Shard(axis, size, whole_vocab(op, "vocab_size", vocab, size, lax.axis_size(axis)), tracked)
+        return Shard(axis, size, whole_vocab(op, name, vocab, size, lax.axis_size(axis)), tracked)
 
     def refuse_untracked(self, op: str, needs: Any) -> None:
         """Raise if a gradient is needed that can't be right."""
@@ -140,7 +157,11 @@ class Shard:
         if argmax is not None:
             # Of a device whose logits are all -inf it is -1, and no one's largest.
             softmax = softmax._replace(argmax=(argmax + self.start).astype(dtype))
-        parts = self.gathered(softmax)
+        return self.merged(self.gathered(softmax))
+
+    def merged(self, parts: Softmax) -> Softmax:
+        """The softmax over all entries, from those that are `gathered`, whose argmax counts from the first of all."""
+        dtype, argmax = parts.max.dtype, parts.argmax
         top = jnp.max(parts.max, 0)
         drop = parts.max - top
         decay = jnp.exp(drop)
@@ -157,7 +178,7 @@ class Shard:
             squares = jnp.sum(squares * decay * decay, 0)
         if argmax is not None:
             best = jnp.argmax(parts.max, 0)[None]
-            argmax = jnp.take_along_axis(parts.argmax, best, 0)[0].astype(jnp.int32)
+            argmax = jnp.take_along_axis(argmax, best, 0)[0].astype(jnp.int32)
         return Softmax(
             max=top,
             total=jnp.sum(parts.total * decay, 0),
@@ -187,14 +208,17 @@ def check_axis(op: str, axis: Any, vocab: Any) -> None:
         )
 
 
-def shard_of(op: str, given: Mapping[str, Any], size: int) -> Shard | None:
-    """Of the arguments of a public function, where this device has so many entries; None without an axis_name."""
+def shard_of(op: str, given: Mapping[str, Any], size: int, vocab: str = "vocab_size") -> Shard | None:
+    """Of the arguments of a public function, where this device has so many entries; None without an axis_name.
+
+    `vocab` is the argument that says how many count.
+    """
     if given["axis_name"] is None:
         return None
     arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
     split = {name: x for name, x in arrays.items() if name in _SPLIT}
     whole = {name: x for name, x in arrays.items() if name not in _SPLIT}
-    return Shard.of(op, given["axis_name"], given["vocab_size"], size, split, whole)
+    return Shard.of(op, given["axis_name"], given[vocab], size, split, whole, vocab)
 
 
 def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
@@ -211,3 +235,44 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
     if size > _MOST_ENTRIES // devices:
         raise ValueError(f"{op}: a vocabulary that is split must have at most {_MOST_ENTRIES} entries")
     return int(vocab)
+
+
+# ----------------------------------------------------------------------------------------- calls that spread themselves
+
+
+def on_mesh(op: str, given: Mapping[str, Any], layer: Projection, of: str, leading: tuple[int, ...]) -> tuple[Any, ...]:
+    """How a call is spread over a mesh, each device's `Shard`, and the layer's `PartitionSpec`s; raise for wrong
+    arguments `mesh`, `vocab_axis`, `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument
+    `of`."""
+    spread = spread_of(op, given["mesh"], given["vocab_axis"], given["token_axes"], of, leading)
+    size = check_split(op, "weight", layer.vocab, spread, "vocab_size")
+    vocab = whole_vocab(op, "vocab_size", given["vocab_size"], size, spread.devices(spread.vocab))
+    return spread, Shard(spread.vocab, size, vocab), specs_of(layer, spread)
+
+
+def specs_of(layer: Projection, spread: Spread) -> Projection:
+    """The `PartitionSpec`s of hidden [..., H], weight and bias."""
+    return Projection(spread.by_token, spread.of_weight(layer.vocab_axis), P(spread.vocab), layer.vocab_axis)
+
+
+def without_source(saved: Planned) -> Planned:
+    """What forward leaves for backward, a `Planned` of arrays with a field `call`, without the layer: a call that
+    spreads itself has it anyway."""
+    if saved.arrays is None:
+        return saved
+    return Planned(saved.arrays._replace(call=saved.arrays.call._replace(source=None)), saved.plan)
+
+
+def with_source(saved: Planned, source: Projection) -> Planned:
+    """The reverse of `without_source`."""
+    return Planned(saved.arrays._replace(call=saved.arrays.call._replace(source=source)), saved.plan)
+
+
+def gradients_of(layer: Projection, made: Projection, axes: tuple[str, ...]) -> Projection:
+    """This device's gradients of hidden [..., H], and those of weight and bias summed over the axes of tokens."""
+    hidden, weight, bias = made.hidden, made.weight, made.bias
+    if hidden is not None:
+        hidden = hidden.astype(layer.hidden.dtype).reshape(layer.hidden.shape)
+    if axes:
+        weight, bias = lax.psum((weight, bias), axes)
+    return Projection(hidden, weight, bias, made.vocab_axis)
