@@ -39,7 +39,7 @@ from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.xla import walk as jax_xla
 from onchip.vocab.xla.loss import Constants, Outputs
-from onchip.vocab.xla.parallel import Shard, check_axis, shard_of
+from onchip.vocab.xla.parallel import Shard, check_axis, refuse_typed_sharding, shard_of
 from onchip.vocab.xla.tiles import Projection
 
 # Best first, by platform.
@@ -239,6 +239,7 @@ def linear_cross_entropy(
         )
     assert not isinstance(target, TopK)
     options, numbers, total = checked(given, name, target)
+    refuse_typed_sharding(OP, given)
     projection = Projection.of(hidden, weight, bias, weight_layout)
     shard = shard_of(OP, given, projection.vocab)
     vocab = projection.vocab if shard is None else shard.vocab

@@ -222,6 +222,8 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
     name, target = take_target(op, given, needed=False)
     split = given.get("axis_name") is not None
     options, shape, size, dtype = checked(op, given, name, split=split)
+    if op == OP:
+        parallel.refuse_typed_sharding(op, given)
     total, topk = math.prod(shape), given["teacher_topk"]
     shard = parallel.shard_of(OP, given, size, "vocab") if split else None
     vocab = size if shard is None else shard.vocab

@@ -30,7 +30,7 @@ from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
 from onchip.vocab.xla import memory, walk
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.parallel import check_axis, shard_of
+from onchip.vocab.xla.parallel import check_axis, refuse_typed_sharding, shard_of
 from onchip.vocab.xla.tiles import (
     VANISHED,
     Projection,
@@ -231,6 +231,7 @@ def linear_log_probs(
     given = locals()
     check_axis(OP, axis_name, vocab_size)
     options, numbers, dtype = checked(given)
+    refuse_typed_sharding(OP, given)
     projection = Projection.of(hidden, weight, bias, weight_layout)
     shard = shard_of(OP, given, projection.vocab)
     plain = plain_labels(ids, projection.vocab if shard is None else shard.vocab, options.ignore_index)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, vary_alike
+from onchip.frontend.jax_inputs import is_array
 from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
 from onchip.frontend.options import require_int
 from onchip.vocab.xla.tiles import Projection, Softmax
@@ -199,6 +200,21 @@ class Shard:
         return None if x is None else lax.psum(x, self.axis)
 
 
+def refuse_typed_sharding(op: str, arrays: Mapping[str, Any]) -> None:
+    """Raise for an array whose type says that it is sharded: a kernel would have it gathered on each device, and plain
+    JAX can't cut it into chunks.
+
+    Inside of a `jax.shard_map` no array is: each device has its own.
+    """
+    for name, x in arrays.items():
+        sharding = jax.typeof(x).sharding if is_array(x) else None
+        if sharding is not None and any(entry is not None for entry in sharding.spec):
+            raise ValueError(
+                f"{op}: {name} is sharded as {sharding.spec}, by its type; call sharded_{op}, which spreads itself over "
+                "the mesh, or call it inside of jax.shard_map"
+            )
+
+
 def check_axis(op: str, axis: Any, vocab: Any) -> None:
     """Raise where a function's arguments axis_name and vocab_size don't go together."""
     if axis is None and vocab is not None:
@@ -215,7 +231,7 @@ def shard_of(op: str, given: Mapping[str, Any], size: int, vocab: str = "vocab_s
     """
     if given["axis_name"] is None:
         return None
-    arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+    arrays = {name: x for name, x in given.items() if is_array(x)}
     split = {name: x for name, x in arrays.items() if name in _SPLIT}
     whole = {name: x for name, x in arrays.items() if name not in _SPLIT}
     return Shard.of(op, given["axis_name"], given[vocab], size, split, whole, vocab)
