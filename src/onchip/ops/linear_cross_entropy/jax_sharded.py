@@ -199,8 +199,8 @@ def sharded_linear_cross_entropy(
     )
     check_types(NAME, spread, given, specs)
     local = _Local(jax_call.Static(options, platform(), shard=shard), backend, weight_layout, spread.tokens)
-    of_loss: Any = spec if reduction == "none" else whole
-    made = _op(Static(local, spread, (of_layer, of_constants, Outputs(of_loss, spec))), layer, constants)
+    of_outputs: Any = (spec if reduction == "none" else whole), spec
+    made = _op(Static(local, spread, (of_layer, of_constants, Outputs(*of_outputs))), layer, constants)
     return made.shaped(target.shape)  # type: ignore[no-any-return]
 
 

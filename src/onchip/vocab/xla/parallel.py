@@ -210,8 +210,8 @@ def refuse_typed_sharding(op: str, arrays: Mapping[str, Any]) -> None:
         sharding = jax.typeof(x).sharding if is_array(x) else None
         if sharding is not None and any(entry is not None for entry in sharding.spec):
             raise ValueError(
-                f"{op}: {name} is sharded as {sharding.spec}, by its type; call sharded_{op}, which spreads itself over "
-                "the mesh, or call it inside of jax.shard_map"
+                f"{op}: {name} is sharded as {sharding.spec}, by its type; call sharded_{op}, which spreads itself "
+                "over the mesh, or call it inside of jax.shard_map"
             )
 
 
@@ -256,7 +256,9 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
 # ----------------------------------------------------------------------------------------- calls that spread themselves
 
 
-def on_mesh(op: str, given: Mapping[str, Any], layer: Projection, of: str, leading: tuple[int, ...]) -> tuple[Any, ...]:
+def on_mesh(
+    op: str, given: Mapping[str, Any], layer: Projection, of: str, leading: tuple[int, ...]
+) -> tuple[Spread, Shard, Projection]:
     """How a call is spread over a mesh, each device's `Shard`, and the layer's `PartitionSpec`s; raise for wrong
     arguments `mesh`, `vocab_axis`, `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument
     `of`."""
