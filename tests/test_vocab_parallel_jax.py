@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from linear_cross_entropy import plain_kernels
 from onchip.jax import (
     linear_cross_entropy,
     linear_jsd,
@@ -22,6 +23,10 @@ from onchip.jax import (
     sharded_linear_jsd,
     sharded_linear_log_probs,
 )
+from onchip.ops.linear_cross_entropy import jax_sharded
+from onchip.vocab.mosaic import kernels, rebase
+from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.mosaic.memory import MosaicPlan
 from shared_jax import assert_same
 
 B, S, H, V, PADDED = 4, 6, 16, 69, 72
@@ -193,6 +198,79 @@ def rows_that_are_nearly_certain():
     found = jax.jit(lambda h, w, b: split(h, padded(w), y, padded(b)))(*given)
     assert 0 < expected[3, 0] < 1e-6
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def kernels_on_the_cpu(monkeypatch):
+    """Stand-ins for those of 'mosaic_gpu'."""
+    monkeypatch.setattr(jax_sharded, "platform", lambda: "gpu")
+    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+    for module, names in (
+        (kernels, ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product")),
+        (rebase, ("rebase_exponentials", "add_targets")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(plain_kernels, name))
+
+
+def as_kernels_compute_it(plan, layout="vh", vocab=2160, **options):
+    """With a plan of `mosaic_op`, against plain JAX in float32."""
+    rng = np.random.default_rng(0)
+    h, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((4, 96, 128), (2176, 128)))
+    w = w / 4
+    y = jnp.asarray(rng.integers(vocab, size=(4, 96)), jnp.int32).at[0, :90].set(-100)
+
+    def whole(h, w):
+        return linear_cross_entropy(h, w[:vocab], y, **options)
+
+    def split(h, w):
+        on_mesh = {"vocab_axis": "model", "token_axes": "data", "mesh": mesh_of(), "vocab_size": vocab}
+        w = w.T if layout == "hv" else w
+        return sharded_linear_cross_entropy(h, w, y, backend="mosaic_gpu", weight_layout=layout, **on_mesh, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kernels_on_the_cpu(monkeypatch)
+        if plan is not None:
+            monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+        found = jax.jit(jax.value_and_grad(split, (0, 1)))(h, w)
+    wide = [x.astype(jnp.float32) for x in (h, w)]
+    expected = jax.jit(jax.value_and_grad(whole, (0, 1)))(*wide)
+    for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.linalg.norm(x.astype(jnp.float32) - e) <= 8e-3 * jnp.linalg.norm(e)
+
+
+@check
+def kernels_that_keep_exponentials():
+    as_kernels_compute_it(MosaicPlan("stash", 192, kept_in_gradient=128, chunk=256, kept_in_scratch=128))
+
+
+@slow
+def kernels_by_their_own_plans():
+    for layout, vocab, options in (
+        ("vh", 2176, {"softcap": 5.0, "z_loss": 1e-3}),
+        ("hv", 2176, {"label_smoothing": 0.1}),
+        ("hv", 2100, {"strategy": "recompute"}),
+    ):
+        as_kernels_compute_it(None, layout, vocab, **options)
+
+
+@slow
+def statistics_by_kernels():
+    """Without gradients, and in several parts: still one exchange."""
+    rng = np.random.default_rng(0)
+    h, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((300, 128), (2176, 128)))
+    y = jnp.asarray(rng.integers(2170, size=300), jnp.int32).at[5].set(-100)
+    options = {"reduction": "none", "return_stats": True}
+    call = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=mesh_of(), vocab_size=2170, **options)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kernels_on_the_cpu(monkeypatch)
+        monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("forward", 128))
+        run = jax.jit(lambda h, w: call(h, w, y, backend="mosaic_gpu"))
+        assert run.lower(h, w).as_text().count('"stablehlo.all_gather"') == 1
+        loss, stats = run(h, w)
+    expected, of_whole = linear_cross_entropy(*(x.astype(jnp.float32) for x in (h, w[:2170])), y, **options)
+    np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-4)
+    for x, e in zip(stats, of_whole, strict=True):
+        np.testing.assert_allclose(x, e, rtol=1e-4, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------- linear_log_probs

@@ -51,6 +51,8 @@ class Problem:
     """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
     gathered: bool = False
     """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
+    split: bool = False
+    """The vocabulary is split over devices, and this is one's part."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):

@@ -293,14 +293,17 @@ def refusals(
     made = {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
     if shard is None:
         return made
-    split = {
-        "mosaic_gpu": "it runs on whole vocabularies; pass backend='xla'",
-        "triton": "it runs on whole vocabularies; pass backend='xla'",
-        "xla": "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
-        if strategy == "stash"
-        else None,
-    }
-    return {name: split[name] or reason for name, reason in made.items()}
+    split = {"triton": "it runs on whole vocabularies; pass backend='xla'"}
+    if strategy == "stash":
+        split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
+    if shard.axis_is_tracked():
+        split["mosaic_gpu"] = (
+            "its kernels don't say over which axes of a jax.shard_map their results vary; call "
+            f"sharded_{OP}, or pass backend='xla'"
+        )
+    elif shard.padded and (problem.softcap or problem.smoothing):
+        split["mosaic_gpu"] = "it takes padding of a split vocabulary only without softcap and label_smoothing"
+    return {name: split.get(name, reason) for name, reason in made.items()}
 
 
 def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
@@ -312,6 +315,7 @@ def problem_of(static: Static, projection: Projection, constants: Constants, nee
         smoothing=constants.loss.label_smoothing is not None,
         stats=static.options.return_stats,
         class_weight=constants.class_weight is not None,
+        split=static.shard is not None,
     )
 
 
@@ -319,7 +323,7 @@ def forward(static: Static, needs: Projection, projection: Projection, constants
     backend, shard, strategy = MODULES[static.backend], static.shard, static.options.strategy
     if shard is not None:
         shard.refuse_untracked(OP, needs)
-        strategy = "recompute"
+        strategy = "recompute" if static.backend == "xla" else strategy
     problem = problem_of(static, projection, constants, needs)
     plan = backend.plan(problem, strategy, static.options.scratch_bytes)
     call = constants.call(static.options.reduction, projection, backend.select(plan, constants.labels), shard)

@@ -47,6 +47,11 @@ def varies_over(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
 
 
+def _is_tracked(axis: str) -> bool:
+    """Whether the `jax.shard_map` over the axis has check_vma."""
+    return axis in varies_over(lax.axis_index(axis))
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Shard:
@@ -83,7 +88,7 @@ class Shard:
                 f"{op}: axis_name={axis!r} is not an axis of a jax.shard_map around the call ({list(manual)}); call it "
                 f"inside of one, or call sharded_{op}, which makes its own"
             )
-        tracked = axis in varies_over(lax.axis_index(axis))
+        tracked = _is_tracked(axis)
         for name, x in split.items() if tracked else ():
             if axis not in varies_over(x):
                 raise ValueError(
@@ -109,6 +114,15 @@ class Shard:
 
     # ---------------------------------------------------------------------------------------------- before the exchange
 
+    def axis_is_tracked(self) -> bool:
+        """Whether JAX knows what varies over the axis."""
+        return _is_tracked(self.axis)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some entries of a device don't count."""
+        return self.vocab != self.size * lax.axis_size(self.axis)
+
     @property
     def start(self) -> Array:
         """[] int32: the first of this device's entries."""
@@ -117,9 +131,7 @@ class Shard:
     @property
     def end(self) -> Array | None:
         """[] int32: so many of this device's entries count; None where no device has padding."""
-        if self.vocab == self.size * lax.axis_size(self.axis):
-            return None
-        return jnp.clip(self.vocab - self.start, 0, self.size)
+        return jnp.clip(self.vocab - self.start, 0, self.size) if self.padded else None
 
     def local_ids(self, ids: Array) -> Array:
         """Ids [...] as of this device's entries; those of others are like none."""
