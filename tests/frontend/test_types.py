@@ -15,6 +15,7 @@ from onchip.ops.linear_cross_entropy import torch_op as lce
 
 NAMES = ("cross_entropy", "linear_cross_entropy", "linear_log_probs", "log_probs")
 FUNCTIONS = [getattr(framework, name) for framework in (in_torch, in_jax) for name in NAMES]
+FUNCTIONS += [in_jax.sharded_linear_cross_entropy, in_jax.sharded_linear_log_probs]
 FUNCTIONS += [module.__init__ for module in (in_torch.CrossEntropyLoss, in_torch.LinearCrossEntropyLoss)]
 
 
@@ -47,6 +48,7 @@ def test_heads_take_the_options_of_their_loss():
             overload = getattr(overload, "__func__", overload)  # of a class method
             assert named(overload) - layer == of_module
     of_call = named(in_jax.linear_cross_entropy) - {"hidden", "weight", "target", "bias", "weight_layout"}
+    of_call -= {"axis_name", "vocab_size"}  # a head is whole
     for head in (flax.LinearHead, flax.DenseHead):
         assert named(get_overloads(head.__call__)[1]) - {"self", "inputs"} == of_call
 

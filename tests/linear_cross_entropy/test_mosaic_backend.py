@@ -163,7 +163,7 @@ def test_four_functions_from_the_public_one_to_a_kernel(differentiate, monkeypat
     jax.eval_shape(jax.grad(op, (0, 1)) if differentiate else op, hidden, weight, labels)
     rule = "call_forward" if differentiate else "call"
     assert found
-    assert {tuple(x) for x in found} == {("linear_cross_entropy", rule, "_forward", "forward")}
+    assert {tuple(x) for x in found} == {("linear_cross_entropy", rule, "forward", "forward")}
 
 
 def test_forward_in_chunks_of_tokens(monkeypatch):

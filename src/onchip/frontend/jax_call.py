@@ -19,6 +19,7 @@ class Static(NamedTuple):
     options: Any  # the op's own, without numbers that may be arrays
     platform: str  # "cpu", "gpu" or "tpu"
     backend: str = "xla"
+    shard: Any = None  # of the vocabulary
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
@@ -103,8 +104,9 @@ def refuse_second_derivative(op: str, *_: Any) -> Any:
     )
 
 
-def vary_alike(arrays: Any, like: Any = None) -> Any:
-    """The arrays, each taken to vary over all axes of `jax.shard_map` over which any of them, or of `like`, does.
+def vary_alike(arrays: Any, like: Any = None, but: str | None = None) -> Any:
+    """The arrays, each taken to vary over all axes of `jax.shard_map` over which any of them, or of `like`, does; over
+    the axis `but` as before.
 
     A loop's state must vary as what is added to it does; and JAX sums the gradient of an array that is the same on all
     devices over the axes that it is made to vary over here.
@@ -113,7 +115,7 @@ def vary_alike(arrays: Any, like: Any = None) -> Any:
     def axes(x: Any) -> frozenset[str]:
         return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
 
-    every = frozenset[str]().union(*map(axes, jax.tree.leaves((arrays, like))))
+    every = frozenset[str]().union(*map(axes, jax.tree.leaves((arrays, like)))) - {but}
 
     def vary(x: Any) -> Any:
         missing = tuple(sorted(every - axes(x)))

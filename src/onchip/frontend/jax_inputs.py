@@ -206,6 +206,14 @@ def per_token_constant(x: Any, dtype: Any) -> jax.Array | None:
     return None if values is None else values.reshape(-1)
 
 
+def token_temperature(numbers: Mapping[str, Any], temperature: Any, dtype: Any) -> tuple[dict[str, Any], Any]:
+    """The numbers, and the temperature [...] where each token has one, of `dtype` and without a gradient; it is None
+    among the numbers then."""
+    if not is_array(temperature) or temperature.ndim == 0:
+        return dict(numbers), None
+    return {**numbers, "temperature": None}, jax.lax.stop_gradient(jnp.asarray(temperature, dtype))
+
+
 def plain_labels(labels: Any, vocab: int, ignore_index: int) -> jax.Array:
     """[...] int32 labels: in [0, V), IGNORED or OUT_OF_RANGE, whatever integers came in."""
     # NumPy's 64-bit integers are compared in NumPy: as a jax.Array they could lose their upper half first.

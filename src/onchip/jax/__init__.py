@@ -14,9 +14,12 @@ from onchip.ops.fp8_linear.jax_op import fp8_linear
 from onchip.ops.grouped_matmul.jax_moe import MoEParams, MoEStats, init_moe, moe
 from onchip.ops.grouped_matmul.jax_op import grouped_matmul
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy
+from onchip.ops.linear_cross_entropy.jax_sharded import sharded_linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
+from onchip.ops.linear_jsd.jax_sharded import sharded_linear_jsd
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs.jax_rows import log_probs
+from onchip.ops.linear_log_probs.jax_sharded import sharded_linear_log_probs
 
 __all__ = [
     "CrossEntropyStats",
@@ -37,4 +40,7 @@ __all__ = [
     "log_probs",
     "matmul_reduce_scatter",
     "moe",
+    "sharded_linear_cross_entropy",
+    "sharded_linear_jsd",
+    "sharded_linear_log_probs",
 ]

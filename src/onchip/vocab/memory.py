@@ -53,6 +53,8 @@ class Problem:
     """Other ranks have other parts of the vocabulary, which gradients wait for."""
     gathered: bool = False
     """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
+    split: bool = False
+    """The vocabulary is split over devices, and this is one's part."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):

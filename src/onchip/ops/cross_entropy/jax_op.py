@@ -19,6 +19,7 @@ from onchip.frontend.jax_inputs import (
     checked_numbers,
     dtype_of,
     options_of,
+    plain_labels,
     platform,
     take_target,
 )
@@ -162,7 +163,8 @@ def cross_entropy(
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(target.size, vocab)
-    constants = Constants.of(target, vocab, options, token_weight, normalizer, class_weight, numbers, total)
+    plain = plain_labels(target, vocab, options.ignore_index)
+    constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())

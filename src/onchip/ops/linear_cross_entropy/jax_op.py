@@ -1,11 +1,12 @@
 """linear_cross_entropy for JAX: the public function and the choice of a backend.
 
 `linear_cross_entropy` checks its inputs, chooses a backend and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_forward` plans the call and moves the tokens that
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `forward` plans the call and moves the tokens that
 count to the front; the backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the
 package's docstring.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal, Unpack, overload
@@ -23,12 +24,13 @@ from onchip.frontend.jax_inputs import (
     checked_numbers,
     dtype_of,
     options_of,
+    plain_labels,
     platform,
     take_target,
 )
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
-from onchip.frontend.options import Reduction, ScratchBytes, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import jax_soft, spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
@@ -37,6 +39,7 @@ from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.xla import walk as jax_xla
 from onchip.vocab.xla.loss import Constants, Outputs
+from onchip.vocab.xla.parallel import Shard, check_axis, refuse_typed_sharding, shard_of
 from onchip.vocab.xla.tiles import Projection
 
 # Best first, by platform.
@@ -57,10 +60,17 @@ class OfLayer(LossKeywords, total=False):
     backend: Backend
 
 
-class OfHead(OfLayer, total=False):
-    """What the function takes by keyword, but for labels and return_stats."""
+class OfWeight(OfLayer, total=False):
+    """What a function of the weight takes by keyword, but for labels and return_stats."""
 
     weight_layout: WeightLayout
+    vocab_size: int | None
+
+
+class OfHead(OfWeight, total=False):
+    """What the function takes by keyword, but for labels and return_stats."""
+
+    axis_name: str | None
 
 
 @overload
@@ -104,6 +114,8 @@ def linear_cross_entropy(
     *,
     labels: Array | TopK[Array] | None = None,  # another name of target
     weight_layout: WeightLayout = "vh",
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
     shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
@@ -143,6 +155,11 @@ def linear_cross_entropy(
         labels: another name of target, by keyword.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
+        axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  weight and bias are
+            then this device's [V / n, H] (or [H, V / n]) and [V / n], in the order of the devices; all else is the same
+            on all devices of that axis, and so are the results.  Tokens may be split over another axis.
+        vocab_size: with axis_name: so many entries of all devices count; those behind are padding, and may hold any
+            finite numbers.  class_weight is [vocab_size].
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
             `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.  Not with soft labels:
             pass hidden[..., :-1, :] with target[..., 1:, :].
@@ -213,42 +230,83 @@ def linear_cross_entropy(
     given = locals()
     name, target = take_target(OP, given)
     check_layout(OP, weight_layout)
+    check_axis(OP, axis_name, vocab_size)
     if is_soft(target, hidden):
+        refuse_soft(axis_name is not None)
         names = BACKENDS.get(platform(), ("xla",))
         return jax_soft.run(
             given, name, {x: None if x == "xla" else "its targets are ids; pass backend='xla'" for x in names}
         )
     assert not isinstance(target, TopK)
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), name, weight_layout)
-    options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
-    spec.check_shift(options, target.shape, f"{name} of shape [..., S]")
-    check_normalizer(OP, normalizer, reduction)
-    total = accumulator(dtype_of(hidden))
-    numbers = checked_numbers(OP, options, given, total)
-
+    options, numbers, total = checked(given, name, target)
+    refuse_typed_sharding(OP, given)
     projection = Projection.of(hidden, weight, bias, weight_layout)
-    constants = Constants.of(
-        target, projection.vocab, options, token_weight, normalizer, class_weight, numbers, total, shift
-    )
-    projection, constants = vary_alike((projection, constants))
-    static = Static(options, platform())
-    problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
-    refused = refusals(problem, static.platform, weight_layout, strategy)
+    shard = shard_of(OP, given, projection.vocab)
+    vocab = projection.vocab if shard is None else shard.vocab
+    check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
+    plain = plain_labels(target, vocab, options.ignore_index)
+    constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total, shift)
+    projection, constants = vary_alike((projection, constants), but=axis_name)
+    static = Static(options, platform(), shard=shard)
+    problem = problem_of(static, projection, constants, Projection(True, True, bias is not None))
+    refused = refusals(problem, static.platform, weight_layout, strategy, shard)
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
     outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, projection, constants)
     return outputs.shaped(target.shape)
 
 
+def checked(given: Mapping[str, Any], name: str, target: Any) -> tuple[Options, dict[str, Any], Any]:
+    """The options among the arguments of the function, its numbers and the dtype of sums; raise for what is wrong or
+    doesn't fit together, but for class_weight, of which a device may have more than of the weight.
+
+    `target` is ids, and was given by `name`.
+    """
+    hidden, weight = given["hidden"], given["weight"]
+    shapes = shapes_of(check_arrays(OP, given))
+    spec.check_shapes({x: shape for x, shape in shapes.items() if x != "class_weight"}, name, given["weight_layout"])
+    options: Options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
+    spec.check_shift(options, target.shape, f"{name} of shape [..., S]")
+    check_normalizer(OP, given["normalizer"], options.reduction)
+    total = accumulator(dtype_of(hidden))
+    return options, checked_numbers(OP, options, given, total), total
+
+
+def refuse_soft(split: bool) -> None:
+    """Raise for soft labels where the vocabulary is split."""
+    if split:
+        raise ValueError(
+            f"{OP}: the targets of a vocabulary that is split over devices are ids; got probabilities; for those give "
+            "each device its tokens and the whole weight, without axis_name"
+        )
+
+
 def refusals(
-    problem: Problem, platform: str, weight_layout: WeightLayout = "vh", strategy: Strategy = "auto"
+    problem: Problem,
+    platform: str,
+    weight_layout: WeightLayout = "vh",
+    strategy: Strategy = "auto",
+    shard: Shard | None = None,
 ) -> dict[str, str | None]:
-    """Why each backend of the platform, best first, can't serve a call, or None."""
+    """Why each backend of the platform, best first, can't serve a call, or None; `problem` is this device's."""
     names = BACKENDS.get(platform, ("xla",))
-    return {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
+    made = {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
+    if shard is None:
+        return made
+    split = {"triton": "it runs on whole vocabularies; pass backend='xla'"}
+    if strategy == "stash":
+        split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
+    if shard.axis_is_tracked():
+        split["mosaic_gpu"] = (
+            "its kernels don't say over which axes of a jax.shard_map their results vary; call "
+            f"sharded_{OP}, or pass backend='xla'"
+        )
+    elif shard.padded and (problem.softcap or problem.smoothing):
+        split["mosaic_gpu"] = "it takes padding of a split vocabulary only without softcap and label_smoothing"
+    return {name: split.get(name, reason) for name, reason in made.items()}
 
 
-def _problem(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
     return projection.problem(
         needs,
         static.platform,
@@ -257,23 +315,25 @@ def _problem(static: Static, projection: Projection, constants: Constants, needs
         smoothing=constants.loss.label_smoothing is not None,
         stats=static.options.return_stats,
         class_weight=constants.class_weight is not None,
+        split=static.shard is not None,
     )
 
 
-def _forward(
-    static: Static, needs: Projection, projection: Projection, constants: Constants
-) -> tuple[Outputs, Planned]:
-    backend = MODULES[static.backend]
-    problem = _problem(static, projection, constants, needs)
-    plan = backend.plan(problem, static.options.strategy, static.options.scratch_bytes)
-    call = constants.call(static.options.reduction, projection, backend.select(plan, constants.labels))
+def forward(static: Static, needs: Projection, projection: Projection, constants: Constants) -> tuple[Outputs, Planned]:
+    backend, shard, strategy = MODULES[static.backend], static.shard, static.options.strategy
+    if shard is not None:
+        shard.refuse_untracked(OP, needs)
+        strategy = "recompute" if static.backend == "xla" else strategy
+    problem = problem_of(static, projection, constants, needs)
+    plan = backend.plan(problem, strategy, static.options.scratch_bytes)
+    call = constants.call(static.options.reduction, projection, backend.select(plan, constants.labels), shard)
     wanted = constants.loss.wanted(static.options.return_stats, constants.class_weight is not None)
     run = partial(backend.forward, plan, wanted, needs)
     stats, saved = _each(backend, run)(call)
     return call.outputs(static.options.reduction, stats), Planned(saved, plan)
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
+def backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
     backend = MODULES[static.backend]
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
     return _each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]
@@ -284,4 +344,4 @@ def _each(backend: ModuleType, run: Any) -> Any:
     return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
 
 
-_op = with_gradients(OP, _forward, _backward)
+_op = with_gradients(OP, forward, backward)

@@ -67,11 +67,22 @@ def rows(
     return Gradients(value, dz, du)
 
 
-def divergence(of: Arrays, ls: Array, lt: Array, beta: float, want: tuple[bool, bool] = (True, True)) -> Gradients:
-    """The divergence of each row of log-probabilities, and its gradients by the logits that they come from."""
+def divergence(
+    of: Arrays,
+    ls: Array,
+    lt: Array,
+    beta: float,
+    want: tuple[bool, bool] = (True, True),
+    sums: tuple[Array, Array] | None = None,
+) -> Gradients:
+    """The divergence of each row of log-probabilities, and its gradients by the logits that they come from.
+
+    Where rows are parts of longer ones the value is that of these entries, and `sums` are `sums_of` the whole rows.
+    """
     if beta == 1:
-        value, dt, ds = divergence(of, lt, ls, 0.0, want[::-1])
+        value, dt, ds = divergence(of, lt, ls, 0.0, want[::-1], None if sums is None else sums[::-1])
         return Gradients(value, ds, dt)
+    sum_s, sum_t = (None, None) if sums is None else sums
     xp = of.xp
     d, s, t = _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
     del ls, lt
@@ -79,7 +90,8 @@ def divergence(of: Arrays, ls: Array, lt: Array, beta: float, want: tuple[bool, 
         by_s, by_t = _mixture_terms(xp, d, s, t, beta)
         del d
         value = (by_s + by_t).clip(min=0).sum(1)
-        return Gradients(value, _centred(by_s, s) if want[0] else None, _centred(by_t, t) if want[1] else None)
+        ds, dt = (_centred(by_s, s, sum_s) if want[0] else None), (_centred(by_t, t, sum_t) if want[1] else None)
+        return Gradients(value, ds, dt)
     e = xp.expm1(-abs(d))
     # Each term is t d - t + s, by expm1 from the smaller of s and t: it neither overflows nor cancels but in d.
     term = xp.where(d < 0, s * (d * (1 + e) - e), t * (e + d))
@@ -88,7 +100,7 @@ def divergence(of: Arrays, ls: Array, lt: Array, beta: float, want: tuple[bool, 
     del term
     # Not (t - s sum(t)): that would leave rounding errors for equal models.
     ds = s - t if want[0] else None
-    return Gradients(value, ds, _centred(xp.where(t == 0, 0, t * d), t) if want[1] else None)
+    return Gradients(value, ds, _centred(xp.where(t == 0, 0, t * d), t, sum_t) if want[1] else None)
 
 
 def _difference(xp: Any, ls: Array, lt: Array) -> Array:
@@ -96,9 +108,17 @@ def _difference(xp: Any, ls: Array, lt: Array) -> Array:
     return xp.where((ls == -math.inf) & (lt == -math.inf), 0, lt - ls)
 
 
-def _centred(by_log_p: Array, p: Array) -> Array:
-    """The derivative by logits, from that by the log-probabilities that they give."""
-    return by_log_p - p * by_log_p.sum(1)[:, None]
+def _centred(by_log_p: Array, p: Array, total: Array | None) -> Array:
+    """The derivative by logits, from that by the log-probabilities that they give, whose sum over all entries is
+    `total`; None where it is that of these."""
+    return by_log_p - p * (by_log_p.sum(1) if total is None else total)[:, None]
+
+
+def sums_of(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]:
+    """Of each row of log-probabilities, for 0 < beta < 1: the divergence, and the sums of the derivatives by both; of
+    parts of rows, what is to be added up."""
+    by_s, by_t = _mixture_terms(xp, _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt), beta)
+    return (by_s + by_t).clip(min=0).sum(1), by_s.sum(1), by_t.sum(1)
 
 
 def _mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ divergence.py.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +34,17 @@ from onchip.frontend.jax_inputs import (
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_jsd import divergence, memory
-from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd import divergence, jax_split
+from onchip.ops.linear_jsd.jax_call import ARRAYS, Constants, Static, plan, source_of
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
+from onchip.vocab.xla import parallel
 from onchip.vocab.xla.loss import Reduction as Reduced
-from onchip.vocab.xla.loss import TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,
     Logits,
     Projection,
-    Softmax,
-    Transform,
-    Wanted,
     cut,
     cut_rows,
-    logits_gradient,
     select_tokens,
 )
 from onchip.vocab.xla.walk import by_rows
@@ -64,6 +60,7 @@ def linear_jsd(
     teacher_weight: Array | None = None,  # [V, Ht], or [Ht, V]
     *,
     weight_layout: WeightLayout = "vh",
+    axis_name: str | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
@@ -104,6 +101,10 @@ def linear_jsd(
             differ from the student's.
         teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype.
         weight_layout: "vh" or "hv", of both weights.
+        axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  Weights, biases and
+            teacher_logits are then this device's [V / n, Hs] (or [Hs, V / n]), [V / n] and [..., V / n] of both models,
+            in the order of the devices, and `vocab` is how many entries of all devices count; all else is the same on
+            all devices of that axis, and so are the results.  Not with teacher_topk.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
             the divergence itself is 0 at both ends, so that the value jumps there.
         temperature: above 0: divides both models' logits.
@@ -216,31 +217,48 @@ def _flat(x: Any) -> Any:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-class _Constants(NamedTuple):
-    """The arrays of a call that get no gradient."""
-
-    labels: jax.Array  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
-    indices: jax.Array | None  # [T, K] int32
-    values: jax.Array | None  # [T, K]
-    token_weight: jax.Array | None  # [T]
-    normalizer: jax.Array | None  # []
-
-
-class _Static(NamedTuple):
-    """What is known while tracing; a call with another `_Static` compiles anew."""
-
-    options: Options
-    platform: str
-    size: int  # vocabulary entries that count
-    topk_kind: str
-    topk_rest: str
-
-
 def _call(op: str, given: dict[str, Any]) -> jax.Array:
     """`given` are the arguments of a public function."""
     name, target = take_target(op, given, needed=False)
-    options, topk = Options.of(op, given), given["teacher_topk"]
-    named, layout = named_arrays(op, given, name), given.get("weight_layout", "vh")
+    split = given.get("axis_name") is not None
+    options, shape, size, dtype = checked(op, given, name, split=split)
+    if op == OP:
+        parallel.refuse_typed_sharding(op, given)
+    total, topk = math.prod(shape), given["teacher_topk"]
+    shard = parallel.shard_of(OP, given, size, "vocab") if split else None
+    vocab = size if shard is None else shard.vocab
+    taught = _model(given, "teacher", size)
+    models = _model(given, "student", size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
+    no_target = jnp.zeros(total, jnp.int32)
+    constants = Constants(
+        no_target if target is None else plain_labels(target, vocab, options.ignore_index).reshape(-1),
+        None if topk is None else plain_labels(_flat(topk.indices), size, -1),
+        None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), dtype)),
+        per_token_constant(given["token_weight"], dtype),
+        as_constant(given["normalizer"], dtype),
+    )
+    models, constants = vary_alike((models, constants), but=given.get("axis_name"))
+    kind, rest = ("", "") if topk is None else topk[2:]
+    static = Static(options, platform(), size, kind, rest, shard)
+    plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
+    if total == 0:
+        return jnp.zeros(shape if options.reduction == "none" else (), dtype)
+    made: jax.Array = _op(static, models, constants)
+    return made.reshape(shape) if options.reduction == "none" else made
+
+
+def checked(
+    op: str, given: Mapping[str, Any], name: str, *, split: bool = False
+) -> tuple[Options, tuple[int, ...], int, Any]:
+    """Of a public function's arguments the options, the tokens' shape, the entries that count and the dtype of sums;
+    raise for what is wrong or doesn't fit together.  The target was given by `name`.
+
+    Where the vocabulary is `split` over devices, all entries that there are count, as `vocab` is not of these alone.
+    """
+    options, layout = Options.of(op, given), given.get("weight_layout", "vh")
+    if split:
+        options = jax_split.of_all_entries(options, given)
+    named = named_arrays(op, given, name)
     check_layout(op, layout)
     arrays = require_arrays(op, named, optional=())
     # In the other layout a weight is checked as if transposed.
@@ -256,61 +274,26 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
         labels=("teacher_topk.values",),
         dtypes=LOSS_DTYPE_BYTES.keys(),
     )
-    dtype = accumulator(dtype_of(next(iter(arrays.values()))))
     for whose in ("student_", "teacher_"):
         check_product_dtype(op, arrays, whose)
     check_normalizer(op, given["normalizer"], options.reduction)
     choose_backend(op, given["backend"], dict.fromkeys(BACKENDS))
-    total = math.prod(shape)
-    taught = _model(given, "teacher", size)
-    models = _model(given, "student", size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
-    no_target = jnp.zeros(total, jnp.int32)
-    constants = _Constants(
-        no_target if target is None else plain_labels(target, size, options.ignore_index).reshape(-1),
-        None if topk is None else plain_labels(_flat(topk.indices), size, -1),
-        None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), dtype)),
-        per_token_constant(given["token_weight"], dtype),
-        as_constant(given["normalizer"], dtype),
-    )
-    models, constants = vary_alike((models, constants))
-    words = ("", "") if topk is None else topk[2:]
-    static = _Static(options, platform(), size, *words)
-    _plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
-    if total == 0:
-        return jnp.zeros(shape if options.reduction == "none" else (), dtype)
-    made: jax.Array = _op(static, models, constants)
-    return made.reshape(shape) if options.reduction == "none" else made
+    return options, shape, size, accumulator(dtype_of(next(iter(arrays.values()))))
 
 
 def _none(models: Any) -> Any:
     return jax.tree.map(lambda _: False, models)
 
 
-def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Constants) -> int:
-    """Tokens of a chunk."""
-
-    def head(model: Any, needs: Any) -> Head:
-        if isinstance(model, Projection):
-            return model.problem(needs, static.platform, Transform(), op=static.options.op)
-        tokens, device = constants.labels.shape[0], "cpu" if static.platform == "cpu" else "cuda"
-        vocab, dtype = (0, "float32") if model is None else (model.shape[1], model.dtype.name)
-        return Head(
-            tokens, 0, vocab, dtype, device=device, op=static.options.op, grad_hidden=bool(needs), grad_weight=False
-        )
-
-    student, teacher = map(head, models, needs)
-    topk = 0 if constants.indices is None else constants.indices.shape[1]
-    problem = Problem(static.size, student, teacher, topk, static.options.hard_weight > 0, stash)
-    return memory.jax_plan(problem, "", static.options.scratch_bytes)
-
-
-def _stashes(static: _Static, needs: Any) -> bool:
+def _stashes(static: Static, needs: Any) -> bool:
     """Whether forward makes the gradients: for an upstream gradient of 1, as sums, but of existing logits."""
     of_logits = any(need is True for need in needs)
     return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not of_logits
 
 
-def _forward(static: _Static, needs: Any, models: Any, constants: _Constants) -> tuple[Any, Any]:
+def forward(static: Static, needs: Any, models: Any, constants: Constants) -> tuple[Any, Any]:
+    if static.shard is not None:
+        return jax_split.forward(static, needs, models, constants)
     stash = _stashes(static, needs)
     loss, gradients = _walk(static, needs if stash else _none(models), models, constants, None, stash)
     if stash:
@@ -318,28 +301,30 @@ def _forward(static: _Static, needs: Any, models: Any, constants: _Constants) ->
     return loss, (models, constants) if any(jax.tree.leaves(needs)) else None
 
 
-def _backward(static: _Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
+def backward(static: Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
+    if static.shard is not None:
+        return jax_split.backward(static, needs, saved, grad_loss)
     if _stashes(static, needs):
         return jax.tree.map(lambda g: g * grad_loss, saved)
     models, constants = saved
     return _walk(static, needs, models, constants, grad_loss, False)[1]
 
 
-_op = with_gradients(f"{OP}, {LOGITS_OP}", _forward, _backward)
+_op = with_gradients(f"{OP}, {LOGITS_OP}", forward, backward)
 
 
 # ------------------------------------------------------------------------------------------------------------ the walk
 
 
 def _walk(
-    static: _Static, needs: Any, models: Any, constants: _Constants, grad_loss: Any, stash: bool
+    static: Static, needs: Any, models: Any, constants: Constants, grad_loss: Any, stash: bool
 ) -> tuple[Any, tuple[Any, ...]]:
     """The loss, and the gradients that are needed, for `grad_loss` or for 1; in the dtype of sums, but of existing
     logits in theirs."""
-    chunk = _plan(static, needs, stash, models, constants)
+    chunk = plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
     labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
-    given = [(_source(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
+    given = [(source_of(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     sources = [x for x, _ in given]
     total = sources[0].accumulator
     reduction = Reduced.of(tokens, labels, constants.token_weight, constants.normalizer, mean, total)
@@ -360,7 +345,7 @@ def _walk(
             values = jnp.where(ids < 0, jnp.nan, values)
             words: Any = (static.topk_kind, static.topk_rest)
             teacher = TopK(jnp.maximum(ids, 0), values, *words)
-        value, *gradients = divergence.rows(_ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
+        value, *gradients = divergence.rows(ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
         return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 
     def whole(sums: Any, source: Projection | Logits) -> Any:
@@ -374,31 +359,3 @@ def _walk(
     loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
     made = [whole(g, source) for g, source in zip(sums, sources, strict=True)]
     return loss, (*made, *[None] * (2 - len(made)))
-
-
-def _source(static: _Static, model: Any) -> Projection | Logits:
-    """A model's last layer, in the dtype of sums where products of 16 bits won't do, or its logits."""
-    if not isinstance(model, Projection):
-        return Logits.of(model)
-    if static.platform == "cpu" or model.weight.dtype == jnp.float16:
-        # The CPU's 16-bit products round; float16's range is short for a gradient.
-        return replace(model, weight=model.weight.astype(model.accumulator))
-    return model
-
-
-def _cross_entropy(z: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cross-entropy of each row, and its gradient."""
-    ids, whole, loss = label[:, None], Columns(0, z.shape[1]), TokenLoss()
-    stats = Softmax.empty(ids, Wanted(), z.dtype).absorb(z, whole, ids).complete(ids, z.shape[1])
-    gradient = loss.gradient(stats, jnp.ones(z.shape[0], z.dtype), z.shape[1])
-    return loss.value(stats), logits_gradient(z, None, stats, gradient, ids, whole)
-
-
-_ARRAYS = divergence.Arrays(
-    jnp,
-    log_softmax=jax.nn.log_softmax,
-    logsumexp=lambda x: jax.nn.logsumexp(x, 1, keepdims=True),
-    take=lambda x, indices: jnp.take_along_axis(x, indices, 1),
-    put=lambda x, indices, values: x.at[jnp.arange(x.shape[0])[:, None], indices].set(values),
-    cross_entropy=_cross_entropy,
-)

@@ -5,6 +5,7 @@ over the logits are those of `onchip.vocab.xla.walk`, the maths is in the packag
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -29,6 +30,7 @@ from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
 from onchip.vocab.xla import memory, walk
 from onchip.vocab.xla.loss import Call
+from onchip.vocab.xla.parallel import check_axis, refuse_typed_sharding, shard_of
 from onchip.vocab.xla.tiles import (
     VANISHED,
     Projection,
@@ -68,7 +70,7 @@ class LogProbs(NamedTuple):
 
 
 class Keywords(TypedDict, total=False):
-    """What both ops take by keyword beside what they are asked for."""
+    """What all of these ops take by keyword beside what they are asked for."""
 
     ignore_index: int
     softcap: Number | None
@@ -116,6 +118,8 @@ def linear_log_probs(
     bias: Array | None = None,
     *,
     weight_layout: WeightLayout = "vh",
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
     **options: Unpack[JustLogProb],
 ) -> jax.Array: ...
 @overload
@@ -126,6 +130,8 @@ def linear_log_probs(
     bias: Array | None = None,
     *,
     weight_layout: WeightLayout = "vh",
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
     **options: Unpack[More],
 ) -> LogProbs: ...
 @overload
@@ -136,6 +142,8 @@ def linear_log_probs(
     bias: Array | None = None,
     *,
     weight_layout: WeightLayout = "vh",
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
     **options: Unpack[Either],
 ) -> jax.Array | LogProbs: ...
 def linear_log_probs(
@@ -145,6 +153,8 @@ def linear_log_probs(
     bias: Array | None = None,  # [V]
     *,
     weight_layout: WeightLayout = "vh",
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
     ignore_index: int = -100,
     softcap: Number | None = None,
     logit_scale: Number = 1.0,
@@ -178,6 +188,8 @@ def linear_log_probs(
             zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
         weight_layout, softcap, logit_scale, temperature: as in `linear_cross_entropy`, which also says what holds for
             NumPy's float64, a bias of -inf, and numbers that are 0-d arrays, traced or not.
+        axis_name, vocab_size: as in `linear_cross_entropy`: each device of a mesh axis has its own entries of weight
+            and bias.
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
@@ -217,21 +229,36 @@ def linear_log_probs(
     Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
     given = locals()
-    check_layout(OP, weight_layout)
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), weight_layout)
-    shape = hidden.shape[:-1]
-    options = options_of(OP, Options, given, math.prod(shape) * weight.size // hidden.shape[-1])
+    check_axis(OP, axis_name, vocab_size)
+    options, numbers, dtype = checked(given)
+    refuse_typed_sharding(OP, given)
+    projection = Projection.of(hidden, weight, bias, weight_layout)
+    shard = shard_of(OP, given, projection.vocab)
+    plain = plain_labels(ids, projection.vocab if shard is None else shard.vocab, options.ignore_index)
+    constants = constants_of(projection, plain, numbers)
+    projection, constants = vary_alike((projection, constants), but=axis_name)
+    static = Static(options, platform(), shard=shard)
+    outputs = of_no_tokens(dtype) if len(projection.hidden) == 0 else _op(static, projection, constants)
+    return returned(options, outputs, ids.shape, hidden.shape[:-1])
+
+
+def checked(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any], Any]:
+    """The options among the arguments of the function, its numbers and the dtype of sums; raise for what is wrong or
+    doesn't fit together."""
+    hidden, weight, layout = given["hidden"], given["weight"], given["weight_layout"]
+    check_layout(OP, layout)
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), layout)
+    options: Options = options_of(OP, Options, given, math.prod(hidden.shape[:-1]) * weight.size // hidden.shape[-1])
     dtype = accumulator(dtype_of(hidden))
     numbers = checked_numbers(OP, options, given, dtype)
+    choose_backend(OP, given["backend"], dict.fromkeys(BACKENDS))
+    return options, numbers, dtype
 
-    projection = Projection.of(hidden, weight, bias, weight_layout)
+
+def constants_of(projection: Projection, ids: jax.Array, numbers: Mapping[str, Any]) -> tuple[jax.Array, Transform]:
+    """The arrays of a call that get no gradient: ids [T, K], of those of `plain_labels`, and numbers."""
     total = len(projection.hidden)
-    each = ids.shape[-1] if ids.ndim > len(shape) else 1
-    plain = plain_labels(ids, projection.vocab, int(ignore_index)).reshape(total, each)
-    projection, constants = vary_alike((projection, (plain, Transform(**numbers))))
-    choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    outputs = of_no_tokens(dtype) if total == 0 else _op(Static(options, platform()), projection, constants)
-    return returned(options, outputs, ids.shape, shape)
+    return ids.reshape(total, ids.size // total if total else 1), Transform(**numbers)
 
 
 def returned(
@@ -246,27 +273,29 @@ def returned(
     return LogProbs(log_prob, *more)
 
 
-def _forward(
+def forward(
     static: Static, needs: Projection, projection: Projection, constants: tuple[jax.Array, Transform]
 ) -> tuple[Outputs, Planned | None]:
-    (ids, transform), options = constants, static.options
+    (ids, transform), options, shard = constants, static.options, static.shard
+    if shard is not None:
+        shard.refuse_untracked(OP, needs)
     more = options.mean_logits + options.log_sum_sq_probs
     asked = {"ids": ids.shape[1], "stats": options.entropy, "more_stats": more}
     problem = projection.problem(needs, static.platform, transform, **asked, op=OP)
     plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", options.scratch_bytes)
     tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
-    call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED))
+    call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED), shard=shard)
     stats = walk.statistics(plan, wanted_of(options), call)
-    return outputs_of(stats, tokens), Planned((call, known_of(stats)), plan) if problem.any_grad else None
+    return outputs_of(stats, tokens), Planned(walk.Saved(call, known_of(stats)), plan) if problem.any_grad else None
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, upstream: Outputs) -> Projection:
+def backward(static: Static, needs: Projection, saved: Planned, upstream: Outputs) -> Projection:
     call, stats = saved.arrays
     gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
     return walk.gradients(saved.plan, needs, call, stats, gradient)
 
 
-_op = with_gradients(OP, _forward, _backward)
+_op = with_gradients(OP, forward, backward)
 
 
 def of_no_tokens(dtype: Any) -> Outputs:

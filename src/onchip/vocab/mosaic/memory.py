@@ -172,6 +172,8 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
     parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
+    if p.split and p.grad_hidden:
+        parts["hidden gradient before it is summed"] = 4 * p.tokens * p.hidden
     if c.strategy == "forward":
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
     vocab = up(p.vocab, VOCAB_TILE)
@@ -284,7 +286,13 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     """The plans of one strategy with gradients."""
     rows = up(p.tokens, TOKEN_TILE)
     # In forward nobody knows what a gradient by each token's loss is: hidden's can be multiplied by it later.
-    if strategy == "stash" and _keeps(p) and not (p.grad_weight and (p.per_token_loss or half(p.vocab) == 0)):
+    # And where the vocabulary is split over devices no chunk's softmax is known before all are.
+    if (
+        strategy == "stash"
+        and _keeps(p)
+        and not p.split
+        and not (p.grad_weight and (p.per_token_loss or half(p.vocab) == 0))
+    ):
         for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
             yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
     kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient

@@ -31,7 +31,6 @@ from onchip.vocab.mosaic.positions import (
     bias_gradient,
     gradient_of_first,
     gradient_with_last,
-    joined,
     rows_from,
     stored_tiles,
     unfused,
@@ -110,8 +109,8 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
         for part in parts:
             rows = at.rows(after(call.tokens.source[part], done))
             made.append(at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part))
-            done = made[-1].lse
-        stats = joined(made)
+            done = made[-1][0]
+        stats = at.joined(made)
         return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
 
     whole = slice(0, padded)
@@ -133,7 +132,7 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
         part = slice(plan.kept, padded)
         taken.append(softmax_tiles(None, at.operands(rows[part], part)))
     partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *taken)
-    stats = at.stats(partials, target, whole)
+    stats = at.joined([at.stats(partials, target, whole)])
     top = jnp.where(at.there, jnp.max(partials.maximum, 0), LOWEST)
     base = jnp.where(top - shift > REACH, stats.lse, shift)
     for i, (part, kept) in enumerate(rooms):
@@ -194,7 +193,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
-        label, middle = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL), half(layer.vocab)
+        label, middle = at.sorted_label, half(layer.vocab)
         # Those of the other half are below 0, or as if they were none.
         labels = jnp.where(label < middle, label, NO_LABEL), jnp.where(label < NO_LABEL, label - middle, NO_LABEL)
 
@@ -321,9 +320,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         if kept:
             # Each vocabulary entry's tokens together: positions are in the order of their labels, with those that have
             # none behind.
-            label = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL)
-            term = above.unscaled(above.at_target)
-            rebase.add_targets(state["out"], layer.hidden, saved.call.tokens.source, label, term, vocab_major=major)
+            term, source = above.unscaled(above.at_target), saved.call.tokens.source
+            rebase.add_targets(state["out"], layer.hidden, source, at.sorted_label, term, vocab_major=major)
 
     state: dict[str, Any] = {}
     if needs.weight:
@@ -340,6 +338,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
             grad_hidden = gradient_of_first(at, above, sums, targets=False)
         else:
             grad_hidden = gradient_with_last(grad_hidden, at, above, sums)
+    if grad_hidden is not None and saved.call.shard is not None:
+        grad_hidden = saved.call.shard.summed(grad_hidden)
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
     grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
     return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)

@@ -77,7 +77,12 @@ class Positions(NamedTuple):
 
     @staticmethod
     def of(call: Call) -> "Positions":
-        transform, bias, there = call.transform, call.source.bias, call.tokens.there()
+        transform, bias, there, ids = call.transform, call.source.bias, call.tokens.there(), call.ids
+        if call.shard is not None:
+            ids = call.shard.local_ids(ids)
+            if call.shard.end is not None:
+                bias = jnp.zeros(call.source.vocab, jnp.float32) if bias is None else bias
+                bias = jnp.where(jnp.arange(call.source.vocab) < call.shard.end, bias, -jnp.inf)
         if bias is not None:
             bias = jnp.pad(bias.astype(jnp.float32), (0, -call.source.vocab % VOCAB_TILE))
         factor = jnp.ones((), jnp.float32) if transform.logit_scale is None else transform.logit_scale
@@ -90,7 +95,7 @@ class Positions(NamedTuple):
             call=call,
             there=there,
             number=call.tokens.number.reshape(1),
-            label=jnp.maximum(call.ids[:, 0], -1),
+            label=jnp.maximum(ids[:, 0], -1),
             factor=jnp.where(there, jnp.broadcast_to(factor, there.shape), 1),
             bias=bias,
             inner=inner,
@@ -135,8 +140,31 @@ class Positions(NamedTuple):
         size = min(plan.token_chunk, padded) if plan.strategy == "forward" else padded
         return [slice(first, min(first + size, padded)) for first in range(0, padded, size)]
 
-    def stats(self, partials: Partials, target: Array, part: slice) -> TokenStats:
-        """The softmax over all parts of the tiles, of the positions of `part`."""
+    @property
+    def sorted_label(self) -> Array:
+        """[P] in ascending order: labels of this device's entries, below 0 those of entries before, NO_LABEL behind."""
+        label = self.call.ids[:, 0]
+        known = self.there & (label >= 0)
+        if self.call.shard is not None:
+            label = label - self.call.shard.start
+            known &= label < self.layer.vocab
+        return jnp.where(known, label, NO_LABEL)
+
+    @property
+    def gradient_dtype(self) -> Any:
+        """Of hidden's gradient: before it is summed over devices it isn't rounded."""
+        return self.layer.hidden.dtype if self.call.shard is None else jnp.float32
+
+    def joined(self, made: list[TokenStats] | list[Softmax]) -> TokenStats:
+        """The statistics of all positions, from those of neighbouring parts that `stats` makes."""
+        whole: Any = made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
+        if self.call.shard is not None:
+            whole = self.call.shard.joined(whole).complete(self.call.ids, self.call.vocab)
+        return whole  # type: ignore[no-any-return]
+
+    def stats(self, partials: Partials, target: Array, part: slice) -> Any:
+        """The statistics over all parts of the tiles, of the positions of `part`; where the vocabulary is split over
+        devices the `Softmax` of this one's."""
         label, there, vocab = self.label[part], self.there[part], self.layer.vocab
         # What is there of positions past the last one may be anything; it stays in their columns.
         maximum = partials.maximum
@@ -166,13 +194,12 @@ class Positions(NamedTuple):
         total = others + jnp.exp(target - top)
         # log1p where the label leads: there the loss is small, and 1 + others would round it away.
         log_total = jnp.where(target == top, jnp.log1p(others), jnp.log(total))
+        if self.call.shard is not None:
+            # Another's label isn't in the sum of the others: there the largest is.
+            below, picked = jnp.where(target == top, others, total - 1), jnp.where(label >= 0, target, 0)
+            return Softmax(top, total, below, picked[:, None], offset_sum, moment, argmax)
         softmax = Softmax(top, total, others, target[:, None], offset_sum, moment, argmax)
         return softmax.complete(self.call.ids[part], vocab, log_total)
-
-
-def joined(stats: list[TokenStats]) -> TokenStats:
-    """Of neighbouring parts."""
-    return stats[0] if len(stats) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *stats)
 
 
 def stored_tiles(call: Call, heuristics: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
@@ -226,7 +253,7 @@ class Upstream(NamedTuple):
     def of(positions: Positions, stats: TokenStats, grad_loss: Array) -> "Upstream":
         call, there = positions.call, positions.there
         row_scale, grad_scale = call.scaled_rows(grad_loss)
-        gradient = call.loss.gradient(stats, row_scale, positions.layer.vocab)
+        gradient = call.loss.gradient(stats, row_scale, call.vocab)
 
         def masked(x: Array) -> Array:
             return jnp.where(there, x, 0)
@@ -270,7 +297,7 @@ def gradient_of_first(
         value *= factor[tokens.place][:, None]
     if targets:
         value += _targets_terms(positions, upstream, tokens.place)
-    dtype = positions.layer.hidden.dtype
+    dtype = positions.gradient_dtype
     return jnp.where(mine[:, None], upstream.unscaled(value).astype(dtype), jnp.zeros((), dtype))
 
 

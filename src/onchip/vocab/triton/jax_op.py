@@ -25,7 +25,6 @@ from onchip.vocab.mosaic.positions import (
     after,
     bias_gradient,
     gradient_of_first,
-    joined,
     stored_tiles,
     unfused,
 )
@@ -98,7 +97,7 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
         partials = _calls().softmax_tiles(launch, wanted, at.operands(rows, part))
         made.append(at.stats(partials, at.target_logit(rows, part), part))
         done = made[-1].lse
-    stats = joined(made)
+    stats = at.joined(made)
     return stats, None if plan.strategy == "forward" else (call, TokenStats(stats.lse, stats.log_prob))
 
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
-from onchip.frontend.jax_inputs import as_constant, per_token_constant, plain_labels
+from onchip.frontend.jax_inputs import as_constant, per_token_constant
 from onchip.frontend.jax_types import LossStats, WithStats
 from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
@@ -140,8 +141,7 @@ class Constants(NamedTuple):
 
     @staticmethod
     def of(
-        labels: Any,
-        vocab: int,
+        labels: Array,
         options: Any,
         token_weight: Any,
         normalizer: Any,
@@ -149,11 +149,12 @@ class Constants(NamedTuple):
         numbers: Mapping[str, Array | None],
         dtype: Any,
         shift: bool = False,
+        axes: tuple[str, ...] = (),
     ) -> "Constants":
-        """From what a public function was given, in the dtype of sums; `numbers` are the fields of `Transform` and
-        `TokenLoss`."""
+        """From what a public function was given, in the dtype of sums; `labels` are those of `plain_labels`, `numbers`
+        the fields of `Transform` and `TokenLoss`.  The mean is over the tokens of all devices along the mesh `axes`."""
         made = Constants(
-            plain_labels(labels, vocab, int(options.ignore_index)).reshape(-1),
+            labels.reshape(-1),
             Transform(*(numbers[name] for name in Transform._fields)),
             TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
             per_token_constant(token_weight, dtype),
@@ -162,15 +163,20 @@ class Constants(NamedTuple):
         )
         # Before class weights are taken at the labels.
         made = made._shifted(labels.shape) if shift else made
-        return made if made.class_weight is None else made._weighed(options.reduction)
+        if made.class_weight is not None:
+            return made._weighed(options.reduction, axes)
+        if axes and options.reduction == "mean" and made.normalizer is None:
+            count = lax.psum(jnp.sum(made.labels != IGNORED), axes)
+            return made._replace(normalizer=jnp.maximum(count, 1).astype(dtype))
+        return made
 
-    def _weighed(self, reduction: str) -> "Constants":
+    def _weighed(self, reduction: str, axes: tuple[str, ...]) -> "Constants":
         """With class weights in what the mean divides by and, where they are factors of tokens' losses, in those."""
         assert self.class_weight is not None
         of_label = jnp.where(self.labels == IGNORED, 0, self.class_weight.at[self.labels].get(mode="clip"))
         made = self
         if reduction == "mean" and self.normalizer is None:
-            total = jnp.sum(of_label)
+            total = lax.psum(jnp.sum(of_label), axes) if axes else jnp.sum(of_label)
             made = made._replace(normalizer=jnp.where(total > 0, total, 1))
         if self.loss.label_smoothing is not None or self.loss.z_loss is not None:
             return made
@@ -187,12 +193,12 @@ class Constants(NamedTuple):
         weight = None if self.token_weight is None else following(self.token_weight, 0)
         return self._replace(labels=following(self.labels, IGNORED), token_weight=weight)
 
-    def call(self, reduction: str, source: Any, tokens: Tokens) -> "Call":
+    def call(self, reduction: str, source: Any, tokens: Tokens, shard: Any = None) -> "Call":
         ids = tokens.take(self.labels, IGNORED)
         mean = reduction == "mean"
         reduced = Reduction.of(tokens, ids, self.token_weight, self.normalizer, mean, source.accumulator)
         transform = self.transform.by_row(tokens)
-        return Call(source, transform, tokens, ids[:, None], self.loss, reduced, self.class_weight)
+        return Call(source, transform, tokens, ids[:, None], self.loss, reduced, self.class_weight, shard)
 
 
 class Call(NamedTuple):
@@ -205,6 +211,12 @@ class Call(NamedTuple):
     loss: Any = None  # a `TokenLoss`; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
     class_weight: Any = None  # [V], of "xla" alone: where the loss is weighed by it
+    shard: Any = None  # a `Shard` where the source has this device's entries of the vocabulary alone
+
+    @property
+    def vocab(self) -> int:
+        """Entries of the vocabulary."""
+        return self.source.vocab if self.shard is None else self.shard.vocab  # type: ignore[no-any-return]
 
     def classes(self, ids: Array) -> ClassWeights | None:
         """Of rows with these ids [C, 1]."""
@@ -230,7 +242,7 @@ class Call(NamedTuple):
         row_scale = row_scale if factor is None else row_scale * factor
         size, classes = jnp.abs(row_scale), self.classes(self.ids)
         if classes is not None:
-            size *= classes.target + classes.total / self.source.vocab
+            size *= classes.target + classes.total / self.vocab
         grad_scale = float16_scale(size, self.source.hidden.dtype)
         return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
@@ -238,4 +250,4 @@ class Call(NamedTuple):
         """By the final logits, for an upstream gradient [] or [T]."""
         row_scale = self.reduction.row_scale(upstream, self.tokens)
         classes = self.classes(self.ids)
-        return self.loss.gradient(stats, row_scale, self.source.vocab, classes)  # type: ignore[no-any-return]
+        return self.loss.gradient(stats, row_scale, self.vocab, classes)  # type: ignore[no-any-return]

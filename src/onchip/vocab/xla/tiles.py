@@ -111,22 +111,37 @@ class Columns(NamedTuple):
     start: Array | int
     size: int
     done: Array | int | None = None  # so many entries are not new; None where none ever is
+    end: Array | None = None  # those from this one on are padding; None where none is
 
-    def new(self, z: Array) -> Array | bool:
-        """[C, size] bool: the entries to be counted."""
-        return True if self.done is None else lax.broadcasted_iota(jnp.int32, z.shape, 1) >= self.done
+    def new(self, z: Array) -> Array | None:
+        """[C, size] bool: the entries to be counted; None where all are."""
+        if self.done is None and self.end is None:
+            return None
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        new = column >= (0 if self.done is None else self.done)
+        return new if self.end is None else new & (column < self.end)
+
+    @property
+    def before(self) -> Array | int:
+        """How many entries were counted before."""
+        first = self.start if self.done is None else self.start + self.done
+        return first if self.end is None else jnp.minimum(first, self.start + self.end)
 
 
-def over_vocab(vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carry: Any, like: Array) -> Any:
-    """`carry = step(columns, carry)` for each chunk of the vocabulary; what is added varies as `like` does."""
+def over_vocab(
+    vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carry: Any, like: Array, end: Array | None = None
+) -> Any:
+    """`carry = step(columns, carry)` for each chunk of the vocabulary, whose entries from `end` on are padding; what is
+    added varies as `like` does."""
     carry = vary_alike(carry, like)
     chunks = -(-vocab // chunk)
     if chunks == 1:
-        return step(Columns(0, vocab), carry)
+        return step(Columns(0, vocab, end=end), carry)
 
     def body(i: Array, carry: Any) -> Any:
         start = jnp.minimum(i * chunk, vocab - chunk)
-        return step(Columns(start, chunk, i * chunk - start if vocab % chunk else None), carry)
+        done, last = i * chunk - start if vocab % chunk else None, None if end is None else end - start
+        return step(Columns(start, chunk, done, last), carry)
 
     return lax.fori_loop(0, chunks, body, carry)
 
@@ -381,9 +396,9 @@ class Softmax(NamedTuple):
         class_weight: [V], where `even` is weighed by it.
         """
         start, new = columns.start, columns.new(z)
-        if columns.done is not None:
+        if new is not None:
             z = jnp.where(new, z, -jnp.inf)
-        first = start if columns.done is None else start + columns.done
+        first, counted = columns.before, True if new is None else new
         top = jnp.max(z, 1)
         new_max = jnp.maximum(self.max, top)
         drop = self.max - new_max
@@ -399,11 +414,11 @@ class Softmax(NamedTuple):
         if offset_sum is not None and weight is not None and class_weight is not None:
             own = cut(class_weight, columns.start, columns.size)
             # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
-            weighed = jnp.where(new & (own > 0), offset * own, 0)
+            weighed = jnp.where(counted & (own > 0), offset * own, 0)
             offset_sum = offset_sum + drop * weight + jnp.sum(weighed, 1)
-            weight = weight + jnp.sum(jnp.where(new, jnp.broadcast_to(own, z.shape), 0), 1)
+            weight = weight + jnp.sum(jnp.where(counted, jnp.broadcast_to(own, z.shape), 0), 1)
         elif offset_sum is not None:
-            offset_sum = offset_sum + drop * jnp.asarray(first, drop.dtype) + jnp.sum(jnp.where(new, offset, 0), 1)
+            offset_sum = offset_sum + drop * jnp.asarray(first, drop.dtype) + jnp.sum(jnp.where(counted, offset, 0), 1)
         if moment is not None:
             added = jnp.sum(e * jnp.maximum(offset, VANISHED[offset.dtype]), 1)
             moment = (moment + drop * self.total) * decay + added
@@ -530,7 +545,8 @@ def logits_gradient(
         g = g.at[jnp.arange(z.shape[0])[:, None], column].set(gradient.at_ids, mode="drop")
     if slope is not None:
         g *= slope
-    return g if columns.done is None else jnp.where(columns.new(z), g, 0)
+    new = columns.new(z)
+    return g if new is None else jnp.where(new, g, 0)
 
 
 def shares(ids: Array, g: Array) -> tuple[Array, Array]:

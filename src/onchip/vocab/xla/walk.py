@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
@@ -75,7 +76,14 @@ def forward(plan: Config, wanted: Wanted, needs: Projection, call: Call) -> tupl
     if plan.strategy == "stash":
         return stash(plan.token_chunk, wanted, needs, call)
     stats = statistics(plan, wanted, call)
-    return stats, None if plan.strategy == "forward" else (call, TokenStats(stats.lse, stats.log_prob))
+    return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
+
+
+class Saved(NamedTuple):
+    """What gradients are made from."""
+
+    call: Call
+    stats: TokenStats
 
 
 def backward(plan: Config, needs: Projection, saved: Any, upstream: Array) -> Projection:
@@ -91,9 +99,18 @@ def backward(plan: Config, needs: Projection, saved: Any, upstream: Array) -> Pr
 
 def statistics(plan: Config, wanted: Wanted, call: Call) -> TokenStats:
     """Of every row, for its ids [P, K]; one product."""
-    source, ids = call.source, call.ids
+    if call.shard is None:
+        return _of_rows(plan, wanted, call, lambda softmax, own: softmax.complete(own, call.vocab))  # type: ignore[no-any-return]
+    softmax = _of_rows(plan, wanted, call.shard.local(call), lambda softmax, _: softmax)
+    return call.shard.joined(softmax).complete(call.ids, call.vocab)  # type: ignore[no-any-return]
 
-    def step(start: Any, made: TokenStats) -> TokenStats:
+
+def _of_rows(plan: Config, wanted: Wanted, call: Call, finished: Callable[[Softmax, Array], Any]) -> Any:
+    """`finished(softmax, ids)` of every row, over the entries of the vocabulary that this device has."""
+    source, ids = call.source, call.ids
+    end = None if call.shard is None else call.shard.end
+
+    def step(start: Any, made: Any) -> Any:
         rows, own = source.rows(call.tokens, start, plan.token_chunk), cut(ids, start, plan.token_chunk)
         transform = call.transform.of_chunk(start, plan.token_chunk)
 
@@ -101,13 +118,13 @@ def statistics(plan: Config, wanted: Wanted, call: Call) -> TokenStats:
             z, _ = transform.apply(source.part(columns).logits(rows))
             return softmax.absorb(z, columns, own, call.class_weight)
 
-        softmax = over_vocab(
-            source.vocab, plan.vocab_chunk, absorb, Softmax.empty(own, wanted, source.accumulator), own
-        )
-        return write_rows(made, softmax.complete(own, source.vocab), start)  # type: ignore[no-any-return]
+        empty = Softmax.empty(own, wanted, source.accumulator)
+        softmax = over_vocab(source.vocab, plan.vocab_chunk, absorb, empty, own, end)
+        return write_rows(made, finished(softmax, own), start)
 
-    empty = TokenStats.empty(ids, wanted, source.accumulator)
-    return over_tokens(call.tokens, plan.token_chunk, step, empty)  # type: ignore[no-any-return]
+    made = jax.eval_shape(lambda: finished(Softmax.empty(ids, wanted, source.accumulator), ids))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+    return over_tokens(call.tokens, plan.token_chunk, step, zeros)
 
 
 def gradients(
@@ -118,6 +135,10 @@ def gradients(
     gradient: TokenGradient,  # by the final logits
 ) -> Projection:
     """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed."""
+    shard, end = call.shard, None
+    if shard is not None:
+        end = shard.end
+        call, stats, gradient = vary_alike((shard.local(call), stats, gradient))
     projection, transform, tokens = call.source, call.transform, call.tokens
     dtype, chunk = projection.hidden.dtype, plan.token_chunk
     gradient = gradient.times(transform.factor())
@@ -149,8 +170,9 @@ def gradients(
         return replace(sums, weight=weight, bias=bias)
 
     zeros = projection.zeros(needs, len(call.ids), dtype)
-    made: Projection = over_vocab(projection.vocab, plan.vocab_chunk, step, zeros, tokens.number)
+    made: Projection = over_vocab(projection.vocab, plan.vocab_chunk, step, zeros, tokens.number, end)
     hidden = None if made.hidden is None else tokens.spread(unscaled(made.hidden, grad_scale))
+    hidden = hidden if shard is None else shard.summed(hidden)
     return replace(made, hidden=hidden)
 
 

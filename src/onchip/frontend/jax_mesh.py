@@ -1,0 +1,207 @@
+"""JAX functions that spread a call over the devices of a mesh themselves, by a `jax.shard_map` around each half of
+their derivative rule.
+
+So no derivative is taken through a `shard_map`: what a device's gradient is, and what is summed over which devices, is
+said where it is computed, whatever JAX knows of the mesh, and kernels need not say over which axes their results vary.
+"""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from onchip.frontend.jax_call import with_gradients
+from onchip.frontend.jax_inputs import is_array
+
+TokenAxes = str | tuple[str | tuple[str, ...] | None, ...] | PartitionSpec
+"""Mesh axes of the leading dimensions, as in a `jax.sharding.PartitionSpec`."""
+
+
+P = PartitionSpec
+
+
+class Spread(NamedTuple):
+    """How a call is spread over a mesh; hashable."""
+
+    mesh: Mesh | AbstractMesh
+    vocab: str
+    """The axis over which the vocabulary is split."""
+    leading: tuple[Any, ...]
+    """The axes of each leading dimension of what has one number, or row, for each token."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """All axes over which tokens are split."""
+        return tuple(name for entry in self.leading for name in _names(entry))
+
+    @property
+    def by_token(self) -> P:
+        """Of arrays [...] or [..., K]."""
+        return P(*self.leading)
+
+    def of_weight(self, vocab_axis: int) -> P:
+        """Of a matrix with the vocabulary along this dimension."""
+        return P(None, self.vocab) if vocab_axis else P(self.vocab, None)
+
+    def devices(self, names: Any) -> int:
+        """Devices along some axes."""
+        return prod(self.mesh.shape[name] for name in _names(names))
+
+    @property
+    def manual(self) -> frozenset[str]:
+        """The axes of the `shard_map`: all that aren't those of one around it."""
+        ambient = jax.sharding.get_abstract_mesh()
+        return frozenset(self.mesh.axis_names) - frozenset(ambient.manual_axes)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def spread_of(op: str, mesh: Any, vocab_axis: Any, token_axes: Any, of: str, leading: tuple[int, ...]) -> Spread:
+    """Of a public function's arguments; raise for wrong ones.  `leading` are the leading dimensions of the argument
+    `of`."""
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(f"{op}: there is no mesh; pass mesh=, or call it under jax.set_mesh(...)")
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}")
+    entries = (token_axes,) if isinstance(token_axes, str) else token_axes
+    if not isinstance(entries, (tuple, P)) or not all(_is_entry(x) for x in entries):
+        raise TypeError(
+            f"{op}: token_axes must be the name of a mesh axis, or a tuple with a name, a tuple of names or None for "
+            f"each leading dimension of {of}; got {token_axes!r}"
+        )
+    if not isinstance(vocab_axis, str):
+        raise TypeError(f"{op}: vocab_axis must be the name of one mesh axis; got {type(vocab_axis).__name__}")
+    if len(entries) > len(leading):
+        raise ValueError(
+            f"{op}: token_axes={token_axes!r} has an entry for each of {len(entries)} dimensions, but {of} has "
+            f"{len(leading)} leading ones; several axes of one dimension are a tuple in the tuple: (('a', 'b'),)"
+        )
+    spread = Spread(mesh, vocab_axis, tuple(entries))
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    named = ("vocab_axis", vocab_axis), *(("token_axes", name) for name in spread.tokens)
+    for argument, name in named:
+        if name not in mesh.axis_names:
+            raise ValueError(f"{op}: {argument} {name!r} is not an axis of the mesh, whose axes are {mesh.axis_names}")
+        if name in manual:
+            raise ValueError(
+                f"{op}: {argument} {name!r} is an axis of a jax.shard_map around the call; inside of it call "
+                f"{op.removeprefix('sharded_')} with axis_name"
+            )
+    if len({name for _, name in named}) < len(named):
+        raise ValueError(
+            f"{op}: an axis can split one dimension; got vocab_axis={vocab_axis!r}, token_axes={token_axes!r}"
+        )
+    for i, (size, entry) in enumerate(zip(leading, entries, strict=False)):
+        if size % spread.devices(entry):
+            raise ValueError(
+                f"{op}: {of} has {size} at dimension {i}, which {spread.devices(entry)} devices along {entry!r} can't "
+                "share evenly; pad the tokens, with targets of ignore_index"
+            )
+    return spread
+
+
+def _is_entry(x: Any) -> bool:
+    return x is None or isinstance(x, str) or (isinstance(x, tuple) and all(isinstance(y, str) for y in x))
+
+
+def check_split(op: str, name: str, vocab: int, spread: Spread, remedy: str) -> int:
+    """Raise unless the devices can share so many entries, of the argument `name`, evenly; return how many each has.
+
+    `remedy` says which argument has the number without padding.
+    """
+    devices = spread.devices(spread.vocab)
+    if vocab % devices:
+        more = -(-vocab // devices) * devices
+        raise ValueError(
+            f"{op}: {name} has V={vocab}, which {devices} devices along {spread.vocab!r} can't share evenly; pad it to "
+            f"{more} and pass {remedy}={vocab}"
+        )
+    return vocab // devices
+
+
+def check_types(op: str, spread: Spread, given: Mapping[str, Any], specs: Mapping[str, P]) -> None:
+    """Raise unless the arguments that have `specs`, where their types say how they are sharded, are sharded so.
+
+    JAX would refuse these too, in other words; where types don't say it, the compiler moves what has to be moved.
+    """
+    if not all(kind == AxisType.Explicit for kind in spread.mesh.axis_types):
+        return
+    for name, spec in specs.items():
+        x = given[name]
+        if not is_array(x) or x.ndim == 0:
+            continue
+        found: Any = jax.typeof(x).sharding
+        wanted = tuple(spec) + (None,) * (len(x.shape) - len(spec))
+        if not found.mesh.empty and tuple(map(_names, found.spec)) != tuple(map(_names, wanted)):
+            raise ValueError(
+                f"{op}: {name} is sharded as {found.spec}; it must be {P(*wanted)}: pass "
+                f"jax.sharding.reshard({name}, {P(*wanted)})"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- the calls
+
+
+class Static(NamedTuple):
+    """What is known of a spread call while tracing."""
+
+    local: Any
+    """What each device's functions take."""
+    spread: Spread
+    specs: tuple[Any, Any, Any]
+    """`PartitionSpec`s of parameters, constants and outputs, or of parts of their trees."""
+
+
+def with_gradients_on_mesh(op: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """A function of (static, parameters, constants) as `with_gradients` makes it, of what each device does.
+
+    forward(local, needs, parameters, constants) returns this device's outputs, and any pytree of arrays;
+    backward(local, needs, parameters, constants, that, cotangents) its gradients.  What is the same on several devices
+    along some axes they return summed over those.
+    """
+
+    def mapped(static: Static, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # Not by `check_vma`: no derivative is taken of this.
+        spread = static.spread
+        return jax.shard_map(
+            function,
+            mesh=spread.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=spread.manual,
+            check_vma=False,
+        )
+
+    def own(static: Static) -> P:
+        """Of what each device has for itself: with a dimension for the devices in front."""
+        return P(tuple(name for name in static.spread.mesh.axis_names if name in static.spread.manual))
+
+    def forward_on_mesh(static: Static, needs: Any, parameters: Any, constants: Any) -> tuple[Any, Any]:
+        def run(parameters: Any, constants: Any) -> tuple[Any, Any]:
+            outputs, saved = forward(static.local, needs, parameters, constants)
+            return outputs, jax.tree.map(lambda x: x[None], saved)
+
+        of_parameters, of_constants, of_outputs = static.specs
+        call = mapped(static, run, (of_parameters, of_constants), (of_outputs, own(static)))
+        outputs, saved = call(parameters, constants)
+        return outputs, (parameters, constants, saved)
+
+    def backward_on_mesh(static: Static, needs: Any, residuals: Any, cotangents: Any) -> Any:
+        def run(parameters: Any, constants: Any, saved: Any, cotangents: Any) -> Any:
+            saved = jax.tree.map(lambda x: x[0], saved)
+            return backward(static.local, needs, parameters, constants, saved, cotangents)
+
+        of_parameters, of_constants, of_outputs = static.specs
+        call = mapped(static, run, (of_parameters, of_constants, own(static), of_outputs), of_parameters)
+        return call(*residuals, cotangents)
+
+    return with_gradients(op, forward_on_mesh, backward_on_mesh)

@@ -1,0 +1,308 @@
+"""A vocabulary that is split over the devices of a mesh axis: each has its own entries of the weight.
+
+The engine's two halves run on a device's entries alone, as if they were all.  Between them the devices exchange a few
+numbers of each token, in one all-gather: `Shard.joined` is the softmax of all entries, from those of the shards, in the
+order of the devices, so that all have the same bits.  hidden's gradient is the sum over the devices.
+
+Which mesh axes an array varies over, inside of `jax.shard_map` with `check_vma=True`, JAX knows.  What comes out of a
+loss doesn't vary over the vocabulary's axis then, and no more does hidden, whose gradient is summed here once.  With
+`check_vma=False` nobody knows whether a derivative is taken inside of the `shard_map`, with an upstream gradient of its
+own on each device, or outside, where each device gets a part of it: there is no right gradient, and it is refused.
+
+Sources: Megatron-LM (arXiv:1909.08053) for the vocabulary's shards; Milakov and Gimelshein (arXiv:1805.02867) for
+softmaxes that are merged.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, vary_alike
+from onchip.frontend.jax_inputs import is_array
+from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
+from onchip.frontend.options import require_int
+from onchip.vocab.xla.tiles import Projection, Softmax
+
+Array = jax.Array
+# An index goes with the other numbers of its token, as a float32.
+_MOST_ENTRIES = 2**24
+# The arguments of which each device has a part.
+_SPLIT = (
+    "weight",
+    "bias",
+    "student_weight",
+    "student_bias",
+    "teacher_weight",
+    "teacher_bias",
+    "teacher_logits",
+)
+
+
+def varies_over(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX knows an array to vary."""
+    return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
+
+
+def _is_tracked(axis: str) -> bool:
+    """Whether the `jax.shard_map` over the axis has check_vma."""
+    return axis in varies_over(lax.axis_index(axis))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Shard:
+    """This device's part of a vocabulary that is split evenly, in order, over a mesh axis; without a value of an
+    array."""
+
+    axis: str
+    size: int
+    """Entries of each device."""
+    vocab: int
+    """Entries that count; those behind are padding."""
+    tracked: bool = True
+    """Whether derivatives can be right: JAX knows what varies, or they are taken apart."""
+
+    @staticmethod
+    def of(
+        op: str,
+        axis: Any,
+        vocab: Any,
+        size: int,
+        split: Mapping[str, Any],
+        whole: Mapping[str, Any],
+        name: str = "vocab_size",
+    ) -> "Shard":
+        """Of a public function's arguments axis_name and, by its `name`, vocab_size; raise for wrong ones.
+
+        split, whole: the arrays of which each device has its own entries, and those that all devices have.
+        """
+        if not isinstance(axis, str):
+            raise TypeError(f"{op}: axis_name must be the name of one mesh axis; got {type(axis).__name__}")
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if axis not in manual:
+            raise ValueError(
+                f"{op}: axis_name={axis!r} is not an axis of a jax.shard_map around the call ({list(manual)}); call it "
+                f"inside of one, or call sharded_{op}, which makes its own"
+            )
+        tracked = _is_tracked(axis)
+        for name, x in split.items() if tracked else ():
+            if axis not in varies_over(x):
+                raise ValueError(
+                    f"{op}: {name} is the same on all devices of axis {axis!r}, but axis_name says that each has its "
+                    f"own entries of the vocabulary; put {axis!r} into its in_specs, or leave axis_name out"
+                )
+        for name, x in whole.items():
+            if axis in varies_over(x):
+                raise ValueError(
+                    f"{op}: {name} varies over axis {axis!r}, but it must be the same on all devices that share a "
+                    f"vocabulary; leave {axis!r} out of its in_specs, or gather it by "
+                    f"jax.lax.all_gather(..., {axis!r}, to='invarying')"
+                )
+        return Shard(axis, size, whole_vocab(op, name, vocab, size, lax.axis_size(axis)), tracked)
+
+    def refuse_untracked(self, op: str, needs: Any) -> None:
+        """Raise if a gradient is needed that can't be right."""
+        if not self.tracked and any(jax.tree.leaves(needs)):
+            raise ValueError(
+                f"{op}: inside of jax.shard_map(..., check_vma=False) the scale of gradients along {self.axis!r} isn't "
+                f"known; leave check_vma out, or call sharded_{op} outside of shard_map"
+            )
+
+    # ---------------------------------------------------------------------------------------------- before the exchange
+
+    def axis_is_tracked(self) -> bool:
+        """Whether JAX knows what varies over the axis."""
+        return _is_tracked(self.axis)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some entries of a device don't count."""
+        return self.vocab != self.size * lax.axis_size(self.axis)
+
+    @property
+    def start(self) -> Array:
+        """[] int32: the first of this device's entries."""
+        return lax.axis_index(self.axis) * self.size
+
+    @property
+    def end(self) -> Array | None:
+        """[] int32: so many of this device's entries count; None where no device has padding."""
+        return jnp.clip(self.vocab - self.start, 0, self.size) if self.padded else None
+
+    def local_ids(self, ids: Array) -> Array:
+        """Ids [...] as of this device's entries; those of others are like none."""
+        here = (ids >= self.start) & (ids < self.start + self.size)
+        elsewhere = jnp.where(ids == OUT_OF_RANGE, OUT_OF_RANGE, IGNORED)
+        return jnp.where(here, ids - self.start, elsewhere)
+
+    def entries(self, x: Array) -> Array:
+        """This device's [size] of [vocab], zeros for padding."""
+        padded = jnp.pad(x, (0, self.size * lax.axis_size(self.axis) - len(x)))
+        return lax.dynamic_slice_in_dim(padded, self.start, self.size)
+
+    def local(self, call: Any) -> Any:
+        """A `Call` for this device's entries alone."""
+        weight = None if call.class_weight is None else self.entries(call.class_weight)
+        return vary_alike(call._replace(ids=self.local_ids(call.ids), class_weight=weight))
+
+    # ----------------------------------------------------------------------------------------------------- the exchange
+
+    def gathered(self, x: Any) -> Any:
+        """A tree of [P] or [P, K] values of one float dtype, each with a dimension for the devices in front."""
+        leaves, tree = jax.tree.flatten(x)
+        columns = [leaf.reshape(len(leaf), -1) for leaf in leaves]
+        every = lax.all_gather(jnp.concatenate(columns, 1), self.axis, to="invarying")
+        parts, start = [], 0
+        for leaf, column in zip(leaves, columns, strict=True):
+            part = every[:, :, start : start + column.shape[1]]
+            parts.append(part.reshape(-1, *leaf.shape))
+            start += column.shape[1]
+        return jax.tree.unflatten(tree, parts)
+
+    def joined(self, softmax: Softmax) -> Softmax:
+        """The softmax over all entries, from that over each device's; its ids' logits are 0 where they are
+        elsewhere."""
+        dtype, argmax = softmax.max.dtype, softmax.argmax
+        if argmax is not None:
+            # Of a device whose logits are all -inf it is -1, and no one's largest.
+            softmax = softmax._replace(argmax=(argmax + self.start).astype(dtype))
+        return self.merged(self.gathered(softmax))
+
+    def merged(self, parts: Softmax) -> Softmax:
+        """The softmax over all entries, from those that are `gathered`, whose argmax counts from the first of all."""
+        dtype, argmax = parts.max.dtype, parts.argmax
+        top = jnp.max(parts.max, 0)
+        drop = parts.max - top
+        decay = jnp.exp(drop)
+        offset_sum, weight, moment = parts.offset_sum, parts.weight, parts.moment
+        squares, squares_below = parts.squares, parts.squares_below
+        if offset_sum is not None:
+            first = jnp.arange(len(drop)) * self.size
+            entries = jnp.clip(self.vocab - first, 0, self.size).astype(dtype)[:, None] if weight is None else weight
+            offset_sum = jnp.sum(jnp.where(entries > 0, offset_sum + drop * entries, 0), 0)
+        if moment is not None:
+            moment = jnp.sum(jnp.where(decay > 0, (moment + drop * parts.total) * decay, 0), 0)
+        if squares is not None and squares_below is not None:
+            squares_below = jnp.sum(jnp.where(drop < 0, squares, squares_below) * decay * decay, 0)
+            squares = jnp.sum(squares * decay * decay, 0)
+        if argmax is not None:
+            best = jnp.argmax(parts.max, 0)[None]
+            argmax = jnp.take_along_axis(argmax, best, 0)[0].astype(jnp.int32)
+        return Softmax(
+            max=top,
+            total=jnp.sum(parts.total * decay, 0),
+            below=jnp.sum(jnp.where(drop < 0, parts.total, parts.below) * decay, 0),
+            picked=jnp.sum(parts.picked, 0),
+            offset_sum=offset_sum,
+            moment=moment,
+            argmax=argmax,
+            squares=squares,
+            squares_below=squares_below,
+            weight=None if weight is None else jnp.sum(weight, 0),
+        )
+
+    # --------------------------------------------------------------------------------------------------------- after it
+
+    def summed(self, x: Array | None) -> Array | None:
+        """The sum over the devices."""
+        return None if x is None else lax.psum(x, self.axis)
+
+
+def refuse_typed_sharding(op: str, arrays: Mapping[str, Any]) -> None:
+    """Raise for an array whose type says that it is sharded: a kernel would have it gathered on each device, and plain
+    JAX can't cut it into chunks.
+
+    Inside of a `jax.shard_map` no array is: each device has its own.
+    """
+    for name, x in arrays.items():
+        sharding = jax.typeof(x).sharding if is_array(x) else None
+        if sharding is not None and any(entry is not None for entry in sharding.spec):
+            raise ValueError(
+                f"{op}: {name} is sharded as {sharding.spec}, by its type; call sharded_{op}, which spreads itself "
+                "over the mesh, or call it inside of jax.shard_map"
+            )
+
+
+def check_axis(op: str, axis: Any, vocab: Any) -> None:
+    """Raise where a function's arguments axis_name and vocab_size don't go together."""
+    if axis is None and vocab is not None:
+        raise ValueError(
+            f"{op}: vocab_size={vocab} is of a vocabulary that is split over devices; pass axis_name too, or cut the "
+            "padding off weight and bias"
+        )
+
+
+def shard_of(op: str, given: Mapping[str, Any], size: int, vocab: str = "vocab_size") -> Shard | None:
+    """Of the arguments of a public function, where this device has so many entries; None without an axis_name.
+
+    `vocab` is the argument that says how many count.
+    """
+    if given["axis_name"] is None:
+        return None
+    arrays = {name: x for name, x in given.items() if is_array(x)}
+    split = {name: x for name, x in arrays.items() if name in _SPLIT}
+    whole = {name: x for name, x in arrays.items() if name not in _SPLIT}
+    return Shard.of(op, given["axis_name"], given[vocab], size, split, whole, vocab)
+
+
+def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
+    """How many entries count of those of all devices, `vocab` being the argument `name` or None; raise for a wrong
+    one."""
+    if vocab is None:
+        vocab = size * devices
+    require_int(op, name, vocab)
+    if not 1 <= vocab <= size * devices:
+        raise ValueError(
+            f"{op}: {name}={vocab} but {devices} devices have {size} entries each; it must be between 1 and "
+            f"{size * devices}"
+        )
+    if size > _MOST_ENTRIES // devices:
+        raise ValueError(f"{op}: a vocabulary that is split must have at most {_MOST_ENTRIES} entries")
+    return int(vocab)
+
+
+# ----------------------------------------------------------------------------------------- calls that spread themselves
+
+
+def on_mesh(
+    op: str, given: Mapping[str, Any], layer: Projection, of: str, leading: tuple[int, ...]
+) -> tuple[Spread, Shard, Projection]:
+    """How a call is spread over a mesh, each device's `Shard`, and the layer's `PartitionSpec`s; raise for wrong
+    arguments `mesh`, `vocab_axis`, `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument
+    `of`."""
+    spread = spread_of(op, given["mesh"], given["vocab_axis"], given["token_axes"], of, leading)
+    size = check_split(op, "weight", layer.vocab, spread, "vocab_size")
+    vocab = whole_vocab(op, "vocab_size", given["vocab_size"], size, spread.devices(spread.vocab))
+    return spread, Shard(spread.vocab, size, vocab), specs_of(layer, spread)
+
+
+def specs_of(layer: Projection, spread: Spread) -> Projection:
+    """The `PartitionSpec`s of hidden [..., H], weight and bias."""
+    return Projection(spread.by_token, spread.of_weight(layer.vocab_axis), P(spread.vocab), layer.vocab_axis)
+
+
+def without_source(saved: Planned) -> Planned:
+    """What forward leaves for backward, a `Planned` of arrays with a field `call`, without the layer: a call that
+    spreads itself has it anyway."""
+    if saved.arrays is None:
+        return saved
+    return Planned(saved.arrays._replace(call=saved.arrays.call._replace(source=None)), saved.plan)
+
+
+def with_source(saved: Planned, source: Projection) -> Planned:
+    """The reverse of `without_source`."""
+    return Planned(saved.arrays._replace(call=saved.arrays.call._replace(source=source)), saved.plan)
+
+
+def gradients_of(layer: Projection, made: Projection, axes: tuple[str, ...]) -> Projection:
+    """This device's gradients of hidden [..., H], and those of weight and bias summed over the axes of tokens."""
+    hidden, weight, bias = made.hidden, made.weight, made.bias
+    if hidden is not None:
+        hidden = hidden.astype(layer.hidden.dtype).reshape(layer.hidden.shape)
+    if axes:
+        weight, bias = lax.psum((weight, bias), axes)
+    return Projection(hidden, weight, bias, made.vocab_axis)
