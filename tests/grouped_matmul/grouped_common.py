@@ -92,3 +92,31 @@ def assert_rows_past_the_last_group_are_not_read(**more):
         assert_equal(made, expected)
         tails = ("grad_row_scale",) if "rows" in arguments else ("out", "grad_x")
         assert not any(made[name][last:].any() for name in tails)
+
+
+# Of four groups and 35 rows: the argument, its values, and the first group that is wrong.
+WRONG_SIZES = {
+    "a negative size": ("group_sizes", [10, 7, -1, 3], 2),
+    "more rows than there are": ("group_sizes", [10, 25, 0, 1], 3),
+    "sizes whose sum overflows": ("group_sizes", [2**62, 2**62, 2**62, 2**62], 0),
+    "offsets that fall": ("group_offsets", [10, 12, 11, 30], 2),
+    "offsets past the end": ("group_offsets", [10, 36, 36, 36], 1),
+    "a negative offset": ("group_offsets", [-1, 2, 3, 30], 0),
+}
+
+
+def assert_nan_from_the_first_wrong_group_on(which, values, first, device="cpu", **more):
+    """Of rows and groups; those before are as they are without the others.  What is added up from rows is NaN."""
+    ends = values if which == "group_offsets" else torch.tensor(values).cumsum(0).tolist()
+    right = [*ends[:first], *[ends[first - 1] if first else 0] * (4 - first)]
+    for case in (Case("", (10, 0, 17, 3), 40, 24, tail=5, bias=True, row_scale=True, options=SWIGLU), EVERYTHING):
+        arguments, grad = problem(case, device=device)
+        del arguments["group_sizes"]
+        expected = step(arguments | {"group_offsets": torch.tensor(right, device=device)}, grad, **more)
+        made = step(arguments | {which: torch.tensor(values, device=device)}, grad, **more)
+        for name, x in made.items():
+            keeps = first if name in ("grad_weight", "grad_bias") else right[-1]
+            if case is EVERYTHING and name in ("out", "grad_x"):
+                keeps = 0
+            assert torch.equal(x[:keeps], expected[name][:keeps]), name
+            assert x[keeps:].isnan().all(), name

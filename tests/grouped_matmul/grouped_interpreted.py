@@ -15,8 +15,10 @@ from grouped_common import (
     EVERYTHING,
     NAMES,
     PLAIN,
+    WRONG_SIZES,
     assert_equal,
     assert_nan,
+    assert_nan_from_the_first_wrong_group_on,
     assert_rows_past_the_last_group_are_not_read,
     assert_same,
     oracle,
@@ -150,30 +152,22 @@ def a_nan_stays_in_its_group():
     assert made["grad_x"][rest != 19].isfinite().all()
 
 
-WRONG = {
-    "a negative size": {"group_sizes": torch.tensor([10, -1, 17, 3])},
-    "more rows than there are": {"group_sizes": torch.tensor([10, 0, 17, 9])},
-    "sizes whose sum overflows": {"group_sizes": torch.tensor([2**62, 2**62, 2**62, 2**62])},
-    "offsets that fall": {"group_sizes": None, "group_offsets": torch.tensor([10, 9, 17, 30])},
-    "offsets past the end": {"group_sizes": None, "group_offsets": torch.tensor([10, 10, 27, 36])},
-    "rows below": {"rows": -1},
-    "rows above": {"rows": 12},
-    "scatter_rows below": {"scatter_rows": -(2**31)},
-    "scatter_rows above": {"scatter_rows": 14},
-}
+WRONG = {"rows below": -1, "rows above": 12, "scatter_rows below": -(2**31), "scatter_rows above": 14}
 
 
 @check(*WRONG)
 def wrong(name):
     """As on a GPU, where nothing can be raised: all results are NaN, and nothing outside of them is touched."""
     arguments, grad = problem()
-    for argument, value in WRONG[name].items():
-        if isinstance(value, int):
-            arguments[argument][29] = value
-        else:
-            arguments[argument] = value
+    arguments[name.split()[0]][29] = WRONG[name]
     with mock.patch.object(torch_op, "check"):
         assert_nan(kernels(arguments, grad))
+
+
+@check(*WRONG_SIZES)
+def wrong_sizes(name):
+    with mock.patch.object(torch_op, "check"):
+        assert_nan_from_the_first_wrong_group_on(*WRONG_SIZES[name], backend="triton")
 
 
 @check()
@@ -188,10 +182,12 @@ def no_rows_at_all():
         assert made["grad_x"].shape == arguments["x"].shape
         total = torch.zeros_like(arguments["weight"])
         with mock.patch.object(torch_op, "check"):
-            arguments["group_sizes"][0] = 1
-            assert_nan(kernels(arguments, grad))
+            arguments["group_sizes"][1] = 1
+            made = kernels(arguments, grad)
             grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
-        assert total.isnan().all()
+        weights = {"weight": made.pop("grad_weight"), "total": total}
+        assert_nan(made | {name: x[1] for name, x in weights.items()})
+        assert not any(x[0].any() for x in weights.values())
 
 
 @check()
@@ -207,8 +203,8 @@ def differentiated_twice():
 SLOW = (
     *(f"case-{x}" for x in ("even", "odd sizes", "all in one group", "one number", "bias", "row scales", "rows")),
     "case-scatter",
-    "wide-1", "added-gkn", "wrong-more rows than there are", "wrong-offsets that fall", "wrong-offsets past the end",
-    "wrong-rows above", "wrong-scatter_rows below",
+    "wide-1", "added-gkn", "wrong-rows above", "wrong-scatter_rows below",
+    "wrong_sizes-sizes whose sum overflows", "wrong_sizes-offsets past the end", "wrong_sizes-a negative offset",
 )  # fmt: skip
 assert CHECKS.keys() >= set(SLOW)
 

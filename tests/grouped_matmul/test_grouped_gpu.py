@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from grouped_common import EVERYTHING, PLAIN, assert_equal, assert_nan, assert_same, problem, step, strided, turned
+from grouped_common import (
+    EVERYTHING,
+    PLAIN,
+    WRONG_SIZES,
+    assert_equal,
+    assert_nan,
+    assert_nan_from_the_first_wrong_group_on,
+    assert_same,
+    problem,
+    step,
+    strided,
+    turned,
+)
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
@@ -86,28 +98,23 @@ def test_a_cuda_graph_follows_the_sizes(case):
         assert_equal(dict(zip(expected, captured, strict=True)), expected)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"group_sizes": [300, -1, 1000, 20, 728]},
-        {"group_sizes": [300, 0, 1000, 20, 769]},
-        {"group_sizes": None, "group_offsets": [300, 200, 1000, 1020, 1700]},
-        {"rows": -1},
-        {"rows": 500},
-        {"scatter_rows": 600},
-    ],
-    ids=str,
-)
-def test_wrong_numbers_give_nan_and_with_check_inputs_an_error(wrong):
+@pytest.mark.parametrize(("name", "value"), [("rows", -1), ("rows", 500), ("scatter_rows", 600)], ids=str)
+def test_wrong_indices_give_nan_and_with_check_inputs_an_error(name, value):
     arguments, grad = on_gpu(WHOLE)
-    for name, value in wrong.items():
-        if isinstance(value, int):
-            arguments[name][2000] = value
-        else:
-            arguments[name] = None if value is None else torch.tensor(value, device="cuda")
+    arguments[name][2000] = value
     assert_nan(step(arguments, grad))
     with pytest.raises(ValueError, match="grouped_matmul: "):
         grouped_matmul(**arguments, check_inputs=True)
+
+
+@pytest.mark.parametrize("name", WRONG_SIZES)
+def test_wrong_sizes_give_nan_from_the_first_on_and_with_check_inputs_an_error(name):
+    assert_nan_from_the_first_wrong_group_on(*WRONG_SIZES[name], device="cuda")
+    arguments, _ = on_gpu(EVERYTHING)
+    which, values, _ = WRONG_SIZES[name]
+    del arguments["group_sizes"]
+    with pytest.raises(ValueError, match=f"grouped_matmul: .*{which}"):
+        grouped_matmul(**arguments, **{which: torch.tensor(values, device="cuda")}, check_inputs=True)
 
 
 def test_the_same_bits_every_time_and_near_ones_of_any_strides():

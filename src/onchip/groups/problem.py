@@ -117,7 +117,7 @@ def check_values(p: Problem, which: str, groups: Any, rows: Any = None, scatter_
     """Raise ValueError for numbers that are wrong, NumPy arrays; `which` names `groups`: group_sizes or group_offsets.
 
     Of `rows` and `scatter_rows` those past the last group's end may be anything.  Where nothing can raise, a backend
-    makes NaN of the whole result and of all gradients instead.
+    makes NaN of what can't be right: from the first wrong size on, and of everything where an index is out of range.
     """
     of = [int(x) for x in groups]
     ends = of if which == "group_offsets" else [sum(of[: i + 1]) for i in range(len(of))]

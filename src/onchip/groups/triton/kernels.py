@@ -6,9 +6,10 @@ rows after the group's own first: so no tile has rows of two groups, and the las
 megablox, the grouped product of MegaBlocks, but for where tiles begin: there they lie on a fixed grid, and one is
 visited by each group that it has rows of.
 
-A plan is int32: [tiles, rows of all groups, NaN's bits or 0, unused], the groups' first rows and the end of the last,
-[G + 1], and for each tile its group, first row and its group's end.  If the sizes can't be right, group 0 has all rows,
-so that nothing is out of bounds; and all that is stored has NaN added to it (`poison`).
+A plan is int32: [tiles, rows of all groups, NaN's bits or 0, first wrong group or G], the groups' first rows and the end
+of the last, [G + 1], and for each tile its group, first row and its group's end.  The first group whose size can't be
+right has all rows that are left, and those after it none, so that nothing is out of bounds; to what is stored for these
+groups NaN is added (`poison`).  Where an index is out of range, it is added to all that is stored.
 
 A block of a group's rows is read and written through a descriptor that ends where the group does (`load_rows`): the
 hardware then reads 0 past it, whatever is there, and writes nothing.  Two dimensions in front of the matrix's own
@@ -49,22 +50,21 @@ def plan_tiles(
     if OFFSETS:
         before = tl.load(groups + g - 1, mask=(g > 0) & (g < G), other=0).to(tl.int64)
         size = tl.where(g < G, size - before, 0)
-    wrong = tl.max(((size < 0) | (size > T)).to(tl.int32), 0) > 0
-    size = tl.minimum(tl.maximum(size, 0), T)
-    wrong = wrong | (tl.sum(size, 0) > T)
-    size = tl.where(wrong, tl.where(g == 0, T, 0), size).to(tl.int32)
-    end = tl.cumsum(size, 0)
-    start = end - size
-    tiles = tl.cdiv(size, BLOCK_M)
+    # What can't be right counts as more than there is: the groups up to there are as they are, the others end at T.
+    size = tl.where((size < 0) | (size > T), T + 1, size)
+    total = tl.cumsum(size, 0)
+    start = tl.minimum(total - size, T).to(tl.int32)
+    end = tl.minimum(total, T).to(tl.int32)
+    tiles = tl.cdiv(end - start, BLOCK_M)
     tiles_end = tl.cumsum(tiles, 0)
     tiles_start = tiles_end - tiles
     if tl.program_id(0) == 0:
         tl.store(plan, tl.sum(tiles, 0))
-        tl.store(plan + 1, tl.sum(size, 0))
-        tl.store(plan + 2, tl.where(wrong, NAN_BITS, 0))
-        tl.store(plan + 3, 0)
+        tl.store(plan + 1, tl.max(end, 0))
+        tl.store(plan + 2, 0)
+        tl.store(plan + 3, tl.min(tl.where(total > T, g, G), 0))
         tl.store(plan + HEAD + g, start, mask=g < G)
-        tl.store(plan + HEAD + G, tl.sum(size, 0))
+        tl.store(plan + HEAD + G, tl.max(end, 0))
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     mine = (tiles_start[None, :] <= tile[:, None]) & (tile[:, None] < tiles_end[None, :])
     first = start[None, :] + (tile[:, None] - tiles_start[None, :]) * BLOCK_M
@@ -95,9 +95,15 @@ def check_indices(
 
 
 @triton.jit
-def poison_of(plan):
-    """NaN if sizes or indices were wrong, else 0: what is added to all results."""
-    return tl.load(plan + 2).to(tl.float32, bitcast=True)
+def poison(plan, wrong):
+    """What is added to a result: NaN where it is `wrong`, or if an index was out of range; else 0."""
+    return tl.where(wrong, NAN_BITS, tl.load(plan + 2)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def poison_of_group(plan, g):
+    """NaN from the first group on whose size can't be right."""
+    return poison(plan, g >= tl.load(plan + 3))
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of rows
@@ -247,7 +253,6 @@ def grouped_product(
     half = N // 2
     tiles_m = tl.load(plan)
     total = tl.load(plan + 1)
-    poison = poison_of(plan)
     # Of CONCATENATED, a tile has HALF columns of gate and the HALF of up that belong to them.
     tiles_n = tl.cdiv(half, HALF) if GATED == CONCATENATED else tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
@@ -257,6 +262,7 @@ def grouped_product(
         g = tl.load(at)
         first = tl.load(at + 1)
         end = tl.load(at + 2)
+        nan = poison_of_group(plan, g)
         r, inside = rows_of(index, first, end, limit, BLOCK_M)
         if GATED == CONCATENATED:
             column = j * HALF
@@ -270,7 +276,7 @@ def grouped_product(
                 gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
                 up = tl.dot(a, c.T, up, input_precision=PRECISION)
             n = column + tl.arange(0, HALF)
-            gate = add_bias(gate, bias, g, n, N, half) + poison
+            gate = add_bias(gate, bias, g, n, N, half) + nan
             up = add_bias(up, bias, g, half + n, N, N)
             if product is not None:
                 # Of a last tile that is not whole, the columns of gate end before up's begin.
@@ -284,7 +290,7 @@ def grouped_product(
                 d = k * BLOCK_K
                 b = load_weight(weight, weight_strides, g, column, d, N, K, BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT)
                 acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-            acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + poison
+            acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + nan
             if product is not None:
                 store_rows(product, product_stride, first, end, column, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_PRODUCT)
 
@@ -352,7 +358,7 @@ def grouped_weight_gradient(
         r, inside = rows_of(b_index, first, end, limit, BLOCK_M)
         v = load_rows(b, b_stride, r, inside, first, end, j * BLOCK_B, B, BLOCK_M, BLOCK_B, TMA_B)
         acc = tl.dot(u.T, v, acc, input_precision=PRECISION)
-    acc += poison_of(plan)
+    acc += poison_of_group(plan, g)
     store_gradient(out, g, i * BLOCK_A, j * BLOCK_B, A, B, acc, BLOCK_A, BLOCK_B, ADD, PARTS, TMA_OUT)
 
 
@@ -401,8 +407,8 @@ def product_gradient(
     """From the gradient of a result's row those of its product and its scale.  A program for each row."""
     t = tl.program_id(0)
     row = t.to(tl.int64)
-    poison = poison_of(plan)
     if t < tl.load(plan + 1):
+        nan = poison(plan, t >= tl.load(plan + HEAD + tl.load(plan + 3)))
         at = row
         there = True
         if index is not None:
@@ -420,7 +426,7 @@ def product_gradient(
                 if grad_scale is not None:
                     moment += d * tl.load(product + row * C + c, mask=inside, other=0.0).to(tl.float32)
                 if out is not None:
-                    tl.store(out + row * C + c, (d * scale + poison).to(out.dtype.element_ty), mask=inside)
+                    tl.store(out + row * C + c, (d * scale + nan).to(out.dtype.element_ty), mask=inside)
             else:
                 at_gate = row * 2 * C + (c if GATED == CONCATENATED else 2 * c)
                 at_up = at_gate + (C if GATED == CONCATENATED else 1)
@@ -430,13 +436,13 @@ def product_gradient(
                 if grad_scale is not None:
                     moment += d * (gate * s * up)
                 if out is not None:
-                    d = d * scale + poison
+                    d = d * scale + nan
                     tl.store(out + at_gate, (d * up * s * (1 + gate * (1 - s))).to(out.dtype.element_ty), mask=inside)
                     tl.store(out + at_up, (d * gate * s).to(out.dtype.element_ty), mask=inside)
         if grad_scale is not None:
-            tl.store(grad_scale + t, (tl.sum(moment, 0) + poison).to(grad_scale.dtype.element_ty))
+            tl.store(grad_scale + t, (tl.sum(moment, 0) + nan).to(grad_scale.dtype.element_ty))
     elif grad_scale is not None:
-        tl.store(grad_scale + t, poison.to(grad_scale.dtype.element_ty))
+        tl.store(grad_scale + t, poison(plan, False).to(grad_scale.dtype.element_ty))
 
 
 @triton.jit
@@ -458,7 +464,7 @@ def bias_gradient(
         r = first + tl.arange(0, BLOCK_M)
         at = grad + r.to(tl.int64)[:, None] * grad_stride + c[None, :]
         total += tl.load(at, mask=(r < end)[:, None] & (c < N)[None, :], other=0.0).to(tl.float32)
-    value = tl.sum(total, 0) + poison_of(plan)
+    value = tl.sum(total, 0) + poison_of_group(plan, g)
     tl.store(out + g.to(tl.int64) * N + c, value.to(out.dtype.element_ty), mask=c < N)
 
 
@@ -470,13 +476,15 @@ def sum_rows(
     starts,  # [rows + 1]: where those of each row begin in `order`
     out,  # [rows, C] out
     plan,
+    G,
     C,
     BLOCK: tl.constexpr,
 ):
-    """Each row of `out` as the sum of rows of x, in their order, in float32."""
+    """Each row of `out` as the sum of rows of x, in their order, in float32; NaN if a group is wrong, since rows of it
+    that there aren't may have been part of any."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32) + poison_of(plan)
+    total = tl.zeros((BLOCK,), tl.float32) + poison_of_group(plan, G - 1)
     for j in range(tl.load(starts + row), tl.load(starts + row + 1)):
         t = tl.load(order + j)
         value = tl.load(x + t * C + c, mask=c < C, other=0.0).to(tl.float32)

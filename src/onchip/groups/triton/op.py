@@ -27,7 +27,7 @@ def forward(call: Call) -> Outputs:
     assert made.plan is not None
     launches.plan(p, call.which, call.groups, made.plan).run()
     if p.tokens == 0:
-        made.out.copy_(of_nothing(made.plan))
+        made.out.copy_(of_nothing(made.plan, p.groups)[-1])
         return made
     for given, limit, into in ((call.rows, p.source_rows, made.read), (call.scatter_rows, p.out_rows, made.write)):
         if given is not None and into is not None:
@@ -51,7 +51,7 @@ def forward(call: Call) -> Outputs:
         options=options,
     ).run()
     if made.write is not None and made.out.numel() > 0:
-        launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan).run()
+        launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan, p.groups).run()
     return made
 
 
@@ -65,9 +65,11 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     p, options = kept.problem, kept.options
     made = fake_gradients(kept, upstream, wanted)
     if p.tokens == 0:
+        nothing = of_nothing(plan, p.groups)
         if wanted[1] and kept.weight_grad_out is not None:
-            kept.weight_grad_out.add_(of_nothing(plan))
-        return [None if x is None else x.copy_(of_nothing(plan)) for x in made]
+            kept.weight_grad_out.add_(nothing[:, None, None])
+        by_group = nothing[-1], nothing[:, None, None], nothing[:, None], nothing[-1]
+        return [None if x is None else x.copy_(value) for x, value in zip(made, by_group, strict=True)]
     grad_x, grad_weight, grad_bias, grad_scale = made
     d: Tensor | None = grad_out if grad_out.stride(1) == 1 else grad_out.contiguous()
     if options.activation is not None or kept.row_scale is not None or kept.scatter_rows is not None:
@@ -82,7 +84,7 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         into = grad_x if kept.rows is None else grad_x.new_empty((p.tokens, p.k))
         launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
         if kept.rows is not None and grad_x.numel() > 0:
-            launches.sum_rows(into, None, kept.rows, grad_x, plan).run()
+            launches.sum_rows(into, None, kept.rows, grad_x, plan, p.groups).run()
     if wanted[1]:
         assert kept.x is not None
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
@@ -98,6 +100,6 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
-def of_nothing(plan: Tensor) -> Tensor:
-    """What a sum over no rows is: 0, or NaN where sizes say that there are some."""
-    return plan[2:3].view(torch.float32)
+def of_nothing(plan: Tensor, groups: int) -> Tensor:
+    """What each group's sum over no rows is: 0, or NaN where sizes say that there are some, as for the last one then."""
+    return torch.zeros(groups, device=plan.device).masked_fill_(torch.arange(groups, device=plan.device) >= plan[3], torch.nan)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from onchip.groups.problem import Problem
 
 PLAN_HEAD = 4
-"""Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if anything is wrong, nothing."""
+"""Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if an index is wrong, and the first
+group whose size can't be right."""
 ROWS = 128
 """Of a tile: one for all kernels that read a plan."""
 

@@ -88,10 +88,15 @@ def grouped_matmul(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device or option, or a backend that can't run the call; a negative size, sizes whose
-            sum passes T, or an index out of range: on the GPU only with check_inputs, and without it all of the result
-            and of the gradients is NaN, and nothing outside of the tensors is read or written.
+        ValueError: a wrong shape, device or option, or a backend that can't run the call; and, on the GPU only with
+            check_inputs, a negative size, sizes whose sum passes T, or an index out of range.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
+
+    Without check_inputs what can't be right is NaN on the GPU, and nothing outside of the tensors is read or written.
+    If a size is negative or the sum up to it passes T, that is all rows of the result and of x's gradient from that
+    group on, and the gradients of these groups' weights and biases and of these rows' scales; what the groups before
+    make is as it should be.  Where rows are added up, in the result with scatter_rows and in x's gradient with rows,
+    all of it is NaN.  An index out of range makes NaN of the whole result and of all gradients.
 
     Memory: kept for backward are x and the weight, under autocast their copies, and with an activation, or where
     row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the
