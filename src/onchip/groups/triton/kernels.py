@@ -79,15 +79,15 @@ def plan_tiles(
 def check_indices(
     indices,  # [T]
     plan,  # where one is out of range, what is added to all results becomes NaN
-    checked,  # [T] int32 out: `limit` past the last group and for what is out of range
+    checked,  # [T] int32 out: `limit` past the last right group and for what is out of range
     T,
     limit,
     BLOCK: tl.constexpr,
 ):
-    """Indices that are in [0, limit) wherever a group's rows are."""
+    """Indices that are in [0, limit) wherever rows are those of a group that is right."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + i, mask=i < T, other=0).to(tl.int64)
-    mine = i < tl.load(plan + 1)
+    mine = i < tl.load(plan + HEAD + tl.load(plan + 3))
     outside = (index < 0) | (index >= limit)
     tl.store(checked + i, tl.where(mine, tl.where(outside, limit, index), limit).to(tl.int32), mask=i < T)
     if tl.sum((mine & outside).to(tl.int32), 0) > 0:

@@ -219,9 +219,7 @@ def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     return Launch(kernels.bias_gradient, (groups, -(-columns // 64)), {**arguments, "BLOCK_M": 64, "BLOCK": 64})
 
 
-def sum_rows(
-    x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor, groups: int
-) -> Launch:
+def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor, groups: int) -> Launch:
     """Add each row of x to the row of `out` that `index` names."""
     rows, columns = out.shape
     ascending, order = torch.sort(index, stable=True)

@@ -102,4 +102,6 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def of_nothing(plan: Tensor, groups: int) -> Tensor:
     """What each group's sum over no rows is: 0, or NaN where sizes say that there are some, as for the last one then."""
-    return torch.zeros(groups, device=plan.device).masked_fill_(torch.arange(groups, device=plan.device) >= plan[3], torch.nan)
+    return torch.zeros(groups, device=plan.device).masked_fill_(
+        torch.arange(groups, device=plan.device) >= plan[3], torch.nan
+    )
