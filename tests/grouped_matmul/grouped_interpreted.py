@@ -30,8 +30,8 @@ from grouped_common import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import main, registering
+from onchip.groups.triton import op
 from onchip.kernels.triton.launch import Device
-from onchip.ops.grouped_matmul import torch_op
 from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, Case
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.torch import grouped_matmul
@@ -160,13 +160,13 @@ def wrong(name):
     """As on a GPU, where nothing can be raised: all results are NaN, and nothing outside of them is touched."""
     arguments, grad = problem()
     arguments[name.split()[0]][29] = WRONG[name]
-    with mock.patch.object(torch_op, "check"):
+    with mock.patch.object(op, "check"):
         assert_nan(kernels(arguments, grad))
 
 
 @check(*WRONG_SIZES)
 def wrong_sizes(name):
-    with mock.patch.object(torch_op, "check"):
+    with mock.patch.object(op, "check"):
         assert_nan_from_the_first_wrong_group_on(*WRONG_SIZES[name], backend="triton")
 
 
@@ -181,7 +181,7 @@ def no_rows_at_all():
         assert not any(x.any() for x in made.values())
         assert made["grad_x"].shape == arguments["x"].shape
         total = torch.zeros_like(arguments["weight"])
-        with mock.patch.object(torch_op, "check"):
+        with mock.patch.object(op, "check"):
             arguments["group_sizes"][1] = 1
             made = kernels(arguments, grad)
             grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)

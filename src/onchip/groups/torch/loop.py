@@ -1,4 +1,4 @@
-"""The plain path of grouped_matmul: one group after the other, in float32, on devices whose sizes the host can read."""
+"""The plain path of grouped_matmul: one group after the other, in float32, by sizes that the host reads."""
 
 from collections.abc import Iterator
 
@@ -6,17 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_register import Made, Wanted
-from onchip.groups.problem import sizes_of
-from onchip.groups.torch.call import Call, Kept, Outputs, by_row, fake, fake_gradients
+from onchip.frontend.torch_inputs import accumulator, torch_refusal
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.groups.problem import OP, sizes_of
+from onchip.groups.torch.call import (
+    ADDS_TO,
+    DIFFERENTIABLE,
+    Call,
+    Kept,
+    Outputs,
+    by_row,
+    check,
+    empty_gradients,
+    empty_outputs,
+    kept,
+)
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why it can't serve a call on this device, or None."""
-    if device.type in ("cpu", "meta"):
-        return None
-    return f"it reads the sizes on the host and runs on cpu tensors, not on {device.type!r}"
+def refusal(device: torch.device, *, named: bool) -> str | None:
+    """Why it can't serve a call on this device, or None; `named`: the caller chose it."""
+    if device.type == "cuda" and not named:
+        return "it waits for the sizes on the host; name it if that may be, by backend='torch'"
+    return torch_refusal(device)
 
 
 def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
@@ -28,8 +39,17 @@ def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
         start += size
 
 
-def forward(call: Call) -> Outputs:
-    made, total = fake(call), accumulator(call.cast_x.dtype)
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Add rows to those of `total` that `index` names, in the same order every time."""
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)  # sorts, where index_add_ has atomics
+    else:
+        total.index_add_(0, index, rows)
+
+
+def _forward(call: Call) -> Outputs:
+    check(call)
+    made, total = empty_outputs(call), accumulator(call.cast_x.dtype)
     weight = by_row(call.cast_weight, call.options)
     out = torch.zeros_like(made.out, dtype=total)
     for g, mine in slices(call.which, call.groups):
@@ -45,16 +65,19 @@ def forward(call: Call) -> Outputs:
         if call.scatter_rows is None:
             out[mine] = a
         else:
-            out.index_add_(0, call.scatter_rows[mine], a)
+            add_rows(out, call.scatter_rows[mine], a)
     return made._replace(out=out.to(made.out.dtype))
 
 
-def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _save(call: Call, outputs: Outputs) -> Kept:
+    return kept(call, outputs, call.groups, call.rows, call.scatter_rows)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
-    assert kept.groups is not None
     total, options = accumulator(grad_out.dtype), kept.options
-    made = [None if x is None else torch.zeros_like(x, dtype=total) for x in fake_gradients(kept, upstream, wanted)]
+    made = [None if x is None else torch.zeros_like(x, dtype=total) for x in empty_gradients(kept, upstream, wanted)]
     grad_x, grad_weight, grad_bias, grad_scale = made
     if wanted[1] and kept.weight_grad_out is not None:
         grad_weight = kept.weight_grad_out
@@ -75,7 +98,7 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             if kept.rows is None:
                 grad_x[mine] = dx
             else:
-                grad_x.index_add_(0, kept.rows[mine], dx)
+                add_rows(grad_x, kept.rows[mine], dx)
         if grad_weight is not None:
             assert kept.x is not None
             x = kept.x[mine if kept.rows is None else kept.rows[mine]].to(total)
@@ -105,3 +128,16 @@ def split(y: Tensor, gate_up: str) -> tuple[Tensor, Tensor]:
     """Gate and up of y [T, 2 F]."""
     half = y.shape[1] // 2
     return (y[:, :half], y[:, half:]) if gate_up == "concatenated" else (y[:, 0::2], y[:, 1::2])
+
+
+GROUPED = Operator(
+    "grouped_matmul_one_by_one",
+    op=OP,
+    forward=_forward,
+    fake=empty_outputs,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=empty_gradients,
+    differentiable=DIFFERENTIABLE,
+    adds_to=ADDS_TO,
+)

@@ -6,10 +6,10 @@ rows after the group's own first: so no tile has rows of two groups, and the las
 megablox, the grouped product of MegaBlocks, but for where tiles begin: there they lie on a fixed grid, and one is
 visited by each group that it has rows of.
 
-A plan is int32: [tiles, rows of all groups, NaN's bits or 0, first wrong group or G], the groups' first rows and the end
-of the last, [G + 1], and for each tile its group, first row and its group's end.  The first group whose size can't be
-right has all rows that are left, and those after it none, so that nothing is out of bounds; to what is stored for these
-groups NaN is added (`poison`).  Where an index is out of range, it is added to all that is stored.
+A plan is int32: [tiles, rows of all groups, NaN's bits or 0, first wrong group or G], the groups' first rows and the
+end of the last, [G + 1], and for each tile its group, first row and its group's end.  The first group whose size can't
+be right has all rows that are left, and those after it none, so that nothing is out of bounds; to what is stored for
+these groups NaN is added (`poison`).  Where an index is out of range, it is added to all that is stored.
 
 A block of a group's rows is read and written through a descriptor that ends where the group does (`load_rows`): the
 hardware then reads 0 past it, whatever is there, and writes nothing.  Two dimensions in front of the matrix's own

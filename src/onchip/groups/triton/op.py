@@ -1,10 +1,25 @@
-"""What grouped_matmul's operator computes with the Triton kernels, forward and backward.  Triton is imported there."""
+"""grouped_matmul's operator on the Triton kernels, forward and backward.  Triton is imported there."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_register import Made, Wanted
-from onchip.groups.torch.call import Call, Kept, Outputs, by_row, fake, fake_gradients
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.groups.problem import OP
+from onchip.groups.torch.call import (
+    ADDS_TO,
+    DIFFERENTIABLE,
+    Call,
+    Kept,
+    Outputs,
+    by_row,
+    check,
+    empty_gradients,
+    empty_outputs,
+    kept,
+)
+from onchip.groups.triton.tiles import plan_numbers
 from onchip.kernels.triton.launch import device_refusal
 
 _MOST_GROUPS, _MOST_ROWS = 16384, 1 << 30
@@ -20,19 +35,44 @@ def refusal(device: torch.device, dtype: torch.dtype, groups: int, rows: int) ->
     return reason
 
 
-def forward(call: Call) -> Outputs:
+class TritonOutputs(NamedTuple):
+    """What the operator returns."""
+
+    of_call: Outputs
+    plan: Tensor  # int32: which rows are whose
+    read: Tensor | None  # [T] int32: rows, checked
+    write: Tensor | None  # [T] int32: scatter_rows, checked
+
+
+def _fake(call: Call) -> TritonOutputs:
+    p, x = call.problem, call.x
+
+    def numbers(count: int) -> Tensor:
+        return x.new_empty(count, dtype=torch.int32)
+
+    return TritonOutputs(
+        empty_outputs(call),
+        numbers(plan_numbers(p)),
+        None if call.rows is None else numbers(p.tokens),
+        None if call.scatter_rows is None else numbers(p.tokens),
+    )
+
+
+def _forward(call: Call) -> TritonOutputs:
     from onchip.groups.triton import launches
 
-    made, p, options = fake(call), call.problem, call.options
-    assert made.plan is not None
+    if call.check_inputs or not call.x.is_cuda:
+        check(call)
+    made, p, options = _fake(call), call.problem, call.options
+    result, before = made.of_call
     launches.plan(p, call.which, call.groups, made.plan).run()
     if p.tokens == 0:
-        made.out.copy_(of_nothing(made.plan, p.groups)[-1])
+        result.copy_(of_nothing(made.plan, p.groups)[-1])
         return made
     for given, limit, into in ((call.rows, p.source_rows, made.read), (call.scatter_rows, p.out_rows, made.write)):
         if given is not None and into is not None:
             launches.check_indices(given, limit, into, made.plan).run()
-    out, before = made.out, made.product
+    out = result
     if made.write is not None:  # rows without their scales; those are what is kept where there is no activation
         if before is not None and options.activation is None:
             out, before = before, None
@@ -50,20 +90,22 @@ def forward(call: Call) -> Outputs:
         before=before,
         options=options,
     ).run()
-    if made.write is not None and made.out.numel() > 0:
-        launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan, p.groups).run()
+    if made.write is not None and result.numel() > 0:
+        launches.sum_rows(out, call.row_scale, made.write, result, made.plan, p.groups).run()
     return made
 
 
-def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _save(call: Call, outputs: TritonOutputs) -> Kept:
+    return kept(call, outputs.of_call, outputs.plan, outputs.read, outputs.write)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     from onchip.groups.triton import launches
 
     (grad_out,) = upstream
     assert grad_out is not None
-    plan = kept.groups
-    assert plan is not None
-    p, options = kept.problem, kept.options
-    made = fake_gradients(kept, upstream, wanted)
+    plan, p, options = kept.groups, kept.problem, kept.options
+    made = empty_gradients(kept, upstream, wanted)
     if p.tokens == 0:
         nothing = of_nothing(plan, p.groups)
         if wanted[1] and kept.weight_grad_out is not None:
@@ -101,7 +143,18 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 
 def of_nothing(plan: Tensor, groups: int) -> Tensor:
-    """What each group's sum over no rows is: 0, or NaN where sizes say that there are some, as for the last one then."""
-    return torch.zeros(groups, device=plan.device).masked_fill_(
-        torch.arange(groups, device=plan.device) >= plan[3], torch.nan
-    )
+    """[G]: each group's sum over no rows: 0, or NaN from the first one on whose size says that there are some."""
+    return torch.zeros(groups, device=plan.device).where(torch.arange(groups, device=plan.device) < plan[3], torch.nan)
+
+
+GROUPED = Operator(
+    "grouped_matmul",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=empty_gradients,
+    differentiable=DIFFERENTIABLE,
+    adds_to=ADDS_TO,
+)

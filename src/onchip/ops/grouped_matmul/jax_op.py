@@ -85,11 +85,11 @@ def grouped_matmul(
 
     Returns:
         [T, N] of x's dtype ([T, F] with an activation), or [num_rows, .].  Gradients have the dtypes of their inputs.
-        What can't be right, where nothing could raise, is NaN.  If a size is negative or the sum up to it passes T, that
-        is all rows from that group on, in x's gradient and row_scale's too, and these groups' gradients of weight and
-        bias; what the groups before make is as it should be.  Where rows are added up, in the result with scatter_rows
-        and in x's gradient with `rows`, all of it is NaN.  An index out of range makes NaN of the whole result and of
-        all gradients.
+        What can't be right, where nothing could raise, is NaN.  If a size is negative or the sum up to it passes T,
+        that is all rows from that group on, in x's gradient and row_scale's too, and these groups' gradients of weight
+        and bias; what the groups before make is as it should be.  Where rows are added up, in the result with
+        scatter_rows and in x's gradient with `rows`, all of it is NaN.  An index out of range makes NaN of the whole
+        result and of all gradients.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.

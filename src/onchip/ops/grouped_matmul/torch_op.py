@@ -1,10 +1,11 @@
-"""grouped_matmul for PyTorch: the public function and its operator.
+"""grouped_matmul for PyTorch: the public function.
 
-The public function checks its inputs without reading a value, chooses a backend and calls the operator, which calls
-the backend: `onchip.groups.torch` or `onchip.groups.triton`.  The maths is in the package's docstring.
+It checks its inputs without reading a value, chooses a backend and calls its operator: that of `onchip.groups.torch` or
+of `onchip.groups.triton`.  The maths is in the package's docstring.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ from onchip.frontend.torch_inputs import (
     dtype_name,
     require_tensors,
 )
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import OP, Activation, GateUp, Options, WeightLayout, check_one_of_two, check_shapes
 from onchip.groups.torch import loop
-from onchip.groups.torch.call import Call, Kept, Outputs, check, fake, fake_gradients, save
+from onchip.groups.torch.call import Call, Outputs
 from onchip.groups.triton import op as kernels
 
 # Best first: the order in which "auto" asks them.
@@ -60,7 +61,7 @@ def grouped_matmul(
     With `scatter_rows`, row i is added to row `scatter_rows[i]` of the result instead.
 
     Args:
-        x: [T, K] float32, bfloat16 or float16, on the CPU float64 too.  With `rows` [M, K], in any order.
+        x: [T, K] float32, bfloat16 or float16, with "torch" float64 too.  With `rows` [M, K], in any order.
         weight: [G, N, K], of x's dtype, any strides: it is read as it lies.
         group_sizes: [G] int32 or int64: how many rows each group has.  Any may be 0, and their sum may be less than T:
             rows past it are not read, NaN or not, and are 0 in the result and in x's gradient.
@@ -78,8 +79,11 @@ def grouped_matmul(
         weight_grad_out: float32, contiguous, of weight's shape: backward adds the weight's gradient to it, and weight
             gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
         backend: "triton" (kernels for NVIDIA GPUs of compute capability 8.0 or later; no float64), "torch" (plain
-            PyTorch, on the CPU) or "auto": the first of these that can run the call.
-        check_inputs: check sizes and indices on the GPU too, which synchronises.  On the CPU they always are.
+            PyTorch, one group after the other) or "auto": the first of these that can run the call.  On other GPUs,
+            and for float64 there, name "torch": it reads sizes and indices on the host, which synchronises, and so
+            "auto" takes it on the CPU alone.
+        check_inputs: check sizes and indices with "triton" too, which synchronises.  On the CPU, and with "torch", they
+            always are.
 
     Returns:
         [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype, under
@@ -130,14 +134,24 @@ def grouped_matmul(
     check_weight_grad_out(OP, weight_grad_out, weight)
     dtype = _product_dtype(x, weight)
     most = max(problem.tokens, problem.source_rows, problem.out_rows)
-    chosen = choose_backend(OP, backend, refusals(x.device, dtype, problem.groups, most))
+    reasons = refusals(x.device, dtype, problem.groups, most, named=backend == "torch")
+    chosen = choose_backend(OP, backend, reasons)
     cast_x, cast_weight = (a if a.dtype == dtype else a.detach().to(dtype) for a in (x, weight))
     grads = needed(x, weight, bias, row_scale)
     call = Call(
         x, weight, cast_x, cast_weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem,
-        which, chosen, check_inputs, grads,
+        which, check_inputs, grads,
     )  # fmt: skip
-    return OPERATOR(call).out
+    operator: Operator[Call, Any] = kernels.GROUPED if chosen == "triton" else loop.GROUPED
+    # `operator(call)`, with one function less on the stack.
+    if operator.is_plain(call):
+        with inside_operator(x):
+            made = operator.forward(call)
+        made = operator.attach(call, made)
+    else:
+        made = operator.registered(call)
+    outputs: Outputs = made.of_call if chosen == "triton" else made
+    return outputs.out
 
 
 def _check_dtypes(tensors: Mapping[str, Tensor], which: str) -> None:
@@ -160,29 +174,8 @@ def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def refusals(device: torch.device, dtype: torch.dtype, groups: int = 1, rows: int = 1) -> dict[str, str | None]:
-    """Why each backend, best first, can't serve a call, or None."""
-    return {"triton": kernels.refusal(device, dtype, groups, rows), "torch": loop.refusal(device)}
-
-
-def _forward(call: Call) -> Outputs:
-    check(call)
-    return kernels.forward(call) if call.backend == "triton" else loop.forward(call)
-
-
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    of = kernels.gradients if kept.backend == "triton" else loop.gradients
-    return of(kept, upstream, wanted)
-
-
-OPERATOR = Operator(
-    "grouped_matmul",
-    op=OP,
-    forward=_forward,
-    fake=fake,
-    save=save,
-    gradients=_gradients,
-    fake_gradients=fake_gradients,
-    differentiable=("x", "weight", "bias", "row_scale"),
-    adds_to={"weight": "weight_grad_out"},
-)
+def refusals(
+    device: torch.device, dtype: torch.dtype, groups: int = 1, rows: int = 1, *, named: bool = False
+) -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call, or None; `named`: where the caller names it."""
+    return {"triton": kernels.refusal(device, dtype, groups, rows), "torch": loop.refusal(device, named=named)}
