@@ -4,6 +4,8 @@ import pytest
 import torch
 from grouped_common import SWIGLU
 
+from onchip.core.backends import choose_backend
+from onchip.ops.grouped_matmul.torch_op import refusals
 from onchip.torch import grouped_matmul
 
 X, W, S = torch.randn(6, 8), torch.randn(3, 4, 8), torch.tensor([2, 0, 3])
@@ -72,6 +74,14 @@ SCATTER = {"scatter_rows": I6, "num_rows": 6}
 def test_wrong_calls(arguments, options, error, message):
     with pytest.raises(error, match=f"grouped_matmul: .*{message}"):
         grouped_matmul(*arguments, **options)
+
+
+def test_on_a_gpu_the_plain_path_must_be_named():
+    """It reads the sizes on the host: "auto" never synchronises."""
+    of = torch.device("cuda"), torch.float64
+    with pytest.raises(ValueError, match=r"triton: it takes no float64; .*torch: it waits for the sizes on the host"):
+        choose_backend("grouped_matmul", "auto", refusals(*of))
+    assert choose_backend("grouped_matmul", "torch", refusals(*of, named=True)) == "torch"
 
 
 def test_transforms_and_compiled_main_gradients_are_refused():

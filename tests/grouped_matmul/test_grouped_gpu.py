@@ -63,6 +63,16 @@ def test_cases(case, dtype, layout):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", backend="triton", weight_layout=layout))
 
 
+@pytest.mark.parametrize("case", [*CHECK_CASES, EVERYTHING], ids=str)
+def test_the_plain_path_where_it_is_named(case):
+    assert_within_bounds(CHECKER.check_case(case, torch.bfloat16, "cuda", backend="torch"))
+    arguments, grad = on_gpu(case)
+    assert_equal(step(arguments, grad, backend="torch"), step(arguments, grad, backend="torch"))
+    with pytest.raises(ValueError, match=r"group_sizes\[0\] is -1"):
+        arguments["group_sizes"][0] = -1
+        grouped_matmul(**arguments, backend="torch")
+
+
 @pytest.mark.parametrize("sizes", [even, skewed, half_empty], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("tokens", "groups", "n", "k"), [(8192, 8, 14336, 4096), (16384, 256, 2048, 7168)], ids=str)
 def test_real_sizes(tokens, groups, n, k, sizes):

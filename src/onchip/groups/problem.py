@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from onchip.frontend.options import require_int, require_one_of
 
@@ -36,8 +36,7 @@ class Options:
             object.__setattr__(self, "num_rows", int(self.num_rows))
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The sizes of a call."""
 
     tokens: int
