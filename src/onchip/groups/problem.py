@@ -10,7 +10,9 @@ OP = "grouped_matmul"
 WeightLayout = Literal["gnk", "gkn"]
 Activation = Literal["swiglu"]
 GateUp = Literal["concatenated", "interleaved"]
+Precision = Literal["full", "fp8"]
 LAYOUTS, ACTIVATIONS, GATE_UPS = get_args(WeightLayout), get_args(Activation), get_args(GateUp)
+PRECISIONS = get_args(Precision)
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Options:
     activation: str | None = None
     gate_up: GateUp = "concatenated"
     num_rows: int | None = None
+    precision: Precision = "full"
 
     def __post_init__(self) -> None:
         require_one_of(OP, "weight_layout", self.weight_layout, LAYOUTS)
@@ -29,6 +32,7 @@ class Options:
         require_one_of(OP, "gate_up", self.gate_up, GATE_UPS)
         if self.activation is None and self.gate_up != "concatenated":
             raise ValueError(f"{OP}: gate_up={self.gate_up!r} is of activation='swiglu', which is not given")
+        require_one_of(OP, "precision", self.precision, PRECISIONS)
         if self.num_rows is not None:
             require_int(OP, "num_rows", self.num_rows)
             if self.num_rows < 0:

@@ -42,8 +42,10 @@ class Outputs(NamedTuple):
 class Kept(NamedTuple):
     """What backward is given."""
 
-    x: Tensor | None  # for the weight's gradient, in the products' dtype
-    weight: Tensor | None  # for x's
+    x: Tensor | None  # for the weight's gradient, in the products' dtype; for 'triton' in FP8 its quantised columns
+    weight: Tensor | None  # for x's; for 'triton' in FP8 quantised
+    x_scales: Tensor | None  # of these alone
+    weight_scales: Tensor | None
     groups: Tensor  # of the call; for 'triton' the plan
     rows: Tensor | None  # of the call; for 'triton' checked, as the next
     scatter_rows: Tensor | None
@@ -83,6 +85,8 @@ def kept(call: Call, outputs: Outputs, groups: Tensor, rows: Tensor | None, scat
     return Kept(
         call.cast_x if call.grads[1] else None,
         call.cast_weight if call.grads[0] else None,
+        None,
+        None,
         groups,
         None if call.rows is None else rows,
         None if call.scatter_rows is None else scatter_rows,

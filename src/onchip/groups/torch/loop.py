@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.fp8.torch_products import multiply
+from onchip.fp8.torch_quantize import quantize
 from onchip.frontend.torch_inputs import accumulator, torch_refusal
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.groups.problem import OP, sizes_of
@@ -54,7 +56,7 @@ def _forward(call: Call) -> Outputs:
     out = torch.zeros_like(made.out, dtype=total)
     for g, mine in slices(call.which, call.groups):
         x = call.cast_x[mine if call.rows is None else call.rows[mine]]
-        y = x.to(total) @ weight[g].to(total).T
+        y = _product(x, weight[g], call.options.precision)
         if call.bias is not None:
             y += call.bias[g].to(total)
         if made.product is not None:
@@ -77,6 +79,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     total, options = accumulator(grad_out.dtype), kept.options
+    fp8 = options.precision == "fp8"
     made = [None if x is None else torch.zeros_like(x, dtype=total) for x in empty_gradients(kept, upstream, wanted)]
     grad_x, grad_weight, grad_bias, grad_scale = made
     if wanted[1] and kept.weight_grad_out is not None:
@@ -94,20 +97,36 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             d = of_activation(y, d, options.gate_up)
         if grad_x is not None:
             assert kept.weight is not None
-            dx = d @ by_row(kept.weight, options)[g].to(total)
+            dx = _product(d.to(grad_out.dtype) if fp8 else d, by_row(kept.weight, options)[g].mT, options.precision)
             if kept.rows is None:
                 grad_x[mine] = dx
             else:
                 add_rows(grad_x, kept.rows[mine], dx)
         if grad_weight is not None:
             assert kept.x is not None
-            x = kept.x[mine if kept.rows is None else kept.rows[mine]].to(total)
-            by_row(grad_weight, options)[g] += d.T @ x
+            x = kept.x[mine if kept.rows is None else kept.rows[mine]]
+            by_row(grad_weight, options)[g] += _over_rows(d.to(grad_out.dtype), x) if fp8 else d.T @ x.to(total)
         if grad_bias is not None:
             grad_bias[g] = d.sum(0)
     if kept.weight_grad_out is not None:
         made[1] = None
     return [None if x is None else x.to(dtype) for x, dtype in zip(made, kept.dtypes, strict=True)]
+
+
+def _product(x: Tensor, weight: Tensor, precision: str) -> Tensor:
+    """x [T, K] @ weight [N, K].T in the dtype of sums."""
+    if precision == "full":
+        total = accumulator(weight.dtype)
+        return x.to(total) @ weight.to(total).T
+    rows, _ = quantize(x, "e4m3", "float32", turned=False)
+    columns, _ = quantize(weight, "e4m3", "float32", by_block=True, turned=False)
+    return multiply("dequantize", rows, columns, by_block=True, dtype=torch.float32)
+
+
+def _over_rows(d: Tensor, x: Tensor) -> Tensor:
+    """d [T, N].T @ x [T, K] in FP8, scaled along T."""
+    (_, left), (_, right) = (quantize(a, "e4m3", "float32", rows=False) for a in (d, x))
+    return multiply("dequantize", left, right, by_block=False, dtype=torch.float32)
 
 
 def activated(y: Tensor, gate_up: str) -> Tensor:

@@ -10,16 +10,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.fp8.torch_quantize import Quantized
 from onchip.groups.problem import Options, Problem
 from onchip.groups.triton import kernels
-from onchip.groups.triton.tiles import ROWS, ProductConfig, gradient_config, plan_tiles, product_config
-from onchip.kernels.triton.launch import Device, Launch, Shared, block_descriptor, describe
+from onchip.groups.triton.tiles import (
+    FP8_DEPTH,
+    ROWS,
+    ProductConfig,
+    gradient_config,
+    plan_tiles,
+    product_config,
+)
+from onchip.kernels.triton.launch import Device, Launch, Shared, block_descriptor, describe, descriptor
 
 # Of what is done row by row.
 _COLUMNS = 1024
 _INDICES = 1024
 # Elements of the table of tiles and groups that a program of the plan has in registers.
 _PLAN_ELEMENTS = 16384
+# Of a tile of the weight's gradient in FP8.
+FP8_ROWS = 64
 # See LAST in kernels.py.
 _LAST = 1 << 30
 
@@ -38,6 +48,7 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
         "plan": into,
         "T": p.tokens,
         "G": p.groups,
+        "TILES": plan_tiles(p),
         "OFFSETS": which == "group_offsets",
         "BLOCK_M": ROWS,
         "BLOCK_G": block,
@@ -70,6 +81,7 @@ def _product_cut(
     sizes: tuple[int, int, int],  # G, N, K
     strides: tuple[tuple[int, ...], ...],  # of x, weight, out and product
     aligned: tuple[bool, ...],  # these, for TMA
+    scale_strides: tuple[int, ...] | None,  # of a weight's in FP8
     *,
     product: bool,
     indexed: bool,
@@ -80,12 +92,13 @@ def _product_cut(
     """Of `product`.  A call in which all of this is as before has none of it to do."""
     c = config or product_config(device.shared, element_bytes[0], short=short)
     half = c.columns // 2
-    parts = c.parts * max(1, element_bytes[1] // element_bytes[0])
+    parts = c.parts * max(1, element_bytes[1] // max(2, element_bytes[0]))
     if gated == 2 and parts > 1:  # two results are staged at once
         parts *= 2
     groups, n, k = sizes
     of_bytes = element_bytes[0], element_bytes[0], element_bytes[1], element_bytes[1]
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
+    of_scales = (0, 0, 0) if scale_strides is None else scale_strides
     # A block of gate must not reach into up.
     tma_product = product and tma[3] and (gated != 1 or n // 2 % half == 0)
     # What TMA stores and what pointers store is staged apart: that is room for a step less.
@@ -93,6 +106,7 @@ def _product_cut(
     arguments = {
         "x_stride": strides[0][0],
         "weight_strides": strides[1],
+        "scale_strides": of_scales,
         "out_stride": strides[2][0],
         "product_stride": strides[3][0],
         "G": groups,
@@ -130,6 +144,8 @@ def product(
     index: Tensor | None = None,
     before: Tensor | None = None,  # [T, N]
     options: Options | None = None,  # with their activation
+    x_scales: Tensor | None = None,  # [K / 128, rows of x], of FP8 numbers, ROWS rows for each tile
+    weight_scales: Tensor | None = None,  # [G, N / 128, K / 128]
     config: ProductConfig | None = None,
     tma: bool | None = None,
 ) -> Launch:
@@ -152,6 +168,7 @@ def product(
         (groups, n, k),
         (x.stride(), strides, out.stride(), four[3].stride()),
         tuple([tma and a.data_ptr() % 16 == 0 for a in four]),
+        None if weight_scales is None else weight_scales.stride(),
         product=before is not None,
         indexed=index is not None,
         short=tokens <= ROWS * groups,
@@ -166,9 +183,15 @@ def product(
             into = block_descriptor(weight, (groups, k, n), (step, column, row), (1, depth, of_weight))
         else:
             into = block_descriptor(weight, (groups, n, k), strides, (1, of_weight, depth))
+    of_x: Any = x
+    if by_tma["TMA_X"]:
+        of_x = ragged(x, depth) if x_scales is None else descriptor(x, x.stride(0), ROWS, depth)
     given = {
-        "x": ragged(x, depth) if by_tma["TMA_X"] else x,
+        "x": of_x,
+        "x_rows": x.shape[0],
         "weight": into,
+        "x_scales": x_scales,
+        "weight_scales": weight_scales,
         "bias": None if bias is None else bias.contiguous(),
         "row_scale": None if row_scale is None else row_scale.contiguous(),
         "index": index,
@@ -260,6 +283,46 @@ def weight_gradient(
         "limit": limit,
     }
     return Launch(kernels.grouped_weight_gradient, (tiles,), given, cut.warps, cut.stages, shared=cut.shared)
+
+
+def scaled_weight_gradient(
+    a: Quantized,  # [A, rows]: ROWS columns for each tile
+    b: Quantized,  # [B, rows]
+    out: Tensor,  # [G, A, B]
+    of_plan: Tensor,
+    *,
+    add: bool = False,
+    config: ProductConfig | None = None,
+    tma: bool | None = None,
+) -> Launch:
+    """out = a @ b.T over each group's tiles, or added to it."""
+    device = describe(out.device)
+    tma = device.capability >= 90 if tma is None else tma
+    c = config or gradient_config(device.shared, 1)
+    groups, rows, columns = out.shape
+    tma_out = tma and out.data_ptr() % 16 == 0 and suits(out.stride(), out.element_size())
+    parts = c.parts * out.element_size() // 2
+    arguments = {
+        "a": descriptor(a.data, a.data.stride(0), FP8_ROWS, FP8_DEPTH) if tma else a.data,
+        "b": descriptor(b.data, b.data.stride(0), c.columns, FP8_DEPTH) if tma else b.data,
+        "a_scales": a.scales,
+        "b_scales": b.scales,
+        "out": block_descriptor(out, out.shape, out.stride(), (1, FP8_ROWS, c.columns // parts)) if tma_out else out,
+        "plan": of_plan,
+        "rows": a.data.shape[1],
+        "G": groups,
+        "A": rows,
+        "B": columns,
+        "ADD": add,
+        "BLOCK_A": FP8_ROWS,
+        "BLOCK_B": c.columns,
+        "GROUP": c.group,
+        "PARTS": parts,
+        "TMA": tma,
+        "TMA_OUT": tma_out,
+    }
+    tiles = groups * -(-rows // FP8_ROWS) * -(-columns // c.columns)
+    return Launch(kernels.scaled_weight_gradient, (tiles,), arguments, c.warps, c.stages)
 
 
 def product_gradient(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.fp8.torch_products import triton_refusal
+from onchip.fp8.torch_quantize import Quantized, operand
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.groups.problem import OP
 from onchip.groups.torch.call import (
@@ -19,15 +21,23 @@ from onchip.groups.torch.call import (
     empty_outputs,
     kept,
 )
+from onchip.groups.triton import fp8
 from onchip.groups.triton.tiles import plan_numbers
 from onchip.kernels.triton.launch import device_refusal
 
 _MOST_GROUPS, _MOST_ROWS = 16384, 1 << 30
 
 
-def refusal(device: torch.device, dtype: torch.dtype, groups: int, rows: int) -> str | None:
-    """Why the kernels can't serve a call with so many groups, and rows of x, of the product or of the result."""
+def refusal(
+    device: torch.device, dtype: torch.dtype, groups: int, rows: int, fp8_sizes: tuple[int, int] | None = None
+) -> str | None:
+    """Why the kernels can't serve a call with so many groups, and rows of x, of the product or of the result.
+
+    `fp8_sizes`: N and K, with precision='fp8'.
+    """
     reason = device_refusal(device.type, device.index, dtype)
+    if reason is None and fp8_sizes is not None:
+        reason = triton_refusal(device) or fp8.refusal(*fp8_sizes)
     if reason is None and groups > _MOST_GROUPS:
         reason = f"it takes at most {_MOST_GROUPS} groups, not {groups}"
     if reason is None and rows > _MOST_ROWS:
@@ -42,10 +52,17 @@ class TritonOutputs(NamedTuple):
     plan: Tensor  # int32: which rows are whose
     read: Tensor | None  # [T] int32: rows, checked
     write: Tensor | None  # [T] int32: scatter_rows, checked
+    # With precision='fp8', of what has a gradient: x's columns for the weight's, and the weight for x's.
+    columns: Tensor | None
+    column_scales: Tensor | None
+    weight: Tensor | None
+    weight_scales: Tensor | None
 
 
 def _fake(call: Call) -> TritonOutputs:
-    p, x = call.problem, call.x
+    p, x, options = call.problem, call.x, call.options
+    by_x, by_weight = call.grads[:2]
+    in_fp8 = options.precision == "fp8"
 
     def numbers(count: int) -> Tensor:
         return x.new_empty(count, dtype=torch.int32)
@@ -55,6 +72,8 @@ def _fake(call: Call) -> TritonOutputs:
         numbers(plan_numbers(p)),
         None if call.rows is None else numbers(p.tokens),
         None if call.scatter_rows is None else numbers(p.tokens),
+        *(fp8.empty_columns(p, p.k, x) if in_fp8 and by_weight else (None, None)),
+        *(fp8.empty_weight(p, options, x, turned=True) if in_fp8 and by_x else (None, None)),
     )
 
 
@@ -78,25 +97,50 @@ def _forward(call: Call) -> TritonOutputs:
             out, before = before, None
         else:
             out = call.cast_x.new_empty((p.tokens, p.columns))
+    x, weight, index = call.cast_x, by_row(call.cast_weight, options), made.read
+    x_scales = weight_scales = None
+    if options.precision == "fp8":
+        (x, x_scales), (weight, weight_scales), index = *_quantized(call, made), None
     launches.product(
-        call.cast_x,
-        by_row(call.cast_weight, options),
+        x,
+        weight,
         out,
         made.plan,
         tokens=p.tokens,
         bias=call.bias,
         row_scale=None if made.write is not None else call.row_scale,
-        index=made.read,
+        index=index,
         before=before,
         options=options,
+        x_scales=x_scales,
+        weight_scales=weight_scales,
     ).run()
     if made.write is not None and result.numel() > 0:
         launches.sum_rows(out, call.row_scale, made.write, result, made.plan, p.groups).run()
     return made
 
 
+def _quantized(call: Call, made: TritonOutputs) -> tuple[Quantized, fp8.Weight]:
+    """x and the weight in FP8 for the result; what their gradients need goes to `made`."""
+    p, options = call.problem, call.options
+    x = call.cast_x if made.read is None else fp8.gathered(call.cast_x, made.read)
+    rows = fp8.empty_rows(p, p.k, x)
+    fp8.quantize_rows(p, x, made.plan, rows, operand(made.columns, made.column_scales))
+    weight = fp8.empty_weight(p, options, x, turned=False)
+    fp8.quantize_weight(call.cast_weight, options, weight, operand(made.weight, made.weight_scales))
+    return rows, fp8.by_group(weight, p.groups, p.n, p.k)
+
+
 def _save(call: Call, outputs: TritonOutputs) -> Kept:
-    return kept(call, outputs.of_call, outputs.plan, outputs.read, outputs.write)
+    made = kept(call, outputs.of_call, outputs.plan, outputs.read, outputs.write)
+    if call.options.precision == "full":
+        return made
+    return made._replace(
+        x=outputs.columns,
+        x_scales=outputs.column_scales,
+        weight=outputs.weight,
+        weight_scales=outputs.weight_scales,
+    )
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -121,10 +165,29 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         ).run()
     if d is None:
         return made
+    d_rows = d_columns = None
+    if options.precision == "fp8":
+        d_rows = fp8.empty_rows(p, p.n, d) if grad_x is not None else None
+        d_columns = fp8.empty_columns(p, p.n, d) if wanted[1] else None
+        if d_rows is not None or d_columns is not None:
+            fp8.quantize_rows(p, d, plan, d_rows, d_columns)
     if grad_x is not None:
         assert kept.weight is not None
         into = grad_x if kept.rows is None else grad_x.new_empty((p.tokens, p.k))
-        launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
+        if d_rows is None:
+            launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
+        else:
+            assert kept.weight_scales is not None
+            weight = fp8.by_group(Quantized(kept.weight, kept.weight_scales), p.groups, p.k, p.n)
+            launches.product(
+                d_rows.data,
+                weight.data,
+                into,
+                plan,
+                tokens=p.tokens,
+                x_scales=d_rows.scales,
+                weight_scales=weight.scales,
+            ).run()
         if kept.rows is not None and grad_x.numel() > 0:
             launches.sum_rows(into, None, kept.rows, grad_x, plan, p.groups).run()
     if wanted[1]:
@@ -132,7 +195,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
         assert gradient is not None
         add, limit = grad_weight is None, p.source_rows
-        if options.weight_layout == "gnk":
+        if d_columns is not None:
+            assert kept.x_scales is not None
+            pair = d_columns, Quantized(kept.x, kept.x_scales)
+            pair = pair if options.weight_layout == "gnk" else pair[::-1]
+            launch = launches.scaled_weight_gradient(*pair, gradient, plan, add=add)
+        elif options.weight_layout == "gnk":
             launch = launches.weight_gradient(d, kept.x, gradient, plan, b_index=kept.rows, limit=limit, add=add)
         else:
             launch = launches.weight_gradient(kept.x, d, gradient, plan, a_index=kept.rows, limit=limit, add=add)

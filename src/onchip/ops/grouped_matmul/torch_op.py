@@ -22,7 +22,16 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_types import Backend
-from onchip.groups.problem import OP, Activation, GateUp, Options, WeightLayout, check_one_of_two, check_shapes
+from onchip.groups.problem import (
+    OP,
+    Activation,
+    GateUp,
+    Options,
+    Precision,
+    WeightLayout,
+    check_one_of_two,
+    check_shapes,
+)
 from onchip.groups.torch import loop
 from onchip.groups.torch.call import Call, Outputs
 from onchip.groups.triton import op as kernels
@@ -49,6 +58,7 @@ def grouped_matmul(
     weight_grad_out: Tensor | None = None,  # as the weight, float32
     backend: Backend = "auto",
     check_inputs: bool = False,
+    precision: Precision = "full",
 ) -> Tensor:
     r"""A linear layer for each group of rows, forward and backward: the products of a mixture of experts.
 
@@ -84,6 +94,9 @@ def grouped_matmul(
             "auto" takes it on the CPU alone.
         check_inputs: check sizes and indices with "triton" too, which synchronises.  On the CPU, and with "torch", they
             always are.
+        precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
+            quantised to FP8 in blocks, each group as `fp8_linear` of its rows.  "triton" then needs compute capability
+            8.9, and N and K that are multiples of 128.
 
     Returns:
         [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype, under
@@ -105,8 +118,11 @@ def grouped_matmul(
     Memory: kept for backward are x and the weight, under autocast their copies, and with an activation, or where
     row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the
     result beside it; backward the gradient of y, T * N numbers, where there is an activation, a row scale or
-    scatter_rows; with rows T rows of x's gradient beside it; and 4 * (3 * (T / 128 + G) + G + 5) bytes for the plan of
-    tiles.  "torch": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
+    scatter_rows; with rows T rows of x's gradient beside it; and 4 * (3 * (T / 128 + G) + 2 * G + 6) bytes for the plan
+    of tiles.  With precision="fp8" x and the weight are kept in FP8, (T + 128 G) K and G N K bytes and a 32nd more for
+    scales of x; beside it are as many again in forward, in backward the same of the gradient of y twice, and with rows
+    the T rows of x that are read.  "torch": a group's weight and rows in float32, and results and gradients in float32
+    until they are rounded.
 
     Example:
         >>> import torch
@@ -123,7 +139,7 @@ def grouped_matmul(
 
     Source: MegaBlocks (arXiv:2211.15841) and its JAX kernel megablox: one product whose tiles each belong to a group.
     """
-    options = Options(weight_layout, activation, gate_up, num_rows)
+    options = Options(weight_layout, activation, gate_up, num_rows, precision)
     require_bool(OP, "check_inputs", check_inputs)
     which, groups = check_one_of_two(group_sizes, group_offsets)
     named = {"x": x, "weight": weight, which: groups, "bias": bias, "row_scale": row_scale, "rows": rows}
@@ -134,7 +150,12 @@ def grouped_matmul(
     check_weight_grad_out(OP, weight_grad_out, weight)
     dtype = _product_dtype(x, weight)
     most = max(problem.tokens, problem.source_rows, problem.out_rows)
-    reasons = refusals(x.device, dtype, problem.groups, most, named=backend == "torch")
+    fp8_sizes = None
+    if precision == "fp8":
+        if dtype == torch.float64:
+            raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast x and weight")
+        fp8_sizes = problem.n, problem.k
+    reasons = refusals(x.device, dtype, problem.groups, most, fp8_sizes, named=backend == "torch")
     chosen = choose_backend(OP, backend, reasons)
     cast_x, cast_weight = (a if a.dtype == dtype else a.detach().to(dtype) for a in (x, weight))
     grads = needed(x, weight, bias, row_scale)
@@ -175,7 +196,14 @@ def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def refusals(
-    device: torch.device, dtype: torch.dtype, groups: int = 1, rows: int = 1, *, named: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    groups: int = 1,
+    rows: int = 1,
+    fp8_sizes: tuple[int, int] | None = None,  # N and K, with precision='fp8'
+    *,
+    named: bool = False,
 ) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None; `named`: where the caller names it."""
-    return {"triton": kernels.refusal(device, dtype, groups, rows), "torch": loop.refusal(device, named=named)}
+    triton = kernels.refusal(device, dtype, groups, rows, fp8_sizes)
+    return {"triton": triton, "torch": loop.refusal(device, named=named)}
