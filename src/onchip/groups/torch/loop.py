@@ -56,7 +56,7 @@ def _forward(call: Call) -> Outputs:
     out = torch.zeros_like(made.out, dtype=total)
     for g, mine in slices(call.which, call.groups):
         x = call.cast_x[mine if call.rows is None else call.rows[mine]]
-        y = _product(x, weight[g], call.options.precision)
+        y = product_of_rows(x, weight[g], call.options.precision)
         if call.bias is not None:
             y += call.bias[g].to(total)
         if made.product is not None:
@@ -97,7 +97,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             d = of_activation(y, d, options.gate_up)
         if grad_x is not None:
             assert kept.weight is not None
-            dx = _product(d.to(grad_out.dtype) if fp8 else d, by_row(kept.weight, options)[g].mT, options.precision)
+            dx = product_of_rows(
+                d.to(grad_out.dtype) if fp8 else d, by_row(kept.weight, options)[g].mT, options.precision
+            )
             if kept.rows is None:
                 grad_x[mine] = dx
             else:
@@ -105,7 +107,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         if grad_weight is not None:
             assert kept.x is not None
             x = kept.x[mine if kept.rows is None else kept.rows[mine]]
-            by_row(grad_weight, options)[g] += _over_rows(d.to(grad_out.dtype), x) if fp8 else d.T @ x.to(total)
+            by_row(grad_weight, options)[g] += summed_over_rows(
+                d.to(grad_out.dtype) if fp8 else d, x, options.precision
+            )
         if grad_bias is not None:
             grad_bias[g] = d.sum(0)
     if kept.weight_grad_out is not None:
@@ -113,7 +117,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return [None if x is None else x.to(dtype) for x, dtype in zip(made, kept.dtypes, strict=True)]
 
 
-def _product(x: Tensor, weight: Tensor, precision: str) -> Tensor:
+def product_of_rows(x: Tensor, weight: Tensor, precision: str) -> Tensor:
     """x [T, K] @ weight [N, K].T in the dtype of sums."""
     if precision == "full":
         total = accumulator(weight.dtype)
@@ -123,8 +127,11 @@ def _product(x: Tensor, weight: Tensor, precision: str) -> Tensor:
     return multiply("dequantize", rows, columns, by_block=True, dtype=torch.float32)
 
 
-def _over_rows(d: Tensor, x: Tensor) -> Tensor:
-    """d [T, N].T @ x [T, K] in FP8, scaled along T."""
+def summed_over_rows(d: Tensor, x: Tensor, precision: str) -> Tensor:
+    """d [T, N].T @ x [T, K] in the dtype of sums."""
+    if precision == "full":
+        total = accumulator(x.dtype)
+        return d.to(total).T @ x.to(total)
     (_, left), (_, right) = (quantize(a, "e4m3", "float32", rows=False) for a in (d, x))
     return multiply("dequantize", left, right, by_block=False, dtype=torch.float32)
 

@@ -4,22 +4,26 @@ A `Launch` is run, or compiled ahead of time.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onchip.core.configs import until_cleared
 from onchip.fp8.torch_quantize import Quantized
+from onchip.frontend.torch_inputs import dtype_name
 from onchip.groups.problem import Options, Problem
 from onchip.groups.triton import kernels
 from onchip.groups.triton.tiles import (
     FP8_DEPTH,
+    FP8_ROWS,
     ROWS,
     ProductConfig,
     gradient_config,
     plan_tiles,
+    power_of_two,
     product_config,
+    stored_config,
 )
 from onchip.kernels.triton.launch import Device, Launch, Shared, block_descriptor, describe, descriptor
 
@@ -28,15 +32,8 @@ _COLUMNS = 1024
 _INDICES = 1024
 # Elements of the table of tiles and groups that a program of the plan has in registers.
 _PLAN_ELEMENTS = 16384
-# Of a tile of the weight's gradient in FP8.
-FP8_ROWS = 64
 # See LAST in kernels.py.
 _LAST = 1 << 30
-
-
-def power_of_two(x: int) -> int:
-    """The next one that is no less."""
-    return 1 << max(0, x - 1).bit_length()
 
 
 def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
@@ -73,12 +70,12 @@ class _Cut(NamedTuple):
     stages: int
 
 
-@lru_cache(maxsize=1024)
+@until_cleared
 def _product_cut(
     device: Device,
     config: ProductConfig | None,
-    element_bytes: tuple[int, int],  # of x and out
-    sizes: tuple[int, int, int],  # G, N, K
+    dtypes: tuple[torch.dtype, torch.dtype],  # of x and out
+    sizes: tuple[int, int, int, int],  # T or more, G, N, K
     strides: tuple[tuple[int, ...], ...],  # of x, weight, out and product
     aligned: tuple[bool, ...],  # these, for TMA
     scale_strides: tuple[int, ...] | None,  # of a weight's in FP8
@@ -90,14 +87,19 @@ def _product_cut(
     turned: bool,
 ) -> _Cut:
     """Of `product`.  A call in which all of this is as before has none of it to do."""
-    c = config or product_config(device.shared, element_bytes[0], short=short)
+    of_x, of_out = (dtype.itemsize for dtype in dtypes)
+    _, groups, n, k = sizes
+    of_bytes = of_x, of_x, of_out, of_out
+    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
+    c = config
+    if c is None:
+        c = product_config(device.shared, of_x, short=short)
+        kernel = ("fp8_" if of_x == 1 else "") + ("product", "swiglu", "interleaved")[gated]
+        c = _stored(kernel, device, dtypes[1], sizes, tma, c)
     half = c.columns // 2
-    parts = c.parts * max(1, element_bytes[1] // max(2, element_bytes[0]))
+    parts = c.parts * max(1, of_out // max(2, of_x))
     if gated == 2 and parts > 1:  # two results are staged at once
         parts *= 2
-    groups, n, k = sizes
-    of_bytes = element_bytes[0], element_bytes[0], element_bytes[1], element_bytes[1]
-    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
     of_scales = (0, 0, 0) if scale_strides is None else scale_strides
     # A block of gate must not reach into up.
     tma_product = product and tma[3] and (gated != 1 or n // 2 % half == 0)
@@ -124,12 +126,33 @@ def _product_cut(
         "TMA_WEIGHT": tma[1],
         "TMA_OUT": tma[2],
         "TMA_PRODUCT": tma_product,
-        "PRECISION": precision(element_bytes[0]),
+        "PRECISION": precision(of_x),
     }
     of_weight = half if gated == 1 else c.columns
-    of_out = (c.columns // parts, half, half // parts)[gated]
-    of_product = half if gated == 1 else c.columns // parts
-    return _Cut(Shared(arguments), (c.depth, of_weight, of_out, of_product), c.warps, stages)
+    widths = (
+        c.depth,
+        of_weight,
+        (c.columns // parts, half, half // parts)[gated],
+        half if gated == 1 else c.columns // parts,
+    )
+    return _Cut(Shared(arguments), widths, c.warps, stages)
+
+
+def _stored(
+    kernel: str,
+    device: Device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int],
+    tma: Sequence[bool],
+    heuristic: ProductConfig,
+) -> ProductConfig:
+    """A stored config, if there is one.
+
+    It was measured with descriptors: without some of them, a program may take more shared memory than there is.
+    """
+    if device.capability >= 90 and not all(tma):
+        return heuristic
+    return stored_config(kernel, device.slug, dtype_name(dtype), sizes, heuristic)
 
 
 def product(
@@ -164,8 +187,8 @@ def product(
     cut = _product_cut(
         device,
         config,
-        (x.element_size(), out.element_size()),
-        (groups, n, k),
+        (x.dtype, out.dtype),
+        (power_of_two(tokens), groups, n, k),
         (x.stride(), strides, out.stride(), four[3].stride()),
         tuple([tma and a.data_ptr() % 16 == 0 for a in four]),
         None if weight_scales is None else weight_scales.stride(),
@@ -204,12 +227,12 @@ def product(
     return Launch(kernels.grouped_product, (device.programs,), given, cut.warps, cut.stages, shared=cut.shared)
 
 
-@lru_cache(maxsize=1024)
+@until_cleared
 def _gradient_cut(
     device: Device,
     config: ProductConfig | None,
-    element_bytes: tuple[int, int],  # of a and out
-    sizes: tuple[int, int, int],  # G, A, B
+    dtypes: tuple[torch.dtype, torch.dtype],  # of a and out
+    sizes: tuple[int, int, int, int],  # T or more, G, A, B
     strides: tuple[tuple[int, ...], ...],  # of a, b and out
     aligned: tuple[bool, ...],  # these, for TMA
     *,
@@ -217,16 +240,16 @@ def _gradient_cut(
     add: bool,
 ) -> _Cut:
     """Of `weight_gradient`, as `_product_cut`."""
-    c = config or gradient_config(device.shared, element_bytes[0])
-    parts = c.parts * max(1, element_bytes[1] // element_bytes[0])
-    of_bytes = element_bytes[0], element_bytes[0], element_bytes[1]
-    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
+    of_a, of_out = (dtype.itemsize for dtype in dtypes)
+    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, (of_a, of_a, of_out), strict=True)]
+    c = config or _stored("weight_gradient", device, dtypes[0], sizes, tma, gradient_config(device.shared, of_a))
+    parts = c.parts * max(1, of_out // of_a)
     arguments = {
         "a_stride": strides[0][0],
         "b_stride": strides[1][0],
-        "G": sizes[0],
-        "A": sizes[1],
-        "B": sizes[2],
+        "G": sizes[1],
+        "A": sizes[2],
+        "B": sizes[3],
         "ADD": add,
         "BLOCK_M": c.depth,
         "BLOCK_A": ROWS,
@@ -236,7 +259,7 @@ def _gradient_cut(
         "TMA_A": tma[0] and not indexed[0],
         "TMA_B": tma[1] and not indexed[1],
         "TMA_OUT": tma[2],
-        "PRECISION": precision(element_bytes[0]),
+        "PRECISION": precision(of_a),
     }
     # Where an index is fetched before its rows are, of two stages one has rows in shared memory.
     stages = 2 * c.stages - 1 if any(indexed) else c.stages
@@ -264,8 +287,8 @@ def weight_gradient(
     cut = _gradient_cut(
         device,
         config,
-        (a.element_size(), out.element_size()),
-        (groups, rows, columns),
+        (a.dtype, out.dtype),
+        (power_of_two(max(len(a), len(b))), groups, rows, columns),
         (a.stride(), b.stride(), out.stride()),
         tuple([tma and x.data_ptr() % 16 == 0 for x in (a, b, out)]),
         indexed=(a_index is not None, b_index is not None),
@@ -298,9 +321,10 @@ def scaled_weight_gradient(
     """out = a @ b.T over each group's tiles, or added to it."""
     device = describe(out.device)
     tma = device.capability >= 90 if tma is None else tma
-    c = config or gradient_config(device.shared, 1)
     groups, rows, columns = out.shape
     tma_out = tma and out.data_ptr() % 16 == 0 and suits(out.stride(), out.element_size())
+    sizes = a.data.shape[1] - ROWS * groups, groups, rows, columns
+    c = config or _stored("fp8_weight_gradient", device, out.dtype, sizes, [tma_out], gradient_config(device.shared, 1))
     parts = c.parts * out.element_size() // 2
     arguments = {
         "a": descriptor(a.data, a.data.stride(0), FP8_ROWS, FP8_DEPTH) if tma else a.data,

@@ -1,8 +1,12 @@
-"""How grouped products in Triton are cut.  No framework."""
+"""How grouped products in Triton are cut: a config that `onchip tune` stored for such sizes, or the heuristic's.
 
-from dataclasses import dataclass
+No framework.
+"""
 
-from onchip.groups.problem import Problem
+from dataclasses import asdict, dataclass
+
+from onchip.core.configs import find_config
+from onchip.groups.problem import OP, Problem
 
 PLAN_HEAD = 4
 """Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if an index is wrong, and the first
@@ -43,6 +47,8 @@ class ProductConfig:
     """A tile of the result leaves in so many pieces, each staged in shared memory."""
 
 
+FP8_ROWS = 64
+"""Of a tile of the weight's gradient in FP8."""
 FP8_DEPTH = 128
 """A step of a product of FP8 numbers: what shares a scale."""
 
@@ -77,3 +83,36 @@ def gradient_config(shared: int, element_bytes: int) -> ProductConfig:
     if shared >= 227 * 1024:
         return ProductConfig(columns=128, depth=32, warps=4, group=4, parts=4)
     return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=16)
+
+
+# What is tuned: the products of rows, without and with an activation whose argument is kept, and over rows.
+KERNELS = ("product", "swiglu", "weight_gradient", "fp8_product", "fp8_swiglu", "fp8_weight_gradient")
+FP8_KERNELS = KERNELS[3:]
+
+
+def power_of_two(x: int) -> int:
+    """The next one that is no less."""
+    return 1 << max(0, x - 1).bit_length()
+
+
+def sizes_of_product(tokens: int, groups: int, n: int, k: int) -> dict[str, int]:
+    """What a config is stored and found by: tokens are another number in every run."""
+    return {"m": power_of_two(tokens), "g": groups, "n": n, "k": k}
+
+
+def stored_config(
+    kernel: str, device: str, dtype: str, sizes: tuple[int, int, int, int], heuristic: ProductConfig
+) -> ProductConfig:
+    """The config of a product of rows of this dtype, on what `configs.device_slug` names; `sizes` are T, G, N and K."""
+    found = find_config(OP, kernel, device, dtype, sizes_of_product(*sizes), asdict(heuristic))
+    return heuristic if found.how == "heuristic" else ProductConfig(**found.config)
+
+
+def shared_bytes_of(kernel: str, c: ProductConfig) -> int:
+    """Bytes of shared memory of a program: operands of all stages, a piece of the result, barriers."""
+    element = 1 if kernel in FP8_KERNELS else 2
+    of_weight = kernel.endswith("weight_gradient")
+    rows = FP8_ROWS if of_weight and element == 1 else ROWS
+    operands = c.stages * (rows + c.columns) * c.depth * element
+    piece = rows * c.columns * 2 // c.parts
+    return (max(operands, piece) if of_weight else operands + piece) + 1024
