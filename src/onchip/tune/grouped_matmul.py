@@ -52,9 +52,9 @@ def candidates(kernel: str) -> list[dict[str, int]]:
     first = gradient_config(HOPPER_SHARED, size) if of_weight else product_config(HOPPER_SHARED, size, short=False)
     # columns, depth, stages, warps, parts
     if in_fp8:
-        cuts = [(128, 128, stages, warps, parts) for stages, warps, parts in
-                ((2, 8, 2), (3, 8, 2), (4, 8, 2), (4, 8, 1), (3, 4, 2), (2, 4, 2))]  # fmt: skip
+        cuts = [(128, 128, stages, 8, parts) for stages, parts in ((2, 2), (3, 2), (4, 2), (4, 1), (5, 2))]
         cuts += [(64, 128, stages, 4, 1) for stages in (2, 3)]
+        cuts += [(128, 128, stages, 4, 2) for stages in (2, 3)] if of_weight else []  # of 128 rows these spill
     elif of_weight:
         cuts = [(128, depth, stages, 4, 4) for depth, stages in ((32, 3), (32, 4), (64, 2), (64, 3))]
         cuts += [(128, 64, 3, 8, 2), (256, 64, 3, 8, 4), (256, 64, 4, 8, 4), (128, 32, 3, 4, 2)]

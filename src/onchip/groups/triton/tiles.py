@@ -114,5 +114,6 @@ def shared_bytes_of(kernel: str, c: ProductConfig) -> int:
     of_weight = kernel.endswith("weight_gradient")
     rows = FP8_ROWS if of_weight and element == 1 else ROWS
     operands = c.stages * (rows + c.columns) * c.depth * element
-    piece = rows * c.columns * 2 // c.parts
+    # SwiGLU's result and what it keeps leave in halves: as gate, and as up.
+    piece = rows * c.columns * 2 // (2 if kernel.endswith("swiglu") else c.parts)
     return (max(operands, piece) if of_weight else operands + piece) + 1024
