@@ -112,7 +112,7 @@ def test_a_refusal_and_a_warning_are_failures(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["a row of no group", "out", "grad_x", "grad_bias", "grad_row_scale"])
 def test_faults_of_grouped_matmul_are_found(monkeypatch, fault):
-    forward, gradients = loop.forward, loop.gradients
+    forward, gradients = loop.GROUPED.forward, loop.GROUPED.gradients
 
     def wrong_forward(call):
         made = forward(call)
@@ -124,7 +124,7 @@ def test_faults_of_grouped_matmul_are_found(monkeypatch, fault):
         made = zip(("grad_x", "grad_weight", "grad_bias", "grad_row_scale"), gradients(*arguments), strict=True)
         return [x * 1.0001 if x is not None and name == fault else x for name, x in made]
 
-    monkeypatch.setattr(loop, "forward", wrong_forward)
-    monkeypatch.setattr(loop, "gradients", wrong_gradients)
+    monkeypatch.setattr(loop.GROUPED, "forward", wrong_forward)
+    monkeypatch.setattr(loop.GROUPED, "gradients", wrong_gradients)
     calls = itertools.islice(run.drawn(0, [("torch", "cpu", "grouped_matmul")]), 100)
     assert any(isinstance(run.attempt(call)[0], Wrong) for call in calls)

@@ -22,7 +22,9 @@ from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import format_config, read_entries
 from onchip.fp8 import triton_tiles as fp8_spec
+from onchip.groups.triton import tiles as grouped_spec
 from onchip.tune import fp8_linear as fp8_tuning
+from onchip.tune import grouped_matmul as grouped_tuning
 from onchip.tune import harness, run
 from onchip.tune import linear_cross_entropy as tuning
 from onchip.tune import linear_cross_entropy_jax as jax_tuning
@@ -467,6 +469,17 @@ def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             fp8_tuning,
             {k: vars(fp8_spec.heuristic_product(tuning.HOPPER_SHARED, k == "product")) for k in fp8_tuning.KERNELS},
+        ),
+        (
+            grouped_tuning,
+            {
+                k: vars(
+                    grouped_spec.gradient_config(tuning.HOPPER_SHARED, 1 + (k[:3] != "fp8"))
+                    if k.endswith("weight_gradient")
+                    else grouped_spec.product_config(tuning.HOPPER_SHARED, 1 + (k[:3] != "fp8"), short=False)
+                )
+                for k in grouped_tuning.KERNELS
+            },
         ),
     ],
     ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else "",

@@ -9,28 +9,34 @@ import subprocess
 import sys
 
 
-def test_four_functions_from_the_public_one_to_a_kernel():
+def test_few_functions_from_the_public_one_to_a_kernel():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, __file__]
     said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.splitlines()
-    assert {line.split()[0] for line in said} == {"False", "True"}  # with gradients and without
-    for line in said:
-        _, public, forward, *engine = line.split()
-        assert (public, forward) == ("linear_cross_entropy", "_forward")
-        assert len(engine) <= 2
+    lines = [line.split() for line in said]
+    # With gradients and without.
+    assert {(grads, public) for grads, public, *_ in lines} == {(x, op) for x in ("False", "True") for op in MOST}
+    for _, public, forward, *engine in lines:
+        assert forward == "_forward"
+        assert len(engine) <= MOST[public]
+
+
+# Functions of the engine.
+MOST = {"linear_cross_entropy": 2, "grouped_matmul": 1}
 
 
 def main():
     import torch
     from triton.runtime.interpreter import GridExecutor
 
-    from onchip.torch import linear_cross_entropy
+    from onchip.torch import grouped_matmul, linear_cross_entropy
     from stack import our_functions
 
     for grads in (False, True):
         GridExecutor.__call__ = lambda *_, grads=grads, **__: print(grads, *our_functions())
         hidden, weight = (torch.randn(n, 16, dtype=torch.float16, requires_grad=grads) for n in (4, 64))
         linear_cross_entropy(hidden, weight, torch.arange(4), backend="triton")
+        grouped_matmul(hidden, weight.view(2, 32, 16), torch.tensor([1, 3]), backend="triton")
 
 
 if __name__ == "__main__":

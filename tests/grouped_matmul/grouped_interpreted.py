@@ -13,12 +13,17 @@ import pytest
 import torch
 from grouped_common import (
     EVERYTHING,
+    FP8,
+    FP8_EVERYTHING,
     NAMES,
     PLAIN,
+    WRONG_SIZES,
     assert_equal,
     assert_nan,
+    assert_nan_from_the_first_wrong_group_on,
     assert_rows_past_the_last_group_are_not_read,
     assert_same,
+    fp8_oracle,
     oracle,
     problem,
     step,
@@ -28,8 +33,8 @@ from grouped_common import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import main, registering
+from onchip.groups.triton import op
 from onchip.kernels.triton.launch import Device
-from onchip.ops.grouped_matmul import torch_op
 from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, Case
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.torch import grouped_matmul
@@ -150,30 +155,76 @@ def a_nan_stays_in_its_group():
     assert made["grad_x"][rest != 19].isfinite().all()
 
 
-WRONG = {
-    "a negative size": {"group_sizes": torch.tensor([10, -1, 17, 3])},
-    "more rows than there are": {"group_sizes": torch.tensor([10, 0, 17, 9])},
-    "sizes whose sum overflows": {"group_sizes": torch.tensor([2**62, 2**62, 2**62, 2**62])},
-    "offsets that fall": {"group_sizes": None, "group_offsets": torch.tensor([10, 9, 17, 30])},
-    "offsets past the end": {"group_sizes": None, "group_offsets": torch.tensor([10, 10, 27, 36])},
-    "rows below": {"rows": -1},
-    "rows above": {"rows": 12},
-    "scatter_rows below": {"scatter_rows": -(2**31)},
-    "scatter_rows above": {"scatter_rows": 14},
-}
+WRONG = {"rows below": -1, "rows above": 12, "scatter_rows below": -(2**31), "scatter_rows above": 14}
 
 
 @check(*WRONG)
 def wrong(name):
     """As on a GPU, where nothing can be raised: all results are NaN, and nothing outside of them is touched."""
     arguments, grad = problem()
-    for argument, value in WRONG[name].items():
-        if isinstance(value, int):
-            arguments[argument][29] = value
-        else:
-            arguments[argument] = value
-    with mock.patch.object(torch_op, "check"):
+    arguments[name.split()[0]][29] = WRONG[name]
+    with mock.patch.object(op, "check"):
         assert_nan(kernels(arguments, grad))
+
+
+@check(*WRONG_SIZES)
+def wrong_sizes(name):
+    with mock.patch.object(op, "check"):
+        assert_nan_from_the_first_wrong_group_on(*WRONG_SIZES[name], backend="triton")
+
+
+@check("gnk", "gkn", "interleaved", "pointers")
+def fp8(how):
+    """By descriptors and by pointers, each with the plain product and with all that surrounds one."""
+    from onchip.groups.triton import launches
+
+    device = Device("", 89, 3, 101376) if how == "pointers" else Device("", 90, 4, 232448)
+    with mock.patch.object(launches, "describe", return_value=device):
+        for problem_, dtype in ((FP8, torch.float16), (FP8_EVERYTHING, torch.float32)):
+            arguments, grad = problem(problem_, dtype)
+            if how == "gkn":
+                arguments = turned(arguments)
+            if how == "interleaved" and problem_ is FP8_EVERYTHING:
+                arguments["gate_up"] = how
+            expected = fp8_oracle(arguments, grad)
+            assert_same(kernels(arguments, grad, precision="fp8"), expected, 1e-3 if problem_ is FP8 else 1e-5)
+
+
+@check()
+def fp8_for_some_gradients_and_added():
+    arguments, grad = problem(FP8_EVERYTHING)
+    expected = fp8_oracle(arguments, grad)
+    for needed in (("x",), ("weight", "row_scale")):
+        for name in NAMES:
+            arguments[name].requires_grad_(name in needed)
+        assert_same(kernels(arguments, grad, precision="fp8"), expected)
+    total = torch.full(arguments["weight"].shape, 0.5)
+    for _ in range(2):
+        grouped_matmul(**arguments, backend="triton", precision="fp8", weight_grad_out=total).backward(grad)
+    assert_same({"grad_weight": (total - 0.5) / 2}, expected)
+
+
+@check()
+def fp8_of_wrong_sizes():
+    with mock.patch.object(op, "check"):
+        arguments, grad = problem(FP8)
+        expected = kernels(arguments, grad, precision="fp8")
+        arguments["group_sizes"][2] = 26
+        made = kernels(arguments, grad, precision="fp8")
+    for name, keeps in (("out", 130), ("grad_x", 130), ("grad_weight", 2)):
+        assert torch.equal(made[name][:keeps], expected[name][:keeps])
+        assert made[name][keeps:].isnan().all()
+
+
+@check()
+def fp8_registered_and_without_rows():
+    arguments, grad = problem(FP8_EVERYTHING)
+    expected = kernels(arguments, grad, precision="fp8")
+    with Watched():
+        assert_equal(kernels(arguments, grad, precision="fp8"), expected)
+    for case in (Case("", (0, 0), 128, 128), Case("", (0, 0), 128, 128, tail=3)):
+        arguments, grad = problem(case)
+        assert not any(x.any() for x in kernels(arguments, grad, precision="fp8").values())
 
 
 @check()
@@ -187,11 +238,13 @@ def no_rows_at_all():
         assert not any(x.any() for x in made.values())
         assert made["grad_x"].shape == arguments["x"].shape
         total = torch.zeros_like(arguments["weight"])
-        with mock.patch.object(torch_op, "check"):
-            arguments["group_sizes"][0] = 1
-            assert_nan(kernels(arguments, grad))
+        with mock.patch.object(op, "check"):
+            arguments["group_sizes"][1] = 1
+            made = kernels(arguments, grad)
             grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
-        assert total.isnan().all()
+        weights = {"weight": made.pop("grad_weight"), "total": total}
+        assert_nan(made | {name: x[1] for name, x in weights.items()})
+        assert not any(x[0].any() for x in weights.values())
 
 
 @check()
@@ -207,10 +260,14 @@ def differentiated_twice():
 SLOW = (
     *(f"case-{x}" for x in ("even", "odd sizes", "all in one group", "one number", "bias", "row scales", "rows")),
     "case-scatter",
-    "wide-1", "added-gkn", "wrong-more rows than there are", "wrong-offsets that fall", "wrong-offsets past the end",
-    "wrong-rows above", "wrong-scatter_rows below",
+    "wide-1", "added-gkn", "wrong-rows above", "wrong-scatter_rows below",
+    "fp8-gkn", "fp8-interleaved", "fp8-pointers", "fp8_for_some_gradients_and_added",
+    "wrong_sizes-sizes whose sum overflows", "wrong_sizes-offsets past the end", "wrong_sizes-a negative offset",
 )  # fmt: skip
 assert CHECKS.keys() >= set(SLOW)
 
 if __name__ == "__main__":
+    from fp8_linear import fp8_interpreter
+
+    fp8_interpreter.mend()
     main(CHECKS, sys.argv[1:])

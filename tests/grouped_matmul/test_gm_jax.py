@@ -92,18 +92,21 @@ def test_rows_without_a_group_stay_out(options):
     assert not np.isfinite(grads["weight"][2]).all()
 
 
+# What is given, the first group that is wrong and where it begins, and what is said.
 WRONG = {
-    "too many": ({"group_sizes": [10, 0, 31, 0, 0]}, "the sum of group_sizes up to 2 is 41, more than the T=40 rows"),
-    "beyond int32": ({"group_sizes": [2**31 - 1, 2**31 - 1, 3, 0, 0]}, "the sum of group_sizes up to 0 is 2147483647"),
-    "negative": ({"group_sizes": [10, -1, 0, 0, 0]}, "group_sizes[1] is -1; sizes must be 0 or more"),
-    "first offset": ({"group_offsets": [-1, 2, 3, 4, 5]}, "group_offsets[0] is -1"),
-    "descending": (
-        {"group_offsets": [3, 2, 3, 4, 5]},
-        "group_offsets[1] is 2; offsets must be 0 or more, and none below",
+    "too many": ({"group_sizes": [10, 0, 31, 0, 0]}, 2, 10, "the sum of group_sizes up to 2 is 41, more than the T=40"),
+    "beyond int32": (
+        {"group_sizes": [3, 2**31 - 1, 2**31 - 1, 3, 0]},
+        1,
+        3,
+        "sum of group_sizes up to 1 is 2147483650",
     ),
-    "last offset": ({"group_offsets": [3, 3, 3, 4, 41]}, "the value of group_offsets at 4 is 41"),
-    "rows": ({"rows": [0] * 34 + [-1] + [7] * 5}, "rows[34] is -1 but x has 9 rows"),
-    "scatter_rows": ({"scatter_rows": [3] * 7 + [R] + [3] * 32}, "scatter_rows[7] is 11 but num_rows is 11"),
+    "negative": ({"group_sizes": [10, -1, 0, 0, 0]}, 1, 10, "group_sizes[1] is -1; sizes must be 0 or more"),
+    "first offset": ({"group_offsets": [-1, 2, 3, 4, 5]}, 0, 0, "group_offsets[0] is -1"),
+    "descending": ({"group_offsets": [3, 2, 3, 4, 5]}, 1, 3, "group_offsets[1] is 2; offsets must be 0 or more, and"),
+    "last offset": ({"group_offsets": [3, 3, 3, 4, 41]}, 4, 4, "the value of group_offsets at 4 is 41"),
+    "rows": ({"rows": [0] * 34 + [-1] + [7] * 5}, 0, 0, "rows[34] is -1 but x has 9 rows"),
+    "scatter_rows": ({"scatter_rows": [3] * 7 + [R] + [3] * 32}, 0, 0, "scatter_rows[7] is 11 but num_rows is 11"),
 }
 
 
@@ -115,18 +118,31 @@ def step(p, given, num_rows):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_numbers(name):
-    """They raise where they are known, and make NaN of everything where they are traced."""
-    given = {key: np.array(values) for key, values in WRONG[name][0].items()}
+    """They raise where they are known, and make NaN of what they are of where they are traced; in sums, of all."""
+    given, first, begin, said = WRONG[name]
+    given = {key: np.array(values) for key, values in given.items()}
     p, num_rows = problem(), None
-    if "group_sizes" not in given:
+    sums = "group_sizes" not in given
+    if sums:
         given = {"group_offsets": np.array([3, 3, 20, 30, T]), "rows": np.zeros(T, int)} | given
         given = {"scatter_rows": np.arange(T) % R} | given
         p, num_rows = problem(x=(M, K)), R
     with pytest.raises(ValueError, match="grouped_matmul: ") as caught:
         grouped_matmul(**p, **given, num_rows=num_rows)
-    assert WRONG[name][1] in str(caught.value)
-    for a in jax.tree.leaves(step(p, given, num_rows)):
-        assert np.isnan(a).all()
+    assert said in str(caught.value)
+    out, grads = jax.tree.map(np.asarray, step(p, given, num_rows))
+    for a, keeps in (
+        (out, 0 if sums else begin),
+        (grads["x"], 0 if sums else begin),
+        (grads["row_scale"], begin),
+        (grads["weight"], first),
+        (grads["bias"], first),
+    ):
+        assert np.isfinite(a[:keeps]).all()
+        assert np.isnan(a[keeps:]).all()
+    if not sums:
+        right = jnp.where(jnp.arange(5) < first, given["group_sizes"], 0)
+        np.testing.assert_array_equal(out[:begin], grouped_matmul(**p, group_sizes=right)[:begin])
 
 
 def test_wrong_indices_past_the_last_group_are_not_read():
@@ -195,16 +211,24 @@ def test_scan_and_checkpoint():
 
 
 def test_vmap_is_a_loop():
-    p = problem(x=(2, T, K))
-    sizes = jnp.stack([SIZES, SIZES[::-1]])
+    """Bit for bit, each with its own sizes: wrong ones are one's own."""
+    p = problem(x=(3, T, K))
+    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.array([3, -1, 0, 0, 0])])
 
-    def gradients(x, w, sizes):
-        return jax.value_and_grad(lambda *a: jnp.square(grouped_matmul(*a, sizes)).sum(), (0, 1))(x, w)
+    def loss(x, w, sizes):
+        return jnp.square(grouped_matmul(x, w, sizes)).sum()
 
+    gradients = jax.value_and_grad(loss, (0, 1))
     mapped = jax.jit(jax.vmap(gradients, (0, None, 0)))(p["x"], p["weight"], sizes)
-    one = jax.jit(gradients)
-    each = [one(p["x"][i], p["weight"], sizes[i]) for i in range(2)]
-    assert_same(mapped, jax.tree.map(lambda *a: jnp.stack(a), *each))
+    each = [jax.jit(gradients)(p["x"][i], p["weight"], sizes[i]) for i in range(3)]
+    assert np.isfinite(mapped[0][:2]).all()
+    assert np.isnan(mapped[0][2])
+    for a, *b in zip(*map(jax.tree.leaves, (mapped, *each)), strict=True):
+        np.testing.assert_array_equal(a, jnp.stack(b))
+
+    # The other way round a weight that all share gets the sum.
+    all_of = jax.grad(lambda w: jax.vmap(loss, (0, None, 0))(p["x"][:2], w, sizes[:2]).sum())
+    assert_same(jax.jit(all_of)(p["weight"]), each[0][1][1] + each[1][1][1])
 
 
 def test_derivatives_of_first_order_by_reverse_mode_only():

@@ -109,6 +109,10 @@ MOE_CALLS = {
     "top_k is 7": ({"top_k": 7}, ValueError, "top_k must be in [1, E], E=6; got 7"),
     "top_k is a float": ({"top_k": 2.0}, TypeError, "top_k must be an int; got float"),
     "norm_topk is 1": ({"norm_topk": 1}, TypeError, "norm_topk must be True or False; got int"),
+    "another scoring": ({"scoring": "tanh"}, ValueError, "scoring must be one of 'softmax', 'sigmoid'; got 'tanh'"),
+    "scaling_factor is 0": ({"scaling_factor": 0}, ValueError, "scaling_factor must be above 0; got 0"),
+    "router_bias is 2-d": (changed(router_bias=jnp.zeros((1, 6))), ValueError, "router_bias has shape [1, 6]; with these params it must be [6]"),
+    "down_bias is wide": (changed(down_bias=jnp.zeros((6, 13))), ValueError, "down_bias has shape [6, 13]; with these params it must be [6, 12]"),
     "router is 1-d": (changed(router=PARAMS.router[0]), ValueError, "router must be [E, H] and down [E, H, F]; got shapes [12] and [6, 12, 8]"),
     "gate_up is turned": (changed(gate_up=PARAMS.gate_up.swapaxes(1, 2)), ValueError, "gate_up has shape [6, 12, 16]; with these params it must be [6, 16, 12]"),
     "shared_gate_up is narrow": (changed(shared_gate_up=PARAMS.shared_gate_up[:, 1:]), ValueError, "shared_gate_up has shape [10, 11]; with these params it must be [10, 12]"),
@@ -133,3 +137,8 @@ def test_moe_errors(name):
 )
 def test_init_errors(sizes, kind, message):
     assert_refused("init_moe", lambda: init_moe(jax.random.key(0), *sizes), kind, message)
+
+
+def test_init_bias_is_a_word():
+    refused = lambda: init_moe(jax.random.key(0), 12, 8, 6, bias=1)  # noqa: E731
+    assert_refused("init_moe", refused, TypeError, "bias must be True or False; got int")

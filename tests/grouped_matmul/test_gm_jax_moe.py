@@ -13,39 +13,62 @@ PARAMS = init_moe(jax.random.key(0), H, F, E, S)
 X = jax.random.normal(jax.random.key(1), (2, T // 2, H))
 
 
-def looped(params, x, top_k, norm_topk):
+def looped(params, x, top_k, norm_topk=True, scoring="softmax", scaling_factor=1.0):
     """Every expert for every token, with weights of 0 for those that aren't its own."""
     x = x.reshape(-1, H)
-    probs = jax.nn.softmax(x @ params.router.T)
-    chosen = probs >= jnp.sort(probs)[:, E - top_k, None]
-    weight = jnp.where(chosen, probs, 0)
-    weight = weight / weight.sum(1, keepdims=True) if norm_topk else weight
+    biases = (jnp.zeros(E), jnp.zeros((E, 2 * F)), jnp.zeros((E, H))) if params.router_bias is None else params[5:]
+    logits = x @ params.router.T + biases[0]
+    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
+    chosen = scores >= jnp.sort(scores)[:, E - top_k, None]
+    weight = jnp.where(chosen, scores, 0)
+    weight = scaling_factor * (weight / weight.sum(1, keepdims=True) if norm_topk else weight)
+    probs = scores / scores.sum(1, keepdims=True)
 
-    def swiglu(x, gate_up, down):
-        y = x @ gate_up.T
-        return (jax.nn.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]) @ down.T
+    def swiglu(x, gate_up, down, bias=0, down_bias=0):
+        y = x @ gate_up.T + bias
+        return (jax.nn.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]) @ down.T + down_bias
 
-    y = sum(weight[:, e, None] * swiglu(x, params.gate_up[e], params.down[e]) for e in range(E))
+    of = zip(params.gate_up, params.down, *biases[1:], strict=True)
+    y = sum(weight[:, e, None] * swiglu(x, *expert) for e, expert in enumerate(of))
     y = y + swiglu(x, params.shared_gate_up, params.shared_down)
     fraction = jax.lax.stop_gradient(chosen.sum(0) / chosen.sum())
-    return y.reshape(2, T // 2, H), (chosen.sum(0), fraction, probs.mean(0), E * (fraction * probs.mean(0)).sum())
+    aux_loss, z_loss = E * (fraction * probs.mean(0)).sum(), jnp.square(jnp.log(jnp.exp(logits).sum(1))).mean()
+    return y.reshape(2, T // 2, H), (chosen.sum(0), fraction, probs.mean(0), aux_loss, z_loss)
 
 
-@pytest.mark.parametrize(("top_k", "norm_topk"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])
-def test_loop_over_experts(top_k, norm_topk):
+SIGMOID = {"scoring": "sigmoid", "scaling_factor": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("bias", "options"),
+    [
+        (False, {"top_k": 2}),
+        (True, {"top_k": 2, **SIGMOID}),
+        pytest.param(False, {"top_k": 3, "norm_topk": False}, marks=pytest.mark.slow),
+        pytest.param(True, {"top_k": 3, "norm_topk": False, **SIGMOID}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_loop_over_experts(bias, options):
     def loss(layer, params, x):
-        y, stats = layer(params, x, top_k=top_k, norm_topk=norm_topk)
-        return jnp.square(y).mean() + 0.1 * stats[3], (y, tuple(stats))
+        y, stats = layer(params, x, **options)
+        return jnp.square(y).mean() + 0.1 * stats[3] + 0.01 * stats[4], (y, tuple(stats))
 
     def run(layer, params, x):
         return jax.jit(jax.value_and_grad(lambda *a: loss(layer, *a), (0, 1), has_aux=True))(params, x)
 
-    made = run(moe, PARAMS, X)
+    params = PARAMS
+    if bias:
+        params = init_moe(jax.random.key(0), H, F, E, S, bias=True)
+        assert not params.down_bias.any()
+        drawn = [jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate(params[5:])]
+        params = params._make([*params[:5], *drawn])
+    made = run(moe, params, X)
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), "float64"), (PARAMS, X))
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), "float64"), (params, X))
         expected = run(looped, *wide)
     assert_same(made, expected)
-    assert made[0][1][1][0].sum() == T * top_k
+    assert made[0][1][1][0].sum() == T * options["top_k"]
 
 
 def test_no_tokens_and_no_shared_expert():

@@ -51,7 +51,7 @@ def lower(f, *shapes):
     return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-ENDS, FILL = ((4,), jnp.int32), ((), jnp.float32)
+ENDS, FILL, FILLS = ((4,), jnp.int32), ((), jnp.float32), ((4,), jnp.float32)
 
 
 @pytest.mark.parametrize("config", [ROWS_CONFIG, FEW_ROWS_CONFIG], ids=lambda c: c.split)
@@ -66,7 +66,7 @@ def test_rows_product_lowers(layout, swiglu, dtype, config):
 
 
 def test_weight_product_lowers():
-    lower(products.weight_product, ((1003, 320), BF16), ((1003, 192), BF16), ENDS, FILL)
+    lower(products.weight_product, ((1003, 320), BF16), ((1003, 192), BF16), ENDS, FILLS)
 
 
 @pytest.mark.parametrize("layout", ["gkn", pytest.param("gnk", marks=pytest.mark.slow)])
@@ -139,8 +139,9 @@ def test_weight_product(problem):
     x, d, *_, ends = problem
     config = replace(WEIGHT_CONFIG, tile_n=128, stages=2, group=2)
     run = partial(products.weight_product, config=config, interpret=INTERPRETER)
-    made = np.asarray(jax.jit(run)(d, x, ends, jnp.float32(0)), np.float64)
-    assert not made[1].any()
+    made = np.array(jax.jit(run)(d, x, ends, jnp.array([0, jnp.nan, 0, 0])), np.float64)
+    assert np.isnan(made[1]).all()  # with another number than 0 for the empty one
+    made[1] = 0
     d, x = (np.split(np.asarray(a, np.float64), ends)[: len(SIZES)] for a in (d, x))
     right = np.stack([a.T @ b for a, b in zip(d, x, strict=True)])
     assert np.linalg.norm(made - right) < 2**-8 * np.linalg.norm(right)

@@ -90,8 +90,8 @@ def test_configs_of_rows(config, swiglu):
 )
 def test_configs_of_the_weights_gradient(config):
     x, d, _, ends = tensors()
-    made = jax.jit(lambda: products.weight_product(d, x, ends, jnp.float32(0), config=config))()
-    assert_near(made, jax.jit(lambda: xla_products.weight_product(d, x, ends, jnp.float32(0)))())
+    made = jax.jit(lambda: products.weight_product(d, x, ends, jnp.zeros(6), config=config))()
+    assert_near(made, jax.jit(lambda: xla_products.weight_product(d, x, ends, jnp.zeros(6)))())
     assert not made[1].any()
 
 
@@ -104,10 +104,17 @@ def test_wrong_numbers_make_nan():
         out, pullback = jax.vjp(lambda x, w: op(x, w, sizes, rows=rows), x, weight)
         return out, *pullback(jnp.ones_like(out))
 
-    right, wrong = jnp.array([7, 0, 93, 300, 2000, 3]), jnp.array([7, 0, 4990, 4, 0, 0])
-    assert not any(jnp.isnan(a).any() for a in step(right, jnp.arange(5000)))
-    for given in ((wrong, jnp.arange(5000)), (right.at[0].set(-1), jnp.arange(5000)), (right, rows)):
+    right = jnp.array([7, 0, 93, 300, 2000, 3])
+    expected = step(right, jnp.arange(5000))
+    assert not any(jnp.isnan(a).any() for a in expected)
+    for given in ((right.at[0].set(-1), jnp.arange(5000)), (right, rows)):
         assert all(jnp.isnan(a).all() for a in step(*given))
+    for size in (-1, 4901):  # of the third group
+        out, grad_x, grad_weight = step(right.at[3].set(size), jnp.arange(5000))
+        assert jnp.isnan(grad_x).all()
+        for made, of_right, keeps in ((out, expected[0], 100), (grad_weight, expected[2], 3)):
+            np.testing.assert_array_equal(np.float32(made[:keeps]), np.float32(of_right[:keeps]))
+            assert jnp.isnan(made[keeps:]).all()
     with pytest.raises(ValueError, match=r"rows\[100\] is 5000 but x has 5000 rows"):
         op(x, weight, right, rows=rows, check_inputs=True)
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 from grouped_common import (
     EVERYTHING,
+    FP8,
     NAMES,
     PLAIN,
     SWIGLU,
     assert_equal,
     assert_rows_past_the_last_group_are_not_read,
     assert_same,
+    fp8_oracle,
     leaves,
     oracle,
     problem,
@@ -133,6 +135,30 @@ def test_autocast_decides_the_products_dtype_alone():
     right = oracle(arguments, grad.bfloat16())
     assert_same({"grad_weight": made.pop("grad_weight")}, right, 1e-6)
     assert_same(made, right, 4e-3)
+
+
+@pytest.mark.parametrize("layout", ["gnk", "gkn"])
+@pytest.mark.parametrize("case", [FP8, EVERYTHING], ids=str)
+def test_fp8(case, layout):
+    """Each group is fp8_linear's; the noise, of sums long enough, is as low as there."""
+    arguments, grad = problem(case)
+    if layout == "gkn":
+        arguments = turned(arguments)
+    made = step(arguments, grad, precision="fp8")
+    assert_same(made, fp8_oracle(arguments, grad))
+    assert_equal(step(arguments, grad, precision="fp8"), made)
+    if case is FP8:
+        assert_same(made, oracle(arguments, grad), 10 ** (-28 / 20))
+    arguments, grad = problem(FP8, torch.bfloat16)
+    assert_same(step(arguments, grad, precision="fp8"), fp8_oracle(arguments, grad), 2**-8)
+
+
+def test_fp8_into_weight_grad_out():
+    arguments, grad = problem(FP8, torch.bfloat16)
+    total = torch.full(arguments["weight"].shape, 0.5)
+    for _ in range(2):
+        grouped_matmul(**arguments, precision="fp8", weight_grad_out=total).backward(grad)
+    assert_same({"grad_weight": (total - 0.5) / 2}, fp8_oracle(arguments, grad), 1e-6)
 
 
 def test_any_strides_and_the_same_bits_every_time():

@@ -4,6 +4,9 @@ import pytest
 import torch
 from grouped_common import SWIGLU
 
+from onchip.core.backends import choose_backend
+from onchip.groups.triton import fp8
+from onchip.ops.grouped_matmul.torch_op import refusals
 from onchip.torch import grouped_matmul
 
 X, W, S = torch.randn(6, 8), torch.randn(3, 4, 8), torch.tensor([2, 0, 3])
@@ -40,6 +43,8 @@ SCATTER = {"scatter_rows": I6, "num_rows": 6}
         ((X, W, S), {**SCATTER, "num_rows": -1}, ValueError, "num_rows must be 0 or more; got -1"),
         ((X, W, S), {**SCATTER, "num_rows": 6.0}, TypeError, "num_rows must be an int; got float"),
         ((X, W, S), {"check_inputs": 1}, TypeError, "check_inputs must be True or False; got int"),
+        ((X, W, S), {"precision": "int8"}, ValueError, "precision must be one of 'full', 'fp8'; got 'int8'"),
+        ((X.double(), W.double(), S), {"precision": "fp8"}, TypeError, "precision='fp8' takes no float64; pass precision='full', or cast x and weight"),
         ((X, W, S), {"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'triton', 'torch'; got 'cublas'"),
         ((X, W, S), {"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
         # kinds
@@ -72,6 +77,16 @@ SCATTER = {"scatter_rows": I6, "num_rows": 6}
 def test_wrong_calls(arguments, options, error, message):
     with pytest.raises(error, match=f"grouped_matmul: .*{message}"):
         grouped_matmul(*arguments, **options)
+
+
+def test_on_a_gpu_the_plain_path_must_be_named():
+    """It reads the sizes on the host: "auto" never synchronises."""
+    of = torch.device("cuda"), torch.float64
+    with pytest.raises(ValueError, match=r"triton: it takes no float64; .*torch: it waits for the sizes on the host"):
+        choose_backend("grouped_matmul", "auto", refusals(*of))
+    assert choose_backend("grouped_matmul", "torch", refusals(*of, named=True)) == "torch"
+    assert fp8.refusal(256, 128) is None
+    assert fp8.refusal(256, 64) == "with precision='fp8' N and K must be multiples of 128; got N=256, K=64"
 
 
 def test_transforms_and_compiled_main_gradients_are_refused():

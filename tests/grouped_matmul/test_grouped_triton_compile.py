@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.fp8.triton_launches import quantize_launch
 from onchip.groups.problem import Options, Problem
+from onchip.groups.triton import fp8 as fp8_copies
 from onchip.groups.triton import launches
-from onchip.groups.triton.tiles import plan_numbers
+from onchip.groups.triton.tiles import plan_numbers, plan_tiles
 from onchip.kernels.triton.launch import Device
 
 T, G, N, K = 4096, 4, 1024, 512
-PLAN = torch.empty(plan_numbers(Problem(T, T, G, N, K, N, T)), dtype=torch.int32)
+P = Problem(T, T, G, N, K, N, T)
+PLAN = torch.empty(plan_numbers(P), dtype=torch.int32)
 INDEX, SCALE = torch.empty(T, dtype=torch.int32), torch.empty(T)
 HOPPER, AMPERE, ADA = Device("", 90, 132, 232448), Device("", 80, 108, 166912), Device("", 89, 142, 101376)
-SWIGLU = Options(activation="swiglu")
+OPTIONS, SWIGLU = Options(), Options(activation="swiglu")
+LIKE = torch.empty(0, dtype=torch.bfloat16)
 
 
 def of(*shape, dtype=torch.bfloat16):
@@ -48,11 +52,44 @@ def weight(**more):
     return launches.weight_gradient(of(T, N), of(T, K), of(G, N, K, dtype=torch.float32), PLAN, **more)
 
 
+def fp8(options=None, out=(T, N), **more):
+    """Of what quantising made: as many rows as tiles could have, and a weight with its scales."""
+    x, w = fp8_copies.empty_rows(P, K, LIKE), fp8_copies.empty_weight(P, OPTIONS, LIKE, turned=False)
+    w = fp8_copies.by_group(w, G, N, K)
+    return launches.product(
+        x.data, w.data, of(*out), PLAN, tokens=T, x_scales=x.scales, weight_scales=w.scales, options=options, **more
+    )
+
+
+def fp8_turned():
+    """x's gradient, of a weight whose groups lie side by side."""
+    d, w = fp8_copies.empty_rows(P, N, LIKE), fp8_copies.empty_weight(P, OPTIONS, LIKE, turned=True)
+    w = fp8_copies.by_group(w, G, K, N)
+    return launches.product(d.data, w.data, of(T, K), PLAN, tokens=T, x_scales=d.scales, weight_scales=w.scales)
+
+
+def fp8_weight():
+    a, b = (fp8_copies.empty_columns(P, columns, LIKE) for columns in (N, K))
+    return launches.scaled_weight_gradient(a, b, of(G, N, K, dtype=torch.float32), PLAN, add=True)
+
+
+def fp8_rows():
+    x, rows, columns = of(T, K), fp8_copies.empty_rows(P, K, LIKE), fp8_copies.empty_columns(P, K, LIKE)
+    tiles = PLAN[-3 * plan_tiles(P) :].view(-1, 3)
+    return quantize_launch(x, rows, columns, "e4m3", "float32", tiles=tiles)
+
+
 LAUNCHES = {
     "swiglu": (lambda: forward(row_scale=SCALE), HOPPER),
     "gathered": (lambda: plain(bias=of(G, N), row_scale=SCALE, before=of(T, N), index=INDEX), HOPPER),
     "weight, gathered": (lambda: weight(b_index=INDEX, limit=T), HOPPER),
     "a100": (lambda: forward(row_scale=SCALE), AMPERE),
+    "fp8, swiglu": (lambda: fp8(SWIGLU, (T, N // 2), before=of(T, N), bias=of(G, N), row_scale=SCALE), HOPPER),
+    "fp8, turned": (fp8_turned, HOPPER),
+    "fp8, weight": (fp8_weight, HOPPER),
+    "fp8, quantised rows": (fp8_rows, HOPPER),
+    "fp8": (fp8, HOPPER),
+    "fp8, ada": (lambda: fp8(SWIGLU, (T, N // 2), before=of(T, N)), ADA),
     "plain": (plain, HOPPER),
     "turned": (turned, HOPPER),
     "interleaved": (lambda: forward(Options(activation="swiglu", gate_up="interleaved")), HOPPER),
@@ -63,7 +100,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 3)) for i, x in enumerate(LAUNCHES)])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 7)) for i, x in enumerate(LAUNCHES)])
 def test_products(name):
     make, device = LAUNCHES[name]
     with mock.patch.object(launches, "describe", return_value=device):
@@ -71,7 +108,10 @@ def test_products(name):
     (found,) = compile_all([launch], device.capability)
     assert found.shared <= device.shared
     assert found.stack <= 8
-    floats = launch.arguments["PRECISION"] == "ieee"
+    if name == "fp8, quantised rows":
+        return
+    floats = launch.arguments.get("PRECISION") == "ieee"
     assert ("wgmma.mma_async" in found.ptx) == (device is HOPPER and not floats)
     assert ("cp.async.bulk.tensor" in found.ptx) == (device is HOPPER)
     assert floats or device is HOPPER or "mma.sync" in found.ptx
+    assert (".e4m3.e4m3" in found.ptx) == name.startswith("fp8")

@@ -65,15 +65,20 @@ def quantize_launch(
     scale: str,
     *,
     by_block: bool = False,
+    tiles: Tensor | None = None,  # [R / 128, 3] int32, contiguous: a number, and the block's first row of x and its end
 ) -> Launch:
-    """What isn't contiguous in rows or in columns is copied first."""
-    if x.stride(0) == 1 != x.stride(1) < _LONGEST_ROW:  # x^T lies in rows; its copies are x's, the other way round
+    """What isn't contiguous in rows or in columns is copied first.
+
+    With `tiles` each block of 128 rows of the results is of up to 128 rows of x, wherever they are, and zeros.
+    """
+    turned = tiles is None and x.stride(0) == 1 != x.stride(1) < _LONGEST_ROW
+    if turned:  # x^T lies in rows; its copies are x's, the other way round
         x, rows, columns = x.T, columns, rows
     elif x.stride(1) != 1 or x.stride(0) >= _LONGEST_ROW:
         x = x.contiguous()
     if x.shape[1] >= _LONGEST_ROW:
         raise ValueError(f"{OP}: backend 'triton' takes fewer than {_LONGEST_ROW} columns; got {x.shape[1]}")
-    height, width = x.shape
+    height, width = x.shape if tiles is None else (BLOCK * len(tiles), x.shape[1])
     words = BLOCK * x.element_size() // 4
     aligned = words == BLOCK or x.stride(0) % 2 == width % 2 == x.data_ptr() % 4 == 0
     tall = blocks(height) > _MOST_BLOCKS
@@ -86,6 +91,7 @@ def quantize_launch(
         "row_scales": None if rows is None else rows.scales,
         "columns": None if columns is None else columns.data.view(torch.int32),
         "column_scales": None if columns is None else columns.scales,
+        "tiles": tiles,
         "stride_r": x.stride(0),
         "rows_stride": 0 if rows is None else rows.data.stride(0),
         "columns_stride": 0 if columns is None else columns.data.stride(0) // 4,
@@ -98,7 +104,7 @@ def quantize_launch(
         "FP8_MAX": FP8_MAX[fmt],
         "POWER_OF_TWO": scale == "power_of_two",
         "ALIGNED": aligned,
-        "WHOLE": height % BLOCK == 0 == width % BLOCK,
+        "WHOLE": tiles is None and height % BLOCK == 0 == width % BLOCK,
         "EACH": words // _WARPS,
         "TALL": tall,
     }

@@ -185,6 +185,7 @@ def quantize_words(
     row_scales,  # float32 out: [C / 128, R], or BY_BLOCK [R / 128, rows_scale_stride]
     columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
     column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
+    tiles,  # [R / 128, 3] int32: of each block a number, its first row of x, and the end; past that it is 0
     stride_r,
     rows_stride,
     columns_stride,
@@ -216,8 +217,13 @@ def quantize_words(
     n = j * BLOCK + t
     r = t % (BLOCK // EACH) * EACH + t // (BLOCK // EACH)
     c = tl.arange(0, WORDS)
-    of_rows = None if WHOLE else (i * BLOCK + r < R)[:, None]
-    x += tl.cast(i, tl.int64) * BLOCK * stride_r + j * BLOCK
+    if tiles is None:
+        of_rows = None if WHOLE else (i * BLOCK + r < R)[:, None]
+        x += tl.cast(i, tl.int64) * BLOCK * stride_r + j * BLOCK
+    else:
+        first = tl.load(tiles + 3 * i + 1)
+        of_rows = (first + r < tl.load(tiles + 3 * i + 2))[:, None]
+        x += tl.cast(first, tl.int64) * stride_r + j * BLOCK
     if ALIGNED:
         at = r[:, None] * (stride_r // NUMBERS) + c[None, :]
         inside = None if WHOLE else of_rows & (j * WORDS + c < C // NUMBERS)[None, :]
@@ -257,9 +263,9 @@ def quantize_words(
         at = tl.max_contiguous(r[:, None] * (rows_stride // NUMBERS) + c[None, :], [1, 4])
         if PAIRS:
             q = two_bytes(a * row_factor, b * row_factor, FP8)
-            tl.store(rows.to(tl.pointer_type(tl.int16)) + at, q, mask=of_rows)
+            tl.store(rows.to(tl.pointer_type(tl.int16)) + at, q, mask=None if WHOLE else (i * BLOCK + r < R)[:, None])
         else:
-            tl.store(rows + at, (a * row_factor).to(FP8), mask=of_rows)
+            tl.store(rows + at, (a * row_factor).to(FP8), mask=None if WHOLE else (i * BLOCK + r < R)[:, None])
     if columns is not None:
         if PAIRS:
             even = four_rows(a * even_factor, FP8, EACH)

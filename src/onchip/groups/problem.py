@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from onchip.frontend.options import require_int, require_one_of
 
@@ -10,7 +10,9 @@ OP = "grouped_matmul"
 WeightLayout = Literal["gnk", "gkn"]
 Activation = Literal["swiglu"]
 GateUp = Literal["concatenated", "interleaved"]
+Precision = Literal["full", "fp8"]
 LAYOUTS, ACTIVATIONS, GATE_UPS = get_args(WeightLayout), get_args(Activation), get_args(GateUp)
+PRECISIONS = get_args(Precision)
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Options:
     activation: str | None = None
     gate_up: GateUp = "concatenated"
     num_rows: int | None = None
+    precision: Precision = "full"
 
     def __post_init__(self) -> None:
         require_one_of(OP, "weight_layout", self.weight_layout, LAYOUTS)
@@ -29,6 +32,7 @@ class Options:
         require_one_of(OP, "gate_up", self.gate_up, GATE_UPS)
         if self.activation is None and self.gate_up != "concatenated":
             raise ValueError(f"{OP}: gate_up={self.gate_up!r} is of activation='swiglu', which is not given")
+        require_one_of(OP, "precision", self.precision, PRECISIONS)
         if self.num_rows is not None:
             require_int(OP, "num_rows", self.num_rows)
             if self.num_rows < 0:
@@ -36,8 +40,7 @@ class Options:
             object.__setattr__(self, "num_rows", int(self.num_rows))
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The sizes of a call."""
 
     tokens: int
@@ -117,7 +120,7 @@ def check_values(p: Problem, which: str, groups: Any, rows: Any = None, scatter_
     """Raise ValueError for numbers that are wrong, NumPy arrays; `which` names `groups`: group_sizes or group_offsets.
 
     Of `rows` and `scatter_rows` those past the last group's end may be anything.  Where nothing can raise, a backend
-    makes NaN of the whole result and of all gradients instead.
+    makes NaN of what can't be right: from the first wrong size on, and of everything where an index is out of range.
     """
     of = [int(x) for x in groups]
     ends = of if which == "group_offsets" else [sum(of[: i + 1]) for i in range(len(of))]

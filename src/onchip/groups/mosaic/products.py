@@ -255,7 +255,7 @@ def weight_product(
     left: Array,  # [T, M]
     right: Array,  # [T, N]
     ends: Array,  # [G] int32
-    fill: Array,  # 0-d float32
+    fill: Array,  # [G] float32
     *,
     config: MosaicConfig | None = None,
     interpret: Any = None,
@@ -307,7 +307,7 @@ def weight_product(
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         group, row = group_of(p.i)
-        value = (product + refs["fill"][0]).astype(dtype)  # if that isn't 0, all groups are empty
+        value = (product + refs["fill"][group]).astype(dtype)  # not 0 for empty groups alone
         send = send_to(refs["out"].at[group], row + p.m - p.i * c.tile_m, p.n, columns)
         store(lambda n, width: value[:, n : n + width], send)
 
@@ -320,7 +320,7 @@ def weight_product(
         tiles,
         copies,
         epilogue,
-        inputs={**inputs, "first": first, "blocks": blocks, "fill": fill.reshape(1)},
+        inputs={**inputs, "first": first, "blocks": blocks, "fill": fill},
         outputs={"out": jax.ShapeDtypeStruct((groups, m, n), dtype)},
         stored=dtype,
         steps_of=steps_of,

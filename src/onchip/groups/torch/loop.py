@@ -1,4 +1,4 @@
-"""The plain path of grouped_matmul: one group after the other, in float32, on devices whose sizes the host can read."""
+"""The plain path of grouped_matmul: one group after the other, in float32, by sizes that the host reads."""
 
 from collections.abc import Iterator
 
@@ -6,17 +6,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_register import Made, Wanted
-from onchip.groups.problem import sizes_of
-from onchip.groups.torch.call import Call, Kept, Outputs, by_row, fake, fake_gradients
+from onchip.fp8.torch_products import multiply
+from onchip.fp8.torch_quantize import quantize
+from onchip.frontend.torch_inputs import accumulator, torch_refusal
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.groups.problem import OP, sizes_of
+from onchip.groups.torch.call import (
+    ADDS_TO,
+    DIFFERENTIABLE,
+    Call,
+    Kept,
+    Outputs,
+    by_row,
+    check,
+    empty_gradients,
+    empty_outputs,
+    kept,
+)
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why it can't serve a call on this device, or None."""
-    if device.type in ("cpu", "meta"):
-        return None
-    return f"it reads the sizes on the host and runs on cpu tensors, not on {device.type!r}"
+def refusal(device: torch.device, *, named: bool) -> str | None:
+    """Why it can't serve a call on this device, or None; `named`: the caller chose it."""
+    if device.type == "cuda" and not named:
+        return "it waits for the sizes on the host; name it if that may be, by backend='torch'"
+    return torch_refusal(device)
 
 
 def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
@@ -28,13 +41,22 @@ def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
         start += size
 
 
-def forward(call: Call) -> Outputs:
-    made, total = fake(call), accumulator(call.cast_x.dtype)
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Add rows to those of `total` that `index` names, in the same order every time."""
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)  # sorts, where index_add_ has atomics
+    else:
+        total.index_add_(0, index, rows)
+
+
+def _forward(call: Call) -> Outputs:
+    check(call)
+    made, total = empty_outputs(call), accumulator(call.cast_x.dtype)
     weight = by_row(call.cast_weight, call.options)
     out = torch.zeros_like(made.out, dtype=total)
     for g, mine in slices(call.which, call.groups):
         x = call.cast_x[mine if call.rows is None else call.rows[mine]]
-        y = x.to(total) @ weight[g].to(total).T
+        y = product_of_rows(x, weight[g], call.options.precision)
         if call.bias is not None:
             y += call.bias[g].to(total)
         if made.product is not None:
@@ -45,16 +67,20 @@ def forward(call: Call) -> Outputs:
         if call.scatter_rows is None:
             out[mine] = a
         else:
-            out.index_add_(0, call.scatter_rows[mine], a)
+            add_rows(out, call.scatter_rows[mine], a)
     return made._replace(out=out.to(made.out.dtype))
 
 
-def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _save(call: Call, outputs: Outputs) -> Kept:
+    return kept(call, outputs, call.groups, call.rows, call.scatter_rows)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
-    assert kept.groups is not None
     total, options = accumulator(grad_out.dtype), kept.options
-    made = [None if x is None else torch.zeros_like(x, dtype=total) for x in fake_gradients(kept, upstream, wanted)]
+    fp8 = options.precision == "fp8"
+    made = [None if x is None else torch.zeros_like(x, dtype=total) for x in empty_gradients(kept, upstream, wanted)]
     grad_x, grad_weight, grad_bias, grad_scale = made
     if wanted[1] and kept.weight_grad_out is not None:
         grad_weight = kept.weight_grad_out
@@ -71,20 +97,43 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             d = of_activation(y, d, options.gate_up)
         if grad_x is not None:
             assert kept.weight is not None
-            dx = d @ by_row(kept.weight, options)[g].to(total)
+            dx = product_of_rows(
+                d.to(grad_out.dtype) if fp8 else d, by_row(kept.weight, options)[g].mT, options.precision
+            )
             if kept.rows is None:
                 grad_x[mine] = dx
             else:
-                grad_x.index_add_(0, kept.rows[mine], dx)
+                add_rows(grad_x, kept.rows[mine], dx)
         if grad_weight is not None:
             assert kept.x is not None
-            x = kept.x[mine if kept.rows is None else kept.rows[mine]].to(total)
-            by_row(grad_weight, options)[g] += d.T @ x
+            x = kept.x[mine if kept.rows is None else kept.rows[mine]]
+            by_row(grad_weight, options)[g] += summed_over_rows(
+                d.to(grad_out.dtype) if fp8 else d, x, options.precision
+            )
         if grad_bias is not None:
             grad_bias[g] = d.sum(0)
     if kept.weight_grad_out is not None:
         made[1] = None
     return [None if x is None else x.to(dtype) for x, dtype in zip(made, kept.dtypes, strict=True)]
+
+
+def product_of_rows(x: Tensor, weight: Tensor, precision: str) -> Tensor:
+    """x [T, K] @ weight [N, K].T in the dtype of sums."""
+    if precision == "full":
+        total = accumulator(weight.dtype)
+        return x.to(total) @ weight.to(total).T
+    rows, _ = quantize(x, "e4m3", "float32", turned=False)
+    columns, _ = quantize(weight, "e4m3", "float32", by_block=True, turned=False)
+    return multiply("dequantize", rows, columns, by_block=True, dtype=torch.float32)
+
+
+def summed_over_rows(d: Tensor, x: Tensor, precision: str) -> Tensor:
+    """d [T, N].T @ x [T, K] in the dtype of sums."""
+    if precision == "full":
+        total = accumulator(x.dtype)
+        return d.to(total).T @ x.to(total)
+    (_, left), (_, right) = (quantize(a, "e4m3", "float32", rows=False) for a in (d, x))
+    return multiply("dequantize", left, right, by_block=False, dtype=torch.float32)
 
 
 def activated(y: Tensor, gate_up: str) -> Tensor:
@@ -105,3 +154,16 @@ def split(y: Tensor, gate_up: str) -> tuple[Tensor, Tensor]:
     """Gate and up of y [T, 2 F]."""
     half = y.shape[1] // 2
     return (y[:, :half], y[:, half:]) if gate_up == "concatenated" else (y[:, 0::2], y[:, 1::2])
+
+
+GROUPED = Operator(
+    "grouped_matmul_one_by_one",
+    op=OP,
+    forward=_forward,
+    fake=empty_outputs,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=empty_gradients,
+    differentiable=DIFFERENTIABLE,
+    adds_to=ADDS_TO,
+)

@@ -6,9 +6,11 @@ rows after the group's own first: so no tile has rows of two groups, and the las
 megablox, the grouped product of MegaBlocks, but for where tiles begin: there they lie on a fixed grid, and one is
 visited by each group that it has rows of.
 
-A plan is int32: [tiles, rows of all groups, NaN's bits or 0, unused], the groups' first rows and the end of the last,
-[G + 1], and for each tile its group, first row and its group's end.  If the sizes can't be right, group 0 has all rows,
-so that nothing is out of bounds; and all that is stored has NaN added to it (`poison`).
+A plan is int32: [tiles, rows of all groups, NaN's bits or 0, first wrong group or G], the groups' first rows and the
+end of the last, [G + 1], their first tiles in the same way, and for each tile its group, first row and its group's end;
+all 0 for tiles that there could be but aren't.  The first group whose size can't be right has all rows that are left,
+and those after it none, so that nothing is out of bounds; to what is stored for these groups NaN is added (`poison`).
+Where an index is out of range, it is added to all that is stored.
 
 A block of a group's rows is read and written through a descriptor that ends where the group does (`load_rows`): the
 hardware then reads 0 past it, whatever is there, and writes nothing.  Two dimensions in front of the matrix's own
@@ -19,6 +21,7 @@ own `triton.tools.ragged_tma`.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from onchip.fp8.triton_kernels import load_operand
 from onchip.kernels.triton.tiles import halves, place_tile
 
 HEAD = tl.constexpr(4)  # numbers of a plan before the groups'
@@ -38,6 +41,7 @@ def plan_tiles(
     plan,  # int32 out
     T,
     G,
+    TILES,  # the most that there can be
     OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -49,45 +53,52 @@ def plan_tiles(
     if OFFSETS:
         before = tl.load(groups + g - 1, mask=(g > 0) & (g < G), other=0).to(tl.int64)
         size = tl.where(g < G, size - before, 0)
-    wrong = tl.max(((size < 0) | (size > T)).to(tl.int32), 0) > 0
-    size = tl.minimum(tl.maximum(size, 0), T)
-    wrong = wrong | (tl.sum(size, 0) > T)
-    size = tl.where(wrong, tl.where(g == 0, T, 0), size).to(tl.int32)
-    end = tl.cumsum(size, 0)
-    start = end - size
-    tiles = tl.cdiv(size, BLOCK_M)
+    # What can't be right counts as more than there is: the groups up to there are as they are, the others end at T.
+    size = tl.where((size < 0) | (size > T), T + 1, size)
+    total = tl.cumsum(size, 0)
+    start = tl.minimum(total - size, T).to(tl.int32)
+    end = tl.minimum(total, T).to(tl.int32)
+    tiles = tl.cdiv(end - start, BLOCK_M)
     tiles_end = tl.cumsum(tiles, 0)
     tiles_start = tiles_end - tiles
     if tl.program_id(0) == 0:
         tl.store(plan, tl.sum(tiles, 0))
-        tl.store(plan + 1, tl.sum(size, 0))
-        tl.store(plan + 2, tl.where(wrong, NAN_BITS, 0))
-        tl.store(plan + 3, 0)
+        tl.store(plan + 1, tl.max(end, 0))
+        tl.store(plan + 2, 0)
+        tl.store(plan + 3, tl.min(tl.where(total > T, g, G), 0))
         tl.store(plan + HEAD + g, start, mask=g < G)
-        tl.store(plan + HEAD + G, tl.sum(size, 0))
+        tl.store(plan + HEAD + G, tl.max(end, 0))
+        tl.store(plan + HEAD + G + 1 + g, tiles_start, mask=g < G)
+        tl.store(plan + HEAD + 2 * G + 1, tl.sum(tiles, 0))
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     mine = (tiles_start[None, :] <= tile[:, None]) & (tile[:, None] < tiles_end[None, :])
     first = start[None, :] + (tile[:, None] - tiles_start[None, :]) * BLOCK_M
-    at = plan + HEAD + G + 1 + 3 * tile
-    there = tile < tl.sum(tiles, 0)
+    at = tile_of(plan, G, tile)
+    there = tile < TILES
     tl.store(at, tl.sum(tl.where(mine, g[None, :], 0), 1), mask=there)
     tl.store(at + 1, tl.sum(tl.where(mine, first, 0), 1), mask=there)
     tl.store(at + 2, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=there)
 
 
 @triton.jit
+def tile_of(plan, G, i):
+    """Where a tile's three numbers are."""
+    return plan + HEAD + 2 * (G + 1) + 3 * i
+
+
+@triton.jit
 def check_indices(
     indices,  # [T]
     plan,  # where one is out of range, what is added to all results becomes NaN
-    checked,  # [T] int32 out: `limit` past the last group and for what is out of range
+    checked,  # [T] int32 out: `limit` past the last right group and for what is out of range
     T,
     limit,
     BLOCK: tl.constexpr,
 ):
-    """Indices that are in [0, limit) wherever a group's rows are."""
+    """Indices that are in [0, limit) wherever rows are those of a group that is right."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + i, mask=i < T, other=0).to(tl.int64)
-    mine = i < tl.load(plan + 1)
+    mine = i < tl.load(plan + HEAD + tl.load(plan + 3))
     outside = (index < 0) | (index >= limit)
     tl.store(checked + i, tl.where(mine, tl.where(outside, limit, index), limit).to(tl.int32), mask=i < T)
     if tl.sum((mine & outside).to(tl.int32), 0) > 0:
@@ -95,9 +106,15 @@ def check_indices(
 
 
 @triton.jit
-def poison_of(plan):
-    """NaN if sizes or indices were wrong, else 0: what is added to all results."""
-    return tl.load(plan + 2).to(tl.float32, bitcast=True)
+def poison(plan, wrong):
+    """What is added to a result: NaN where it is `wrong`, or if an index was out of range; else 0."""
+    return tl.where(wrong, NAN_BITS, tl.load(plan + 2)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def poison_of_group(plan, g):
+    """NaN from the first group on whose size can't be right."""
+    return poison(plan, g >= tl.load(plan + 3))
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of rows
@@ -190,6 +207,35 @@ def add_bias(acc, bias, g, n, N, limit):
 
 
 @triton.jit
+def load_x(
+    x, stride, r, inside, first, end, i, k, K, rows,
+    R: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Step k of tile i's rows.  What is quantised has BLOCK_M rows for each tile, `rows` in all."""
+    if FP8:
+        return load_operand(x, stride, i * R, k, rows, R, TMA)
+    else:  # noqa: RET505
+        return load_rows(x, stride, r, inside, first, end, k * C, K, R, C, TMA)
+
+
+@triton.jit
+def add_product(
+    acc, a, x_scales, rows, i, weight, strides, scales, scale_strides, g, n, k, N, K,
+    R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + a @ the block [W, C] of a group's weight at (n, step k), transposed; in FP8 the product is scaled first."""
+    if x_scales is None:
+        b = load_weight(weight, strides, g, n, k * C, N, K, W, C, TURNED, TMA)
+        return tl.dot(a, b.T, acc, input_precision=PRECISION)
+    else:  # noqa: RET505
+        scale = tl.load(x_scales + tl.cast(k, tl.int64) * rows + i * R + tl.arange(0, R))
+        of_block = tl.cast(g, tl.int64) * scale_strides[0] + n // C * scale_strides[1] + k * scale_strides[2]
+        scale = scale * tl.load(scales + of_block, mask=n < N, other=0.0)
+        b = load_weight(weight, strides, g, n, k * C, N, K, W, C, TURNED, TMA)
+        return acc + tl.dot(a, b.T) * scale[:, None]
+
+
+@triton.jit
 def swiglu(gate, up):
     return gate * tl.sigmoid(gate) * up
 
@@ -211,8 +257,10 @@ def store_interleaved(
 
 @triton.jit
 def grouped_product(
-    x,  # [T, K], or its rows that `index` names
+    x,  # [T, K], or its rows that `index` names; in FP8 [x_rows, K], BLOCK_M rows for each tile
     weight,  # [G, N, K]
+    x_scales,  # [K / 128, x_rows] float32, of FP8 numbers; BLOCK_K is 128
+    weight_scales,  # [G, N / 128, K / 128] float32
     bias,  # [G, N]
     row_scale,  # [T]
     index,  # [T] int32: below `limit`
@@ -220,7 +268,9 @@ def grouped_product(
     product,  # [T, N] out: before activation and scale
     plan,
     x_stride,
+    x_rows,
     weight_strides,  # of G, N and K
+    scale_strides,  # of weight_scales
     out_stride,
     product_stride,
     limit,
@@ -244,33 +294,37 @@ def grouped_product(
 ):
     """x @ weight.T of each tile's group, and what follows it in float32; rows past the last group become 0."""
     HALF: tl.constexpr = BLOCK_N // 2
+    FP8: tl.constexpr = x_scales is not None
     half = N // 2
     tiles_m = tl.load(plan)
     total = tl.load(plan + 1)
-    poison = poison_of(plan)
     # Of CONCATENATED, a tile has HALF columns of gate and the HALF of up that belong to them.
     tiles_n = tl.cdiv(half, HALF) if GATED == CONCATENATED else tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
-        at = plan + HEAD + G + 1 + 3 * i
+        at = tile_of(plan, G, i)
         g = tl.load(at)
         first = tl.load(at + 1)
         end = tl.load(at + 2)
+        nan = poison_of_group(plan, g)
         r, inside = rows_of(index, first, end, limit, BLOCK_M)
         if GATED == CONCATENATED:
             column = j * HALF
             gate = tl.zeros((BLOCK_M, HALF), tl.float32)
             up = tl.zeros((BLOCK_M, HALF), tl.float32)
             for k in range(steps):
-                a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
-                d = k * BLOCK_K
-                b = load_weight(weight, weight_strides, g, column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
-                c = load_weight(weight, weight_strides, g, half + column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
-                gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
-                up = tl.dot(a, c.T, up, input_precision=PRECISION)
+                a = load_x(x, x_stride, r, inside, first, end, i, k, K, x_rows, BLOCK_M, BLOCK_K, FP8, TMA_X)
+                gate = add_product(
+                    gate, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
+                    g, column, k, N, K, BLOCK_M, BLOCK_K, HALF, TURNED, TMA_WEIGHT, PRECISION,
+                )  # fmt: skip
+                up = add_product(
+                    up, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
+                    g, half + column, k, N, K, BLOCK_M, BLOCK_K, HALF, TURNED, TMA_WEIGHT, PRECISION,
+                )  # fmt: skip
             n = column + tl.arange(0, HALF)
-            gate = add_bias(gate, bias, g, n, N, half) + poison
+            gate = add_bias(gate, bias, g, n, N, half) + nan
             up = add_bias(up, bias, g, half + n, N, N)
             if product is not None:
                 # Of a last tile that is not whole, the columns of gate end before up's begin.
@@ -280,11 +334,12 @@ def grouped_product(
             column = j * BLOCK_N
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(steps):
-                a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
-                d = k * BLOCK_K
-                b = load_weight(weight, weight_strides, g, column, d, N, K, BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT)
-                acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-            acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + poison
+                a = load_x(x, x_stride, r, inside, first, end, i, k, K, x_rows, BLOCK_M, BLOCK_K, FP8, TMA_X)
+                acc = add_product(
+                    acc, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
+                    g, column, k, N, K, BLOCK_M, BLOCK_K, BLOCK_N, TURNED, TMA_WEIGHT, PRECISION,
+                )  # fmt: skip
+            acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + nan
             if product is not None:
                 store_rows(product, product_stride, first, end, column, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_PRODUCT)
 
@@ -352,7 +407,47 @@ def grouped_weight_gradient(
         r, inside = rows_of(b_index, first, end, limit, BLOCK_M)
         v = load_rows(b, b_stride, r, inside, first, end, j * BLOCK_B, B, BLOCK_M, BLOCK_B, TMA_B)
         acc = tl.dot(u.T, v, acc, input_precision=PRECISION)
-    acc += poison_of(plan)
+    acc += poison_of_group(plan, g)
+    store_gradient(out, g, i * BLOCK_A, j * BLOCK_B, A, B, acc, BLOCK_A, BLOCK_B, ADD, PARTS, TMA_OUT)
+
+
+@triton.jit
+def scaled_weight_gradient(
+    a,  # [A, rows] FP8: BLOCK_M columns for each tile of rows
+    b,  # [B, rows]
+    a_scales,  # [rows / 128, A] float32
+    b_scales,  # [rows / 128, B]
+    out,  # [G, A, B] out, or added to
+    plan,
+    rows,
+    G,
+    A,
+    B,
+    ADD: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+):
+    """a @ b.T over the tiles of each group, as `grouped_weight_gradient`; a tile's product is scaled before it is
+    added."""
+    tiles_a = tl.cdiv(A, BLOCK_A)
+    tiles_b = tl.cdiv(B, BLOCK_B)
+    g = tl.program_id(0) // (tiles_a * tiles_b)
+    i, j = place_tile(tl.program_id(0) % (tiles_a * tiles_b), tiles_a, tiles_b, GROUP)
+    of_tiles = plan + HEAD + G + 1 + g
+    acc = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
+    for t in range(tl.load(of_tiles), tl.load(of_tiles + 1)):
+        r = i * BLOCK_A + tl.arange(0, BLOCK_A)
+        c = j * BLOCK_B + tl.arange(0, BLOCK_B)
+        a_scale = tl.load(a_scales + tl.cast(t, tl.int64) * A + r, mask=r < A, other=0.0)
+        b_scale = tl.load(b_scales + tl.cast(t, tl.int64) * B + c, mask=c < B, other=0.0)
+        u = load_operand(a, rows, i * BLOCK_A, t, A, BLOCK_A, TMA)
+        v = load_operand(b, rows, j * BLOCK_B, t, B, BLOCK_B, TMA)
+        acc += tl.dot(u, v.T) * a_scale[:, None] * b_scale[None, :]
+    acc += poison_of_group(plan, g)
     store_gradient(out, g, i * BLOCK_A, j * BLOCK_B, A, B, acc, BLOCK_A, BLOCK_B, ADD, PARTS, TMA_OUT)
 
 
@@ -401,8 +496,8 @@ def product_gradient(
     """From the gradient of a result's row those of its product and its scale.  A program for each row."""
     t = tl.program_id(0)
     row = t.to(tl.int64)
-    poison = poison_of(plan)
     if t < tl.load(plan + 1):
+        nan = poison(plan, t >= tl.load(plan + HEAD + tl.load(plan + 3)))
         at = row
         there = True
         if index is not None:
@@ -420,7 +515,7 @@ def product_gradient(
                 if grad_scale is not None:
                     moment += d * tl.load(product + row * C + c, mask=inside, other=0.0).to(tl.float32)
                 if out is not None:
-                    tl.store(out + row * C + c, (d * scale + poison).to(out.dtype.element_ty), mask=inside)
+                    tl.store(out + row * C + c, (d * scale + nan).to(out.dtype.element_ty), mask=inside)
             else:
                 at_gate = row * 2 * C + (c if GATED == CONCATENATED else 2 * c)
                 at_up = at_gate + (C if GATED == CONCATENATED else 1)
@@ -430,13 +525,13 @@ def product_gradient(
                 if grad_scale is not None:
                     moment += d * (gate * s * up)
                 if out is not None:
-                    d = d * scale + poison
+                    d = d * scale + nan
                     tl.store(out + at_gate, (d * up * s * (1 + gate * (1 - s))).to(out.dtype.element_ty), mask=inside)
                     tl.store(out + at_up, (d * gate * s).to(out.dtype.element_ty), mask=inside)
         if grad_scale is not None:
-            tl.store(grad_scale + t, (tl.sum(moment, 0) + poison).to(grad_scale.dtype.element_ty))
+            tl.store(grad_scale + t, (tl.sum(moment, 0) + nan).to(grad_scale.dtype.element_ty))
     elif grad_scale is not None:
-        tl.store(grad_scale + t, poison.to(grad_scale.dtype.element_ty))
+        tl.store(grad_scale + t, poison(plan, False).to(grad_scale.dtype.element_ty))
 
 
 @triton.jit
@@ -458,7 +553,7 @@ def bias_gradient(
         r = first + tl.arange(0, BLOCK_M)
         at = grad + r.to(tl.int64)[:, None] * grad_stride + c[None, :]
         total += tl.load(at, mask=(r < end)[:, None] & (c < N)[None, :], other=0.0).to(tl.float32)
-    value = tl.sum(total, 0) + poison_of(plan)
+    value = tl.sum(total, 0) + poison_of_group(plan, g)
     tl.store(out + g.to(tl.int64) * N + c, value.to(out.dtype.element_ty), mask=c < N)
 
 
@@ -470,13 +565,15 @@ def sum_rows(
     starts,  # [rows + 1]: where those of each row begin in `order`
     out,  # [rows, C] out
     plan,
+    G,
     C,
     BLOCK: tl.constexpr,
 ):
-    """Each row of `out` as the sum of rows of x, in their order, in float32."""
+    """Each row of `out` as the sum of rows of x, in their order, in float32; NaN if a group is wrong, since rows of it
+    that there aren't may have been part of any."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32) + poison_of(plan)
+    total = tl.zeros((BLOCK,), tl.float32) + poison_of_group(plan, G - 1)
     for j in range(tl.load(starts + row), tl.load(starts + row + 1)):
         t = tl.load(order + j)
         value = tl.load(x + t * C + c, mask=c < C, other=0.0).to(tl.float32)

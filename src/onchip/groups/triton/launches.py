@@ -3,15 +3,29 @@
 A `Launch` is run, or compiled ahead of time.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onchip.core.configs import until_cleared
+from onchip.fp8.torch_quantize import Quantized
+from onchip.frontend.torch_inputs import dtype_name
 from onchip.groups.problem import Options, Problem
 from onchip.groups.triton import kernels
-from onchip.groups.triton.tiles import ROWS, ProductConfig, gradient_config, plan_tiles, product_config
-from onchip.kernels.triton.launch import Launch, block_descriptor, describe
+from onchip.groups.triton.tiles import (
+    FP8_DEPTH,
+    FP8_ROWS,
+    ROWS,
+    ProductConfig,
+    gradient_config,
+    plan_tiles,
+    power_of_two,
+    product_config,
+    stored_config,
+)
+from onchip.kernels.triton.launch import Device, Launch, Shared, block_descriptor, describe, descriptor
 
 # Of what is done row by row.
 _COLUMNS = 1024
@@ -20,11 +34,6 @@ _INDICES = 1024
 _PLAN_ELEMENTS = 16384
 # See LAST in kernels.py.
 _LAST = 1 << 30
-
-
-def power_of_two(x: int) -> int:
-    """The next one that is no less."""
-    return 1 << max(0, x - 1).bit_length()
 
 
 def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
@@ -36,6 +45,7 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
         "plan": into,
         "T": p.tokens,
         "G": p.groups,
+        "TILES": plan_tiles(p),
         "OFFSETS": which == "group_offsets",
         "BLOCK_M": ROWS,
         "BLOCK_G": block,
@@ -51,6 +61,100 @@ def check_indices(indices: Tensor, limit: int, into: Tensor, of_plan: Tensor) ->
     return Launch(kernels.check_indices, (-(-count // _INDICES),), {**arguments, "BLOCK": _INDICES})
 
 
+class _Cut(NamedTuple):
+    """How a kernel of products is launched, from all that is no tensor."""
+
+    shared: Shared  # arguments
+    widths: tuple[int, ...]  # of the blocks that go through descriptors
+    warps: int
+    stages: int
+
+
+@until_cleared
+def _product_cut(
+    device: Device,
+    config: ProductConfig | None,
+    dtypes: tuple[torch.dtype, torch.dtype],  # of x and out
+    sizes: tuple[int, int, int, int],  # T or more, G, N, K
+    strides: tuple[tuple[int, ...], ...],  # of x, weight, out and product
+    aligned: tuple[bool, ...],  # these, for TMA
+    scale_strides: tuple[int, ...] | None,  # of a weight's in FP8
+    *,
+    product: bool,
+    indexed: bool,
+    short: bool,
+    gated: int,
+    turned: bool,
+) -> _Cut:
+    """Of `product`.  A call in which all of this is as before has none of it to do."""
+    of_x, of_out = (dtype.itemsize for dtype in dtypes)
+    _, groups, n, k = sizes
+    of_bytes = of_x, of_x, of_out, of_out
+    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
+    c = config
+    if c is None:
+        c = product_config(device.shared, of_x, short=short)
+        kernel = ("fp8_" if of_x == 1 else "") + ("product", "swiglu", "interleaved")[gated]
+        c = _stored(kernel, device, dtypes[1], sizes, tma, c)
+    half = c.columns // 2
+    parts = c.parts * max(1, of_out // max(2, of_x))
+    if gated == 2 and parts > 1:  # two results are staged at once
+        parts *= 2
+    of_scales = (0, 0, 0) if scale_strides is None else scale_strides
+    # A block of gate must not reach into up.
+    tma_product = product and tma[3] and (gated != 1 or n // 2 % half == 0)
+    # What TMA stores and what pointers store is staged apart: that is room for a step less.
+    stages = c.stages - 1 if product and tma[2] and not tma_product else c.stages
+    arguments = {
+        "x_stride": strides[0][0],
+        "weight_strides": strides[1],
+        "scale_strides": of_scales,
+        "out_stride": strides[2][0],
+        "product_stride": strides[3][0],
+        "G": groups,
+        "N": n,
+        "K": k,
+        "GATED": gated,
+        "TURNED": turned,
+        "BLOCK_M": ROWS,
+        "BLOCK_N": c.columns,
+        "BLOCK_K": c.depth,
+        "GROUP": c.group,
+        "PROGRAMS": device.programs,
+        "PARTS": parts,
+        "TMA_X": tma[0] and not indexed,
+        "TMA_WEIGHT": tma[1],
+        "TMA_OUT": tma[2],
+        "TMA_PRODUCT": tma_product,
+        "PRECISION": precision(of_x),
+    }
+    of_weight = half if gated == 1 else c.columns
+    widths = (
+        c.depth,
+        of_weight,
+        (c.columns // parts, half, half // parts)[gated],
+        half if gated == 1 else c.columns // parts,
+    )
+    return _Cut(Shared(arguments), widths, c.warps, stages)
+
+
+def _stored(
+    kernel: str,
+    device: Device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int],
+    tma: Sequence[bool],
+    heuristic: ProductConfig,
+) -> ProductConfig:
+    """A stored config, if there is one.
+
+    It was measured with descriptors: without some of them, a program may take more shared memory than there is.
+    """
+    if device.capability >= 90 and not all(tma):
+        return heuristic
+    return stored_config(kernel, device.slug, dtype_name(dtype), sizes, heuristic)
+
+
 def product(
     x: Tensor,  # [T, K], or [M, K] with index
     weight: Tensor,  # [G, N, K], any strides
@@ -63,68 +167,103 @@ def product(
     index: Tensor | None = None,
     before: Tensor | None = None,  # [T, N]
     options: Options | None = None,  # with their activation
+    x_scales: Tensor | None = None,  # [K / 128, rows of x], of FP8 numbers, ROWS rows for each tile
+    weight_scales: Tensor | None = None,  # [G, N / 128, K / 128]
     config: ProductConfig | None = None,
     tma: bool | None = None,
 ) -> Launch:
     """out = activation(x @ weight.T + bias) * row_scale of each group, and `before` what the activation is given."""
-    _, capability, processors, shared = describe(out.device)
-    groups, n, k = weight.shape
-    c = config or product_config(shared, x.element_size(), short=tokens <= ROWS * groups)
-    tma = capability >= 90 if tma is None else tma
+    device = describe(out.device)
+    tma = device.capability >= 90 if tma is None else tma
     gated = 0
     if options is not None and options.activation is not None:
         gated = 1 if options.gate_up == "concatenated" else 2
-    half = c.columns // 2
-    parts = c.parts * max(1, out.element_size() // x.element_size())
-    if gated == 2 and parts > 1:  # two results are staged at once
-        parts *= 2
-    width = half if gated == 1 else c.columns  # of a block of the weight
-    out_width = (c.columns // parts, half, half // parts)[gated]
     if x.stride(1) != 1:
         x = x.contiguous()
-    turned = weight.stride(2) != 1
-    as_it_lies = weight.mT if turned else weight
-    block = (1, c.depth, width) if turned else (1, width, c.depth)
-    tma_x = tma and index is None and suits(x)
-    tma_weight = tma and as_it_lies.stride(2) == 1 and suits(as_it_lies)
-    tma_out = tma and suits(out)
-    # A block of gate must not reach into up.
-    tma_before = tma and before is not None and suits(before) and (gated != 1 or n // 2 % half == 0)
-    # What TMA stores and what pointers store is staged apart: that is room for a step less.
-    stages = c.stages - 1 if tma_out and before is not None and not tma_before else c.stages
-    arguments = {
-        "x": ragged(x, c.depth) if tma_x else x,
-        "weight": block_descriptor(as_it_lies, as_it_lies.shape, as_it_lies.stride(), block) if tma_weight else weight,
+    groups, n, k = weight.shape
+    strides = weight.stride()
+    turned = strides[2] != 1
+    four = x, weight, out, out if before is None else before
+    cut = _product_cut(
+        device,
+        config,
+        (x.dtype, out.dtype),
+        (power_of_two(tokens), groups, n, k),
+        (x.stride(), strides, out.stride(), four[3].stride()),
+        tuple([tma and a.data_ptr() % 16 == 0 for a in four]),
+        None if weight_scales is None else weight_scales.stride(),
+        product=before is not None,
+        indexed=index is not None,
+        short=tokens <= ROWS * groups,
+        gated=gated,
+        turned=turned,
+    )
+    by_tma, (depth, of_weight, of_out, of_product) = cut.shared.arguments, cut.widths
+    into: Any = weight
+    if by_tma["TMA_WEIGHT"]:
+        step, row, column = strides
+        if turned:
+            into = block_descriptor(weight, (groups, k, n), (step, column, row), (1, depth, of_weight))
+        else:
+            into = block_descriptor(weight, (groups, n, k), strides, (1, of_weight, depth))
+    of_x: Any = x
+    if by_tma["TMA_X"]:
+        of_x = ragged(x, depth) if x_scales is None else descriptor(x, x.stride(0), ROWS, depth)
+    given = {
+        "x": of_x,
+        "x_rows": x.shape[0],
+        "weight": into,
+        "x_scales": x_scales,
+        "weight_scales": weight_scales,
         "bias": None if bias is None else bias.contiguous(),
         "row_scale": None if row_scale is None else row_scale.contiguous(),
         "index": index,
-        "out": ragged(out, out_width) if tma_out else out,
-        "product": ragged(before, half if gated == 1 else c.columns // parts) if tma_before else before,
+        "out": ragged(out, of_out) if by_tma["TMA_OUT"] else out,
+        "product": ragged(before, of_product) if by_tma["TMA_PRODUCT"] else before,
         "plan": of_plan,
-        "x_stride": x.stride(0),
-        "weight_strides": weight.stride(),
-        "out_stride": out.stride(0),
-        "product_stride": 0 if before is None else before.stride(0),
         "limit": len(x),
         "T": tokens,
-        "G": groups,
-        "N": n,
-        "K": k,
-        "GATED": gated,
-        "TURNED": turned,
-        "BLOCK_M": ROWS,
-        "BLOCK_N": c.columns,
-        "BLOCK_K": c.depth,
-        "GROUP": c.group,
-        "PROGRAMS": processors,
-        "PARTS": parts,
-        "TMA_X": tma_x,
-        "TMA_WEIGHT": tma_weight,
-        "TMA_OUT": tma_out,
-        "TMA_PRODUCT": tma_before,
-        "PRECISION": precision(x),
     }
-    return Launch(kernels.grouped_product, (processors,), arguments, c.warps, stages)
+    return Launch(kernels.grouped_product, (device.programs,), given, cut.warps, cut.stages, shared=cut.shared)
+
+
+@until_cleared
+def _gradient_cut(
+    device: Device,
+    config: ProductConfig | None,
+    dtypes: tuple[torch.dtype, torch.dtype],  # of a and out
+    sizes: tuple[int, int, int, int],  # T or more, G, A, B
+    strides: tuple[tuple[int, ...], ...],  # of a, b and out
+    aligned: tuple[bool, ...],  # these, for TMA
+    *,
+    indexed: tuple[bool, bool],  # a and b
+    add: bool,
+) -> _Cut:
+    """Of `weight_gradient`, as `_product_cut`."""
+    of_a, of_out = (dtype.itemsize for dtype in dtypes)
+    tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, (of_a, of_a, of_out), strict=True)]
+    c = config or _stored("weight_gradient", device, dtypes[0], sizes, tma, gradient_config(device.shared, of_a))
+    parts = c.parts * max(1, of_out // of_a)
+    arguments = {
+        "a_stride": strides[0][0],
+        "b_stride": strides[1][0],
+        "G": sizes[1],
+        "A": sizes[2],
+        "B": sizes[3],
+        "ADD": add,
+        "BLOCK_M": c.depth,
+        "BLOCK_A": ROWS,
+        "BLOCK_B": c.columns,
+        "GROUP": c.group,
+        "PARTS": parts,
+        "TMA_A": tma[0] and not indexed[0],
+        "TMA_B": tma[1] and not indexed[1],
+        "TMA_OUT": tma[2],
+        "PRECISION": precision(of_a),
+    }
+    # Where an index is fetched before its rows are, of two stages one has rows in shared memory.
+    stages = 2 * c.stages - 1 if any(indexed) else c.stages
+    return _Cut(Shared(arguments), (c.depth, c.columns, c.columns // parts), c.warps, stages)
 
 
 def weight_gradient(
@@ -141,43 +280,73 @@ def weight_gradient(
     tma: bool | None = None,
 ) -> Launch:
     """out = a.T @ b of each group's rows, or added to it."""
-    _, capability, _, shared = describe(out.device)
-    c = config or gradient_config(shared, a.element_size())
-    tma = capability >= 90 if tma is None else tma
+    device = describe(out.device)
+    tma = device.capability >= 90 if tma is None else tma
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     groups, rows, columns = out.shape
-    tma_a = tma and a_index is None and suits(a)
-    tma_b = tma and b_index is None and suits(b)
-    tma_out = tma and suits(out)
-    parts = c.parts * max(1, out.element_size() // a.element_size())
-    tiles = groups * -(-rows // ROWS) * -(-columns // c.columns)
-    arguments = {
-        "a": ragged(a, ROWS, c.depth) if tma_a else a,
-        "b": ragged(b, c.columns, c.depth) if tma_b else b,
+    cut = _gradient_cut(
+        device,
+        config,
+        (a.dtype, out.dtype),
+        (power_of_two(max(len(a), len(b))), groups, rows, columns),
+        (a.stride(), b.stride(), out.stride()),
+        tuple([tma and x.data_ptr() % 16 == 0 for x in (a, b, out)]),
+        indexed=(a_index is not None, b_index is not None),
+        add=add,
+    )
+    by_tma, (depth, width, of_out) = cut.shared.arguments, cut.widths
+    tiles = groups * -(-rows // ROWS) * -(-columns // width)
+    given = {
+        "a": ragged(a, ROWS, depth) if by_tma["TMA_A"] else a,
+        "b": ragged(b, width, depth) if by_tma["TMA_B"] else b,
         "a_index": a_index,
         "b_index": b_index,
-        "out": block_descriptor(out, out.shape, out.stride(), (1, ROWS, c.columns // parts)) if tma_out else out,
+        "out": block_descriptor(out, out.shape, out.stride(), (1, ROWS, of_out)) if by_tma["TMA_OUT"] else out,
         "plan": of_plan,
-        "a_stride": a.stride(0),
-        "b_stride": b.stride(0),
         "limit": limit,
+    }
+    return Launch(kernels.grouped_weight_gradient, (tiles,), given, cut.warps, cut.stages, shared=cut.shared)
+
+
+def scaled_weight_gradient(
+    a: Quantized,  # [A, rows]: ROWS columns for each tile
+    b: Quantized,  # [B, rows]
+    out: Tensor,  # [G, A, B]
+    of_plan: Tensor,
+    *,
+    add: bool = False,
+    config: ProductConfig | None = None,
+    tma: bool | None = None,
+) -> Launch:
+    """out = a @ b.T over each group's tiles, or added to it."""
+    device = describe(out.device)
+    tma = device.capability >= 90 if tma is None else tma
+    groups, rows, columns = out.shape
+    tma_out = tma and out.data_ptr() % 16 == 0 and suits(out.stride(), out.element_size())
+    sizes = a.data.shape[1] - ROWS * groups, groups, rows, columns
+    c = config or _stored("fp8_weight_gradient", device, out.dtype, sizes, [tma_out], gradient_config(device.shared, 1))
+    parts = c.parts * out.element_size() // 2
+    arguments = {
+        "a": descriptor(a.data, a.data.stride(0), FP8_ROWS, FP8_DEPTH) if tma else a.data,
+        "b": descriptor(b.data, b.data.stride(0), c.columns, FP8_DEPTH) if tma else b.data,
+        "a_scales": a.scales,
+        "b_scales": b.scales,
+        "out": block_descriptor(out, out.shape, out.stride(), (1, FP8_ROWS, c.columns // parts)) if tma_out else out,
+        "plan": of_plan,
+        "rows": a.data.shape[1],
         "G": groups,
         "A": rows,
         "B": columns,
         "ADD": add,
-        "BLOCK_M": c.depth,
-        "BLOCK_A": ROWS,
+        "BLOCK_A": FP8_ROWS,
         "BLOCK_B": c.columns,
         "GROUP": c.group,
         "PARTS": parts,
-        "TMA_A": tma_a,
-        "TMA_B": tma_b,
+        "TMA": tma,
         "TMA_OUT": tma_out,
-        "PRECISION": precision(a),
     }
-    # Where an index is fetched before its rows are, of two stages one has rows in shared memory.
-    stages = c.stages if a_index is None and b_index is None else 2 * c.stages - 1
-    return Launch(kernels.grouped_weight_gradient, (tiles,), arguments, c.warps, stages)
+    tiles = groups * -(-rows // FP8_ROWS) * -(-columns // c.columns)
+    return Launch(kernels.scaled_weight_gradient, (tiles,), arguments, c.warps, c.stages)
 
 
 def product_gradient(
@@ -219,7 +388,7 @@ def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     return Launch(kernels.bias_gradient, (groups, -(-columns // 64)), {**arguments, "BLOCK_M": 64, "BLOCK": 64})
 
 
-def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
+def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor, groups: int) -> Launch:
     """Add each row of x to the row of `out` that `index` names."""
     rows, columns = out.shape
     ascending, order = torch.sort(index, stable=True)
@@ -231,16 +400,20 @@ def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of
         "starts": torch.searchsorted(ascending, torch.arange(rows + 1, dtype=index.dtype, device=index.device)),
         "out": out,
         "plan": of_plan,
+        "G": groups,
         "C": columns,
         "BLOCK": block,
     }
     return Launch(kernels.sum_rows, (rows, -(-columns // block)), arguments)
 
 
-def suits(x: Tensor) -> bool:
-    """Whether a descriptor can have it: its address and strides are multiples of 16 bytes."""
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:-1])
+def suits(strides: Sequence[int], element_bytes: int) -> bool:
+    """Whether a descriptor can have them: one of the last two is 1, and all others are multiples of 16 bytes."""
+    others = list(strides)
+    if 1 not in others[-2:]:
+        return False
+    others.remove(1)
+    return all(stride > 0 and stride * element_bytes % 16 == 0 for stride in others)
 
 
 def ragged(x: Any, columns: int, rows: int = ROWS) -> Any:
@@ -250,6 +423,6 @@ def ragged(x: Any, columns: int, rows: int = ROWS) -> Any:
     return block_descriptor(x, shape, (2**34 - stride, stride, stride, 1), (1, 1, rows, columns))
 
 
-def precision(x: Tensor) -> str:
+def precision(element_bytes: int) -> str:
     """Products of float32 are in float32, not in the tensor cores' 19 bits."""
-    return "ieee" if x.element_size() == 4 else "tf32"
+    return "ieee" if element_bytes == 4 else "tf32"

@@ -1,18 +1,43 @@
-"""What grouped_matmul's operator computes with the Triton kernels, forward and backward.  Triton is imported there."""
+"""grouped_matmul's operator on the Triton kernels, forward and backward.  Triton is imported there."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_register import Made, Wanted
-from onchip.groups.torch.call import Call, Kept, Outputs, by_row, fake, fake_gradients
+from onchip.fp8.torch_products import triton_refusal
+from onchip.fp8.torch_quantize import Quantized, operand
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.groups.problem import OP
+from onchip.groups.torch.call import (
+    ADDS_TO,
+    DIFFERENTIABLE,
+    Call,
+    Kept,
+    Outputs,
+    by_row,
+    check,
+    empty_gradients,
+    empty_outputs,
+    kept,
+)
+from onchip.groups.triton import fp8
+from onchip.groups.triton.tiles import plan_numbers
 from onchip.kernels.triton.launch import device_refusal
 
 _MOST_GROUPS, _MOST_ROWS = 16384, 1 << 30
 
 
-def refusal(device: torch.device, dtype: torch.dtype, groups: int, rows: int) -> str | None:
-    """Why the kernels can't serve a call with so many groups, and rows of x, of the product or of the result."""
+def refusal(
+    device: torch.device, dtype: torch.dtype, groups: int, rows: int, fp8_sizes: tuple[int, int] | None = None
+) -> str | None:
+    """Why the kernels can't serve a call with so many groups, and rows of x, of the product or of the result.
+
+    `fp8_sizes`: N and K, with precision='fp8'.
+    """
     reason = device_refusal(device.type, device.index, dtype)
+    if reason is None and fp8_sizes is not None:
+        reason = triton_refusal(device) or fp8.refusal(*fp8_sizes)
     if reason is None and groups > _MOST_GROUPS:
         reason = f"it takes at most {_MOST_GROUPS} groups, not {groups}"
     if reason is None and rows > _MOST_ROWS:
@@ -20,54 +45,117 @@ def refusal(device: torch.device, dtype: torch.dtype, groups: int, rows: int) ->
     return reason
 
 
-def forward(call: Call) -> Outputs:
+class TritonOutputs(NamedTuple):
+    """What the operator returns."""
+
+    of_call: Outputs
+    plan: Tensor  # int32: which rows are whose
+    read: Tensor | None  # [T] int32: rows, checked
+    write: Tensor | None  # [T] int32: scatter_rows, checked
+    # With precision='fp8', of what has a gradient: x's columns for the weight's, and the weight for x's.
+    columns: Tensor | None
+    column_scales: Tensor | None
+    weight: Tensor | None
+    weight_scales: Tensor | None
+
+
+def _fake(call: Call) -> TritonOutputs:
+    p, x, options = call.problem, call.x, call.options
+    by_x, by_weight = call.grads[:2]
+    in_fp8 = options.precision == "fp8"
+
+    def numbers(count: int) -> Tensor:
+        return x.new_empty(count, dtype=torch.int32)
+
+    return TritonOutputs(
+        empty_outputs(call),
+        numbers(plan_numbers(p)),
+        None if call.rows is None else numbers(p.tokens),
+        None if call.scatter_rows is None else numbers(p.tokens),
+        *(fp8.empty_columns(p, p.k, x) if in_fp8 and by_weight else (None, None)),
+        *(fp8.empty_weight(p, options, x, turned=True) if in_fp8 and by_x else (None, None)),
+    )
+
+
+def _forward(call: Call) -> TritonOutputs:
     from onchip.groups.triton import launches
 
-    made, p, options = fake(call), call.problem, call.options
-    assert made.plan is not None
+    if call.check_inputs or not call.x.is_cuda:
+        check(call)
+    made, p, options = _fake(call), call.problem, call.options
+    result, before = made.of_call
     launches.plan(p, call.which, call.groups, made.plan).run()
     if p.tokens == 0:
-        made.out.copy_(of_nothing(made.plan))
+        result.copy_(of_nothing(made.plan, p.groups)[-1])
         return made
     for given, limit, into in ((call.rows, p.source_rows, made.read), (call.scatter_rows, p.out_rows, made.write)):
         if given is not None and into is not None:
             launches.check_indices(given, limit, into, made.plan).run()
-    out, before = made.out, made.product
+    out = result
     if made.write is not None:  # rows without their scales; those are what is kept where there is no activation
         if before is not None and options.activation is None:
             out, before = before, None
         else:
             out = call.cast_x.new_empty((p.tokens, p.columns))
+    x, weight, index = call.cast_x, by_row(call.cast_weight, options), made.read
+    x_scales = weight_scales = None
+    if options.precision == "fp8":
+        (x, x_scales), (weight, weight_scales), index = *_quantized(call, made), None
     launches.product(
-        call.cast_x,
-        by_row(call.cast_weight, options),
+        x,
+        weight,
         out,
         made.plan,
         tokens=p.tokens,
         bias=call.bias,
         row_scale=None if made.write is not None else call.row_scale,
-        index=made.read,
+        index=index,
         before=before,
         options=options,
+        x_scales=x_scales,
+        weight_scales=weight_scales,
     ).run()
-    if made.write is not None and made.out.numel() > 0:
-        launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan).run()
+    if made.write is not None and result.numel() > 0:
+        launches.sum_rows(out, call.row_scale, made.write, result, made.plan, p.groups).run()
     return made
 
 
-def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _quantized(call: Call, made: TritonOutputs) -> tuple[Quantized, fp8.Weight]:
+    """x and the weight in FP8 for the result; what their gradients need goes to `made`."""
+    p, options = call.problem, call.options
+    x = call.cast_x if made.read is None else fp8.gathered(call.cast_x, made.read)
+    rows = fp8.empty_rows(p, p.k, x)
+    fp8.quantize_rows(p, x, made.plan, rows, operand(made.columns, made.column_scales))
+    weight = fp8.empty_weight(p, options, x, turned=False)
+    fp8.quantize_weight(call.cast_weight, options, weight, operand(made.weight, made.weight_scales))
+    return rows, fp8.by_group(weight, p.groups, p.n, p.k)
+
+
+def _save(call: Call, outputs: TritonOutputs) -> Kept:
+    made = kept(call, outputs.of_call, outputs.plan, outputs.read, outputs.write)
+    if call.options.precision == "full":
+        return made
+    return made._replace(
+        x=outputs.columns,
+        x_scales=outputs.column_scales,
+        weight=outputs.weight,
+        weight_scales=outputs.weight_scales,
+    )
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     from onchip.groups.triton import launches
 
     (grad_out,) = upstream
     assert grad_out is not None
-    plan = kept.groups
-    assert plan is not None
-    p, options = kept.problem, kept.options
-    made = fake_gradients(kept, upstream, wanted)
+    plan, p, options = kept.groups, kept.problem, kept.options
+    made = empty_gradients(kept, upstream, wanted)
     if p.tokens == 0:
+        nothing = of_nothing(plan, p.groups)
         if wanted[1] and kept.weight_grad_out is not None:
-            kept.weight_grad_out.add_(of_nothing(plan))
-        return [None if x is None else x.copy_(of_nothing(plan)) for x in made]
+            kept.weight_grad_out.add_(nothing[:, None, None])
+        by_group = nothing[-1], nothing[:, None, None], nothing[:, None], nothing[-1]
+        return [None if x is None else x.copy_(value) for x, value in zip(made, by_group, strict=True)]
     grad_x, grad_weight, grad_bias, grad_scale = made
     d: Tensor | None = grad_out if grad_out.stride(1) == 1 else grad_out.contiguous()
     if options.activation is not None or kept.row_scale is not None or kept.scatter_rows is not None:
@@ -77,18 +165,42 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         ).run()
     if d is None:
         return made
+    d_rows = d_columns = None
+    if options.precision == "fp8":
+        d_rows = fp8.empty_rows(p, p.n, d) if grad_x is not None else None
+        d_columns = fp8.empty_columns(p, p.n, d) if wanted[1] else None
+        if d_rows is not None or d_columns is not None:
+            fp8.quantize_rows(p, d, plan, d_rows, d_columns)
     if grad_x is not None:
         assert kept.weight is not None
         into = grad_x if kept.rows is None else grad_x.new_empty((p.tokens, p.k))
-        launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
+        if d_rows is None:
+            launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
+        else:
+            assert kept.weight_scales is not None
+            weight = fp8.by_group(Quantized(kept.weight, kept.weight_scales), p.groups, p.k, p.n)
+            launches.product(
+                d_rows.data,
+                weight.data,
+                into,
+                plan,
+                tokens=p.tokens,
+                x_scales=d_rows.scales,
+                weight_scales=weight.scales,
+            ).run()
         if kept.rows is not None and grad_x.numel() > 0:
-            launches.sum_rows(into, None, kept.rows, grad_x, plan).run()
+            launches.sum_rows(into, None, kept.rows, grad_x, plan, p.groups).run()
     if wanted[1]:
         assert kept.x is not None
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
         assert gradient is not None
         add, limit = grad_weight is None, p.source_rows
-        if options.weight_layout == "gnk":
+        if d_columns is not None:
+            assert kept.x_scales is not None
+            pair = d_columns, Quantized(kept.x, kept.x_scales)
+            pair = pair if options.weight_layout == "gnk" else pair[::-1]
+            launch = launches.scaled_weight_gradient(*pair, gradient, plan, add=add)
+        elif options.weight_layout == "gnk":
             launch = launches.weight_gradient(d, kept.x, gradient, plan, b_index=kept.rows, limit=limit, add=add)
         else:
             launch = launches.weight_gradient(kept.x, d, gradient, plan, a_index=kept.rows, limit=limit, add=add)
@@ -98,6 +210,20 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
-def of_nothing(plan: Tensor) -> Tensor:
-    """What a sum over no rows is: 0, or NaN where sizes say that there are some."""
-    return plan[2:3].view(torch.float32)
+def of_nothing(plan: Tensor, groups: int) -> Tensor:
+    """[G]: each group's sum over no rows: 0, or NaN from the first one on whose size says that there are some."""
+    return torch.zeros(groups, device=plan.device).where(torch.arange(groups, device=plan.device) < plan[3], torch.nan)
+
+
+GROUPED = Operator(
+    "grouped_matmul",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=empty_gradients,
+    differentiable=DIFFERENTIABLE,
+    adds_to=ADDS_TO,
+    launches=True,
+)

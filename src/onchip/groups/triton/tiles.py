@@ -1,11 +1,16 @@
-"""How grouped products in Triton are cut.  No framework."""
+"""How grouped products in Triton are cut: a config that `onchip tune` stored for such sizes, or the heuristic's.
 
-from dataclasses import dataclass
+No framework.
+"""
 
-from onchip.groups.problem import Problem
+from dataclasses import asdict, dataclass
+
+from onchip.core.configs import find_config
+from onchip.groups.problem import OP, Problem
 
 PLAN_HEAD = 4
-"""Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if anything is wrong, nothing."""
+"""Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if an index is wrong, and the first
+group whose size can't be right."""
 ROWS = 128
 """Of a tile: one for all kernels that read a plan."""
 
@@ -16,8 +21,13 @@ def plan_tiles(p: Problem) -> int:
 
 
 def plan_numbers(p: Problem) -> int:
-    """Of a plan: its head, the groups' first rows and the end, and three numbers for each tile."""
-    return PLAN_HEAD + p.groups + 1 + 3 * plan_tiles(p)
+    """Of a plan: its head, the groups' first rows and tiles with the ends, and three numbers for each tile."""
+    return PLAN_HEAD + 2 * (p.groups + 1) + 3 * plan_tiles(p)
+
+
+def padded_rows(p: Problem) -> int:
+    """Of what has 128 rows for each tile."""
+    return ROWS * plan_tiles(p)
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,12 @@ class ProductConfig:
     """A tile of the result leaves in so many pieces, each staged in shared memory."""
 
 
+FP8_ROWS = 64
+"""Of a tile of the weight's gradient in FP8."""
+FP8_DEPTH = 128
+"""A step of a product of FP8 numbers: what shares a scale."""
+
+
 def product_config(shared: int, element_bytes: int, *, short: bool) -> ProductConfig:
     """The config of output and x's gradient, by the device's shared memory per block in bytes.
 
@@ -46,6 +62,8 @@ def product_config(shared: int, element_bytes: int, *, short: bool) -> ProductCo
         return ProductConfig(columns=64, depth=16, stages=2, parts=1)
     # A weight that one tile of rows reads isn't shared: with 256 groups of 128 rows, one at a time was 7% faster.
     group = 1 if short else 8
+    if element_bytes == 1:  # a tile no wider than a scale; the sum of a step is apart from that of all
+        return ProductConfig(columns=128, depth=FP8_DEPTH, stages=4 if shared >= 227 * 1024 else 2, group=group)
     if shared >= 227 * 1024:
         return ProductConfig(group=group)
     return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=group)
@@ -60,6 +78,42 @@ def gradient_config(shared: int, element_bytes: int) -> ProductConfig:
     """
     if element_bytes == 4:
         return ProductConfig(columns=64, depth=16, stages=2, parts=1)
+    if element_bytes == 1:
+        return ProductConfig(columns=128, depth=FP8_DEPTH, stages=3 if shared >= 227 * 1024 else 2, warps=4, group=4)
     if shared >= 227 * 1024:
         return ProductConfig(columns=128, depth=32, warps=4, group=4, parts=4)
     return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=16)
+
+
+# What is tuned: the products of rows, without and with an activation whose argument is kept, and over rows.
+KERNELS = ("product", "swiglu", "weight_gradient", "fp8_product", "fp8_swiglu", "fp8_weight_gradient")
+FP8_KERNELS = KERNELS[3:]
+
+
+def power_of_two(x: int) -> int:
+    """The next one that is no less."""
+    return 1 << max(0, x - 1).bit_length()
+
+
+def sizes_of_product(tokens: int, groups: int, n: int, k: int) -> dict[str, int]:
+    """What a config is stored and found by: tokens are another number in every run."""
+    return {"m": power_of_two(tokens), "g": groups, "n": n, "k": k}
+
+
+def stored_config(
+    kernel: str, device: str, dtype: str, sizes: tuple[int, int, int, int], heuristic: ProductConfig
+) -> ProductConfig:
+    """The config of a product of rows of this dtype, on what `configs.device_slug` names; `sizes` are T, G, N and K."""
+    found = find_config(OP, kernel, device, dtype, sizes_of_product(*sizes), asdict(heuristic))
+    return heuristic if found.how == "heuristic" else ProductConfig(**found.config)
+
+
+def shared_bytes_of(kernel: str, c: ProductConfig) -> int:
+    """Bytes of shared memory of a program: operands of all stages, a piece of the result, barriers."""
+    element = 1 if kernel in FP8_KERNELS else 2
+    of_weight = kernel.endswith("weight_gradient")
+    rows = FP8_ROWS if of_weight and element == 1 else ROWS
+    operands = c.stages * (rows + c.columns) * c.depth * element
+    # SwiGLU's result and what it keeps leave in halves: as gate, and as up.
+    piece = rows * c.columns * 2 // (2 if kernel.endswith("swiglu") else c.parts)
+    return (max(operands, piece) if of_weight else operands + piece) + 1024

@@ -13,18 +13,26 @@ from onchip.frontend.jax_inputs import accumulator
 
 
 def ends_of_sizes(sizes: Array, rows: int) -> tuple[Array, Array]:
-    """Where groups of these sizes end [G] int32, and whether none is negative and they fit into so many rows."""
+    """Where groups of these sizes end, as `ends_until`: none is negative, and they fit into so many rows."""
     # Sums that stop there can't overflow; what is wrong counts as too much.
     most = rows + 1
     clipped = jnp.where(sizes < 0, most, jnp.minimum(sizes, most)).astype(jnp.int32)
     ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), clipped)
-    return ends, ends[-1] <= rows
+    return ends_until(ends <= rows, ends)
 
 
 def ends_of_offsets(offsets: Array, rows: int) -> tuple[Array, Array]:
-    """These ends as [G] int32, and whether the first is 0 or more, none below the one before, and the last one fits."""
-    right = (offsets[0] >= 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= rows)
-    return jnp.clip(offsets, 0, rows).astype(jnp.int32), right
+    """These ends, as `ends_until`: the first is 0 or more, none is below the one before, and they fit."""
+    fits = (offsets >= starts_of(offsets)) & (offsets <= rows)
+    return ends_until(lax.associative_scan(jnp.logical_and, fits), jnp.clip(offsets, 0, rows).astype(jnp.int32))
+
+
+def ends_until(right: Array, ends: Array) -> tuple[Array, Array]:
+    """Where groups end [G] int32, and whether they are right [G] bool: true, and from some group on false.
+
+    From there on groups end where the last one ends that is right.
+    """
+    return jnp.where(right, ends, jnp.where(right, ends, 0).max()), right
 
 
 def starts_of(ends: Array) -> Array:

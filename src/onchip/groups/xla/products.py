@@ -3,8 +3,8 @@
 A group of n rows is cut into ceil(n / block) blocks, so there are at most T / block + G; how many, the device knows.
 A row of another group, or of none, never enters a result, whatever it holds.
 
-`fill` is what rows without a group get, and the weights of empty groups: 0, or NaN in a call with wrong sizes, whose
-groups are all empty.
+`fill` is what rows without a group get, and for each group the weight of an empty one: 0, or NaN where sizes or indices
+can't be right.  Groups that can't be right are empty.
 """
 
 from functools import partial
@@ -92,10 +92,13 @@ def layer(
 
 
 def weight_product(left: Array, right: Array, ends: Array, fill: Array) -> Array:
-    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N]; of their dtype."""
+    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N]; of their dtype.
+
+    `fill` is [G] float32.
+    """
     rows, total = len(left), accumulator(left.dtype)
     shape = left.shape[1], right.shape[1]
-    out = jnp.full((len(ends), *shape), fill, left.dtype)
+    out = jnp.broadcast_to(fill[:, None, None], (len(ends), *shape)).astype(left.dtype)
     if rows == 0:
         return out
     blocks = _blocks(ends, rows)

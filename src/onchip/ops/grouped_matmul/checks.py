@@ -52,7 +52,8 @@ def plain_refusals(
 
     from onchip.ops.grouped_matmul import torch_op
 
-    return torch_op.refusals(torch.device(device), getattr(torch, dtype), len(given.get("sizes", ())))
+    groups = len(given.get("sizes", ()))
+    return torch_op.refusals(torch.device(device), getattr(torch, dtype), groups, named=True)
 
 
 def _call(fw: Any, how: Mapping[str, Any], x: Any, weight: Any, group_sizes: Any, **more: Any) -> dict[str, Any]:

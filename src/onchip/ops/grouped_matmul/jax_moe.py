@@ -12,8 +12,10 @@ from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, requi
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool, require_int
 from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
+from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_routing, check_sizes
 
 OP = "moe"
+_BIASES = ("router_bias", "gate_up_bias", "down_bias")
 
 
 class MoEParams(NamedTuple):
@@ -29,6 +31,12 @@ class MoEParams(NamedTuple):
     """[2 S, H], of the expert that every token goes to, or None."""
     shared_down: Any = None
     """[H, S] or None."""
+    router_bias: Any = None
+    """[E] float32, or None."""
+    gate_up_bias: Any = None
+    """[E, 2 F], or None."""
+    down_bias: Any = None
+    """[E, H], or None."""
 
 
 class MoEStats(NamedTuple):
@@ -39,10 +47,12 @@ class MoEStats(NamedTuple):
     fraction: jax.Array
     """[E] float32: `counts` divided by their sum."""
     mean_prob: jax.Array
-    """[E] float32: the router's probability of each expert, the mean over tokens."""
+    """[E] float32: the part of each expert in a token's scores, the mean over tokens."""
     aux_loss: jax.Array
     """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), 1 if both are even.  Its gradient is that of
     mean_prob."""
+    z_loss: jax.Array
+    """0-d float32: the mean over tokens of logsumexp(logits)**2, which keeps the router's logits small."""
 
 
 def init_moe(
@@ -52,8 +62,10 @@ def init_moe(
     num_experts: int,  # E
     shared_intermediate: int = 0,  # S
     dtype: DTypeLike = jnp.float32,  # of the experts
+    *,
+    bias: bool = False,
 ) -> MoEParams:
-    """Random weights of a layer, normal with standard deviation 1 / sqrt(inputs).
+    """Random weights of a layer, normal with standard deviation 1 / sqrt(inputs); with `bias`, biases of zeros.
 
     Example:
         >>> import jax
@@ -62,25 +74,28 @@ def init_moe(
         (4, 64, 16)
 
     Raises:
-        TypeError: a size that is no int.
+        TypeError: a size that is no int, or a `bias` that is no bool.
         ValueError: a size below 1, or shared_intermediate below 0.
     """
     sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts}
-    for name, size in (sizes | {"shared_intermediate": shared_intermediate}).items():
-        require_int("init_moe", name, size)
-        least = 0 if name == "shared_intermediate" else 1
-        if size < least:
-            raise ValueError(f"init_moe: {name} must be {least} or more; got {size}")
+    check_sizes("init_moe", sizes | {"shared_intermediate": shared_intermediate}, may_be_0=("shared_intermediate",))
+    require_bool("init_moe", "bias", bias)
     keys = iter(jax.random.split(key, 5))
 
     def normal(*shape: int, dtype: DTypeLike = dtype) -> jax.Array:
         return jnp.asarray(jax.random.normal(next(keys), shape) * shape[-1] ** -0.5, dtype)
 
     router = normal(num_experts, hidden, dtype=jnp.float32)
-    experts = normal(num_experts, 2 * intermediate, hidden), normal(num_experts, hidden, intermediate)
-    if shared_intermediate == 0:
-        return MoEParams(router, *experts)
-    return MoEParams(router, *experts, normal(2 * shared_intermediate, hidden), normal(hidden, shared_intermediate))
+    gate_up, down = normal(num_experts, 2 * intermediate, hidden), normal(num_experts, hidden, intermediate)
+    params = MoEParams(router, gate_up, down)
+    if shared_intermediate > 0:
+        shared = normal(2 * shared_intermediate, hidden), normal(hidden, shared_intermediate)
+        params = params._replace(shared_gate_up=shared[0], shared_down=shared[1])
+    if bias:
+        of_experts = (jnp.zeros(a.shape[:2], dtype) for a in (gate_up, down))
+        biases = dict(zip(("gate_up_bias", "down_bias"), of_experts, strict=True))
+        params = params._replace(router_bias=jnp.zeros(num_experts, jnp.float32), **biases)
+    return params
 
 
 def moe(
@@ -89,26 +104,33 @@ def moe(
     *,
     top_k: int,
     norm_topk: bool = True,
+    scoring: Scoring = "softmax",
+    scaling_factor: float = 1.0,
     backend: Backend = "auto",
 ) -> tuple[jax.Array, MoEStats]:
     r"""A mixture-of-experts layer with SwiGLU experts.  Each token goes to all of its experts: there is no capacity.
 
-    With p = softmax(router @ x) in float32, and over the top_k experts e of largest p, for each token::
+    With scores s = softmax(router @ x) in float32, or their sigmoid, and over the top_k experts e of largest s, for
+    each token::
 
         expert_e(x) = down[e] @ (silu(gate) * up)          # gate, up: halves of gate_up[e] @ x
-        y = sum over e of w_e * expert_e(x) + shared(x)    # w_e = p_e, divided by their sum with norm_topk
+        y = sum over e of w_e * expert_e(x) + shared(x)
+        w_e = scaling_factor * s_e / (sum of s over these) # norm_topk=False: scaling_factor * s_e
 
     Args:
-        params: of `init_moe`, or a model's.
+        params: of `init_moe`, or a model's.  The router's bias is added to its logits, those of the experts to the
+            products with gate_up and down.
         x: [..., H] float32, bfloat16, float16 or float64, of the experts' dtype; float64 makes all of it float64.
         top_k: experts per token.
-        norm_topk: weights that sum to 1, which is the softmax over the chosen experts' logits (Mixtral, Qwen3).  False:
-            the probabilities among all experts (Switch, DeepSeek-V2).
+        norm_topk: weights that sum to 1, which of softmax is that over the chosen experts' logits (Mixtral, Qwen3).
+            False: the scores among all experts (Switch, DeepSeek-V2).
+        scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
+        scaling_factor: multiplies the weights (DeepSeek-V3: 2.5).
         backend: of `grouped_matmul`.
 
     Returns:
         y [..., H] of x's dtype, and `MoEStats`.  Add a small part of its `aux_loss` to the loss (0.01 in Switch) to
-        balance the experts.
+        balance the experts, or of its `z_loss` (0.001 in ST-MoE).
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -125,28 +147,43 @@ def moe(
         ((2, 5, 16), 20)
 
     Sources: the layer and its balancing loss as in Switch Transformers (arXiv:2101.03961), top-k as in Mixtral
-    (arXiv:2401.04088), the shared expert as in DeepSeekMoE (arXiv:2401.06066).
+    (arXiv:2401.04088), the shared expert as in DeepSeekMoE (arXiv:2401.06066), sigmoids as in DeepSeek-V3
+    (arXiv:2412.19437), the z-loss as in ST-MoE (arXiv:2202.08906).
     """
-    _check(params, x, top_k, norm_topk)
+    check_routing(OP, norm_topk, scoring, scaling_factor)
+    _check(params, x, top_k)
     num_experts = len(params.router)
     tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
     total = accumulator(tokens.dtype)
     logits = jnp.matmul(tokens.astype(total), params.router.T.astype(total), precision="highest")
-    probs = jax.nn.softmax(logits)
-    weight, expert = lax.top_k(probs, top_k)
+    if params.router_bias is not None:
+        logits = logits + params.router_bias.astype(total)
+    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
+    probs = scores / (scores.sum(1, keepdims=True) + LEAST_TOTAL)
+    weight, expert = lax.top_k(scores, top_k)
     if norm_topk:
-        weight = weight / weight.sum(1, keepdims=True)
+        weight = weight / (weight.sum(1, keepdims=True) + LEAST_TOTAL)
+    weight = weight * scaling_factor
 
     # Row i of the products is the choice order[i] of all T * top_k, sorted by expert.
     expert = expert.reshape(-1)
     order = jnp.argsort(expert, stable=True)
     token = (order // top_k).astype(jnp.int32)
     counts = jnp.bincount(expert, length=num_experts).astype(jnp.int32)
-    inner = grouped_matmul(tokens, params.gate_up, counts, activation="swiglu", rows=token, backend=backend)
+    inner = grouped_matmul(
+        tokens,
+        params.gate_up,
+        counts,
+        bias=params.gate_up_bias,
+        activation="swiglu",
+        rows=token,
+        backend=backend,
+    )
     y = grouped_matmul(
         inner,
         params.down,
         counts,
+        bias=params.down_bias,
         row_scale=weight.reshape(-1)[order],
         scatter_rows=token,
         num_rows=len(tokens),
@@ -158,20 +195,20 @@ def moe(
 
     fraction = counts / max(len(expert), 1)
     mean_prob = probs.sum(0) / max(len(tokens), 1)
-    stats = MoEStats(counts, fraction, mean_prob, num_experts * (fraction * mean_prob).sum())
+    z_loss = jnp.square(jax.nn.logsumexp(logits, 1)).sum() / max(len(tokens), 1)
+    stats = MoEStats(counts, fraction, mean_prob, num_experts * (fraction * mean_prob).sum(), z_loss)
     return y.reshape(x.shape), stats
 
 
-def _check(params: Any, x: Any, top_k: Any, norm_topk: Any) -> None:
+def _check(params: Any, x: Any, top_k: Any) -> None:
     if not isinstance(params, MoEParams):
         raise TypeError(f"{OP}: params must be MoEParams, as of init_moe; got {type(params).__name__}")
-    optional = ("shared_gate_up", "shared_down")
+    optional = ("shared_gate_up", "shared_down", *_BIASES)
     arrays = require_arrays(OP, {"x": x, **params._asdict()}, optional)
     check_kinds(OP, arrays, integers=(), dtypes=LOSS_DTYPE_BYTES.keys())
     if (params.shared_gate_up is None) != (params.shared_down is None):
         raise TypeError(f"{OP}: params have one of shared_gate_up and shared_down; pass both or neither")
     require_int(OP, "top_k", top_k)
-    require_bool(OP, "norm_topk", norm_topk)
     if params.router.ndim != 2 or params.down.ndim != 3:
         shapes = f"{list(params.router.shape)} and {list(params.down.shape)}"
         raise ValueError(f"{OP}: router must be [E, H] and down [E, H, F]; got shapes {shapes}")
@@ -184,9 +221,11 @@ def _check(params: Any, x: Any, top_k: Any, norm_topk: Any) -> None:
     if params.shared_down is not None:
         shared = params.shared_down.shape[-1]
         right |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
+    of_biases = dict(zip(_BIASES, ((experts,), (experts, 2 * inner), (experts, hidden)), strict=True))
+    right |= {name: shape for name, shape in of_biases.items() if name in arrays}
     for name, shape in right.items():
         a = arrays[name]
         if a.shape != shape:
             raise ValueError(f"{OP}: {name} has shape {list(a.shape)}; with these params it must be {list(shape)}")
-        if dtype_of(a) != dtype_of(x):
+        if name not in _BIASES and dtype_of(a) != dtype_of(x):
             raise TypeError(f"{OP}: x is {dtype_of(x)} but {name} is {dtype_of(a)}; cast one of them")

@@ -85,7 +85,11 @@ def grouped_matmul(
 
     Returns:
         [T, N] of x's dtype ([T, F] with an activation), or [num_rows, .].  Gradients have the dtypes of their inputs.
-        Wrong sizes or indices that nothing could raise for make NaN of it all, and of the gradients.
+        What can't be right, where nothing could raise, is NaN.  If a size is negative or the sum up to it passes T,
+        that is all rows from that group on, in x's gradient and row_scale's too, and these groups' gradients of weight
+        and bias; what the groups before make is as it should be.  Where rows are added up, in the result with
+        scatter_rows and in x's gradient with `rows`, all of it is NaN.  An index out of range makes NaN of the whole
+        result and of all gradients.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -97,7 +101,8 @@ def grouped_matmul(
     with `scatter_rows` T rows of the result; in backward the gradient of y.  "mosaic_gpu" makes y in float32 first, if
     the activation's gate and up are interleaved, its weight is "gkn", or F no multiple of 64 or below 128; and in
     backward it has copies of up to 128 rows of each group of both operands of the weight's gradient.  There is no
-    array of G x T.  Under vmap one element is served after the other.
+    array of G x T.  Under vmap the elements are computed one after the other, each as it would be alone; a weight that
+    they share gets a gradient for each before these are added up.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -229,7 +234,8 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[
     keeps = any(needs) if static.options.activation is not None else bool(needs.row_scale)
 
     def run(layer: _Layer, at: _Rows) -> tuple[Any, Any]:
-        ends, fill = _limits(static, at)
+        ends, right = _limits(static, at)
+        fill = _zero_or_nan(right[-1])
         x = layer.x if at.rows is None else groups.take_rows(layer.x, at.rows)
         engine = _engine(static.backend)
         out, y = engine.layer(x, layer.weight, ends, fill, layer.bias, layer.row_scale, static.options, keeps)
@@ -246,7 +252,8 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
         (x, weight, _, row_scale), at, y = saved
         p, options, engine = static.problem, static.options, _engine(static.backend)
         total = accumulator(x.dtype)
-        ends, fill = _limits(static, at)
+        ends, right = _limits(static, at)
+        fill, fills = _zero_or_nan(right[-1]), _zero_or_nan(right)
         # Rows without a group may hold anything in all of these.
         g = grad_out if at.scatter_rows is None else groups.take_rows(grad_out, at.scatter_rows)
         g = g.astype(total)
@@ -259,7 +266,7 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
             g = g * row_scale.astype(total)[:, None]
         d = g if options.activation is None else swiglu.gradient(options, wide, g)
         if needs.bias:
-            grad_bias = groups.group_sums(d, ends) + fill
+            grad_bias = groups.group_sums(d, ends) + fills[:, None]
         d = d.astype(x.dtype)
         if needs.x:
             turned = Options(weight_layout="gkn" if options.weight_layout == "gnk" else "gnk")
@@ -269,21 +276,28 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
         if needs.weight:
             source = x if at.rows is None else groups.take_rows(x, at.rows)
             operands = (d, source) if options.weight_layout == "gnk" else (source, d)
-            grad_weight = engine.weight_product(*operands, ends, fill)
+            grad_weight = engine.weight_product(*operands, ends, fills)
         return _Layer(grad_x, grad_weight, grad_bias, grad_scale)
 
     return jax.custom_batching.sequential_vmap(run)(saved, grad_out)  # type: ignore[no-any-return]
 
 
 def _limits(static: _Static, at: _Rows) -> tuple[JaxArray, JaxArray]:
-    """Where the groups end, and 0; or for wrong sizes or indices zeros, so that nothing is out of bounds, and NaN."""
+    """Where the groups end, and whether each is right: groups that aren't are empty, so nothing is out of bounds.
+
+    From the first wrong size on none is right, and where an index is wrong none at all.
+    """
     p = static.problem
     of = groups.ends_of_sizes if static.which == "group_sizes" else groups.ends_of_offsets
     ends, right = of(at.groups, p.tokens)
     for index, limit in ((at.rows, p.source_rows), (at.scatter_rows, p.out_rows)):
         if index is not None:
             right &= groups.in_range(index, ends, limit)
-    return jnp.where(right, ends, 0), jnp.where(right, jnp.float32(0), jnp.float32(jnp.nan))
+    return jnp.where(right[0], ends, 0), right
+
+
+def _zero_or_nan(right: JaxArray) -> JaxArray:
+    return jnp.where(right, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 _grouped = with_gradients(OP, _forward, _backward)

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer for PyTorch on top of grouped_matmul: the module, and the functions that it is made of."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.options import require_bool, require_int, require_one_of, require_positive
+from onchip.frontend.options import require_bool
 from onchip.frontend.torch_inputs import DTYPES, LOSS_DTYPES, accumulator, dtype_name, require_tensor
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import WeightLayout
+from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_routing, check_sizes
 from onchip.ops.grouped_matmul.torch_op import BACKENDS, grouped_matmul
-
-Scoring = Literal["softmax", "sigmoid"]
-SCORINGS = get_args(Scoring)
 
 
 class MoEStats(NamedTuple):
@@ -60,16 +58,11 @@ class Groups(NamedTuple):
 def route(logits: Tensor, top_k: int, *, norm_topk: bool, scoring: Scoring, scaling_factor: float) -> Routing:
     """Each token's top_k experts, of router logits [T, E]."""
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    probs = scores / _not_zero(scores.sum(-1, keepdim=True))
+    probs = scores / (scores.sum(-1, keepdim=True) + LEAST_TOTAL)
     weights, experts = scores.topk(top_k)
     if norm_topk:
-        weights = weights / _not_zero(weights.sum(-1, keepdim=True))
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_TOTAL)
     return Routing(experts, weights * scaling_factor, probs)
-
-
-def _not_zero(total: Tensor) -> Tensor:
-    """A sum of scores to divide by, as DeepSeek-V3 has it: sigmoids may all be 0."""
-    return total + 1e-20
 
 
 def group(experts: Tensor, num_experts: int) -> Groups:
@@ -199,17 +192,11 @@ class MoE(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts, "top_k": top_k}
-        for name, size in (sizes | {"num_shared": num_shared}).items():
-            require_int("MoE", name, size)
-            least = 0 if name == "num_shared" else 1
-            if size < least:
-                raise ValueError(f"MoE: {name} must be {least} or more; got {size}")
+        check_sizes("MoE", sizes | {"num_shared": num_shared}, may_be_0=("num_shared",))
         if top_k > num_experts:
             raise ValueError(f"MoE: top_k must be at most num_experts={num_experts}; got {top_k}")
-        require_bool("MoE", "norm_topk", norm_topk)
+        check_routing("MoE", norm_topk, scoring, scaling_factor)
         require_bool("MoE", "bias", bias)
-        require_one_of("MoE", "scoring", scoring, SCORINGS)
-        require_positive("MoE", "scaling_factor", scaling_factor)
         choose_backend("MoE", backend, dict.fromkeys(BACKENDS))
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in LOSS_DTYPES:

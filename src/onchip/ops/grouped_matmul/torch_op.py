@@ -1,10 +1,11 @@
-"""grouped_matmul for PyTorch: the public function and its operator.
+"""grouped_matmul for PyTorch: the public function.
 
-The public function checks its inputs without reading a value, chooses a backend and calls the operator, which calls
-the backend: `onchip.groups.torch` or `onchip.groups.triton`.  The maths is in the package's docstring.
+It checks its inputs without reading a value, chooses a backend and calls its operator: that of `onchip.groups.torch` or
+of `onchip.groups.triton`.  The maths is in the package's docstring.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,20 @@ from onchip.frontend.torch_inputs import (
     dtype_name,
     require_tensors,
 )
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_types import Backend
-from onchip.groups.problem import OP, Activation, GateUp, Options, WeightLayout, check_one_of_two, check_shapes
+from onchip.groups.problem import (
+    OP,
+    Activation,
+    GateUp,
+    Options,
+    Precision,
+    WeightLayout,
+    check_one_of_two,
+    check_shapes,
+)
 from onchip.groups.torch import loop
-from onchip.groups.torch.call import Call, Kept, Outputs, check, fake, fake_gradients, save
+from onchip.groups.torch.call import Call, Outputs
 from onchip.groups.triton import op as kernels
 
 # Best first: the order in which "auto" asks them.
@@ -48,6 +58,7 @@ def grouped_matmul(
     weight_grad_out: Tensor | None = None,  # as the weight, float32
     backend: Backend = "auto",
     check_inputs: bool = False,
+    precision: Precision = "full",
 ) -> Tensor:
     r"""A linear layer for each group of rows, forward and backward: the products of a mixture of experts.
 
@@ -60,7 +71,7 @@ def grouped_matmul(
     With `scatter_rows`, row i is added to row `scatter_rows[i]` of the result instead.
 
     Args:
-        x: [T, K] float32, bfloat16 or float16, on the CPU float64 too.  With `rows` [M, K], in any order.
+        x: [T, K] float32, bfloat16 or float16, with "torch" float64 too.  With `rows` [M, K], in any order.
         weight: [G, N, K], of x's dtype, any strides: it is read as it lies.
         group_sizes: [G] int32 or int64: how many rows each group has.  Any may be 0, and their sum may be less than T:
             rows past it are not read, NaN or not, and are 0 in the result and in x's gradient.
@@ -78,8 +89,14 @@ def grouped_matmul(
         weight_grad_out: float32, contiguous, of weight's shape: backward adds the weight's gradient to it, and weight
             gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
         backend: "triton" (kernels for NVIDIA GPUs of compute capability 8.0 or later; no float64), "torch" (plain
-            PyTorch, on the CPU) or "auto": the first of these that can run the call.
-        check_inputs: check sizes and indices on the GPU too, which synchronises.  On the CPU they always are.
+            PyTorch, one group after the other) or "auto": the first of these that can run the call.  On other GPUs,
+            and for float64 there, name "torch": it reads sizes and indices on the host, which synchronises, and so
+            "auto" takes it on the CPU alone.
+        check_inputs: check sizes and indices with "triton" too, which synchronises.  On the CPU, and with "torch", they
+            always are.
+        precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
+            quantised to FP8 in blocks, each group as `fp8_linear` of its rows.  "triton" then needs compute capability
+            8.9, and N and K that are multiples of 128.
 
     Returns:
         [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype, under
@@ -88,16 +105,24 @@ def grouped_matmul(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device or option, or a backend that can't run the call; a negative size, sizes whose
-            sum passes T, or an index out of range: on the GPU only with check_inputs, and without it all of the result
-            and of the gradients is NaN, and nothing outside of the tensors is read or written.
+        ValueError: a wrong shape, device or option, or a backend that can't run the call; and, on the GPU only with
+            check_inputs, a negative size, sizes whose sum passes T, or an index out of range.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
+
+    Without check_inputs what can't be right is NaN on the GPU, and nothing outside of the tensors is read or written.
+    If a size is negative or the sum up to it passes T, that is all rows of the result and of x's gradient from that
+    group on, and the gradients of these groups' weights and biases and of these rows' scales; what the groups before
+    make is as it should be.  Where rows are added up, in the result with scatter_rows and in x's gradient with rows,
+    all of it is NaN.  An index out of range makes NaN of the whole result and of all gradients.
 
     Memory: kept for backward are x and the weight, under autocast their copies, and with an activation, or where
     row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the
     result beside it; backward the gradient of y, T * N numbers, where there is an activation, a row scale or
-    scatter_rows; with rows T rows of x's gradient beside it; and 4 * (3 * (T / 128 + G) + G + 5) bytes for the plan of
-    tiles.  "torch": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
+    scatter_rows; with rows T rows of x's gradient beside it; and 4 * (3 * (T / 128 + G) + 2 * G + 6) bytes for the plan
+    of tiles.  With precision="fp8" x and the weight are kept in FP8, (T + 128 G) K and G N K bytes and a 32nd more for
+    scales of x; beside it are as many again in forward, in backward the same of the gradient of y twice, and with rows
+    the T rows of x that are read.  "torch": a group's weight and rows in float32, and results and gradients in float32
+    until they are rounded.
 
     Example:
         >>> import torch
@@ -114,7 +139,7 @@ def grouped_matmul(
 
     Source: MegaBlocks (arXiv:2211.15841) and its JAX kernel megablox: one product whose tiles each belong to a group.
     """
-    options = Options(weight_layout, activation, gate_up, num_rows)
+    options = Options(weight_layout, activation, gate_up, num_rows, precision)
     require_bool(OP, "check_inputs", check_inputs)
     which, groups = check_one_of_two(group_sizes, group_offsets)
     named = {"x": x, "weight": weight, which: groups, "bias": bias, "row_scale": row_scale, "rows": rows}
@@ -125,14 +150,29 @@ def grouped_matmul(
     check_weight_grad_out(OP, weight_grad_out, weight)
     dtype = _product_dtype(x, weight)
     most = max(problem.tokens, problem.source_rows, problem.out_rows)
-    chosen = choose_backend(OP, backend, refusals(x.device, dtype, problem.groups, most))
+    fp8_sizes = None
+    if precision == "fp8":
+        if dtype == torch.float64:
+            raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast x and weight")
+        fp8_sizes = problem.n, problem.k
+    reasons = refusals(x.device, dtype, problem.groups, most, fp8_sizes, named=backend == "torch")
+    chosen = choose_backend(OP, backend, reasons)
     cast_x, cast_weight = (a if a.dtype == dtype else a.detach().to(dtype) for a in (x, weight))
     grads = needed(x, weight, bias, row_scale)
     call = Call(
         x, weight, cast_x, cast_weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem,
-        which, chosen, check_inputs, grads,
+        which, check_inputs, grads,
     )  # fmt: skip
-    return OPERATOR(call).out
+    operator: Operator[Call, Any] = kernels.GROUPED if chosen == "triton" else loop.GROUPED
+    # `operator(call)`, with one function less on the stack.
+    if operator.is_plain(call):
+        with inside_operator(x):
+            made = operator.repeated(call) or operator.forward(call)
+        made = operator.attach(call, made)
+    else:
+        made = operator.registered(call)
+    outputs: Outputs = made.of_call if chosen == "triton" else made
+    return outputs.out
 
 
 def _check_dtypes(tensors: Mapping[str, Tensor], which: str) -> None:
@@ -155,30 +195,15 @@ def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def refusals(device: torch.device, dtype: torch.dtype, groups: int = 1, rows: int = 1) -> dict[str, str | None]:
-    """Why each backend, best first, can't serve a call, or None."""
-    return {"triton": kernels.refusal(device, dtype, groups, rows), "torch": loop.refusal(device)}
-
-
-def _forward(call: Call) -> Outputs:
-    check(call)
-    return kernels.forward(call) if call.backend == "triton" else loop.forward(call)
-
-
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    of = kernels.gradients if kept.backend == "triton" else loop.gradients
-    return of(kept, upstream, wanted)
-
-
-OPERATOR = Operator(
-    "grouped_matmul",
-    op=OP,
-    forward=_forward,
-    fake=fake,
-    save=save,
-    gradients=_gradients,
-    fake_gradients=fake_gradients,
-    differentiable=("x", "weight", "bias", "row_scale"),
-    adds_to={"weight": "weight_grad_out"},
-    launches=True,
-)
+def refusals(
+    device: torch.device,
+    dtype: torch.dtype,
+    groups: int = 1,
+    rows: int = 1,
+    fp8_sizes: tuple[int, int] | None = None,  # N and K, with precision='fp8'
+    *,
+    named: bool = False,
+) -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call, or None; `named`: where the caller names it."""
+    triton = kernels.refusal(device, dtype, groups, rows, fp8_sizes)
+    return {"triton": triton, "torch": loop.refusal(device, named=named)}

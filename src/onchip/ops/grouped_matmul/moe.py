@@ -1,0 +1,27 @@
+"""What the mixture-of-experts layers of both frameworks agree on: options and sizes.  No framework."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
+
+from onchip.frontend.options import require_bool, require_int, require_one_of, require_positive
+
+Scoring = Literal["softmax", "sigmoid"]
+SCORINGS = get_args(Scoring)
+LEAST_TOTAL = 1e-20
+"""Added to a sum of scores before it divides, as DeepSeek-V3 has it: sigmoids may all be 0."""
+
+
+def check_sizes(op: str, sizes: Mapping[str, Any], may_be_0: Collection[str] = ()) -> None:
+    """Raise for sizes that are no ints, or too small."""
+    for name, size in sizes.items():
+        require_int(op, name, size)
+        least = 0 if name in may_be_0 else 1
+        if size < least:
+            raise ValueError(f"{op}: {name} must be {least} or more; got {size}")
+
+
+def check_routing(op: str, norm_topk: Any, scoring: Any, scaling_factor: Any) -> None:
+    """Raise for a router's options that are wrong."""
+    require_bool(op, "norm_topk", norm_topk)
+    require_one_of(op, "scoring", scoring, SCORINGS)
+    require_positive(op, "scaling_factor", scaling_factor)
