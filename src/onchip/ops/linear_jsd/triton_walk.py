@@ -345,6 +345,7 @@ def _chunks_of_vocabulary(
         for who, p in products.items() if left else ():
             divergence(pair, made, kept, left, first, count, {who: p.buffer}, row_scale=row_scales[who]).run()
         for p in products.values():
+            p.take_hidden(first, count)
             p.take_chunk(first, count)
     for p in products.values():
         p.finish()
