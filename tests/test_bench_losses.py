@@ -30,7 +30,6 @@ from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
 from onchip.torch import linear_cross_entropy as linear_cross_entropy_in_torch
 from onchip.vocab import memory
-from shared_jax import quick_compilation  # noqa: F401
 
 
 def case_of(op, *sizes, **more):

@@ -30,7 +30,6 @@ from onchip.demo import (
 )
 from onchip.demo.model import ModelConfig, initial_weights
 from shared import assert_fits_schema
-from shared_jax import quick_compilation  # noqa: F401
 
 FRAMEWORKS = {"torch": torch_train, "jax": jax_train}
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,6 @@ import onchip.jax as ops
 from every_loss import HEAD, LOGITS, TOKENS, both, checks
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.mosaic import op as mosaic_op
-from shared_jax import quick_compilation  # noqa: F401
 
 
 @pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("torch").items()])

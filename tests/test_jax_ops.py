@@ -16,7 +16,7 @@ from onchip.ops.linear_jsd import jax_op as jsd_op
 from onchip.ops.linear_log_probs import jax_op as llp_op
 from onchip.ops.linear_log_probs import jax_rows as lp_op
 from onchip.ops.linear_log_probs.checks import plain_linear_log_probs, plain_log_probs
-from shared_jax import assert_same, plain_loss, quick_compilation  # noqa: F401
+from shared_jax import assert_same, plain_loss
 
 
 class Op(NamedTuple):

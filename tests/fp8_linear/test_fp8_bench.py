@@ -22,7 +22,6 @@ from onchip.fp8 import torch_quantize
 from onchip.fp8.torch_products import dequantized_product
 from onchip.ops.fp8_linear import cases
 from onchip.oracle.checks import adapter_of
-from shared_jax import quick_compilation  # noqa: F401
 
 # Ragged sizes, with more rows than are checked at the end of each result.
 SMALL = cases.Case("small", 200, 136, 150)

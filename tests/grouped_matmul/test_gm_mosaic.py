@@ -19,7 +19,6 @@ from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.jax import grouped_matmul
 from onchip.ops.grouped_matmul import jax_op, reference
-from shared_jax import quick_compilation  # noqa: F401
 
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 BF16 = jnp.bfloat16

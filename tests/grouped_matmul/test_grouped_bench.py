@@ -4,7 +4,6 @@ import pytest
 
 from onchip.bench.ops.grouped_matmul import JAX, RETURNED, TORCH
 from onchip.ops.grouped_matmul.cases import MODEL_CASES
-from shared_jax import quick_compilation  # noqa: F401
 
 
 @pytest.fixture(scope="module")

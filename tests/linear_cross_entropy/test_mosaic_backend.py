@@ -9,7 +9,6 @@ import numpy as np
 import plain_kernels
 import pytest
 from common_jax import assert_right, plain, small_problem
-from common_jax import quick_compilation as quick_compilation
 
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op

@@ -18,7 +18,6 @@ from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic.blocks import Kept, tanh
 from onchip.vocab.mosaic.positions import NO_LABEL, Operands
 from onchip.vocab.xla.tiles import Wanted
-from shared_jax import quick_compilation  # noqa: F401
 from tanh import assert_is_tanh
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])

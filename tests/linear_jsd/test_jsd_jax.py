@@ -15,7 +15,6 @@ from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.memory import Head, Problem
 from shared import assert_within_bounds
-from shared_jax import quick_compilation  # noqa: F401
 
 SMALL = [c for c in CHECK_CASES if c.vocab < 10_000]
 TOPK = [c for c in SMALL if c.teacher not in ("hidden", "logits") and c not in SMALL[::3]]
