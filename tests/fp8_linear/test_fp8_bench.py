@@ -53,7 +53,9 @@ def _small(monkeypatch):
         monkeypatch.setattr(benchmark, "CASES", {**benchmark.CASES, "small": SMALL})
 
 
-@each
+@pytest.mark.parametrize(
+    "benchmark", [pytest.param(TORCH, id="torch"), pytest.param(JAX, id="jax", marks=pytest.mark.slow)]
+)
 def test_a_run(benchmark, tmp_path, quiet_bench):
     document = run_bench(
         "fp8_linear", benchmark.framework, cases=["small"], device="cpu", dtype="bfloat16", repeats=1, out=tmp_path,

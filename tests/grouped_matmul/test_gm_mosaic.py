@@ -107,7 +107,8 @@ def assert_near(made, right):
     assert np.linalg.norm(made[: sum(SIZES)] - right[: sum(SIZES)]) < 2**-8 * np.linalg.norm(right[: sum(SIZES)])
 
 
-@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [False, True])
 def test_layer(keeps, problem):
     """With all that the kernel may do: gate and up are those of one tile."""
     x, _, w, b, s, ends = problem

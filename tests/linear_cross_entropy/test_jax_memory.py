@@ -39,7 +39,7 @@ FORWARD = {"grad_hidden": False, "grad_weight": False}
     [
         ((2048, 256, 16384), "forward", 0, FORWARD, {}),
         ((2048, 256, 16384), "stash", 16, {}, {}),
-        ((2048, 256, 16384), "recompute", 16, {}, {}),
+        pytest.param((2048, 256, 16384), "recompute", 16, {}, {}, marks=pytest.mark.slow),
         ((777, 520, 5001), "stash", 0, {"softcap": True}, {"softcap": 5.0}),
         ((777, 520, 5001), "recompute", 0, {"softcap": True}, {"softcap": 5.0}),
         ((777, 520, 5001), "recompute", 16, {"grad_weight": False}, {}),

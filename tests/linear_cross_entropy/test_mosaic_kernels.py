@@ -195,6 +195,7 @@ def test_softmax(vocab_major, interpreter):
     assert (values[s.n :] == 0).all()
 
 
+@pytest.mark.slow
 def test_softmax_all_kept_in_scratch(interpreter):
     s = Small(vocab_major=True, vocab=448)
 
@@ -214,6 +215,7 @@ def test_softmax_all_kept_in_scratch(interpreter):
 
 
 # These two take the interpreter 20 s a layout: each has one.
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [True], ids=["VH"])
 def test_products(vocab_major, interpreter):
     """The first 128 tokens' exponentials in the memory of the weight's gradient, the others' in scratch."""

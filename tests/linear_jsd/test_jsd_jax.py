@@ -79,7 +79,7 @@ def test_what_is_out_of_range_gives_nan_for_its_token():
     assert np.argwhere(np.isnan(loss)).tolist() == [[0, 4]]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
 def test_chunks_change_nothing(reduction, monkeypatch):
     h, w, x, v = problem()
 

@@ -47,6 +47,7 @@ def test_sizes(size):
     assert_right(Case("size", *size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "dtype"), [("hv", "float16")])
 def test_many_chunks(layout, dtype):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
