@@ -1,5 +1,6 @@
 """Run the Python examples in README.md and docs/ as tests, and compare what commands there print."""
 
+import os
 import shlex
 
 from sybil import Example, Sybil
@@ -8,6 +9,14 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 # They need stacks that tools/try_stacks.py installs, and runs these with.
 PAGES = ["**/guides/stacks.md", "**/guides/torchtitan.md"]
 collect_ignore = [f"src/onchip/integrations/{name}.py" for name in ("axolotl", "llamafactory", "nemo", "torchtitan")]
+
+
+def pytest_configure(config):
+    """Before JAX is imported: most of the time of its tests on a CPU was compilation, which takes a third of it so."""
+    if config.option.markexpr != "gpu":
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def run_commands(example: Example) -> str | None:

@@ -6,6 +6,7 @@ What nobody wrote is NaN, so a result that depends on it is NaN too.
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,33 +18,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-PROCESSES = 2
 
-
-def run_all(script, names, folder):
-    """What the checks `names` of a script said, "" or a traceback, and what processes that failed said at last."""
+def run_all(script, names):
+    """What the checks `names` of a script said, "" or a traceback, and what its process said at last if it failed."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(script).parent), *filter(None, sys.path)]),
     }
-    running = []
-    for i in range(PROCESSES):
-        files = [folder / f"{i}.{kind}" for kind in ("out", "err")]
-        with files[0].open("w") as out, files[1].open("w") as err:
-            command = [sys.executable, str(script), *names[i::PROCESSES]]
-            running.append((subprocess.Popen(command, stdout=out, stderr=err, env=environment), *files))
-    said, errors = {}, ""
-    for process, out, err in running:
-        try:
-            process.wait(timeout=900)
-        finally:
-            process.kill()
-        for line in out.read_text().splitlines():
-            outcome = json.loads(line)
-            said[outcome["name"]] = outcome["error"]
-        errors += err.read_text()[-4000:] if process.returncode else ""
-    return said, errors
+    command = [sys.executable, str(script), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    outcomes = map(json.loads, done.stdout.splitlines())
+    return {x["name"]: x["error"] for x in outcomes}, done.stderr[-4000:] if done.returncode else ""
 
 
 def registering(checks):
@@ -88,6 +74,34 @@ def speed_up():
             a, b = (interpreter.TensorHandle(x.data.astype(np.float32), interpreter.tl.float32) for x in (a, b))
         return dot(self, a, b, d, *how)
 
+    def patch_attr(obj, name, member, builder, scope):
+        """Its own makes a dict of each call's options."""
+        semantic = interpreter.TritonSemantic(builder)
+
+        def operation(*arguments, **options):
+            options["_semantic"] = semantic
+            return member(*arguments, **options)
+
+        scope.set_attr(obj, name, operation)
+
+    # It makes and describes a shape and its tuples anew for each number.
+    @functools.cache
+    def shape_of(*sizes):
+        """A shape as a type has it, the same as a tensor has it, and how many elements it has."""
+        return core.tuple(sizes), core.tuple(map(core.constexpr, sizes)), core.constexpr(math.prod(sizes))
+
+    def start_type(self, element_ty, shape):
+        self.element_ty = element_ty
+        self.shape, _, count = shape_of(*map(core._unwrap_if_constexpr, shape))
+        self.numel = count.value
+
+    def start_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        _, self.shape, self.numel = shape_of(*type.shape) if type.is_block() else shape_of()
+
+    core = interpreter.tl.core
+    core.block_type.__init__, core.tensor.__init__, interpreter._patch_attr = start_type, start_tensor, patch_attr
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     interpreter._patch_lang, interpreter.InterpreterBuilder.create_dot = patch_once, create_dot
     # It makes a table of them for each one that it looks up.
     interpreter._get_np_dtype = lambda x: (numpy_dtype if x.scalar.is_ptr() else known_dtype)(x.scalar)

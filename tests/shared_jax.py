@@ -3,15 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+
+# What the conftest.py beside pyproject.toml spares tests: fusions differ with it, and so does memory.
+AS_USERS_COMPILE = {
+    "xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False, "xla_cpu_use_fusion_emitters": True
+}  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Spare LLVM its optimizations in the modules that import this: nearly all of the tests' time is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def temporary_bytes(step, *arguments):
+    """What XLA allocates for `step`, beside its arguments and results."""
+    compiled = jax.jit(step).lower(*arguments).compile(AS_USERS_COMPILE)
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def assert_same(a, b, scale=1.0):

@@ -8,7 +8,6 @@ import pynvml
 import pytest
 
 from onchip.bench import environment, jax_steps
-from shared_jax import quick_compilation  # noqa: F401
 
 
 def test_memory_is_what_xla_has_planned() -> None:

@@ -30,7 +30,6 @@ from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
 from onchip.torch import linear_cross_entropy as linear_cross_entropy_in_torch
 from onchip.vocab import memory
-from shared_jax import quick_compilation  # noqa: F401
 
 
 def case_of(op, *sizes, **more):
@@ -93,7 +92,10 @@ def no_libraries(monkeypatch):
 # JAX compiles each step for seconds: there it is one op, and only this package's implementation.
 @pytest.mark.parametrize(
     ("framework", "op", "dtype"),
-    [*(("torch", op, d) for op in SMALL for d in ("float32", "bfloat16")), ("jax", "linear_cross_entropy", "bfloat16")],
+    [
+        *(("torch", op, d) for op in SMALL for d in ("float32", "bfloat16")),
+        pytest.param("jax", "linear_cross_entropy", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet_bench, no_libraries):
     target = benchmark_of(op, framework)
@@ -305,7 +307,9 @@ USERS = {
 }
 
 
-@pytest.mark.parametrize(("framework", "kind"), [*(("torch", x) for x in USERS), ("jax", "frozen")])
+@pytest.mark.parametrize(
+    ("framework", "kind"), [*(("torch", x) for x in USERS), pytest.param("jax", "frozen", marks=pytest.mark.slow)]
+)
 def test_what_users_do_with_a_head(framework, kind):
     """The same loss and gradients by this package's op and by the plain expressions; a floor of what is needed."""
     target = benchmark_of("linear_cross_entropy", framework)
@@ -402,7 +406,7 @@ def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- peers
 
 
-@each_framework
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_nothing_is_imported_before_it_is_asked_for(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
     code = (

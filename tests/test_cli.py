@@ -28,7 +28,6 @@ from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import checks, jax_op
 from onchip.oracle.checks import Check, Checker
 from shared import run_cli, run_json
-from shared_jax import quick_compilation  # noqa: F401
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])

@@ -30,7 +30,6 @@ from onchip.demo import (
 )
 from onchip.demo.model import ModelConfig, initial_weights
 from shared import assert_fits_schema
-from shared_jax import quick_compilation  # noqa: F401
 
 FRAMEWORKS = {"torch": torch_train, "jax": jax_train}
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -242,6 +241,7 @@ def test_document_has_the_measurements(tiny_run):
     assert "\n\n" not in document["sample"]["text"]
 
 
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_plain_stores_the_logits_and_onchip_does_not(framework, monkeypatch):
     """Of 128 MiB of logits."""
     monkeypatch.setattr(train, "MEASURE_REPEATS", 2)
@@ -303,6 +303,7 @@ def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_experts_in_a_loop_and_grouped(tmp_path, monkeypatch):
     from onchip.torch import MoE
 

@@ -13,7 +13,6 @@ import onchip.jax as ops
 from every_loss import HEAD, LOGITS, TOKENS, both, checks
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.mosaic import op as mosaic_op
-from shared_jax import quick_compilation  # noqa: F401
 
 
 @pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("torch").items()])
@@ -102,7 +101,10 @@ def test_jax_normalizer_of_zero(op, shapes, options):
     assert not jnp.isfinite(run(arrays, jnp.zeros(tokens, jnp.int32))[0])
 
 
-@pytest.mark.parametrize("op", JAX)
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=[pytest.mark.slow] * (op in (ops.log_probs, ops.jsd, ops.fp8_linear))) for op in JAX],
+)
 def test_jax_takes_numpy_float64_as_float32_outside_of_64_bit_mode(op):
     rng = np.random.default_rng(0)
     arrays = {k: rng.standard_normal(s) for k, s in JAX[op][0].items()}

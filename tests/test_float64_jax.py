@@ -16,7 +16,6 @@ from onchip.ops.linear_cross_entropy.jax_op import refusals
 from onchip.vocab import memory
 from onchip.vocab.memory import Problem
 from shared import assert_refused
-from shared_jax import quick_compilation  # noqa: F401
 
 # Each backend's code once: those of other options are compared with PyTorch in float32.
 NAMES = (

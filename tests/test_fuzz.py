@@ -17,7 +17,6 @@ from onchip.fuzz.call import program
 from onchip.fuzz.draw import TABLES, legal, simpler, table
 from onchip.fuzz.judge import Wrong
 from onchip.groups.torch import loop
-from shared_jax import quick_compilation  # noqa: F401
 
 
 def check(*arguments):

@@ -16,7 +16,7 @@ SCRIPTS = {"losses": interpreted_losses} | {script: __import__(script) for scrip
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes():
     """What the checks of a script said, the slow ones or the others, run when the first of them is asked for."""
     known = {}
 
@@ -24,7 +24,7 @@ def outcomes(tmp_path_factory):
         if (name, slow) not in known:
             script = SCRIPTS[name]
             names = [x for x in script.CHECKS if (x in getattr(script, "SLOW", ())) == slow]
-            known[name, slow] = run_all(script.__file__, names, tmp_path_factory.mktemp(name))
+            known[name, slow] = run_all(script.__file__, names)
         return known[name, slow]
 
     return of

@@ -16,7 +16,7 @@ from onchip.ops.linear_jsd import jax_op as jsd_op
 from onchip.ops.linear_log_probs import jax_op as llp_op
 from onchip.ops.linear_log_probs import jax_rows as lp_op
 from onchip.ops.linear_log_probs.checks import plain_linear_log_probs, plain_log_probs
-from shared_jax import assert_same, plain_loss, quick_compilation  # noqa: F401
+from shared_jax import assert_same, plain_loss
 
 
 class Op(NamedTuple):
@@ -78,9 +78,9 @@ OPS = {
 # One with logits that exist and two with products: what a test is of stands in the adapter that all ops share.
 
 
-def each(ops, *more):
+def each(ops, *more, few=FEW):
     """Each of these, by name, and more of its parameters; those beyond a few are slow."""
-    marks = {x: () if x in FEW else (pytest.mark.slow,) for x in ops}
+    marks = {x: () if x in few else (pytest.mark.slow,) for x in ops}
     return [
         pytest.param(op, *(values[i % 2] for values in more), id=x, marks=marks[x])
         for i, (x, op) in enumerate(ops.items())
@@ -133,7 +133,7 @@ def test_vmap(op, order):
     assert_same(run(op.loss), run(op.plain))
 
 
-@every_op
+@pytest.mark.parametrize("op", each(OPS, few=FEW[:2]))
 def test_scan(op):
     parameters, labels = problem(op)
     axes = per_example(op)
@@ -235,7 +235,7 @@ def test_64_bit_mode_changes_nothing_and_bits_are_the_same(op):
         assert_same(got, expected)
 
 
-@every_op
+@pytest.mark.parametrize("op", each(OPS, few=FEW[::2]))
 def test_nothing_leaks_from_ignored_tokens(op):
     """NaN and infinity in an ignored token's numbers, weight and temperature."""
     parameters, labels = problem(op)

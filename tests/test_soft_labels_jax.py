@@ -14,7 +14,7 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.xla import memory
 from shared import assert_refused
-from shared_jax import assert_same, quick_compilation  # noqa: F401
+from shared_jax import assert_same, temporary_bytes
 from soft_labels import everything, oracle, problem
 
 OPS = {LCE: linear_cross_entropy, CE: cross_entropy}
@@ -81,7 +81,6 @@ def test_under_vmap_a_bad_index_is_nan_for_its_token_alone(loss):
 
 
 def test_the_memory_formulas():
-    jax.config.update("jax_disable_most_optimizations", False)
     shape = jax.ShapeDtypeStruct
     measured, formulas = [], []
     for step, arguments, formula in (
@@ -98,9 +97,8 @@ def test_the_memory_formulas():
                                  memory.plan(p, "stash", 12 << 20)),
         ),
     ):  # fmt: skip
-        measured.append(jax.jit(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes)
+        measured.append(temporary_bytes(step, *arguments))
         formulas.append(formula)
-    jax.config.update("jax_disable_most_optimizations", True)
     assert all(m <= f <= 2 * m for m, f in zip(measured, formulas, strict=True)), (measured, formulas)
 
 

@@ -6,7 +6,6 @@ import numpy as np
 from onchip.ops.cross_entropy.checks import CHECKER
 from shared import assert_within_bounds
 from shared_jax import assert_same as assert_same
-from shared_jax import quick_compilation as quick_compilation
 
 
 def small_problem(tokens=24, vocab=70, dtype="float32", seed=0):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ce_common_jax import assert_right, assert_same, quick_compilation, small_problem  # noqa: F401
+from ce_common_jax import assert_right, assert_same, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,6 +9,7 @@ import pytest
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.ops.linear_log_probs.jax_rows import log_probs
 from onchip.vocab.rows import memory as row_memory
+from shared_jax import temporary_bytes
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,6 @@ def test_the_formula_holds(shape, changes, options):
         step = jax.value_and_grad(step, has_aux=problem.stats and not problem.ids)
     ids = shape[:1] + (problem.ids,) * bool(problem.ids)
     arguments = jax.ShapeDtypeStruct(shape, problem.dtype), jax.ShapeDtypeStruct(ids, jnp.int32)
-    measured = jax.jit(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    measured = temporary_bytes(step, *arguments)
     assert measured <= formula
     assert measured >= formula / 2, "the formula promises far more than is used"

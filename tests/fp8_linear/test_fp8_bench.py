@@ -22,7 +22,6 @@ from onchip.fp8 import torch_quantize
 from onchip.fp8.torch_products import dequantized_product
 from onchip.ops.fp8_linear import cases
 from onchip.oracle.checks import adapter_of
-from shared_jax import quick_compilation  # noqa: F401
 
 # Ragged sizes, with more rows than are checked at the end of each result.
 SMALL = cases.Case("small", 200, 136, 150)
@@ -54,7 +53,9 @@ def _small(monkeypatch):
         monkeypatch.setattr(benchmark, "CASES", {**benchmark.CASES, "small": SMALL})
 
 
-@each
+@pytest.mark.parametrize(
+    "benchmark", [pytest.param(TORCH, id="torch"), pytest.param(JAX, id="jax", marks=pytest.mark.slow)]
+)
 def test_a_run(benchmark, tmp_path, quiet_bench):
     document = run_bench(
         "fp8_linear", benchmark.framework, cases=["small"], device="cpu", dtype="bfloat16", repeats=1, out=tmp_path,

@@ -23,7 +23,6 @@ from onchip.jax import fp8_linear
 from onchip.kernels.mosaic.product import SHARED_BYTES
 from onchip.ops.fp8_linear import jax_op, reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
-from shared_jax import quick_compilation  # noqa: F401
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Products of two formats need JAX 0.11.2: below it a call that would make one is refused.

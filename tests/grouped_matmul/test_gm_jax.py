@@ -13,7 +13,7 @@ from onchip.ops.grouped_matmul import reference
 from onchip.ops.grouped_matmul.cases import CHECK_CASES
 from onchip.ops.grouped_matmul.checks import CHECKER
 from shared import assert_within_bounds
-from shared_jax import assert_same, quick_compilation  # noqa: F401
+from shared_jax import assert_same
 
 FEW = {
     "many groups": ("bfloat16", "gkn"),

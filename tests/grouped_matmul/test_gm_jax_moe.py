@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onchip.jax import MoEParams, init_moe, moe
-from shared_jax import assert_same, quick_compilation  # noqa: F401
+from shared_jax import assert_same
 
 H, F, E, S, T = 12, 8, 6, 5, 30
 PARAMS = init_moe(jax.random.key(0), H, F, E, S)

@@ -19,7 +19,6 @@ from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.jax import grouped_matmul
 from onchip.ops.grouped_matmul import jax_op, reference
-from shared_jax import quick_compilation  # noqa: F401
 
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 BF16 = jnp.bfloat16
@@ -108,7 +107,8 @@ def assert_near(made, right):
     assert np.linalg.norm(made[: sum(SIZES)] - right[: sum(SIZES)]) < 2**-8 * np.linalg.norm(right[: sum(SIZES)])
 
 
-@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [False, True])
 def test_layer(keeps, problem):
     """With all that the kernel may do: gate and up are those of one tile."""
     x, _, w, b, s, ends = problem

@@ -4,7 +4,6 @@ import pytest
 
 from onchip.bench.ops.grouped_matmul import JAX, RETURNED, TORCH
 from onchip.ops.grouped_matmul.cases import MODEL_CASES
-from shared_jax import quick_compilation  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +11,11 @@ def problems():
     return {b.framework: b.make_problem(b.CASES["cpu"], "cpu", "float32") for b in (TORCH, JAX)}
 
 
-MODES = [(b, i, mode) for b, i in ((TORCH, 0), (JAX, 0), (JAX, 1)) for mode in b.MODES]
+MODES = [
+    pytest.param(b, i, mode, marks=[pytest.mark.slow] * ((b, i, mode) == (JAX, 0, "forward")))
+    for b, i in ((TORCH, 0), (JAX, 0), (JAX, 1))
+    for mode in b.MODES
+]
 
 
 @pytest.mark.parametrize(("benchmark", "number", "mode"), MODES, ids=lambda x: getattr(x, "framework", x))

@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import onchip.integrations.flax
 from onchip.integrations.flax import DenseHead, EmbedHead, LinearHead
-from shared_jax import assert_same, quick_compilation  # noqa: F401
+from shared_jax import assert_same
 
 rng = np.random.default_rng(0)
 h = jnp.float32(rng.standard_normal((2, 12, 16)))

@@ -13,7 +13,7 @@ import pytest
 
 from onchip.integrations import levanter as integration
 from onchip.integrations.levanter import fused_cross_entropy, register, unregister
-from shared_jax import assert_same, quick_compilation  # noqa: F401
+from shared_jax import assert_same
 
 rng = np.random.default_rng(0)
 x, w = (jnp.float32(rng.standard_normal(shape)) for shape in ((24, 16), (16, 70)))

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from onchip.integrations import maxtext as integration
 from onchip.integrations import versions
 from onchip.integrations.maxtext import install, uninstall, vocab_tiling_nnx_loss
-from shared_jax import quick_compilation  # noqa: F401
 
 B, S, H, V = 2, 12, 16, 70
 
@@ -243,14 +242,13 @@ def test_on_four_devices():
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     }
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 def main():
-    jax.config.update("jax_disable_most_optimizations", True)
     cfg = config(z_loss_multiplier=1e-2)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "context"))
     with pytest.MonkeyPatch.context() as monkeypatch:

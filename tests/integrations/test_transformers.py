@@ -442,6 +442,7 @@ def test_a_model_of_images_and_text():
     assert_same(model, input_ids=ids, labels=ids.masked_fill(ids == 96, -100), pixel_values=torch.randn(2, 3, 16, 16))
 
 
+@pytest.mark.slow
 def test_two_processes():
     """DDP, FSDP1 and FSDP2 in six ways, and transformers.Trainer under torchrun."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -173,7 +173,10 @@ def assert_near(ours, theirs, bound=1e-5):
         assert (ours.double() - theirs.double()).norm() <= bound * max(float(theirs.double().norm()), 1e-30)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in ("rloo", "kto", "sft-lora"))) for x in TRAINERS],
+)
 def test_trainer_learns_the_same(name, tokenizer, tmp_path, calls, request):
     logs, weights = train(name, tokenizer, tmp_path)
     assert calls == []

@@ -7,7 +7,6 @@ from onchip.ops.linear_cross_entropy.checks import CHECKER
 from shared import assert_within_bounds
 from shared_jax import assert_same as assert_same
 from shared_jax import plain_loss
-from shared_jax import quick_compilation as quick_compilation
 
 STRATEGIES = ("stash", "recompute")
 

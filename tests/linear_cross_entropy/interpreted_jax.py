@@ -111,7 +111,6 @@ assert CHECKS.keys() >= set(SLOW)
 if __name__ == "__main__":
     # Nothing else may wait for the device while a callback runs on it.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    jax.config.update("jax_disable_most_optimizations", True)
     jax_triton.refusal = lambda *_: None
     jax_triton_calls.triton_call = triton_call
     main(CHECKS, sys.argv[1:])

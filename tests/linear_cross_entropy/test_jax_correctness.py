@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common_jax import STRATEGIES, assert_right, assert_same, plain, quick_compilation, small_problem  # noqa: F401
+from common_jax import STRATEGIES, assert_right, assert_same, plain, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +32,7 @@ def loss_of_logits(h, w, y, b=0.0, **options):
 
 
 OPS = {s: partial(linear_cross_entropy, strategy=s) for s in STRATEGIES} | {"cross_entropy": loss_of_logits}
+ONCE_MORE = ((70, "recompute"), (-1, "stash"))
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 SMALL_CASES = [c for c in CHECK_CASES if c.vocab < 10_000]
 
@@ -189,8 +190,14 @@ def test_one_token_without_leading_dimensions_has_a_weight_and_a_temperature(op)
     assert_same(got, same)
 
 
-@every_op
-@pytest.mark.parametrize("label", [70, -1])
+@pytest.mark.parametrize(
+    ("label", "op"),
+    [
+        pytest.param(label, op, id=f"{label}-{name}", marks=[pytest.mark.slow] * ((label, name) in ONCE_MORE))
+        for label in (70, -1)
+        for name, op in OPS.items()
+    ],
+)
 def test_a_label_out_of_range_gives_nan_for_its_token(label, op):
     h, w, y, b = small_problem()
     y = y.at[1, 7].set(label)

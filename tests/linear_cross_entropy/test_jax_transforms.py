@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common_jax import STRATEGIES, assert_same, plain, quick_compilation, small_problem  # noqa: F401
+from common_jax import STRATEGIES, assert_same, plain, small_problem
 
 from onchip.frontend.jax_call import IGNORED
 from onchip.jax import cross_entropy, linear_cross_entropy

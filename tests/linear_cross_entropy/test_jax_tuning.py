@@ -8,7 +8,6 @@ import pytest
 
 from onchip.kernels.mosaic.product import MosaicConfig
 from onchip.tune import linear_cross_entropy_jax as jax_tuning
-from shared_jax import quick_compilation  # noqa: F401
 
 
 @pytest.mark.parametrize("kernel", jax_tuning.KERNELS)

@@ -18,7 +18,6 @@ from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic.blocks import Kept, tanh
 from onchip.vocab.mosaic.positions import NO_LABEL, Operands
 from onchip.vocab.xla.tiles import Wanted
-from shared_jax import quick_compilation  # noqa: F401
 from tanh import assert_is_tanh
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
@@ -196,6 +195,7 @@ def test_softmax(vocab_major, interpreter):
     assert (values[s.n :] == 0).all()
 
 
+@pytest.mark.slow
 def test_softmax_all_kept_in_scratch(interpreter):
     s = Small(vocab_major=True, vocab=448)
 
@@ -215,6 +215,7 @@ def test_softmax_all_kept_in_scratch(interpreter):
 
 
 # These two take the interpreter 20 s a layout: each has one.
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [True], ids=["VH"])
 def test_products(vocab_major, interpreter):
     """The first 128 tokens' exponentials in the memory of the weight's gradient, the others' in scratch."""

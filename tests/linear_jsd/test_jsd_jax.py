@@ -15,7 +15,6 @@ from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.memory import Head, Problem
 from shared import assert_within_bounds
-from shared_jax import quick_compilation  # noqa: F401
 
 SMALL = [c for c in CHECK_CASES if c.vocab < 10_000]
 TOPK = [c for c in SMALL if c.teacher not in ("hidden", "logits") and c not in SMALL[::3]]
@@ -80,7 +79,7 @@ def test_what_is_out_of_range_gives_nan_for_its_token():
     assert np.argwhere(np.isnan(loss)).tolist() == [[0, 4]]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
 def test_chunks_change_nothing(reduction, monkeypatch):
     h, w, x, v = problem()
 

@@ -13,7 +13,7 @@ from onchip.ops.linear_log_probs.checks import CHECKER
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
 from shared import assert_within_bounds
-from shared_jax import assert_same, quick_compilation  # noqa: F401
+from shared_jax import assert_same, temporary_bytes
 
 MORE = {"mean_logits": True, "log_sum_sq_probs": True}
 
@@ -47,6 +47,7 @@ def test_sizes(size):
     assert_right(Case("size", *size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "dtype"), [("hv", "float16")])
 def test_many_chunks(layout, dtype):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
@@ -102,7 +103,6 @@ def test_what_is_returned():
 
 @pytest.mark.parametrize("options", [{}, {"entropy": True, "softcap": 5.0}, MORE], ids=str)
 def test_the_memory_formula(options):
-    jax.config.update("jax_disable_most_optimizations", False)
     h, w, ids = (jax.ShapeDtypeStruct(s, d) for s, d in (((512, 64), "float32"), ((8192, 64), "float32"), ((512,), "int32")))  # fmt: skip # noqa: E501
     wanted = {"softcap": "softcap" in options, "stats": "entropy" in options}
     problem = Problem(512, 64, 8192, compacted=True, ids=1, more_stats=len(MORE) * (options is MORE), **wanted)
@@ -112,8 +112,6 @@ def test_the_memory_formula(options):
         out = linear_log_probs(h, w, ids, scratch_bytes=budget, lse=True, **options)
         return out.log_prob.sum() + (out.entropy.sum() if "entropy" in options else 0), out[4:]
 
-    compiled = jax.jit(jax.grad(step, (0, 1), has_aux=True)).lower(h, w, ids).compile()
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    jax.config.update("jax_disable_most_optimizations", True)
+    temporary = temporary_bytes(jax.grad(step, (0, 1), has_aux=True), h, w, ids)
     assert temporary <= budget
     assert temporary >= memory.scratch_bytes(problem, memory.plan(problem, "recompute", budget)) / 3
