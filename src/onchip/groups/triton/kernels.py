@@ -220,18 +220,16 @@ def load_x(
 
 @triton.jit
 def add_product(
-    acc, a, x_scales, rows, i, weight, strides, scales, scale_strides, g, n, k, N, K,
-    R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    acc, a, b, x_scales, rows, scales, strides, i, g, n, k, N,
+    R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + a @ the block [W, C] of a group's weight at (n, step k), transposed; in FP8 the product is scaled first."""
+    """acc + a @ b.T, of tile i and a block of a group's weight at (n, step k); in FP8 the product is scaled first."""
     if x_scales is None:
-        b = load_weight(weight, strides, g, n, k * C, N, K, W, C, TURNED, TMA)
         return tl.dot(a, b.T, acc, input_precision=PRECISION)
     else:  # noqa: RET505
         scale = tl.load(x_scales + tl.cast(k, tl.int64) * rows + i * R + tl.arange(0, R))
-        of_block = tl.cast(g, tl.int64) * scale_strides[0] + n // C * scale_strides[1] + k * scale_strides[2]
+        of_block = tl.cast(g, tl.int64) * strides[0] + n // C * strides[1] + k * strides[2]
         scale = scale * tl.load(scales + of_block, mask=n < N, other=0.0)
-        b = load_weight(weight, strides, g, n, k * C, N, K, W, C, TURNED, TMA)
         return acc + tl.dot(a, b.T) * scale[:, None]
 
 
@@ -315,13 +313,16 @@ def grouped_product(
             up = tl.zeros((BLOCK_M, HALF), tl.float32)
             for k in range(steps):
                 a = load_x(x, x_stride, r, inside, first, end, i, k, K, x_rows, BLOCK_M, BLOCK_K, FP8, TMA_X)
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
+                c = load_weight(weight, weight_strides, g, half + column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
                 gate = add_product(
-                    gate, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
-                    g, column, k, N, K, BLOCK_M, BLOCK_K, HALF, TURNED, TMA_WEIGHT, PRECISION,
+                    gate, a, b, x_scales, x_rows, weight_scales, scale_strides, i, g, column, k, N,
+                    BLOCK_M, BLOCK_K, PRECISION,
                 )  # fmt: skip
                 up = add_product(
-                    up, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
-                    g, half + column, k, N, K, BLOCK_M, BLOCK_K, HALF, TURNED, TMA_WEIGHT, PRECISION,
+                    up, a, c, x_scales, x_rows, weight_scales, scale_strides, i, g, half + column, k, N,
+                    BLOCK_M, BLOCK_K, PRECISION,
                 )  # fmt: skip
             n = column + tl.arange(0, HALF)
             gate = add_bias(gate, bias, g, n, N, half) + nan
@@ -335,9 +336,11 @@ def grouped_product(
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(steps):
                 a = load_x(x, x_stride, r, inside, first, end, i, k, K, x_rows, BLOCK_M, BLOCK_K, FP8, TMA_X)
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT)
                 acc = add_product(
-                    acc, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
-                    g, column, k, N, K, BLOCK_M, BLOCK_K, BLOCK_N, TURNED, TMA_WEIGHT, PRECISION,
+                    acc, a, b, x_scales, x_rows, weight_scales, scale_strides, i, g, column, k, N,
+                    BLOCK_M, BLOCK_K, PRECISION,
                 )  # fmt: skip
             acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + nan
             if product is not None:
