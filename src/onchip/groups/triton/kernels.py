@@ -25,6 +25,7 @@ from onchip.fp8.triton_kernels import load_operand
 from onchip.kernels.triton.tiles import halves, place_tile
 
 HEAD = tl.constexpr(4)  # numbers of a plan before the groups'
+TILE_ROWS = tl.constexpr(128)  # of a plan's tile
 NAN_BITS = tl.constexpr(0x7FC00000)
 # What a descriptor's rows are counted up to.
 LAST = tl.constexpr(1 << 30)
@@ -211,7 +212,7 @@ def load_x(
     x, stride, r, inside, first, end, i, k, K, rows,
     R: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Step k of tile i's rows.  What is quantised has BLOCK_M rows for each tile, `rows` in all."""
+    """Step k of tile i's rows.  What is quantised has TILE_ROWS rows for each tile of the plan, `rows` in all."""
     if FP8:
         return load_operand(x, stride, i * R, k, rows, R, TMA)
     else:  # noqa: RET505
@@ -255,7 +256,7 @@ def store_interleaved(
 
 @triton.jit
 def grouped_product(
-    x,  # [T, K], or its rows that `index` names; in FP8 [x_rows, K], BLOCK_M rows for each tile
+    x,  # [T, K], or its rows that `index` names; in FP8 [x_rows, K], TILE_ROWS rows for each tile of the plan
     weight,  # [G, N, K]
     x_scales,  # [K / 128, x_rows] float32, of FP8 numbers; BLOCK_K is 128
     weight_scales,  # [G, N / 128, K / 128] float32
@@ -290,20 +291,24 @@ def grouped_product(
     TMA_PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x @ weight.T of each tile's group, and what follows it in float32; rows past the last group become 0."""
+    """x @ weight.T of each tile's group, and what follows it in float32; rows past the last group become 0.
+
+    A tile of the plan may be several of BLOCK_M rows, of which the last ones may be past the group's end.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     FP8: tl.constexpr = x_scales is not None
     half = N // 2
-    tiles_m = tl.load(plan)
+    PARTS_M: tl.constexpr = TILE_ROWS // BLOCK_M
+    tiles_m = tl.load(plan) * PARTS_M
     total = tl.load(plan + 1)
     # Of CONCATENATED, a tile has HALF columns of gate and the HALF of up that belong to them.
     tiles_n = tl.cdiv(half, HALF) if GATED == CONCATENATED else tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
-        at = tile_of(plan, G, i)
+        at = tile_of(plan, G, i // PARTS_M)
         g = tl.load(at)
-        first = tl.load(at + 1)
+        first = tl.load(at + 1) + i % PARTS_M * BLOCK_M
         end = tl.load(at + 2)
         nan = poison_of_group(plan, g)
         r, inside = rows_of(index, first, end, limit, BLOCK_M)
@@ -416,7 +421,7 @@ def grouped_weight_gradient(
 
 @triton.jit
 def scaled_weight_gradient(
-    a,  # [A, rows] FP8: BLOCK_M columns for each tile of rows
+    a,  # [A, rows] FP8: TILE_ROWS columns for each tile of the plan
     b,  # [B, rows]
     a_scales,  # [rows / 128, A] float32
     b_scales,  # [rows / 128, B]
