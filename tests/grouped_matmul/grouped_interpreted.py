@@ -262,6 +262,7 @@ SLOW = (
     "case-scatter",
     "wide-1", "added-gkn", "wrong-rows above", "wrong-scatter_rows below",
     "fp8-gkn", "fp8-interleaved", "fp8-pointers", "fp8_for_some_gradients_and_added",
+    "fp8_registered_and_without_rows",
     "wrong_sizes-sizes whose sum overflows", "wrong_sizes-offsets past the end", "wrong_sizes-a negative offset",
 )  # fmt: skip
 assert CHECKS.keys() >= set(SLOW)

@@ -6,7 +6,7 @@ Triton is imported where something is launched, so that stored configs can be li
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -50,22 +50,23 @@ def candidates(kernel: str) -> list[dict[str, int]]:
     in_fp8, of_weight = kernel in FP8_KERNELS, kernel.endswith("weight_gradient")
     size = 1 if in_fp8 else 2
     first = gradient_config(HOPPER_SHARED, size) if of_weight else product_config(HOPPER_SHARED, size, short=False)
-    # columns, depth, stages, warps, parts
+    # columns, depth, stages, warps, parts, rows, per_processor
     if in_fp8:
-        cuts = [(128, 128, stages, 8, parts) for stages, parts in ((2, 2), (3, 2), (4, 2), (4, 1), (5, 2))]
-        cuts += [(64, 128, stages, 4, 1) for stages in (2, 3)]
-        cuts += [(128, 128, stages, 4, 2) for stages in (2, 3)] if of_weight else []  # of 128 rows these spill
+        cuts = [(128, 128, stages, 4, parts, 64, each) for stages, parts, each in
+                ((2, 1, 2), (3, 1, 2), (3, 2, 2), (2, 2, 3), (3, 2, 1))]  # fmt: skip
+        cuts += [(128, 128, stages, 8, 2, 128, 1) for stages in (3, 4, 5)]
+        cuts += [(64, 128, 3, 4, 1, 128, 1)]
     elif of_weight:
-        cuts = [(128, depth, stages, 4, 4) for depth, stages in ((32, 3), (32, 4), (64, 2), (64, 3))]
-        cuts += [(128, 64, 3, 8, 2), (256, 64, 3, 8, 4), (256, 64, 4, 8, 4), (128, 32, 3, 4, 2)]
+        cuts = [(128, depth, stages, 4, 4, 128, 1) for depth, stages in ((32, 3), (32, 4), (64, 2), (64, 3))]
+        cuts += [(128, 64, 3, 8, 2, 128, 1), (256, 64, 3, 8, 4, 128, 1), (256, 64, 4, 8, 4, 128, 1)]
+        cuts += [(128, 32, 3, 4, 2, 128, 1)]
     else:
-        cuts = [(256, 64, stages, 8, parts) for stages, parts in ((4, 2), (3, 1), (3, 2), (4, 4))]
-        cuts += [(128, 64, stages, 8, 1) for stages in (3, 4, 5)] + [(128, 128, 2, 8, 1), (128, 32, 3, 4, 2)]
-    tried = [
-        ProductConfig(columns, depth, stages, warps, group, parts)
-        for columns, depth, stages, warps, parts in cuts
-        for group in (1, 4, 8, 16)
-    ]
+        cuts = [(256, 64, stages, 8, parts, 128, 1) for stages, parts in ((4, 2), (3, 1), (3, 2), (4, 4))]
+        cuts += [(128, 64, stages, 8, 1, 128, 1) for stages in (3, 4, 5)]
+        cuts += [(128, 64, 3, 4, 2, 64, 2), (128, 32, 3, 4, 2, 128, 1)]
+    tried = [ProductConfig(*cut[:4], group, *cut[4:]) for cut in cuts for group in (1, 4, 8, 16)]
+    if of_weight:  # which has a program for each tile
+        tried = [replace(config, per_processor=1) for config in tried]
     return [asdict(config) for config in dict.fromkeys([first, *tried])]
 
 

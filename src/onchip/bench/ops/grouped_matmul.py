@@ -130,12 +130,31 @@ def _ragged_dot() -> Callable[..., Any]:
 def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     return (
         *_own(fw),
+        _in_fp8(fw),
         optional("torch F.grouped_mm", "torch", _grouped_mm, gpu_only("torch", ("bfloat16",), "torch")),
         optional(
             "quack", "quack-kernels", partial(imported, "quack.gemm_interface:gemm"),
             gpu_only("quack-kernels", ("bfloat16", "float16")), _quack_steps,
         ),
     )  # fmt: skip
+
+
+# Of precision='fp8', an approximation: what fp8_linear is held to.
+FP8_BOUND = 10 ** (-28 / 20)
+_FP8 = {"precision": "fp8", "backend": "triton"}
+
+
+def _in_fp8(fw: Any) -> Implementation:
+    def unavailable(device: str, dtype: str) -> str | None:
+        import torch
+
+        from onchip.ops.grouped_matmul import torch_op
+
+        return torch_op.refusals(torch.device(device), getattr(torch, dtype), fp8_sizes=(128, 128))["triton"]
+
+    load = partial(partial, op_in(fw, "grouped_matmul"), **_FP8)
+    bounds = dict.fromkeys(("out", "grad_x", "grad_weight"), FP8_BOUND)
+    return Implementation("onchip fp8, approximate", load, unavailable, _FP8, "onchip", error_bounds=bounds)
 
 
 def _grouped_mm() -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from onchip.fp8.triton_kernels import load_operand
 from onchip.kernels.triton.tiles import halves, place_tile
 
 HEAD = tl.constexpr(4)  # numbers of a plan before the groups'
+TILE_ROWS = tl.constexpr(128)  # of a plan's tile
 NAN_BITS = tl.constexpr(0x7FC00000)
 # What a descriptor's rows are counted up to.
 LAST = tl.constexpr(1 << 30)
@@ -211,7 +212,7 @@ def load_x(
     x, stride, r, inside, first, end, i, k, K, rows,
     R: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Step k of tile i's rows.  What is quantised has BLOCK_M rows for each tile, `rows` in all."""
+    """Step k of tile i's rows.  What is quantised has TILE_ROWS rows for each tile of the plan, `rows` in all."""
     if FP8:
         return load_operand(x, stride, i * R, k, rows, R, TMA)
     else:  # noqa: RET505
@@ -220,18 +221,16 @@ def load_x(
 
 @triton.jit
 def add_product(
-    acc, a, x_scales, rows, i, weight, strides, scales, scale_strides, g, n, k, N, K,
-    R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    acc, a, b, x_scales, rows, scales, strides, i, g, n, k, N,
+    R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + a @ the block [W, C] of a group's weight at (n, step k), transposed; in FP8 the product is scaled first."""
+    """acc + a @ b.T, of tile i and a block of a group's weight at (n, step k); in FP8 the product is scaled first."""
     if x_scales is None:
-        b = load_weight(weight, strides, g, n, k * C, N, K, W, C, TURNED, TMA)
         return tl.dot(a, b.T, acc, input_precision=PRECISION)
     else:  # noqa: RET505
         scale = tl.load(x_scales + tl.cast(k, tl.int64) * rows + i * R + tl.arange(0, R))
-        of_block = tl.cast(g, tl.int64) * scale_strides[0] + n // C * scale_strides[1] + k * scale_strides[2]
+        of_block = tl.cast(g, tl.int64) * strides[0] + n // C * strides[1] + k * strides[2]
         scale = scale * tl.load(scales + of_block, mask=n < N, other=0.0)
-        b = load_weight(weight, strides, g, n, k * C, N, K, W, C, TURNED, TMA)
         return acc + tl.dot(a, b.T) * scale[:, None]
 
 
@@ -257,7 +256,7 @@ def store_interleaved(
 
 @triton.jit
 def grouped_product(
-    x,  # [T, K], or its rows that `index` names; in FP8 [x_rows, K], BLOCK_M rows for each tile
+    x,  # [T, K], or its rows that `index` names; in FP8 [x_rows, K], TILE_ROWS rows for each tile of the plan
     weight,  # [G, N, K]
     x_scales,  # [K / 128, x_rows] float32, of FP8 numbers; BLOCK_K is 128
     weight_scales,  # [G, N / 128, K / 128] float32
@@ -292,20 +291,24 @@ def grouped_product(
     TMA_PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x @ weight.T of each tile's group, and what follows it in float32; rows past the last group become 0."""
+    """x @ weight.T of each tile's group, and what follows it in float32; rows past the last group become 0.
+
+    A tile of the plan may be several of BLOCK_M rows, of which the last ones may be past the group's end.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     FP8: tl.constexpr = x_scales is not None
     half = N // 2
-    tiles_m = tl.load(plan)
+    PARTS_M: tl.constexpr = TILE_ROWS // BLOCK_M
+    tiles_m = tl.load(plan) * PARTS_M
     total = tl.load(plan + 1)
     # Of CONCATENATED, a tile has HALF columns of gate and the HALF of up that belong to them.
     tiles_n = tl.cdiv(half, HALF) if GATED == CONCATENATED else tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
-        at = tile_of(plan, G, i)
+        at = tile_of(plan, G, i // PARTS_M)
         g = tl.load(at)
-        first = tl.load(at + 1)
+        first = tl.load(at + 1) + i % PARTS_M * BLOCK_M
         end = tl.load(at + 2)
         nan = poison_of_group(plan, g)
         r, inside = rows_of(index, first, end, limit, BLOCK_M)
@@ -315,13 +318,16 @@ def grouped_product(
             up = tl.zeros((BLOCK_M, HALF), tl.float32)
             for k in range(steps):
                 a = load_x(x, x_stride, r, inside, first, end, i, k, K, x_rows, BLOCK_M, BLOCK_K, FP8, TMA_X)
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
+                c = load_weight(weight, weight_strides, g, half + column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
                 gate = add_product(
-                    gate, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
-                    g, column, k, N, K, BLOCK_M, BLOCK_K, HALF, TURNED, TMA_WEIGHT, PRECISION,
+                    gate, a, b, x_scales, x_rows, weight_scales, scale_strides, i, g, column, k, N,
+                    BLOCK_M, BLOCK_K, PRECISION,
                 )  # fmt: skip
                 up = add_product(
-                    up, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
-                    g, half + column, k, N, K, BLOCK_M, BLOCK_K, HALF, TURNED, TMA_WEIGHT, PRECISION,
+                    up, a, c, x_scales, x_rows, weight_scales, scale_strides, i, g, half + column, k, N,
+                    BLOCK_M, BLOCK_K, PRECISION,
                 )  # fmt: skip
             n = column + tl.arange(0, HALF)
             gate = add_bias(gate, bias, g, n, N, half) + nan
@@ -335,9 +341,11 @@ def grouped_product(
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(steps):
                 a = load_x(x, x_stride, r, inside, first, end, i, k, K, x_rows, BLOCK_M, BLOCK_K, FP8, TMA_X)
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT)
                 acc = add_product(
-                    acc, a, x_scales, x_rows, i, weight, weight_strides, weight_scales, scale_strides,
-                    g, column, k, N, K, BLOCK_M, BLOCK_K, BLOCK_N, TURNED, TMA_WEIGHT, PRECISION,
+                    acc, a, b, x_scales, x_rows, weight_scales, scale_strides, i, g, column, k, N,
+                    BLOCK_M, BLOCK_K, PRECISION,
                 )  # fmt: skip
             acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + nan
             if product is not None:
@@ -413,7 +421,7 @@ def grouped_weight_gradient(
 
 @triton.jit
 def scaled_weight_gradient(
-    a,  # [A, rows] FP8: BLOCK_M columns for each tile of rows
+    a,  # [A, rows] FP8: TILE_ROWS columns for each tile of the plan
     b,  # [B, rows]
     a_scales,  # [rows / 128, A] float32
     b_scales,  # [rows / 128, B]

@@ -16,7 +16,6 @@ from onchip.groups.problem import Options, Problem
 from onchip.groups.triton import kernels
 from onchip.groups.triton.tiles import (
     FP8_DEPTH,
-    FP8_ROWS,
     ROWS,
     ProductConfig,
     gradient_config,
@@ -116,11 +115,11 @@ def _product_cut(
         "K": k,
         "GATED": gated,
         "TURNED": turned,
-        "BLOCK_M": ROWS,
+        "BLOCK_M": c.rows,
         "BLOCK_N": c.columns,
         "BLOCK_K": c.depth,
         "GROUP": c.group,
-        "PROGRAMS": device.programs,
+        "PROGRAMS": device.programs * c.per_processor,
         "PARTS": parts,
         "TMA_X": tma[0] and not indexed,
         "TMA_WEIGHT": tma[1],
@@ -198,17 +197,18 @@ def product(
         gated=gated,
         turned=turned,
     )
-    by_tma, (depth, of_weight, of_out, of_product) = cut.shared.arguments, cut.widths
+    of_cut, (depth, of_weight, of_out, of_product) = cut.shared.arguments, cut.widths
+    rows = of_cut["BLOCK_M"]
     into: Any = weight
-    if by_tma["TMA_WEIGHT"]:
+    if of_cut["TMA_WEIGHT"]:
         step, row, column = strides
         if turned:
             into = block_descriptor(weight, (groups, k, n), (step, column, row), (1, depth, of_weight))
         else:
             into = block_descriptor(weight, (groups, n, k), strides, (1, of_weight, depth))
     of_x: Any = x
-    if by_tma["TMA_X"]:
-        of_x = ragged(x, depth) if x_scales is None else descriptor(x, x.stride(0), ROWS, depth)
+    if of_cut["TMA_X"]:
+        of_x = ragged(x, depth, rows) if x_scales is None else descriptor(x, x.stride(0), rows, depth)
     given = {
         "x": of_x,
         "x_rows": x.shape[0],
@@ -218,13 +218,13 @@ def product(
         "bias": None if bias is None else bias.contiguous(),
         "row_scale": None if row_scale is None else row_scale.contiguous(),
         "index": index,
-        "out": ragged(out, of_out) if by_tma["TMA_OUT"] else out,
-        "product": ragged(before, of_product) if by_tma["TMA_PRODUCT"] else before,
+        "out": ragged(out, of_out, rows) if of_cut["TMA_OUT"] else out,
+        "product": ragged(before, of_product, rows) if of_cut["TMA_PRODUCT"] else before,
         "plan": of_plan,
         "limit": len(x),
         "T": tokens,
     }
-    return Launch(kernels.grouped_product, (device.programs,), given, cut.warps, cut.stages, shared=cut.shared)
+    return Launch(kernels.grouped_product, (of_cut["PROGRAMS"],), given, cut.warps, cut.stages, shared=cut.shared)
 
 
 @until_cleared
@@ -252,7 +252,7 @@ def _gradient_cut(
         "B": sizes[3],
         "ADD": add,
         "BLOCK_M": c.depth,
-        "BLOCK_A": ROWS,
+        "BLOCK_A": c.rows,
         "BLOCK_B": c.columns,
         "GROUP": c.group,
         "PARTS": parts,
@@ -294,14 +294,15 @@ def weight_gradient(
         indexed=(a_index is not None, b_index is not None),
         add=add,
     )
-    by_tma, (depth, width, of_out) = cut.shared.arguments, cut.widths
-    tiles = groups * -(-rows // ROWS) * -(-columns // width)
+    of_cut, (depth, width, of_out) = cut.shared.arguments, cut.widths
+    height = of_cut["BLOCK_A"]
+    tiles = groups * -(-rows // height) * -(-columns // width)
     given = {
-        "a": ragged(a, ROWS, depth) if by_tma["TMA_A"] else a,
-        "b": ragged(b, width, depth) if by_tma["TMA_B"] else b,
+        "a": ragged(a, height, depth) if of_cut["TMA_A"] else a,
+        "b": ragged(b, width, depth) if of_cut["TMA_B"] else b,
         "a_index": a_index,
         "b_index": b_index,
-        "out": block_descriptor(out, out.shape, out.stride(), (1, ROWS, of_out)) if by_tma["TMA_OUT"] else out,
+        "out": block_descriptor(out, out.shape, out.stride(), (1, height, of_out)) if of_cut["TMA_OUT"] else out,
         "plan": of_plan,
         "limit": limit,
     }
@@ -327,25 +328,25 @@ def scaled_weight_gradient(
     c = config or _stored("fp8_weight_gradient", device, out.dtype, sizes, [tma_out], gradient_config(device.shared, 1))
     parts = c.parts * out.element_size() // 2
     arguments = {
-        "a": descriptor(a.data, a.data.stride(0), FP8_ROWS, FP8_DEPTH) if tma else a.data,
+        "a": descriptor(a.data, a.data.stride(0), c.rows, FP8_DEPTH) if tma else a.data,
         "b": descriptor(b.data, b.data.stride(0), c.columns, FP8_DEPTH) if tma else b.data,
         "a_scales": a.scales,
         "b_scales": b.scales,
-        "out": block_descriptor(out, out.shape, out.stride(), (1, FP8_ROWS, c.columns // parts)) if tma_out else out,
+        "out": block_descriptor(out, out.shape, out.stride(), (1, c.rows, c.columns // parts)) if tma_out else out,
         "plan": of_plan,
         "rows": a.data.shape[1],
         "G": groups,
         "A": rows,
         "B": columns,
         "ADD": add,
-        "BLOCK_A": FP8_ROWS,
+        "BLOCK_A": c.rows,
         "BLOCK_B": c.columns,
         "GROUP": c.group,
         "PARTS": parts,
         "TMA": tma,
         "TMA_OUT": tma_out,
     }
-    tiles = groups * -(-rows // FP8_ROWS) * -(-columns // c.columns)
+    tiles = groups * -(-rows // c.rows) * -(-columns // c.columns)
     return Launch(kernels.scaled_weight_gradient, (tiles,), arguments, c.warps, c.stages)
 
 
@@ -416,7 +417,7 @@ def suits(strides: Sequence[int], element_bytes: int) -> bool:
     return all(stride > 0 and stride * element_bytes % 16 == 0 for stride in others)
 
 
-def ragged(x: Any, columns: int, rows: int = ROWS) -> Any:
+def ragged(x: Any, columns: int, rows: int) -> Any:
     """A matrix in blocks of [rows, columns] that end where a group does: see kernels.py."""
     stride = x.stride(0)
     shape = 0x7FFF0000, 0x7FFF0000, _LAST, x.shape[1]

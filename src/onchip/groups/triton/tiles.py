@@ -3,7 +3,7 @@
 No framework.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from onchip.core.configs import find_config
 from onchip.groups.problem import OP, Problem
@@ -32,7 +32,7 @@ def padded_rows(p: Problem) -> int:
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """How a product is cut.  Tiles of rows are those of the plan."""
+    """How a product is cut."""
 
     columns: int = 256
     """Of a tile of the result; with an activation they are half gate and half up."""
@@ -45,10 +45,12 @@ class ProductConfig:
     """Tiles of rows that are worked on together, so that L2 serves their weight."""
     parts: int = 2
     """A tile of the result leaves in so many pieces, each staged in shared memory."""
+    rows: int = ROWS
+    """Of a tile: of a product of rows, the plan's or a part of it."""
+    per_processor: int = 1
+    """Persistent programs for each multiprocessor; a weight's gradient has one for each tile."""
 
 
-FP8_ROWS = 64
-"""Of a tile of the weight's gradient in FP8."""
 FP8_DEPTH = 128
 """A step of a product of FP8 numbers: what shares a scale."""
 
@@ -62,8 +64,9 @@ def product_config(shared: int, element_bytes: int, *, short: bool) -> ProductCo
         return ProductConfig(columns=64, depth=16, stages=2, parts=1)
     # A weight that one tile of rows reads isn't shared: with 256 groups of 128 rows, one at a time was 7% faster.
     group = 1 if short else 8
-    if element_bytes == 1:  # a tile no wider than a scale; the sum of a step is apart from that of all
-        return ProductConfig(columns=128, depth=FP8_DEPTH, stages=4 if shared >= 227 * 1024 else 2, group=group)
+    if element_bytes == 1:  # as fp8_linear's: no wider than a scale; one program multiplies while the other scales
+        c = ProductConfig(columns=128, depth=FP8_DEPTH, stages=3, warps=4, group=group, rows=64, per_processor=2)
+        return c if shared >= 227 * 1024 else replace(c, stages=2, per_processor=1)
     if shared >= 227 * 1024:
         return ProductConfig(group=group)
     return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=group)
@@ -79,7 +82,8 @@ def gradient_config(shared: int, element_bytes: int) -> ProductConfig:
     if element_bytes == 4:
         return ProductConfig(columns=64, depth=16, stages=2, parts=1)
     if element_bytes == 1:
-        return ProductConfig(columns=128, depth=FP8_DEPTH, stages=3 if shared >= 227 * 1024 else 2, warps=4, group=4)
+        stages = 3 if shared >= 227 * 1024 else 2
+        return ProductConfig(columns=128, depth=FP8_DEPTH, stages=stages, warps=4, group=4, rows=64)
     if shared >= 227 * 1024:
         return ProductConfig(columns=128, depth=32, warps=4, group=4, parts=4)
     return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=16)
@@ -109,11 +113,10 @@ def stored_config(
 
 
 def shared_bytes_of(kernel: str, c: ProductConfig) -> int:
-    """Bytes of shared memory of a program: operands of all stages, a piece of the result, barriers."""
+    """Bytes of shared memory of a multiprocessor's programs: operands of all stages, a piece of a result, barriers."""
     element = 1 if kernel in FP8_KERNELS else 2
     of_weight = kernel.endswith("weight_gradient")
-    rows = FP8_ROWS if of_weight and element == 1 else ROWS
-    operands = c.stages * (rows + c.columns) * c.depth * element
+    operands = c.stages * (c.rows + c.columns) * c.depth * element
     # SwiGLU's result and what it keeps leave in halves: as gate, and as up.
-    piece = rows * c.columns * 2 // (2 if kernel.endswith("swiglu") else c.parts)
-    return (max(operands, piece) if of_weight else operands + piece) + 1024
+    piece = c.rows * c.columns * 2 // (2 if kernel.endswith("swiglu") else c.parts)
+    return c.per_processor * ((max(operands, piece) if of_weight else operands + piece) + 1024)

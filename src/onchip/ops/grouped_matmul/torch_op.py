@@ -96,7 +96,7 @@ def grouped_matmul(
             always are.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, each group as `fp8_linear` of its rows.  "triton" then needs compute capability
-            8.9, and N and K that are multiples of 128.
+            8.9, and N and K that are multiples of 128; it copies a weight that isn't contiguous.
 
     Returns:
         [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype, under
