@@ -7,8 +7,8 @@ needs, in another such object, and `gradients(kept, upstream, wanted)` computes 
 dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's functions directly and attaches autograd
 to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
-`linear_cross_entropy` ends as `Operator.__call__` does, so that it alone is on the stack when `forward` runs; the other
-ops call the operator.
+`linear_cross_entropy` and `grouped_matmul` end as `Operator.__call__` does, so that they alone are on the stack when
+`forward` runs; the other ops call the operator.
 """
 
 import contextlib
