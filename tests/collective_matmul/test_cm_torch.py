@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import itertools
+import json
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from functools import partial
 
@@ -11,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from onchip.bench.torch_steps import peak_extra_bytes
@@ -351,6 +356,27 @@ def compiled(group):
             torch.testing.assert_close(a, b)
 
 
+def fully_sharded(group):
+    """FSDP2 over two replicas of two ranks each: the gradients that one process has of all tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
+    tp, own = mesh.get_group("tp"), dist.get_rank()
+    torch.manual_seed(4)
+    up, down, tokens = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8), torch.randn(4, 6, 8)
+    sum(down(up(x).relu()).square().sum() for x in tokens).backward()
+    for keeps in (False, True):
+        layers = (
+            ColumnParallelLinear.from_linear(up, tp, keep_gathered=keeps),
+            torch.nn.ReLU(),
+            RowParallelLinear.from_linear(down, tp),
+        )
+        model = fully_shard(torch.nn.Sequential(*layers), mesh=mesh["replica"], reshard_after_forward=True)
+        (2 * model(tokens[own]).square().sum()).backward()  # FSDP2 averages over two replicas
+        for layer, linear, split in ((model[0], up, 0), (model[2], down, 1)):
+            for p, whole in zip(layer.parameters(), linear.parameters(), strict=True):
+                right = whole.grad.chunk(2, split)[own % 2] if whole.ndim > split else whole.grad
+                torch.testing.assert_close(p.grad.full_tensor(), right, rtol=1e-4, atol=1e-4)
+
+
 CHECKS = (
     oracle_in_every_dtype, twice_the_error_of_the_plain_layer, same_bits, some_gradients, main_gradients, autocast,
     strides, second_derivatives, checkpointing, each_exchange_is_under_a_product, memory, uneven_tokens, modules,
@@ -384,7 +410,25 @@ def test_three_processes(tmp_path):
 
 @pytest.mark.slow
 def test_four_processes_and_compiled(tmp_path):
-    torch.multiprocessing.spawn(run, (4, str(tmp_path / "meeting"), (compiled, *CHECKS)), nprocs=4)
+    torch.multiprocessing.spawn(run, (4, str(tmp_path / "meeting"), (compiled, fully_sharded, *CHECKS)), nprocs=4)
+
+
+@pytest.mark.slow
+def test_commands_under_torchrun(tmp_path):
+    """`onchip check` and `onchip bench` take the processes that there are; the first of these writes a file."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    of_check = ["-m", "onchip", "check", "collective_matmul", "--framework", "torch", "--device", "cpu"]
+    of_bench = ["-m", "onchip", "bench", "collective_matmul", "--framework", "torch", "--device", "cpu"]
+    for command in (of_check, [*of_bench, "--repeats", "1", "--out", str(tmp_path)]):
+        done = subprocess.run([*torchrun, *command], env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        if command is of_check:
+            assert done.stdout.count("comparisons are within their bounds") == 2
+    (found,) = tmp_path.glob("*.json")
+    rows = json.loads(found.read_text())["rows"]
+    assert {(row["config"]["ranks"], row["ok"]) for row in rows} == {(2, True)}
+    assert len(rows) == 8
 
 
 def test_a_part_is_given_back():
