@@ -26,7 +26,6 @@ from onchip.ops.collective_matmul.cases import CHECK_CASES
 from onchip.ops.collective_matmul.checks import CHECKER
 from onchip.ops.collective_matmul.torch_checks import joined, part
 from onchip.torch import ColumnParallelLinear, RowParallelLinear, all_gather_matmul, matmul_reduce_scatter
-from shared import assert_within_bounds
 
 OPS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,7 +48,8 @@ def oracle_in_every_dtype(group):
     cases = [case for case in CHECK_CASES if case.name in ("one of each", "deep", "no tokens", "three dimensions")]
     for i, (case, how) in enumerate(itertools.product(cases, hows)):
         for dtype in (DTYPES[i % 4], DTYPES[(i + 1) % 4]):
-            assert_within_bounds(CHECKER.check_case(case, dtype, group=group, **how))
+            wrong = [c for c in CHECKER.check_case(case, dtype, group=group, **how) if not c.ok]
+            assert not wrong, wrong
 
 
 class torch_like:
@@ -236,8 +236,14 @@ def each_exchange_is_under_a_product(group):
 def memory(group):
     """The peak of PyTorch's allocator is what the formulas say."""
     ranks = dist.get_world_size(group)
-    if ranks < 3:  # the profiler takes a second
+    own = dist.get_rank(group)
+    if ranks < 3:
         return
+
+    def measured(step):
+        """On the first rank alone: the profiler takes a second."""
+        return peak_extra_bytes(step, device="cpu") if own == 0 else len(step())
+
     n, k, tokens = 192, 256, 600
     small = 20_000  # what is compared between ranks, and gloo's own
     for op, keeps in ((GATHER, False), (GATHER, True), (SCATTER, False)):
@@ -252,15 +258,15 @@ def memory(group):
             graph[:] = [OPS[op](x, weight, group, **more)]
             return graph
 
-        peak = peak_extra_bytes(forward, device="cpu")
+        peak = measured(forward)
         predicted = sum(planned.kept.values()) + sum(planned.forward.values())
-        assert 0.95 * predicted - small <= peak <= predicted + small, (op, keeps, peak, predicted)
+        assert own > 0 or predicted - small <= peak <= predicted + small, (op, keeps, peak, predicted)
         upstream = torch.ones_like(graph[0])
         gradients = partial(torch.autograd.grad, graph[0], (x, weight), upstream, retain_graph=True)
-        peak, predicted = peak_extra_bytes(gradients, device="cpu"), sum(planned.backward.values())
+        peak, predicted = measured(gradients), sum(planned.backward.values())
         # Those that are returned last come after the peak: what they take was part of it.
         returned = 4 * (x.numel() + weight.numel())
-        assert predicted - returned - small <= peak <= predicted + small, (op, keeps, peak, predicted)
+        assert own > 0 or predicted - returned - small <= peak <= predicted + small, (op, keeps, peak, predicted)
 
 
 def differing_calls(group):
@@ -284,6 +290,8 @@ def differing_calls(group):
         with pytest.raises(ValueError, match=r"with a backward of .*, gradients of (x|weight); rank"):
             torch.autograd.grad(out, x if own == 0 else weight, up)
         function(x, weight, group).backward(up)
+    with pytest.raises(ValueError, match="a bias of checksum "):
+        matmul_reduce_scatter(torch.randn(T, K), torch.randn(N, K), group, bias=torch.full((N,), float(own)))
     other = OPS[GATHER if own == 0 else SCATTER]
     with pytest.raises(ValueError, match=r"with all_gather_matmul: .* with matmul_red|with matmul_red.* with all_g"):
         other(torch.randn(T, K), torch.randn(N, K), group)

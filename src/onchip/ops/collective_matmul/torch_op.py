@@ -5,6 +5,7 @@ Each function checks its inputs without reading a value, chooses a backend and c
 """
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def all_gather_matmul(
         weight_grad_out: [N, K] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
         check_inputs: compare shapes, dtypes and options between ranks on the GPU too, forward and backward, which
-            waits for the device.  On the CPU they always are.
+            waits for the device; and of `matmul_reduce_scatter` the bias.  On the CPU they always are.
         backend: "ring" (PyTorch's own products and exchanges: gloo on the CPU, NCCL on GPUs), or "auto", which takes
             it.
 
@@ -251,8 +252,13 @@ def _agree(op: str, call: Call) -> None:
         sizes = f"{list(x.shape)}" if op == GATHER else f"{list(x.shape[:-1])} tokens, N={n}"
         needs = ", ".join(name for name, grad in zip(("x", "weight", "bias"), call.grads, strict=True) if grad)
         kept = ", keep_gathered" if call.keep_gathered else ""
-        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}"
+        of_bias = "" if op == GATHER or call.cast_bias is None else f", a bias of checksum {_checksum(call.cast_bias)}"
+        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}{of_bias}"
         check_alike(op, call.ring, said, x.device)
+
+
+def _checksum(x: Tensor) -> str:
+    return f"{crc32(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()):08x}"
 
 
 def _agree_on_gradients(op: str, kept: Kept, grad_out: Tensor, wanted: Wanted) -> None:
