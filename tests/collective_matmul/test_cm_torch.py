@@ -351,7 +351,8 @@ def modules(group):
 
 def compiled(group):
     """With fullgraph, forward and backward."""
-    for op, function in OPS.items():
+    for op, more in ((GATHER, {}), (GATHER, {"keep_gathered": True}), (SCATTER, {})):
+        function = partial(OPS[op], **more)
         x, weight, bias, up = drawn(group, op)
         right = function(x, weight, group, bias=bias)
         made = torch.compile(function, backend="aot_eager", fullgraph=True)(x, weight, group, bias=bias)

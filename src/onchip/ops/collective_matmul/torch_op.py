@@ -17,10 +17,10 @@ from onchip.frontend.options import require_bool, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
     accumulator,
-    autocast_dtype,
     check_kinds,
     check_weight_grad_out,
     dtype_name,
+    one_dtype,
     require_tensors,
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
@@ -218,7 +218,7 @@ def _call(
     x, weight, bias = named.values()
     check_weight_grad_out(op, weight_grad_out, weight)
     choose_backend(op, backend, {"ring": refusal(ring, x.device)})
-    dtype = _product_dtype(op, tensors)
+    dtype = one_dtype(op, tensors)
     of_x, of_weight = _cast(x, dtype), _cast(weight, dtype)
     of_bias = None if bias is None else _cast(bias, dtype)
     grads = needed(x, weight, bias)
@@ -229,20 +229,6 @@ def _call(
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.detach().to(dtype)
-
-
-def _product_dtype(op: str, tensors: dict[str, Tensor]) -> torch.dtype:
-    """That of x, weight and bias, or autocast's, which leaves float64 as it is."""
-    (first, x), *others = tensors.items()
-    if x.dtype != torch.float64 and (dtype := autocast_dtype(op, x)) is not None:
-        return dtype
-    for name, other in others:
-        if other.dtype != x.dtype:
-            raise TypeError(
-                f"{op}: {first} is {dtype_name(x.dtype)} but {name} is {dtype_name(other.dtype)}; cast one of them, or "
-                "run under torch.autocast"
-            )
-    return x.dtype
 
 
 def _agree(op: str, call: Call) -> None:
@@ -258,7 +244,9 @@ def _agree(op: str, call: Call) -> None:
 
 
 def _checksum(x: Tensor) -> str:
-    return f"{crc32(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()):08x}"
+    # A copy: NumPy's views pin the memory of a parameter, which FSDP2 frees.
+    copied = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return f"{crc32(copied.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def _agree_on_gradients(op: str, kept: Kept, grad_out: Tensor, wanted: Wanted) -> None:
