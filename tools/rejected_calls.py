@@ -37,6 +37,9 @@ onchip.torch.lm_loss(head, h, y, reduction="avg")  # rejected
 onchip.torch.Fp8Linear(8, 20, scale="bfloat16")  # rejected
 onchip.torch.MoE(8, 20, 4, 2, scoring="tanh")  # rejected
 onchip.torch.MoE(8, 20, 4, 2, backend="xla")  # rejected
+onchip.torch.all_gather_matmul(h, w, None, backend="nccl")  # rejected
+onchip.torch.matmul_reduce_scatter(h, w, "tp")  # rejected
+onchip.torch.RowParallelLinear(8, 20, None, backend="nccl")  # rejected
 transformers.patch(head, precision="fp16")  # rejected
 TopK(y, z, "odds", "truncated")  # rejected
 TopK(y, z, "probs", "rest")  # rejected

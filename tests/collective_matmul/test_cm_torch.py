@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import itertools
+import json
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from functools import partial
 
@@ -11,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from onchip.bench.torch_steps import peak_extra_bytes
@@ -21,7 +26,6 @@ from onchip.ops.collective_matmul.cases import CHECK_CASES
 from onchip.ops.collective_matmul.checks import CHECKER
 from onchip.ops.collective_matmul.torch_checks import joined, part
 from onchip.torch import ColumnParallelLinear, RowParallelLinear, all_gather_matmul, matmul_reduce_scatter
-from shared import assert_within_bounds
 
 OPS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -44,7 +48,8 @@ def oracle_in_every_dtype(group):
     cases = [case for case in CHECK_CASES if case.name in ("one of each", "deep", "no tokens", "three dimensions")]
     for i, (case, how) in enumerate(itertools.product(cases, hows)):
         for dtype in (DTYPES[i % 4], DTYPES[(i + 1) % 4]):
-            assert_within_bounds(CHECKER.check_case(case, dtype, group=group, **how))
+            wrong = [c for c in CHECKER.check_case(case, dtype, group=group, **how) if not c.ok]
+            assert not wrong, wrong
 
 
 class torch_like:
@@ -231,8 +236,14 @@ def each_exchange_is_under_a_product(group):
 def memory(group):
     """The peak of PyTorch's allocator is what the formulas say."""
     ranks = dist.get_world_size(group)
-    if ranks < 3:  # the profiler takes a second
+    own = dist.get_rank(group)
+    if ranks < 3:
         return
+
+    def measured(step):
+        """On the first rank alone: the profiler takes a second."""
+        return peak_extra_bytes(step, device="cpu") if own == 0 else len(step())
+
     n, k, tokens = 192, 256, 600
     small = 20_000  # what is compared between ranks, and gloo's own
     for op, keeps in ((GATHER, False), (GATHER, True), (SCATTER, False)):
@@ -247,15 +258,15 @@ def memory(group):
             graph[:] = [OPS[op](x, weight, group, **more)]
             return graph
 
-        peak = peak_extra_bytes(forward, device="cpu")
+        peak = measured(forward)
         predicted = sum(planned.kept.values()) + sum(planned.forward.values())
-        assert 0.95 * predicted - small <= peak <= predicted + small, (op, keeps, peak, predicted)
+        assert own > 0 or predicted - small <= peak <= predicted + small, (op, keeps, peak, predicted)
         upstream = torch.ones_like(graph[0])
         gradients = partial(torch.autograd.grad, graph[0], (x, weight), upstream, retain_graph=True)
-        peak, predicted = peak_extra_bytes(gradients, device="cpu"), sum(planned.backward.values())
+        peak, predicted = measured(gradients), sum(planned.backward.values())
         # Those that are returned last come after the peak: what they take was part of it.
         returned = 4 * (x.numel() + weight.numel())
-        assert predicted - returned - small <= peak <= predicted + small, (op, keeps, peak, predicted)
+        assert own > 0 or predicted - returned - small <= peak <= predicted + small, (op, keeps, peak, predicted)
 
 
 def differing_calls(group):
@@ -279,6 +290,8 @@ def differing_calls(group):
         with pytest.raises(ValueError, match=r"with a backward of .*, gradients of (x|weight); rank"):
             torch.autograd.grad(out, x if own == 0 else weight, up)
         function(x, weight, group).backward(up)
+    with pytest.raises(ValueError, match="a bias of checksum "):
+        matmul_reduce_scatter(torch.randn(T, K), torch.randn(N, K), group, bias=torch.full((N,), float(own)))
     other = OPS[GATHER if own == 0 else SCATTER]
     with pytest.raises(ValueError, match=r"with all_gather_matmul: .* with matmul_red|with matmul_red.* with all_g"):
         other(torch.randn(T, K), torch.randn(N, K), group)
@@ -338,7 +351,8 @@ def modules(group):
 
 def compiled(group):
     """With fullgraph, forward and backward."""
-    for op, function in OPS.items():
+    for op, more in ((GATHER, {}), (GATHER, {"keep_gathered": True}), (SCATTER, {})):
+        function = partial(OPS[op], **more)
         x, weight, bias, up = drawn(group, op)
         right = function(x, weight, group, bias=bias)
         made = torch.compile(function, backend="aot_eager", fullgraph=True)(x, weight, group, bias=bias)
@@ -349,6 +363,27 @@ def compiled(group):
             strict=True,
         ):
             torch.testing.assert_close(a, b)
+
+
+def fully_sharded(group):
+    """FSDP2 over two replicas of two ranks each: the gradients that one process has of all tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
+    tp, own = mesh.get_group("tp"), dist.get_rank()
+    torch.manual_seed(4)
+    up, down, tokens = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8), torch.randn(4, 6, 8)
+    sum(down(up(x).relu()).square().sum() for x in tokens).backward()
+    for keeps in (False, True):
+        layers = (
+            ColumnParallelLinear.from_linear(up, tp, keep_gathered=keeps),
+            torch.nn.ReLU(),
+            RowParallelLinear.from_linear(down, tp),
+        )
+        model = fully_shard(torch.nn.Sequential(*layers), mesh=mesh["replica"], reshard_after_forward=True)
+        (2 * model(tokens[own]).square().sum()).backward()  # FSDP2 averages over two replicas
+        for layer, linear, split in ((model[0], up, 0), (model[2], down, 1)):
+            for p, whole in zip(layer.parameters(), linear.parameters(), strict=True):
+                right = whole.grad.chunk(2, split)[own % 2] if whole.ndim > split else whole.grad
+                torch.testing.assert_close(p.grad.full_tensor(), right, rtol=1e-4, atol=1e-4)
 
 
 CHECKS = (
@@ -384,7 +419,25 @@ def test_three_processes(tmp_path):
 
 @pytest.mark.slow
 def test_four_processes_and_compiled(tmp_path):
-    torch.multiprocessing.spawn(run, (4, str(tmp_path / "meeting"), (compiled, *CHECKS)), nprocs=4)
+    torch.multiprocessing.spawn(run, (4, str(tmp_path / "meeting"), (compiled, fully_sharded, *CHECKS)), nprocs=4)
+
+
+@pytest.mark.slow
+def test_commands_under_torchrun(tmp_path):
+    """`onchip check` and `onchip bench` take the processes that there are; the first of these writes a file."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    of_check = ["-m", "onchip", "check", "collective_matmul", "--framework", "torch", "--device", "cpu"]
+    of_bench = ["-m", "onchip", "bench", "collective_matmul", "--framework", "torch", "--device", "cpu"]
+    for command in (of_check, [*of_bench, "--repeats", "1", "--out", str(tmp_path)]):
+        done = subprocess.run([*torchrun, *command], env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        if command is of_check:
+            assert done.stdout.count("comparisons are within their bounds") == 2
+    (found,) = tmp_path.glob("*.json")
+    rows = json.loads(found.read_text())["rows"]
+    assert {(row["config"]["ranks"], row["ok"]) for row in rows} == {(2, True)}
+    assert len(rows) == 8
 
 
 def test_a_part_is_given_back():

@@ -180,6 +180,20 @@ def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> to
     return hidden.dtype if weight.dtype == torch.float32 else weight.dtype
 
 
+def one_dtype(op: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype that all the tensors have, or autocast's, which leaves float64 as it is."""
+    (first, x), *others = tensors.items()
+    if x.dtype != torch.float64 and (dtype := autocast_dtype(op, x)) is not None:
+        return dtype
+    for name, other in others:
+        if other.dtype != x.dtype:
+            raise TypeError(
+                f"{op}: {first} is {dtype_name(x.dtype)} but {name} is {dtype_name(other.dtype)}; cast one of them, or "
+                "run under torch.autocast"
+            )
+    return x.dtype
+
+
 def autocast_dtype(op: str, x: Tensor) -> torch.dtype | None:
     """Autocast's dtype on the device of `x`; None outside of autocast."""
     device = x.device.type

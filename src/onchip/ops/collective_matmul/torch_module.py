@@ -61,29 +61,6 @@ class _ParallelLinear(Module):
         self.bias = Parameter(torch.empty(of_bias, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    @classmethod
-    def from_linear(cls, linear: Module, group: "ProcessGroup | None", **options: Any) -> Self:
-        """A layer with copies of this rank's part of the parameters of `linear`, and its training mode.
-
-        Args:
-            linear: a plain `torch.nn.Linear`, with the same parameters on every rank.
-            group: the ranks.
-            options: as of the class, but for sizes, bias, device and dtype, which are those of `linear`.
-
-        Raises:
-            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
-            ValueError: features that the ranks can't share evenly.
-        """
-        require_linear(f"{cls.__name__}.from_linear", linear)
-        assert isinstance(linear, Linear)
-        bias: Tensor | None = linear.bias
-        sizes = linear.in_features, linear.out_features
-        made = cls(*sizes, group, bias is not None, "meta", linear.weight.dtype, **options)
-        made.weight = Parameter(made._part(linear.weight.detach()).clone(), linear.weight.requires_grad)
-        if bias is not None:
-            made.bias = Parameter(made._part(bias.detach()).clone(), bias.requires_grad)
-        return made.train(linear.training)
-
     def reset_parameters(self) -> None:
         """Draw a whole nn.Linear, and take this rank's part: with the same seed on every rank they fit together."""
         where = {"device": self.weight.device, "dtype": self.weight.dtype}
@@ -92,6 +69,12 @@ class _ParallelLinear(Module):
             self.weight.copy_(self._part(whole.weight))
             if self.bias is not None:
                 self.bias.copy_(self._part(whole.bias))
+
+    def _take(self, linear: Module) -> Self:
+        """This layer, with copies of its part of the parameters of `linear`, and its training mode."""
+        for name, whole in linear.named_parameters():
+            setattr(self, name, Parameter(self._part(whole.detach()).clone(), whole.requires_grad))
+        return self.train(linear.training)
 
     def _part(self, whole: Tensor) -> Tensor:
         """This rank's part of a weight or bias.  A bias has no dimension 1: then all ranks have all of it."""
@@ -114,6 +97,18 @@ class _ParallelLinear(Module):
         given: dict[str, tuple[object, object]] = {"bias": (self.bias is not None, True)}
         given |= {"main_grad": (self.main_grad, False), "backend": (self.backend, "auto")}
         return ", ".join([own, *(f"{k}={x!r}" for k, (x, default) in given.items() if x != default)])
+
+
+def _whole(name: str, linear: Module) -> Linear:
+    """What from_linear is given, if it is a plain nn.Linear."""
+    require_linear(f"{name}.from_linear", linear)
+    assert isinstance(linear, Linear)
+    return linear
+
+
+def _has_bias(linear: Linear) -> bool:
+    bias: Tensor | None = linear.bias
+    return bias is not None
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -166,6 +161,40 @@ class ColumnParallelLinear(_ParallelLinear):
         )  # fmt: skip
         self.keep_gathered = keep_gathered
 
+    @classmethod
+    def from_linear(
+        cls,
+        linear: Module,
+        group: "ProcessGroup | None",
+        *,
+        keep_gathered: bool = False,
+        main_grad: bool = False,
+        backend: Backend = "auto",
+    ) -> Self:
+        """A layer with copies of this rank's part of the parameters of `linear`, and its training mode.
+
+        Args:
+            linear: a plain `torch.nn.Linear`, with the same parameters on every rank.
+            group, keep_gathered, main_grad, backend: as of the class.
+
+        Raises:
+            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
+            ValueError: features that the ranks can't share evenly.
+        """
+        of = _whole(cls.__name__, linear)
+        made = cls(
+            of.in_features,
+            of.out_features,
+            group,
+            _has_bias(of),
+            "meta",
+            of.weight.dtype,
+            keep_gathered=keep_gathered,
+            main_grad=main_grad,
+            backend=backend,
+        )
+        return made._take(of)
+
     def forward(self, x_shard: Tensor) -> Tensor:
         """[T, ..., out_features / n] of [T/n, ..., in_features]."""
         return all_gather_matmul(
@@ -204,6 +233,21 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     _split, _sharded = 1, "in_features"
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: Module,
+        group: "ProcessGroup | None",
+        *,
+        main_grad: bool = False,
+        backend: Backend = "auto",
+    ) -> Self:
+        """As of `ColumnParallelLinear`."""
+        of = _whole(cls.__name__, linear)
+        sizes = of.in_features, of.out_features
+        made = cls(*sizes, group, _has_bias(of), "meta", of.weight.dtype, main_grad=main_grad, backend=backend)
+        return made._take(of)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T/n, ..., out_features] of [T, ..., in_features / n]."""

@@ -5,6 +5,7 @@ Each function checks its inputs without reading a value, chooses a backend and c
 """
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from onchip.frontend.options import require_bool, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
     accumulator,
-    autocast_dtype,
     check_kinds,
     check_weight_grad_out,
     dtype_name,
+    one_dtype,
     require_tensors,
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
@@ -63,7 +64,7 @@ def all_gather_matmul(
         weight_grad_out: [N, K] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
         check_inputs: compare shapes, dtypes and options between ranks on the GPU too, forward and backward, which
-            waits for the device.  On the CPU they always are.
+            waits for the device; and of `matmul_reduce_scatter` the bias.  On the CPU they always are.
         backend: "ring" (PyTorch's own products and exchanges: gloo on the CPU, NCCL on GPUs), or "auto", which takes
             it.
 
@@ -217,7 +218,7 @@ def _call(
     x, weight, bias = named.values()
     check_weight_grad_out(op, weight_grad_out, weight)
     choose_backend(op, backend, {"ring": refusal(ring, x.device)})
-    dtype = _product_dtype(op, tensors)
+    dtype = one_dtype(op, tensors)
     of_x, of_weight = _cast(x, dtype), _cast(weight, dtype)
     of_bias = None if bias is None else _cast(bias, dtype)
     grads = needed(x, weight, bias)
@@ -230,20 +231,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.detach().to(dtype)
 
 
-def _product_dtype(op: str, tensors: dict[str, Tensor]) -> torch.dtype:
-    """That of x, weight and bias, or autocast's, which leaves float64 as it is."""
-    (first, x), *others = tensors.items()
-    if x.dtype != torch.float64 and (dtype := autocast_dtype(op, x)) is not None:
-        return dtype
-    for name, other in others:
-        if other.dtype != x.dtype:
-            raise TypeError(
-                f"{op}: {first} is {dtype_name(x.dtype)} but {name} is {dtype_name(other.dtype)}; cast one of them, or "
-                "run under torch.autocast"
-            )
-    return x.dtype
-
-
 def _agree(op: str, call: Call) -> None:
     """Raise unless the ranks' calls go together."""
     if call.check_inputs:
@@ -251,8 +238,15 @@ def _agree(op: str, call: Call) -> None:
         sizes = f"{list(x.shape)}" if op == GATHER else f"{list(x.shape[:-1])} tokens, N={n}"
         needs = ", ".join(name for name, grad in zip(("x", "weight", "bias"), call.grads, strict=True) if grad)
         kept = ", keep_gathered" if call.keep_gathered else ""
-        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}"
+        of_bias = "" if op == GATHER or call.cast_bias is None else f", a bias of checksum {_checksum(call.cast_bias)}"
+        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}{of_bias}"
         check_alike(op, call.ring, said, x.device)
+
+
+def _checksum(x: Tensor) -> str:
+    # A copy: NumPy's views pin the memory of a parameter, which FSDP2 frees.
+    copied = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return f"{crc32(copied.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def _agree_on_gradients(op: str, kept: Kept, grad_out: Tensor, wanted: Wanted) -> None:

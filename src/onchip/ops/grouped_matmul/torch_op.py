@@ -14,10 +14,10 @@ from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_bool, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
-    autocast_dtype,
     check_kinds,
     check_weight_grad_out,
     dtype_name,
+    one_dtype,
     require_tensors,
 )
 from onchip.frontend.torch_register import Operator, inside_operator, needed
@@ -148,7 +148,7 @@ def grouped_matmul(
     _check_dtypes(tensors, which)
     problem = check_shapes(options, shapes_of(tensors))
     check_weight_grad_out(OP, weight_grad_out, weight)
-    dtype = _product_dtype(x, weight)
+    dtype = one_dtype(OP, {"x": x, "weight": weight})
     most = max(problem.tokens, problem.source_rows, problem.out_rows)
     fp8_sizes = None
     if precision == "fp8":
@@ -181,18 +181,6 @@ def _check_dtypes(tensors: Mapping[str, Tensor], which: str) -> None:
     for name in integers:
         if name in tensors and tensors[name].dtype not in _INTEGERS:
             raise TypeError(f"{OP}: {name} must be int32 or int64; got {dtype_name(tensors[name].dtype)}")
-
-
-def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """That of x and weight, or autocast's, which leaves float64 as it is."""
-    if x.dtype != torch.float64 and (dtype := autocast_dtype(OP, x)) is not None:
-        return dtype
-    if x.dtype != weight.dtype:
-        raise TypeError(
-            f"{OP}: x is {dtype_name(x.dtype)} but weight is {dtype_name(weight.dtype)}; cast one of them, or run "
-            "under torch.autocast"
-        )
-    return x.dtype
 
 
 def refusals(
