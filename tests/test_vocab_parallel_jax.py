@@ -254,6 +254,21 @@ def kernels_by_their_own_plans():
 
 
 @slow
+def kernels_lower():
+    """The real ones, for CUDA, between one all-gather and the sums over devices."""
+    call = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=mesh_of(), backend="mosaic_gpu")
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (4096, 512))]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(jax_sharded, "platform", lambda: "gpu")
+        monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+        step = jax.jit(jax.value_and_grad(lambda h, w, y: call(h, w, y), (0, 1)))
+        traced = step.trace(*given, jax.ShapeDtypeStruct((1024,), jnp.int32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert [text.count(f'"stablehlo.{x}"') for x in ("all_gather", "all_reduce")] == [1, 1]
+    assert text.count("custom_call @mosaic_gpu") > 4
+
+
+@slow
 def statistics_by_kernels():
     """Without gradients, and in several parts: still one exchange."""
     rng = np.random.default_rng(0)

@@ -18,6 +18,8 @@ from onchip.jax import (
     sharded_linear_jsd,
     sharded_linear_log_probs,
 )
+from onchip.ops.linear_cross_entropy import jax_op, jax_sharded
+from onchip.vocab.mosaic import op as mosaic_op
 from shared import assert_refused
 
 ones = jnp.ones
@@ -117,6 +119,24 @@ INSIDE = {
 def test_wrong_call_inside_of_shard_map(op, name):
     options, kind, message = INSIDE[name]
     assert_refused(op.__name__, partial(on_one_device, op, **options), kind, message)
+
+
+def test_what_kernels_refuse(monkeypatch):
+    """On a GPU that has them."""
+    for module in (jax_op, jax_sharded):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+    call = partial(linear_cross_entropy, backend="mosaic_gpu")
+    message = "backend 'mosaic_gpu' can't run this call: inside of jax.shard_map its kernels need check_vma=False, and gradients check_vma=True; call sharded_linear_cross_entropy outside of it, or pass backend='xla'"
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(partial(call, axis_name="model"), mesh=mesh, in_specs=(P(), P("model"), P()), out_specs=P())
+    assert_refused("linear_cross_entropy", lambda: jax.eval_shape(run, H, W, Y), ValueError, message)
+    call = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=MESH, vocab_size=15, backend="mosaic_gpu")
+    for options in ({"softcap": 5.0}, {"label_smoothing": 0.1}):
+        message = "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass backend='xla'"
+        assert_refused(
+            "linear_cross_entropy", partial(jax.eval_shape, partial(call, **options), H, W, Y), ValueError, message
+        )
 
 
 def test_a_gathered_hidden_may_be_split():

@@ -298,11 +298,14 @@ def refusals(
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
     if shard.axis_is_tracked():
         split["mosaic_gpu"] = (
-            "its kernels don't say over which axes of a jax.shard_map their results vary; call "
-            f"sharded_{OP}, or pass backend='xla'"
+            "inside of jax.shard_map its kernels need check_vma=False, and gradients check_vma=True; call "
+            f"sharded_{OP} outside of it, or pass backend='xla'"
         )
     elif shard.padded and (problem.softcap or problem.smoothing):
-        split["mosaic_gpu"] = "it takes padding of a split vocabulary only without softcap and label_smoothing"
+        split["mosaic_gpu"] = (
+            "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass "
+            "backend='xla'"
+        )
     return {name: split.get(name, reason) for name, reason in made.items()}
 
 

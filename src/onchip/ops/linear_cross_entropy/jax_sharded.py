@@ -132,8 +132,10 @@ def sharded_linear_cross_entropy(
         shift: as in `linear_cross_entropy`; not where token_axes split the sequences.
         class_weight: [vocab_size], the same on all devices.
         scratch_bytes: bound on each device's temporary memory.
-        strategy: "auto" or "recompute": 4 products, as "stash" needs the softmax of a whole vocabulary at once.
-        backend: "xla" (plain JAX, on any device), or "auto".
+        strategy: as in `linear_cross_entropy`, but that "stash" is of "mosaic_gpu" alone, which keeps exponentials
+            relative to what each device knows; "xla" would need the softmax of a whole vocabulary at once.
+        backend: "mosaic_gpu", "xla" or "auto", as in `linear_cross_entropy`, by the sizes of a device's part.  With
+            padding the kernels take neither softcap nor label_smoothing.
         weight_layout, ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale,
             temperature, return_stats: as in `linear_cross_entropy`.
 
