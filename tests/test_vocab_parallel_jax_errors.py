@@ -198,6 +198,15 @@ def test_arrays_of_an_explicit_mesh_are_split_as_the_call_says():
         assert jax.eval_shape(call, array(H, "data"), array(W, "model"), array(Y, "data")).shape == ()
 
 
+def test_inside_of_a_shard_map_over_another_axis():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        call = partial(sharded_linear_cross_entropy, vocab_axis="model", reduction="none")
+        run = jax.shard_map(call, in_specs=(P("data"), P(), P("data")), out_specs=P("data"), axis_names={"data"})
+        message = "inside of jax.shard_map the call can't say over which axes its results vary; call it outside, or call linear_cross_entropy with axis_name inside of one over 'model' too"
+        assert_refused("sharded_linear_cross_entropy", lambda: jax.eval_shape(run, H, W, Y), ValueError, message)
+
+
 def test_inside_of_a_shard_map_over_its_axis():
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(

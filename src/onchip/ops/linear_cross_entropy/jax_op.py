@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, is_tracked, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -296,7 +296,7 @@ def refusals(
     split = {"triton": "it runs on whole vocabularies; pass backend='xla'"}
     if strategy == "stash":
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
-    if shard.axis_is_tracked():
+    if is_tracked(shard.axis):
         split["mosaic_gpu"] = (
             "inside of jax.shard_map its kernels need check_vma=False, and gradients check_vma=True; call "
             f"sharded_{OP} outside of it, or pass backend='xla'"

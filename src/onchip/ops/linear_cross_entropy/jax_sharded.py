@@ -171,7 +171,7 @@ def sharded_linear_cross_entropy(
     jax_op.refuse_soft(is_soft(target, hidden))
     assert is_array(target)
     options, numbers, total = jax_op.checked(given, name, target)
-    layer = Projection(hidden, weight, bias, weight_layout.index("v"))
+    layer = parallel.layer_of(hidden, weight, bias, weight_layout)
     spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, name, target.shape)
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), shard.vocab)
     if shift and spread.leading[len(target.shape) - 1 :] not in ((), (None,)):
