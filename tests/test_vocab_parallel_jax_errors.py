@@ -20,6 +20,7 @@ from onchip.jax import (
 )
 from onchip.ops.linear_cross_entropy import jax_op, jax_sharded
 from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.xla.parallel import whole_vocab
 from shared import assert_refused
 
 ones = jnp.ones
@@ -137,6 +138,20 @@ def test_what_kernels_refuse(monkeypatch):
         assert_refused(
             "linear_cross_entropy", partial(jax.eval_shape, partial(call, **options), H, W, Y), ValueError, message
         )
+
+
+def test_lists_are_no_arrays():
+    given = {"hidden": H, "weight": W, "vocab_axis": "model", "mesh": MESH}
+    for changes, name in (({"target": Y.tolist()}, "target"), ({"target": Y, "weight": W.tolist()}, "weight")):
+        message = f"{name} must be a jax.Array or numpy.ndarray; got list; pass jax.numpy.asarray({name})"
+        assert_refused(
+            "linear_cross_entropy", partial(sharded_linear_cross_entropy, **given | changes), TypeError, message
+        )
+
+
+def test_indices_of_the_vocabulary_go_as_float32():
+    with pytest.raises(ValueError, match="op: a vocabulary that is split may have 16777216 entries; got 16777220"):
+        whole_vocab("op", "vocab_size", None, 2**22 + 1, 4)
 
 
 def test_a_gathered_hidden_may_be_split():

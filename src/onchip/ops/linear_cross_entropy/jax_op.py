@@ -310,6 +310,7 @@ def refusals(
 
 
 def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+    """What plans and refusals depend on, where these gradients are needed."""
     return projection.problem(
         needs,
         static.platform,

@@ -14,7 +14,6 @@ from onchip.frontend.jax_call import Planned
 from onchip.frontend.jax_inputs import (
     as_constant,
     check_layout,
-    is_array,
     plain_labels,
     platform,
     take_target,
@@ -166,28 +165,27 @@ def sharded_linear_cross_entropy(
     softmaxes that are merged.
     """
     given = locals()
-    name, target = take_target(OP, given)
+    name, ids = take_target(OP, given)
     check_layout(OP, weight_layout)
-    jax_op.refuse_soft(is_soft(target, hidden))
-    assert is_array(target)
-    options, numbers, total = jax_op.checked(given, name, target)
+    jax_op.refuse_soft(is_soft(ids, hidden))
+    options, numbers, total = jax_op.checked(given, name, ids)
     layer = parallel.layer_of(hidden, weight, bias, weight_layout)
-    spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, name, target.shape)
+    spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, name, ids.shape)
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), shard.vocab)
-    if shift and spread.leading[len(target.shape) - 1 :] not in ((), (None,)):
+    if shift and spread.leading[len(ids.shape) - 1 :] not in ((), (None,)):
         raise ValueError(
             f"{NAME}: shift=True needs whole sequences on each device, but token_axes split them along "
             f"{spread.leading[-1]!r}; shift {name} yourself, and leave shift out"
         )
-    if target.size == 0:
-        return Outputs.of_nothing(reduction, return_stats, total).shaped(target.shape)
+    if ids.size == 0:
+        return Outputs.of_nothing(reduction, return_stats, total).shaped(ids.shape)
 
     def as_given(x: Any) -> Any:
         return None if x is None else lax.stop_gradient(jnp.asarray(x, total))
 
     numbers, by_token = token_temperature(numbers, temperature, total)
     constants = _Constants(
-        plain_labels(target, shard.vocab, options.ignore_index),
+        plain_labels(ids, shard.vocab, options.ignore_index),
         as_given(token_weight),
         by_token,
         as_constant(normalizer, total),
@@ -203,7 +201,7 @@ def sharded_linear_cross_entropy(
     local = _Local(jax_call.Static(options, platform(), shard=shard), backend, weight_layout, spread.tokens)
     of_outputs: Any = (spec if reduction == "none" else whole), spec
     made = _op(Static(local, spread, (of_layer, of_constants, Outputs(*of_outputs))), layer, constants)
-    return made.shaped(target.shape)  # type: ignore[no-any-return]
+    return made.shaped(ids.shape)  # type: ignore[no-any-return]
 
 
 class _Constants(NamedTuple):

@@ -247,7 +247,7 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
             f"{size * devices}"
         )
     if size > _MOST_ENTRIES // devices:
-        raise ValueError(f"{op}: a vocabulary that is split must have at most {_MOST_ENTRIES} entries")
+        raise ValueError(f"{op}: a vocabulary that is split may have {_MOST_ENTRIES} entries; got {size * devices}")
     return int(vocab)
 
 
