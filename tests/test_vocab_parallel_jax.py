@@ -50,19 +50,21 @@ def slow(function):
 @cache
 def arrays():
     """hidden, weight and bias; of tokens a label, a weight, a temperature and three ids; weights of classes."""
+    # Made by NumPy: each operation of JAX outside of jit would be compiled.
     rng = np.random.default_rng(0)
-    h, w, b = (jnp.float32(rng.standard_normal(shape)) for shape in ((B, S, H), (V, H), V))
-    y = jnp.asarray(rng.integers(V, size=(B, S)), jnp.int32).at[0, :5].set(-100).at[2].set(-100)
-    tokens = {"token_weight": jnp.float32(rng.random((B, S))), "temperature": jnp.linspace(0.5, 2, B * S).reshape(B, S)}
-    ids = jnp.asarray(rng.integers(V, size=(B, S, 3)), jnp.int32).at[0, :5].set(-100).at[1, 1, 1].set(-100)
-    return (h, w, b), y, tokens, ids, jnp.float32(rng.random(V))
+    given = tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((B, S, H), (V, H), V))
+    y, ids = rng.integers(V, size=(B, S)).astype(np.int32), rng.integers(V, size=(B, S, 3)).astype(np.int32)
+    y[0, :5] = y[2] = ids[0, :5] = ids[1, 1, 1] = -100
+    temperature = np.linspace(0.5, 2, B * S, dtype=np.float32).reshape(B, S)
+    tokens = {"token_weight": jnp.asarray(rng.random((B, S)), jnp.float32), "temperature": jnp.asarray(temperature)}
+    return given, jnp.asarray(y), tokens, jnp.asarray(ids), jnp.asarray(rng.random(V), jnp.float32)
 
 
 @cache
 def teacher():
     """hidden and weight of another size."""
     rng = np.random.default_rng(1)
-    return jnp.float32(rng.standard_normal((B, S, 8))), jnp.float32(rng.standard_normal((V, 8)))
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((B, S, 8), (V, 8)))
 
 
 def mesh_of(kind=AxisType.Auto):
@@ -72,7 +74,8 @@ def mesh_of(kind=AxisType.Auto):
 def padded(x, axis=0):
     """With padding that would show, if it counted."""
     width = [(0, PADDED - V) if i == axis % x.ndim else (0, 0) for i in range(x.ndim)]
-    return jnp.pad(x, width, constant_values=9.0)
+    xp = jnp if isinstance(x, jax.core.Tracer) else np
+    return jnp.asarray(xp.pad(x, width, constant_values=9.0))
 
 
 def total(made):
@@ -140,12 +143,10 @@ def the_ambient_mesh_of_explicit_axes():
     (h, w, b), y, _, _, _ = arrays()
     expected = jax.jit(jax.grad(lambda *x: linear_cross_entropy(*x[:2], y, x[2]), (0, 1, 2)))(h, w, b)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        hs = jax.device_put(h, P("data"))
-        ws, bs = (jax.device_put(padded(x), P("model")) for x in (w, b))
-        ys = jax.device_put(y, P("data"))
         # Micro-batches of positions.
-        parts = (jnp.stack(jnp.split(x, 2, 1)) for x in (hs, ys))
-        count = (y != -100).sum()
+        hs, ys = (jax.device_put(np.stack(np.split(np.asarray(x), 2, 1)), P(None, "data")) for x in (h, y))
+        ws, bs = (jax.device_put(padded(x), P("model")) for x in (w, b))
+        count = (np.asarray(y) != -100).sum()
 
         @jax.checkpoint
         def loss(h, w, b, y):
@@ -161,13 +162,13 @@ def the_ambient_mesh_of_explicit_axes():
 
             return jax.lax.scan(add, (jnp.zeros_like(w), jnp.zeros_like(b)), (h, y))
 
-        grads, by_h = accumulated(next(parts), ws, bs, next(parts))
+        grads, by_h = accumulated(hs, ws, bs, ys)
         assert [jax.typeof(x).sharding.spec for x in grads] == [P("model", None), P("model")]
-        found = jnp.concatenate(jax.device_get(by_h), 1), *(x[:V] for x in jax.device_get(grads))
+        found = np.concatenate(jax.device_get(by_h), 1), *(x[:V] for x in jax.device_get(grads))
     assert_same(found, expected)
 
 
-@check
+@slow
 def without_check_vma():
     """The loss is right; a gradient, whose scale can't be known, raises."""
     (h, w, _), y, _, _, _ = arrays()
@@ -189,9 +190,11 @@ def without_check_vma():
 def rows_that_are_nearly_certain():
     """Losses of 1e-6, logits about 1e4, entries and a whole device of -inf: each with the digits of the whole."""
     (h, w, b), y, _, _, _ = arrays()
-    y = y.at[3, :3].set(jnp.array([38, 40, 68]))
-    b = b.at[:36].set(-jnp.inf).at[38].set(10018.0).at[jnp.array([40, 68])].add(10000.0)
-    given = h.at[3].set(0), w, b
+    h, b, y = (np.array(x) for x in (h, b, y))
+    h[3], y[3, :3] = 0, [38, 40, 68]
+    b[:36], b[38] = -np.inf, 10018
+    b[[40, 68]] += 10000
+    given = h, w, b
     whole = lambda h, w, b: linear_cross_entropy(h, w, y, b, reduction="none")  # noqa: E731
     split = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=mesh_of(), vocab_size=V, reduction="none")
     expected = jax.jit(whole)(*given)
@@ -251,6 +254,21 @@ def kernels_by_their_own_plans():
         ("hv", 2100, {"strategy": "recompute"}),
     ):
         as_kernels_compute_it(None, layout, vocab, **options)
+
+
+@slow
+def kernels_lower():
+    """The real ones, for CUDA, between one all-gather and the sums over devices."""
+    call = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=mesh_of(), backend="mosaic_gpu")
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (4096, 512))]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(jax_sharded, "platform", lambda: "gpu")
+        monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+        step = jax.jit(jax.value_and_grad(lambda h, w, y: call(h, w, y), (0, 1)))
+        traced = step.trace(*given, jax.ShapeDtypeStruct((1024,), jnp.int32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert [text.count(f'"stablehlo.{x}"') for x in ("all_gather", "all_reduce")] == [1, 1]
+    assert text.count("custom_call @mosaic_gpu") > 4
 
 
 @slow
@@ -333,7 +351,7 @@ def jsd_on_a_mesh_with_gradients_of_the_teacher():
     assert_same(jax.jit(run)(*given), expected)
 
 
-@check
+@slow
 def equal_models_have_a_divergence_of_nothing():
     (h, w, _), _, _, _, _ = arrays()
     split = partial(sharded_linear_jsd, vocab_axis="model", mesh=mesh_of(), vocab=V)

@@ -18,6 +18,9 @@ from onchip.jax import (
     sharded_linear_jsd,
     sharded_linear_log_probs,
 )
+from onchip.ops.linear_cross_entropy import jax_op, jax_sharded
+from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.xla.parallel import whole_vocab
 from shared import assert_refused
 
 ones = jnp.ones
@@ -119,6 +122,38 @@ def test_wrong_call_inside_of_shard_map(op, name):
     assert_refused(op.__name__, partial(on_one_device, op, **options), kind, message)
 
 
+def test_what_kernels_refuse(monkeypatch):
+    """On a GPU that has them."""
+    for module in (jax_op, jax_sharded):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+    call = partial(linear_cross_entropy, backend="mosaic_gpu")
+    message = "backend 'mosaic_gpu' can't run this call: inside of jax.shard_map its kernels need check_vma=False, and gradients check_vma=True; call sharded_linear_cross_entropy outside of it, or pass backend='xla'"
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(partial(call, axis_name="model"), mesh=mesh, in_specs=(P(), P("model"), P()), out_specs=P())
+    assert_refused("linear_cross_entropy", lambda: jax.eval_shape(run, H, W, Y), ValueError, message)
+    call = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=MESH, vocab_size=15, backend="mosaic_gpu")
+    for options in ({"softcap": 5.0}, {"label_smoothing": 0.1}):
+        message = "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass backend='xla'"
+        assert_refused(
+            "linear_cross_entropy", partial(jax.eval_shape, partial(call, **options), H, W, Y), ValueError, message
+        )
+
+
+def test_lists_are_no_arrays():
+    given = {"hidden": H, "weight": W, "vocab_axis": "model", "mesh": MESH}
+    for changes, name in (({"target": Y.tolist()}, "target"), ({"target": Y, "weight": W.tolist()}, "weight")):
+        message = f"{name} must be a jax.Array or numpy.ndarray; got list; pass jax.numpy.asarray({name})"
+        assert_refused(
+            "linear_cross_entropy", partial(sharded_linear_cross_entropy, **given | changes), TypeError, message
+        )
+
+
+def test_indices_of_the_vocabulary_go_as_float32():
+    with pytest.raises(ValueError, match="op: a vocabulary that is split may have 16777216 entries; got 16777220"):
+        whole_vocab("op", "vocab_size", None, 2**22 + 1, 4)
+
+
 def test_a_gathered_hidden_may_be_split():
     def run(h, w):
         h = jax.lax.all_gather(h, "model", axis=1, tiled=True, to="invarying")
@@ -176,6 +211,15 @@ def test_arrays_of_an_explicit_mesh_are_split_as_the_call_says():
             "sharded_linear_cross_entropy", lambda: jax.eval_shape(call, *given), ValueError, "target is sharded as"
         )
         assert jax.eval_shape(call, array(H, "data"), array(W, "model"), array(Y, "data")).shape == ()
+
+
+def test_inside_of_a_shard_map_over_another_axis():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        call = partial(sharded_linear_cross_entropy, vocab_axis="model", reduction="none")
+        run = jax.shard_map(call, in_specs=(P("data"), P(), P("data")), out_specs=P("data"), axis_names={"data"})
+        message = "inside of jax.shard_map the call can't say over which axes its results vary; call it outside, or call linear_cross_entropy with axis_name inside of one over 'model' too"
+        assert_refused("sharded_linear_cross_entropy", lambda: jax.eval_shape(run, H, W, Y), ValueError, message)
 
 
 def test_inside_of_a_shard_map_over_its_axis():

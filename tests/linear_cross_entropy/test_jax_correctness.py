@@ -10,6 +10,7 @@ from common_jax import STRATEGIES, assert_right, assert_same, plain, small_probl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onchip.frontend.jax_inputs import plain_labels
 from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
@@ -119,7 +120,8 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
         "z_loss": jnp.float32(1e-3)
     }
     numbers |= {"softcap": jnp.float32(4)} if softcap else {}
-    constants = Constants.of(labels, 90, Options(ignore_index=60), None, None, None, numbers, jnp.float32)
+    plain = plain_labels(labels, 90, 60)
+    constants = Constants.of(plain, Options(), None, None, None, numbers, jnp.float32)
 
     def run(plan):
         call = constants.call("mean", projection, jax_xla.select(plan, constants.labels))

@@ -104,6 +104,16 @@ def refuse_second_derivative(op: str, *_: Any) -> Any:
     )
 
 
+def varies_over(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX knows an array to vary, inside of `jax.shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
+
+
+def is_tracked(axis: str) -> bool:
+    """Whether the `jax.shard_map` over the axis has check_vma, so that JAX knows what varies."""
+    return axis in varies_over(jax.lax.axis_index(axis))
+
+
 def vary_alike(arrays: Any, like: Any = None, but: str | None = None) -> Any:
     """The arrays, each taken to vary over all axes of `jax.shard_map` over which any of them, or of `like`, does; over
     the axis `but` as before.
@@ -112,13 +122,10 @@ def vary_alike(arrays: Any, like: Any = None, but: str | None = None) -> Any:
     devices over the axes that it is made to vary over here.
     """
 
-    def axes(x: Any) -> frozenset[str]:
-        return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
-
-    every = frozenset[str]().union(*map(axes, jax.tree.leaves((arrays, like)))) - {but}
+    every = frozenset[str]().union(*map(varies_over, jax.tree.leaves((arrays, like)))) - {but}
 
     def vary(x: Any) -> Any:
-        missing = tuple(sorted(every - axes(x)))
+        missing = tuple(sorted(every - varies_over(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, arrays)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from onchip.frontend.jax_call import with_gradients
+from onchip.frontend.jax_call import is_tracked, with_gradients
 from onchip.frontend.jax_inputs import is_array
 
 TokenAxes = str | tuple[str | tuple[str, ...] | None, ...] | PartitionSpec
@@ -96,6 +96,11 @@ def spread_of(op: str, mesh: Any, vocab_axis: Any, token_axes: Any, of: str, lea
                 f"{op}: {argument} {name!r} is an axis of a jax.shard_map around the call; inside of it call "
                 f"{op.removeprefix('sharded_')} with axis_name"
             )
+    if any(map(is_tracked, manual)):
+        raise ValueError(
+            f"{op}: inside of jax.shard_map the call can't say over which axes its results vary; call it outside, or "
+            f"call {op.removeprefix('sharded_')} with axis_name inside of one over {vocab_axis!r} too"
+        )
     if len({name for _, name in named}) < len(named):
         raise ValueError(
             f"{op}: an axis can split one dimension; got vocab_axis={vocab_axis!r}, token_axes={token_axes!r}"

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, is_tracked, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -296,17 +296,21 @@ def refusals(
     split = {"triton": "it runs on whole vocabularies; pass backend='xla'"}
     if strategy == "stash":
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
-    if shard.axis_is_tracked():
+    if is_tracked(shard.axis):
         split["mosaic_gpu"] = (
-            "its kernels don't say over which axes of a jax.shard_map their results vary; call "
-            f"sharded_{OP}, or pass backend='xla'"
+            "inside of jax.shard_map its kernels need check_vma=False, and gradients check_vma=True; call "
+            f"sharded_{OP} outside of it, or pass backend='xla'"
         )
     elif shard.padded and (problem.softcap or problem.smoothing):
-        split["mosaic_gpu"] = "it takes padding of a split vocabulary only without softcap and label_smoothing"
+        split["mosaic_gpu"] = (
+            "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass "
+            "backend='xla'"
+        )
     return {name: split.get(name, reason) for name, reason in made.items()}
 
 
 def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+    """What plans and refusals depend on, where these gradients are needed."""
     return projection.problem(
         needs,
         static.platform,

@@ -14,7 +14,6 @@ from onchip.frontend.jax_call import Planned
 from onchip.frontend.jax_inputs import (
     as_constant,
     check_layout,
-    is_array,
     plain_labels,
     platform,
     take_target,
@@ -132,8 +131,10 @@ def sharded_linear_cross_entropy(
         shift: as in `linear_cross_entropy`; not where token_axes split the sequences.
         class_weight: [vocab_size], the same on all devices.
         scratch_bytes: bound on each device's temporary memory.
-        strategy: "auto" or "recompute": 4 products, as "stash" needs the softmax of a whole vocabulary at once.
-        backend: "xla" (plain JAX, on any device), or "auto".
+        strategy: as in `linear_cross_entropy`, but that "stash" is of "mosaic_gpu" alone, which keeps exponentials
+            relative to what each device knows; "xla" would need the softmax of a whole vocabulary at once.
+        backend: "mosaic_gpu", "xla" or "auto", as in `linear_cross_entropy`, by the sizes of a device's part.  With
+            padding the kernels take neither softcap nor label_smoothing.
         weight_layout, ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale,
             temperature, return_stats: as in `linear_cross_entropy`.
 
@@ -164,28 +165,27 @@ def sharded_linear_cross_entropy(
     softmaxes that are merged.
     """
     given = locals()
-    name, target = take_target(OP, given)
+    name, ids = take_target(OP, given)
     check_layout(OP, weight_layout)
-    jax_op.refuse_soft(is_soft(target, hidden))
-    assert is_array(target)
-    options, numbers, total = jax_op.checked(given, name, target)
-    layer = Projection(hidden, weight, bias, weight_layout.index("v"))
-    spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, name, target.shape)
+    jax_op.refuse_soft(is_soft(ids, hidden))
+    options, numbers, total = jax_op.checked(given, name, ids)
+    layer = parallel.layer_of(hidden, weight, bias, weight_layout)
+    spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, name, ids.shape)
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), shard.vocab)
-    if shift and spread.leading[len(target.shape) - 1 :] not in ((), (None,)):
+    if shift and spread.leading[len(ids.shape) - 1 :] not in ((), (None,)):
         raise ValueError(
             f"{NAME}: shift=True needs whole sequences on each device, but token_axes split them along "
             f"{spread.leading[-1]!r}; shift {name} yourself, and leave shift out"
         )
-    if target.size == 0:
-        return Outputs.of_nothing(reduction, return_stats, total).shaped(target.shape)
+    if ids.size == 0:
+        return Outputs.of_nothing(reduction, return_stats, total).shaped(ids.shape)
 
     def as_given(x: Any) -> Any:
         return None if x is None else lax.stop_gradient(jnp.asarray(x, total))
 
     numbers, by_token = token_temperature(numbers, temperature, total)
     constants = _Constants(
-        plain_labels(target, shard.vocab, options.ignore_index),
+        plain_labels(ids, shard.vocab, options.ignore_index),
         as_given(token_weight),
         by_token,
         as_constant(normalizer, total),
@@ -201,7 +201,7 @@ def sharded_linear_cross_entropy(
     local = _Local(jax_call.Static(options, platform(), shard=shard), backend, weight_layout, spread.tokens)
     of_outputs: Any = (spec if reduction == "none" else whole), spec
     made = _op(Static(local, spread, (of_layer, of_constants, Outputs(*of_outputs))), layer, constants)
-    return made.shaped(target.shape)  # type: ignore[no-any-return]
+    return made.shaped(ids.shape)  # type: ignore[no-any-return]
 
 
 class _Constants(NamedTuple):

@@ -103,12 +103,12 @@ def sharded_linear_jsd(
     shard = Shard(vocab_axis, size, parallel.whole_vocab(NAME, "vocab", vocab, size, spread.devices(vocab_axis)))
     if math.prod(shape) == 0:
         return jnp.zeros(shape if reduction == "none" else (), dtype)
-    axis, spec = weight_layout.index("v"), spread.by_token
-    student = Projection(student_hidden, student_weight, student_bias, axis)
-    teacher: Any = teacher_logits
+    spec = spread.by_token
+    student = parallel.layer_of(student_hidden, student_weight, student_bias, weight_layout)
+    teacher: Any = None if teacher_logits is None else jnp.asarray(teacher_logits)
     of_logits = P(*spread.leading, *[None] * (len(shape) - len(spread.leading)), vocab_axis)
     if teacher_hidden is not None:
-        teacher = Projection(teacher_hidden, teacher_weight, teacher_bias, axis)
+        teacher = parallel.layer_of(teacher_hidden, teacher_weight, teacher_bias, weight_layout)
     if not teacher_grad:
         teacher = jax.tree.map(lax.stop_gradient, teacher)
     of_student = parallel.specs_of(student, spread)

@@ -132,7 +132,7 @@ def sharded_linear_log_probs(
     """
     given = locals()
     options, numbers, dtype = jax_op.checked(given)
-    layer, leading = Projection(hidden, weight, bias, weight_layout.index("v")), hidden.shape[:-1]
+    layer, leading = parallel.layer_of(hidden, weight, bias, weight_layout), hidden.shape[:-1]
     spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, "hidden", leading)
     if hidden.size == 0:
         return jax_op.returned(options, jax_op.of_no_tokens(dtype), ids.shape, leading)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, vary_alike
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, is_tracked, varies_over, vary_alike
 from onchip.frontend.jax_inputs import is_array
 from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
 from onchip.frontend.options import require_int
@@ -40,16 +40,6 @@ _SPLIT = (
     "teacher_bias",
     "teacher_logits",
 )
-
-
-def varies_over(x: Any) -> frozenset[str]:
-    """The mesh axes over which JAX knows an array to vary."""
-    return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
-
-
-def _is_tracked(axis: str) -> bool:
-    """Whether the `jax.shard_map` over the axis has check_vma."""
-    return axis in varies_over(lax.axis_index(axis))
 
 
 @jax.tree_util.register_static
@@ -88,7 +78,7 @@ class Shard:
                 f"{op}: axis_name={axis!r} is not an axis of a jax.shard_map around the call ({list(manual)}); call it "
                 f"inside of one, or call sharded_{op}, which makes its own"
             )
-        tracked = _is_tracked(axis)
+        tracked = is_tracked(axis)
         for name, x in split.items() if tracked else ():
             if axis not in varies_over(x):
                 raise ValueError(
@@ -113,10 +103,6 @@ class Shard:
             )
 
     # ---------------------------------------------------------------------------------------------- before the exchange
-
-    def axis_is_tracked(self) -> bool:
-        """Whether JAX knows what varies over the axis."""
-        return _is_tracked(self.axis)
 
     @property
     def padded(self) -> bool:
@@ -261,11 +247,17 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
             f"{size * devices}"
         )
     if size > _MOST_ENTRIES // devices:
-        raise ValueError(f"{op}: a vocabulary that is split must have at most {_MOST_ENTRIES} entries")
+        raise ValueError(f"{op}: a vocabulary that is split may have {_MOST_ENTRIES} entries; got {size * devices}")
     return int(vocab)
 
 
 # ----------------------------------------------------------------------------------------- calls that spread themselves
+
+
+def layer_of(hidden: Any, weight: Any, bias: Any, layout: str) -> Projection:
+    """Of a public function's arguments, with hidden [..., H] as it is."""
+    hidden, weight, bias = (None if x is None else jnp.asarray(x) for x in (hidden, weight, bias))
+    return Projection(hidden, weight, bias, layout.index("v"))
 
 
 def on_mesh(
