@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from onchip.torch import LMHead, linear_cross_entropy, linear_log_probs
+from onchip.torch import LMHead, cross_entropy, linear_cross_entropy, linear_log_probs
 from sharded import close, cut, leaf, same_bits, spawn
 
 VOCAB, HIDDEN, SHAPE = 61, 16, (3, 8)
@@ -115,6 +115,48 @@ def every_output(rank, ranks):
     for options, sizes in itertools.product(LLP.values(), LAYOUTS[ranks]):
         for ids in (labels(), several_ids()):
             compare(linear_log_probs, layer(), (ids,), options, sizes, rank, times=2)
+
+
+def logits_that_exist(rank, ranks):
+    """Of all options but shift, also with columns that are padding, strided, and overwritten."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(*SHAPE, VOCAB, generator=g)
+    for options, sizes in itertools.product(LCE.values(), LAYOUTS[ranks]):
+        options = {name: x for name, x in options.items() if name != "shift"} | {"return_stats": True}
+        whole, mine = leaf(logits), leaf(logits[..., cut(sizes, rank)])
+        expected = flat(cross_entropy(whole, labels(), **options))
+        got = flat(cross_entropy(mine, labels(), **taken(options, sizes, rank)))
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            close(a, b, "output")
+        for _ in range(2):
+            expected[0].backward(numbers(*got[0].shape), retain_graph=True)
+            got[0].backward(numbers(*got[0].shape), retain_graph=True)
+        close(mine.grad, whole.grad[..., cut(sizes, rank)])
+    whole = leaf(logits)
+    cross_entropy(whole, labels(), softcap=5.0).backward()
+    padded = torch.nn.functional.pad(logits, (0, 3 * ranks), value=torch.nan).transpose(0, 1)
+    size = -(-padded.shape[-1] // ranks)
+    mine = leaf(padded[..., rank * size : (rank + 1) * size])
+    computed = mine.transpose(0, 1) * 1
+    start = min(rank * size, VOCAB)
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": rank * size}
+    cross_entropy(computed, labels(), softcap=5.0, inplace_backward=True, **given).backward()
+    rows = min(size, VOCAB - start)
+    close(mine.grad.transpose(0, 1)[..., :rows], whole.grad[..., start : start + rows])
+    assert not mine.grad[..., rows:].any()
+    mesh = init_device_mesh("cpu", (ranks,))
+    of_tensor = distribute_tensor(logits, mesh, [Shard(-1)]).requires_grad_()
+    cross_entropy(of_tensor, labels(), softcap=5.0).backward()
+    close(of_tensor.grad.full_tensor(), whole.grad)
+    for wrong, match in (
+        ({"backend": "triton"}, "its logits' vocabulary is sharded; pass backend='torch'"),
+        ({"logits": torch.ones([])}, "logits has no dimension that could be sharded"),
+        ({"vocab_start": 1}, "don't make up"),
+        ({"logits": of_tensor * 1, "inplace_backward": True}, "would overwrite the memory of a DTensor"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            cross_entropy(**{"logits": computed.detach(), "target": labels()} | given | wrong)
 
 
 def retained_and_accumulated(rank, ranks):
@@ -312,7 +354,7 @@ def ranks_that_differ(rank, ranks):
     for wrong, match in (
         ({"softcap": 5.0}, "differ in options"),
         ({"target": labels().masked_fill(labels() == -100, 3)}, "differ in values of targets"),
-        ({"hidden": hidden[:2], "target": labels()[:2]}, "differ in hidden's shape"),
+        ({"hidden": hidden[:2], "target": labels()[:2]}, "differ in sizes or dtypes"),
         ({"token_weight": numbers(*SHAPE)}, "differ in shapes of targets"),
         ({"vocab_size": 60}, "differ in vocab_size"),
     ):
@@ -335,6 +377,7 @@ CHECKS = {
         ranks_that_differ,
     )
 }
+CHECKS["cross_entropy"] = logits_that_exist
 CHECKS["linear_log_probs: every output"] = every_output
 
 

@@ -18,12 +18,17 @@ from onchip.frontend.torch_inputs import is_dtensor, require_tensor
 HiddenLayout = Literal["replicated", "sequence"]
 
 
-class OfShards(TypedDict, total=False):
+class OfShardedLogits(TypedDict, total=False):
     """What every loss takes by keyword where its vocabulary is sharded."""
 
     vocab_group: ProcessGroup | None
     vocab_start: int | None
     vocab_size: int | None
+
+
+class OfShards(OfShardedLogits, total=False):
+    """With hidden states."""
+
     hidden_layout: HiddenLayout
     reduce_hidden_grad: bool
 
@@ -137,8 +142,8 @@ def localized(
         if sharding != NOTHING:
             sharding.check(op)
             raise ValueError(
-                f"{op}: vocab_start, vocab_size, hidden_layout and reduce_hidden_grad are of a sharded vocabulary; "
-                "pass its vocab_group"
+                f"{op}: vocab_start and vocab_size, as hidden_layout and reduce_hidden_grad, are of a sharded "
+                "vocabulary; pass its vocab_group"
             )
         return Localized(tensors, None)
     sharding.check(op)

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import memory
+from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
@@ -52,6 +53,11 @@ class ShardedCall(LinearCall):
     @property
     def vocab(self) -> int:
         return self.shards.vocab
+
+    @property
+    def sizes(self) -> Any:
+        """What ranks must have in common."""
+        return self.hidden.shape, self.hidden.dtype, self.weight.dtype
 
     @property
     def leading(self) -> torch.Size:
@@ -118,11 +124,20 @@ def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int
 def statistics(op: str, call: Any, tokens: Ids, asked: Asked) -> TokenStats:
     """The statistics of every token over the whole vocabulary; `asked` has the class weights of all of it."""
     shards: Shards = call.shards
-    here, mine = of_shard(tokens, shards), local(call)
+    mine = local(call)
+    config = mine.plan("forward", of_shard(tokens, shards))
+    return softmax(op, mine.layer, call.options, shards, tokens, config, asked)
+
+
+def softmax(
+    op: str, source: Any, options: Any, shards: Shards, tokens: Ids, config: Config, asked: Asked
+) -> TokenStats:
+    """The same of anything that has this rank's logits, as `walk.forward` takes it."""
+    here = of_shard(tokens, shards)
     asked = asked._replace(class_weight=class_weight_of_shard(asked.class_weight, shards))
-    running = walk.softmax(mine.layer, call.options, here, mine.plan("forward", here), asked)
+    running = walk.softmax(source, options, here, config, asked)
     known = running.stats(here, max(1, shards.rows), asked)
-    return combine(op, shards, known, tokens, asked, check_values=call.options.check_inputs)
+    return combine(op, shards, known, tokens, asked, check_values=options.check_inputs)
 
 
 def gradients(
@@ -135,9 +150,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those of this rank's tensors, of the whole vocabulary's `gradient`; `more` are fields of the problem."""
     shards: Shards = call.shards
-    here, mine = of_shard(tokens, shards), local(call)
-    if gradient.class_weight is not None:
-        gradient = replace(gradient, class_weight=class_weight_of_shard(gradient.class_weight, shards))
+    here, mine, gradient = of_shard(tokens, shards), local(call), gradient_of_shard(gradient, shards)
     if weight_grad_out is not None:
         weight_grad_out = weight_grad_out[: shards.rows]
     config = mine.plan("recompute", here, **more)
@@ -146,6 +159,13 @@ def gradients(
         start_sum=partial(start_sum, shards),
     )  # fmt: skip
     return hidden, *(padded(x, len(call.weight)) for x in others)
+
+
+def gradient_of_shard(gradient: TokenGradient, shards: Shards) -> TokenGradient:
+    """With the class weights of this rank's entries."""
+    if gradient.class_weight is None:
+        return gradient
+    return replace(gradient, class_weight=class_weight_of_shard(gradient.class_weight, shards))
 
 
 def padded(x: Tensor | None, rows: int) -> Tensor | None:
@@ -318,19 +338,20 @@ def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
 # ----------------------------------------------------------------------------------------------- agreement of ranks
 
 
-def require_agreement(op: str, call: Any, *values: Tensor | None) -> None:
-    """Raise where the ranks differ in sizes, options, or the values of targets, ids and weights."""
-    options, shards, hidden = call.options, call.shards, call.hidden
+def require_agreement(op: str, call: Any, sizes: Any, *values: Tensor | None) -> None:
+    """Raise where the ranks differ in sizes, options, or the values of targets, ids and weights; `sizes` are hidden's
+    or the logits', and dtypes."""
+    options, shards = call.options, call.shards
     said = {
         "vocab_size": shards.vocab,
         "hidden_layout": shards.sequence,
         "reduce_hidden_grad": shards.reduce,
-        "hidden's shape or dtype": (hidden.shape, hidden.dtype),
+        "sizes or dtypes": sizes,
         "which gradients are wanted": call.grads,
         "options": replace(options, scratch_bytes=None),
         "shapes of targets, ids or weights": [None if x is None else x.shape for x in values],
     }
-    device = call.ids.device
+    device = next(x.device for x in values if x is not None)
     parts = [torch.tensor([_number(x) for x in said.values()], device=device)]
     parts += [torch.zeros_like(parts[0][:1]) if x is None else _fingerprint(x).to(device) for x in values]
     mine = torch.cat(parts)
