@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from onchip.torch import LMHead, cross_entropy, linear_cross_entropy, linear_log_probs
+from onchip.torch import LMHead, TopK, cross_entropy, jsd, linear_cross_entropy, linear_jsd, linear_log_probs
 from sharded import close, cut, leaf, same_bits, spawn
 
 VOCAB, HIDDEN, SHAPE = 61, 16, (3, 8)
@@ -157,6 +157,73 @@ def logits_that_exist(rank, ranks):
     ):
         with pytest.raises(ValueError, match=match):
             cross_entropy(**{"logits": computed.detach(), "target": labels()} | given | wrong)
+
+
+JSD = {
+    "middle": {"beta": 0.3, "temperature": 0.7, "temperature_squared": True, "teacher_grad": True},
+    "forward": {"beta": 0.0, "hard_weight": 0.25, "temperature": 2.0, "teacher_grad": True},
+    "reverse": {"beta": 1.0, "reduction": "none", "token_weight": numbers(*SHAPE), "teacher_grad": True},
+    "hard": {"beta": 0.5, "hard_weight": 0.5, "normalizer": 5.0, "check_inputs": True},
+}
+
+
+def divergences(rank, ranks):
+    """Of two heads, and of logits that exist; exactly 0 of two that are equal."""
+    student = layer(dtype=torch.float64)
+    teacher = [x.flip(0) for x in student]
+    for (name, options), sizes in itertools.product(JSD.items(), LAYOUTS[ranks]):
+        own = cut(sizes, rank)
+        for rows in (False, True):
+            if rows:
+                whole = [leaf(torch.nn.functional.linear(*x)) for x in (student, teacher)]
+                mine = [leaf(x[..., own]) for x in whole]
+                a = jsd(*whole, target=labels(), **options)
+                b = jsd(*mine, target=labels(), **taken(options, sizes, rank))
+            else:
+                whole = [leaf(x) for x in (*student, *teacher)]
+                mine = [leaf(x if i in (0, 3) else x[own]) for i, x in enumerate(whole)]
+                a = linear_jsd(
+                    *whole[:2], *whole[3:5], student_bias=whole[2], teacher_bias=whole[5], target=labels(), **options
+                )
+                b = linear_jsd(
+                    *mine[:2], *mine[3:5], student_bias=mine[2], teacher_bias=mine[5], target=labels(),
+                    **taken(options, sizes, rank),
+                )  # fmt: skip
+            same_bits(b)
+            close(b, a, name)
+            for seed in range(2):
+                upstream = numbers(*a.shape, seed=seed)
+                a.backward(upstream, retain_graph=True), b.backward(upstream, retain_graph=seed == 0)
+            for i, (x, y) in enumerate(zip(mine, whole, strict=True)):
+                if y.grad is None:
+                    assert x.grad is None
+                else:
+                    part = (..., own) if rows else slice(None) if i in (0, 3) else own
+                    close(x.grad, y.grad[part], f"{name} {sizes} {i}")
+    hidden, weight, _ = student
+    for beta in (0.0, 0.4, 1.0):
+        h = leaf(hidden)
+        loss = linear_jsd(h, weight[own], hidden, weight[own], beta=beta, **taken({}, sizes, rank))
+        loss.backward()
+        assert loss == 0
+        assert not h.grad.any()
+    h, part = leaf(hidden[:, :6]), leaf(hidden[:, :6].chunk(ranks, 1)[rank])
+    linear_jsd(h, weight, hidden[:, :6].flip(0), weight, target=labels()[:, :6]).backward()
+    other = hidden[:, :6].flip(0).chunk(ranks, 1)[rank]
+    given = taken({"hidden_layout": "sequence"}, sizes, rank)
+    linear_jsd(part, weight[own], other, weight[own], target=labels()[:, :6], **given).backward()
+    close(part.grad, h.grad.chunk(ranks, 1)[rank])
+    topk = TopK(torch.zeros(*SHAPE, 1, dtype=torch.int64), torch.zeros(*SHAPE, 1), "log_probs", "tail")
+    for wrong, match in (
+        ({"teacher_topk": topk, "teacher_hidden": None, "teacher_weight": None}, "teacher_topk takes no sharded"),
+        ({"vocab": 60}, "vocab=60 with a sharded vocabulary is called vocab_size"),
+        ({"backend": "triton"}, "its vocabulary is sharded; pass backend='torch'"),
+        ({"teacher_weight": weight.repeat(2, 1)}, "teacher_weight has 122 of the vocabulary's entries but student_weight has"),
+    ):
+        given = dict.fromkeys(("student_hidden", "teacher_hidden"), hidden)
+        given |= dict.fromkeys(("student_weight", "teacher_weight"), weight[own])
+        with pytest.raises(ValueError, match=match):
+            linear_jsd(**given | taken({}, sizes, rank) | wrong)
 
 
 def retained_and_accumulated(rank, ranks):
@@ -377,6 +444,7 @@ CHECKS = {
         ranks_that_differ,
     )
 }
+CHECKS["linear_jsd and jsd"] = divergences
 CHECKS["cross_entropy"] = logits_that_exist
 CHECKS["linear_log_probs: every output"] = every_output
 

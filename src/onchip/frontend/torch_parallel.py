@@ -132,7 +132,7 @@ def localized(
     hidden: Mapping[str, Any],  # by name: hidden states, if there are any
     *,
     tokens: Any = None,  # an argument with a number for each of all tokens: the dimensions before hidden's last
-    dim: int = 0,  # of weights, that is sharded
+    last: Sequence[str] = (),  # those of `weights` that are sharded in their last dimension, not in their first
 ) -> Localized:
     """This rank's tensors, and which part they are; raises for a sharding that the losses can't compute."""
     given = {**hidden, **weights}
@@ -166,6 +166,7 @@ def localized(
     for name, x in weights.items():
         if x is None:
             continue
+        dim = -1 if name in last else 0
         if name in dtensors:
             tensors[name] = _local_weight(op, name, x, dim)
         else:

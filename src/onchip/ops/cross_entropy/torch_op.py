@@ -216,7 +216,7 @@ def cross_entropy(
                 f"{OP}: inplace_backward=True would overwrite the memory of a {type(logits).__name__} unseen; pass "
                 "inplace_backward=False, or logits.to_local() and vocab_group"
             )
-        parts, shards = localized(OP, sharding, {"logits": logits}, {}, dim=-1)
+        parts, shards = localized(OP, sharding, {"logits": logits}, {}, last=("logits",))
         logits = parts["logits"]
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(
