@@ -207,17 +207,19 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     row = tokens.weight * tokens.inverse_count
     row = row * (tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss)
     models = [model_of(call, who, wanted[4 * who : 4 * who + 4], here) for who in (0, 1)]
-    known = Known(*(None if x is None else tokens.take(x)[:, None] for x in kept.known))  # type: ignore[arg-type]
+    student, teacher, by_student, by_teacher = (tokens.take(x)[:, None] for x in kept.known[:4])
     factor, waits = options.soft_factor / tau, list[Callable[[], Tensor] | None]([None, None])
     hard = None
-    if known.hard_lse is not None and known.hard_log_prob is not None:
-        lse, log_prob = known.hard_lse[:, 0], known.hard_log_prob
-        hard = loss_gradient(LossOptions(), torch.ones_like(row), lse, log_prob, shards.vocab)
+    if options.hard_weight > 0:
+        assert kept.known.hard_lse is not None
+        assert kept.known.hard_log_prob is not None
+        lse, log_prob = tokens.take(kept.known.hard_lse), tokens.take(kept.known.hard_log_prob)
+        hard = loss_gradient(LossOptions(), torch.ones_like(row), lse, log_prob[:, None], shards.vocab)
     for start, stop, z, u in _rows(call, here, models):
         for b0, b1 in _blocks(start, stop) if shards.rows else ():
             t, b = slice(start + b0, start + b1), slice(b0, b1)
-            ls, lt = z[b] / tau - known.student_lse[t], u[b] / tau - known.teacher_lse[t]
-            dz, du = _derivatives(ls, lt, options.beta, known.by_student[t], known.by_teacher[t])
+            ls, lt = z[b] / tau - student[t], u[b] / tau - teacher[t]
+            dz, du = _derivatives(ls, lt, options.beta, by_student[t], by_teacher[t])
             dz, du = dz * factor, du * factor
             if hard is not None:
                 part = hard.part(t.start, t.stop)
