@@ -1,6 +1,7 @@
 """Losses over a vocabulary that is sharded over two and three processes, against the same losses in one."""
 
 import itertools
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,8 +10,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from onchip.torch import LMHead, linear_cross_entropy, linear_log_probs
+from onchip.torch import (
+    LinearCrossEntropyLoss,
+    LMHead,
+    TopK,
+    cross_entropy,
+    jsd,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_log_probs,
+)
+from onchip.vocab import parallel
 from sharded import close, cut, leaf, same_bits, spawn
 
 VOCAB, HIDDEN, SHAPE = 61, 16, (3, 8)
@@ -115,6 +127,118 @@ def every_output(rank, ranks):
     for options, sizes in itertools.product(LLP.values(), LAYOUTS[ranks]):
         for ids in (labels(), several_ids()):
             compare(linear_log_probs, layer(), (ids,), options, sizes, rank, times=2)
+
+
+def logits_that_exist(rank, ranks):
+    """Of all options but shift, also with columns that are padding, strided, and overwritten."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(*SHAPE, VOCAB, generator=g)
+    for options, sizes in itertools.product(LCE.values(), LAYOUTS[ranks]):
+        options = {name: x for name, x in options.items() if name != "shift"} | {"return_stats": True}
+        whole, mine = leaf(logits), leaf(logits[..., cut(sizes, rank)])
+        expected = flat(cross_entropy(whole, labels(), **options))
+        got = flat(cross_entropy(mine, labels(), **taken(options, sizes, rank)))
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            close(a, b, "output")
+        for _ in range(2):
+            expected[0].backward(numbers(*got[0].shape), retain_graph=True)
+            got[0].backward(numbers(*got[0].shape), retain_graph=True)
+        close(mine.grad, whole.grad[..., cut(sizes, rank)])
+    whole = leaf(logits)
+    cross_entropy(whole, labels(), softcap=5.0).backward()
+    padded = torch.nn.functional.pad(logits, (0, 3 * ranks), value=torch.nan).transpose(0, 1)
+    size = -(-padded.shape[-1] // ranks)
+    mine = leaf(padded[..., rank * size : (rank + 1) * size])
+    computed = mine.transpose(0, 1) * 1
+    start = min(rank * size, VOCAB)
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": rank * size}
+    cross_entropy(computed, labels(), softcap=5.0, inplace_backward=True, **given).backward()
+    rows = min(size, VOCAB - start)
+    close(mine.grad.transpose(0, 1)[..., :rows], whole.grad[..., start : start + rows])
+    assert not mine.grad[..., rows:].any()
+    mesh = init_device_mesh("cpu", (ranks,))
+    of_tensor = distribute_tensor(logits, mesh, [Shard(-1)]).requires_grad_()
+    cross_entropy(of_tensor, labels(), softcap=5.0).backward()
+    close(of_tensor.grad.full_tensor(), whole.grad)
+    for wrong, match in (
+        ({"backend": "triton"}, "its logits' vocabulary is sharded; pass backend='torch'"),
+        ({"logits": torch.ones([])}, "logits has no dimension that could be sharded"),
+        ({"vocab_start": 1}, "don't make up"),
+        ({"logits": of_tensor * 1, "inplace_backward": True}, "would overwrite the memory of a DTensor"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            cross_entropy(**{"logits": computed.detach(), "target": labels()} | given | wrong)
+
+
+JSD = {
+    "middle": {"beta": 0.3, "temperature": 0.7, "temperature_squared": True, "teacher_grad": True},
+    "forward": {"beta": 0.0, "hard_weight": 0.25, "temperature": 2.0, "teacher_grad": True},
+    "reverse": {"beta": 1.0, "reduction": "none", "token_weight": numbers(*SHAPE), "teacher_grad": True},
+    "hard": {"beta": 0.5, "hard_weight": 0.5, "normalizer": 5.0, "check_inputs": True},
+}
+
+
+def divergences(rank, ranks):
+    """Of two heads, and of logits that exist; exactly 0 of two that are equal."""
+    student = layer(dtype=torch.float64)
+    teacher = [x.flip(0) for x in student]
+    for (name, options), sizes in itertools.product(JSD.items(), LAYOUTS[ranks]):
+        own = cut(sizes, rank)
+        for rows in (False, True):
+            if rows:
+                whole = [leaf(torch.nn.functional.linear(*x)) for x in (student, teacher)]
+                mine = [leaf(x[..., own]) for x in whole]
+                a = jsd(*whole, target=labels(), **options)
+                b = jsd(*mine, target=labels(), **taken(options, sizes, rank))
+            else:
+                whole = [leaf(x) for x in (*student, *teacher)]
+                mine = [leaf(x if i in (0, 3) else x[own]) for i, x in enumerate(whole)]
+                a = linear_jsd(
+                    *whole[:2], *whole[3:5], student_bias=whole[2], teacher_bias=whole[5], target=labels(), **options
+                )
+                b = linear_jsd(
+                    *mine[:2], *mine[3:5], student_bias=mine[2], teacher_bias=mine[5], target=labels(),
+                    **taken(options, sizes, rank),
+                )  # fmt: skip
+            same_bits(b)
+            close(b, a, name)
+            for seed in range(2):
+                upstream = numbers(*a.shape, seed=seed)
+                a.backward(upstream, retain_graph=True), b.backward(upstream, retain_graph=seed == 0)
+            for i, (x, y) in enumerate(zip(mine, whole, strict=True)):
+                if y.grad is None:
+                    assert x.grad is None
+                else:
+                    part = (..., own) if rows else slice(None) if i in (0, 3) else own
+                    close(x.grad, y.grad[part], f"{name} {sizes} {i}")
+    hidden, weight, _ = student
+    for beta in (0.0, 0.4, 1.0):
+        h = leaf(hidden)
+        loss = linear_jsd(h, weight[own], hidden, weight[own], beta=beta, **taken({}, sizes, rank))
+        loss.backward()
+        assert loss == 0
+        assert not h.grad.any()
+    h, part = leaf(hidden[:, :6]), leaf(hidden[:, :6].chunk(ranks, 1)[rank])
+    linear_jsd(h, weight, hidden[:, :6].flip(0), weight, target=labels()[:, :6]).backward()
+    other = hidden[:, :6].flip(0).chunk(ranks, 1)[rank]
+    given = taken({"hidden_layout": "sequence"}, sizes, rank)
+    linear_jsd(part, weight[own], other, weight[own], target=labels()[:, :6], **given).backward()
+    close(part.grad, h.grad.chunk(ranks, 1)[rank])
+    topk = TopK(torch.zeros(*SHAPE, 1, dtype=torch.int64), torch.zeros(*SHAPE, 1), "log_probs", "tail")
+    for wrong, match in (
+        ({"teacher_topk": topk, "teacher_hidden": None, "teacher_weight": None}, "teacher_topk takes no sharded"),
+        ({"vocab": 60}, "vocab=60 with a sharded vocabulary is called vocab_size"),
+        ({"backend": "triton"}, "its vocabulary is sharded; pass backend='torch'"),
+        (
+            {"teacher_weight": weight.repeat(2, 1)},
+            "teacher_weight has 122 of the vocabulary's entries but student_weight has",
+        ),
+    ):
+        given = dict.fromkeys(("student_hidden", "teacher_hidden"), hidden)
+        given |= dict.fromkeys(("student_weight", "teacher_weight"), weight[own])
+        with pytest.raises(ValueError, match=match):
+            linear_jsd(**given | taken({}, sizes, rank) | wrong)
 
 
 def retained_and_accumulated(rank, ranks):
@@ -230,35 +354,126 @@ def dtensors(rank, ranks):
             {"weight": distribute_tensor(weight, mesh, [Replicate()])},
             "weight is a DTensor with placement .* must be Shard",
         ),
-        ({"weight": distribute_tensor(weight, mesh, [Shard(1)])}, "must be Shard\\(0\\)"),
+        ({"weight": distribute_tensor(weight, mesh, [Shard(1)])}, r"must be Shard\(0\)"),
         ({"hidden": distribute_tensor(hidden, mesh, [Shard(2)])}, "hidden is a DTensor .* must be Replicate"),
-        ({"hidden": h.new_zeros(ranks, 8, HIDDEN)[:1], "target": labels()[:1]}, None),
     ):
-        if match is not None:
-            with pytest.raises(ValueError, match=match):
-                linear_cross_entropy(**{"hidden": h, "weight": w, "target": labels(), "bias": b} | wrong)
+        with pytest.raises(ValueError, match=match):
+            linear_cross_entropy(**{"hidden": h, "weight": w, "target": labels(), "bias": b} | wrong)
 
 
-def compiled_and_checkpointed(rank, ranks):
-    sizes = LAYOUTS[ranks][1]
-    hidden, weight, _ = layer()
-    mine, given = weight[cut(sizes, rank)], taken({"softcap": 4.0}, sizes, rank)
-    h, w = leaf(hidden), leaf(weight)
-    linear_cross_entropy(2 * h, w, labels(), softcap=4.0).backward()
+def calls(hidden, sizes, rank, *, whole=False):
+    """Every loss of hidden states, of this rank's shard or of the `whole` vocabulary."""
+    _, weight, bias = layer()
+    own, given = (slice(None), {}) if whole else (cut(sizes, rank), taken({}, sizes, rank))
+    weight, bias, teacher = weight[own], bias[own], weight.flip(0)[own].contiguous()
+    target, ids = labels(), several_ids()
 
-    target = labels()
+    def logits(hidden):
+        return torch.nn.functional.linear(hidden, weight)
 
-    def loss(hidden, weight):
-        return linear_cross_entropy(2 * hidden, weight, target, **given)
-
-    ways = {
-        **({"compile": torch.compile(loss, fullgraph=True, backend="aot_eager")} if ranks == 2 else {}),
-        "checkpoint": lambda *x: torch.utils.checkpoint.checkpoint(loss, *x, use_reentrant=False),
+    return {
+        "linear_cross_entropy": lambda h: linear_cross_entropy(h, weight, target, bias, z_loss=0.1, **given),
+        "module": lambda h: LinearCrossEntropyLoss(label_smoothing=0.1)(h, weight, target, **given),
+        "linear_log_probs": lambda h: sum(
+            x.sum() for x in linear_log_probs(h, weight, ids, entropy=True, lse=True, **given)[:3]
+        ),
+        "cross_entropy": lambda h: cross_entropy(logits(h), target, softcap=4.0, **given),
+        "linear_jsd": lambda h: linear_jsd(h, weight, hidden, teacher, target=target, hard_weight=0.2, **given),
+        "jsd": lambda h: jsd(logits(h), logits(hidden.flip(0)), beta=0.0, **given),
     }
-    for name, way in ways.items():
-        a, b = leaf(hidden), leaf(mine)
-        way(a, b).backward()
-        close(a.grad, h.grad, name), close(b.grad, w.grad[cut(sizes, rank)], name)
+
+
+def assert_same_ways(rank, ranks, **ways):
+    """Hidden's gradient by each way to run each loss; of logits that exist, those of this rank."""
+    hidden, sizes = layer()[0], LAYOUTS[ranks][1]
+    mine, alone = calls(hidden, sizes, rank), calls(hidden, sizes, rank, whole=True)
+    for (name, loss), (what, way) in itertools.product(mine.items(), ways.items()):
+        h, plain, expected = leaf(hidden), leaf(hidden), leaf(hidden)
+        value = way(loss)(h)
+        value.backward(), loss(plain).backward()
+        close(value, alone[name](expected), f"{name}, {what}")
+        close(h.grad, plain.grad, f"{name}, {what}")
+
+
+class Watching(TorchDispatchMode):
+    """Makes losses run as registered operators."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def other_ways_to_run_it(rank, ranks):
+    def registered(loss):
+        def run(h):
+            with Watching():
+                return loss(h)
+
+        return run
+
+    def checkpointed(loss):
+        return lambda h: torch.utils.checkpoint.checkpoint(loss, h, use_reentrant=False)
+
+    assert_same_ways(rank, ranks, registered=registered, checkpointed=checkpointed)
+
+
+def compiled(rank, ranks):
+    assert_same_ways(rank, ranks, compiled=lambda loss: torch.compile(loss, fullgraph=True, backend="aot_eager"))
+
+
+def one_exchange(rank, ranks):
+    """Of each loss in forward, and none but hidden's sum in backward."""
+    hidden, sizes, seen = layer()[0], LAYOUTS[ranks][0], []
+    gather = parallel._all_gather
+    parallel._all_gather = lambda *args, **options: (seen.append(1), gather(*args, **options))[1]
+    try:
+        for name, loss in calls(hidden, sizes, rank).items():
+            seen.clear()
+            loss(leaf(hidden)).backward()
+            assert len(seen) == (2 if name == "linear_jsd" else 1), (name, seen)
+    finally:
+        parallel._all_gather = gather
+
+
+def digits_and_infinities(rank, ranks):
+    """A target's probability near 1 keeps its digits; entries, and whole shards, may be out of the vocabulary."""
+    sizes = LAYOUTS[ranks][0]
+    own, given = cut(sizes, rank), taken({}, sizes, rank)
+    logits = torch.zeros(4, VOCAB, dtype=torch.float64)
+    target = torch.tensor([0, 30, 60, 5])
+    logits[torch.arange(4), target] = torch.tensor([18.0, 19.0, 20.0, 40.0], dtype=torch.float64)
+    loss = cross_entropy(logits[:, own].float(), target, reduction="none", **given)
+    expected = cross_entropy(logits, target, reduction="none")
+    assert ((loss - expected).abs() <= 1e-6 * expected).all()
+    asked = {"entropy": True, "log_sum_sq_probs": True}
+    out = linear_log_probs(logits.float(), torch.eye(VOCAB)[own], target, **asked, **given)
+    right = linear_log_probs(logits, torch.eye(VOCAB, dtype=torch.float64), target, **asked)
+    for a, b in ((out.entropy, right.entropy), (out.log_sum_sq_probs, right.log_sum_sq_probs)):
+        assert ((a - b).abs() <= 1e-5 * b.abs()).all(), (a, b)
+    hidden, weight, bias = layer()
+    # All of the last shards, and some of the first.
+    bias[sizes[0] - 3 :] = -torch.inf
+    target = (labels() % (sizes[0] - 3)).masked_fill(labels() < 0, -100)
+    target[1] = -100
+    hidden[1, 1] = torch.nan
+    whole, mine = leaf(hidden), leaf(hidden)
+    linear_cross_entropy(whole, weight, target, bias, z_loss=0.1).backward()
+    loss, stats = linear_cross_entropy(mine, weight[own], target, bias[own], z_loss=0.1, return_stats=True, **given)
+    loss.backward()
+    close(mine.grad, whole.grad)
+    assert not stats.entropy.isnan().any()
+    close(jsd(logits[:, own] + bias[own], logits[:, own], beta=1.0, **given), jsd(logits + bias, logits, beta=1.0))
+
+
+def a_rank_that_fails(rank, ranks):
+    """The others raise at the group's time-out."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    hidden, weight, _ = layer()
+    sizes = LAYOUTS[ranks][0]
+    given = taken({}, sizes, rank) | {"vocab_group": group}
+    with (
+        pytest.raises(ValueError, match=r"hidden has H=") if rank == 0 else pytest.raises(RuntimeError, match="[Tt]imed")
+    ):
+        linear_cross_entropy(hidden[..., : HIDDEN - (rank == 0)], weight[cut(sizes, rank)], labels(), **given)
 
 
 def refusals(rank, ranks):
@@ -312,7 +527,7 @@ def ranks_that_differ(rank, ranks):
     for wrong, match in (
         ({"softcap": 5.0}, "differ in options"),
         ({"target": labels().masked_fill(labels() == -100, 3)}, "differ in values of targets"),
-        ({"hidden": hidden[:2], "target": labels()[:2]}, "differ in hidden's shape"),
+        ({"hidden": hidden[:2], "target": labels()[:2]}, "differ in sizes or dtypes"),
         ({"token_weight": numbers(*SHAPE)}, "differ in shapes of targets"),
         ({"vocab_size": 60}, "differ in vocab_size"),
     ):
@@ -320,27 +535,45 @@ def ranks_that_differ(rank, ranks):
             linear_cross_entropy(**given | (wrong if last else {}))
 
 
-CHECKS = {
-    f"linear_cross_entropy: {check.__name__}": check
-    for check in (
-        every_option,
-        retained_and_accumulated,
-        frozen_parts,
-        other_dtypes,
-        default_layouts,
-        layouts_of_hidden,
-        dtensors,
-        compiled_and_checkpointed,
-        refusals,
-        ranks_that_differ,
-    )
-}
-CHECKS["linear_log_probs: every output"] = every_output
+OF_NUMBERS = (
+    every_option,
+    every_output,
+    logits_that_exist,
+    divergences,
+    retained_and_accumulated,
+    default_layouts,
+    layouts_of_hidden,
+    digits_and_infinities,
+)
+OTHERS = (
+    frozen_parts,
+    other_dtypes,
+    dtensors,
+    other_ways_to_run_it,
+    one_exchange,
+    refusals,
+    ranks_that_differ,
+    a_rank_that_fails,
+)
+CHECKS = {check.__name__: check for check in (*OF_NUMBERS, *OTHERS)}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks(tmp_path, ranks):
-    spawn(tmp_path, ranks, CHECKS)
+def test_two_ranks(tmp_path):
+    spawn(tmp_path, 2, CHECKS)
+
+
+def test_three_ranks(tmp_path):
+    spawn(tmp_path, 3, {check.__name__: check for check in OF_NUMBERS})
+
+
+@pytest.mark.slow
+def test_more_of_three_ranks(tmp_path):
+    spawn(tmp_path, 3, {check.__name__: check for check in OTHERS})
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path):
+    spawn(tmp_path, 2, {"compiled": compiled}, timeout=300)
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -379,6 +612,36 @@ def kernels(rank, ranks):
             assert error < 2e-3, (name, sizes, what, error)
 
 
+def kernels_of_other_calls(rank, ranks):
+    """Tokens that are sharded, rows that are padding, a target out of range, and registered operators."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=g).half() / 4 for shape in ((2, 6, 24), (700, 24)))
+    target = labels(700)[:2, :6]
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton"}
+    padded = torch.cat([weight, torch.full((36, 24), torch.nan)]).chunk(2)[rank]
+    whole, w = leaf(hidden.float()), leaf(weight.float())
+    linear_cross_entropy(whole, w, target).backward()
+    for out in (None, torch.zeros(368, 24)):
+        part, mine = leaf(hidden.chunk(2, 1)[rank]), leaf(padded)
+        with Watching():
+            loss = linear_cross_entropy(part, mine, target, hidden_layout="sequence", weight_grad_out=out, **given)
+        loss.backward()
+        expected = torch.nn.functional.pad(w.grad, (0, 0, 0, 36)).chunk(2)[rank]
+        grad = mine.grad if out is None else out
+        assert (grad - expected).norm() < 2e-3 * expected.norm()
+        assert not grad[700 - 368 * rank :].any()
+        expected = whole.grad.chunk(2, 1)[rank]
+        assert (part.grad - expected).norm() < 2e-3 * expected.norm()
+    bad = target.clone()
+    bad[0, 0] = 700
+    h = leaf(hidden)
+    loss = linear_cross_entropy(h, padded, bad, reduction="none", **given)
+    loss.sum().backward()
+    assert loss.isnan().nonzero().tolist() == h.grad.isnan().all(-1).nonzero().tolist() == [[0, 0]]
+    with pytest.raises(ValueError, match=r"target\[0, 0\] is 700"):
+        linear_cross_entropy(h, padded, bad, check_inputs=True, **given)
+
+
 def kernels_of_log_probs(rank, ranks):
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=g).half() / 4 for shape in ((18, 24), (700, 24)))
@@ -401,8 +664,8 @@ def kernels_of_log_probs(rank, ranks):
 
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    checks = {"linear_cross_entropy: kernels": kernels, "linear_log_probs: kernels": kernels_of_log_probs}
-    spawn(tmp_path, 2, checks)
+    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs)
+    spawn(tmp_path, 2, {check.__name__: check for check in checks})
 
 
 # --------------------------------------------------------------------------------------------------- in training code

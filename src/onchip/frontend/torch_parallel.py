@@ -18,12 +18,17 @@ from onchip.frontend.torch_inputs import is_dtensor, require_tensor
 HiddenLayout = Literal["replicated", "sequence"]
 
 
-class OfShards(TypedDict, total=False):
+class OfShardedLogits(TypedDict, total=False):
     """What every loss takes by keyword where its vocabulary is sharded."""
 
     vocab_group: ProcessGroup | None
     vocab_start: int | None
     vocab_size: int | None
+
+
+class OfShards(OfShardedLogits, total=False):
+    """With hidden states."""
+
     hidden_layout: HiddenLayout
     reduce_hidden_grad: bool
 
@@ -127,7 +132,7 @@ def localized(
     hidden: Mapping[str, Any],  # by name: hidden states, if there are any
     *,
     tokens: Any = None,  # an argument with a number for each of all tokens: the dimensions before hidden's last
-    dim: int = 0,  # of weights, that is sharded
+    last: Sequence[str] = (),  # those of `weights` that are sharded in their last dimension, not in their first
 ) -> Localized:
     """This rank's tensors, and which part they are; raises for a sharding that the losses can't compute."""
     given = {**hidden, **weights}
@@ -137,8 +142,8 @@ def localized(
         if sharding != NOTHING:
             sharding.check(op)
             raise ValueError(
-                f"{op}: vocab_start, vocab_size, hidden_layout and reduce_hidden_grad are of a sharded vocabulary; "
-                "pass its vocab_group"
+                f"{op}: vocab_start and vocab_size, as hidden_layout and reduce_hidden_grad, are of a sharded "
+                "vocabulary; pass its vocab_group"
             )
         return Localized(tensors, None)
     sharding.check(op)
@@ -161,6 +166,7 @@ def localized(
     for name, x in weights.items():
         if x is None:
             continue
+        dim = -1 if name in last else 0
         if name in dtensors:
             tensors[name] = _local_weight(op, name, x, dim)
         else:

@@ -14,10 +14,10 @@ the sum over ranks of what their rows make of it.
 Sources: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053) has the sharding, with three reductions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import memory
+from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
@@ -52,6 +53,11 @@ class ShardedCall(LinearCall):
     @property
     def vocab(self) -> int:
         return self.shards.vocab
+
+    @property
+    def sizes(self) -> Any:
+        """What ranks must have in common."""
+        return self.hidden.shape, self.hidden.dtype, self.weight.dtype
 
     @property
     def leading(self) -> torch.Size:
@@ -118,11 +124,20 @@ def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int
 def statistics(op: str, call: Any, tokens: Ids, asked: Asked) -> TokenStats:
     """The statistics of every token over the whole vocabulary; `asked` has the class weights of all of it."""
     shards: Shards = call.shards
-    here, mine = of_shard(tokens, shards), local(call)
+    mine = local(call)
+    config = mine.plan("forward", of_shard(tokens, shards))
+    return softmax(op, mine.layer, call.options, shards, tokens, config, asked)
+
+
+def softmax(
+    op: str, source: Any, options: Any, shards: Shards, tokens: Ids, config: Config, asked: Asked
+) -> TokenStats:
+    """The same of anything that has this rank's logits, as `walk.forward` takes it."""
+    here = of_shard(tokens, shards)
     asked = asked._replace(class_weight=class_weight_of_shard(asked.class_weight, shards))
-    running = walk.softmax(mine.layer, call.options, here, mine.plan("forward", here), asked)
+    running = walk.softmax(source, options, here, config, asked)
     known = running.stats(here, max(1, shards.rows), asked)
-    return combine(op, shards, known, tokens, asked, check_values=call.options.check_inputs)
+    return combine(op, shards, known, tokens, asked, check_values=options.check_inputs)
 
 
 def gradients(
@@ -135,9 +150,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those of this rank's tensors, of the whole vocabulary's `gradient`; `more` are fields of the problem."""
     shards: Shards = call.shards
-    here, mine = of_shard(tokens, shards), local(call)
-    if gradient.class_weight is not None:
-        gradient = replace(gradient, class_weight=class_weight_of_shard(gradient.class_weight, shards))
+    here, mine, gradient = of_shard(tokens, shards), local(call), gradient_of_shard(gradient, shards)
     if weight_grad_out is not None:
         weight_grad_out = weight_grad_out[: shards.rows]
     config = mine.plan("recompute", here, **more)
@@ -148,6 +161,13 @@ def gradients(
     return hidden, *(padded(x, len(call.weight)) for x in others)
 
 
+def gradient_of_shard(gradient: TokenGradient, shards: Shards) -> TokenGradient:
+    """With the class weights of this rank's entries."""
+    if gradient.class_weight is None:
+        return gradient
+    return replace(gradient, class_weight=class_weight_of_shard(gradient.class_weight, shards))
+
+
 def padded(x: Tensor | None, rows: int) -> Tensor | None:
     """With zeros for the rows that are padding."""
     return x if x is None or len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
@@ -156,112 +176,111 @@ def padded(x: Tensor | None, rows: int) -> Tensor | None:
 # ------------------------------------------------------------------------------------------------------- statistics
 
 
+class Gathered(NamedTuple):
+    """What all ranks know of the tokens."""
+
+    start: Tensor  # [ranks] int64: where their shards begin
+    stop: Tensor  # [ranks] int64: and end
+    of_classes: Tensor  # [ranks]: the sums of their class weights, or how many entries they have
+    numbers: list[Tensor]  # [ranks, n] each
+    apart: Tensor  # [] bool: whether the shards don't make up the vocabulary
+
+    def sure(self, x: Tensor) -> Tensor:
+        """NaN where the shards don't make up the vocabulary."""
+        return x.masked_fill(self.apart, float("nan"))
+
+
+def gather(
+    op: str, shards: Shards, numbers: Sequence[Tensor], class_weight: Tensor | None = None, *, check_values: bool
+) -> Gathered:
+    """One all-gather of numbers of each token, [n] each, and of where the shards are; class_weight is this shard's.
+
+    Shards that don't make up the vocabulary raise on the CPU and where `check_values`.
+    """
+    device, dtype, n = numbers[0].device, numbers[0].dtype, len(numbers[0])
+    # Not torch.tensor, a copy from the host, for which the device would be waited for.
+    ends = torch.cat([torch.full((1,), x, device=device) for x in (shards.start, shards.start + shards.rows)])
+    if class_weight is None:
+        of_classes = torch.full((1,), shards.rows, dtype=dtype, device=device)
+    else:
+        of_classes = class_weight.sum().view(1)
+    packed = torch.cat([bits(ends, dtype), of_classes, *numbers])
+    out = packed.new_empty(shards.ranks, len(packed))
+    _all_gather(out.view(-1), packed, group=group_of(shards))
+    start, stop = integers(out[:, :2]).unbind(1)
+    apart = _apart(start, stop, shards.vocab)
+    if (check_values or device.type == "cpu") and bool(apart):
+        found = ", ".join(f"[{a}, {b})" for a, b in zip(start.tolist(), stop.tolist(), strict=True))
+        raise ValueError(
+            f"{op}: the ranks' shards of the vocabulary are {found}, which don't make up [0, {shards.vocab}); pass "
+            "vocab_size and, where they aren't those of torch.chunk, vocab_start"
+        )
+    of_tokens = out[:, HEADER:].view(shards.ranks, len(numbers), n)
+    return Gathered(start, stop, out[:, 2], list(of_tokens.unbind(1)), apart)
+
+
 def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked, *, check_values: bool) -> TokenStats:
     """The statistics of the whole vocabulary, of this rank's and one all-gather; `tokens` have ids of all of it.
 
     Shards that don't make up the vocabulary raise on the CPU and where `check_values`; else all is NaN.
     """
-    n, several = tokens.ids.shape
-    dtype, vocab = tokens.dtype, shards.vocab
-    start, stop, of_classes, of_tokens = _exchange(shards, mine, dtype, n, asked)
-    rows = iter(of_tokens.unbind(1))  # [ranks, n] each
+    sent: list[Any] = [mine.lse, *mine.log_prob.unbind(1)]
+    if asked.top:
+        sent += [mine.top, bits(mine.argmax, tokens.dtype)]
+    if asked.entropy:
+        sent.append(mine.entropy)
+    if asked.mean_logits:
+        assert mine.uniform is not None
+        sent.append(mine.uniform * shards.rows if shards.rows else torch.zeros_like(mine.lse))
+    if asked.sum_sq:
+        sent.append(mine.log_sum_sq)
+    found = gather(op, shards, sent, asked.class_weight, check_values=check_values)
+    start, rows = found.start[:, None], iter(found.numbers)
 
     lse = next(rows)
-    log_prob = torch.stack([next(rows) for _ in range(several)], -1)
-    total, log_share = _log_sum(lse)
+    total, log_share = log_sum(lse)
     share = log_share.exp()
     nothing = share == 0  # what such a shard says of itself may be NaN
 
     ids = tokens.ids
-    inside = (ids >= start[:, None, None]) & (ids < stop[:, None, None])  # [ranks, n, several]
+    log_prob = torch.stack([next(rows) for _ in range(ids.shape[1])], -1)
+    inside = (ids >= start[..., None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
     log_prob = torch.where(inside, log_prob + log_share[..., None], 0).sum(0)
     if tokens.bad is not None:
         log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
 
-    index = torch.full((n,), -1, device=ids.device)
+    index = torch.full_like(ids[:, 0], -1)
     if asked.top:
-        top, at = next(rows), _whole(next(rows))
+        top, at = next(rows), integers(next(rows))
         best = (top == top.amax(0)) | top.isnan()
-        at = torch.where(best & (at >= 0), at + start[:, None], NO_INDEX).amin(0)
+        at = torch.where(best & (at >= 0), at + start, NO_INDEX).amin(0)
         index = at.masked_fill(at == NO_INDEX, -1)
-    entropy = uniform = log_sum_sq = None
+    entropy = mean = uniform = mean_logits = log_sum_sq = None
     if asked.entropy:
-        entropy = torch.where(nothing, 0, share * (next(rows) - log_share)).sum(0)
+        entropy = found.sure(torch.where(nothing, 0, share * (next(rows) - log_share)).sum(0))
+        mean = total - entropy
     if asked.mean_logits:
-        # The sum of lse_r - z over the shard, as far from the whole's as lse_r is from lse.
-        gap = torch.where(of_classes[:, None] == 0, 0, of_classes[:, None] * (total - lse))
-        own = next(rows).masked_fill(lse == -torch.inf, 0)
-        uniform = (own + gap).sum(0) / vocab
+        # The sum of lse_r - z over the shard, and as often what lse_r lies below lse.
+        weight = found.of_classes[:, None]
+        below = torch.where(weight == 0, 0, weight * (total - lse))
+        uniform = found.sure((next(rows).masked_fill(lse == -torch.inf, 0) + below).sum(0) / shards.vocab)
+        mean_logits = total - uniform
     if asked.sum_sq:
-        squares = (next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf)
-        log_sum_sq, _ = _log_sum(squares)
-
-    apart = _apart(start, stop, vocab)
-    if (check_values or start.device.type == "cpu") and bool(apart):
-        found = ", ".join(f"[{a}, {b})" for a, b in zip(start.tolist(), stop.tolist(), strict=True))
-        raise ValueError(
-            f"{op}: the ranks' shards of the vocabulary are {found}, which don't make up [0, {vocab}); pass vocab_size "
-            "and, where they aren't those of torch.chunk, vocab_start"
-        )
-
-    def sure(x: Tensor) -> Tensor:
-        return x.masked_fill(apart, float("nan"))
-
-    return TokenStats(
-        sure(total),
-        sure(log_prob),
-        index,
-        None if entropy is None else sure(entropy),
-        None if entropy is None else sure(total - entropy),
-        None if uniform is None or asked.class_weight is not None else sure(total - uniform),
-        None if uniform is None else sure(uniform),
-        None if log_sum_sq is None else sure(log_sum_sq),
-    )
+        log_sum_sq = found.sure(log_sum((next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf))[0])
+    return TokenStats(found.sure(total), found.sure(log_prob), index, entropy, mean, mean_logits, uniform, log_sum_sq)
 
 
-def _exchange(
-    shards: Shards, stats: TokenStats, dtype: torch.dtype, n: int, asked: Asked
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of all ranks: the ends of their shards and the sums of their class weights, [ranks]; and what they know of each
-    token, [ranks, columns, n]."""
-    device = stats.lse.device
-    # Not torch.tensor, a copy from the host, for which the device would be waited for.
-    ends = torch.cat([torch.full((1,), x, device=device) for x in (shards.start, shards.start + shards.rows)])
-    if asked.class_weight is None:
-        of_classes = torch.full((1,), shards.rows, dtype=dtype, device=device)
-    else:
-        of_classes = asked.class_weight.sum().view(1)
-    sent = [_bits(ends, dtype), of_classes, stats.lse, *stats.log_prob.unbind(1)]
-    if asked.top:
-        assert stats.top is not None
-        sent += [stats.top, _bits(stats.argmax, dtype)]
-    if asked.entropy:
-        assert stats.entropy is not None
-        sent.append(stats.entropy)
-    if asked.mean_logits:
-        assert stats.uniform is not None
-        sent.append(stats.uniform * shards.rows if shards.rows else torch.zeros_like(stats.lse))
-    if asked.sum_sq:
-        assert stats.log_sum_sq is not None
-        sent.append(stats.log_sum_sq)
-    packed = torch.cat(sent)
-    out = packed.new_empty(shards.ranks, len(packed))
-    _all_gather(out.view(-1), packed, group=group_of(shards))
-    start, stop = _whole(out[:, :2]).unbind(1)
-    return start, stop, out[:, 2], out[:, HEADER:].view(shards.ranks, -1, n)
-
-
-def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+def bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Integers in the place of floats."""
     return x.to(torch.int64 if dtype == torch.float64 else torch.int32).view(dtype)
 
 
-def _whole(x: Tensor) -> Tensor:
-    """The integers that `_bits` was given."""
+def integers(x: Tensor) -> Tensor:
+    """The integers that `bits` was given."""
     return x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32).to(torch.int64)
 
 
-def _log_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+def log_sum(x: Tensor) -> tuple[Tensor, Tensor]:
     """log(sum(exp(x))) of [ranks, n] over ranks, and what each rank's x lies below it, both to the last digit where
     one rank has nearly all."""
     top, lead = x.max(0, keepdim=True)
@@ -318,19 +337,20 @@ def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
 # ----------------------------------------------------------------------------------------------- agreement of ranks
 
 
-def require_agreement(op: str, call: Any, *values: Tensor | None) -> None:
-    """Raise where the ranks differ in sizes, options, or the values of targets, ids and weights."""
-    options, shards, hidden = call.options, call.shards, call.hidden
+def require_agreement(op: str, call: Any, sizes: Any, *values: Tensor | None) -> None:
+    """Raise where the ranks differ in sizes, options, or the values of targets, ids and weights; `sizes` are hidden's
+    or the logits', and dtypes."""
+    options, shards = call.options, call.shards
     said = {
         "vocab_size": shards.vocab,
         "hidden_layout": shards.sequence,
         "reduce_hidden_grad": shards.reduce,
-        "hidden's shape or dtype": (hidden.shape, hidden.dtype),
+        "sizes or dtypes": sizes,
         "which gradients are wanted": call.grads,
         "options": replace(options, scratch_bytes=None),
         "shapes of targets, ids or weights": [None if x is None else x.shape for x in values],
     }
-    device = call.ids.device
+    device = next(x.device for x in values if x is not None)
     parts = [torch.tensor([_number(x) for x in said.values()], device=device)]
     parts += [torch.zeros_like(parts[0][:1]) if x is None else _fingerprint(x).to(device) for x in values]
     mine = torch.cat(parts)

@@ -1,19 +1,24 @@
 """The checks of the public function, which read no values, and the arguments and outputs of its operators."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.torch_autograd import graph_is_kept
+from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator
 from onchip.frontend.torch_register import Made
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import loss
 from onchip.vocab.torch.tiles import Tokens, targets
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """The arguments of both backends' operators."""
 
     logits: Tensor  # [..., V]
@@ -27,8 +32,12 @@ class Call(NamedTuple):
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Those that count; values are checked on the CPU, and elsewhere if `check_values`."""
-        logits = self.logits
-        return targets(OP, self, logits.shape[-1], dtype=logits.dtype, check_values=check_values)
+        return targets(OP, self, self.vocab, dtype=self.logits.dtype, check_values=check_values)
+
+    @property
+    def vocab(self) -> int:
+        """V, of which targets are."""
+        return self.logits.shape[-1]
 
 
 class Outputs(NamedTuple):
@@ -99,3 +108,21 @@ def check_inplace(logits: Tensor) -> None:
             f"{OP}: inplace_backward=True needs logits whose elements each have a place of their own in memory; got "
             f"shape {list(logits.shape)} with strides {list(logits.stride())} (expanded?); {remedy}"
         )
+
+
+def row_chunk(call: Call, tokens: Tokens) -> int:
+    """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
+    options, logits = call.options, call.logits
+    flat = torch_rows.flatten(logits) is not None
+    problem = row_memory.Problem(
+        tokens=call.target.numel(),
+        vocab=logits.shape[-1],
+        dtype=LOSS_DTYPES[logits.dtype],
+        device="cpu" if logits.device.type == "cpu" else "cuda",
+        grad=call.grads[0],
+        softcap=options.softcap is not None,
+        stats=options.return_stats,
+        class_weight=call.class_weight is not None and options.label_smoothing > 0,
+        gathered=not flat or (tokens.index is not None and logits.dtype != accumulator(logits.dtype)),
+    )
+    return row_memory.plan(problem, "", options.scratch_bytes)

@@ -8,12 +8,11 @@ a new tensor, or with inplace_backward over the logits.
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onchip.frontend.options import Reduction, ScratchBytes, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
-    LOSS_DTYPES,
-    accumulator,
     check_class_weight,
     check_normalizer,
     check_tensors,
@@ -22,9 +21,10 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
+from onchip.frontend.torch_parallel import OfShardedLogits, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.cross_entropy import spec, torch_soft, triton_op
+from onchip.ops.cross_entropy import spec, torch_shards, torch_soft, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import (
     Call,
@@ -33,16 +33,15 @@ from onchip.ops.cross_entropy.torch_inputs import (
     check_inplace,
     fake,
     fake_gradients,
+    row_chunk,
     save,
 )
 from onchip.vocab.chunks import Config
-from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows.launches import refusal
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs as LossOutputs
 from onchip.vocab.torch.loss import Weights, asked_by
-from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
@@ -55,14 +54,14 @@ class OfModule(LossKeywords, total=False):
     inplace_backward: bool
 
 
-class OfCall(OfToken, total=False):
+class OfCall(OfToken, OfShardedLogits, total=False):
     """What the module's forward takes by keyword, but for labels."""
 
     normalizer: float | Tensor | None
     temperature: float | Tensor | None
 
 
-class OfLogits(LossKeywords, OfToken, total=False):
+class OfLogits(LossKeywords, OfToken, OfShardedLogits, total=False):
     """What the function takes by keyword, but for labels and return_stats."""
 
     temperature: float | Tensor
@@ -116,6 +115,9 @@ def cross_entropy(
     inplace_backward: bool = False,
     backend: Backend = "auto",
     scratch_bytes: ScratchBytes = None,
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor | WithStats:
     """Cross-entropy of logits that exist already, in little memory beside them.
 
@@ -149,6 +151,9 @@ def cross_entropy(
         scratch_bytes: bound on the peak memory above logits, loss and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
+        vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
+            `linear_cross_entropy`: each rank passes its columns of the logits, and the same of all else.  A DTensor
+            with Shard(-1) needs none.  Backend "torch" runs it.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
@@ -182,7 +187,9 @@ def cross_entropy(
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     _, target = one_target(OP, target, labels)
+    sharding, shards = Sharding(vocab_group, vocab_start, vocab_size), None
     if is_soft(target, logits):
+        sharding.refuse(OP, "soft labels take no sharded vocabulary; pass targets, or all of the logits")
         return torch_soft.run(
             logits,
             target,
@@ -203,6 +210,14 @@ def cross_entropy(
             inplace_backward=inplace_backward,
         )
     assert not isinstance(target, TopK)
+    if sharding.there({"logits": logits}):
+        if inplace_backward and type(logits) is not Tensor:
+            raise ValueError(
+                f"{OP}: inplace_backward=True would overwrite the memory of a {type(logits).__name__} unseen; pass "
+                "inplace_backward=False, or logits.to_local() and vocab_group"
+            )
+        parts, shards = localized(OP, sharding, {"logits": logits}, {}, last=("logits",))
+        logits = parts["logits"]
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(
         OP,
@@ -212,7 +227,8 @@ def cross_entropy(
         class_weight=class_weight,
         temperature=per_token_temperature,
     )
-    spec.check_shapes(shapes_of(tensors), "target")
+    shapes = shapes_of(tensors)
+    spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("logits",), dim=-1), "target")
     check_class_weight(OP, tensors, "logits")
     options = Options(
         ignore_index=ignore_index,
@@ -229,7 +245,8 @@ def cross_entropy(
     )
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits)
     weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, logits.dtype)
-    chosen = choose_torch_backend(OP, backend, logits.device, refusal(logits))
+    no_kernels = refusal(logits) if shards is None else "its logits' vocabulary is sharded; pass backend='torch'"
+    chosen = choose_torch_backend(OP, backend, logits.device, no_kernels)
     if inplace_backward:
         check_inplace(logits)
     call = Call(
@@ -240,7 +257,10 @@ def cross_entropy(
         grads=needed(logits),
         **weights._asdict(),
     )
-    out = OPERATORS[chosen](call).out
+    if shards is None:
+        out = OPERATORS[chosen](call).out
+    else:
+        out = torch_shards.LOSS(torch_shards.ShardedCall(**vars(call), shards=shards)).out
     return (out.loss, out.stats()) if return_stats else out.loss
 
 
@@ -300,10 +320,19 @@ class CrossEntropyLoss(LossModule[Result]):
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
+        vocab_group: ProcessGroup | None = None,
+        vocab_start: int | None = None,
+        vocab_size: int | None = None,
     ) -> Result:
         """The loss, or `(loss, stats)`; arguments as of `cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
-            normalizer=normalizer, token_weight=token_weight, class_weight=class_weight, temperature=temperature
+            normalizer=normalizer,
+            token_weight=token_weight,
+            class_weight=class_weight,
+            temperature=temperature,
+            vocab_group=vocab_group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
         )
         made: Any = cross_entropy(logits, target, labels=labels, **keywords)
         return made  # type: ignore[no-any-return]
@@ -326,7 +355,7 @@ class CrossEntropyLoss(LossModule[Result]):
 def _forward(call: Call) -> Outputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows = torch_rows.Rows(call.logits)
-    config = Config("forward", _chunk(call, tokens), rows.vocab)
+    config = Config("forward", row_chunk(call, tokens), rows.vocab)
     stats = walk.forward(rows, options, tokens, config, asked_by(options, call.class_weight))
     return Outputs(LossOutputs.of(options, stats, tokens, call.target.shape))
 
@@ -342,31 +371,13 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         call.logits,
         call.options,
         tokens,
-        _chunk(call, tokens),
+        row_chunk(call, tokens),
         lse=kept.lse.reshape(-1),
         log_prob=kept.log_prob.reshape(-1),
         upstream=grad_loss * tokens.inverse_count,
         out=out,
     )
     return [out]
-
-
-def _chunk(call: Call, tokens: Tokens) -> int:
-    """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
-    options, logits = call.options, call.logits
-    flat = torch_rows.flatten(logits) is not None
-    problem = row_memory.Problem(
-        tokens=call.target.numel(),
-        vocab=logits.shape[-1],
-        dtype=LOSS_DTYPES[logits.dtype],
-        device="cpu" if logits.device.type == "cpu" else "cuda",
-        grad=call.grads[0],
-        softcap=options.softcap is not None,
-        stats=options.return_stats,
-        class_weight=call.class_weight is not None and options.label_smoothing > 0,
-        gathered=not flat or (tokens.index is not None and logits.dtype != accumulator(logits.dtype)),
-    )
-    return row_memory.plan(problem, "", options.scratch_bytes)
 
 
 OPERATORS = {

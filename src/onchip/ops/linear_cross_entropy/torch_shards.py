@@ -42,7 +42,7 @@ def require_agreement(call: ShardedCall) -> None:
     """With check_inputs: raise where ranks have different arguments."""
     if call.options.check_inputs:
         values = (call.target, call.token_weight, call.normalizer, call.class_weight, call.token_temperature)
-        parallel.require_agreement(OP, call, *values)
+        parallel.require_agreement(OP, call, call.sizes, *values)
 
 
 def _forward(call: ShardedCall) -> TorchOutputs:

@@ -84,10 +84,10 @@ def divergence(
         return Gradients(value, ds, dt)
     sum_s, sum_t = (None, None) if sums is None else sums
     xp = of.xp
-    d, s, t = _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
+    d, s, t = difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
     del ls, lt
     if beta > 0:
-        by_s, by_t = _mixture_terms(xp, d, s, t, beta)
+        by_s, by_t = mixture_terms(xp, d, s, t, beta)
         del d
         value = (by_s + by_t).clip(min=0).sum(1)
         ds, dt = (_centred(by_s, s, sum_s) if want[0] else None), (_centred(by_t, t, sum_t) if want[1] else None)
@@ -103,7 +103,7 @@ def divergence(
     return Gradients(value, ds, _centred(xp.where(t == 0, 0, t * d), t, sum_t) if want[1] else None)
 
 
-def _difference(xp: Any, ls: Array, lt: Array) -> Array:
+def difference(xp: Any, ls: Array, lt: Array) -> Array:
     """log t - log s; 0 where both are 0."""
     return xp.where((ls == -math.inf) & (lt == -math.inf), 0, lt - ls)
 
@@ -121,7 +121,7 @@ def sums_of(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array, A
     return (by_s + by_t).clip(min=0).sum(1), by_s.sum(1), by_t.sum(1)
 
 
-def _mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:
+def mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:
     """(1 - beta) s log(s / m) and beta t log(t / m)."""
     e = xp.expm1(-abs(d))
     low = xp.log1p(xp.where(d <= 0, beta * e, (1 - beta) * e))  # of two numbers PyTorch would make float32
@@ -163,11 +163,11 @@ def _topk(of: Arrays, options: Options, z: Array, teacher: TopK[Array]) -> tuple
 
 def _sum_of_terms(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array]:
     """The sum of the divergence's terms where the probabilities don't sum to 1, and its derivative by log s."""
-    d, s, t = _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
+    d, s, t = difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
     if beta == 0:
         return xp.where(t == 0, 0, t * d).sum(1), -t
     if beta == 1:
         by_s = xp.where(s == 0, 0, -s * d)
         return by_s.sum(1), by_s + s
-    by_s, by_t = _mixture_terms(xp, d, s, t, beta)
+    by_s, by_t = mixture_terms(xp, d, s, t, beta)
     return (by_s + by_t).clip(min=0).sum(1), by_s

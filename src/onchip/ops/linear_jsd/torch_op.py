@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onchip.frontend.options import Reduction, ScratchBytes, one_target
 from onchip.frontend.topk import TopK
@@ -23,9 +24,10 @@ from onchip.frontend.torch_inputs import (
     refuse_gradient,
     require_tensors,
 )
+from onchip.frontend.torch_parallel import HiddenLayout, Sharding, Shards, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_jsd import memory, triton_op
+from onchip.ops.linear_jsd import memory, torch_shards, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_walk import walk
@@ -59,6 +61,11 @@ def linear_jsd(
     check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    hidden_layout: HiddenLayout = "replicated",
+    reduce_hidden_grad: bool = True,
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
 
@@ -99,6 +106,11 @@ def linear_jsd(
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
             gradient of teacher_logits), "torch" (the framework's own operations, on any device) or "auto": the first of
             these that can run the call.
+        vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
+            ranks of a process group, as of `linear_cross_entropy`: each rank passes its rows of both models' weights
+            and biases, or its columns of teacher_logits.  hidden_layout is that of both models' hidden states; without
+            a target, "sequence" is of their first dimension.  vocab_size stands for `vocab`.  Backend "torch" runs it,
+            without teacher_topk.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
@@ -153,6 +165,7 @@ def linear_jsd(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
         backend=backend,
+        sharding=Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad),
     )
 
 
@@ -176,6 +189,9 @@ def jsd(
     check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
@@ -223,14 +239,40 @@ def jsd(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
         backend=backend,
+        sharding=Sharding(vocab_group, vocab_start, vocab_size),
     )
 
 
-def _call(op: str, **given: Any) -> Tensor:
+_SHARDED = ("student_weight", "teacher_weight", "student_bias", "teacher_bias", "student_logits", "teacher_logits")
+
+
+def _localized(op: str, given: dict[str, Any], sharding: Sharding) -> tuple[dict[str, Any], Shards | None]:
+    """The arguments, where the vocabulary is sharded this rank's, and which part that is."""
+    weights = {name: given[name] for name in _SHARDED if given.get(name) is not None}
+    names = ("student_hidden", "teacher_hidden")
+    hidden = {name: given[name] for name in names if given.get(name) is not None}
+    if not sharding.there(weights | hidden):
+        return given, None
+    if given["teacher_topk"] is not None:
+        raise ValueError(f"{op}: teacher_topk takes no sharded vocabulary; pass teacher_logits or the last layer")
+    if given["vocab"] is not None:
+        raise ValueError(f"{op}: vocab={given['vocab']} with a sharded vocabulary is called vocab_size; pass that")
+    last = [name for name in weights if name.endswith("logits")]
+    tensors, shards = localized(op, sharding, weights, hidden, tokens=given["target"], last=last)
+    return given | tensors, shards
+
+
+def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
     """`given` are the arguments of a public function."""
+    given, shards = _localized(op, given, sharding)
     options, topk = Options.of(op, given), given["teacher_topk"]
     tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
-    shape, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
+    shapes: Any = {name: tuple(x.shape) for name, x in tensors.items()}
+    if shards is not None:
+        names = [name for name in ("student_hidden", "teacher_hidden") if name in shapes]
+        shapes = shards.whole(shapes, [x for x in _SHARDED if not x.endswith("logits")], names)
+        shapes = shards.whole(shapes, [x for x in _SHARDED if x.endswith("logits")], dim=-1)
+    shape, size = check_shapes(options, shapes, "target")
     options = options.with_scratch(given, math.prod(shape) * size)
     check_kinds(
         op,
@@ -258,7 +300,13 @@ def _call(op: str, **given: Any) -> Tensor:
         student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    if choose_torch_backend(op, given["backend"], first.device, triton_op.refusal(call)) == "triton":
+    reason = triton_op.refusal(call) if shards is None else "its vocabulary is sharded; pass backend='torch'"
+    chosen = choose_torch_backend(op, given["backend"], first.device, reason)
+    if shards is not None:
+        call = call._replace(size=shards.rows, stash=False)
+        memory.PLANNER.require(call.problem(), "", options.scratch_bytes)
+        return torch_shards.OPERATORS[op](torch_shards.ShardedCall(call, shards)).loss
+    if chosen == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
     return OPERATORS[op](call).loss

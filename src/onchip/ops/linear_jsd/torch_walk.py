@@ -37,7 +37,7 @@ def walk(
     n, label = tokens.number, tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
     chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
     whole = call.indices is None
-    models = [_model(call, who, grads[4 * who : 4 * who + 4], tokens) for who in ((0, 1) if whole else (0,))]
+    models = [model_of(call, who, grads[4 * who : 4 * who + 4], tokens) for who in ((0, 1) if whole else (0,))]
     buffers = [row.new_empty((chunk, call.size)) for _ in models]
     losses, block = row.new_empty(n), -(-chunk // BLOCKS)
     want = models[0][1] is not None, models[-1][1] is not None
@@ -48,7 +48,7 @@ def walk(
         for b0, b1 in spans(stop - start, block):
             t0, t1 = start + b0, start + b1
             teacher = filled[1][b0:b1] if whole else _topk_rows(call, tokens, t0, t1)
-            value, *gradients = rows(_ARRAYS, call.options, filled[0][b0:b1], teacher, label[t0:t1], want)
+            value, *gradients = rows(ARRAYS, call.options, filled[0][b0:b1], teacher, label[t0:t1], want)
             losses[t0:t1] = value
             for into, g in zip(filled, gradients, strict=False):
                 if g is not None:
@@ -63,19 +63,21 @@ def walk(
     return losses, made + [None] * (len(PARAMETERS) - len(made))
 
 
-def _model(call: Call, who: int, grads: Sequence[bool], tokens: Tokens) -> tuple[Any, Any, Model]:
+def model_of(call: Call, who: int, grads: Sequence[bool], tokens: Tokens) -> tuple[Any, Any, Model]:
     """What its logits are read from, what their gradient is written to if one is wanted, and the gradients made."""
     layer, logits = call.layer(who), call.models[who].logits
     if layer is not None:
-        linear = _Linear(layer, call.size, grads, tokens)
+        linear = Linear(layer, call.size, grads, tokens)
         return linear, linear if any(grads) else None, linear.made
     assert logits is not None
     made = logits.new_zeros(logits.shape) if grads[3] else None
-    source, sink = (x if x is None else Rows(x.reshape(-1, x.shape[-1])[:, : call.size]) for x in (logits, made))
+    source, sink = (
+        x if x is None else Rows(x.reshape(call.number, x.shape[-1])[:, : call.size]) for x in (logits, made)
+    )
     return source, sink, Model(logits=made)
 
 
-class _Linear:
+class Linear:
     """A model's last layer, with `read` and `write` as of `Rows`."""
 
     def __init__(self, layer: Layer, vocab: int, grads: Sequence[bool], tokens: Tokens) -> None:
@@ -96,8 +98,19 @@ class _Linear:
             self.layer.logits(into[:, v0:v1], self.rows, v0)
 
     def write(self, tokens: Tokens, start: int, stop: int, values: Tensor) -> None:
+        operand = self.write_hidden(start, stop, values)
+        self.write_weight(start, values, operand)
+
+    def write_hidden(self, start: int, stop: int, values: Tensor) -> Tensor:
+        """Hidden's gradient alone; returns the values as products read them."""
+        operand = values.to(self.operand)
+        self.sums.add_hidden(operand, start, stop, 0)
+        return operand
+
+    def write_weight(self, start: int, values: Tensor, operand: Tensor) -> None:
+        """The others', of the rows that were read last."""
         weight = None if self.sums.weight is None else self.sums.weight[: self.vocab]
-        self.sums.add(values, values.to(self.operand), self.rows, start, stop, 0, weight)
+        self.sums.add_weight(values, operand, self.rows, start, 0, weight)
 
 
 def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK[Tensor]:
@@ -124,7 +137,7 @@ def _cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     return -softmax.log_prob[:, 0], made.of_exponentials(e, made.factor / softmax.total, ids, 0, None)
 
 
-_ARRAYS = Arrays(
+ARRAYS = Arrays(
     torch,
     log_softmax=lambda x: torch.log_softmax(x, 1),
     logsumexp=lambda x: x.logsumexp(1, keepdim=True),

@@ -38,7 +38,7 @@ def run(call: ShardedCall) -> Outputs:
 
 def _require_agreement(call: ShardedCall) -> None:
     if call.options.check_inputs:
-        parallel.require_agreement(OP, call, call.ids, call.token_temperature)
+        parallel.require_agreement(OP, call, call.sizes, call.ids, call.token_temperature)
 
 
 def _forward(call: ShardedCall) -> TorchOutputs:
@@ -99,8 +99,7 @@ class TritonKept(NamedTuple):
 
 def _stats(call: ShardedCall) -> bool:
     """Whether the entropy and top1 are followed."""
-    options = call.options
-    return options.entropy or options.top1
+    return bool(call.options.entropy or call.options.top1)
 
 
 def _triton_forward(call: ShardedCall) -> TritonOutputs:

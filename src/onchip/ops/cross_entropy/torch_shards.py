@@ -1,0 +1,111 @@
+"""cross_entropy for PyTorch of logits whose vocabulary is sharded over ranks (`vocab.parallel`), by its operations."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_autograd import graph_is_kept
+from onchip.frontend.torch_parallel import Shards
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.cross_entropy.spec import OP
+from onchip.ops.cross_entropy.torch_inputs import Call, row_chunk
+from onchip.vocab import parallel
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.tiles import Tokens
+
+
+@dataclass(frozen=True)
+class ShardedCall(Call):
+    """The arguments of the operator, this rank's; class_weight is of the whole vocabulary."""
+
+    shards: Shards
+
+    @property
+    def vocab(self) -> int:
+        return self.shards.vocab
+
+    @property
+    def mine(self) -> Tensor:
+        """[..., rows]: this rank's logits without padding."""
+        return self.logits[..., : self.shards.rows]
+
+
+class ShardedOutputs(NamedTuple):
+    """What the operator returns."""
+
+    out: Outputs
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: ShardedCall
+    lse: Tensor
+    log_prob: Tensor
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the gradient takes the logits' memory."""
+        return self.call.options.inplace_backward and not graph_is_kept()
+
+
+def _chunk(call: ShardedCall, tokens: Tokens) -> int:
+    return row_chunk(replace(call, logits=call.mine), tokens) if call.shards.rows else 1
+
+
+def _forward(call: ShardedCall) -> ShardedOutputs:
+    options, logits = call.options, call.logits
+    if options.check_inputs:
+        values = (call.target, call.token_weight, call.normalizer, call.class_weight, call.token_temperature)
+        parallel.require_agreement(OP, call, (logits.shape[:-1], logits.dtype), *values)
+    tokens = call.tokens(check_values=options.check_inputs)
+    config = Config("forward", _chunk(call, tokens), max(1, call.shards.rows))
+    asked = asked_by(options, call.class_weight)
+    stats = parallel.softmax(OP, torch_rows.Rows(call.mine), options, call.shards, tokens, config, asked)
+    return ShardedOutputs(Outputs.of(options, stats, tokens, call.target.shape))
+
+
+def _fake(call: ShardedCall) -> ShardedOutputs:
+    return ShardedOutputs(Outputs.empty(call.options, call.logits, call.target.shape))
+
+
+def _save(call: ShardedCall, made: ShardedOutputs) -> Kept:
+    return Kept(call, made.out.lse, made.out.log_prob)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, (grad_loss,) = kept.call, upstream
+    assert grad_loss is not None
+    tokens, logits, options = call.tokens(check_values=False), call.logits, call.options
+    if options.reduction == "none":
+        grad_loss = tokens.upstream(grad_loss)
+    row, _ = scaled_rows(tokens, options, grad_loss * tokens.inverse_count, torch.float32)
+    lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
+    gradient = loss_gradient(options, row, lse, log_prob[:, None], call.vocab, tokens.kept, tokens.classes)
+    # Detached, it still counts as a change of the logits.
+    out = logits.detach() if kept.overwrites else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    rows = call.shards.rows
+    if rows > 0:
+        here, mine = parallel.of_shard(tokens, call.shards), parallel.gradient_of_shard(gradient, call.shards)
+        torch_rows.write_gradient(call.mine, options, here, _chunk(call, tokens), mine, out[..., :rows])
+    out[..., rows:].zero_()
+    return [out]
+
+
+LOSS = Operator(
+    "cross_entropy_of_shards",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=lambda kept, upstream, wanted: [
+        torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)
+    ],
+    differentiable=("logits",),
+    direct=lambda kept: kept.overwrites,
+)

@@ -1,0 +1,268 @@
+"""linear_jsd and jsd for PyTorch where the vocabulary is sharded over ranks (`vocab.parallel`).
+
+With both softmaxes mixtures of the shards', w_r the weight of shard r in each, the divergence of the wholes is that of
+the weights and those of the shards::
+
+    KL(t || s) = KL(w_t || w_s) + sum_r w_t[r] KL(t_r || s_r)
+
+So at both ends of beta one all-gather of log-sum-exps and the shards' own divergences does, and where both models are
+equal it is exactly 0.  Between them m = (1 - beta) s + beta t needs both log-sum-exps first: a second walk adds up the
+shards' terms, in one all-gather more.  Backward walks again.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.options import LossOptions
+from onchip.frontend.torch_parallel import Shards
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.linear_jsd import memory
+from onchip.ops.linear_jsd.divergence import difference, divergence, mixture_terms
+from onchip.ops.linear_jsd.memory import BLOCKS
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_walk import ARRAYS, Linear, model_of
+from onchip.vocab import parallel
+from onchip.vocab.torch.loss import loss_gradient
+from onchip.vocab.torch.softmax import Asked, Running
+from onchip.vocab.torch.tiles import Tokens, spans
+
+
+class ShardedCall(NamedTuple):
+    """The arguments of an operator, this rank's; the call's own size is that of its shard."""
+
+    call: Call
+    shards: Shards
+
+    def tokens(self, *, check: bool) -> Tokens:
+        """Those that count, with labels of the whole vocabulary."""
+        return self.call._replace(size=self.shards.vocab).tokens(check=check)
+
+    def local(self) -> Call:
+        """With the hidden states of all tokens, and without padding."""
+        models = (
+            model._replace(
+                hidden=None if model.hidden is None else parallel.whole_hidden(model.hidden, self.shards),
+                logits=None if model.logits is None else model.logits[..., : self.shards.rows],
+            )
+            for model in self.call.models
+        )
+        student, teacher = models
+        return self.call._replace(student=student, teacher=teacher)
+
+
+class Known(NamedTuple):
+    """What is known of each token's softmaxes over the whole vocabulary, [T]; None: not needed."""
+
+    student_lse: Tensor
+    teacher_lse: Tensor
+    by_student: Tensor  # the sum of the loss's derivatives by log s, with beta 1 the divergence
+    by_teacher: Tensor  # by log t, with beta 0 the divergence
+    hard_lse: Tensor | None  # the student's at temperature 1
+    hard_log_prob: Tensor | None  # of the label
+
+
+class Outputs(NamedTuple):
+    """What the operators return."""
+
+    loss: Tensor
+    known: Known
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    sharded: ShardedCall
+    known: Known
+
+
+def _rows(call: Call, tokens: Tokens, models: Any) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Chunks of tokens, and blocks of their logits of this shard, both models', as buffers that may be overwritten."""
+    n = tokens.number
+    chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
+    buffers = [tokens.weight.new_empty((chunk, call.size)) for _ in models]
+    for start, stop in spans(n, chunk):
+        z, u = (buffer[: stop - start] for buffer in buffers)
+        for x, (source, _, _) in zip((z, u), models, strict=True):
+            source.read(tokens, start, stop, x)
+        yield start, stop, z, u
+
+
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Of a chunk, whose elementwise part takes that much less memory."""
+    return spans(stop - start, -(-(stop - start) // BLOCKS))
+
+
+def _forward(sharded: ShardedCall) -> Outputs:
+    shards, call, options = sharded.shards, sharded.local(), sharded.call.options
+    if options.check_inputs:
+        sizes = [(x.shape, x.dtype) for x in (call.student.hidden, call.teacher.hidden) if x is not None]
+        values = (call.target, call.token_weight, call.normalizer)
+        parallel.require_agreement(options.op, _Agreed(options, shards, call.grads), (sizes, call.shape), *values)
+    tokens = sharded.tokens(check=True)
+    here = parallel.of_shard(tokens, shards)
+    models = [model_of(call, who, (False,) * 4, here) for who in (0, 1)]
+    tau, beta, hard = options.temperature, options.beta, options.hard_weight > 0
+
+    def empty() -> Tensor:
+        return torch.empty_like(tokens.weight)
+
+    ends = beta in (0, 1)
+    lses, own, running = [empty(), empty()], empty(), Running.empty(here.ids, tokens.dtype)
+    for start, stop, z, u in _rows(call, here, models):
+        for b0, b1 in _blocks(start, stop):
+            t = slice(start + b0, start + b1)
+            pair = [x[b0:b1] / tau for x in (z, u)]
+            for lse, x in zip(lses, pair, strict=True):
+                lse[t] = x.logsumexp(1)
+            if ends:
+                log_probs = [x.log_softmax(1) for x in pair]
+                own[t] = divergence(ARRAYS, log_probs[0], log_probs[1], beta, (False, False)).value
+        if hard and shards.rows > 0:
+            running.part(start, stop).absorb(z, 0, here.ids[start:stop], Asked(), None)
+    sent = [*lses, *([own] if ends else [])]
+    if hard:
+        sent += [running.lse, torch.where(here.ids >= 0, running.log_prob, 0)[:, 0]]
+    found = parallel.gather(options.op, shards, sent, check_values=options.check_inputs)
+    (student, log_s), (teacher, log_t) = (parallel.log_sum(x) for x in found.numbers[:2])
+    if ends:
+        # Of a shard that one of the models gives nothing the weights say all.
+        own = found.numbers[2].masked_fill((log_s == -torch.inf) | (log_t == -torch.inf), 0)
+        weights = (log_t if beta == 0 else log_s).exp()
+        within = torch.where(weights == 0, 0, weights * own).sum(0)
+        value = divergence(ARRAYS, log_s.T, log_t.T, beta, (False, False)).value + within
+        by_student = by_teacher = value
+    else:
+        parts = [empty() for _ in range(3)]
+        for start, stop, z, u in _rows(call, here, models):
+            for b0, b1 in _blocks(start, stop):
+                t = slice(start + b0, start + b1)
+                by_s, by_t = _terms(z[b0:b1] / tau - student[t, None], u[b0:b1] / tau - teacher[t, None], beta)
+                for part, x in zip(parts, ((by_s + by_t).clip(min=0), by_s, by_t), strict=True):
+                    part[t] = x.sum(1)
+        more = parallel.gather(options.op, shards, parts, check_values=options.check_inputs)
+        value, by_student, by_teacher = (x.sum(0) for x in more.numbers)
+    losses, hard_lse, hard_log_prob = value * options.soft_factor, None, None
+    if hard:
+        hard_lse, log_share = parallel.log_sum(found.numbers[-2])
+        inside = (tokens.label >= found.start[:, None]) & (tokens.label < found.stop[:, None])
+        hard_log_prob = torch.where(inside, found.numbers[-1] + log_share, 0).sum(0)
+        losses = losses - options.hard_weight * hard_log_prob
+    loss = tokens.spread(found.sure(losses) * tokens.weight, call.shape)
+    loss = loss if options.reduction == "none" else loss.sum() * tokens.inverse_count
+    by_token = (student, teacher, by_student, by_teacher, hard_lse, hard_log_prob)
+    known = (None if x is None else tokens.spread(found.sure(x), (call.number,)).clone() for x in by_token)
+    return Outputs(loss, Known(*known))  # type: ignore[arg-type]
+
+
+class _Agreed(NamedTuple):
+    """What `require_agreement` reads of a call."""
+
+    options: Any
+    shards: Shards
+    grads: tuple[bool, ...]
+
+
+def _terms(ls: Tensor, lt: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The divergence's terms, of log-probabilities."""
+    return mixture_terms(torch, difference(torch, ls, lt), ls.exp(), lt.exp(), beta)
+
+
+def _derivatives(ls: Tensor, lt: Tensor, beta: float, by_student: Tensor, by_teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the divergence by both models' logits; `by_student` and `by_teacher` [n, 1] are sums over the vocabulary."""
+    s, t = ls.exp(), lt.exp()
+    if 0 < beta < 1:
+        by_s, by_t = _terms(ls, lt, beta)
+        return by_s - s * by_student, by_t - t * by_teacher
+    d = difference(torch, ls, lt)
+    if beta == 0:
+        return s - t, torch.where(t == 0, 0, t * d) - t * by_teacher
+    return torch.where(s == 0, 0, -s * d) - s * by_student, t - s
+
+
+def _fake(sharded: ShardedCall) -> Outputs:
+    call = sharded.call
+
+    def empty() -> Tensor:
+        return call.first.new_empty((call.number,), dtype=call.dtype)
+
+    hard = call.options.hard_weight > 0
+    known = Known(empty(), empty(), empty(), empty(), empty() if hard else None, empty() if hard else None)
+    return Outputs(call.new_loss(), known)
+
+
+def _save(sharded: ShardedCall, made: Outputs) -> Kept:
+    return Kept(sharded, made.known)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    (grad_loss,) = upstream
+    assert grad_loss is not None
+    shards, call, options = kept.sharded.shards, kept.sharded.local(), kept.sharded.call.options
+    tokens, tau = kept.sharded.tokens(check=False), options.temperature
+    here = parallel.of_shard(tokens, shards)
+    row = tokens.weight * tokens.inverse_count
+    row = row * (tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss)
+    models = [model_of(call, who, wanted[4 * who : 4 * who + 4], here) for who in (0, 1)]
+    student, teacher, by_student, by_teacher = (tokens.take(x)[:, None] for x in kept.known[:4])
+    factor, waits = options.soft_factor / tau, list[Callable[[], Tensor] | None]([None, None])
+    hard = None
+    if options.hard_weight > 0:
+        assert kept.known.hard_lse is not None
+        assert kept.known.hard_log_prob is not None
+        lse, log_prob = tokens.take(kept.known.hard_lse), tokens.take(kept.known.hard_log_prob)
+        hard = loss_gradient(LossOptions(), torch.ones_like(row), lse, log_prob[:, None], shards.vocab)
+    for start, stop, z, u in _rows(call, here, models):
+        for b0, b1 in _blocks(start, stop) if shards.rows else ():
+            t, b = slice(start + b0, start + b1), slice(b0, b1)
+            ls, lt = z[b] / tau - student[t], u[b] / tau - teacher[t]
+            dz, du = _derivatives(ls, lt, options.beta, by_student[t], by_teacher[t])
+            dz, du = dz * factor, du * factor
+            if hard is not None:
+                part = hard.part(t.start, t.stop)
+                dz += options.hard_weight * part.of_logits(z[b].clone(), here.ids[t], 0, None, None)
+            for into, g in ((z, dz), (u, du)):
+                torch.mul(g, row[t, None], out=into[b])
+                if tokens.kept is not None:  # an infinite divergence times 0 is NaN
+                    into[b].masked_fill_(~tokens.kept[t, None], 0)
+        for who, g in enumerate((z, u)):
+            _, sink, made = models[who]
+            if isinstance(sink, Linear):
+                operand = sink.write_hidden(start, stop, g)
+                if stop == tokens.number and made.hidden is not None:
+                    waits[who] = parallel.start_sum(shards, made.hidden)
+                sink.write_weight(start, g, operand)
+            elif sink is not None:
+                sink.write(here, start, stop, g)
+    gradients: list[Tensor | None] = []
+    for (_, _, made), wait, model in zip(models, waits, kept.sharded.call.models, strict=True):
+        hidden = made.hidden
+        if hidden is not None:
+            hidden = (wait or parallel.start_sum(shards, hidden))()
+        logits = None
+        if made.logits is not None and model.logits is not None:
+            missing = model.logits.shape[-1] - made.logits.shape[-1]
+            logits = torch.nn.functional.pad(made.logits, (0, missing)) if missing else made.logits
+        gradients += [hidden, made.weight, made.bias, logits]
+    return [
+        None if x is None or not want or of is None else x.to(of.dtype)
+        for x, want, of in zip(gradients, wanted, kept.sharded.call.parameters, strict=True)
+    ]
+
+
+OPERATORS = {
+    op: Operator(
+        f"{op}_of_shards",
+        op=op,
+        forward=_forward,
+        fake=_fake,
+        save=_save,
+        gradients=_gradients,
+        fake_gradients=lambda kept, upstream, wanted: kept.sharded.call.empty_gradients(wanted, None),
+        differentiable=tuple(f"call_{name}" for name in PARAMETERS),
+    )
+    for op in (OP, LOGITS_OP)
+}
