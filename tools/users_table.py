@@ -18,7 +18,12 @@ WHAT = {
     "smoothing-z-loss": "smoothing 0.1, z-loss",
     "per-token": '`reduction="none"`',
 }
-SHOWN = {"onchip auto": "**onchip**, by default", "onchip, no bound": "**onchip**, no bound", "torch.compile": "torch.compile", "liger": "Liger"}
+SHOWN = {
+    "onchip auto": "**onchip**, by default",
+    "onchip, no bound": "**onchip**, no bound",
+    "torch.compile": "torch.compile",
+    "liger": "Liger",
+}
 """Implementations, and what their columns are called."""
 
 

@@ -471,7 +471,9 @@ def a_rank_that_fails(rank, ranks):
     sizes = LAYOUTS[ranks][0]
     given = taken({}, sizes, rank) | {"vocab_group": group}
     with (
-        pytest.raises(ValueError, match=r"hidden has H=") if rank == 0 else pytest.raises(RuntimeError, match="[Tt]imed")
+        pytest.raises(ValueError, match=r"hidden has H=")
+        if rank == 0
+        else pytest.raises(RuntimeError, match="[Tt]imed")
     ):
         linear_cross_entropy(hidden[..., : HIDDEN - (rank == 0)], weight[cut(sizes, rank)], labels(), **given)
 

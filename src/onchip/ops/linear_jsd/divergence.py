@@ -117,7 +117,7 @@ def _centred(by_log_p: Array, p: Array, total: Array | None) -> Array:
 def sums_of(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]:
     """Of each row of log-probabilities, for 0 < beta < 1: the divergence, and the sums of the derivatives by both; of
     parts of rows, what is to be added up."""
-    by_s, by_t = _mixture_terms(xp, _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt), beta)
+    by_s, by_t = mixture_terms(xp, difference(xp, ls, lt), xp.exp(ls), xp.exp(lt), beta)
     return (by_s + by_t).clip(min=0).sum(1), by_s.sum(1), by_t.sum(1)
 
 
