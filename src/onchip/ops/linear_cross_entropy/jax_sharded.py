@@ -135,8 +135,8 @@ def sharded_linear_cross_entropy(
             relative to what each device knows; "xla" would need the softmax of a whole vocabulary at once.
         backend: "mosaic_gpu", "xla" or "auto", as in `linear_cross_entropy`, by the sizes of a device's part.  With
             padding the kernels take neither softcap nor label_smoothing.
-        weight_layout, ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale,
-            temperature, return_stats: as in `linear_cross_entropy`.
+        weight_layout, ignore_index, reduction, normalizer, token_weight: as in `linear_cross_entropy`.
+        label_smoothing, z_loss, softcap, logit_scale, temperature, return_stats: likewise.
 
     Returns:
         As `linear_cross_entropy`: the loss, 0-d and the same on all devices, or of target's shape and split as the

@@ -67,8 +67,8 @@ def sharded_linear_jsd(
         vocab_axis, token_axes, mesh: as in `sharded_linear_cross_entropy`.
         vocab: so many entries count; those behind are padding, and may hold any finite numbers.  Default: V.
         scratch_bytes: bound on each device's temporary memory.
-        weight_layout, beta, temperature, temperature_squared, labels, ignore_index, reduction, normalizer, hard_weight,
-            teacher_grad, backend: as in `linear_jsd`.  There is no teacher_topk.
+        weight_layout, beta, temperature, temperature_squared, labels, ignore_index: as in `linear_jsd`.
+        reduction, normalizer, hard_weight, teacher_grad, backend: likewise.  There is no teacher_topk.
 
     Returns:
         As `linear_jsd`: the loss, 0-d and the same on all devices, or [...] and split as the tokens.

@@ -103,8 +103,8 @@ def sharded_linear_log_probs(
         ids: [...] or [..., K] integers, split as the tokens.
         vocab_axis, token_axes, mesh, vocab_size: as in `sharded_linear_cross_entropy`.
         scratch_bytes: bound on each device's temporary memory.
-        weight_layout, ignore_index, softcap, logit_scale, temperature, entropy, lse, top1, mean_logits,
-            log_sum_sq_probs, backend: as in `linear_log_probs`.
+        weight_layout, ignore_index, softcap, logit_scale, temperature, backend: as in `linear_log_probs`.
+        entropy, lse, top1, mean_logits, log_sum_sq_probs: likewise.
 
     Returns:
         As `linear_log_probs`, split as the tokens, and the same on all devices along `vocab_axis`.
