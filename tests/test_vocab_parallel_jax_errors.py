@@ -51,6 +51,7 @@ EVERY = {
     "tokens don't divide": ({"token_axes": (None, "model"), "vocab_axis": "data"}, ValueError, "has 6 at dimension 1, which 4 devices along 'model' can't share evenly; pad the tokens, with targets of ignore_index"),
 }  # fmt: skip
 VOCAB = {
+    "scratch_bytes is too small a part of a device's logits": ({"scratch_bytes": 0.05, "token_axes": "data"}, ValueError, "scratch_bytes=4 is too small for T=6, H=8, V=4 "),
     "vocab_size is 0": ({"vocab_size": 0}, ValueError, "vocab_size=0 but 4 devices have 4 entries each; it must be between 1 and 16"),
     "vocab_size is too large": ({"vocab_size": 17}, ValueError, "vocab_size=17 but 4 devices have 4 entries each"),
     "vocab_size is a float": ({"vocab_size": 16.0}, TypeError, "vocab_size must be an int; got float"),

@@ -50,6 +50,11 @@ class Spread(NamedTuple):
         return prod(self.mesh.shape[name] for name in _names(names))
 
     @property
+    def parts(self) -> int:
+        """Of how many parts of the logits a device has one."""
+        return self.devices((self.vocab, *self.tokens))
+
+    @property
     def manual(self) -> frozenset[str]:
         """The axes of the `shard_map`: all that aren't those of one around it."""
         ambient = jax.sharding.get_abstract_mesh()

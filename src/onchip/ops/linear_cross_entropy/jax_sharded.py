@@ -14,6 +14,7 @@ from onchip.frontend.jax_call import Planned
 from onchip.frontend.jax_inputs import (
     as_constant,
     check_layout,
+    options_of,
     plain_labels,
     platform,
     take_target,
@@ -25,7 +26,7 @@ from onchip.frontend.jax_types import Array, Number, WeightLayout, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, shapes_of
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.jax_op import Backend, OfWeight
-from onchip.ops.linear_cross_entropy.spec import OP, Strategy
+from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.loss import Constants, Outputs
 from onchip.vocab.xla.tiles import Projection
@@ -172,6 +173,8 @@ def sharded_linear_cross_entropy(
     layer = parallel.layer_of(hidden, weight, bias, weight_layout)
     spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, name, ids.shape)
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), shard.vocab)
+    # A part of the logits is one of those that a device has.
+    options = options_of(OP, Options, given, ids.size * layer.vocab // spread.parts)
     if shift and spread.leading[len(ids.shape) - 1 :] not in ((), (None,)):
         raise ValueError(
             f"{NAME}: shift=True needs whole sequences on each device, but token_axes split them along "

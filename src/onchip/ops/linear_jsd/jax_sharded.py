@@ -101,6 +101,8 @@ def sharded_linear_jsd(
     spread = spread_of(NAME, mesh, vocab_axis, token_axes, "student_hidden", shape)
     size = check_split(NAME, "student_weight", size, spread, "vocab")
     shard = Shard(vocab_axis, size, parallel.whole_vocab(NAME, "vocab", vocab, size, spread.devices(vocab_axis)))
+    # A part of the logits is one of those that a device has.
+    options = options.with_scratch(given, math.prod(shape) * size * spread.devices(vocab_axis) // spread.parts)
     if math.prod(shape) == 0:
         return jnp.zeros(shape if reduction == "none" else (), dtype)
     spec = spread.by_token

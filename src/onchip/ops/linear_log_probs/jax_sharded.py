@@ -1,6 +1,7 @@
 """sharded_linear_log_probs: linear_log_probs for JAX, of a vocabulary that is split over a mesh axis, by a call that
 spreads itself over the mesh.  What each device does is that of jax_op.py."""
 
+import math
 from typing import Any, NamedTuple, Unpack, overload
 
 import jax
@@ -8,13 +9,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from onchip.frontend import jax_call
 from onchip.frontend.jax_call import Planned
-from onchip.frontend.jax_inputs import plain_labels, platform, token_temperature
+from onchip.frontend.jax_inputs import options_of, plain_labels, platform, token_temperature
 from onchip.frontend.jax_mesh import P, Static, TokenAxes, check_types, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.options import ScratchBytes
 from onchip.ops.linear_log_probs import jax_op
 from onchip.ops.linear_log_probs.jax_op import Backend, Either, JustLogProb, LogProbs, More
-from onchip.ops.linear_log_probs.spec import OP, Outputs
+from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.tiles import Projection, Transform
 
@@ -134,6 +135,8 @@ def sharded_linear_log_probs(
     options, numbers, dtype = jax_op.checked(given)
     layer, leading = parallel.layer_of(hidden, weight, bias, weight_layout), hidden.shape[:-1]
     spread, shard, of_layer = parallel.on_mesh(NAME, given, layer, "hidden", leading)
+    # A part of the logits is one of those that a device has.
+    options = options_of(OP, Options, given, math.prod(leading) * layer.vocab // spread.parts)
     if hidden.size == 0:
         return jax_op.returned(options, jax_op.of_no_tokens(dtype), ids.shape, leading)
     numbers, by_token = token_temperature(numbers, temperature, dtype)
