@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from onchip.core import configs
 from onchip.frontend import torch_tape
 from onchip.frontend.torch_tape import Tape, record
 
@@ -165,3 +166,41 @@ def test_no_recorder_is_left_behind():
     with pytest.raises(KeyError):
         record(fail, (torch.zeros(1),))
     assert torch_tape.recorder() is None
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU, for which alone there are tapes."""
+
+    is_cuda = True
+
+
+def test_the_third_call_of_a_kind_is_repeated_and_none_while_another_is_recorded(monkeypatch):
+    calls, x = [], torch.zeros(2).as_subclass(OnGpu)
+    tapes = torch_tape.Tapes()
+    monkeypatch.setattr(
+        torch_tape, "record", lambda function, tensors: (function(), Tape(lambda *_: ["tape"], [ready]))
+    )
+    holds = [True]
+
+    def ready():
+        return holds[0]
+
+    def run(number=0):
+        return tapes.run(lambda: calls.append(number) or ["made"], (x, None), number)
+
+    first, second, third = run(), run(), run()
+    assert (first, second, third) == (None, ["made"], ["tape"])
+    assert calls == [0]
+    holds[0] = False
+    assert run() is None
+    holds[0] = True
+    configs.clear_cache()
+    assert run() is None
+    run()
+    assert run() == ["tape"]
+    with torch_tape._told(object()):
+        assert run() is None
+    for number in range(1, 70):  # more kinds than are remembered
+        run(number)
+    assert run() is None
+    assert tapes.run(lambda: ["made"], (torch.zeros(2),), 0) is None  # on the CPU

@@ -68,7 +68,8 @@ class Tapes:
 
         `tensors` are all that it reads or writes, `rest` is all else that it depends on.
         """
-        if not next(x for x in tensors if x is not None).is_cuda:  # a CPU computes as long as it decides
+        # A CPU computes as long as it decides.  And a tape that runs while another is made would leave nothing on that.
+        if recorder() is not None or not next(x for x in tensors if x is not None).is_cuda:
             return None
         key = rest, _kind(tensors)
         tape = self._known.get(key)
@@ -123,7 +124,7 @@ class _Memory:
 
     def __init__(self, name: str, x: Tensor, *, given: bool) -> None:
         self.name, self.given = name, given
-        self.address, self.offset = x.data_ptr(), x.storage_offset()
+        self.address = x.data_ptr()
         self.geometry = x.dtype, tuple(x.shape), x.stride(), x.data_ptr()
         self.storage = StorageWeakRef(x.untyped_storage())  # while it is there, no other storage gets this one's place
         self.used = 0  # the last line that needs it
