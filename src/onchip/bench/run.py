@@ -34,20 +34,21 @@ def benchmark_of(op: str, framework: str, world: int | None = None) -> harness.O
         ValueError: there is none.
     """
     if world is None:
-        if (made := _of(op, framework.upper())) is not None:
+        if (made := benchmark_named(op, framework.upper())) is not None:
             return made
         raise ValueError(f"onchip bench {op} needs --world 2 or more: so many processes, one a GPU, share its cases")
     if world < 2:
         raise ValueError(f"--world must be 2 or more; got {world}")
     if framework != "torch":
         raise ValueError("--world is of PyTorch; in JAX one process has all devices, so leave it out")
-    if (made := _of(op, "WORLD")) is None:
-        there = ", ".join(name for name in OPS if _of(name, "WORLD") is not None)
+    if (made := benchmark_named(op, "WORLD")) is None:
+        there = ", ".join(name for name in OPS if benchmark_named(name, "WORLD") is not None)
         raise ValueError(f"--world: the cases of {op} run in one process; those of these can be shared: {there}")
     return made
 
 
-def _of(op: str, name: str) -> harness.Op | None:
+def benchmark_named(op: str, name: str) -> harness.Op | None:
+    """Of "TORCH", "JAX" and "WORLD", those that the op has."""
     made: harness.Op | None = getattr(import_module(f"onchip.bench.ops.{op}"), name, None)
     return made
 

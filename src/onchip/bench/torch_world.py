@@ -120,7 +120,9 @@ def launch(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
             raise KeyboardInterrupt from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise RankFailed(f"rank {rank} failed: {failure.message}") from None
+            said: Any = failure.message
+            words = said["message"] if isinstance(said, dict) else said  # what it raised, or what ended it
+            raise RankFailed(f"rank {rank} failed: {words.splitlines()[0]}") from None
 
 
 def _as_rank(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
