@@ -5,6 +5,7 @@ token's, and the gradients are those of their mean.  A case's options are passed
 with what it raises.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -33,7 +34,7 @@ from onchip.core.backends import choose_backend
 from onchip.core.sizes import MIB
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
-from onchip.oracle.checks import dtype_name, op_in
+from onchip.oracle.checks import UNIT_ROUNDOFF, dtype_name, op_in
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.mosaic import memory as mosaic_memory
@@ -317,10 +318,16 @@ class ShardedBenchmark(LossBenchmark):
         return super().plain_steps(problem, partial(function, start=start, vocab=vocab))
 
     def reference(self, problem: Problem) -> Reference:
-        """That of the whole vocabulary, with this rank's rows of the weight's gradient."""
-        hidden = problem.arrays[0]
-        right = TORCH.reference(TORCH.make_problem(problem.case, problem.device, dtype_name(hidden.dtype)))
-        return _with_own_part(right, "grad_weight")
+        """That of the whole vocabulary, with this rank's rows of the weight's gradient.
+
+        All peers add up the gradient of hidden in its dtype, and round as often as there are ranks.
+        """
+        import torch.distributed as dist
+
+        dtype = dtype_name(problem.arrays[0].dtype)
+        right = TORCH.reference(TORCH.make_problem(problem.case, problem.device, dtype))
+        bound = math.hypot(right.bounds["grad_hidden"], UNIT_ROUNDOFF[dtype] * dist.get_world_size() ** 0.5)
+        return _with_own_part(replace(right, bounds={**right.bounds, "grad_hidden": bound}), "grad_weight")
 
 
 def _with_own_part(reference: Reference, name: str) -> Reference:
