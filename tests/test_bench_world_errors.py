@@ -1,7 +1,10 @@
 """Wrong calls of `onchip bench --world`: each is a message, before any process is started."""
 
+from importlib import metadata
+
 import pytest
 
+from onchip.bench.ops import linear_cross_entropy
 from shared import run_cli
 
 
@@ -29,3 +32,16 @@ def test_more_ranks_than_gpus(monkeypatch):
     result = run_cli("bench", "linear_cross_entropy", "--framework", "torch", "--world", 4)
     assert result.exit_code == 2
     assert "--world is 4, and there are 3 GPUs; take fewer, or --device cpu" in result.stderr
+
+
+def test_peers_say_why_they_do_not_run(monkeypatch):
+    cce = next(impl for impl in linear_cross_entropy.WORLD.IMPLEMENTATIONS if impl.name.startswith("cut-cross-entropy"))
+    liger = next(impl for impl in linear_cross_entropy.WORLD.IMPLEMENTATIONS if impl.name.startswith("liger"))
+    assert "cut-cross-entropy is not installed" in cce.unavailable("cuda", "bfloat16")
+    monkeypatch.setattr(metadata, "version", lambda package: "25.1.1")
+    monkeypatch.setattr(linear_cross_entropy, "find_spec", lambda name: None)
+    assert "cut-cross-entropy 25.1.1 has no vocab_parallel" in cce.unavailable("cuda", "bfloat16")
+    assert cce.unavailable("cuda", "float32") == "it takes float16 and bfloat16, not float32"
+    for impl in (cce, liger):
+        assert impl.unavailable("cpu", "bfloat16") == "it runs on CUDA devices only"
+    assert liger.unavailable("cuda", "float32") is None

@@ -161,11 +161,10 @@ class Outcome:
     """What ended the run, where that wasn't the user."""
 
     def stop(self, left: Sequence[str]) -> None:
-        """End in the first of the cases that are `left`."""
+        """End in the first of the cases that are `left`, or after all."""
         self.interrupted = True
-        first, *others = left
-        self.not_run.append(NotRun("the rest", first, None, self.failure or "interrupted"))
-        self.not_run.extend(NotRun("all", case, None, "interrupted") for case in others)
+        self.not_run.append(NotRun("the rest", left[0] if left else None, None, self.failure or "interrupted"))
+        self.not_run.extend(NotRun("all", case, None, "interrupted") for case in left[1:])
 
     def as_json(self) -> dict[str, Any]:
         return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
