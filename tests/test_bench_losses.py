@@ -1,6 +1,7 @@
 """The benchmarks of the losses over a vocabulary, in both frameworks: small real runs, references, inputs, peers."""
 
 import dataclasses
+import itertools
 import runpy
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from onchip.bench import benchmark, harness, jax_steps, plots, torch_steps
 from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
-from onchip.bench.run import benchmark_of, run_bench
+from onchip.bench.run import benchmark_named, benchmark_of, run_bench
 from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import cases as lce_cases
 from onchip.ops.linear_cross_entropy import reference as lce_reference
@@ -355,9 +356,10 @@ def test_jax_has_no_autocast():
 
 
 def test_cases_of_the_bench():
-    for op in OPS:
-        target = benchmark_of(op, "torch")
-        assert {"cpu", "cuda"} <= set(target.SUITES)
+    for op, name in itertools.product(OPS, ("TORCH", "WORLD")):
+        if (target := benchmark_named(op, name)) is None:
+            continue
+        assert {"cpu", "cuda" if name == "TORCH" else "world"} <= set(target.SUITES)
         every = [case for suite in target.SUITES.values() for case in suite]
         assert all(target.CASES[case.name] == case for case in every)  # no two share a name
     assert set(lce_cases.MODELS) <= {case.name for case in LCE.SUITES["cuda"]}
@@ -411,7 +413,8 @@ def test_nothing_is_imported_before_it_is_asked_for(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
     code = (
         "import sys; from onchip.bench import harness, run; from onchip.ops import OPS;"
-        f"ops = [run.benchmark_of(op, '{framework}') for op in OPS];"
+        f"names = ['{framework.upper()}', *(['WORLD'] if '{framework}' == 'torch' else [])];"
+        f"ops = [made for op in OPS for name in names if (made := run.benchmark_named(op, name))];"
         "print([m for m in ('torch', 'jax', 'matplotlib', 'jinja2') if m in sys.modules]);"
         "names = [impl.name for op in ops for impl in op.IMPLEMENTATIONS];"
         "run.environment._busy_cores = lambda: 0;"

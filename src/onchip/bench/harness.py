@@ -4,9 +4,9 @@ import gc
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from onchip.bench.peers import Function, Implementation
 from onchip.bench.timing import Step, Timing
+from onchip.bench.world import ALONE, Alone
 from onchip.core.sizes import DTYPE_BYTES
 
 MODES = ("forward", "forward+backward")
@@ -40,10 +41,6 @@ class Op(ABC):
     DTYPES: ClassVar[Sequence[str]] = tuple(DTYPE_BYTES)
     MODES: Sequence[str] = field(default=MODES, kw_only=True)
     """What is timed, in this order."""
-    session: Callable[[str], AbstractContextManager[bool]] = field(
-        default=lambda device: nullcontext(True), kw_only=True
-    )
-    """`session(device)`: the context in which cases run; it gives whether this process writes what was found."""
 
     @cached_property
     def CASES(self) -> Mapping[str, Any]:
@@ -159,7 +156,15 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
     interrupted: bool = False
-    """By the user, before the last case was done."""
+    """Before the last case was done, by the user or by `failure`."""
+    failure: str | None = None
+    """What ended the run, where that wasn't the user."""
+
+    def stop(self, left: Sequence[str]) -> None:
+        """End in the first of the cases that are `left`, or after all."""
+        self.interrupted = True
+        self.not_run.append(NotRun("the rest", left[0] if left else None, None, self.failure or "interrupted"))
+        self.not_run.extend(NotRun("all", case, None, "interrupted") for case in left[1:])
 
     def as_json(self) -> dict[str, Any]:
         return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
@@ -177,10 +182,11 @@ def run_cases(
     console: Console,
     date: str,
     modes: Sequence[str] | None = None,  # all
-    show: Callable[[Sequence[Row]], None] = lambda rows: None,
+    show: Callable[[Sequence[Row], Outcome], None] = lambda rows, outcome: None,
+    world: Alone = ALONE,
 ) -> Outcome:
     """Run `implementations` of the op called `name` on its `cases`, one case after the other; `show` gets the rows of
-    each as soon as it is done.  `date` goes into every row."""
+    each as soon as it is done, and all that was found.  `date` goes into every row."""
     outcome = Outcome()
     modes = [mode for mode in op.MODES if modes is None or mode in modes]
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
@@ -208,14 +214,13 @@ def run_cases(
                 # A case may be of one dtype.
                 of_case = getattr(op.CASES[case], "dtype", None) or dtype
                 before = len(outcome.rows)
-                _CaseRun(name, op, case, device, of_case, date, modes, repeats, tick, outcome).run(implementations)
+                run = _CaseRun(name, op, case, device, of_case, date, modes, repeats, tick, outcome, world)
+                run.run(implementations)
                 op.fw.release(device)
                 progress.update(task, completed=per_case * (i + 1), refresh=True)
-                show(outcome.rows[before:])
+                show(outcome.rows[before:], outcome)
         except KeyboardInterrupt:
-            outcome.interrupted = True
-            outcome.not_run.append(NotRun("the rest", case, None, "interrupted"))
-            outcome.not_run.extend(NotRun("all", c, None, "interrupted") for c in cases[i + 1 :])
+            outcome.stop(cases[i:])
         finally:
             gc.unfreeze()
     return outcome
@@ -249,6 +254,7 @@ class _CaseRun:
     repeats: int
     tick: Callable[[str], None]
     outcome: Outcome
+    world: Alone
 
     def run(self, implementations: Sequence[Implementation]) -> None:
         refusals = {impl.name: impl.unavailable(self.device, self.dtype) for impl in implementations}
@@ -258,9 +264,10 @@ class _CaseRun:
         implementations = [impl for impl in implementations if not refusals[impl.name]]
         doing = "the problem was not made"
         try:
-            problem = self.op.make_problem(self.op.CASES[self.case], self.device, self.dtype)
+            case = self.op.CASES[self.case]
+            problem = self.world.together(lambda: self.op.make_problem(case, self.device, self.dtype))
             doing = "there is nothing to check against"
-            reference = self.op.reference(problem)
+            reference = self.world.together(lambda: self.op.reference(problem))
         except Exception as e:
             for impl in implementations:
                 self.give_up(impl, None, f"{doing}: {one_line(e)}")
@@ -281,13 +288,13 @@ class _CaseRun:
         for impl in implementations:
             failures = len(self.outcome.not_run)
             try:
-                steps = self.op.steps(problem, impl)
+                steps = self.world.together(partial(self.op.steps, problem, impl))
             except Exception as e:
                 self.give_up(impl, None, one_line(e))
                 continue
             for mode in (m for m in self.modes if m in steps):
                 try:
-                    errors = self.op.check(reference, mode, steps[mode]())
+                    errors = self.errors(reference, impl, mode, steps[mode])
                     if own := impl.error_bounds:
                         errors = {name: (error, own[name]) for name, (error, _) in errors.items()}
                 except Exception as e:
@@ -298,6 +305,12 @@ class _CaseRun:
             if len(self.outcome.not_run) > failures:
                 self.op.fw.release(self.device)
         return checked
+
+    def errors(self, reference: Any, impl: Implementation, mode: str, step: Step) -> dict[str, tuple[float, float]]:
+        """Error and bound of each result of a step, of the rank that is nearest its bound."""
+        check = impl.check or self.op.check
+        every = self.world.every(self.world.together(lambda: check(reference, mode, step())))
+        return {name: worst(each[name] for each in every) for name in every[0]}
 
     def measure(self, problem: Any, mode: str, checked: Sequence[_Checked]) -> None:
         """Time and peak memory of what is right, and a row for each."""
@@ -312,8 +325,7 @@ class _CaseRun:
                 continue
             timing = timings.get(c.impl.name)
             try:
-                extra = self.op.fw.peak_extra_bytes(c.step, device=self.device) if c.ok else None
-                kernels = self.op.fw.kernels(c.step, self.device) if c.ok else None
+                extra, kernels = self.memory_and_kernels(c.step) if c.ok else (None, None)
             except Exception as e:
                 self.give_up(c.impl, mode, one_line(e))
                 continue
@@ -347,11 +359,17 @@ class _CaseRun:
             )
             self.outcome.rows.append(row)
 
+    def memory_and_kernels(self, step: Step) -> tuple[int, int | None]:
+        """Peak extra memory, of the rank that needs most, and how many kernels were launched."""
+        fw, device = self.op.fw, self.device
+        mine = self.world.together(lambda: (fw.peak_extra_bytes(step, device=device), fw.kernels(step, device)))
+        return max(extra for extra, _ in self.world.every(mine)), mine[1]
+
     def time(self, problem: Any, mode: str, steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Timing]:
         """Timings of the steps and of the floor, whose buffers are freed at the end."""
         floor: dict[str, Step] = {}
         with suppress(Exception):  # too big for this device: then there is no ratio to it
-            if step := self.op.floor(problem, mode):
+            if step := self.world.together(lambda: self.op.floor(problem, mode)):
                 floor[_FLOOR] = step
         timings: dict[str, Timing] = self.op.fw.time_interleaved(
             {**floor, **steps},
@@ -360,6 +378,7 @@ class _CaseRun:
             tick=lambda: self.tick(f"timing {mode}"),
             # Only the words: the exception would keep the step's tensors alive.
             on_error=lambda name, e: failed.update({name: one_line(e)}),
+            world=self.world,
         )
         return timings
 

@@ -51,6 +51,8 @@ class Implementation:
     """The settings for a problem and a mode, where they depend on these."""
     error_bounds: Mapping[str, float] | None = None
     """Bounds of its own, by the names of the results, where it is meant to be off by more than the others."""
+    check: Callable[[Any, str, Sequence[Any]], Mapping[str, tuple[float, float]]] | None = None
+    """In place of the op's, for steps that return something else."""
 
     def version(self) -> str:
         return onchip.__version__ if self.package == "onchip" else metadata.version(self.package).partition("+")[0]

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Any, TypedDict
 
 import msgspec
@@ -27,8 +27,29 @@ class _Document(TypedDict):
     not_run: list[harness.NotRun]
 
 
-def benchmark_of(op: str, framework: str) -> harness.Op:
-    made: harness.Op = resolve_name(f"onchip.bench.ops.{op}:{framework.upper()}")
+def benchmark_of(op: str, framework: str, world: int | None = None) -> harness.Op:
+    """The op's benchmark, in one process or in the ranks of `--world`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if world is None:
+        if (made := benchmark_named(op, framework.upper())) is not None:
+            return made
+        raise ValueError(f"onchip bench {op} needs --world 2 or more: so many processes, one a GPU, share its cases")
+    if world < 2:
+        raise ValueError(f"--world must be 2 or more; got {world}")
+    if framework != "torch":
+        raise ValueError("--world is of PyTorch; in JAX one process has all devices, so leave it out")
+    if (made := benchmark_named(op, "WORLD")) is None:
+        there = ", ".join(name for name in OPS if benchmark_named(name, "WORLD") is not None)
+        raise ValueError(f"--world: the cases of {op} run in one process; those of these can be shared: {there}")
+    return made
+
+
+def benchmark_named(op: str, name: str) -> harness.Op | None:
+    """Of "TORCH", "JAX" and "WORLD", those that the op has."""
+    made: harness.Op | None = getattr(import_module(f"onchip.bench.ops.{op}"), name, None)
     return made
 
 
@@ -45,6 +66,7 @@ def run_bench(
     modes: Annotated[list[str] | None, typer.Option("--mode", help="forward, forward+backward, ...; likewise.")] = None,
     device: Device = "auto",
     dtype: Annotated[str | None, words("Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)] = None,
+    world: Annotated[int | None, typer.Option(help="Processes, one a GPU, that share each case.", metavar="N")] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
     add: Annotated[bool, typer.Option("--add", help="Keep what an earlier run of the day found of others.")] = False,
@@ -52,7 +74,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """Time an op beside its competitors, after checking that each is right.
 
-    It writes `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`) over those of the same day.
+    It writes `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`, with `world` `<op>-world<N>`) over those of
+    the same day.
 
     `cases`, `impls` and `modes` hold patterns.
 
@@ -64,6 +87,7 @@ def run_bench(
         ValueError: an option that can't be served; nothing has run or been written then.
         KeyboardInterrupt: the user's.  What was measured is written, and `add` continues from there; where nothing was,
             an existing file stays as it is.
+        typer.Exit: a process of `world` failed, which is told; what was measured is written likewise.
     """
     known_op(op, OPS)
     framework = choose_framework(framework)
@@ -71,14 +95,17 @@ def run_bench(
     device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
-    target = benchmark_of(op, framework)
+    target = benchmark_of(op, framework, world)
+    if world is not None:
+        _check_gpus(world, device)
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
     if suite is not None and suite not in target.SUITES:
         there = ", ".join(target.SUITES)
         raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and there is: {there}")
-    default = [case.name for case in target.SUITES[suite or device]]
+    usual = "world" if world is not None and device == "cuda" else device
+    default = [case.name for case in target.SUITES[suite or usual]]
     chosen = matching("--case", cases, default if suite else target.CASES) if cases else default
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
@@ -90,29 +117,34 @@ def run_bench(
             f"[yellow]Other work keeps {described['busy_cores']} cores busy; times will come out too long.[/]"
         )
     name = op if framework == "torch" else f"{op}-{framework}"
+    if world is not None:
+        described |= {"world": world, "threads": target.fw.threads() // world or 1}
+        name = f"{op}-world{world}"
     stem = out / f"{described['date'][:10]}-{described['device']}-{name}"
     path, page = (stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "html"))
     files.check_writable("--out", path, page)
     earlier = _earlier(path, described) if add else None
-    with target.session(device) as writes:
+    options: dict[str, Any] = {
+        "cases": chosen, "device": device, "dtype": dtype, "repeats": repeats, "date": described["date"],
+        "modes": chosen_modes, "console": console,
+    }  # fmt: skip
+    if world is None:
         outcome = harness.run_cases(
             op,
             target,
-            cases=chosen,
             implementations=implementations,
-            device=device,
-            dtype=dtype,
-            repeats=repeats,
-            console=console,
-            date=described["date"],
-            modes=chosen_modes,
-            show=lambda rows: report.print_rows([vars(row) for row in rows], console),
+            show=lambda rows, outcome: report.print_rows([vars(row) for row in rows], console),
+            **options,
         )
-    if not writes:
-        return {"environment": described, **outcome.as_json()}
+    else:
+        from onchip.bench import torch_world
+
+        names = [impl.name for impl in implementations]
+        outcome = torch_world.run_cases(op, world, implementations=names, **options)
     if outcome.interrupted and not outcome.rows and path.exists():
+        report.print_not_run(outcome.as_json(), console)
         console.print(f"nothing was measured; {path} is as it was", highlight=False, soft_wrap=True)
-        raise KeyboardInterrupt
+        raise _ended(outcome)
     found = {"environment": described, **outcome.as_json()}
     document = found if earlier is None else _added(earlier, found)
     if (summary := target.summary(document["rows"])) is not None:
@@ -123,8 +155,21 @@ def run_bench(
     files.replace(page, html_page(document, path.name))
     console.print(f"wrote {path}\nwrote {page}", highlight=False, soft_wrap=True)
     if outcome.interrupted:
-        raise KeyboardInterrupt
+        raise _ended(outcome)
     return document
+
+
+def _check_gpus(world: int, device: str) -> None:
+    """Raise ValueError where there are too few."""
+    import torch
+
+    if device == "cuda" and world > (found := torch.cuda.device_count()):
+        raise ValueError(f"--world is {world}, and there are {found} GPUs; take fewer, or --device cpu")
+
+
+def _ended(outcome: harness.Outcome) -> BaseException:
+    """What a run raises that ended early."""
+    return KeyboardInterrupt() if outcome.failure is None else typer.Exit(1)
 
 
 def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from onchip.bench.world import ALONE, Alone
+
 Step = Callable[[], Sequence[Any]]
-TimeOnce = Callable[[Step, str], float]
-"""Milliseconds that one run of a step takes on "cpu" or "cuda"."""
+TimeOnce = Callable[..., float]
+"""Milliseconds that one run of a step takes on "cpu" or "cuda", where ranks of a group begin at once."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ def time_interleaved(
     warmup: int = 1,
     tick: Callable[[], None] = lambda: None,
     on_error: Callable[[str, Exception], None] = _raise,
+    world: Alone = ALONE,
 ) -> dict[str, Timing]:
     """Time several steps in rounds, so that a machine that warms up or throttles hits all alike.
 
@@ -51,7 +54,7 @@ def time_interleaved(
     for round_ in range(warmup + repeats):
         for name in order.sample(list(samples), len(samples)):
             try:
-                elapsed = time_once(steps[name], device)
+                elapsed = world.time(time_once, steps[name], device)
             except Exception as e:
                 on_error(name, e)
                 del samples[name]

@@ -41,9 +41,10 @@ _CYCLES = 1_800_000  # of the device's clock in about a millisecond
 _ASKED: "WeakKeyDictionary[Step, list[float]]" = WeakKeyDictionary()
 
 
-def time_once(step: Step, device: str) -> float:
-    """Milliseconds of one run: on CUDA of the device, with the host ahead of it."""
+def time_once(step: Step, device: str, in_step: Callable[[], None] = lambda: None) -> float:
+    """Milliseconds of one run: on CUDA of the device, with the host ahead of it.  `in_step` waits for other ranks."""
     if device == "cpu":
+        in_step()
         start = time.perf_counter()
         returned = step()
         elapsed = time.perf_counter() - start
@@ -58,6 +59,7 @@ def time_once(step: Step, device: str) -> float:
     # In a model other layers run in between, and L2 holds none of a step's inputs.  This reads, so that nothing is left
     # to write back either.
     _as_large_as_l2(torch.cuda.current_device()).amax()
+    in_step()
     begin.record()
     start = time.perf_counter()
     step()

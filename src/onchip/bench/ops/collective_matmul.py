@@ -1,21 +1,20 @@
 """The benchmark of collective_matmul: its inputs, its peers, and what a result is checked by.
 
-In PyTorch each process of `torchrun` is a rank, and one process is one of one; the first writes the results.  In JAX
-one process has all devices.
+In PyTorch it runs in the ranks of `--world`, in JAX on the devices of one process.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from onchip.bench.harness import Op
-from onchip.bench.peers import Implementation
+from onchip.bench.benchmark import relative_error
+from onchip.bench.harness import Op, sizes_of
+from onchip.bench.peers import NARROW, Implementation, gpu_only
 from onchip.bench.timing import Step
-from onchip.collectives.problem import GATHER
+from onchip.collectives.problem import GATHER, SCATTER
 from onchip.ops.collective_matmul import cases
-from onchip.oracle.checks import dtype_name, op_in, product_bound, relative_error
+from onchip.oracle.checks import dtype_name, op_in, product_bound
 
 RETURNED = ("out", "grad_x", "grad_weight")
 
@@ -51,36 +50,33 @@ class Benchmark(Op):
         return step
 
     def reference(self, problem: Problem) -> dict[str, Any]:
-        """What is right in float64."""
+        """Whose results they are, and what is right in float64, with bounds."""
         right: dict[str, Any] = {}
         with self.fw.in_float64():
             x, weight, g = (self.fw.wide(a) for a in (problem.x, problem.weight, problem.grad_out))
             if problem.case.op == GATHER:
-                x = _gathered(self.fw, x)
+                right["gathered"] = x = _gathered(self.fw, x)
                 right["out"], right["grad_x"] = x @ weight.T, _scattered(self.fw, g @ weight)
             else:
-                g = _gathered(self.fw, g)
+                right["gathered"] = g = _gathered(self.fw, g)
                 right["out"], right["grad_x"] = _scattered(self.fw, x @ weight.T), g @ weight
             right["grad_weight"] = g.T @ x
-        lengths = {"out": problem.case.k, "grad_x": problem.case.n, "grad_weight": problem.case.tokens}
+        case = problem.case
+        lengths = {"out": case.k, "grad_x": case.n, "grad_weight": case.tokens, "gathered": 1}
         dtype = dtype_name(problem.x.dtype)
         # Others round what each rank adds.
-        return {n: (x, product_bound(dtype, lengths[n], 1 + problem.ranks)) for n, x in right.items()}
+        bounded = {n: (x, product_bound(dtype, lengths[n], 1 + problem.ranks)) for n, x in right.items()}
+        return {"op": case.op, **bounded}
 
     def check(self, reference: Mapping[str, Any], mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
-        """The relative error of each result, the largest of all ranks: each must know what the others will run."""
-        named = dict(zip(RETURNED, returned, strict=False))
-        with self.fw.in_float64():
-            return {
-                name: (_largest(self.fw, relative_error(made, _as_array(reference[name][0]))), reference[name][1])
-                for name, made in named.items()
-            }
+        """The relative error of each result."""
+        return self.errors(reference, dict(zip(RETURNED, returned, strict=False)))
 
-
-def _as_array(x: Any) -> Any:
-    import numpy as np
-
-    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+    def errors(self, reference: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+        return {
+            name: (relative_error(self.fw, made, reference[name][0]), reference[name][1])
+            for name, made in named.items()
+        }
 
 
 def _gathered(fw: Any, x: Any) -> Any:
@@ -102,21 +98,12 @@ def _scattered(fw: Any, x: Any) -> Any:
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _largest(fw: Any, error: float) -> float:
-    if fw.NAME == "jax":
-        return error
-    import torch
-    import torch.distributed as dist
-
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return float(torch.tensor(errors).max())  # NaN if one is
-
-
 def _make_torch(fw: Any, case: cases.BenchCase, device: str, dtype: str) -> Problem:
     import torch.distributed as dist
 
     ranks, own = dist.get_world_size(), dist.get_rank()
+    if odd := [name for name, size in sizes_of(case).items() if size % ranks]:
+        raise ValueError(f"{', '.join(odd)} of {case.name} are not a multiple of {ranks} ranks")
     normal = fw.drawer(device)
     rows, n, k = case.tokens // ranks, case.n, case.k
     if case.op == GATHER:
@@ -139,29 +126,29 @@ def _make_jax(fw: Any, case: cases.BenchCase, device: str, dtype: str) -> Proble
     return Problem(case, device, mesh().size, x, weight, g)
 
 
-@contextmanager
-def _ranks(device: str) -> Iterator[bool]:
-    import torch.distributed as dist
-
-    from onchip.ops.collective_matmul.torch_checks import session
-
-    with session(device):
-        yield dist.get_rank() == 0
-
-
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _implementations(fw: Any) -> tuple[Implementation, ...]:
-    own, peer = (_torch_own, _torch_peer) if fw.NAME == "torch" else (_jax_own, _jax_peer)
-    name = "torch, one collective" if fw.NAME == "torch" else "XLA all_gather, psum_scatter"
+def _ranks(problem: Problem, mode: str) -> dict[str, Any]:
+    return {"ranks": problem.ranks}
 
-    def ranks(problem: Problem, mode: str) -> dict[str, Any]:
-        return {"ranks": problem.ranks}
 
+def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
+    made = partial(Implementation, record=_ranks)
+    cuda = gpu_only("torch", ("float32", *NARROW))
     return (
-        Implementation("onchip auto", partial(own, fw), package="onchip", record=ranks),
-        Implementation(name, peer, package=fw.NAME, record=ranks),
+        made("onchip auto", partial(_torch_own, fw), package="onchip"),
+        made("torch, one collective", _one_collective),
+        made("torch, symmetric memory", _symmetric_memory, cuda),
+        made("the collective alone", lambda: _moved, steps=_collective_steps, check=_check_collective),
+    )
+
+
+def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
+    made = partial(Implementation, record=_ranks)
+    return (
+        made("onchip auto", _jax_own, package="onchip"),
+        made("XLA all_gather, psum_scatter", _jax_peer, package="jax"),
     )
 
 
@@ -169,43 +156,41 @@ def _torch_own(fw: Any) -> Callable[..., Any]:
     return lambda op, x, weight: op_in(fw, "collective_matmul", op)(x, weight, None)
 
 
-def _torch_peer() -> Callable[..., Any]:
-    """One collective before the product, or after it; backward has the other one."""
-    import torch
+def _moved(op: str, x: Any) -> Any:
+    """The op's collective: all ranks' rows, or this rank's rows of the sum of all ranks'."""
     import torch.distributed as dist
-    import torch.nn.functional as F
 
     # Their names from PyTorch 2.13 on, and before.
     all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    ranks = dist.get_world_size()
+    out = x.new_empty(len(x) * ranks if op == GATHER else len(x) // ranks, x.shape[1])
+    (all_gather if op == GATHER else reduce_scatter)(out, x.contiguous())
+    return out
 
-    def gathered(x: Any) -> Any:
-        out = x.new_empty(dist.get_world_size() * x.shape[0], x.shape[1])
-        all_gather(out, x.contiguous())
-        return out
 
-    def scattered(x: Any) -> Any:
-        out = x.new_empty(x.shape[0] // dist.get_world_size(), x.shape[1])
-        reduce_scatter(out, x.contiguous())
-        return out
+def _one_collective() -> Callable[..., Any]:
+    """One collective before the product, or after it; backward has the other one."""
+    import torch
+    import torch.nn.functional as F
 
     class Gathered(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
-            return gathered(x)
+            return _moved(GATHER, x)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return scattered(grads[0])
+            return _moved(SCATTER, grads[0])
 
     class Scattered(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
-            return scattered(x)
+            return _moved(SCATTER, x)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return gathered(grads[0])
+            return _moved(GATHER, grads[0])
 
     def run(op: str, x: Any, weight: Any) -> Any:
         return F.linear(Gathered.apply(x), weight) if op == GATHER else Scattered.apply(F.linear(x, weight))
@@ -213,7 +198,70 @@ def _torch_peer() -> Callable[..., Any]:
     return run
 
 
-def _jax_own(fw: Any) -> Callable[..., Any]:
+def _symmetric_memory() -> Callable[..., Any]:
+    """PyTorch's products that are fused with a collective through symmetric memory, each the other's backward."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory  # registers them
+
+    fused: Any = torch.ops.symm_mem
+    group = dist.distributed_c10d._get_default_group().group_name
+
+    def gathered_times(x: Any, b: Any) -> tuple[Any, Any]:
+        whole, (out,) = fused.fused_all_gather_matmul(x.contiguous(), [b], 0, group)
+        return whole, out
+
+    def times_scattered(x: Any, b: Any) -> Any:
+        return fused.fused_matmul_reduce_scatter(x, b, "sum", 0, group)
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            whole, out = gathered_times(x, weight.t())
+            ctx.save_for_backward(whole, weight)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            whole, weight = ctx.saved_tensors
+            return times_scattered(grads[0], weight), grads[0].t() @ whole
+
+    class Scattered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return times_scattered(x, weight.t())
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            x, weight = ctx.saved_tensors
+            whole, grad_x = gathered_times(grads[0], weight)
+            return grad_x, whole.t() @ x
+
+    return lambda op, x, weight: (Gathered if op == GATHER else Scattered).apply(x, weight)
+
+
+# What the collectives of an op return, in forward and then in backward.
+_MOVED = {GATHER: ("gathered", "grad_x"), SCATTER: ("out", "gathered")}
+
+
+def _collective_steps(problem: Problem, moved: Callable[..., Any]) -> Mapping[str, Step]:
+    """What travels with one collective in forward and one in backward; what is added up was computed before."""
+    op, x, weight, g = (problem.case.op, *(a.detach() for a in (problem.x, problem.weight, problem.grad_out)))
+    there, back = (x, g @ weight) if op == GATHER else (x @ weight.t(), g)
+    other = SCATTER if op == GATHER else GATHER
+    return {
+        "forward": lambda: [moved(op, there)],
+        "forward+backward": lambda: [moved(op, there), moved(other, back)],
+    }
+
+
+def _check_collective(reference: Mapping[str, Any], mode: str, returned: Sequence[Any]) -> Any:
+    moved = _MOVED[reference["op"]]
+    return WORLD.errors(reference, dict(zip(moved, returned, strict=False)))
+
+
+def _jax_own() -> Callable[..., Any]:
     from onchip.ops.collective_matmul.jax_checks import whole
 
     return lambda op, x, weight: whole(x, weight, None, op=op, backend="xla")
@@ -235,5 +283,5 @@ def _jax_peer() -> Callable[..., Any]:
     return run
 
 
-TORCH = Benchmark("torch", cases.SUITES, _implementations, _make_torch, session=_ranks)
-JAX = Benchmark("jax", cases.SUITES, _implementations, _make_jax)
+WORLD = Benchmark("torch", cases.SUITES, _torch_implementations, _make_torch)
+JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make_jax)

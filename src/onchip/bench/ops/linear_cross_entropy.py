@@ -5,12 +5,15 @@ token's, and the gradients are those of their mean.  A case's options are passed
 with what it raises.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
-from onchip.bench.benchmark import Benchmark, Problem, cross_entropies, draw_linear
+from onchip.bench.benchmark import Benchmark, Problem, Reference, cross_entropies, draw_linear
 from onchip.bench.peers import (
     IGNORED,
     NARROW,
@@ -31,7 +34,7 @@ from onchip.core.backends import choose_backend
 from onchip.core.sizes import MIB
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
-from onchip.oracle.checks import dtype_name, op_in
+from onchip.oracle.checks import UNIT_ROUNDOFF, dtype_name, op_in
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.mosaic import memory as mosaic_memory
@@ -284,6 +287,179 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
     )
 
 
+# ---------------------------------------------------------------------------------------- a vocabulary that ranks share
+
+
+def _own_part(x: Any) -> Any:
+    """This rank's rows."""
+    import torch.distributed as dist
+
+    return x.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def _make_sharded(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+    """All tokens, and this rank's rows of the weight: every rank draws the same whole."""
+    whole = _make(fw, case, device, dtype)
+    hidden, weight, target = whole.arrays
+    return replace(whole, arrays=(hidden, fw.leaf(_own_part(weight), dtype), target))
+
+
+@dataclass
+class ShardedBenchmark(LossBenchmark):
+    """Of a vocabulary that is sharded over the ranks of the default process group."""
+
+    def plain_steps(self, problem: Problem, function: Loss) -> Mapping[str, Step]:
+        """The steps of a function of hidden [T, H], this rank's weight and target, which is also told where its rows
+        begin in the vocabulary, and how large that is."""
+        import torch.distributed as dist
+
+        vocab = problem.case.vocab
+        start = dist.get_rank() * -(-vocab // dist.get_world_size())
+        return super().plain_steps(problem, partial(function, start=start, vocab=vocab))
+
+    def reference(self, problem: Problem) -> Reference:
+        """That of the whole vocabulary, with this rank's rows of the weight's gradient.
+
+        All peers add up the gradient of hidden in its dtype, and round as often as there are ranks.
+        """
+        import torch.distributed as dist
+
+        dtype = dtype_name(problem.arrays[0].dtype)
+        right = TORCH.reference(TORCH.make_problem(problem.case, problem.device, dtype))
+        bound = math.hypot(right.bounds["grad_hidden"], UNIT_ROUNDOFF[dtype] * dist.get_world_size() ** 0.5)
+        return _with_own_part(replace(right, bounds={**right.bounds, "grad_hidden": bound}), "grad_weight")
+
+
+def _with_own_part(reference: Reference, name: str) -> Reference:
+    return replace(reference, values={**reference.values, name: _own_part(reference.values[name])})
+
+
+def _of_whole_tokens(fw: Any) -> Loss:
+    import torch.distributed as dist
+
+    op = op_in(fw, "linear_cross_entropy")
+
+    def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int, **options: Any) -> Any:
+        return op(
+            hidden, weight, target, vocab_group=dist.group.WORLD, vocab_start=start, vocab_size=vocab, **options
+        )  # fmt: skip
+
+    return loss
+
+
+def _sequence_steps(problem: Problem, loss: Loss) -> Mapping[str, Step]:
+    """Steps of a rank that has its part of the tokens alone."""
+    hidden, weight, target = problem.arrays
+    mine = WORLD.fw.leaf(_own_part(hidden), dtype_name(hidden.dtype))
+    part = replace(problem, arrays=(mine, weight, target))
+    return WORLD.plain_steps(part, partial(loss, hidden_layout="sequence"))
+
+
+def _check_sequence(reference: Reference, mode: str, returned: Sequence[Any]) -> Mapping[str, tuple[float, float]]:
+    return WORLD.check(_with_own_part(reference, "grad_hidden"), mode, returned)
+
+
+def _three_reductions() -> Loss:
+    """What Megatron-LM (arXiv:1909.08053) and torchtitan do: this rank's logits in float32, and all-reduces of their
+    maximum, of the sum of exponentials and of the target's logit; backward all-reduces the gradient of hidden."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional
+
+    class OnEveryRank(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Any) -> Any:
+            return hidden.view_as(hidden)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            gradient = grads[0].contiguous()
+            dist.all_reduce(gradient)
+            return gradient
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Any, target: Any, start: int) -> Any:
+            z = logits.float()
+            top = z.amax(-1)
+            dist.all_reduce(top, op=dist.ReduceOp.MAX)
+            z = z - top[:, None]
+            here = (target >= start) & (target < start + z.shape[1])
+            index = torch.where(here, target - start, 0)[:, None]
+            own = z.gather(1, index)[:, 0] * here
+            dist.all_reduce(own)
+            exponentials = z.exp_()
+            total = exponentials.sum(-1)
+            dist.all_reduce(total)
+            kept = target != IGNORED
+            count = kept.sum()
+            ctx.save_for_backward(exponentials.div_(total[:, None]), index, here, kept / count)
+            ctx.dtype = logits.dtype
+            return ((total.log() - own) * kept).sum() / count
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            softmax, index, here, weight = ctx.saved_tensors
+            gradient = softmax.scatter_add(1, index, -here[:, None].to(softmax.dtype))
+            return gradient.mul_((grads[0] * weight)[:, None]).to(ctx.dtype), None, None
+
+    def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int) -> Any:
+        return Loss.apply(functional.linear(OnEveryRank.apply(hidden), weight), target, start)
+
+    return loss
+
+
+def _liger_sharded() -> Loss:
+    import torch.distributed as dist
+
+    ops = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+    per_token = imported(f"{ops}:LigerFusedLinearScaledCrossEntropyTPFunction.apply")
+
+    def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int) -> Any:
+        return per_token(hidden, weight, target, dist.group.WORLD).sum() / (target != IGNORED).sum()
+
+    return loss
+
+
+def _cce_sharded(filter_eps: str | None) -> Loss:
+    import torch.distributed as dist
+    from cut_cross_entropy import linear_cross_entropy
+    from cut_cross_entropy.vocab_parallel import VocabParallelOptions
+
+    def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int) -> Any:
+        shard = VocabParallelOptions(start, start + len(weight), dist.group.WORLD)
+        return linear_cross_entropy(hidden, weight, target, filter_eps=filter_eps, vocab_parallel_options=shard)
+
+    return loss
+
+
+def _cce_unsharded(device: str, dtype: str) -> str | None:
+    cce = "cut-cross-entropy"
+    if reason := gpu_only(cce, NARROW)(device, dtype):
+        return reason
+    if find_spec("cut_cross_entropy.vocab_parallel") is None:
+        return f"{cce} {metadata.version(cce)} has no vocab_parallel; install it from github.com/apple/ml-cross-entropy"
+    return None
+
+
+def _sharded_implementations(fw: Any) -> Sequence[Implementation]:
+    liger, cce = "liger-kernel", "cut-cross-entropy"
+    own = partial(Implementation, load=partial(_of_whole_tokens, fw), package="onchip")
+    return (
+        own("onchip auto", options={"hidden_layout": "replicated"}),
+        own(
+            "onchip auto, sequence layout",
+            options={"hidden_layout": "sequence"},
+            steps=_sequence_steps,
+            check=_check_sequence,
+        ),
+        Implementation("torch, three all-reduces, float32 logits", _three_reductions),
+        Implementation("liger tensor-parallel", _liger_sharded, gpu_only(liger, ("float32", *NARROW)), package=liger),
+        optional("cut-cross-entropy vocab-parallel", cce, _cce_sharded, _cce_unsharded, filter_eps="high"),
+        optional("cut-cross-entropy vocab-parallel, no filter", cce, _cce_sharded, _cce_unsharded, filter_eps=None),
+    )
+
+
 # ------------------------------------------------------------------------------------------------------ peers in JAX
 
 
@@ -328,4 +504,7 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
 TORCH, JAX = (
     LossBenchmark(framework, cases.SUITES, implementations, _make, cross_entropies, forward=_returned)
     for framework, implementations in (("torch", _torch_implementations), ("jax", _jax_implementations))
+)
+WORLD = ShardedBenchmark(
+    "torch", cases.WORLD_SUITES, _sharded_implementations, _make_sharded, cross_entropies, forward=_returned
 )

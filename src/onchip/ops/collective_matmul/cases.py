@@ -81,9 +81,13 @@ def _both(name: str, tokens: int, hidden: int, wide: int) -> tuple[BenchCase, Be
     )
 
 
-# What `onchip bench` runs: gate and up in one.
+# What `onchip bench` runs: gate and up in one; "world" has one of them.
 SUITES = {
     "cpu": _both("cpu", 384, 192, 768),
+    "world": (
+        *_both("llama3.1-8b-t8192", 8192, 4096, 14336),
+        *_both("llama3.1-70b-t16384", 16384, 8192, 28672),
+    ),
     "cuda": (
         *_both("llama3.1-8b", 8192, 4096, 28672),
         *_both("llama3.1-70b", 8192, 8192, 57344),

@@ -58,6 +58,9 @@ USERS = (
     _timed("qwen3-4b-t16384", 16384, 2560, 151936),
     _timed("gemma3-1b-t8192", 8192, 1152, 262144),
 )
+# Of vocabularies that ranks share.
+WORLD = (_timed(f"{LLAMA}-t8192", 8192, *MODELS[LLAMA]), _timed("gemma3-4b-t8192", 8192, *MODELS["gemma3-4b"]))
+WORLD_SUITES = {"cpu": (_timed("cpu-world", 512, 256, 8192),), "world": WORLD}
 # What `onchip bench` runs.
 SUITES = {
     "cpu": (_timed("cpu", 4096, 1024, 32768),),
@@ -66,6 +69,7 @@ SUITES = {
         *(_timed(f"tokens-{t}", t, 512, 16384) for t in (256, 512, 1024, 2048, 4096)),
     ),
     "users": USERS,
+    "world": WORLD,
     "cuda": (
         *MODEL_CASES,
         _timed(f"{LLAMA}-half-ignored", 4096, *MODELS[LLAMA], ignored=0.5),

@@ -1,0 +1,195 @@
+"""The ranks of `onchip bench --world`: started by torchrun's launcher, one process a GPU by NCCL, or gloo's on the CPU.
+
+Each rank runs the harness; the first prints what it finds, and hands it to the process that started them.
+"""
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
+from time import sleep
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from onchip.bench import harness, report
+from onchip.bench.world import Alone
+
+T = TypeVar("T")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# Of a collective whose other ranks have left it; what ranks tell each other waits for that, and longer.
+TIMEOUT, LONGER = timedelta(minutes=5), timedelta(minutes=15)
+
+
+class RankFailed(Exception):
+    """A rank has ended with an error, and the others with it."""
+
+
+@dataclass(frozen=True)
+class Ranks(Alone):
+    """This rank among others."""
+
+    words: dist.ProcessGroup
+    """A group of its own for what ranks tell each other, which no collective of a step can disturb."""
+    token: Tensor
+    """On the device: when all ranks have added it up, all are there."""
+
+    def every(self, value: T) -> list[T]:
+        said: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(said, value, group=self.words)
+        except RuntimeError as error:
+            # A rank is lost: its error is the one to show, and this process will be ended.
+            sleep(60)
+            raise SystemExit(f"a rank is lost: {error}") from None
+        return said
+
+    def together(self, work: Callable[[], T]) -> T:
+        failure: Exception | None = None
+        try:
+            made = work()
+        except Exception as error:
+            failure = error
+        said = self.every(failure and harness.one_line(failure))
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # its frames would keep themselves, and a step's tensors, alive
+        for rank, words in enumerate(said):
+            if words is not None:
+                raise RuntimeError(f"rank {rank}: {words}")
+        return made
+
+    def time(self, time_once: Callable[..., float], step: Any, device: str) -> float:
+        return max(self.every(self.together(lambda: time_once(step, device, self.in_step))))
+
+    def in_step(self) -> None:
+        """Wait for the other ranks: on the CPU this process does, on CUDA the device."""
+        dist.all_reduce(self.token)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """The process group of the ranks that a launcher has started, with each rank on its device."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(BACKENDS[device], timeout=TIMEOUT)
+    try:
+        words = dist.new_group(backend="gloo", timeout=LONGER)
+        yield Ranks(words, torch.zeros(1, device=device))
+    finally:
+        dist.destroy_process_group()
+
+
+def launch(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run work(*arguments), a function of a module, in so many processes, which a process group can be made of.
+
+    Raises:
+        RankFailed: a rank has raised or died; the others were ended.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM; all were ended.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="onchip",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    with _own_signals_and_no_logs():
+        try:
+            elastic_launch(config, _as_rank)(work, arguments)
+        except SignalException:
+            raise KeyboardInterrupt from None
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            said: Any = failure.message
+            words = said["message"] if isinstance(said, dict) else said  # what it raised, or what ended it
+            raise RankFailed(f"rank {rank} failed: {words.splitlines()[0]}") from None
+
+
+def _as_rank(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all processes; the one that started them tells of it
+    work(*arguments)
+
+
+@contextmanager
+def _own_signals_and_no_logs() -> Iterator[None]:
+    """The launcher puts handlers of signals in the place of others, and logs what it raises."""
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_cases(op: str, ranks: int, *, implementations: list[str], console: Console, **options: Any) -> harness.Outcome:
+    """As `harness.run_cases`, of the op's `WORLD`, in so many processes; what they had found when they ended early is
+    there too."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        given = {"implementations": implementations, **options}
+        failure = None
+        try:
+            launch(ranks, _run_rank, op, given, console.stderr, str(path))
+        except (KeyboardInterrupt, RankFailed) as error:
+            failure = error
+        found = msgspec.json.decode(path.read_bytes()) if path.exists() else {"done": 0}
+    outcome = msgspec.convert({name: x for name, x in found.items() if name != "done"}, harness.Outcome)
+    if failure is not None:
+        outcome.failure = str(failure) or None
+        outcome.stop(options["cases"][found["done"] :])
+    return outcome
+
+
+def _run_rank(op: str, options: Mapping[str, Any], stderr: bool, path: str) -> None:
+    """The harness in this rank; the first writes to `path` what is found, case by case."""
+    target: harness.Op = resolve_name(f"onchip.bench.ops.{op}:WORLD")
+    by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
+    device = options["device"]
+    if device == "cpu":
+        torch.set_num_threads(torch.get_num_threads() // int(os.environ["WORLD_SIZE"]) or 1)
+    with joined(device) as world:
+        first, done = dist.get_rank() == 0, 0
+        console = Console(stderr=stderr, quiet=not first)
+
+        def show(rows: Any, outcome: harness.Outcome) -> None:
+            nonlocal done
+            done += 1
+            if first:
+                report.print_rows([vars(row) for row in rows], console)
+                whole = Path(f"{path}.part")
+                whole.write_text(json.dumps({"done": done, **outcome.as_json()}))
+                whole.replace(path)
+
+        harness.run_cases(
+            op,
+            target,
+            **{**options, "implementations": [by_name[name] for name in options["implementations"]]},
+            console=console,
+            show=show,
+            world=world,
+        )
