@@ -366,14 +366,14 @@ def calls(hidden, sizes, rank, *, whole=False):
     _, weight, bias = layer()
     own, given = (slice(None), {}) if whole else (cut(sizes, rank), taken({}, sizes, rank))
     weight, bias, teacher = weight[own], bias[own], weight.flip(0)[own].contiguous()
-    target, ids = labels(), several_ids()
+    target, ids, module = labels(), several_ids(), LinearCrossEntropyLoss(label_smoothing=0.1)
 
     def logits(hidden):
         return torch.nn.functional.linear(hidden, weight)
 
     return {
         "linear_cross_entropy": lambda h: linear_cross_entropy(h, weight, target, bias, z_loss=0.1, **given),
-        "module": lambda h: LinearCrossEntropyLoss(label_smoothing=0.1)(h, weight, target, **given),
+        "module": lambda h: module(h, weight, target, **given),
         "linear_log_probs": lambda h: sum(
             x.sum() for x in linear_log_probs(h, weight, ids, entropy=True, lse=True, **given)[:3]
         ),
