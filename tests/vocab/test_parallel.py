@@ -352,7 +352,7 @@ def dtensors(rank, ranks):
     for wrong, match in (
         (
             {"weight": distribute_tensor(weight, mesh, [Replicate()])},
-            "weight is a DTensor with placement .* must be Shard",
+            "weight is a DTensor with placement .*, and must be Shard",
         ),
         ({"weight": distribute_tensor(weight, mesh, [Shard(1)])}, r"must be Shard\(0\)"),
         ({"hidden": distribute_tensor(hidden, mesh, [Shard(2)])}, "hidden is a DTensor .* must be Replicate"),
