@@ -244,8 +244,8 @@ def _local_weight(op: str, name: str, x: Any, dim: int) -> Tensor:
     dim %= x.ndim
     if not placement.is_shard(dim) or type(placement).__name__ != "Shard":
         raise ValueError(
-            f"{op}: {name} is a DTensor with placement {placement}, and must be Shard({dim}), the vocabulary's dimension: "
-            f"pass {name}.full_tensor() and all else as plain tensors, or "
+            f"{op}: {name} is a DTensor with placement {placement}, and must be Shard({dim}), the vocabulary's "
+            f"dimension: pass {name}.full_tensor() and all else as plain tensors, or "
             f"{name}.redistribute(placements=[Shard({dim})])"
         )
     local: Tensor = x.to_local()
