@@ -244,8 +244,9 @@ def _local_weight(op: str, name: str, x: Any, dim: int) -> Tensor:
     dim %= x.ndim
     if not placement.is_shard(dim) or type(placement).__name__ != "Shard":
         raise ValueError(
-            f"{op}: {name} is a DTensor with placement {placement}; it must be Shard({dim}), the vocabulary's "
-            f"dimension: {name}.redistribute(placements=[Shard({dim})]), or {name}.full_tensor() with all else local"
+            f"{op}: {name} is a DTensor with placement {placement}, and must be Shard({dim}), the vocabulary's "
+            f"dimension: pass {name}.full_tensor() and all else as plain tensors, or "
+            f"{name}.redistribute(placements=[Shard({dim})])"
         )
     local: Tensor = x.to_local()
     return local
@@ -288,7 +289,7 @@ def _sequence_dim(op: str, name: str, x: Tensor, tokens: Any, ranks: int) -> int
     ]
     if not found:
         raise ValueError(
-            f"{op}: {name} has shape {list(x.shape)}, but hidden_layout='sequence' with {ranks} ranks needs a "
-            f"{ranks}th of all tokens, whose shape is {list(whole)}, in one dimension"
+            f"{op}: {name} has shape {list(x.shape)}, but hidden_layout='sequence' with {ranks} ranks needs one of "
+            f"{ranks} equal parts of all tokens, whose shape is {list(whole)}, in one dimension"
         )
     return found[0]

@@ -326,7 +326,7 @@ def _require_whole(op: str, weight: Tensor) -> None:
         raise RuntimeError(
             f"{op}: the head's weight isn't here as a whole; it is sharded, as FSDP's are outside of forward.  Call "
             "this inside the forward of the module that FSDP wraps; or make the head an LMHead.from_linear(head) "
-            "before, and wrap it by itself"
+            "before, and wrap it by itself.  Under tensor parallelism call an LMHead with vocab_group"
         )
 
 
