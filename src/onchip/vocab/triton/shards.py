@@ -133,5 +133,6 @@ def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
-# How an op whose kept fields are `call`, `saved` and others registers that weight's gradient is made in place.
-IN_PLACE: dict[str, Any] = setup.IN_PLACE | {"fake_gradients": fake_gradients, "collect": collect}
+# How an op whose kept fields are `call`, `saved` and others registers that weight's gradient is made in place.  It does
+# more than launch: ranks exchange.
+IN_PLACE: dict[str, Any] = setup.IN_PLACE | {"fake_gradients": fake_gradients, "collect": collect, "launches": False}
