@@ -87,8 +87,8 @@ def launch_ids(
     options: Any,
     **more: Any,
 ) -> None:
-    """Launch a kernel of onchip.vocab.rows.triton for several ids; `more` are its other arguments."""
-    from onchip.vocab.rows import triton as triton_rows
+    """Launch a kernel of onchip.vocab.rows.ids; `more` are its other arguments."""
+    from onchip.vocab.rows import ids as id_kernels
 
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     tokens = shape.numel()
@@ -121,10 +121,10 @@ def launch_ids(
         "BLOCK": 256,
     }
     if kernel == "write_ids":
-        Launch(triton_rows.write_ids, (-(-ids.numel() // 256),), arguments | more).run()
+        Launch(id_kernels.write_ids, (-(-ids.numel() // 256),), arguments | more).run()
         return
     grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
-    Launch(getattr(triton_rows, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+    Launch(getattr(id_kernels, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
 
 
 def _unit(logits: Tensor, out: Tensor | None, rows: dict[str, int]) -> tuple[int, int]:

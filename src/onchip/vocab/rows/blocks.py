@@ -1,0 +1,67 @@
+"""What the kernels of rows of logits have in common: where a row begins, and its tiles.
+
+A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows are aligned to that; LANES of these, one for
+each thread; and that R times.  Running sums are kept lane by lane, [LANES], so warps meet only at the end of a row.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.kernels.triton.maths import tanh
+
+# The logarithm of what is as good as 0: finite, so that its product with 0 is 0.
+NOTHING = tl.constexpr(-1e30)
+
+
+@triton.jit
+def row_start(row, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
+    """Where a row begins, its number being (i, j) in two leading dimensions of which the last has size `inner`.
+
+    The strides count UNIT elements: so the compiler knows that rows begin at multiples of so many.
+    """
+    i, j = tl.cast(row // inner, tl.int64), tl.cast(row % inner, tl.int64)
+    return (i * outer_stride + j * inner_stride) * UNIT
+
+
+@triton.jit
+def lanes_of(LANES: tl.constexpr, UNIT: tl.constexpr):
+    """[1, LANES, 1]: where the elements of a lane begin in a tile."""
+    return (tl.arange(0, LANES) * UNIT)[None, :, None]
+
+
+@triton.jit
+def steps_of(SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):
+    """[R, 1, UNIT]: how far a lane's elements are from its first one; constants, as far as a thread is concerned."""
+    return (tl.arange(0, SIZE // (LANES * UNIT)) * (LANES * UNIT))[:, None, None] + tl.arange(0, UNIT)[None, None, :]
+
+
+@triton.jit
+def read_tile(
+    row, stride, first, V,
+    SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """SIZE logits of a row from column `first` on; 0 from V on."""
+    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    at = row + (first + lanes + steps).to(tl.int64) * stride
+    if MASKED:
+        raw = tl.load(at, mask=steps < V - first - lanes, other=0.0, eviction_policy=POLICY)
+    else:
+        raw = tl.load(at, eviction_policy=POLICY)
+    return raw
+
+
+@triton.jit
+def squash(raw, inner_scale):
+    x = raw.to(tl.float32)
+    return x if inner_scale is None else tanh(x * inner_scale)
+
+
+@triton.jit
+def clear_row(row, stride, loops, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):
+    """Zeros in a row of the gradient."""
+    steps, lanes = steps_of(TILE, LANES, UNIT), lanes_of(LANES, UNIT)
+    zeros = tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty)
+    for i in range(loops):
+        tl.store(row + (i * TILE + lanes + steps).to(tl.int64) * stride, zeros)
+    first = loops * TILE
+    tl.store(row + (first + lanes + steps).to(tl.int64) * stride, zeros, mask=steps < V - first - lanes)

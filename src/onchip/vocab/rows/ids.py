@@ -1,0 +1,313 @@
+"""The Triton kernels of log_probs: log-probabilities of several ids of each row of logits, and their gradient.
+
+Programs, rows and tiles are as in triton.py.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.kernels.triton.maths import LOG2E, LOWEST, log1p
+from onchip.vocab.rows.blocks import NOTHING, clear_row, lanes_of, read_tile, row_start, squash, steps_of
+
+# An exponential above this, and below the next, is the largest one alone.
+_LEADING = tl.constexpr(0.75)
+_NO_COLUMN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _follow(
+    raw,  # [R, LANES, UNIT]: the logits from column `first` on
+    first,
+    V,
+    k2,
+    inner_scale,
+    reference,
+    top,  # [LANES] largest x
+    total,  # [LANES] sum of exp(z - z of top)
+    below,  # [LANES] the same without those above _LEADING
+    moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e)
+    column,  # [LANES] the first with the largest x
+    offsets,  # [LANES] sum of x - reference
+    squares,  # [LANES] sum of exp(z - z of top)**2
+    squares_below,  # [LANES] the same without those above _LEADING
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    TOP1: tl.constexpr,
+    MEAN: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    """The running sums with another tile in them."""
+    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    x = squash(raw, inner_scale)
+    if MEAN:
+        offset = x - reference
+        if MASKED:
+            offset = tl.where(steps >= V - first - lanes, 0.0, offset)
+        offsets += tl.sum(tl.sum(offset, 2), 0)
+    if MASKED:
+        x = tl.where(steps >= V - first - lanes, float("-inf"), x)
+    tile_top = tl.max(tl.max(x, 2), 0)
+    if TOP1:
+        at = tl.where(x == tile_top[None, :, None], first + lanes + steps, _NO_COLUMN)
+        column = tl.where(tile_top > top, tl.min(tl.min(at, 2), 0), column)
+    new_top = tl.maximum(top, tile_top)
+    drop = tl.maximum((top - new_top) * k2, NOTHING)
+    decay = tl.exp2(drop)
+    d = (x - new_top[None, :, None]) * k2
+    e = tl.exp2(d)
+    if ENTROPY:
+        # p log p is 0 at p = 0, and 0 * -inf is not.
+        moments = decay * (moments + total * drop) + tl.sum(tl.sum(e * tl.maximum(d, NOTHING), 2), 0)
+    # What was largest so far is below the new one.
+    below = tl.where(drop < 0, total, below) * decay + tl.sum(tl.sum(tl.where(e > _LEADING, 0.0, e), 2), 0)
+    total = total * decay + tl.sum(tl.sum(e, 2), 0)
+    if SQUARES:
+        squares_below = tl.where(drop < 0, squares, squares_below) * (decay * decay)
+        squares_below += tl.sum(tl.sum(tl.where(e > _LEADING, 0.0, e * e), 2), 0)
+        squares = squares * (decay * decay) + tl.sum(tl.sum(e * e, 2), 0)
+    return new_top, total, below, moments, column, offsets, squares, squares_below
+
+
+@triton.jit
+def log_probs(
+    logits,  # [T, V] in rows of any place, the columns of stride logits_stride
+    ids,  # [T, K] int64
+    kept,  # [T] int32: 0 where all ids are ignored
+    temperature,  # [T] float32
+    log_prob,  # [T, K] float32 out; 0 for ignored ids, NaN for those out of range
+    lse,  # [T] float32 out, and so on; 0 for tokens whose ids are all ignored
+    entropy,
+    mean,  # of the logits under their softmax, with the entropy
+    top1,  # [T] int64 out: the first largest logit; -1 for such tokens, and where all logits are -inf
+    mean_logits,  # [T] float32 out: their plain mean
+    log_sum_sq_probs,  # [T] float32 out: log(sum(p**2))
+    T,
+    K,
+    V_units,  # V / UNIT
+    loops,  # full tiles before the last one
+    ignore_index,
+    inner,  # rows of an outer one: see row_start
+    logits_outer,  # strides of rows in units of UNIT elements
+    logits_inner,
+    logits_stride,  # of columns, in elements
+    inner_scale,  # of the logits before tanh, with a softcap
+    outer_scale,  # of what comes after, but for the temperature
+    LOOP: tl.constexpr,  # whether loops > 0
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The softmax of each row, read once, and the log-probabilities of its ids."""
+    V = V_units * UNIT
+    several = tl.arange(0, BLOCK_K)
+    for row in range(tl.program_id(0), T, tl.num_programs(0)):
+        own = tl.cast(row, tl.int64) * K
+        if tl.load(kept + row) == 0:
+            tl.store(lse + row, 0.0)
+            if entropy is not None:
+                tl.store(entropy + row, 0.0)
+                tl.store(mean + row, 0.0)
+            if top1 is not None:
+                tl.store(top1 + row, tl.cast(-1, tl.int64))
+            if mean_logits is not None:
+                tl.store(mean_logits + row, 0.0)
+            if log_sum_sq_probs is not None:
+                tl.store(log_sum_sq_probs + row, 0.0)
+            for start in range(0, K, BLOCK_K):
+                tl.store(log_prob + own + start + several, tl.zeros([BLOCK_K], tl.float32), mask=start + several < K)
+        else:
+            from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
+            k = outer_scale
+            if temperature is not None:
+                k = k / tl.load(temperature + row)
+            k2 = k * LOG2E
+            reference = 0.0
+            if mean_logits is not None:
+                # Sums relative to a logit of the row keep their digits, if that is a number.
+                reference = squash(tl.load(from_row), inner_scale)
+                reference = tl.where((reference > LOWEST) & (reference < -LOWEST), reference, 0.0)
+
+            top = tl.full([LANES], LOWEST, tl.float32)
+            totals = tl.zeros([LANES], tl.float32)
+            belows = tl.zeros([LANES], tl.float32)
+            moments = tl.zeros([LANES], tl.float32)
+            columns = tl.full([LANES], _NO_COLUMN, tl.int32)
+            offsets = tl.zeros([LANES], tl.float32)
+            squares = tl.zeros([LANES], tl.float32)
+            squares_below = tl.zeros([LANES], tl.float32)
+            if LOOP:
+                for i in tl.range(0, loops, num_stages=STAGES):
+                    raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
+                    top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
+                        raw, i * TILE, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
+                        squares, squares_below,
+                        TILE, LANES, UNIT, False, entropy is not None, top1 is not None, mean_logits is not None,
+                        log_sum_sq_probs is not None,
+                    )  # fmt: skip
+            first = loops * TILE
+            last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
+            top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
+                last, first, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
+                squares, squares_below,
+                TILE, LANES, UNIT, True, entropy is not None, top1 is not None, mean_logits is not None,
+                log_sum_sq_probs is not None,
+            )  # fmt: skip
+
+            best = tl.max(top, 0)
+            drop = tl.maximum((top - best) * k2, NOTHING)
+            decay = tl.exp2(drop)
+            total = tl.sum(totals * decay, 0)
+            below = tl.sum(tl.where(drop < 0, totals, belows) * decay, 0)
+            # log1p where one logit leads: there its own log-probability is small, and 1 + below would round it away.
+            leads = (total > 0.5) & (total < 1.5)
+            log_total = tl.where(leads, log1p(below), tl.log(total))
+            tl.store(lse + row, best * k + log_total)
+            if entropy is not None:
+                offset = tl.sum(decay * (moments + totals * drop), 0) / (total * LOG2E)
+                tl.store(entropy + row, log_total - offset)
+                tl.store(mean + row, best * k + offset)
+            if top1 is not None:
+                column = tl.min(tl.where(top == best, columns, _NO_COLUMN), 0)
+                tl.store(top1 + row, tl.where(column == _NO_COLUMN, -1, column).to(tl.int64))
+            if mean_logits is not None:
+                tl.store(mean_logits + row, (reference + tl.sum(offsets, 0) / V) * k)
+            if log_sum_sq_probs is not None:
+                square = tl.sum(squares * decay * decay, 0)
+                square_below = tl.sum(tl.where(drop < 0, squares, squares_below) * decay * decay, 0)
+                log_square = tl.where(leads, log1p(square_below), tl.log(square))
+                tl.store(log_sum_sq_probs + row, log_square - 2 * log_total)
+
+            for start in range(0, K, BLOCK_K):
+                there = start + several < K
+                label = tl.load(ids + own + start + several, mask=there, other=0)
+                good = (label >= 0) & (label < V) & (label != ignore_index)
+                x = tl.load(from_row + tl.where(good, label, 0) * logits_stride, mask=there & good, other=0.0)
+                value = (squash(x, inner_scale) - best) * k - log_total
+                value = tl.where(label == ignore_index, 0.0, tl.where(good, value, float("nan")))
+                tl.store(log_prob + own + start + several, value, mask=there)
+
+
+@triton.jit
+def _write_statistics(
+    row,  # of the gradient, contiguous
+    raw,  # [R, LANES, UNIT]: the logits from column `first` on
+    first,
+    V,
+    k,
+    inner_scale,
+    center,
+    width,  # None: the entropy has no upstream gradient
+    factor,
+    entropy_row,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The gradient of a tile's logits, but for the ids' own entries."""
+    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    x = squash(raw, inner_scale)
+    if width is None:
+        g = tl.exp2(x * (k * LOG2E) - center * LOG2E) * factor
+    else:
+        offset = x * k - center
+        # exp of -128 is 0 in float32, and 0 * -inf is not.
+        g = tl.exp2((offset - width) * LOG2E) * (factor + entropy_row * tl.maximum(offset, -128.0))
+    if inner_scale is not None:
+        g *= 1 - x * x
+    at = row + (first + lanes + steps)
+    g = g.to(row.dtype.element_ty)
+    if MASKED:
+        tl.store(at, g, mask=steps < V - first - lanes, eviction_policy="evict_first")
+    else:
+        tl.store(at, g, eviction_policy="evict_first")
+
+
+@triton.jit
+def log_prob_gradients(
+    logits,  # as in `log_probs`
+    kept,
+    temperature,
+    center,  # [T] float32: the mean logit where the entropy has an upstream gradient, else lse
+    width,  # [T] float32: the entropy, if it has one
+    factor,  # [T] float32: what p is multiplied by
+    entropy_row,  # [T] float32: and p (z - mean), if the entropy has an upstream gradient
+    out,  # [T, V] out, contiguous
+    T,
+    V_units,
+    loops,
+    inner,
+    logits_outer,
+    logits_inner,
+    logits_stride,
+    inner_scale,
+    outer_scale,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The gradient of each row of logits but for its ids' entries; zeros for tokens whose ids are all ignored."""
+    V = V_units * UNIT
+    for row in range(tl.program_id(0), T, tl.num_programs(0)):
+        into = out + tl.cast(row, tl.int64) * V
+        if tl.load(kept + row) == 0:
+            clear_row(into, 1, loops, V, TILE, LANES, UNIT)
+        else:
+            from_row = logits + row_start(row, inner, logits_outer, logits_inner, UNIT)
+            k = outer_scale
+            if temperature is not None:
+                k = k / tl.load(temperature + row)
+            row_center, row_factor = tl.load(center + row), tl.load(factor + row)
+            row_width, by_entropy = None, None
+            if width is not None:
+                row_width, by_entropy = tl.load(width + row), tl.load(entropy_row + row)
+            for i in tl.range(0, loops, num_stages=STAGES):
+                raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
+                _write_statistics(
+                    into, raw, i * TILE, V, k, inner_scale, row_center, row_width, row_factor, by_entropy,
+                    TILE, LANES, UNIT, False,
+                )  # fmt: skip
+            first = loops * TILE
+            last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
+            _write_statistics(
+                into, last, first, V, k, inner_scale, row_center, row_width, row_factor, by_entropy,
+                TILE, LANES, UNIT, True,
+            )  # fmt: skip
+
+
+@triton.jit
+def write_ids(
+    logits,  # as in `log_probs`
+    ids,
+    at_ids,  # [T, K] float32: the ids' entries of the gradient; of an id that occurs twice the same
+    out,  # [T, V] out, contiguous
+    T,
+    K,
+    V_units,
+    ignore_index,
+    inner,
+    logits_outer,
+    logits_inner,
+    logits_stride,
+    inner_scale,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The ids' own entries, over what `log_prob_gradients` wrote there."""
+    V = V_units * UNIT
+    i = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = i < tl.cast(T, tl.int64) * K
+    label, row = tl.load(ids + i, mask=there, other=-1), i // K
+    good = there & (label >= 0) & (label < V) & (label != ignore_index)
+    g = tl.load(at_ids + i, mask=good, other=0.0)
+    if inner_scale is not None:
+        start = row_start(row, inner, logits_outer, logits_inner, UNIT)
+        x = squash(tl.load(logits + start + label * logits_stride, mask=good, other=0.0), inner_scale)
+        g *= 1 - x * x
+    tl.store(out + row * V + label, g.to(out.dtype.element_ty), mask=good)
