@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -423,21 +422,14 @@ def test_four_processes_and_compiled(tmp_path):
 
 
 @pytest.mark.slow
-def test_commands_under_torchrun(tmp_path):
-    """`onchip check` and `onchip bench` take the processes that there are; the first of these writes a file."""
+def test_the_check_under_torchrun():
+    """It takes the processes that there are."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    of_check = ["-m", "onchip", "check", "collective_matmul", "--framework", "torch", "--device", "cpu"]
-    of_bench = ["-m", "onchip", "bench", "collective_matmul", "--framework", "torch", "--device", "cpu"]
-    for command in (of_check, [*of_bench, "--repeats", "1", "--out", str(tmp_path)]):
-        done = subprocess.run([*torchrun, *command], env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        if command is of_check:
-            assert done.stdout.count("comparisons are within their bounds") == 2
-    (found,) = tmp_path.glob("*.json")
-    rows = json.loads(found.read_text())["rows"]
-    assert {(row["config"]["ranks"], row["ok"]) for row in rows} == {(2, True)}
-    assert len(rows) == 8
+    command = ["-m", "onchip", "check", "collective_matmul", "--framework", "torch", "--device", "cpu"]
+    done = subprocess.run([*torchrun, *command], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("comparisons are within their bounds") == 2
 
 
 def test_a_part_is_given_back():
