@@ -39,7 +39,7 @@ from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Outputs, Weights, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, Weights, asked_by, gradient_of_loss, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 
@@ -530,11 +530,8 @@ def _save(call: Call, made: TorchOutputs) -> Kept:
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
     assert grad_loss is not None
-    tokens, vocab = call.tokens(check_values=False), call.weight.shape[0]
-    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
-    lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
-    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], vocab, tokens.kept, tokens.classes)
+    tokens = call.tokens(check_values=False)
+    gradient, grad_scale = gradient_of_loss(call, tokens, grad_loss, kept.lse, kept.log_prob)
     config = call.plan("recompute", tokens)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 

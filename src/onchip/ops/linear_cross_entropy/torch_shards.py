@@ -13,7 +13,7 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import parallel
-from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss
 from onchip.vocab.triton import shards
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
@@ -64,10 +64,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
-    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
-    lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
-    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], call.vocab, tokens.kept, tokens.classes)
+    gradient, grad_scale = gradient_of_loss(call, tokens, grad_loss, kept.lse, kept.log_prob)
     return parallel.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out)
 
 

@@ -146,6 +146,21 @@ def factor_to_product(tokens: Ids, options: Any) -> Tensor | float:
     return scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
 
 
+def gradient_of_loss(
+    call: Any,  # of a cross-entropy of a layer
+    tokens: Tokens,
+    grad_loss: Tensor,
+    lse: Tensor,  # [...] of all tokens, as forward made them
+    log_prob: Tensor,
+) -> tuple[TokenGradient, Tensor | None]:
+    """The gradient of these tokens' logits for the upstream gradient, and the factor for float16 that is in it."""
+    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
+    row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
+    lse, log_prob = (tokens.take(x.reshape(-1)) for x in (lse, log_prob))
+    made = loss_gradient(call.options, row, lse, log_prob[:, None], call.vocab, tokens.kept, tokens.classes)
+    return made, grad_scale
+
+
 def loss_gradient(
     options: Any,
     row: Tensor,  # [n]
