@@ -3,7 +3,7 @@
 Calls with the same options and with tensors of the same shapes, strides, dtypes and alignments launch the same kernels
 with the same numbers; only addresses differ.  The first such call runs as it is, the second is recorded, and later
 ones run the recording: a generated Python function of one line for each allocation, operator and launch.  At T=32768
-H4096 V128256 `linear_cross_entropy` launches 173 kernels; deciding on them takes several times as long as launching.
+H4096 V128256 `linear_cross_entropy` launches 167 kernels; deciding on them takes several times as long as launching.
 
 A recorder sees every operator of PyTorch by a dispatch mode, and every kernel because what launches one tells it
 (`recorder`).  Memory that it saw neither as an argument nor as a result of an operator, and operators whose result is a

@@ -1,0 +1,157 @@
+"""linear_cross_entropy for PyTorch on its own matrix products: the operators of backend 'torch'.
+
+'recompute' makes the gradients in backward, from logits that it computes again; 'stash' makes them in forward, for an
+upstream gradient of 1.  What is computed is in `vocab.torch`.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_autograd import is_plain_one, scale_stash
+from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss, loss_gradient, scaled_rows
+from onchip.vocab.torch.softmax import TokenGradient
+
+
+class Stash(NamedTuple):
+    """The gradients in the dtype of sums for an upstream gradient of 1; None: not wanted, or not made in forward."""
+
+    grad_hidden: Tensor | None = None
+    grad_weight: Tensor | None = None
+    grad_bias: Tensor | None = None
+
+
+class TorchOutputs(NamedTuple):
+    """What both operators return."""
+
+    out: Outputs
+    stash: Stash
+
+
+# 'recompute', and 'forward' where nothing needs a gradient.
+
+
+class Kept(NamedTuple):
+    """What 'recompute' keeps for backward."""
+
+    call: Call
+    lse: Tensor
+    log_prob: Tensor
+
+
+def _forward(call: Call) -> TorchOutputs:
+    tokens = call.tokens(check_values=call.options.check_inputs)
+    config = call.plan("forward", tokens)
+    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options, call.class_weight))
+    return TorchOutputs(Outputs.of(call.options, stats, tokens, call.target.shape), Stash())
+
+
+def _fake(call: Call) -> TorchOutputs:
+    return TorchOutputs(call.empty_outputs(), Stash())
+
+
+def _save(call: Call, made: TorchOutputs) -> Kept:
+    return Kept(call, made.out.lse, made.out.log_prob)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
+    assert grad_loss is not None
+    tokens = call.tokens(check_values=False)
+    gradient, grad_scale = gradient_of_loss(call, tokens, grad_loss, kept.lse, kept.log_prob)
+    config = call.plan("recompute", tokens)
+    return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
+
+
+RECOMPUTED = Operator(
+    "linear_cross_entropy_again",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
+    differentiable=("hidden", "weight", "bias"),
+    adds_to={"weight": "weight_grad_out"},
+)
+
+
+# 'stash'.
+
+
+class KeptStash(NamedTuple):
+    """What 'stash' keeps for backward: neither hidden nor weight, but the target to tell ignored tokens by."""
+
+    stash: Stash
+    target: Tensor
+    weight_grad_out: Tensor | None
+    dtypes: tuple[torch.dtype, ...]  # of hidden, weight and bias
+    reduction: str
+    ignore_index: int
+
+
+def _stash(call: Call) -> TorchOutputs:
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
+
+    def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
+        classes = None if tokens.classes is None else tokens.classes.part(t0, t1)
+        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0], classes=classes)
+
+    config = call.plan("stash", tokens)
+    asked = asked_by(options, call.class_weight)
+    stats, made = walk.stash(call, tokens, config, gradient, asked, grad_scale=grad_scale)
+    return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape), Stash(*made))
+
+
+def _fake_stash(call: Call) -> TorchOutputs:
+    pairs, total = zip((call.hidden, call.weight, call.bias), call.grads, strict=True), accumulator(call.dtype)
+    made = [x.new_empty(x.shape, dtype=total) if x is not None and wanted else None for x, wanted in pairs]
+    return TorchOutputs(call.empty_outputs(), Stash(*made))
+
+
+def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
+    options = call.options
+    return KeptStash(
+        made.stash, call.target, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index
+    )
+
+
+def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
+    """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
+    (grad_loss,) = upstream
+    assert grad_loss is not None
+    factor: Tensor | None = grad_loss
+    if kept.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
+        factor = grad_loss.masked_fill(kept.target == kept.ignore_index, 0)[..., None]
+    elif is_plain_one(grad_loss):
+        factor = None
+    made: list[Tensor | None] = [None] * 3
+    for i, (stashed, dtype) in enumerate(zip(kept.stash, kept.dtypes, strict=True)):
+        if not wanted[i] or stashed is None:
+            continue
+        if i == 1 and kept.weight_grad_out is not None:
+            kept.weight_grad_out.addcmul_(stashed, grad_loss)
+        else:
+            made[i] = scale_stash(stashed, factor, dtype)
+    return made
+
+
+STASHED = Operator(
+    "linear_cross_entropy_at_once",
+    op=OP,
+    forward=_stash,
+    fake=_fake_stash,
+    save=_save_stash,
+    gradients=_scaled_stash,
+    fake_gradients=None,
+    differentiable=("hidden", "weight", "bias"),
+    adds_to={"weight": "weight_grad_out"},
+)
