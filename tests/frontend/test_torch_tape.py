@@ -198,7 +198,7 @@ def test_the_third_call_of_a_kind_is_repeated_and_none_while_another_is_recorded
     assert run() is None
     run()
     assert run() == ["tape"]
-    with torch_tape._told(object()):
+    with torch_tape._recording(object()):
         assert run() is None
     for number in range(1, 70):  # more kinds than are remembered
         run(number)

@@ -57,7 +57,7 @@ class Tape(NamedTuple):
 
 
 class Tapes:
-    """Those of a function of tensors and of numbers, by the kind of its arguments."""
+    """The tapes of one function, by the kind of its arguments."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Tape | str] = {}  # or why there is none
@@ -68,7 +68,7 @@ class Tapes:
 
         `tensors` are all that it reads or writes, `rest` is all else that it depends on.
         """
-        # A CPU computes as long as it decides.  And a tape that runs while another is made would leave nothing on that.
+        # On a CPU deciding takes little of the time.  And a tape that ran inside of a recording would be missing there.
         if recorder() is not None or not next(x for x in tensors if x is not None).is_cuda:
             return None
         key = rest, _kind(tensors)
@@ -105,13 +105,13 @@ def _kind(tensors: Tensors) -> Hashable:
 def record(function: Callable[[], Tensors], tensors: Tensors) -> tuple[Tensors, "Tape | str"]:
     """The results of `function()`, and what repeats it for other tensors of the same kind, or why nothing does."""
     made = Recorder(tensors)
-    with _told(made), made:
+    with _recording(made), made:
         results = function()
     return results, made.finish(results)
 
 
 @contextmanager
-def _told(made: "Recorder") -> Iterator[None]:
+def _recording(made: "Recorder") -> Iterator[None]:
     before, _thread.recorder = recorder(), made
     try:
         yield
@@ -189,11 +189,11 @@ class Recorder(TorchDispatchMode):
         there = all(isinstance(x, Tensor) and x.device == self._device for x in results)
         by_value = bool(_BY_VALUE & {*func.tags})
         if name == "aten::index":  # by numbers it is as large as these
-            by_value = any(_is(x) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+            by_value = any(_is_tensor(x) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
         if not name.startswith("aten::") or by_value or not there:
             self.refuse(f"what {name} makes may depend on values")
             return
-        given = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is(x)}
+        given = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
         fresh = [x.untyped_storage()._cdata not in given for x in results]
         if not any(fresh) and not func._schema.is_mutable:
             return  # a view, which is made where it is used
@@ -204,8 +204,8 @@ class Recorder(TorchDispatchMode):
         elif name == "aten::zero_":  # the method takes half as long
             self._write(f"{self._tensor(args[0])}.zero_()")
         else:
-            keywords = [f"{key}={self._code(value)}" for key, value in kwargs.items()]
-            code = f"{self._constant(func)}({', '.join([*(self._code(x) for x in args), *keywords])})"
+            keywords = [f"{key}={self._with_tensors(value)}" for key, value in kwargs.items()]
+            code = f"{self._constant(func)}({', '.join([*(self._with_tensors(x) for x in args), *keywords])})"
             self._write(f"{', '.join(targets)}{',' if several else ''} = {code}" if any(fresh) else code)
         for target, x, is_new in zip(targets, results, fresh, strict=True):
             if not is_new:
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
                 self._write(f"{target}.zero_()")
 
     def _allocation(self, x: Tensor) -> str:
-        shape, strides = self._code(tuple(x.shape)), self._code(x.stride())
+        shape, strides = self._with_tensors(tuple(x.shape)), self._with_tensors(x.stride())
         kind = f"dtype={self._constant(x.dtype)}, device={self._constant(x.device)}"
         return f"{self._constant(torch.empty_strided)}({shape}, {strides}, {kind})"
 
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
         if self.reason:
             return
         self._uses = set()
-        code = ", ".join([self._number(x) for x in args])
+        code = ", ".join([self._with_addresses(x) for x in args])
         self._write(f"{self._constant(function)}({code})")
 
     def once(self, function: Function, *args: Any) -> Any:
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
         same of the same arguments is made once.
         """
         before, self._uses = self._uses, set()
-        code = f"{self._constant(function)}({', '.join([self._number(x) for x in args])})"
+        code = f"{self._constant(function)}({', '.join([self._with_addresses(x) for x in args])})"
         if code not in self._once and not self.reason:
             name = f"o{len(self._once)}"
             self._write(f"{name} = {code}")
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
         if self.reason:
             return
         self._uses = set()
-        code = f"{self._constant(function)}({', '.join([self._number(x) for x in pieces])})"
+        code = f"{self._constant(function)}({', '.join([self._with_addresses(x) for x in pieces])})"
         name = f"d{len(self._derived)}"
         self._write(f"{name} = {code}")
         self._rows[id(matrix)] = _Code(f"{name}[1]", self._uses)
@@ -296,13 +296,13 @@ class Recorder(TorchDispatchMode):
         self._uses.add(self._all.index(found))
         return found
 
-    def _number(self, x: Any) -> str:
-        """With addresses for tensors."""
+    def _with_addresses(self, x: Any) -> str:
+        """Code for an argument of a launch: addresses for tensors."""
         if isinstance(x, _Code):
             self._uses |= x.uses
             return x.code
         if id(x) in self._derived:
-            return self._number(self._derived[id(x)][1])
+            return self._with_addresses(self._derived[id(x)][1])
         if isinstance(x, Tensor):
             memory = self._known(x)
             if memory is None or x.data_ptr() == 0:
@@ -310,16 +310,16 @@ class Recorder(TorchDispatchMode):
             more = x.data_ptr() - memory.address
             return f"p_{memory.name}{more:+d}" if more else f"p_{memory.name}"
         if isinstance(x, tuple | list):
-            inner = "".join(f"{self._number(y)}, " for y in x)
+            inner = "".join(f"{self._with_addresses(y)}, " for y in x)
             return f"({inner})" if isinstance(x, tuple) else f"[{inner}]"
         return self._plain(x)
 
-    def _code(self, x: Any) -> str:
-        """With tensors for tensors."""
+    def _with_tensors(self, x: Any) -> str:
+        """Code for an argument of an operator: tensors for tensors."""
         if isinstance(x, Tensor):
             return self._tensor(x)
         if isinstance(x, tuple | list):
-            inner = "".join(f"{self._code(y)}, " for y in x)
+            inner = "".join(f"{self._with_tensors(y)}, " for y in x)
             return f"({inner})" if isinstance(x, tuple) else f"[{inner}]"
         return self._plain(x)
 
@@ -328,12 +328,14 @@ class Recorder(TorchDispatchMode):
         if memory is None or memory.geometry == (x.dtype, tuple(x.shape), x.stride(), x.data_ptr()):
             return "None" if memory is None else memory.name
         more = x.data_ptr() - memory.address if x.numel() else 0
-        return f"_view({memory.name}, {self._code((x.dtype, tuple(x.shape), x.stride(), more))})"
+        return f"_view({memory.name}, {self._with_tensors((x.dtype, tuple(x.shape), x.stride(), more))})"
 
     def finish(self, results: Tensors) -> Tape | str:
         """The tape, which returns what the op did; or why there is none."""
         self._uses = set()
-        returned = "".join(f"{'None' if x is None else self._code(x)}, " for x in results) if not self.reason else ""
+        returned = (
+            "".join(f"{'None' if x is None else self._with_tensors(x)}, " for x in results) if not self.reason else ""
+        )
         if self.reason:
             return self.reason
         freed: dict[int, list[str]] = {}
@@ -357,7 +359,7 @@ class _Code:
         self.code, self.uses = code, uses
 
 
-def _is(x: Any) -> bool:
+def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
