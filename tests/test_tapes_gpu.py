@@ -165,13 +165,14 @@ def test_bits_of_other_plans(name, tapes):
 @pytest.mark.parametrize("name", STEPS)
 def test_memory(name, tapes):
     """The peak of a call from a tape is no higher than that of the first."""
+    # Bytes that were asked for: blocks of the allocator's cache may be up to a MiB larger.
     peaks = []
     for _ in range(4):
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()
         _bits(STEPS[name], 1)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
     assert tapes["run"] > 0
     assert peaks[3] <= peaks[0]
 

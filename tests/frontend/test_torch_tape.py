@@ -152,7 +152,7 @@ def test_arguments_that_share_memory():
 
 def test_kinds():
     x = torch.zeros(4, 4)
-    kind = torch_tape._kind
+    kind = torch_tape.kind_of
     assert kind((x, None)) == kind((x.view(4, 4), None))
     same = [x, x.T, x[:3], x.double(), torch.zeros(17)[1:].view(4, 4), None]
     assert len({kind((y,)) for y in same}) == len(same)

@@ -11,7 +11,6 @@ from onchip.fp8.numbers import SCALE_MULTIPLE, Scale, blocks, up
 from onchip.fp8.torch_quantize import FP8, Quantized, empty
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_register import are_plain, inside_operator
-from onchip.frontend.torch_tape import Tapes
 
 
 class QuantizedActivation(NamedTuple):
@@ -126,7 +125,7 @@ def copies_of(
     how = scale, backend, by_block, turned
     if are_plain(x):
         with inside_operator(x):
-            made: Any = _TAPES.run(lambda: _quantize(x, *how), (x,), how) or _quantize(x, *how)
+            made: Any = _quantize(x, *how)
     else:
         made = _quantize_op(x, *how)
     return Copies(*made[:2], *(made[2:] if turned else (None, None)))
@@ -138,9 +137,6 @@ def check_unchanged(op: str, weight: Tensor, copies: Copies, scale: str, backend
     for p, q in zip(again, copies, strict=True):
         if q is not None and not torch.equal(p.view(torch.uint8), q.view(torch.uint8)):
             raise RuntimeError(f"{op}: weight changed after it was quantised; quantise it again")
-
-
-_TAPES = Tapes()
 
 
 def _quantize(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:

@@ -8,7 +8,8 @@ dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's fu
 to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
 `linear_cross_entropy` and `grouped_matmul` end as `Operator.__call__` does, so that they alone are on the stack when
-`forward` runs; the other ops call the operator.
+`forward` runs; the other ops call the operator.  Calls of a kind that was seen before come to `connect` alone
+(torch_repeat.py).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept
-from onchip.frontend.torch_tape import Tapes
+from onchip.frontend.torch_tape import Tapes, recorder
 
 C = TypeVar("C")
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
@@ -32,6 +33,18 @@ Wanted = Sequence[bool]
 """Which gradients are asked for, in the order of the `differentiable` tensors."""
 Made = Sequence[Tensor | None]
 """The gradients, in the same order."""
+
+
+class Saving(NamedTuple):
+    """What autograd's node of a call keeps for backward."""
+
+    tensors: Made
+    rest: Sequence[Any]
+    """All else that `save` selected."""
+    grads: Sequence[bool]
+    """Which of the differentiable tensors need a gradient."""
+    edges: Sequence[int]
+    """Where these are among the node's edges: a tensor that is None has none."""
 
 
 def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
@@ -119,7 +132,9 @@ class Operator(Generic[C, O]):
                 schema=f"({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
             )
             self.backward_op.register_fake(self._fake_gradients)
-        self._tapes = (Tapes(), Tapes()) if self.launches else None  # of forward, of gradients
+        self._differentiable = _fields([self.call.of_tensors[place].path for place in self._places])
+        self._theirs = [name in self.adds_to.values() for name in self.kept.tensors]
+        self._tapes = Tapes() if self.launches else None  # of gradients
         self._node: Any = type(self.name, (_Node,), {})  # a class of its own for its name
 
     def __call__(self, call: C) -> O:
@@ -127,16 +142,8 @@ class Operator(Generic[C, O]):
         if not self.is_plain(call):
             return self.registered(call)
         with inside_operator(_first(self.call.tensors_of(call))):
-            made = self.repeated(call) or self.forward(call)
+            made = self.forward(call)
         return self.attach(call, made)
-
-    def repeated(self, call: C) -> O | None:
-        """The outputs that a tape makes; None where `forward` is to run."""
-        if self._tapes is None:
-            return None
-        tensors, rest = self.call.tensors_of(call), self.call.rest_of(call)
-        made = self._tapes[0].run(lambda: self.outputs.tensors_of(self.forward(call)), tensors, rest)
-        return None if made is None else cast(O, self.outputs.build(made, ()))
 
     def is_plain(self, call: C) -> bool:
         """Whether a call may run the op's functions directly."""
@@ -148,9 +155,21 @@ class Operator(Generic[C, O]):
 
     def attach(self, call: C, made: O) -> O:
         """The outputs that `forward` itself computed, connected to the call's tensors by autograd."""
-        if not any(*self._grads(call)):
-            return made
-        return cast(O, self.outputs.build(self._node.apply(self, call, made, *self.call.tensors_of(call))[:-1], ()))
+        tape, saving, inputs = recorder(), None, self._differentiable(call)
+        outputs: Made = self.outputs.tensors_of(made)
+        before = outputs
+        if any(*self._grads(call)):
+            saving = self.saving(call, made, inputs, range(len(inputs)))
+            before = (*outputs, _first(inputs).new_empty(0, dtype=torch.float32))
+            outputs = self.connect(saving, before, inputs)
+        if tape is not None:
+            tape.attached(self, saving, inputs, before, outputs)
+        return cast(O, self.outputs.build(outputs, ()))
+
+    def connect(self, saving: Saving, outputs: Made, inputs: Made) -> Made:
+        """The outputs connected to the inputs by autograd; the last is a link of no elements: `differentiable_once`."""
+        connected: Made = self._node.apply(self, saving, outputs, *inputs)
+        return connected
 
     # What the registered operators run: the op's functions on unpacked arguments.
 
@@ -174,55 +193,58 @@ class Operator(Generic[C, O]):
         return self.kept.unpack(args[count:-1]), args[:count], args[-1]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        rest = self.keep(ctx, self.call.unpack(inputs), self.outputs.build(output[:-1], ()), output)
-        ctx.rest = self.kept.encode(rest)
+        call, made = self.call.unpack(inputs), self.outputs.build(output[:-1], ())
+        saving = self.saving(call, made, self.call.tensors_of(call), self._places)
+        self.keep(ctx, saving, output)
+        ctx.rest = self.kept.encode(saving.rest)
 
     def _backward(self, ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        return (*self.backward(ctx, upstream, plain=False), *[None] * len(_LISTS))
+        grads: list[Tensor | None] = [None] * len(self.call.tensors)
+        for place, grad in zip(self._places, self.backward(ctx, upstream, plain=False), strict=True):
+            grads[place] = grad
+        return (*grads, *[None] * len(_LISTS))
 
     # What both ways do with autograd.
 
-    def keep(self, ctx: Any, call: C, made: O, output: Sequence[Tensor | None]) -> Sequence[Any]:
-        """Save what backward needs of a call and the output of its node; return what of it is no tensor."""
+    def saving(self, call: C, made: O, inputs: Made, places: Sequence[int]) -> Saving:
+        """What a node is to keep, to whose inputs, at these places, the differentiable tensors belong."""
         kept = self.save(call, made)
-        tensors = self.kept.tensors_of(kept)
+        given = [x is not None for x in inputs]
+        edges = tuple([sum(given[:place]) for place in places])
+        return Saving(self.kept.tensors_of(kept), self.kept.rest_of(kept), self._grads(call)[0], edges)
+
+    def keep(self, ctx: Any, saving: Saving, output: Made) -> None:
+        """Save for backward; `output` is that of the node."""
         ctx.mark_non_differentiable(*[x for x in output[self.differentiable_outputs : -1] if x is not None])
         ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
-        (ctx.grads,) = self._grads(call)
-        # Indices of the differentiable tensors among the node's edges: a tensor that is None has no edge.
-        given = [x is not None for x in self.call.tensors_of(call)]
-        ctx.edges = [sum(given[:place]) for place in self._places]
+        ctx.grads, ctx.edges = saving.grads, saving.edges
         # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
         # that is no mistake.
-        theirs = [name in self.adds_to.values() for name in self.kept.tensors]
-        ctx.theirs = [x if mine else None for x, mine in zip(tensors, theirs, strict=True)]
-        ctx.save_for_backward(*[None if mine else x for x, mine in zip(tensors, theirs, strict=True)], output[-1])
-        return self.kept.rest_of(kept)
+        ctx.theirs = [x if theirs else None for x, theirs in zip(saving.tensors, self._theirs, strict=True)]
+        mine = [None if theirs else x for x, theirs in zip(saving.tensors, self._theirs, strict=True)]
+        ctx.save_for_backward(*mine, output[-1])
 
-    def backward(self, ctx: Any, upstream: Sequence[Tensor | None], *, plain: bool) -> Made:
-        """The gradients of the call's tensors, by the op's own function (`plain`) or by the registered operator."""
-        grads: list[Tensor | None] = [None] * len(self.call.tensors)
+    def backward(self, ctx: Any, upstream: Made, *, plain: bool) -> Made:
+        """The differentiable tensors' gradients, by the op's own function (`plain`) or by the registered operator."""
         given = upstream[: self.differentiable_outputs]
         if all(x is None for x in given):
-            return grads
+            return [None] * len(self.differentiable)
         wanted = asked_for(ctx, ctx.grads, ctx.edges)
         tensors, link = self._taken(ctx)
-        kept: Any = None
-        if plain:
-            kept = self.kept.build(tensors, ctx.rest)
-        elif self.direct or self.collect or self.backward_op is None:
-            kept = self.kept.unpack((*tensors, *ctx.rest))  # else left packed: compiled autograd would trace this
         theirs = {
             self.differentiable.index(of): x
             for of, memory in self.adds_to.items()
             if (x := tensors[self.kept.tensors.index(memory)]) is not None
         }
+        kept: Any = None
+        if self.fake_gradients is None or self.direct is not None or self.collect is not None:
+            kept = self._built(tensors, ctx.rest, plain=plain)  # else left packed: compiled autograd would trace this
         if self.fake_gradients is None or (self.direct is not None and self.direct(kept)):
             with torch.no_grad():
                 made = self.gradients(kept, given, wanted)
         elif plain:
             with inside_operator(_first(given)):
-                made = self._repeated_gradients(kept, tensors, ctx.rest, given, wanted)
+                made = self._repeated_gradients(tensors, ctx.rest, given, wanted)
             for i, memory in theirs.items():
                 if wanted[i]:  # nobody saw that it was written to
                     torch.autograd.graph.increment_version(memory)
@@ -233,19 +255,21 @@ class Operator(Generic[C, O]):
             made = self.collect(kept, made, wanted)
         made = [x if want and i not in theirs else None for i, (x, want) in enumerate(zip(made, wanted, strict=True))]
         # The link is an output that no caller has and that none can change in place (`loss /= 2`).
-        for place, grad in zip(self._places, differentiable_once(self.op, made, *given, link), strict=True):
-            grads[place] = grad
-        return grads
+        return differentiable_once(self.op, made, *given, link)
 
-    def _repeated_gradients(
-        self, kept: Any, tensors: Sequence[Tensor | None], rest: Sequence[Any], given: Made, wanted: Wanted
-    ) -> Made:
+    def _built(self, tensors: Made, rest: Sequence[Any], *, plain: bool) -> Any:
+        return self.kept.build(tensors, rest) if plain else self.kept.unpack((*tensors, *rest))
+
+    def _repeated_gradients(self, tensors: Made, rest: Sequence[Any], given: Made, wanted: Wanted) -> Made:
         """The gradients, by a tape where there is one."""
-        made: Made | None = None
+
+        def gradients() -> Made:
+            return self.gradients(self.kept.build(tensors, rest), given, wanted)
+
+        made = None
         if self._tapes is not None:
-            key = tuple(rest), tuple(wanted)
-            made = self._tapes[1].run(lambda: self.gradients(kept, given, wanted), (*tensors, *given), key)
-        return self.gradients(kept, given, wanted) if made is None else made
+            made = self._tapes.run(gradients, (*tensors, *given), (tuple(rest), tuple(wanted)))
+        return gradients() if made is None else made
 
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
@@ -260,14 +284,13 @@ class Operator(Generic[C, O]):
 
 
 class _Node(torch.autograd.Function):
-    """Autograd's node of outputs that `forward` has already computed."""
+    """Autograd's node of outputs that are already computed."""
 
     @staticmethod
-    def forward(ctx: Any, op: Operator[Any, Any], call: Any, made: Any, *tensors: Tensor | None) -> Any:
-        link = _first(tensors).new_empty(0, dtype=torch.float32)
-        output = (*op.outputs.tensors_of(made), link)
-        ctx.op, ctx.rest = op, op.keep(ctx, call, made, output)
-        return output
+    def forward(ctx: Any, op: Operator[Any, Any], saving: Saving, outputs: Made, *inputs: Tensor | None) -> Any:
+        ctx.op, ctx.rest = op, saving.rest
+        op.keep(ctx, saving, outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
@@ -278,8 +301,8 @@ class _Node(torch.autograd.Function):
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches operators: no compiler, dispatch mode or subclass; plain tensors with storage."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    """Whether nothing watches operators but what makes a tape, and all are plain tensors with storage."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > (recorder() is not None):
         return False
     for x in tensors:  # noqa: SIM110 - half the time of all()
         if x is not None and (type(x) not in (Tensor, Parameter) or x.is_meta):

@@ -1,5 +1,7 @@
 """Tapes: what an op allocated and launched for one kind of call, to be repeated without the Python that decided on it.
 
+What is recorded is a whole call of a public function (torch_repeat.py), and an operator's backward (`Tapes`).
+
 Calls with the same options and with tensors of the same shapes, strides, dtypes and alignments launch the same kernels
 with the same numbers; only addresses differ.  The first such call runs as it is, the second is recorded, and later
 ones run the recording: a generated Python function of one line for each allocation, operator and launch.  At T=32768
@@ -30,7 +32,7 @@ Tensors = Sequence[Tensor | None]
 
 # Kinds of calls that an op remembers: a training run has a handful, and one with a new length each step uses none.
 _MOST_KINDS = 64
-_SEEN_ONCE = "it was called once"
+SEEN_ONCE = "it was called once"
 _ALIGNED = 512  # bytes: what allocations of the GPU's are multiples of
 _NEW = {
     **dict.fromkeys(("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"), "empty"),
@@ -68,24 +70,34 @@ class Tapes:
 
         `tensors` are all that it reads or writes, `rest` is all else that it depends on.
         """
-        # On a CPU deciding takes little of the time.  And a tape that ran inside of a recording would be missing there.
-        if recorder() is not None or not next(x for x in tensors if x is not None).is_cuda:
+        # A tape that ran inside of a recording would be missing there.
+        if recorder() is not None or not is_taped(next(x for x in tensors if x is not None)):
             return None
-        key = rest, _kind(tensors)
+        key = rest, kind_of(tensors)
         tape = self._known.get(key)
         if isinstance(tape, Tape):
             return tape.run(*tensors) if all(holds() for holds in tape.conditions) else None
         if tape is None:
-            if len(self._known) >= _MOST_KINDS:
-                self._known.pop(next(iter(self._known)), None)
-            self._known[key] = _SEEN_ONCE
-        elif tape is _SEEN_ONCE:
+            remember(self._known, key)
+        elif tape is SEEN_ONCE:
             made, self._known[key] = record(function, tensors)
             return made
         return None
 
 
-def _kind(tensors: Tensors) -> Hashable:
+def is_taped(x: Tensor) -> bool:
+    """Whether there are tapes for this device: on a CPU deciding takes little of the time."""
+    return x.is_cuda
+
+
+def remember(known: dict[Hashable, Any], kind: Hashable) -> None:
+    """Note that there was a call of this kind."""
+    if len(known) >= _MOST_KINDS:
+        known.pop(next(iter(known)), None)
+    known[kind] = SEEN_ONCE
+
+
+def kind_of(tensors: Tensors) -> Hashable:
     """All that a tape takes for granted of its arguments."""
     made: list[Hashable] = []
     addresses = []
@@ -119,6 +131,22 @@ def _recording(made: "Recorder") -> Iterator[None]:
         _thread.recorder = before
 
 
+class Attached(NamedTuple):
+    """That an operator's outputs were connected by autograd, while a call was recorded."""
+
+    operator: Any
+    saving: Any
+    """What its node keeps; None: it has no node."""
+    inputs: Tensors
+    """The operator's differentiable tensors."""
+    before: Tensors
+    """The outputs as they were computed, and a link where there is a node."""
+    after: Tensors
+    """The same, connected."""
+    versions: Sequence[int | None]
+    """How often the connected ones had been changed in place."""
+
+
 class _Memory:
     """A storage that the tape knows: an argument's, or one that it allocates."""
 
@@ -136,6 +164,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
         self.reason = ""
+        self.operators: list[Attached] = []
         self._device = next(x.device for x in tensors if x is not None)
         self._lines: list[str] = []
         self._memory: dict[int, _Memory] = {}
@@ -156,7 +185,7 @@ class Recorder(TorchDispatchMode):
         known = self._memory.get(place)
         if known is None:
             self._know(name, x, given=True)
-        elif known.geometry[-1] != x.data_ptr():  # the same tensor twice is always that: see `_kind`
+        elif known.geometry[-1] != x.data_ptr():  # the same tensor twice is always that: see `kind_of`
             self.refuse("two arguments share memory")
 
     def _know(self, name: str, x: Tensor, *, given: bool = False) -> None:
@@ -172,6 +201,10 @@ class Recorder(TorchDispatchMode):
     def require(self, condition: Callable[[], bool]) -> None:
         """Let the tape be run only where this holds."""
         self._conditions[condition] = None
+
+    def attached(self, operator: Any, saving: Any, inputs: Tensors, before: Tensors, after: Tensors) -> None:
+        """Note that these outputs were connected to these inputs."""
+        self.operators.append(Attached(operator, saving, inputs, before, after, versions(after)))
 
     # What operators do.
 
@@ -357,6 +390,11 @@ class _Code:
 
     def __init__(self, code: str, uses: set[int]) -> None:
         self.code, self.uses = code, uses
+
+
+def versions(tensors: Tensors) -> list[int | None]:
+    """How often each was changed in place; autograd doesn't count for those of inference mode."""
+    return [None if x is None or x.is_inference() else x._version for x in tensors]
 
 
 def _is_tensor(x: Any) -> bool:

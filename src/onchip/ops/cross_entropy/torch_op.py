@@ -23,6 +23,7 @@ from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_parallel import OfShardedLogits, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
 from onchip.ops.cross_entropy import spec, torch_shards, torch_soft, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -95,6 +96,7 @@ def cross_entropy(
     return_stats: bool,
     **options: Unpack[OfLogits],
 ) -> Tensor | WithStats: ...
+@repeatable
 def cross_entropy(
     logits: Tensor,  # [..., V]
     target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities

@@ -27,6 +27,7 @@ from onchip.fp8.torch_quantize import operand
 from onchip.frontend.options import require_bool, require_one_of
 from onchip.frontend.torch_inputs import autocast_dtype, check_kinds, check_weight_grad_out, require_tensors
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_repeat import repeatable
 from onchip.ops.fp8_linear import spec
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -34,6 +35,7 @@ BACKENDS = ("scaled_mm", "triton", "dequantize")
 Backend = Literal["auto", "scaled_mm", "triton", "dequantize"]
 
 
+@repeatable
 def fp8_linear(
     x: Tensor | QuantizedActivation,  # [..., K]
     weight: Tensor | QuantizedWeight,  # [N, K]
@@ -116,6 +118,7 @@ def fp8_linear(
     return OPERATOR(call).out
 
 
+@repeatable
 def quantize_activation(x: Tensor, *, scale: Scale = "float32", backend: Backend = "auto") -> QuantizedActivation:
     """x in FP8, for several layers that read the same activation: q, k and v, or gate and up.
 
@@ -154,6 +157,7 @@ def quantize_activation(x: Tensor, *, scale: Scale = "float32", backend: Backend
     return QuantizedActivation(x, *copies_of(name, x, scale, chosen, by_block=False, wanted=wanted), scale)
 
 
+@repeatable
 def quantize_weight(weight: Tensor, *, scale: Scale = "float32", backend: Backend = "auto") -> QuantizedWeight:
     """weight in FP8, for several calls between two changes of it: the micro-batches of a step.
 

@@ -21,6 +21,7 @@ from onchip.frontend.torch_inputs import (
     require_tensors,
 )
 from onchip.frontend.torch_register import Operator, inside_operator, needed
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import (
     OP,
@@ -41,6 +42,7 @@ BACKENDS = ("triton", "torch")
 _INTEGERS = (torch.int32, torch.int64)
 
 
+@repeatable
 def grouped_matmul(
     x: Tensor,  # [T, K]; with rows [M, K]
     weight: Tensor,  # [G, N, K], or [G, K, N] with weight_layout="gkn"
@@ -167,7 +169,7 @@ def grouped_matmul(
     # `operator(call)`, with one function less on the stack.
     if operator.is_plain(call):
         with inside_operator(x):
-            made = operator.repeated(call) or operator.forward(call)
+            made = operator.forward(call)
         made = operator.attach(call, made)
     else:
         made = operator.registered(call)

@@ -29,6 +29,7 @@ from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Operator, inside_operator, needed
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
 from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, torch_shards, torch_soft, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
@@ -101,6 +102,7 @@ def linear_cross_entropy(
     return_stats: bool,
     **options: Unpack[OfHead],
 ) -> Tensor | WithStats: ...
+@repeatable
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor | QuantizedWeight,  # [V, H]
@@ -357,7 +359,7 @@ def linear_cross_entropy(
     # `operator(arguments)`, with one function less on the stack.
     if operator.is_plain(arguments):
         with inside_operator(hidden):
-            made: Any = operator.repeated(arguments) or operator.forward(arguments)
+            made: Any = operator.forward(arguments)
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out

@@ -26,6 +26,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_parallel import HiddenLayout, Sharding, Shards, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_jsd import memory, torch_shards, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
@@ -36,6 +37,7 @@ from onchip.ops.linear_jsd.torch_walk import walk
 BACKENDS = ("triton", "torch")
 
 
+@repeatable
 def linear_jsd(
     student_hidden: Tensor,  # [..., Hs]
     student_weight: Tensor,  # [V, Hs]
@@ -169,6 +171,7 @@ def linear_jsd(
     )
 
 
+@repeatable
 def jsd(
     student_logits: Tensor,  # [..., V]
     teacher_logits: Tensor | None = None,  # [..., V]

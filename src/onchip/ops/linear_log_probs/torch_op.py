@@ -23,6 +23,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import spec, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
@@ -126,6 +127,7 @@ def linear_log_probs(
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[EitherOfHead]
 ) -> Tensor | LogProbs: ...
+@repeatable
 def linear_log_probs(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]

@@ -12,6 +12,7 @@ from torch import Tensor
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import spec, triton_rows
 from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
@@ -43,6 +44,7 @@ def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[JustLogProb]) -> Te
 def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[More]) -> LogProbs: ...
 @overload
 def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[Either]) -> Tensor | LogProbs: ...
+@repeatable
 def log_probs(
     logits: Tensor,  # [..., V]
     ids: Tensor,  # [...] or [..., K]

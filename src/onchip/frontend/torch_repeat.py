@@ -1,0 +1,210 @@
+"""Public functions that repeat calls of a kind that they have seen: the same checks pass, and the same is launched.
+
+Checking arguments, choosing a backend and planning take several times as long as launching what comes of it.  They
+depend on the options and on the shapes, strides, dtypes and alignments of tensors, never on their numbers (where they
+do, no tape is made).  So the first call of a kind runs as it is, the second is recorded (torch_tape.py), and later ones
+run the tape and attach autograd's node to what it made.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from onchip.core import configs
+from onchip.frontend import torch_tape
+from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
+from onchip.frontend.torch_tape import SEEN_ONCE, Attached, Tape, recorder, remember, versions
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What else an argument may be, told apart by its value and its type: 1, 1.0 and True are different options.
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
+def repeatable(function: F) -> F:
+    """Let a public function repeat calls of a kind, where nothing but its arguments decides on what it does."""
+    known: dict[Hashable, _Known | str] = {}
+    configs.when_cleared(known.clear)  # what was decided may change
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        given: list[Tensor] = []
+        kind = _kind(args, kwargs, given)
+        if kind is None:
+            return function(*args, **kwargs)
+        found = known.get(kind)
+        if isinstance(found, _Known):
+            if all(holds() for holds in found.tape.conditions):
+                return found.run(given)
+        elif found is None:
+            remember(known, kind)
+        elif found is SEEN_ONCE:
+            made, known[kind] = _record(function, args, kwargs, given)
+            return made
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> Hashable:
+    """All that a call's tape takes for granted, its tensors going to `given`; None: it isn't to be repeated."""
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+        return None
+    if forward_ad._current_level >= 0:
+        return None
+    rest: list[Hashable] = [tuple(kwargs)]
+    for values in (args, kwargs.values()):
+        for x in values:
+            if type(x) in _PLAIN:
+                rest.append((type(x), x))
+            elif not _add(x, given, rest):
+                return None
+    if not given or not torch_tape.is_taped(given[0]):
+        return None
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    try:
+        tensors = torch_tape.kind_of(given)
+    except RuntimeError:  # without storage or strides
+        return None
+    return torch.is_grad_enabled(), cast, tuple(rest), tensors
+
+
+def _add(x: Any, given: list[Tensor], rest: list[Hashable]) -> bool:
+    """Add a tensor, or a NamedTuple of tensors and plain values; False for all else."""
+    if type(x) in (Tensor, Parameter):
+        given.append(x)
+        rest.append(x.requires_grad)
+        return True
+    if not isinstance(x, tuple):
+        return False
+    rest.append(type(x))
+    for y in x:
+        if type(y) in _PLAIN:
+            rest.append((type(y), y))
+        elif not _add(y, given, rest):
+            return False
+    return True
+
+
+class _Known(NamedTuple):
+    """What repeats a call: places are among the tape's results and, behind these, the call's tensors."""
+
+    tape: Tape
+    operator: Operator[Any, Any] | None
+    """That attaches autograd; None where no gradient is needed."""
+    outputs: int
+    """How many of the tape's results, the first ones, are the operator's, with the link."""
+    inputs: Sequence[int | None]
+    """Places of the differentiable tensors."""
+    kept: Sequence[int | None]
+    """Places of what backward is given."""
+    saving: Saving | None
+    """All else of it, without tensors."""
+    result: Callable[[Made], Any]
+    """What the caller gets, of the tensors at all places."""
+
+    def run(self, given: Sequence[Tensor]) -> Any:
+        with inside_operator(given[0]):
+            there = (*self.tape.run(*given), *given)
+        if self.operator is not None and self.saving is not None:
+            saving = self.saving._replace(tensors=[None if i is None else there[i] for i in self.kept])
+            inputs = [None if i is None else there[i] for i in self.inputs]
+            there = (*self.operator.connect(saving, there[: self.outputs], inputs), *there[self.outputs :])
+        return self.result(there)
+
+
+def _record(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
+) -> tuple[Any, _Known | str]:
+    """The result of a call, and what repeats it, or why nothing does."""
+    result: Any = None
+    seen: list[Attached] = []
+    fresh: list[Tensor | None] = []  # the operator's outputs, what is kept of it, and other tensors of the result
+
+    def flat() -> Sequence[Tensor | None]:
+        nonlocal result
+        result = function(*args, **kwargs)
+        tape = recorder()
+        assert tape is not None
+        seen.extend(tape.operators)
+        if len(seen) > 1:
+            tape.refuse("it calls several operators")
+        outputs: Made = ()
+        for made in seen:
+            fresh.extend(made.before)
+            outputs = made.after
+            if versions(outputs) != made.versions:
+                tape.refuse("an output is changed in place")
+            if made.saving is not None:
+                fresh.extend(x for x in made.saving.tensors if x is not None and not _is_in(x, (*fresh, *given)))
+        for x in _leaves(result):
+            if not _is_in(x, (*outputs, *given, *fresh)):
+                if x.requires_grad:
+                    tape.refuse("the result isn't what the operator made")
+                fresh.append(x)
+        return fresh
+
+    _, tape = torch_tape.record(flat, given)
+    if isinstance(tape, str):
+        return result, tape
+    places: list[Tensor | None] = [*fresh, *given]
+    if not seen:
+        return result, _Known(tape, None, 0, (), (), None, _maker(result, places))
+    ((operator, saving, inputs, before, after, _),) = seen
+    maker = _maker(result, [*after, *places[len(before) :]])
+    if saving is None:
+        return result, _Known(tape, None, 0, (), (), None, maker)
+    try:
+        at = [_place(x, places[len(before) :], len(before)) for x in inputs]
+        kept = [_place(x, places) for x in saving.tensors]
+    except LookupError:
+        return result, "a differentiable tensor is made of the arguments"
+    return result, _Known(tape, operator, len(before), at, kept, saving._replace(tensors=()), maker)
+
+
+def _is_in(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    return any(x is y for y in tensors)
+
+
+def _place(x: Tensor | None, places: Sequence[Tensor | None], first: int = 0) -> int | None:
+    if x is None:
+        return None
+    for i, y in enumerate(places, first):
+        if y is x:
+            return i
+    raise LookupError
+
+
+def _leaves(x: Any) -> list[Tensor]:
+    """The tensors of a result."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, tuple):
+        return [y for part in x for y in _leaves(part)]
+    if is_dataclass(x):
+        return [y for f in fields(x) for y in _leaves(getattr(x, f.name))]
+    return []
+
+
+def _maker(result: Any, places: Sequence[Tensor | None]) -> Callable[[Made], Any]:
+    """What makes such a result of the tensors at these places."""
+    if isinstance(result, Tensor):
+        place = _place(result, places)
+        return lambda there: there[place]  # type: ignore[index]
+    if isinstance(result, tuple):
+        parts = [_maker(x, places) for x in result]
+        of = getattr(result, "_make", tuple)
+        return lambda there: of([part(there) for part in parts])
+    if is_dataclass(result) and not isinstance(result, type):
+        kind = type(result)
+        named = {f.name: _maker(getattr(result, f.name), places) for f in fields(result)}
+        return lambda there: kind(**{name: part(there) for name, part in named.items()})
+    return lambda there: result
