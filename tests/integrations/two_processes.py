@@ -60,6 +60,15 @@ def grouped(model):
     return model
 
 
+def kept_group(model):
+    """As accelerate does it."""
+    fully_shard(model.model.layers[0])
+    fully_shard(model.model.embed_tokens)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+    fully_shard(model)
+    return model
+
+
 def fsdp1(model):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
@@ -75,6 +84,7 @@ WAYS = {
     "FSDP2, head alone": head_alone,
     "FSDP2, head alone and kept": partial(head_alone, keep=True),
     "FSDP2, grouped": grouped,
+    "FSDP2, grouped and kept": kept_group,
     "FSDP1": fsdp1,
     "FSDP1, head alone": fsdp1_head,
 }

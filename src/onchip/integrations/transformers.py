@@ -14,7 +14,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import MethodType
@@ -206,16 +206,24 @@ def _head_refusal(head: Any) -> str | None:
         return f"has a weight of {linear.weight.dtype}"
     if _grouped(head):
         return (
-            "is in one group of fully_shard's with other modules, which may be called once in a forward; shard it "
-            "alone, or with the model"
+            "is in one group of fully_shard's with other modules, and its weight is gone after its forward; shard it "
+            "alone, or with the model, or pass reshard_after_forward=False for the group"
         )
     return None
 
 
 def _grouped(head: Any) -> bool:
-    """Whether FSDP2 gathers it together with other modules, until each was called once."""
+    """Whether FSDP2 gathers it together with other modules, and shards them again once each was called."""
+    return any(group.post_forward_mesh_info is not None for group in _groups(head))
+
+
+def _groups(head: Any) -> Sequence[Any]:
+    """FSDP2's groups of parameters of the head together with other modules, which may be called once in a forward."""
     state = head._get_fsdp_state() if hasattr(head, "_get_fsdp_state") else None
-    return len(getattr(state, "_modules", ())) > 1
+    if len(getattr(state, "_modules", ())) < 2:
+        return ()
+    several: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)  # torch < 2.12 has at most one
+    return [x for x in (getattr(state, "_fsdp_param_group", None),) if x] if several is None else several
 
 
 def _sharded(model: Any) -> bool:
@@ -289,8 +297,10 @@ class _Head:
         if not self.patch.armed:
             self._check_later(deferred, _called(head))
         kind = deferred.hidden.device.type
+        # Where FSDP2 keeps a group's weights after forward, as accelerate has it, they are there.
+        kept = _groups(_called(head)) and not _grouped(_called(head)) and isinstance(_linear(head).weight, nn.Parameter)
         with torch.autocast(kind, deferred.autocast, enabled=deferred.autocast is not None):
-            return head(deferred.hidden, **asked)
+            return (head.forward if kept else head)(deferred.hidden, **asked)
 
     def _check_later(self, deferred: "_Deferred", head: Any) -> None:
         """Raise where what was deferred can't be computed after the model's forward."""

@@ -1,0 +1,75 @@
+"""transformers.Trainer with FSDP2, with a patched model and without (torchrun, on CUDA devices that ranks may share).
+
+FSDP1's and FSDP2's own ways are in two_processes.py, on the CPU; accelerate, which Trainer uses, wants an accelerator.
+"""
+
+import os
+import sys
+import tempfile
+import warnings
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.tensor import DTensor
+
+from onchip.integrations.transformers import patch
+
+MODEL = {
+    "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        ids = torch.randint(3, MODEL["vocab_size"], (48,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(48) < i % 7, -100)}
+
+
+def trained(patched, *, bf16, tied):
+    """The losses of four steps, and norms of the weights after them."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL, tie_word_embeddings=tied))
+    report = patch(model) if patched else None
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, bf16=bf16,
+            logging_steps=1, report_to=[], save_strategy="no", learning_rate=1e-2, disable_tqdm=True,
+            fsdp="full_shard auto_wrap", fsdp_config={
+                "version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]
+            },
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data())
+        trainer.train()
+    weights = [w for w in trainer.model_wrapped.parameters() if w.requires_grad]
+    assert all(isinstance(w, DTensor) for w in weights), "nothing is sharded"
+    assert report is None or (report.losses == 8 and not report.materialized), report
+    losses = torch.tensor([x["loss"] for x in trainer.state.log_history if "loss" in x])
+    return losses, torch.stack([w.full_tensor().float().norm() for w in weights])
+
+
+def main():
+    warnings.simplefilter("ignore")
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("nccl" if ranks <= torch.cuda.device_count() else "cuda:gloo,cpu:gloo")
+    failed = []
+    for bf16 in (False, True):
+        for tied in (False, True):
+            losses, norms = trained(True, bf16=bf16, tied=tied)
+            expected, expected_norms = trained(False, bf16=bf16, tied=tied)
+            print(f"rank {rank}, bf16={bf16}, tied={tied}: {losses.tolist()}, unpatched {expected.tolist()}")
+            tolerance = 2e-2 if bf16 else 1e-4
+            for a, b in ((losses, expected), (norms, expected_norms)):
+                if not torch.allclose(a, b, rtol=tolerance):
+                    failed.append(f"bf16={bf16}, tied={tied}: {a} {b}")
+    dist.destroy_process_group()
+    sys.exit("; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()
