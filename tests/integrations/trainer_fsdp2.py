@@ -1,4 +1,4 @@
-"""transformers.Trainer with FSDP2, with a patched model and without (torchrun, on CUDA devices that ranks may share).
+"""transformers.Trainer with FSDP2, with a patched model and without (torchrun, a CUDA device for each rank).
 
 FSDP1's and FSDP2's own ways are in two_processes.py, on the CPU; accelerate, which Trainer uses, wants an accelerator.
 """
@@ -39,9 +39,7 @@ def trained(patched, *, bf16, tied):
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, bf16=bf16,
             logging_steps=1, report_to=[], save_strategy="no", learning_rate=1e-2, disable_tqdm=True,
-            fsdp="full_shard auto_wrap", fsdp_config={
-                "version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]
-            },
+            fsdp="full_shard", fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         )  # fmt: skip
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data())
         trainer.train()
@@ -54,17 +52,18 @@ def trained(patched, *, bf16, tied):
 
 def main():
     warnings.simplefilter("ignore")
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("nccl" if ranks <= torch.cuda.device_count() else "cuda:gloo,cpu:gloo")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
     failed = []
     for bf16 in (False, True):
         for tied in (False, True):
             losses, norms = trained(True, bf16=bf16, tied=tied)
             expected, expected_norms = trained(False, bf16=bf16, tied=tied)
             print(f"rank {rank}, bf16={bf16}, tied={tied}: {losses.tolist()}, unpatched {expected.tolist()}")
-            tolerance = 2e-2 if bf16 else 1e-4
-            for a, b in ((losses, expected), (norms, expected_norms)):
+            # Trainer rounds losses to bfloat16, and Adam divides gradients of any size by their own.
+            pairs = [(losses, expected, 5e-3)] if bf16 else [(losses, expected, 1e-5), (norms, expected_norms, 1e-4)]
+            for a, b, tolerance in pairs:
                 if not torch.allclose(a, b, rtol=tolerance):
                     failed.append(f"bf16={bf16}, tied={tied}: {a} {b}")
     dist.destroy_process_group()

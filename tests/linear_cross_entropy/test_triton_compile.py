@@ -77,8 +77,8 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
         for name, f in vars(module).items()
         if hasattr(f, "params") and f.__module__ == module.__name__ and not name.startswith("_")
     }
-    of_rows = {"reduce_losses"}
-    assert {name for name, _ in made} - of_rows == in_files - OF_LOG_PROBS
+    of_rows, of_many_labels = {"reduce_losses"}, {"sort_keys"}
+    assert {name for name, _ in made} - of_rows == in_files - OF_LOG_PROBS - of_many_labels
     for name, switch in (("softmax_tiles", "buffer"), ("weight_gradient", "ADD"), ("hidden_gradient", "product_scale")):
         there = {x[switch] is not None and x[switch] is not False for kernel, x in made if kernel == name}
         assert there == {True, False}, name

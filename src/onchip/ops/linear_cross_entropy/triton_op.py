@@ -81,7 +81,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     by_output = walks.loss_gradients(run, known, grad_loss, divisor, weight)
     factor = None
     if kept.config.in_forward and call.options.reduction != "none":
-        factor = grad_loss.float() / call.divisor(run.vectors.number)
+        factor = walks.loss_factor(run, grad_loss, divisor)
     return walks.backward(
         run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
     )

@@ -12,7 +12,7 @@ from onchip.vocab.triton.blocks import NO_LABEL
 
 @triton.jit
 def loss_gradients(
-    grad_loss,  # [T], or [] with a stride of 0
+    grad_loss,  # [T], or [] with a stride of 0; None: 1
     grad_stride,
     number,
     divisor,  # [] float32
@@ -31,7 +31,10 @@ def loss_gradients(
 ):
     """The gradients by each token's log-probability and lse, of that by the loss."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(grad_loss + t.to(tl.int64) * grad_stride, mask=t < T, other=0.0).to(tl.float32)
+    if grad_loss is None:
+        g = tl.full((BLOCK,), 1.0, tl.float32)
+    else:
+        g = tl.load(grad_loss + t.to(tl.int64) * grad_stride, mask=t < T, other=0.0).to(tl.float32)
     g = divided(g, number, divisor, MEAN)
     if token_weight is not None:
         g *= tl.load(token_weight + t, mask=t < T, other=0.0)
@@ -48,6 +51,46 @@ def loss_gradients(
     tl.store(upstream.log_prob + t, by_log_prob, mask=t < T)
     if upstream.lse is not None:
         tl.store(upstream.lse + t, g * tl.load(lse + t, mask=t < T, other=0.0) * (2 * z_loss), mask=t < T)
+
+
+@triton.jit
+def loss_factor(
+    grad_loss,  # []
+    number,
+    divisor,  # [] float32
+    factor,  # [] float32 out
+    MEAN: tl.constexpr,
+):
+    """The gradient by the sum of the losses, of that by what `reduce_losses` made of them."""
+    tl.store(factor, divided(tl.load(grad_loss).to(tl.float32), number, divisor, MEAN))
+
+
+@triton.jit
+def chunk_numbers(
+    number,
+    numbers,  # [N] int32 out
+    SIZE,
+    N,
+    BLOCK: tl.constexpr,
+):
+    """How many of each chunk of SIZE positions are of tokens."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(numbers + i, tl.minimum(tl.maximum(tl.load(number) - i * SIZE, 0), SIZE), mask=i < N)
+
+
+@triton.jit
+def sort_keys(
+    label,  # [N] int32: of each id of a position; negative ones don't count
+    number,
+    key,  # [N] int32 out: NO_LABEL for those that don't count
+    N,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What labels are sorted by."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(label + i, mask=i < tl.minimum(tl.load(number) * IDS, N), other=-1)
+    tl.store(key + i, tl.where(y < 0, NO_LABEL, y), mask=i < N)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.torch.softmax import FLOAT16_ROW, Asked
-from onchip.vocab.triton import blocks, gradients, launches, setup, softmax, vectors
+from onchip.vocab.triton import gradients, launches, setup, softmax, vectors
 from onchip.vocab.triton import sums as sum_kernels
 from onchip.vocab.triton.launches import (
     BLOCK,
@@ -151,7 +151,7 @@ def forward(
                 launches.write(part, kept, label, None, (0, kept.kept), 0, run.vocab_tiles).run()
             if chunk is not None:
                 if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
-                    upstream = loss_gradients(run, made, made.lse.new_ones(1), None, token_weight, reduction="sum")
+                    upstream = loss_gradients(run, made, None, None, token_weight, reduction="sum")
                 for launch in _chunk_gradients(part, call, chunk, made, upstream, first):
                     launch.run()
     if picked.label is not None:
@@ -170,9 +170,12 @@ def forward(
 
 
 def _numbers(run: Run, size: int) -> Tensor:
-    """Of the positions of each chunk, how many are of tokens."""
-    first = torch.arange(0, run.tokens, size, device=run.weight.device, dtype=torch.int32)
-    return (run.vectors.number - first).clamp_(0, size)
+    """[chunks] int32: of the positions of each chunk, how many are of tokens."""
+    count = -(-run.tokens // size)
+    numbers = torch.empty(count, dtype=torch.int32, device=run.weight.device)
+    grid = (-(-count // BLOCK),)
+    run.launch(vectors.chunk_numbers, grid, numbers=numbers, SIZE=size, N=count, BLOCK=BLOCK).run()
+    return numbers
 
 
 def _chunk_gradients(
@@ -239,17 +242,18 @@ def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[T
 def loss_gradients(
     run: Run,
     known: TokenSoftmax,
-    grad_loss: Tensor,
+    grad_loss: Tensor | None,
     divisor: Tensor | None,
     token_weight: Tensor | None,
     reduction: str = "",
 ) -> OutputGradients:
-    """Those by the log-probability and lse, of that by the loss, which `reduce_losses` made or is by token.
+    """Those by the log-probability and lse, of that by the loss (None: 1), which `reduce_losses` made or is by token.
 
     `reduction` stands for that of the options.
     """
     reduction = reduction or run.options.reduction
-    grad_loss, apart, tokens = grad_loss.reshape(-1), reduction == "none", len(known.lse)
+    grad_loss = None if grad_loss is None else grad_loss.reshape(-1)
+    apart, tokens = reduction == "none", len(known.lse)
 
     def vector(wanted: bool) -> Tensor | None:
         return torch.empty_like(known.lse) if wanted else None
@@ -264,7 +268,7 @@ def loss_gradients(
             (-(-tokens // 256),),
             T=tokens,
             grad_loss=grad_loss,
-            grad_stride=grad_loss.stride(0) if apart else 0,
+            grad_stride=grad_loss.stride(0) if grad_loss is not None and apart else 0,
             divisor=divisor,
             token_weight=token_weight,
             lse=known.lse,
@@ -273,6 +277,16 @@ def loss_gradients(
             BLOCK=256,
         ).run()
     return made
+
+
+def loss_factor(run: Run, grad_loss: Tensor, divisor: Tensor | None) -> Tensor:
+    """[] float32: the gradient by the sum of the losses, of that by the loss that `reduce_losses` made."""
+    factor = torch.empty((), device=grad_loss.device)
+    run.launch(
+        vectors.loss_factor, (1,), grad_loss=grad_loss, divisor=divisor, factor=factor,
+        MEAN=run.options.reduction == "mean",
+    ).run()  # fmt: skip
+    return factor
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -549,8 +563,10 @@ def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
     """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
     label = terms.entry_label
     if len(label) > MOST_COUNTED:
-        there = torch.arange(len(label), device=label.device) < run.vectors.number * terms.ids
-        return label.masked_fill(~(there & (label >= 0)), blocks.NO_LABEL.value).sort(stable=True)
+        key = torch.empty_like(label)
+        grid = (-(-len(label) // BLOCK),)
+        run.launch(vectors.sort_keys, grid, label=label, key=key, N=len(label), IDS=terms.ids, BLOCK=BLOCK).run()
+        return key.sort(stable=True)
     labels, positions = torch.empty((2, len(label)), dtype=torch.int32, device=label.device)
     run.launch(
         vectors.sort_labels,
