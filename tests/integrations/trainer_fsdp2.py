@@ -67,7 +67,7 @@ def main():
                 if not torch.allclose(a, b, rtol=tolerance):
                     failed.append(f"bf16={bf16}, tied={tied}: {a} {b}")
     dist.destroy_process_group()
-    sys.exit("; ".join(failed))
+    sys.exit("; ".join(failed) or None)
 
 
 if __name__ == "__main__":
