@@ -12,8 +12,7 @@ to the outputs, since a registered operator costs 0.2 ms of Python each way.
 (torch_repeat.py).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
@@ -310,20 +309,29 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def inside_operator(x: Tensor) -> Iterator[None]:
+class inside_operator:
     """Where an op's functions run: below autograd, outside of autocast, and on the device of `x`.
 
     Below autograd, as operators run, or the caller couldn't change an output that is a view in place.  They run below
     autocast's dispatch too, but not outside its reach: products in there would be cast again.
     """
-    device = x.device
-    cast_off: Any = contextlib.nullcontext()
-    if torch.is_autocast_enabled(device.type):
-        cast_off = torch.autocast(device.type, enabled=False)
-    on_device: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with torch._C._AutoDispatchBelowADInplaceOrView(), cast_off, on_device:
-        yield
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device
+
+    def __enter__(self) -> None:
+        kind, index = self.device.type, self.device.index
+        self.entered: list[Any] = [torch._C._AutoDispatchBelowADInplaceOrView()]
+        if torch.is_autocast_enabled(kind):
+            self.entered.append(torch.autocast(kind, enabled=False))
+        if kind == "cuda" and index != torch.cuda.current_device():
+            self.entered.append(torch.cuda.device(index))
+        for context in self.entered:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.entered):
+            context.__exit__(*error)
 
 
 def _first(args: Sequence[Any]) -> Tensor:

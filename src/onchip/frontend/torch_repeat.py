@@ -115,7 +115,8 @@ class _Known(NamedTuple):
         with inside_operator(given[0]):
             there = (*self.tape.run(*given), *given)
         if self.operator is not None and self.saving is not None:
-            saving = self.saving._replace(tensors=[None if i is None else there[i] for i in self.kept])
+            _, rest, grads, edges = self.saving
+            saving = Saving([None if i is None else there[i] for i in self.kept], rest, grads, edges)
             inputs = [None if i is None else there[i] for i in self.inputs]
             there = (*self.operator.connect(saving, there[: self.outputs], inputs), *there[self.outputs :])
         return self.result(there)
