@@ -183,7 +183,7 @@ def _set(buffer: _Buffer, flags: Tensor, i: int) -> None:
     if torch.cuda.is_current_stream_capturing():
         flags[i : i + 1].copy_(buffer.head[-1:])
     else:
-        memory: Any = torch._C._distributed_c10d._SymmetricMemory  # type: ignore[attr-defined]
+        memory: Any = torch._C._distributed_c10d._SymmetricMemory
         memory.stream_write_value32(flags.view(torch.uint32), i, 1)
 
 
@@ -208,12 +208,12 @@ def _made(ring: Ring, device: torch.device, size: int) -> _Buffer:
         )
     import torch.distributed._symmetric_memory as symmetric
 
-    memory: Any = torch._C._distributed_c10d._SymmetricMemory  # type: ignore[attr-defined]
+    memory: Any = torch._C._distributed_c10d._SymmetricMemory
     try:
         with _no_multicast():
             # Not `symmetric.empty`, whose pool could give ranks memory at different places of theirs.
             made = memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-            handle = symmetric.rendezvous(made, ring.group)
+            handle = symmetric.rendezvous(made, process_group(ring.group))
     except RuntimeError as error:
         raise ValueError(
             f"collective_matmul: backend 'symmetric' needs GPUs of one host that map each other's memory; PyTorch says "
@@ -255,7 +255,7 @@ def refusal(ring: Ring, device: torch.device, dtype: torch.dtype) -> str | None:
 def _allocator_refusal() -> str | None:
     import torch.distributed._symmetric_memory as symmetric
 
-    found = symmetric.get_backend("cuda")
+    found = symmetric.get_backend(torch.device("cuda"))
     if found == "CUDA":
         return None
     return f"it needs symmetric memory of PyTorch's allocator 'CUDA', and this is {found!r}; pass backend='ring'"
