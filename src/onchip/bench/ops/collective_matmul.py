@@ -138,8 +138,8 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     cuda = gpu_only("torch", ("float32", *NARROW))
     return (
         made("onchip auto", partial(_torch_own, fw, "auto"), package="onchip"),
-        made("onchip symmetric", partial(_torch_own, fw, "symmetric"), gpu_only("torch", NARROW), package="onchip"),
         made("torch, one collective", _one_collective),
+        made("onchip symmetric", partial(_torch_own, fw, "symmetric"), gpu_only("torch", NARROW), package="onchip"),
         made("torch, symmetric memory", _symmetric_memory, cuda),
         made("the collective alone", lambda: _moved, steps=_collective_steps, check=_check_collective),
     )
