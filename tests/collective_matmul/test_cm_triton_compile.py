@@ -22,7 +22,9 @@ def gated(rows, weight):
     return launches.gated_product(of(rows, C), of(RANKS, rows, C), weight, of(N), of(RANKS * rows, N), flags, 2)
 
 
-@pytest.mark.parametrize("device", [HOPPER, AMPERE, ADA], ids=lambda d: str(d.capability))
+@pytest.mark.parametrize(
+    "device", [HOPPER, *(pytest.param(d, marks=pytest.mark.slow) for d in (AMPERE, ADA))], ids=lambda d: str(d.capability)
+)
 def test_kernels_compile(device):
     """Forward's product, and x's gradient with blocks that end within a tile."""
     with mock.patch.object(launches, "describe", return_value=device):

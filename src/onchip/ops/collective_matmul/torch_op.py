@@ -86,7 +86,8 @@ def all_gather_matmul(
 
     Memory, in numbers of x's dtype: two blocks of T/n * K (one of two ranks; none of one).  Kept for backward are
     x_shard and the weight, with keep_gathered T * K of the gathered x.  Backward has the larger of three float32 blocks
-    of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.
+    of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.  Backend "symmetric" keeps buffers of
+    T * K, and for backward of as many in float32; see docs/ops/collective_matmul.md.
 
     Example:
         >>> import torch
@@ -147,7 +148,8 @@ def matmul_reduce_scatter(
         TypeError, ValueError, RuntimeError: as `all_gather_matmul`; ValueError also for a T that isn't a multiple of n.
 
     Memory: three float32 blocks of T/n * N numbers (one of one rank).  Kept for backward are x and the weight.
-    Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.
+    Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.  Backend "symmetric"
+    keeps a buffer of T * N in float32, and for backward one of x's dtype; see docs/ops/collective_matmul.md.
 
     Example:
         >>> import torch
