@@ -23,7 +23,9 @@ def gated(rows, weight):
 
 
 @pytest.mark.parametrize(
-    "device", [HOPPER, *(pytest.param(d, marks=pytest.mark.slow) for d in (AMPERE, ADA))], ids=lambda d: str(d.capability)
+    "device",
+    [HOPPER, *(pytest.param(d, marks=pytest.mark.slow) for d in (AMPERE, ADA))],
+    ids=lambda d: str(d.capability),
 )
 def test_kernels_compile(device):
     """Forward's product, and x's gradient with blocks that end within a tile."""
