@@ -257,7 +257,7 @@ def compiled():
 
 def wrong_calls():
     """All ranks make each of them."""
-    x, weight = (torch.ones(8, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x, weight = (torch.ones(12, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for op, function in OPS.items():
         say = f"{op}: backend 'symmetric' can't run this call: it "
         with pytest.raises(ValueError, match=say + "takes bfloat16 and float16, not float32; pass backend='ring'"):
