@@ -163,7 +163,7 @@ def test_info():
     assert any(name.startswith("jax ") for name in document["machine"])
     assert {(b["framework"], b["backend"], b["device"]) for b in document["backends"]} == {
         ("torch", "torch", "cpu"), ("torch", "torch", "cuda"), ("torch", "triton", "cuda"),
-        ("torch", "ring", "cpu"), ("torch", "ring", "cuda"),
+        ("torch", "ring", "cpu"), ("torch", "ring", "cuda"), ("torch", "symmetric", "cuda"),
         ("torch", "dequantize", "cpu"), ("torch", "dequantize", "cuda"), ("torch", "scaled_mm", "cuda"),
         ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
     }  # fmt: skip

@@ -91,6 +91,7 @@ _BACKENDS = {
     "torch": "the framework's own operations",
     "xla": "matrix products and loops of XLA",
     "ring": "the framework's own products and exchanges between ranks",
+    "symmetric": "copies into the memory of GPUs that map each other's, and kernels for this device",
     "dequantize": "the framework's own operations, in float32",
     "scaled_mm": "cuBLAS's blockwise FP8 products",
 }

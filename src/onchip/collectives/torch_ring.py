@@ -18,11 +18,12 @@ _SAID = 256
 
 
 class Ring(NamedTuple):
-    """The ranks of a group, in their order, as an operator's arguments."""
+    """The ranks of a group, in their order, as an operator's arguments, and what moves their blocks."""
 
     group: str
     rank: int
     ranks: int
+    backend: str = "ring"
 
 
 def process_group(name: str) -> Any:

@@ -137,8 +137,9 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     made = partial(Implementation, record=_ranks)
     cuda = gpu_only("torch", ("float32", *NARROW))
     return (
-        made("onchip auto", partial(_torch_own, fw), package="onchip"),
+        made("onchip auto", partial(_torch_own, fw, "auto"), package="onchip"),
         made("torch, one collective", _one_collective),
+        made("onchip symmetric", partial(_torch_own, fw, "symmetric"), gpu_only("torch", NARROW), package="onchip"),
         made("torch, symmetric memory", _symmetric_memory, cuda),
         made("the collective alone", lambda: _moved, steps=_collective_steps, check=_check_collective),
     )
@@ -152,8 +153,8 @@ def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
     )
 
 
-def _torch_own(fw: Any) -> Callable[..., Any]:
-    return lambda op, x, weight: op_in(fw, "collective_matmul", op)(x, weight, None)
+def _torch_own(fw: Any, backend: str) -> Callable[..., Any]:
+    return lambda op, x, weight: op_in(fw, "collective_matmul", op)(x, weight, None, backend=backend)
 
 
 def _moved(op: str, x: Any) -> Any:

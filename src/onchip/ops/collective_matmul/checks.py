@@ -29,7 +29,15 @@ def plain_refusals(
     device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
 ) -> dict[str, str | None]:
     """Why each backend can't serve a call in a group that has what it needs for the device, or None."""
-    return {"xla": None} if framework == "jax" else {"ring": None}
+    if framework == "jax":
+        return {"xla": None}
+    import torch
+
+    from onchip.collectives.torch_ring import Ring
+    from onchip.collectives.torch_symmetric import refusal
+
+    alone = Ring("", 0, 1)
+    return {"ring": None, "symmetric": refusal(alone, torch.device(device), getattr(torch, dtype))}
 
 
 def _oracle(x: Any, weight: Any, bias: Any = None, *, grad_out: Any) -> reference.Result:
@@ -60,7 +68,8 @@ CHECKER = Checker(
     call=_call,
     cases=CHECK_CASES,
     hows=_hows,
-    refusals=plain_refusals,
+    # Of backend "symmetric" only a call can tell whether ranks map each other's memory.
+    refusals=lambda device, dtype, framework, given: {"xla": None} if framework == "jax" else {"ring": None},
     values=("out",),
     keywords=lambda inputs: {},
     defaults={"torch": {"backend": "ring"}, "jax": {"backend": "xla"}},

@@ -48,7 +48,7 @@ class _ParallelLinear(Module):
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.main_grad, self.backend = main_grad, backend
-        self.rank, self.ranks = ring_of(name, group)[1:]
+        self.rank, self.ranks = ring_of(name, group)[1:3]
         if sizes[self._sharded] % self.ranks != 0:
             raise ValueError(
                 f"{name}: {self._sharded}={sizes[self._sharded]} can't be shared evenly by the {self.ranks} ranks of "

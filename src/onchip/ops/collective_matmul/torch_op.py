@@ -1,15 +1,18 @@
 """all_gather_matmul and matmul_reduce_scatter for PyTorch: the public functions and their operators.
 
-Each function checks its inputs without reading a value, chooses a backend and calls its operator.  The ring is
-`onchip.collectives.torch_ring`; the maths is in the package's docstring.
+Each function checks its inputs without reading a value, chooses a backend and calls its operator.  What moves blocks is
+in `onchip.collectives`: `torch_ring`, and between GPUs that map each other's memory `torch_symmetric`; the maths is in
+the package's docstring.
 """
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from onchip.collectives import torch_symmetric as symmetric
 from onchip.collectives.problem import GATHER, SCATTER, check_shapes
 from onchip.collectives.torch_ring import Ring, blocks, check_alike, reduced, refusal, ring_of
 from onchip.core.backends import choose_backend
@@ -30,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Best first: the order in which "auto" asks them.
-BACKENDS = ("ring",)
-Backend = Literal["auto", "ring"]
+BACKENDS = ("ring", "symmetric")
+Backend = Literal["auto", "ring", "symmetric"]
 
 
 def all_gather_matmul(
@@ -66,7 +69,8 @@ def all_gather_matmul(
         check_inputs: compare shapes, dtypes and options between ranks on the GPU too, forward and backward, which
             waits for the device; and of `matmul_reduce_scatter` the bias.  On the CPU they always are.
         backend: "ring" (PyTorch's own products and exchanges: gloo on the CPU, NCCL on GPUs), or "auto", which takes
-            it.
+            it.  "symmetric" is for bfloat16 and float16 on GPUs of one host that map each other's memory: copy engines
+            push pieces of blocks, and a Triton kernel's tiles begin when their rows are there.
 
     Returns:
         [T, N], or [T, ..., N], of x's dtype, under autocast of autocast's, to which x, weight and bias are cast first.
@@ -82,7 +86,8 @@ def all_gather_matmul(
 
     Memory, in numbers of x's dtype: two blocks of T/n * K (one of two ranks; none of one).  Kept for backward are
     x_shard and the weight, with keep_gathered T * K of the gathered x.  Backward has the larger of three float32 blocks
-    of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.
+    of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.  Backend "symmetric" keeps buffers of
+    T * K, and for backward of as many in float32; see docs/ops/collective_matmul.md.
 
     Example:
         >>> import torch
@@ -95,7 +100,8 @@ def all_gather_matmul(
         >>> out.sum().backward()
         >>> dist.destroy_process_group()
 
-    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023); of backend
+    "symmetric" Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024).
     """
     require_bool(GATHER, "keep_gathered", keep_gathered)
     call = _call(
@@ -142,7 +148,8 @@ def matmul_reduce_scatter(
         TypeError, ValueError, RuntimeError: as `all_gather_matmul`; ValueError also for a T that isn't a multiple of n.
 
     Memory: three float32 blocks of T/n * N numbers (one of one rank).  Kept for backward are x and the weight.
-    Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.
+    Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.  Backend "symmetric"
+    keeps a buffer of T * N in float32, and for backward one of x's dtype; see docs/ops/collective_matmul.md.
 
     Example:
         >>> import torch
@@ -155,7 +162,8 @@ def matmul_reduce_scatter(
         >>> out.sum().backward()
         >>> dist.destroy_process_group()
 
-    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023); of backend
+    "symmetric" Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024).
     """
     call = _call(SCATTER, {"x": x, "weight": weight, "bias": bias}, group, weight_grad_out, check_inputs, backend)
     return SCATTERED(call).out
@@ -217,8 +225,10 @@ def _call(
     check_shapes(op, shapes_of(tensors), ring.ranks)
     x, weight, bias = named.values()
     check_weight_grad_out(op, weight_grad_out, weight)
-    choose_backend(op, backend, {"ring": refusal(ring, x.device)})
     dtype = one_dtype(op, tensors)
+    of_symmetric = "'auto' takes 'ring'" if backend == "auto" else symmetric.refusal(ring, x.device, dtype)
+    chosen = choose_backend(op, backend, {"ring": refusal(ring, x.device), "symmetric": of_symmetric})
+    ring = Ring(ring.group, ring.rank, ring.ranks, chosen)
     of_x, of_weight = _cast(x, dtype), _cast(weight, dtype)
     of_bias = None if bias is None else _cast(bias, dtype)
     grads = needed(x, weight, bias)
@@ -288,6 +298,11 @@ def _finished(kept: Kept, grad_x: Tensor | None, grad_weight: Tensor | None, gra
     return [None if g is None else g.to(dtype) for g, dtype in zip(made, kept.dtypes, strict=True)]
 
 
+def _is_mapped(ring: Ring, x: Tensor) -> bool:
+    """Whether blocks as `x` go through mapped memory; of one rank, and without a number, none travels."""
+    return ring.backend == "symmetric" and ring.ranks > 1 and x.numel() > 0
+
+
 def _flat(x: Tensor) -> Tensor:
     """[..., K] as rows."""
     return x.reshape(-1, x.shape[-1])
@@ -298,6 +313,11 @@ def _split(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
     return _flat(x).chunk(ranks)
 
 
+def _addends(xs: Sequence[Tensor], weight: Tensor) -> Callable[[int, Tensor], None]:
+    """What computes xs[rank] @ weight, this rank's addend for a rank."""
+    return lambda rank, out: product(out, widen(xs[rank]), weight)
+
+
 # --------------------------------------------------------------------------------------------------- all_gather_matmul
 
 
@@ -305,6 +325,12 @@ def _gather_forward(call: Call) -> Outputs:
     _agree(GATHER, call)
     made = _gather_fake(call)
     weight = widen(call.cast_weight).t()
+    if _is_mapped(call.ring, call.cast_x):
+        x, keeps = _flat(call.cast_x), made.gathered is not None
+        rows = symmetric.linear_of_all(call.ring, x, weight, call.cast_bias, _flat(made.out), whole=keeps)
+        if made.gathered is not None:
+            made.gathered.copy_(rows.view(made.gathered.shape))
+        return made
     outs = _split(made.out, call.ring.ranks)
     for rank, block in blocks(call.ring, call.cast_x, into=made.gathered):
         linear(outs[rank], _flat(block), weight, call.cast_bias)
@@ -328,14 +354,21 @@ def _gather_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         assert kept.weight is not None
         weight = widen(kept.weight)
         shape = (grad_out.shape[0] // ring.ranks, *grad_out.shape[1:-1], kept.k)
-        sums = grad_out.new_empty((len(grads[0]), kept.k), dtype=total)
-        sums = reduced(ring, lambda rank, out: product(out, widen(grads[rank]), weight), sums)
-        grad_x = sums.to(kept.dtypes[0]).view(shape)
-        del sums
+        addend = _addends(grads, weight)
+        if _is_mapped(ring, grads[0]):
+            grad_x = grad_out.new_empty(shape, dtype=kept.dtypes[0])
+            symmetric.reduced(ring, addend, None, _flat(grad_x))
+        else:
+            sums = reduced(ring, addend, grad_out.new_empty((len(grads[0]), kept.k), dtype=total))
+            grad_x = sums.to(kept.dtypes[0]).view(shape)
+            del sums
     if wanted[1]:
         grad_weight = _weight_sum(kept, grad_out.shape[-1], grad_out)
-        if kept.gathered is not None:
-            product(grad_weight, widen(_flat(grad_out)).t(), widen(_flat(kept.gathered)), accumulate=True)
+        gathered = kept.gathered
+        if gathered is None and kept.x is not None and _is_mapped(ring, kept.x):
+            gathered = symmetric.gathered(ring, kept.x)
+        if gathered is not None:
+            product(grad_weight, widen(_flat(grad_out)).t(), widen(_flat(gathered)), accumulate=True)
         else:
             assert kept.x is not None
             for rank, block in blocks(ring, kept.x):
@@ -381,10 +414,14 @@ GATHERED = Operator(
 
 def _scatter_forward(call: Call) -> Outputs:
     _agree(SCATTER, call)
-    made, ranks = _scatter_fake(call), call.ring.ranks
-    xs, weight = _split(call.cast_x, ranks), widen(call.cast_weight).t()
+    made, weight = _scatter_fake(call), widen(call.cast_weight).t()
+    xs = _split(call.cast_x, call.ring.ranks)
+    addend = _addends(xs, weight)
+    if _is_mapped(call.ring, made.out):
+        symmetric.reduced(call.ring, addend, call.cast_bias, _flat(made.out))
+        return made
     sums = call.cast_x.new_empty((len(xs[0]), len(call.weight)), dtype=accumulator(call.cast_x.dtype))
-    sums = reduced(call.ring, lambda rank, out: product(out, widen(xs[rank]), weight), sums)
+    sums = reduced(call.ring, addend, sums)
     if call.cast_bias is not None:
         sums += call.cast_bias
     made.out.copy_(sums.view(made.out.shape))
@@ -412,6 +449,20 @@ def _scatter_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     if wanted[2]:
         # Added up in the order of the ranks, not of the ring: so every rank has the same bits.
         grad_bias = grad_out.new_empty((ring.ranks, n), dtype=total)
+    if _is_mapped(ring, grad_out):
+        block = _flat(grad_out)
+        if grad_x is None:
+            rows = symmetric.gathered(ring, block)
+        else:
+            assert weight is not None
+            whole = wanted[1] or wanted[2]
+            rows = symmetric.linear_of_all(ring, block, weight, None, _flat(grad_x), whole=whole)
+        if grad_weight is not None:
+            assert kept.x is not None
+            product(grad_weight, _flat(rows).t(), _flat(kept.x), accumulate=True)
+        if grad_bias is not None:
+            torch.sum(rows, 1, dtype=total, out=grad_bias)
+        return _finished(kept, grad_x, grad_weight, None if grad_bias is None else grad_bias.sum(0))
     for rank, block in blocks(ring, _flat(grad_out)):
         if grad_x is not None:
             assert weight is not None

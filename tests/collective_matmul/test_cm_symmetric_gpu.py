@@ -1,0 +1,325 @@
+"""Backend "symmetric" on GPUs: the kernels in one process, and all of it between processes, on one GPU if there is one.
+
+Processes that share a GPU take turns on it, so one that waits for another waits for that one's turn: sizes are small.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onchip.collectives import torch_symmetric
+from onchip.collectives import triton_launches as launches
+from onchip.collectives.problem import GATHER, SCATTER
+from onchip.oracle.checks import product_bound
+from onchip.torch import all_gather_matmul, matmul_reduce_scatter
+
+pytestmark = pytest.mark.gpu
+
+OPS = {
+    GATHER: partial(all_gather_matmul, backend="symmetric"),
+    SCATTER: partial(matmul_reduce_scatter, backend="symmetric"),
+}
+# Rows of a block, N, K: ragged; rows that no descriptor can have; more than one piece; as many as there can be.
+SIZES = (300, 136, 72), (130, 70, 90), (1152, 264, 64), (2176, 128, 256)
+TIME = 100  # seconds, for a check
+
+
+def close(made, right, length):
+    """Within the bound; of few numbers, rounding what is right can be more than it allows."""
+    error, of_rounding = ((a.double() - right).norm() / right.norm() for a in (made, right.to(made.dtype)))
+    bound = product_bound(str(made.dtype).removeprefix("torch."), length, 1)
+    assert error <= max(bound, 1.01 * of_rounding), (float(error), bound, float(of_rounding))
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_product_waits_for_its_rows(sizes, turned, tma, dtype):
+    """Another stream writes blocks and flags, piece by piece, after the kernel has begun to wait."""
+    rows, n, c = sizes
+    ranks, rank = 3, 1
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(ranks, rows, c, device="cuda", generator=g).to(dtype)
+    weight = torch.randn(n, c, device="cuda", generator=g).to(dtype).t()
+    weight = weight if turned else weight.contiguous()
+    bias = torch.randn(n, device="cuda", generator=g).to(dtype)
+    right = (x.double() @ weight.double() + bias.double()).view(-1, n)
+
+    def made(late):
+        blocks, out = torch.full_like(x, float("nan")), x.new_full((ranks * rows, n), float("nan"))
+        flags = torch.zeros(ranks, launches.PIECES, dtype=torch.int32, device="cuda")
+        one = torch.ones_like(flags)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        product = launches.gated_product(x[rank], blocks, weight, bias, out, flags, rank, tma=tma)
+        if late:
+            product.run()
+        cut = launches.cut(rows)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            for sender in (0, 2):
+                for piece in range(cut.pieces):
+                    part = slice(piece * cut.rows, (piece + 1) * cut.rows)
+                    blocks[sender, part].copy_(x[sender, part])
+                    flags[sender, piece : piece + 1].copy_(one[0, :1])
+        if not late:
+            torch.cuda.current_stream().wait_stream(side)
+            product.run()
+        torch.cuda.current_stream().wait_stream(side)
+        return out
+
+    first = made(late=False)  # and compiled
+    close(first, right, c)
+    assert torch.equal(made(late=True), first)
+
+
+def test_blocks_are_added_in_order():
+    blocks = torch.randn(3, 37, 50, device="cuda") * 1e3
+    bias = torch.randn(50, device="cuda").bfloat16()
+    out = blocks.new_empty(37, 50, dtype=torch.bfloat16)
+    launches.add_blocks(blocks, bias, out, 0).run()
+    assert torch.equal(out, (blocks[1] + blocks[2] + blocks[0] + bias).bfloat16())
+
+
+# -------------------------------------------------------------------------------------------------------- all processes
+
+
+def drawn(op, sizes, dtype=torch.bfloat16, seed=0, middle=()):
+    """This rank's leaves x, weight and bias, its upstream gradient, and what is right: out and the three gradients."""
+    rows, n, k = sizes
+    ranks, own = dist.get_world_size(), dist.get_rank()
+    g = torch.Generator().manual_seed(seed)
+    tokens = (ranks * rows, *middle)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g).to(dtype).cuda()
+
+    every = [
+        (normal(rows if op == GATHER else ranks * rows, *middle, k), normal(n, k), normal(n),
+         normal(ranks * rows if op == GATHER else rows, *middle, n))
+        for _ in range(ranks)
+    ]  # fmt: skip
+    if op == SCATTER:
+        every = [(x, w, every[0][2], up) for x, w, _, up in every]
+    wide = [[a.double() for a in one] for one in every]
+    x, w, b, up = wide[own]
+
+    def mine(a):
+        return a.chunk(ranks)[own]
+
+    def flat(a):
+        return a.flatten(0, -2)
+
+    if op == GATHER:
+        whole = torch.cat([one[0] for one in wide])
+        right = (whole @ w.T + b, mine(sum(one[3] @ one[1] for one in wide)), flat(up).T @ flat(whole), flat(up).sum(0))
+    else:
+        grads = torch.cat([one[3] for one in wide])
+        out = mine(sum(one[0] @ one[1].T for one in wide)) + b
+        right = out, grads @ w, flat(grads).T @ flat(x), flat(grads).sum(0)
+    assert right[0].shape[0] == (tokens[0] if op == GATHER else rows)
+    x, w, b, up = every[own]
+    return [a.requires_grad_() for a in (x, w, b)], up, right
+
+
+def compare(op, made, right, sizes):
+    ranks, (rows, n, k) = dist.get_world_size(), sizes
+    summed = ranks if op == SCATTER else 1
+    lengths = summed * k, n * (ranks if op == GATHER else 1), ranks * rows, ranks * rows
+    for a, b, length in zip(made, right, lengths, strict=True):
+        close(a, b, length)
+
+
+def ran(op, leaves, up, **options):
+    x, weight, bias = leaves
+    out = OPS[op](x, weight, None, bias=bias, **options)
+    return out, *torch.autograd.grad(out, leaves, up)
+
+
+def the_dense_product():
+    for op in OPS:
+        for i, sizes in enumerate(SIZES):
+            leaves, up, right = drawn(op, sizes, (torch.bfloat16, torch.float16)[i % 2], seed=i)
+            compare(op, ran(op, leaves, up), right, sizes)
+
+
+def options():
+    """Kept blocks, dimensions in the middle, float32 sums of the caller's, strides, autocast, few gradients."""
+    sizes = rows, n, k = 300, 136, 72
+    for op in OPS:
+        leaves, up, right = drawn(op, sizes, middle=(2,))
+        double = 2 * rows, n, k
+        compare(op, ran(op, leaves, up), right, double)
+        if op == GATHER:
+            compare(op, ran(op, leaves, up, keep_gathered=True), right, double)
+        leaves, up, right = drawn(op, sizes)
+        total = torch.ones(n, k, device="cuda")
+        for _ in range(2):
+            OPS[op](*leaves[:2], None, weight_grad_out=total).backward(up)
+        assert leaves[1].grad is None
+        close(total - 1, 2 * right[2], dist.get_world_size() * rows)
+        turned = [leaves[0], leaves[1].detach().t().contiguous().t().requires_grad_(), leaves[2]]
+        compare(op, ran(op, turned, up), right, sizes)
+        apart = torch.stack([leaves[0].detach()] * 2, -1)[..., 0].requires_grad_()
+        compare(op, ran(op, [apart, *leaves[1:]], torch.stack([up, up], -1)[..., 0]), right, sizes)
+        every = ran(op, leaves, up)
+        for i in range(3):
+            given = [a if i == j else a.detach() for j, a in enumerate(leaves)]
+            out = OPS[op](given[0], given[1], None, bias=given[2])
+            assert torch.equal(torch.autograd.grad(out, given[i], up)[0], every[1 + i])
+        wide = [a.detach().float().requires_grad_() for a in leaves]
+        with torch.autocast("cuda", torch.bfloat16):
+            out = OPS[op](wide[0], wide[1], None, bias=wide[2])
+        assert torch.equal(out, every[0])
+        grads = torch.autograd.grad(out, wide, up)
+        assert all(a.dtype == torch.float32 for a in grads)
+        compare(op, [a.bfloat16() for a in (out, *grads)], right, sizes)
+        checked = OPS[op](*leaves[:2], None, check_inputs=True)
+        assert checked.shape == out.shape
+    empty = [torch.empty(0, 8, device="cuda", dtype=torch.bfloat16), torch.ones(4, 8, device="cuda").bfloat16()]
+    assert all(OPS[op](*empty, None).shape == (0, 4) for op in OPS)
+
+
+def the_same_bits():
+    for op in OPS:
+        leaves, up, _ = drawn(op, SIZES[2])
+        first = ran(op, leaves, up)
+        for _ in range(3):
+            assert all(map(torch.equal, ran(op, leaves, up), first))
+
+
+def buffers_are_used_again():
+    """Twenty calls of different sizes, forward and backward, and nobody waits in between."""
+    calls = []
+    for i in range(20):
+        op, sizes = (GATHER, SCATTER)[i % 2], SIZES[(i // 2) % 3]
+        calls.append((op, sizes, *drawn(op, sizes, seed=i)))
+    torch.cuda.synchronize()
+    made = [ran(op, leaves, up) for op, _, leaves, up, _ in calls]
+    for (op, sizes, _, _, right), results in zip(calls, made, strict=True):
+        compare(op, results, right, sizes)
+
+
+def streams():
+    """Calls by turns on two streams are those of one."""
+    calls = [(GATHER, *drawn(GATHER, SIZES[0], seed=i)) for i in range(6)]
+    torch.cuda.synchronize()
+    pair, made = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for i, (op, leaves, up, _) in enumerate(calls):
+        with torch.cuda.stream(pair[i % 2]):
+            made.append(ran(op, leaves, up))
+    torch.cuda.synchronize()
+    for (op, _, _, right), results in zip(calls, made, strict=True):
+        compare(op, results, right, SIZES[0])
+
+
+def graphs():
+    """A replay has the values that there are now, and calls in between change nothing."""
+    for op in OPS:
+        leaves, up, _ = drawn(op, SIZES[2], seed=1)
+        others = [drawn(op, SIZES[2], seed=seed) for seed in (2, 3, 4)]
+        ran(op, leaves, up)  # which makes the buffers
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = ran(op, leaves, up)
+        for given, of_up, right in others:
+            with torch.no_grad():
+                for a, b in zip((*leaves, up), (*given, of_up), strict=True):
+                    a.copy_(b)
+            graph.replay()
+            compare(op, made, right, SIZES[2])
+            first = [a.clone() for a in made]
+            eager = ran(op, given, of_up)
+            graph.replay()
+            assert all(map(torch.equal, made, first))
+            assert all(map(torch.equal, eager, first))
+        torch.cuda.synchronize()
+
+
+def compiled():
+    for op in OPS:
+        leaves, up, right = drawn(op, SIZES[0])
+        function = torch.compile(OPS[op], backend="aot_eager", fullgraph=True)
+        out = function(leaves[0], leaves[1], None, bias=leaves[2])
+        compare(op, (out, *torch.autograd.grad(out, leaves, up)), right, SIZES[0])
+
+
+def wrong_calls():
+    """All ranks make each of them."""
+    x, weight = (torch.ones(12, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for op, function in OPS.items():
+        say = f"{op}: backend 'symmetric' can't run this call: it "
+        with pytest.raises(ValueError, match=say + "takes bfloat16 and float16, not float32; pass backend='ring'"):
+            function(x.float(), weight.float(), None)
+        with pytest.raises(ValueError, match=say + "runs on CUDA tensors, not on 'cpu'"):
+            function(x.cpu(), weight.cpu(), None)
+    function = OPS[GATHER]
+    before = function(x, weight, None)
+    torch_symmetric.free_buffers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    say = "collective_matmul: backend 'symmetric' makes its buffers in the first call of a size, which a CUDA graph"
+    with pytest.raises(ValueError, match=say), torch.cuda.graph(graph):
+        function(x, weight, None)
+    del graph
+    assert torch.equal(function(x, weight, None), before)
+
+
+CHECKS = (
+    the_dense_product, options, the_same_bits, buffers_are_used_again, streams, graphs, compiled, wrong_calls,
+)  # fmt: skip
+
+
+def run(rank, ranks, meeting, checks):
+    shared = torch.cuda.device_count() < ranks
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1" if shared else "0"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    timeout = timedelta(seconds=TIME * len(checks))
+    how = "gloo" if shared else "nccl"
+    dist.init_process_group(how, f"file://{meeting}", timeout, world_size=ranks, rank=rank)
+    for check in checks:
+        start = time.monotonic()
+        try:
+            check()
+            torch.cuda.synchronize()
+        except BaseException as error:
+            error.add_note(f"in {check.__name__} on rank {rank} of {ranks}")
+            raise
+        if rank == 0:
+            print(f"{check.__name__}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    dist.barrier()
+    os._exit(0)  # where interpreter and process group end in an orderly way, gloo's threads abort now and then
+
+
+def spawned(ranks, meeting, checks):
+    """Run checks in as many processes; one that waits for ever is ended."""
+    processes = torch.multiprocessing.spawn(run, (ranks, str(meeting), checks), nprocs=ranks, join=False)
+    deadline = time.monotonic() + TIME * len(checks)
+    try:
+        while not processes.join(timeout=1, grace_period=1):
+            assert time.monotonic() < deadline, f"{ranks} processes took more than {TIME} s for each check"
+    finally:
+        for process in processes.processes:
+            process.kill()
+            process.join(10)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_processes(check, tmp_path):
+    spawned(2, tmp_path / "meeting", [check])
+
+
+@pytest.mark.slow
+def test_three_processes(tmp_path):
+    spawned(3, tmp_path / "meeting", CHECKS)
