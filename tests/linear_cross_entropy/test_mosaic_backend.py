@@ -84,6 +84,12 @@ def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_bias_gradient_leaves_out_tiles_that_nobody_wrote(layout, monkeypatch):
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 512, chunk=512))
+    assert_right(replace(LONG, bias=True), "bfloat16", backend="mosaic_gpu", weight_layout=layout)
+
+
 @pytest.mark.parametrize(
     ("wanted", "reduction"),
     [
