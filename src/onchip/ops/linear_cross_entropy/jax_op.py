@@ -190,7 +190,6 @@ def linear_cross_entropy(
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
             NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
-            The kernels take a class_weight only without label_smoothing and z_loss.
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
             differentiable has `linear_log_probs`.
 

@@ -177,7 +177,8 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             part = unfused(run_state(lambda ref: product(add_to=ref))(zeros))
             sums = sums._replace(hidden=write(sums.hidden, part, start))
         if needs.weight:
-            factor = call.loss.gradient(found, cut(row_scale, start, size), layer.vocab).factor
+            scale = cut(row_scale, start, size)
+            factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
             factor = relative * jnp.where(here.there, factor, 0)
             add = partial(
                 kernels.weight_product, rows=_scaled(rows, factor), count=here.number, vocab_major=major,

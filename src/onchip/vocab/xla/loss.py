@@ -210,7 +210,7 @@ class Call(NamedTuple):
     ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE; K is 1 where there is a loss
     loss: Any = None  # a `TokenLoss`; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
-    class_weight: Any = None  # [V], of "xla" alone: where the loss is weighed by it
+    class_weight: Any = None  # [V], where the loss is weighed by it
     shard: Any = None  # a `Shard` where the source has this device's entries of the vocabulary alone
 
     @property
