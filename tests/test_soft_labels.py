@@ -167,6 +167,8 @@ def test_shifted_certain_labels_are_shifted_ids(form, reduction):
         assert not as_[0][:, -1].any()
     single = given | {"hidden": given["hidden"][:, :1], "target": dense[:, :1]}
     assert not linear_cross_entropy(**single, shift=True, reduction=reduction).any()
+    nothing = given | {"hidden": given["hidden"][:, :0], "target": dense[:, :0]}
+    assert linear_cross_entropy(**nothing, shift=True, reduction="none").shape == (2, 0)
 
 
 @pytest.mark.parametrize("form", ["probs", "dense"])

@@ -80,6 +80,26 @@ def test_under_vmap_a_bad_index_is_nan_for_its_token_alone(loss):
     assert np.isfinite(made[0]).all()
 
 
+@pytest.mark.parametrize(("form", "reduction"), [("dense", "none"), ("probs", "mean")])
+def test_shifted_labels(form, reduction):
+    """As in PyTorch, with weights that go with the labels and temperatures that go with the positions."""
+    given, options = problem(LCE, form), everything(reduction)
+    options.pop("normalizer", None)
+    parameters, labels = in_jax(given)
+    numbers = {name: as_jax(x) for name, x in options.items()}
+    call = partial(linear_cross_entropy, labels=labels, shift=True, reduction=reduction, **numbers)
+    made, grads = jax.value_and_grad(lambda x: call(**x).sum())(parameters)
+    expected = LCE.op(**given, shift=True, reduction=reduction, **options)
+    assert_same(made, expected.sum().detach().numpy(), scale=2)
+    for name, g in grads.items():
+        (e,) = torch.autograd.grad(expected.sum(), given[name], retain_graph=True)
+        assert_same(g, e.numpy(), scale=10)
+    assert call(**parameters).shape == expected.shape
+    if form == "dense":
+        none = parameters | {"hidden": parameters["hidden"][:, :0]}
+        assert linear_cross_entropy(**none, labels=labels[:, :0], shift=True, reduction=reduction).shape == (2, 0)
+
+
 def test_the_memory_formulas():
     shape = jax.ShapeDtypeStruct
     measured, formulas = [], []
@@ -125,7 +145,7 @@ WRONG = {
 OWN = {
     LCE: {
         "stash": ({"labels": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
-        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of targets that are ids; pass hidden[..., :-1, :] with labels[..., 1:, :], those of the next positions"),
+        "nothing to shift along": ({"hidden": jnp.ones(16), "labels": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
         "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its targets are ids; pass backend='xla'"),
         "dtypes differ": ({"labels": K, "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16"),
     },

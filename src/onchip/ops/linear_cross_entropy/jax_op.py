@@ -161,8 +161,8 @@ def linear_cross_entropy(
         vocab_size: with axis_name: so many entries of all devices count; those behind are padding, and may hold any
             finite numbers.  class_weight is [vocab_size].
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
-            `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.  Not with soft labels:
-            pass hidden[..., :-1, :] with target[..., 1:, :].
+            `onchip.torch`; soft labels and hidden are copied for it.  Each device must hold whole sequences inside of
+            `jax.shard_map`.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.

@@ -1,6 +1,7 @@
 """linear_cross_entropy for JAX with soft labels: checks, plan and derivatives.  What computes it is in
 `onchip.vocab.xla.soft`."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import check_label_arrays, parts_of
 from onchip.frontend.options import check_head, shapes_of
+from onchip.frontend.topk import TopK
+from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
@@ -45,23 +48,26 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
     total = hidden.size // hidden.shape[-1]
     options = options_of(OP, Options, given, total * vocab)
     topk.refuse_options(OP, options)
-    if options.shift:
-        raise ValueError(
-            f"{OP}: shift=True is of targets that are ids; pass hidden[..., :-1, :] with {name}[..., 1:, :], those "
-            "of the next positions"
-        )
+    spec.check_shift(options, hidden.shape[:-1], "hidden of shape [..., S, H]")
     if options.strategy == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     dtype = accumulator(dtype_of(hidden))
     check_normalizer(OP, given["normalizer"], options.reduction)
     numbers = checked_numbers(OP, options, given, dtype)
     choose_backend(OP, given["backend"], refusals)
+    shape, token_weight = hidden.shape[:-1], given["token_weight"]
+    if options.shift:
+        hidden, target = hidden[..., :-1, :], _after_the_first(target)
+        token_weight = None if token_weight is None else token_weight[..., 1:]
+        if numbers["temperature"] is not None and numbers["temperature"].ndim:
+            numbers["temperature"] = numbers["temperature"].reshape(shape)[..., :-1].reshape(-1)
+        total = math.prod(hidden.shape[:-1])
     projection = Projection.of(hidden, weight, bias, given["weight_layout"])
     constants = SoftLabels(
         *parts_of(target, total, vocab, dtype),
         Transform(*(numbers[x] for x in Transform._fields)),
         TokenLoss(*(numbers[x] for x in TokenLoss._fields)),
-        per_token_constant(given["token_weight"], dtype),
+        per_token_constant(token_weight, dtype),
         as_constant(given["normalizer"], dtype),
         as_constant(given["class_weight"], dtype),
     )
@@ -71,7 +77,18 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
         loss = jnp.zeros(0 if per_token else (), dtype)
     else:
         loss = _op(Static(options, platform()), projection, constants)
-    return loss.reshape(hidden.shape[:-1]) if per_token else loss
+    if not per_token:
+        return loss
+    # The last position of a sequence costs nothing.
+    last = [(0, 0)] * (len(shape) - 1) + [(0, shape[-1] - hidden.shape[-2])] if shape else []
+    return jnp.pad(loss.reshape(hidden.shape[:-1]), last)
+
+
+def _after_the_first(target: Any) -> Any:
+    """Soft labels without those of each sequence's first position, which nothing predicts."""
+    if isinstance(target, TopK):
+        return target._replace(indices=target.indices[..., 1:, :], values=target.values[..., 1:, :])
+    return target[..., 1:, :]
 
 
 def _plan(problem: Problem, options: Options) -> Config:

@@ -75,7 +75,7 @@ def run(
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, weight)
-    dense, copied = "target" in tensors, 0
+    dense, copied, length = "target" in tensors, 0, hidden.shape[-2] if hidden.ndim > 1 else 0
     if options.shift:
         hidden, target = hidden[..., :-1, :], _after_the_first(target)
         token_weight = None if token_weight is None else token_weight[..., 1:]
@@ -110,8 +110,10 @@ def run(
         strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
         loss = OPERATORS[dense](call).out.loss
+    if not options.shift or options.reduction != "none":
+        return loss
     # The last position of a sequence costs nothing.
-    return torch.nn.functional.pad(loss, (0, 1)) if options.shift and options.reduction == "none" else loss
+    return torch.nn.functional.pad(loss, (0, length - loss.shape[-1]))
 
 
 def _after_the_first(target: Any) -> Any:
