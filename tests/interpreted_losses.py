@@ -17,9 +17,9 @@ from fp8_linear import fp8_interpreter
 from interpreter import main, registering
 from linear_cross_entropy import lce_fp8_cases as fp8_cases
 from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
-from losses import LCE, LLP, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
+from losses import CE, LCE, LLP, VOCAB, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from onchip.ops.linear_cross_entropy import fp8_op
-from onchip.torch import linear_cross_entropy
+from onchip.torch import cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
@@ -194,6 +194,46 @@ def soft_labels(how):
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 
 
+@check("plain", "everything", "small tiles", "certain")
+def soft_labels_of_logits(how):
+    """A probability for every entry: of labels [..., 1:, :] in a wider tensor, and of one id, with all its digits."""
+    options = everything("none") | {"reduction": "none"} if how == "everything" else {}
+    given = soft_problem(CE, "dense", (2, 12), vocab=1000 if how == "small tiles" else VOCAB)
+    if how == "everything":
+        given["target"] = torch.nn.functional.pad(given["target"], (0, 3, 1, 0))[:, 1:, :-3].half()
+    if how == "certain":
+        y = given["target"].argmax(-1, keepdim=True)
+        given["target"] = torch.zeros_like(given["target"]).scatter_(-1, y, 1.0)
+        with torch.no_grad():
+            given["logits"].scatter_add_(-1, y, torch.full(y.shape, 16.0))
+        hard = cross_entropy(given["logits"], y[..., 0], backend="torch")
+        soft = cross_entropy(**given, backend="triton")
+        grads = [torch.autograd.grad(x, given["logits"])[0] for x in (soft, hard)]
+        torch.testing.assert_close([soft, grads[0]], [hard, grads[1]], rtol=3e-5, atol=0)
+        return
+    with small_tiles() if how == "small tiles" else nullcontext():
+        assert_soft(CE, given, scale=2, backend="triton", **options)
+
+
+@check()
+def soft_labels_of_masked_logits():
+    """What has no probability costs nothing though its logit is -inf; what has some costs infinity."""
+    given = soft_problem(CE, "dense")
+    with torch.no_grad():
+        given["logits"][..., 5] = -torch.inf
+    given["target"][..., 5] = 0
+    given["target"][0, 1, 5] = 0.5
+    given["target"][0, 2] = 0
+    made = cross_entropy(**given, reduction="none", backend="triton")
+    assert made.isinf().nonzero().tolist() == [[0, 1]]
+    assert made[0, 2] == 0
+    (g,) = torch.autograd.grad(made.sum(), given["logits"])
+    assert g.isfinite().all()
+    assert not g[0, 2].any()
+    weighed = {"label_smoothing": 0.1, "class_weight": (torch.arange(VOCAB) != 5).float()}
+    assert cross_entropy(**given, reduction="none", backend="triton", **weighed).isfinite().all()
+
+
 @check("stash", "recompute", "out")
 def repeated_labels(how):
     """The first two tokens of a vocabulary entry have their target's term added apart, further ones don't."""
@@ -365,7 +405,8 @@ def every_backend(device):
 SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
-    "soft_labels-one id", "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
+    "soft_labels-one id", "soft_labels_of_logits-plain",
+    "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",
     "in_fp8-ragged", "in_fp8-small", "compiled_with_a_budget_and_sizes_that_change-least", "repeated_labels-stash",
     "memory_at_multiples_of_256_bytes-retained", "a_retained_graph-linear_log_probs-entropy",
