@@ -194,6 +194,35 @@ def soft_labels(how):
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 
 
+@check("plain", "everything", "certain", "bias alone", "forward")
+def soft_labels_of_every_entry(how):
+    """In float16, over several tiles of the vocabulary and chunks of it, and of a whole tile of tokens and a part."""
+    given = soft_problem(LCE, "dense", (3, 70), vocab=600, dtype=torch.float16)
+    plan = triton_memory.TritonPlan(210, 512, 256, halves=how == "plain")
+    options = {}
+    if how == "everything":
+        options = everything("none", vocab=600) | {"reduction": "none"}
+        each = torch.linspace(0.5, 1.5, 210).view(3, 70)
+        options |= {"temperature": each, "token_weight": each.flip(0)}
+        given["target"] = torch.nn.functional.pad(given["target"], (0, 3, 1, 0))[:, 1:, :-3].float()
+    if how == "certain":
+        y = given["target"].argmax(-1)
+        given["target"] = torch.nn.functional.one_hot(y, 600).half()
+        with torch.no_grad():
+            given["hidden"] += 1.5 * given["weight"][y]
+    if how in ("bias alone", "forward"):
+        given = {name: x.detach() for name, x in given.items()}
+        given["bias"].requires_grad_(how == "bias alone")
+        plan = plan if how == "bias alone" else triton_memory.TritonPlan(128)
+    bound = RIGHT[torch.float16]
+    with mock.patch.object(triton_memory, "plan", return_value=plan):
+        if how == "forward":
+            made = linear_cross_entropy(**given, backend="triton")
+            assert_near("loss", made, linear_cross_entropy(**given, backend="torch"), 2)
+            return
+        assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
+
+
 @check("plain", "everything", "small tiles", "certain")
 def soft_labels_of_logits(how):
     """A probability for every entry: of labels [..., 1:, :] in a wider tensor, and of one id, with all its digits."""
@@ -405,7 +434,8 @@ def every_backend(device):
 SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
-    "soft_labels-one id", "soft_labels_of_logits-plain",
+    "soft_labels-one id", "soft_labels_of_logits-plain", "soft_labels_of_every_entry-plain",
+    "soft_labels_of_every_entry-bias alone",
     "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",
     "in_fp8-ragged", "in_fp8-small", "compiled_with_a_budget_and_sizes_that_change-least", "repeated_labels-stash",

@@ -2,6 +2,7 @@
 PyTorch's.  test_every_loss.py has what holds for every op."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from every_loss import check_operators
 from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB, nan_filled
+from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
 from shared import assert_refused
 from soft_labels import assert_right, class_weights, everything, oracle, problem
@@ -44,15 +46,47 @@ def test_values(loss, form, reduction):
 @by_form
 @pytest.mark.parametrize("dtype", RIGHT, ids=str)
 def test_values_on_the_gpu(loss, form, dtype):
-    """The kernels for K ids have no label smoothing, and products of 16 bits alone."""
+    """The kernels for K ids have no label smoothing, and those for products take 16 bits alone."""
     loss = replace(loss, device="cuda")
     for reduction in ("mean", "none"):
         given, options = problem(loss, form, dtype=dtype), everything(reduction, "cuda")
         for more in ({}, options, options | {"label_smoothing": 0.0}):
             backend = "auto"
-            if loss.linear and form != "dense" and dtype != torch.float32:
+            if form == "dense" and not (loss.linear and dtype == torch.float32):
+                backend = "triton"
+            elif loss.linear and dtype != torch.float32:
                 backend = "torch" if more.get("label_smoothing") else "triton"
             assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
+
+
+@pytest.mark.gpu
+@by_op
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("hidden", "vocab"), [(520, 8192), (515, 50257)])
+def test_kernels_for_every_entry(loss, hidden, vocab, dtype):
+    """Many tiles, aligned or not, of labels in float32; and the same from each of several calls, the later ones of
+    which repeat what an earlier one launched.  And no more memory than the formula says."""
+    loss = replace(loss, device="cuda")
+    given = loss.problem((4, 175), hidden, vocab, dtype=dtype)
+    given["target"] = torch.randn(4, 175, vocab, device="cuda").mul_(3).softmax(-1)
+    if loss.linear:
+        with torch.no_grad():
+            given["weight"] *= 0.1
+    options = {"softcap": 8.0, "label_smoothing": 0.1, "class_weight": class_weights(vocab, "cuda"), "z_loss": 1e-3}
+    assert_right(loss, given, scale=2, bound=RIGHT[dtype], backend="triton", **options)
+    leaves = [x for x in given.values() if x.requires_grad]
+
+    def step(scratch_bytes=None):
+        made = loss.op(**given, **options, backend="triton", scratch_bytes=scratch_bytes)
+        return torch.autograd.grad(made, leaves)
+
+    first = step()
+    for _ in range(4):
+        assert all(map(torch.equal, step(), first))
+    least = _least(loss, given, options | {"backend": "triton"})
+    for a, b in zip(step(least), first, strict=True):
+        assert (a.double() - b.double()).norm() <= RIGHT[dtype] * b.double().norm()
+    assert peak_extra_bytes(partial(step, least), device="cuda") <= least
 
 
 @by_op
@@ -91,7 +125,7 @@ def test_the_smallest_scratch_is_enough(loss, form):
 def _least(loss, given, options):
     with pytest.raises(ValueError, match=f"^{loss.op.__name__}: scratch_bytes=1 is too small") as caught:
         loss.op(**given, **options, scratch_bytes=1)
-    return int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    return int(re.search(r"needs? (\d+) bytes", str(caught.value))[1])
 
 
 @by_op

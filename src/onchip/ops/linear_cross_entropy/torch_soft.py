@@ -26,11 +26,12 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
-from onchip.ops.linear_cross_entropy import spec, triton_soft
+from onchip.ops.linear_cross_entropy import spec, triton_dense, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
+from onchip.vocab.rows.launches import layout_refusal
 from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.loss import checked_class_weight, scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
@@ -83,7 +84,7 @@ def run(
             per_token_temperature = per_token_temperature[..., :-1]
         # Hidden's gradient is made of these positions first.
         copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
-    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, dtype, options, dense=dense))
+    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options))
     ids, labels, kind = parts_of(target, hidden.shape[:-1])
     call = SoftCall(
         hidden=hidden,
@@ -105,7 +106,7 @@ def run(
         dense=dense,
     )
     if chosen == "triton":
-        loss = triton_soft.LOSS(call).out.loss
+        loss = triton_dense.LOSS(call).loss if dense else triton_soft.LOSS(call).out.loss
     else:
         strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
@@ -123,13 +124,14 @@ def _after_the_first(target: Any) -> Any:
     return target[..., 1:, :]
 
 
-def _refusal(hidden: Tensor, dtype: torch.dtype, options: Options, *, dense: bool) -> str | None:
+def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    if dense:
-        return "its soft labels are of K ids, a TopK; pass one, or backend='torch'"
-    if options.label_smoothing > 0:
-        return "its soft labels have no label_smoothing; pass backend='torch', or smooth the labels"
-    return setup.refusal(hidden.device.type, hidden.device.index, dtype)
+    if isinstance(target, Tensor):
+        reason = layout_refusal("target", target)
+    else:
+        smoothed = "its labels of K ids have no label_smoothing; pass backend='torch', or smooth the labels"
+        reason = smoothed if options.label_smoothing > 0 else None
+    return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 
 class SoftMade(NamedTuple):

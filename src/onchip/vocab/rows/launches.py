@@ -100,9 +100,9 @@ def launch_soft(
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=False)
     inner, rows = _rows(logits, out)
-    labels_rows, of_labels = _rows(labels, None)
+    labels_rows, labels_outer, labels_inner = rows_of(labels)
     unit, stride = _unit(logits, out, rows)
-    label_unit, label_stride = _unit(labels, None, of_labels)
+    label_unit, label_stride = _unit(labels, None, {"outer": labels_outer, "inner": labels_inner})
     unit, lanes = math.gcd(unit, label_unit), 32 * tiles.warps
     tile = max(tiles.tile // 2, unit * lanes)  # labels take as many registers as logits do
     loops = (vocab - 1) // tile
@@ -120,8 +120,8 @@ def launch_soft(
         "inner": inner,
         "logits_stride": stride,
         "labels_rows": labels_rows,
-        "labels_outer": of_labels["logits_outer"] // unit,
-        "labels_inner": of_labels["logits_inner"] // unit,
+        "labels_outer": labels_outer // unit,
+        "labels_inner": labels_inner // unit,
         "labels_stride": label_stride,
         "label_smoothing": options.label_smoothing,
         "z_loss": options.z_loss,
@@ -193,13 +193,17 @@ def _unit(logits: Tensor, out: Tensor | None, rows: dict[str, int]) -> tuple[int
 
 def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
     """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
-    vocab, tokens = logits.shape[-1], logits.shape[:-1].numel()
-    leading = leading_dimensions(logits)
-    (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
-    if len(leading) < 2:
-        inner = tokens
+    vocab = logits.shape[-1]
+    inner, outer, row = rows_of(logits)
     out_outer, out_inner = (outer, row) if out is logits else (inner * vocab, vocab)
     return inner, {"logits_outer": outer, "logits_inner": row, "out_outer": out_outer, "out_inner": out_inner}
+
+
+def rows_of(x: Tensor) -> tuple[int, int, int]:
+    """Of [..., V] how many rows lie in an outer one, and the strides of outer and inner rows."""
+    leading = leading_dimensions(x)
+    (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
+    return x.shape[:-1].numel() if len(leading) < 2 else inner, outer, row
 
 
 def transform_scales(options: Any) -> dict[str, float | None]:

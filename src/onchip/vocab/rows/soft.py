@@ -1,27 +1,15 @@
 """Triton kernels of cross_entropy with a probability for every entry: each row of logits and of labels is read once.
 
-A label is q = w ((1 - label_smoothing) times the given probability + label_smoothing / V), w being the class's weight,
-and m = sum(q).  The loss is m log(total) - sum(q (z - max)) + z_loss lse^2, with total = sum(exp(z - max)), and its
-gradient p (m + 2 z_loss lse) - q.  Rows and tiles are those of triton.py; running sums are kept lane by lane, relative
-to the lane's largest logit.
-
-Where one logit leads, the loss is small and p is near 1.  Then 1 + `below` would round away what log1p(below) keeps,
-and p - 1 is taken as -below / total; `below` is the sum without exponentials above 0.75, of which there is one then.
+A label is q = w ((1 - label_smoothing) times the given probability + label_smoothing / V), w being the class's weight;
+`soft_loss` and `soft_gradient` say what is made of these.  Rows and tiles are those of triton.py; running sums are
+kept lane by lane, relative to the lane's largest logit.
 """
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST, log1p
+from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, soft_gradient, soft_loss
 from onchip.vocab.rows.blocks import NOTHING, lanes_of, read_tile, row_start, squash, steps_of
-
-LEADING = tl.constexpr(0.75)
-
-
-@triton.jit
-def soft_gradient(p, q, mass, less, more):
-    """Of a logit with the probability p, but for the row's factor; `less` is p - 1 of a p above 0.75."""
-    return tl.where(p > LEADING, mass * less + (mass - q) + more * p, p * (mass + more) - q)
 
 
 @triton.jit
@@ -143,12 +131,10 @@ def soft_losses(
         total = tl.sum(total * tl.exp2(drop), 0)
         cost = tl.sum(cost - m * drop, 0)
         m = tl.sum(m, 0)
-        leads = (total > 0.5) & (total < 1.5)
-        log_total = tl.where(leads, log1p(below), tl.log(total))
-        row_lse = best * k + log_total
-        tl.store(loss + row, m * log_total + cost / LOG2E + z_loss * row_lse * row_lse)
+        value, row_lse, low = soft_loss(best * k, total, below, m, cost / LOG2E, z_loss)
+        tl.store(loss + row, value)
         tl.store(lse + row, row_lse)
-        tl.store(less + row, tl.where(leads, -below / total, 0.0))
+        tl.store(less + row, low)
         tl.store(mass + row, m)
 
 

@@ -136,7 +136,9 @@ def softmax_tiles(launch: Launch, wanted: Wanted, operands: Operands) -> Partial
     arguments = {
         **launch.logits(operands),
         "class_weight": operands.class_weight,
-        "partials": {name: name if name in outputs else None for name in empty} | {"squares": None, "stride": tokens},
+        "labels": None,
+        "partials": {name: name if name in outputs else None for name in empty}
+        | {**dict.fromkeys(("squares", "below", "mass", "cost")), "stride": tokens},
         "exponentials": None,
         "buffer": None,
         "first": 0,
@@ -178,6 +180,7 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
         "terms": {"lse": stats.lse, "row_scale": upstream.factor, "even": upstream.even, "entropy_scale": None},
         "at_target": entry,
         "class_weight": at.class_weight,
+        "labels": None,
         "first": 0,
         "BLOCK_T": launch.tiles["gradient_tiles"]["rows"],
     }
