@@ -25,7 +25,7 @@ from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import walks
 from soft_labels import assert_right as assert_soft
-from soft_labels import everything
+from soft_labels import everything, right_stats
 from soft_labels import problem as soft_problem
 from tanh import assert_is_tanh, triton_tanh
 
@@ -181,7 +181,7 @@ def forward_in_chunks_of_tokens(op):
         right(loss, given, **options)
 
 
-@check("plain", "everything", "one id", "mixed")
+@check("plain", "everything", "one id", "mixed", "statistics")
 def soft_labels(how):
     """Probabilities of K ids."""
     given = soft_problem(LCE, "probs", (300,) if how == "mixed" else (2, 12), dtype=torch.float16)
@@ -190,6 +190,12 @@ def soft_labels(how):
         given["target"] = target._replace(indices=target.indices[..., :1], values=target.values[..., :1])
     options = everything("none") | {"label_smoothing": 0.0, "reduction": "none"} if how == "everything" else {}
     bound = RIGHT[torch.float16]
+    if how == "statistics":
+        _, stats = linear_cross_entropy(**given, backend="triton", return_stats=True, softcap=5.0)
+        for name, x in right_stats(LCE, given, softcap=5.0).items():
+            torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False)
+        assert_soft(LCE, given, scale=2, bound=bound, backend="triton", softcap=5.0)
+        return
     with mixed_plan() if how == "mixed" else nullcontext():
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 

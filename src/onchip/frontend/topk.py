@@ -90,5 +90,3 @@ def refuse_options(op: str, options: Any) -> None:
             f"{op}: ignore_index={options.ignore_index} is of targets that are ids; give a token that is to be ignored "
             "a token_weight of 0"
         )
-    if options.return_stats:
-        raise ValueError(f"{op}: return_stats=True is of targets that are ids; soft labels have no statistics yet")

@@ -111,7 +111,7 @@ def cross_entropy(
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
-            ignore_index or return_stats.
+            ignore_index.
         labels: another name of target, by keyword.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]) and

@@ -49,11 +49,11 @@ class SoftCall(NamedTuple):
             OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
         )
 
-    def probs(self) -> Tensor:
-        """[T, K]: times the weights of classes."""
+    def probs(self, *, weighed: bool = True) -> Tensor:
+        """[T, K]: times the weights of classes, unless without."""
         shape = self.number, self.several
         values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
-        return soft.labels_of(values, self.kind, ids, self.class_weight, self.logits.dtype)
+        return soft.labels_of(values, self.kind, ids, self.class_weight if weighed else None, self.logits.dtype)
 
     def problem(self, *, triton: bool = False) -> row_memory.Problem:
         """What memory depends on."""
@@ -68,6 +68,7 @@ class SoftCall(NamedTuple):
             gathered=torch_rows.flatten(logits) is None or (self.dense and torch_rows.flatten(self.labels) is None),
             class_weight=self.class_weight is not None and options.label_smoothing > 0,
             ids=0 if self.dense else self.several,
+            stats=options.return_stats and not self.dense,
             labels=LOSS_DTYPES[self.labels.dtype] if self.dense else "",
             triton=triton,
         )

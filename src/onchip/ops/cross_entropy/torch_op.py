@@ -136,8 +136,8 @@ def cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
-            inplace_backward; "triton" runs those of every entry, "torch" both.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward;
+            "triton" runs those of every entry, without return_stats, "torch" both.
         labels: another name of target, by keyword.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),

@@ -19,6 +19,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import WithStats
 from onchip.ops.cross_entropy import triton_soft
 from onchip.ops.cross_entropy.soft_call import SoftCall
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -42,8 +43,9 @@ def run(
     scratch_bytes: int | float | str | None,
     backend: str,
     **more: Any,
-) -> Tensor:
-    """The loss; arguments as of `cross_entropy`, `more` being the other fields of its options."""
+) -> Tensor | WithStats:
+    """The loss, or with return_stats the loss and its statistics; arguments as of `cross_entropy`, `more` being the
+    other fields of its options."""
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, class_weight, per_token_temperature)
     check_logits(OP, shapes_of(tensors))
@@ -58,7 +60,7 @@ def run(
     if options.inplace_backward:
         raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)
-    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target))
+    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, options))
     ids, labels, kind = parts_of(target, logits.shape[:-1])
     call = SoftCall(
         logits=logits,
@@ -73,11 +75,16 @@ def run(
         dense="target" in tensors,
         grads=needed(logits),
     )
-    return triton_soft.LOSS(call).loss if chosen == "triton" else LOSS(call).out.loss
+    if chosen == "triton":
+        return triton_soft.LOSS(call).loss
+    out = LOSS(call).out
+    return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
 
 
-def _refusal(logits: Tensor, target: Any) -> str | None:
+def _refusal(logits: Tensor, target: Any, options: Options) -> str | None:
     """Why the Triton kernels can't serve a call."""
+    if options.return_stats:
+        return "its soft labels have no return_stats; pass backend='torch', or leave it out"
     if isinstance(target, TopK):
         return "its soft labels are of every entry; pass those, or backend='torch'"
     return launches.refusal(logits) or launches.layout_refusal("target", target)
@@ -102,11 +109,13 @@ def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows, shape = torch_rows.Rows(call.logits), call.logits.shape[:-1]
     if call.dense:
-        losses, *known = soft.dense_stats(rows, options, tokens, call.config(), call.labels, call.class_weight)
-        return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known))
+        made = soft.dense_stats(rows, options, tokens, call.config(), call.labels, call.class_weight)
+        return SoftMade(SoftOutputs(soft.reduced(options, made.loss, tokens, shape), *made[1:]))
     stats = walk.forward(rows, options, tokens, call.config(), soft.asked_by(options, call.class_weight))
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
-    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), stats.lse, stats.log_prob, None))
+    known = stats.lse, stats.log_prob
+    more = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known, None, *more))
 
 
 def _fake(call: SoftCall) -> SoftMade:
@@ -114,7 +123,7 @@ def _fake(call: SoftCall) -> SoftMade:
 
 
 def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:])
+    return Kept(call, *made.out[1:4])
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

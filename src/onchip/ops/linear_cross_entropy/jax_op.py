@@ -151,7 +151,7 @@ def linear_cross_entropy(
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
-            ignore_index, return_stats or strategy="stash"; "xla" runs them.
+            ignore_index or strategy="stash"; "xla" runs them.
         labels: another name of target, by keyword.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".

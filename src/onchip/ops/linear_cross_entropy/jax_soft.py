@@ -23,6 +23,7 @@ from onchip.frontend.jax_inputs import (
     platform,
 )
 from onchip.frontend.jax_labels import check_label_arrays, parts_of
+from onchip.frontend.jax_types import LossStats, WithStats
 from onchip.frontend.options import check_head, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import spec
@@ -30,13 +31,13 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory, soft
-from onchip.vocab.xla.loss import TokenLoss
+from onchip.vocab.xla.loss import Outputs, TokenLoss
 from onchip.vocab.xla.soft import SoftLabels
 from onchip.vocab.xla.tiles import Projection, Transform
 
 
-def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array:
-    """The loss of the arguments of `linear_cross_entropy`, on "xla".
+def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array | WithStats:
+    """What `linear_cross_entropy` returns of its arguments, on "xla".
 
     `name` is the one that the target was given by; `refusals` names all backends.
     """
@@ -72,16 +73,24 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
         as_constant(given["class_weight"], dtype),
     )
     projection, constants = vary_alike((projection, jax.lax.stop_gradient(constants)))
-    per_token = options.reduction == "none"
     if total == 0:
-        loss = jnp.zeros(0 if per_token else (), dtype)
+        made = Outputs.of_nothing(options.reduction, options.return_stats, dtype)
     else:
-        loss = _op(Static(options, platform()), projection, constants)
-    if not per_token:
-        return loss
-    # The last position of a sequence costs nothing.
-    last = [(0, 0)] * (len(shape) - 1) + [(0, shape[-1] - hidden.shape[-2])] if shape else []
-    return jnp.pad(loss.reshape(hidden.shape[:-1]), last)
+        made = _op(Static(options, platform()), projection, constants)
+    found = made.shaped(hidden.shape[:-1])
+    return _with_the_last(found, shape[-1] - hidden.shape[-2]) if options.shift else found
+
+
+def _with_the_last(made: Any, number: int) -> Any:
+    """What a function returns with so many positions more at the end of each sequence, which cost nothing."""
+
+    def filled(x: jax.Array, fill: int = 0) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, number)], constant_values=fill) if x.ndim else x
+
+    if not isinstance(made, tuple):
+        return filled(made)
+    loss, stats = made
+    return filled(loss), LossStats(*map(filled, stats))._replace(argmax=filled(stats.argmax, -1))
 
 
 def _after_the_first(target: Any) -> Any:
@@ -98,22 +107,25 @@ def _plan(problem: Problem, options: Options) -> Config:
 
 def _forward(
     static: Static, needs: Projection, projection: Projection, constants: SoftLabels
-) -> tuple[jax.Array, Planned | None]:
+) -> tuple[Outputs, Planned | None]:
     problem = projection.problem(
         needs,
         static.platform,
         constants.transform,
         ids=0 if constants.ids is None else constants.ids.shape[1],
         labels=constants.probs.dtype.name if constants.ids is None else "",
+        stats=static.options.return_stats,
         op=OP,
     )
     config = _plan(problem, static.options)
-    loss, saved = soft.forward(projection, constants, config, reduction=static.options.reduction)
-    return loss, Planned((projection, saved), config) if problem.any_grad else None
+    reduction, return_stats = static.options.reduction, static.options.return_stats
+    made, saved = soft.forward(projection, constants, config, reduction=reduction, return_stats=return_stats)
+    return made, Planned((projection, saved), config) if problem.any_grad else None
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, upstream: jax.Array) -> Projection:
+def _backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
     projection, kept = saved.arrays
+    upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
     made: Projection = soft.backward(projection, needs, kept, saved.plan, upstream)
     return made
 

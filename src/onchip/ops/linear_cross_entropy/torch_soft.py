@@ -26,6 +26,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import WithStats
 from onchip.ops.linear_cross_entropy import spec, triton_dense, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
@@ -54,8 +55,9 @@ def run(
     backend: str,
     weight_grad_out: Tensor | None,
     **more: Any,
-) -> Tensor:
-    """The loss; arguments as of `linear_cross_entropy`, `more` being the other fields of its options."""
+) -> Tensor | WithStats:
+    """The loss, or with return_stats the loss and its statistics; arguments as of `linear_cross_entropy`, `more` being
+    the other fields of its options."""
     if more["precision"] != "full" or isinstance(weight, QuantizedWeight):
         raise ValueError(f"{OP}: precision='fp8' takes targets that are ids; pass precision='full' and a plain weight")
     if more["strategy"] == "stash":
@@ -106,15 +108,14 @@ def run(
         dense=dense,
     )
     if chosen == "triton":
-        loss = triton_dense.LOSS(call).loss if dense else triton_soft.LOSS(call).out.loss
+        out: Any = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
     else:
         strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
-        loss = OPERATORS[dense](call).out.loss
-    if not options.shift or options.reduction != "none":
-        return loss
+        out = OPERATORS[dense](call).out
     # The last position of a sequence costs nothing.
-    return torch.nn.functional.pad(loss, (0, length - loss.shape[-1]))
+    stats = out.stats if options.return_stats else None
+    return soft.shaped(out.loss, stats, hidden.shape[:-1], length if options.shift else None)
 
 
 def _after_the_first(target: Any) -> Any:
@@ -127,7 +128,8 @@ def _after_the_first(target: Any) -> Any:
 def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options) -> str | None:
     """Why the Triton kernels can't serve a call."""
     if isinstance(target, Tensor):
-        reason = layout_refusal("target", target)
+        unknown = "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
+        reason = unknown if options.return_stats else layout_refusal("target", target)
     else:
         smoothed = "its labels of K ids have no label_smoothing; pass backend='torch', or smooth the labels"
         reason = smoothed if options.label_smoothing > 0 else None
@@ -154,7 +156,7 @@ def _fake(call: SoftCall) -> SoftMade:
 
 
 def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:])
+    return Kept(call, *made.out[1:4])
 
 
 def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tensor | None]:
@@ -179,7 +181,9 @@ def _forward(call: SoftCall) -> SoftMade:
     )
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
-    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None))
+    known = stats.lse, stats.log_prob, stats.entropy, stats.argmax
+    more = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, *more))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -36,10 +36,14 @@ class Kept(NamedTuple):
     saved: Saved
 
 
+def _plan(call: SoftCall) -> TritonPlan:
+    return setup.plan(call, class_weight=call.class_weight is not None)
+
+
 def _forward(call: SoftCall) -> Outputs:
     from onchip.vocab.triton import labels
 
-    config, options = setup.plan(call), call.options
+    config, options = _plan(call), call.options
     tokens, saved = call.tokens(check_values=options.check_inputs), setup.make_saved(call, config)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight)
     made = labels.forward(run, call, config, saved, labels.labels_of(call.labels, options.label_smoothing))
@@ -53,11 +57,11 @@ def _fake(call: SoftCall) -> Outputs:
 
     shape = call.hidden.shape[:-1] if call.options.reduction == "none" else ()
     loss = call.hidden.new_empty(shape, dtype=torch.float32)
-    return Outputs(loss, vector(), vector(), vector(), setup.make_saved(call, setup.plan(call), fake=True))
+    return Outputs(loss, vector(), vector(), vector(), setup.make_saved(call, _plan(call), fake=True))
 
 
 def _save(call: SoftCall, made: Outputs) -> Kept:
-    return Kept(call, setup.plan(call), made.lse, made.less, made.mass, made.saved)
+    return Kept(call, _plan(call), made.lse, made.less, made.mass, made.saved)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -153,7 +153,8 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     softmax = 4 * tiles * c.token_chunk * numbers
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
-    vectors += 96 * p.tokens * int(p.labels != "")
+    if p.labels:
+        vectors += 96 * p.tokens + 4 * p.vocab  # a bias in float32
     if p.class_weight:
         vectors += 8 * (p.tokens + p.vocab)
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
