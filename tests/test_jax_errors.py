@@ -111,6 +111,8 @@ EVERY = {
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
     "shift is 1": ({"shift": 1}, TypeError, "shift must be True or False; got int"),
     "nothing to shift along": ({"hidden": ones(16), "target": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs target of shape [..., S]"),
+    "no logits to shift along": ({"logits": ones(70), "target": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs target of shape [..., S]"),
+    "no ids to shift along": ({"hidden": ones(16), "ids": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H]"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
     "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto'"),
     "backend is a list": ({"backend": ["xla"]}, ValueError, "backend must be one of 'auto'"),

@@ -317,7 +317,8 @@ OWN = {
         "fp8": ({"target": K, "precision": "fp8"}, ValueError, "precision='fp8' takes targets that are ids; pass precision='full'"),
         "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
     },
-    CE: {"in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
+    CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], those of the next positions"),
+         "in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
 }  # fmt: skip
 
 

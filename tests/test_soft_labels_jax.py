@@ -181,7 +181,9 @@ OWN = {
         "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its targets are ids; pass backend='xla'"),
         "dtypes differ": ({"labels": K, "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16"),
     },
-    CE: {},
+    CE: {
+        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with labels[..., 1:, :], those of the next positions"),
+    },
 }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def run(
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
     topk.refuse_options(OP, options)
+    topk.refuse_shift(OP, options.shift, "target")
     if options.inplace_backward:
         raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)

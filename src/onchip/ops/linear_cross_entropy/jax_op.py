@@ -30,7 +30,7 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
-from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import jax_soft, spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
@@ -265,7 +265,7 @@ def checked(given: Mapping[str, Any], name: str, target: Any) -> tuple[Options, 
     shapes = shapes_of(check_arrays(OP, given))
     spec.check_shapes({x: shape for x, shape in shapes.items() if x != "class_weight"}, name, given["weight_layout"])
     options: Options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
-    spec.check_shift(options, target.shape, f"{name} of shape [..., S]")
+    check_shift(OP, options.shift, target.shape, f"{name} of shape [..., S]")
     check_normalizer(OP, given["normalizer"], options.reduction)
     total = accumulator(dtype_of(hidden))
     return options, checked_numbers(OP, options, given, total), total

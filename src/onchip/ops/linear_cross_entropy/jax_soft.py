@@ -24,9 +24,8 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import check_label_arrays, parts_of
 from onchip.frontend.jax_types import LossStats, WithStats
-from onchip.frontend.options import check_head, shapes_of
+from onchip.frontend.options import check_head, check_shift, shapes_of
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
@@ -49,7 +48,7 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
     total = hidden.size // hidden.shape[-1]
     options = options_of(OP, Options, given, total * vocab)
     topk.refuse_options(OP, options)
-    spec.check_shift(options, hidden.shape[:-1], "hidden of shape [..., S, H]")
+    check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
     if options.strategy == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     dtype = accumulator(dtype_of(hidden))

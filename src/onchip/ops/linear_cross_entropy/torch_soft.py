@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend import topk
-from onchip.frontend.options import check_head, scratch_in_bytes, shapes_of
+from onchip.frontend.options import check_head, check_shift, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     check_class_weight,
@@ -27,7 +27,7 @@ from onchip.frontend.torch_inputs import (
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_types import WithStats
-from onchip.ops.linear_cross_entropy import spec, triton_dense, triton_soft
+from onchip.ops.linear_cross_entropy import triton_dense, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab import memory
@@ -74,7 +74,7 @@ def run(
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, hidden.shape[:-1].numel() * vocab),
     )
     topk.refuse_options(OP, options)
-    spec.check_shift(options, hidden.shape[:-1], "hidden of shape [..., S, H]")
+    check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, weight)
