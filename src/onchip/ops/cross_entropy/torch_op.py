@@ -52,6 +52,7 @@ BACKENDS = ("triton", "torch")
 class OfModule(LossKeywords, total=False):
     """What the module takes by keyword, but for return_stats."""
 
+    shift: bool
     temperature: float
     inplace_backward: bool
 
