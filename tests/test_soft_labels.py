@@ -125,7 +125,7 @@ def test_kernels_for_every_entry(loss, hidden, vocab, dtype):
         assert all(map(torch.equal, step(), first))
     least = _least(loss, given, options | {"backend": "triton"})
     for a, b in zip(step(least), first, strict=True):
-        assert (a.double() - b.double()).norm() <= RIGHT[dtype] * b.double().norm()
+        assert (a.double() - b.double()).norm() <= (RIGHT[dtype] or 1e-5) * b.double().norm()
     assert peak_extra_bytes(partial(step, least), device="cuda") <= least
 
 
