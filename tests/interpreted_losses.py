@@ -17,15 +17,15 @@ from fp8_linear import fp8_interpreter
 from interpreter import main, registering
 from linear_cross_entropy import lce_fp8_cases as fp8_cases
 from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
-from losses import LCE, LLP, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
+from losses import CE, LCE, LLP, VOCAB, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from onchip.ops.linear_cross_entropy import fp8_op
-from onchip.torch import linear_cross_entropy
+from onchip.torch import cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import walks
 from soft_labels import assert_right as assert_soft
-from soft_labels import everything
+from soft_labels import everything, right_stats
 from soft_labels import problem as soft_problem
 from tanh import assert_is_tanh, triton_tanh
 
@@ -181,7 +181,7 @@ def forward_in_chunks_of_tokens(op):
         right(loss, given, **options)
 
 
-@check("plain", "everything", "one id", "mixed")
+@check("plain", "everything", "one id", "mixed", "statistics")
 def soft_labels(how):
     """Probabilities of K ids."""
     given = soft_problem(LCE, "probs", (300,) if how == "mixed" else (2, 12), dtype=torch.float16)
@@ -190,8 +190,83 @@ def soft_labels(how):
         given["target"] = target._replace(indices=target.indices[..., :1], values=target.values[..., :1])
     options = everything("none") | {"label_smoothing": 0.0, "reduction": "none"} if how == "everything" else {}
     bound = RIGHT[torch.float16]
+    if how == "statistics":
+        _, stats = linear_cross_entropy(**given, backend="triton", return_stats=True, softcap=5.0)
+        for name, x in right_stats(LCE, given, softcap=5.0).items():
+            torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False)
+        assert_soft(LCE, given, scale=2, bound=bound, backend="triton", softcap=5.0)
+        return
     with mixed_plan() if how == "mixed" else nullcontext():
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
+
+
+@check("plain", "everything", "certain", "bias alone", "forward")
+def soft_labels_of_every_entry(how):
+    """In float16, over several tiles of the vocabulary and chunks of it, and of a whole tile of tokens and a part."""
+    given = soft_problem(LCE, "dense", (3, 70), vocab=600, dtype=torch.float16)
+    plan = triton_memory.TritonPlan(210, 512, 256, halves=how == "plain")
+    options = {}
+    if how == "everything":
+        options = everything("none", vocab=600) | {"reduction": "none"}
+        each = torch.linspace(0.5, 1.5, 210).view(3, 70)
+        options |= {"temperature": each, "token_weight": each.flip(0)}
+        given["target"] = torch.nn.functional.pad(given["target"], (0, 3, 1, 0))[:, 1:, :-3].float()
+    if how == "certain":
+        y = given["target"].argmax(-1)
+        given["target"] = torch.nn.functional.one_hot(y, 600).half()
+        with torch.no_grad():
+            given["hidden"] += 1.5 * given["weight"][y]
+    if how in ("bias alone", "forward"):
+        given = {name: x.detach() for name, x in given.items()}
+        given["bias"].requires_grad_(how == "bias alone")
+        plan = plan if how == "bias alone" else triton_memory.TritonPlan(128)
+    bound = RIGHT[torch.float16]
+    with mock.patch.object(triton_memory, "plan", return_value=plan):
+        if how == "forward":
+            made = linear_cross_entropy(**given, backend="triton")
+            assert_near("loss", made, linear_cross_entropy(**given, backend="torch"), 2)
+            return
+        assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
+
+
+@check("plain", "everything", "small tiles", "certain")
+def soft_labels_of_logits(how):
+    """A probability for every entry: of labels [..., 1:, :] in a wider tensor, and of one id, with all its digits."""
+    options = everything("none") | {"reduction": "none"} if how == "everything" else {}
+    given = soft_problem(CE, "dense", (2, 12), vocab=1000 if how == "small tiles" else VOCAB)
+    if how == "everything":
+        given["target"] = torch.nn.functional.pad(given["target"], (0, 3, 1, 0))[:, 1:, :-3].half()
+    if how == "certain":
+        y = given["target"].argmax(-1, keepdim=True)
+        given["target"] = torch.zeros_like(given["target"]).scatter_(-1, y, 1.0)
+        with torch.no_grad():
+            given["logits"].scatter_add_(-1, y, torch.full(y.shape, 16.0))
+        hard = cross_entropy(given["logits"], y[..., 0], backend="torch")
+        soft = cross_entropy(**given, backend="triton")
+        grads = [torch.autograd.grad(x, given["logits"])[0] for x in (soft, hard)]
+        torch.testing.assert_close([soft, grads[0]], [hard, grads[1]], rtol=3e-5, atol=0)
+        return
+    with small_tiles() if how == "small tiles" else nullcontext():
+        assert_soft(CE, given, scale=2, backend="triton", **options)
+
+
+@check()
+def soft_labels_of_masked_logits():
+    """What has no probability costs nothing though its logit is -inf; what has some costs infinity."""
+    given = soft_problem(CE, "dense")
+    with torch.no_grad():
+        given["logits"][..., 5] = -torch.inf
+    given["target"][..., 5] = 0
+    given["target"][0, 1, 5] = 0.5
+    given["target"][0, 2] = 0
+    made = cross_entropy(**given, reduction="none", backend="triton")
+    assert made.isinf().nonzero().tolist() == [[0, 1]]
+    assert made[0, 2] == 0
+    (g,) = torch.autograd.grad(made.sum(), given["logits"])
+    assert g.isfinite().all()
+    assert not g[0, 2].any()
+    weighed = {"label_smoothing": 0.1, "class_weight": (torch.arange(VOCAB) != 5).float()}
+    assert cross_entropy(**given, reduction="none", backend="triton", **weighed).isfinite().all()
 
 
 @check("stash", "recompute", "out")
@@ -365,7 +440,9 @@ def every_backend(device):
 SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
-    "soft_labels-one id", "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
+    "soft_labels-one id", "soft_labels_of_logits-plain", "soft_labels_of_every_entry-plain",
+    "soft_labels_of_every_entry-bias alone",
+    "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",
     "in_fp8-ragged", "in_fp8-small", "compiled_with_a_budget_and_sizes_that_change-least", "repeated_labels-stash",
     "memory_at_multiples_of_256_bytes-retained", "a_retained_graph-linear_log_probs-entropy",

@@ -49,6 +49,28 @@ def oracle(loss, given, upstream, **options):
     return (soft_linear_cross_entropy if loss.linear else soft_cross_entropy)(**arrays)
 
 
+def right_stats(loss, given, *, softcap=None, logit_scale=1.0, temperature=1.0, **_):
+    """What return_stats gives, in float64 from the logits and all probabilities."""
+    target, x = given["target"], given["hidden" if loss.linear else "logits"].double()
+    z = torch.nn.functional.linear(x, given["weight"].double(), given["bias"].double()) if loss.linear else x
+    z = z * logit_scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z / (temperature.double()[..., None] if torch.is_tensor(temperature) else temperature)
+    likeliest, q = None, target
+    if isinstance(target, TopK):
+        values = target.values.double().exp() if target.kind == "log_probs" else target.values.double()
+        likeliest = target.indices.gather(-1, values.argmax(-1, keepdim=True))[..., 0]
+        q = torch.zeros_like(z).scatter_add_(-1, target.indices, values)
+    q = q.double()
+    log_p = z.log_softmax(-1)
+    of = z.argmax(-1)
+    return {
+        "lse": z.logsumexp(-1), "log_prob": (q * log_p).sum(-1), "entropy": -(log_p.exp() * log_p).sum(-1),
+        "correct": of == (q.argmax(-1) if likeliest is None else likeliest), "argmax": of,
+        "target_logit": (q * z).sum(-1),
+    }  # fmt: skip
+
+
 def assert_right(loss, given, *, scale=1.0, bound=None, **options):
     made = loss.op(**given, **options)
     upstream = (

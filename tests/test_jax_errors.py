@@ -13,8 +13,6 @@ import pytest
 
 from onchip.frontend.jax_inputs import platform
 from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
-from onchip.ops.linear_cross_entropy.jax_op import refusals
-from onchip.vocab.memory import Problem
 from onchip.vocab.xla import walk as jax_xla
 from shared import assert_refused
 
@@ -113,6 +111,8 @@ EVERY = {
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
     "shift is 1": ({"shift": 1}, TypeError, "shift must be True or False; got int"),
     "nothing to shift along": ({"hidden": ones(16), "target": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs target of shape [..., S]"),
+    "no logits to shift along": ({"logits": ones(70), "target": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs target of shape [..., S]"),
+    "no ids to shift along": ({"hidden": ones(16), "ids": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H]"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
     "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto'"),
     "backend is a list": ({"backend": ["xla"]}, ValueError, "backend must be one of 'auto'"),
@@ -169,13 +169,6 @@ def test_a_refused_backend_says_why(monkeypatch):
         function(arrays)
     with pytest.raises(ValueError, match="backend 'xla' can't run this call: not on cpu"):
         call(backend="xla")[1](arrays)
-
-
-def test_kernels_take_class_weights_as_factors_of_tokens_alone():
-    refused = refusals(Problem(256, 128, 1024, dtype="bfloat16", class_weight=True), "gpu")
-    assert refused.pop("xla") is None
-    for reason in refused.values():
-        assert reason.endswith("only without label_smoothing and z_loss; leave those out, or pass backend='xla'")
 
 
 def test_the_platform_is_the_default_devices():

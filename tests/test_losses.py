@@ -395,6 +395,32 @@ def test_each_position_predicts_the_next_label_on_the_gpu(loss):
     each_position_predicts_the_next_label(loss)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("op", "several"), [(CE, None), (LLP, None), (LLP, 3)], ids=str)
+def test_logits_and_ids_of_the_next_position(op, several, device):
+    """The same bits as with those that the caller has shifted, NaN in the last position or not."""
+    loss = replace(op, device=device, backend="auto", options={"entropy": True} if op is LLP else {})
+    given = loss.problem((2, 12), ids=several)
+    given[loss.ids][1, 5:7] = -100
+    with torch.no_grad():
+        given["hidden" if loss.linear else "logits"][:, -1] = torch.nan
+    moved = {loss.ids: torch.full_like(given[loss.ids], -100)}
+    moved[loss.ids][:, :-1] = given[loss.ids][:, 1:]
+    options = {}
+    if op is CE:
+        weights = torch.rand(2, 12, device=device)
+        given["token_weight"], moved["token_weight"] = weights, torch.nn.functional.pad(weights[:, 1:], (0, 1))
+        options = {"reduction": "none"}
+    made, expected = loss.run(given, shift=True, **options), loss.run(given | moved, **options)
+    assert all(torch.equal(x, expected[name]) for name, x in made.items())
+    assert not made[loss.values[0]][:, -1].any()
+    bad = given | {loss.ids: given[loss.ids].clone()}
+    bad[loss.ids][1, 3] = VOCAB
+    if device == "cpu":
+        with pytest.raises(ValueError, match=rf"{loss.ids}\[1, 3{', 0' * (several is not None)}\] is {VOCAB}"):
+            loss.run(bad, shift=True, **options)
+
+
 @pytest.mark.parametrize("shape", [(9,), (3, 1), (2, 0), (2, 3, 4)], ids=str)
 def test_labels_of_any_shape_and_dtype_are_shifted(shape):
     given = LCE.problem(shape)

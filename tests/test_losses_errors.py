@@ -164,13 +164,18 @@ OWN = {
         "a quantised weight": ({"weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
     },
     CE: {
+        "shift is 1": ({"shift": 1}, TypeError, "shift must be True or False; got int"),
+        "nothing to shift along": ({"logits": torch.randn(70), "target": INTEGERS[0, 0], "shift": True}, ValueError, "shift=True needs target of shape [..., S], a sequence of S tokens; got no dimension; pass shift=False for a single token"),
         "vocabulary in dimension 1": ({"logits": torch.randn(2, 70, 12)}, ValueError, "target must have logits' leading dimensions, [2, 70]"),
         "inplace_backward is 1": ({"inplace_backward": 1}, TypeError, "inplace_backward must be True or False"),
         "in place, a leaf": ({"inplace_backward": True}, ValueError, "inplace_backward=True would overwrite logits that are a leaf"),
         "in place, a view of a leaf": ({"logits": torch.randn(2, 12, 80, requires_grad=True)[..., :70], "inplace_backward": True}, ValueError, "would overwrite logits that are a view of a leaf of shape [2, 12, 80]"),
         "in place, expanded": ({"logits": (2 * torch.randn(12, 70, requires_grad=True)).expand(2, 12, 70), "inplace_backward": True}, ValueError, "elements each have a place of their own in memory; got shape [2, 12, 70] with strides [0, 70, 1]"),
     },
-    LLP: {},
+    LLP: {
+        "shift is 1": ({"shift": 1}, TypeError, "shift must be True or False; got int"),
+        "nothing to shift along": ({"hidden": torch.randn(16), "ids": INTEGERS[0, :3], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False for a single token"),
+    },
     LP: {
         "ids for other logits": ({"logits": torch.randn(2, 70, 12)}, ValueError, "ids must have logits' leading dimensions, [2, 70]"),
     },

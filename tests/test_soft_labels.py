@@ -2,6 +2,7 @@
 PyTorch's.  test_every_loss.py has what holds for every op."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from every_loss import check_operators
 from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB, nan_filled
+from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
 from shared import assert_refused
-from soft_labels import assert_right, class_weights, everything, oracle, problem
+from soft_labels import assert_right, class_weights, everything, oracle, problem, right_stats
 
 FORMS = ("probs", "log_probs", "dense")
 by_form = pytest.mark.parametrize("form", FORMS)
@@ -38,21 +40,93 @@ def test_values(loss, form, reduction):
         assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], **everything(reduction))
 
 
+@by_op
+@by_form
+@pytest.mark.parametrize("options", [{}, everything("none")], ids=["plain", "everything"])
+def test_statistics(loss, form, options):
+    """Of the labels as they are given, without smoothing and weights of classes.  They change nothing else."""
+    given, options = problem(loss, form), options | {"reduction": "none"}
+    leaves = [x for x in given.values() if torch.is_tensor(x) and x.requires_grad]
+    made, stats = loss.op(**given, **options, return_stats=True)
+    expected = loss.op(**given, **options)
+    torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-6)
+    a, b = (torch.autograd.grad(x.sum(), leaves) for x in (made, expected))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    for name, x in right_stats(loss, given, **options).items():
+        found = getattr(stats, name)
+        assert found.shape == (2, 12)
+        assert not found.requires_grad
+        if name in ("correct", "argmax"):
+            assert torch.equal(found, x), name
+        else:
+            torch.testing.assert_close(found.double(), x, rtol=2e-6, atol=2e-6, msg=name)
+    if loss is LCE:
+        _, shifted = loss.op(**given, shift=True, return_stats=True)
+        assert shifted.argmax[:, -1].tolist() == [-1, -1]
+        assert not shifted.lse[:, -1].any()
+        assert not shifted.correct[:, -1].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @by_op
 @by_form
 @pytest.mark.parametrize("dtype", RIGHT, ids=str)
 def test_values_on_the_gpu(loss, form, dtype):
-    """The kernels for K ids have no label smoothing, and products of 16 bits alone."""
+    """The kernels for K ids have no label smoothing, and those for products take 16 bits alone."""
     loss = replace(loss, device="cuda")
     for reduction in ("mean", "none"):
         given, options = problem(loss, form, dtype=dtype), everything(reduction, "cuda")
         for more in ({}, options, options | {"label_smoothing": 0.0}):
             backend = "auto"
-            if loss.linear and form != "dense" and dtype != torch.float32:
+            if form == "dense" and not (loss.linear and dtype == torch.float32):
+                backend = "triton"
+            elif loss.linear and dtype != torch.float32:
                 backend = "torch" if more.get("label_smoothing") else "triton"
             assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
+
+
+@pytest.mark.gpu
+@by_op
+@by_form
+def test_statistics_on_the_gpu(loss, form):
+    loss = replace(loss, device="cuda")
+    given = problem(loss, form, dtype=torch.bfloat16)
+    _, stats = loss.op(**given, softcap=5.0, return_stats=True)
+    for name, x in right_stats(loss, given, softcap=5.0).items():
+        torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False)
+
+
+@pytest.mark.gpu
+@by_op
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("hidden", "vocab"), [(520, 8192), (515, 50257)])
+def test_kernels_for_every_entry(loss, hidden, vocab, dtype):
+    """Many tiles, aligned or not, of labels in float32; and the same from each of several calls, the later ones of
+    which repeat what an earlier one launched.  And no more memory than the formula says."""
+    loss = replace(loss, device="cuda")
+    if not loss.linear and dtype == torch.float16:
+        dtype = torch.float32  # a mean's gradients of 1e-7 are below float16's normal numbers
+    given = loss.problem((4, 175), hidden, vocab, dtype=dtype)
+    given["target"] = torch.randn(4, 175, vocab, device="cuda").mul_(3).softmax(-1)
+    if loss.linear:
+        with torch.no_grad():
+            given["weight"] *= 0.1
+    options = {"softcap": 8.0, "label_smoothing": 0.1, "class_weight": class_weights(vocab, "cuda"), "z_loss": 1e-3}
+    assert_right(loss, given, scale=2, bound=RIGHT[dtype], backend="triton", **options)
+    leaves = [x for x in given.values() if x.requires_grad]
+
+    def step(scratch_bytes=None):
+        made = loss.op(**given, **options, backend="triton", scratch_bytes=scratch_bytes)
+        return torch.autograd.grad(made, leaves)
+
+    first = step()
+    for _ in range(4):
+        assert all(map(torch.equal, step(), first))
+    least = _least(loss, given, options | {"backend": "triton"})
+    for a, b in zip(step(least), first, strict=True):
+        assert (a.double() - b.double()).norm() <= (RIGHT[dtype] or 1e-5) * b.double().norm()
+    assert peak_extra_bytes(partial(step, least), device="cuda") <= least
 
 
 @by_op
@@ -91,7 +165,7 @@ def test_the_smallest_scratch_is_enough(loss, form):
 def _least(loss, given, options):
     with pytest.raises(ValueError, match=f"^{loss.op.__name__}: scratch_bytes=1 is too small") as caught:
         loss.op(**given, **options, scratch_bytes=1)
-    return int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    return int(re.search(r"needs? (\d+) bytes", str(caught.value))[1])
 
 
 @by_op
@@ -114,6 +188,19 @@ def test_a_certain_label_is_that_of_its_id(loss, form):
                           for t in (soft, y))  # fmt: skip
         for a, b in zip(made, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=3e-5, atol=0)
+
+
+@by_op
+def test_special_statistics(loss):
+    """Of a vocabulary with an entry of -inf, and of a token without any probability."""
+    given = problem(loss, "dense")
+    with torch.no_grad():
+        given["bias" if loss.linear else "logits"][..., 5] = -math.inf
+    given["target"][..., 5] = 0
+    given["target"][0, 2] = 0
+    _, stats = loss.op(**given, return_stats=True)
+    assert all(x.isfinite().all() for x in stats)
+    assert stats.log_prob[0, 2] == stats.target_logit[0, 2] == 0
 
 
 @by_op
@@ -167,6 +254,8 @@ def test_shifted_certain_labels_are_shifted_ids(form, reduction):
         assert not as_[0][:, -1].any()
     single = given | {"hidden": given["hidden"][:, :1], "target": dense[:, :1]}
     assert not linear_cross_entropy(**single, shift=True, reduction=reduction).any()
+    nothing = given | {"hidden": given["hidden"][:, :0], "target": dense[:, :0]}
+    assert linear_cross_entropy(**nothing, shift=True, reduction="none").shape == (2, 0)
 
 
 @pytest.mark.parametrize("form", ["probs", "dense"])
@@ -210,7 +299,6 @@ WRONG = {
     "needs a gradient": ({"target": DENSE.clone().requires_grad_()}, ValueError, "target gets no gradient from this op; pass target.detach()"),
     "one number a token": ({"target": torch.rand(2, 12)}, TypeError, "target must hold integers; got float32"),
     "ignore_index": ({"target": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids; give a token that is to be ignored a token_weight of 0"),
-    "return_stats": ({"target": K, "return_stats": True}, ValueError, "return_stats=True is of targets that are ids"),
     "class_weight too short": ({"target": DENSE, "class_weight": torch.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
     "class_weight < 0": ({"target": K, "class_weight": -torch.ones(70)}, ValueError, "class_weight must be finite and 0 or more; got -1.0"),
     "class_weight is float64": ({"target": K, "class_weight": torch.ones(70).double()}, TypeError, "class_weight must be float32; got float64"),
@@ -229,7 +317,8 @@ OWN = {
         "fp8": ({"target": K, "precision": "fp8"}, ValueError, "precision='fp8' takes targets that are ids; pass precision='full'"),
         "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
     },
-    CE: {"in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
+    CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], those of the next positions"),
+         "in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
 }  # fmt: skip
 
 

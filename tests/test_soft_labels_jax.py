@@ -15,7 +15,7 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.xla import memory
 from shared import assert_refused
 from shared_jax import assert_same, temporary_bytes
-from soft_labels import everything, oracle, problem
+from soft_labels import everything, oracle, problem, right_stats
 
 OPS = {LCE: linear_cross_entropy, CE: cross_entropy}
 by_op = pytest.mark.parametrize("loss", OPS, ids=["linear_cross_entropy", "cross_entropy"])
@@ -80,6 +80,53 @@ def test_under_vmap_a_bad_index_is_nan_for_its_token_alone(loss):
     assert np.isfinite(made[0]).all()
 
 
+@by_op
+@pytest.mark.parametrize("form", ["dense", "log_probs"])
+def test_statistics(loss, form):
+    """Of the labels as they are given, without smoothing and weights of classes.  They change nothing else."""
+    given, options = problem(loss, form), everything("none")
+    parameters, labels = in_jax(given)
+    numbers = {name: as_jax(x) for name, x in options.items()}
+    call = partial(OPS[loss], labels=labels, reduction="none", **numbers)
+
+    def run(parameters):
+        made, stats = call(**parameters, return_stats=True)
+        return made.sum(), (made, stats)
+
+    (_, (made, stats)), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(parameters)
+    expected, expected_grads = jax.jit(jax.value_and_grad(lambda x: call(**x).sum()))(parameters)
+    assert_same(made.sum(), expected)
+    assert_same(grads, expected_grads, scale=4)
+    for name, x in right_stats(loss, given, **options).items():
+        found, x = getattr(stats, name), x.detach().numpy()
+        assert found.shape == (2, 12)
+        assert np.array_equal(found, x) if name in ("correct", "argmax") else np.allclose(found, x, 2e-6, 2e-6), name
+    if loss is LCE:
+        _, shifted = linear_cross_entropy(**parameters, labels=labels, shift=True, return_stats=True)
+        assert shifted.argmax[:, -1].tolist() == [-1, -1]
+        assert not shifted.lse[:, -1].any()
+
+
+@pytest.mark.parametrize(("form", "reduction"), [("dense", "none"), ("probs", "mean")])
+def test_shifted_labels(form, reduction):
+    """As in PyTorch, with weights that go with the labels and temperatures that go with the positions."""
+    given, options = problem(LCE, form), everything(reduction)
+    options.pop("normalizer", None)
+    parameters, labels = in_jax(given)
+    numbers = {name: as_jax(x) for name, x in options.items()}
+    call = partial(linear_cross_entropy, labels=labels, shift=True, reduction=reduction, **numbers)
+    made, grads = jax.value_and_grad(lambda x: call(**x).sum())(parameters)
+    expected = LCE.op(**given, shift=True, reduction=reduction, **options)
+    assert_same(made, expected.sum().detach().numpy(), scale=2)
+    for name, g in grads.items():
+        (e,) = torch.autograd.grad(expected.sum(), given[name], retain_graph=True)
+        assert_same(g, e.numpy(), scale=10)
+    assert call(**parameters).shape == expected.shape
+    if form == "dense":
+        none = parameters | {"hidden": parameters["hidden"][:, :0]}
+        assert linear_cross_entropy(**none, labels=labels[:, :0], shift=True, reduction=reduction).shape == (2, 0)
+
+
 def test_the_memory_formulas():
     shape = jax.ShapeDtypeStruct
     measured, formulas = [], []
@@ -89,6 +136,12 @@ def test_the_memory_formulas():
             [shape((777, 5001), "bfloat16")] * 2,
             row_memory.scratch_bytes(p := row_memory.Problem(777, 5001, "bfloat16", xla=True, labels="bfloat16",
                                                              softcap=True), row_memory.plan(p)),
+        ),
+        (
+            jax.value_and_grad(lambda z, q: cross_entropy(z, q, return_stats=True), has_aux=True),
+            [shape((777, 5001), "float32")] * 2,
+            row_memory.scratch_bytes(p := row_memory.Problem(777, 5001, "float32", xla=True, labels="float32",
+                                                             stats=True), row_memory.plan(p)),
         ),
         (
             jax.grad(partial(linear_cross_entropy, scratch_bytes=12 << 20), (0, 1)),
@@ -115,7 +168,6 @@ WRONG = {
     "too short": ({"labels": DENSE[..., :69]}, ValueError, "labels has shape [2, 12, 69]; probabilities must be [..., V], [2, 12, 70]"),
     "one number a token": ({"labels": DENSE[..., 0]}, TypeError, "labels must hold integers; got float32"),
     "ignore_index": ({"labels": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids"),
-    "return_stats": ({"labels": K, "return_stats": True}, ValueError, "return_stats=True is of targets that are ids"),
     "class_weight too short": ({"labels": DENSE, "class_weight": jnp.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
     "class_weight is bfloat16": ({"labels": DENSE, "class_weight": jnp.ones(70, "bfloat16")}, TypeError, "class_weight must be float32; got bfloat16"),
     "token_weight": ({"labels": K, "token_weight": jnp.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
@@ -125,11 +177,13 @@ WRONG = {
 OWN = {
     LCE: {
         "stash": ({"labels": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
-        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of targets that are ids; pass hidden[..., :-1, :] with labels[..., 1:, :], those of the next positions"),
+        "nothing to shift along": ({"hidden": jnp.ones(16), "labels": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
         "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its targets are ids; pass backend='xla'"),
         "dtypes differ": ({"labels": K, "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16"),
     },
-    CE: {},
+    CE: {
+        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with labels[..., 1:, :], those of the next positions"),
+    },
 }  # fmt: skip
 
 

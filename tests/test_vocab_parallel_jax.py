@@ -251,6 +251,7 @@ def kernels_by_their_own_plans():
     for layout, vocab, options in (
         ("vh", 2176, {"softcap": 5.0, "z_loss": 1e-3}),
         ("hv", 2176, {"label_smoothing": 0.1}),
+        ("vh", 2176, {"label_smoothing": 0.1, "class_weight": jnp.linspace(0, 2, 2176)}),
         ("hv", 2100, {"strategy": "recompute"}),
     ):
         as_kernels_compute_it(None, layout, vocab, **options)

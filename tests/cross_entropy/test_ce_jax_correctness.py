@@ -76,6 +76,18 @@ def test_the_largest_logit_counts_once():
     assert_same(loss, reference.cross_entropy(x, y, temperature=temperature, reduction="none").loss)
 
 
+def test_a_position_predicts_the_next_label():
+    x, y = small_problem(tokens=24, vocab=90)
+    x, y = x.reshape(2, 12, 90).at[:, -1].set(jnp.nan), y.reshape(2, 12).astype(jnp.uint8)
+    weights = jnp.linspace(0, 1, 24).reshape(2, 12)
+    moved = {"token_weight": jnp.roll(weights, -1, 1), "class_weight": jnp.linspace(0, 2, 90)}
+    target = jnp.pad(jnp.int32(y)[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    expected = jax.value_and_grad(partial(cross_entropy, **moved))(x, target)
+    made = jax.value_and_grad(partial(cross_entropy, shift=True, **moved | {"token_weight": weights}))(x, y)
+    assert_same(made, expected)
+    assert not made[1][:, -1].any()
+
+
 _value_and_grad = jax.jit(jax.value_and_grad(cross_entropy))
 
 

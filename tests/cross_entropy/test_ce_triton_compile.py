@@ -91,6 +91,30 @@ def test_log_probs(capability, vocab, dtype, ids, options):
         assert k.stack <= 64, (k.kernel, k.constants, k.stack)
 
 
+@pytest.mark.parametrize(
+    ("capability", "vocab", "dtype", "labels", "options"),
+    [
+        (HOPPER, 128256, torch.bfloat16, torch.bfloat16, {"softcap": 5.0, "class_weight": torch.ones(128256)}),
+        (AMPERE, 1000, torch.float16, torch.float32, {"label_smoothing": 0.1}),
+    ],
+    ids=str,
+)
+def test_soft_labels(capability, vocab, dtype, labels, options):
+    found = []
+    with (
+        mock.patch.object(row_launches, "device_refusal", return_value=None),
+        mock.patch.object(triton_calls.Launch, "run", lambda launch: found.append(launch)),
+    ):
+        logits = torch.empty(TOKENS, vocab, dtype=dtype, requires_grad=True)
+        cross_entropy(logits, torch.empty(TOKENS, vocab, dtype=labels), backend="triton", **options).backward()
+    compiled = by_kernel(compile_all(found, capability))
+    assert set(compiled) == {"soft_losses", "soft_gradients"}
+    for k in compiled.values():
+        assert k.shared <= 8192
+        assert k.stack <= 64, (k.kernel, k.constants, k.stack)
+        assert "ld.global.L1::evict_first.L2::cache_hint.v4.b32" in k.ptx
+
+
 def test_rows_that_are_not_aligned():
     """One element at a time, side by side."""
     found = by_kernel(compile_all(launches(50257), HOPPER))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onchip.jax import grouped_matmul, init_moe, moe
+from onchip.jax import grouped_matmul, init_moe, moe, update_correction_bias
 from onchip.ops.grouped_matmul.jax_op import refusals
 from shared import assert_refused
 
@@ -111,6 +111,12 @@ MOE_CALLS = {
     "norm_topk is 1": ({"norm_topk": 1}, TypeError, "norm_topk must be True or False; got int"),
     "another scoring": ({"scoring": "tanh"}, ValueError, "scoring must be one of 'softmax', 'sigmoid'; got 'tanh'"),
     "scaling_factor is 0": ({"scaling_factor": 0}, ValueError, "scaling_factor must be above 0; got 0"),
+    "a correction of a list": ({"correction_bias": [0.0] * 6}, TypeError, "correction_bias must be a jax.Array or numpy.ndarray; got list"),
+    "a correction of 16 bits": ({"correction_bias": jnp.zeros(6, "bfloat16")}, TypeError, "correction_bias must be float32 or float64; got bfloat16"),
+    "a correction of 5 experts": ({"correction_bias": jnp.zeros(5)}, ValueError, "correction_bias has shape [5]; it must be [E], [6]"),
+    "uneven groups": ({"n_group": 4, "topk_group": 2}, ValueError, "n_group=4 must divide the 6 experts into groups of two or more"),
+    "too many groups": ({"n_group": 2, "topk_group": 3}, ValueError, "topk_group must be at most n_group=2; got 3"),
+    "groups too small": ({"top_k": 3, "n_group": 3}, ValueError, "top_k=3 but topk_group=1 groups have 2 experts; raise topk_group"),
     "router_bias is 2-d": (changed(router_bias=jnp.zeros((1, 6))), ValueError, "router_bias has shape [1, 6]; with these params it must be [6]"),
     "down_bias is wide": (changed(down_bias=jnp.zeros((6, 13))), ValueError, "down_bias has shape [6, 13]; with these params it must be [6, 12]"),
     "router is 1-d": (changed(router=PARAMS.router[0]), ValueError, "router must be [E, H] and down [E, H, F]; got shapes [12] and [6, 12, 8]"),
@@ -125,6 +131,23 @@ def test_moe_errors(name):
     changes, kind, message = MOE_CALLS[name]
     arguments = {"params": PARAMS, "x": X3, "top_k": 2} | changes
     assert_refused("moe", lambda: moe(**arguments), kind, message)
+
+
+ZEROS, COUNTS = jnp.zeros(6), jnp.arange(6)
+UPDATES = {
+    "counts of other experts": ((ZEROS, COUNTS[1:]), ValueError, "counts has shape [5] but correction_bias [6]; both must be [E]"),
+    "counts of bools": ((ZEROS, COUNTS > 0), TypeError, "counts must be real numbers; got bool"),
+    "counts of a list": ((ZEROS, [1] * 6), TypeError, "counts must be a jax.Array or numpy.ndarray; got list"),
+    "a rate of 0": ((ZEROS, COUNTS, 0), ValueError, "rate must be above 0; got 0"),
+    "a rate in words": ((ZEROS, COUNTS, "0.1"), TypeError, "rate must be a number; got str"),
+    "a bias of integers": ((COUNTS, COUNTS), TypeError, "correction_bias must be float32 or float64; got int32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_update_errors(name):
+    arguments, kind, message = UPDATES[name]
+    assert_refused("update_correction_bias", lambda: update_correction_bias(*arguments), kind, message)
 
 
 @pytest.mark.parametrize(

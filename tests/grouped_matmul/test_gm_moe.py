@@ -16,8 +16,11 @@ LAYERS = {
     "Switch": {"top_k": 1, "norm_topk": False},
     "DeepSeek-V3": {"top_k": 3, "scoring": "sigmoid", "scaling_factor": 2.5, "num_shared": 1},
     "biases": {"top_k": 2, "bias": True, "num_shared": 2},
+    "groups and a correction": {
+        "top_k": 3, "scoring": "sigmoid", "scaling_factor": 2.5, "correction_bias": True, "n_group": 3, "topk_group": 2,
+    },
     "all experts": {"top_k": E, "norm_topk": False, "scoring": "sigmoid"},
-}
+}  # fmt: skip
 DOUBLE = {"dtype": torch.float64}
 
 
@@ -25,12 +28,24 @@ def layer(dtype=None, top_k=2, **options):
     return MoE(H, INNER, E, top_k, dtype=dtype, **options)
 
 
+def chosen_by(moe, scores):
+    """[E] bool: the experts of a token with these scores [E]."""
+    if moe.e_score_correction_bias is not None:
+        scores = scores + moe.e_score_correction_bias
+    size = E // moe.n_group
+    groups = [range(g * size, (g + 1) * size) for g in range(moe.n_group)]
+    groups.sort(key=lambda group: -sum(sorted(scores[e].item() for e in group)[-2:]))
+    allowed = [e for group in groups[: moe.topk_group] for e in group]
+    best = sorted(allowed, key=lambda e: -scores[e].item())[: moe.top_k]
+    return torch.tensor([e in best for e in range(E)])
+
+
 def looped(moe, x):
     """Every expert for every token, with weights of 0 for those that aren't its own: y, and the five statistics."""
     x = x.reshape(-1, H)
     logits = F.linear(x, moe.router.weight, moe.router.bias)
     scores = logits.softmax(1) if moe.scoring == "softmax" else logits.sigmoid()
-    chosen = scores >= scores.sort(1).values[:, E - moe.top_k, None]
+    chosen = torch.stack([chosen_by(moe, s) for s in scores.detach()])
     weights = scores * chosen * moe.scaling_factor
     weights = weights / (scores * chosen).sum(1, keepdim=True) if moe.norm_topk else weights
 
@@ -65,11 +80,38 @@ def gradients(moe, x, run):
 def test_a_loop_over_experts(name):
     moe = layer(**DOUBLE, **LAYERS[name])
     x = torch.randn(2, T // 2, H, **DOUBLE)
+    if moe.e_score_correction_bias is not None:
+        moe.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, E))
     made = gradients(moe, x, lambda x: moe(x, return_stats=True))
     expected = gradients(moe, x, lambda x: looped(moe, x))
     assert made["counts"].sum() == T * moe.top_k
     torch.testing.assert_close(made, expected, check_dtype=False, rtol=1e-12, atol=1e-12)
     assert made["counts"].dtype == torch.int32
+
+
+def test_a_correction_bias_balances_the_experts():
+    """From a router that sends all tokens to the same ones.  It has no gradient, and is saved with the layer."""
+    moe = layer(top_k=2, bias=True, scoring="sigmoid", correction_bias=True)
+    torch.nn.init.constant_(moe.router.weight, 0)
+    with torch.no_grad():
+        moe.router.weight[:, 0] = 0.1
+        moe.router.bias.copy_(torch.linspace(-1, 1, E))
+    x, counts = torch.randn(64, H), []
+    for _ in range(200):
+        y, stats = moe(x, return_stats=True)
+        counts.append(stats.counts)
+        before = moe.e_score_correction_bias.clone()
+        moe.update_correction_bias(stats.counts, rate=0.01)
+        steps = torch.sign(stats.counts.float().mean() - stats.counts) * 0.01
+        torch.testing.assert_close(moe.e_score_correction_bias, before + steps)
+    assert counts[0].tolist() == [0] * (E - 2) + [64, 64]
+    assert torch.stack(counts[-60:]).float().mean(0).sub(128 / E).abs().max() < 0.5 * 128 / E
+    y.sum().backward()
+    assert moe.router.weight.grad.abs().sum() > 0
+    assert not moe.e_score_correction_bias.requires_grad
+    twin = layer(top_k=2, bias=True, scoring="sigmoid", correction_bias=True)
+    twin.load_state_dict(moe.state_dict())
+    assert torch.equal(twin(x), moe(x))
 
 
 def test_the_statistics_change_nothing():
@@ -101,10 +143,12 @@ def test_a_token_alone():
 
 
 def test_no_tokens():
-    moe = layer(num_shared=1, bias=True)
+    moe = layer(num_shared=1, bias=True, correction_bias=True, n_group=3, topk_group=2)
     x = torch.zeros(0, H, requires_grad=True)
     y, stats = moe(x, return_stats=True)
     (y.sum() + stats.aux_loss + stats.z_loss).backward()
+    moe.update_correction_bias(stats.counts)
+    assert not moe.e_score_correction_bias.any()
     assert y.shape == (0, H)
     assert not any(value.any() for value in (*stats, *(p.grad for p in moe.parameters())))
 
@@ -161,7 +205,7 @@ def test_checkpointing():
 
 def test_compiled():
     """Whole, and once for all numbers of tokens."""
-    moe = layer(num_shared=1, bias=True, scoring="sigmoid", **DOUBLE)
+    moe = layer(num_shared=1, bias=True, scoring="sigmoid", correction_bias=True, n_group=3, topk_group=2, **DOUBLE)
     seen = []
 
     def backend(graph, inputs):
@@ -217,19 +261,23 @@ def test_parameters():
 
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_synchronises():
-    moe = layer(torch.bfloat16, num_shared=1, bias=True, device="cuda")
+    options = {"correction_bias": True, "n_group": 3, "topk_group": 2}
+    moe = layer(torch.bfloat16, num_shared=1, bias=True, device="cuda", **options)
     x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step():
         y, stats = moe(x, return_stats=True)
         (y.float().square().mean() + 0.01 * stats.aux_loss).backward()
+        moe.update_correction_bias(stats.counts)
         return y
 
     step()
+    moe.e_score_correction_bias.zero_()
     torch.cuda.set_sync_debug_mode("error")
     try:
         y = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    moe.e_score_correction_bias.zero_()
     expected, _ = looped(copy.deepcopy(moe).cpu().double(), x.detach().cpu().double())
     assert (y.cpu() - expected).norm() < 0.02 * expected.norm()

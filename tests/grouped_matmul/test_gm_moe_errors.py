@@ -1,5 +1,6 @@
 """Every way to call `MoE` wrongly."""
 
+import copy
 import re
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from onchip.torch import MoE
 
-ALONE = MoE(8, 4, 4, 2)
+ALONE, COUNTS = MoE(8, 4, 4, 2), torch.arange(4)
+CORRECTED = MoE(8, 4, 4, 2, correction_bias=True)
 WRONG = {
     "a size of a float": (lambda: MoE(8.0, 4, 4, 2), TypeError, "MoE: hidden must be an int; got float"),
     "hidden of 0": (lambda: MoE(0, 4, 4, 2), ValueError, "MoE: hidden must be 1 or more; got 0"),
@@ -20,6 +22,20 @@ WRONG = {
     "num_shared that is a bool": (lambda: MoE(8, 4, 4, 2, num_shared=True), TypeError, "MoE: num_shared must be an int; got bool"),
     "norm_topk of 1": (lambda: MoE(8, 4, 4, 2, norm_topk=1), TypeError, "MoE: norm_topk must be True or False; got int"),
     "bias of None": (lambda: MoE(8, 4, 4, 2, bias=None), TypeError, "MoE: bias must be True or False; got NoneType"),
+    "correction_bias of 1": (lambda: MoE(8, 4, 4, 2, correction_bias=1), TypeError, "MoE: correction_bias must be True or False; got int"),
+    "n_group of 0": (lambda: MoE(8, 4, 4, 2, n_group=0), ValueError, "MoE: n_group must be 1 or more; got 0"),
+    "topk_group of a float": (lambda: MoE(8, 4, 4, 2, n_group=2, topk_group=1.0), TypeError, "MoE: topk_group must be an int; got float"),
+    "topk_group above the groups": (lambda: MoE(8, 4, 4, 2, topk_group=2), ValueError, "MoE: topk_group must be at most n_group=1; got 2"),
+    "uneven groups": (lambda: MoE(8, 4, 6, 2, n_group=4, topk_group=2), ValueError, "MoE: n_group=4 must divide the 6 experts into groups of two or more"),
+    "groups of one": (lambda: MoE(8, 4, 4, 2, n_group=4, topk_group=2), ValueError, "MoE: n_group=4 must divide the 4 experts into groups of two or more"),
+    "groups too small for top_k": (lambda: MoE(8, 4, 4, 3, n_group=2, topk_group=1), ValueError, "MoE: top_k=3 but topk_group=1 groups have 2 experts; raise topk_group"),
+    "an update without a bias": (lambda: ALONE.update_correction_bias(COUNTS), ValueError, "MoE.update_correction_bias: the layer has no correction bias; make it by MoE(..., correction_bias=True)"),
+    "counts of a list": (lambda: CORRECTED.update_correction_bias([1, 2, 3, 4]), TypeError, "MoE.update_correction_bias: counts must be a torch.Tensor; got list"),
+    "counts of other experts": (lambda: CORRECTED.update_correction_bias(COUNTS[:3]), ValueError, "MoE.update_correction_bias: counts must be [E], [4], on cpu; got shape [3] on cpu"),
+    "counts elsewhere": (lambda: CORRECTED.update_correction_bias(COUNTS.to("meta")), ValueError, "counts must be [E], [4], on cpu; got shape [4] on meta"),
+    "counts of bools": (lambda: CORRECTED.update_correction_bias(COUNTS > 0), TypeError, "MoE.update_correction_bias: counts must be real numbers; got bool"),
+    "a rate of 0": (lambda: CORRECTED.update_correction_bias(COUNTS, 0), ValueError, "MoE.update_correction_bias: rate must be above 0; got 0"),
+    "a bias in 16 bits": (lambda: copy.deepcopy(CORRECTED).bfloat16().update_correction_bias(COUNTS), ValueError, "MoE.update_correction_bias: e_score_correction_bias was cast to bfloat16, which loses small steps"),
     "another scoring": (lambda: MoE(8, 4, 4, 2, scoring="tanh"), ValueError, "MoE: scoring must be one of 'softmax', 'sigmoid'; got 'tanh'"),
     "scaling_factor of 0": (lambda: MoE(8, 4, 4, 2, scaling_factor=0), ValueError, "MoE: scaling_factor must be above 0; got 0"),
     "scaling_factor in words": (lambda: MoE(8, 4, 4, 2, scaling_factor="2"), TypeError, "MoE: scaling_factor must be a number; got str"),

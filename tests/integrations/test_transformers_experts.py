@@ -8,11 +8,13 @@ import torch
 import transformers
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from integrations.transformers_models import TINY, build, step
 from onchip.integrations import transformers_experts
 from onchip.integrations.transformers import register_experts
+from onchip.torch import MoE
 
 # Two with SwiGLU; a sigmoid's scores and shared experts; biases, [E, K, N] weights, interleaved and clamped.
 MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -206,3 +208,35 @@ def test_without_transformers_5(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     with pytest.raises(ImportError, match="transformers"):
         register_experts()
+
+
+@pytest.mark.parametrize(("n_group", "topk_group"), [(4, 2), (1, 1)])
+def test_the_layer_of_deepseek_v3(n_group, topk_group):
+    """With its router's correction bias and groups: the same experts, results and gradients."""
+    config = DeepseekV3Config(
+        hidden_size=12, moe_intermediate_size=8, n_routed_experts=16, num_experts_per_tok=3, n_group=n_group,
+        topk_group=topk_group, n_shared_experts=2, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    theirs = DeepseekV3MoE(config)
+    options = {"scoring": "sigmoid", "scaling_factor": 2.5, "correction_bias": True, "num_shared": 2}
+    ours = MoE(12, 8, 16, 3, n_group=n_group, topk_group=topk_group, **options)
+    theirs.gate.weight.data.normal_()
+    theirs.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 16))
+    for name in ("gate_up", "down"):
+        getattr(theirs.experts, f"{name}_proj").data.copy_(getattr(ours, name).data)
+    shared = theirs.shared_experts
+    ours.load_state_dict({
+        "router.weight": theirs.gate.weight, "e_score_correction_bias": theirs.gate.e_score_correction_bias,
+        "gate_up": ours.gate_up, "down": ours.down, "shared_down.weight": shared.down_proj.weight,
+        "shared_gate_up.weight": torch.cat([shared.gate_proj.weight, shared.up_proj.weight]),
+    })  # fmt: skip
+    x = torch.randn(2, 40, 12)
+    y, stats = ours(x, return_stats=True)
+    chosen = theirs.gate(x)[2]
+    assert torch.equal(stats.counts, chosen.flatten().bincount(minlength=16).int())
+    expected = theirs(x)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(ours.router.weight.grad, theirs.gate.weight.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours.down.grad, theirs.experts.down_proj.grad, rtol=1e-4, atol=1e-5)

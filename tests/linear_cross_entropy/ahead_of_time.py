@@ -88,9 +88,11 @@ def launches(
     weight=None,
     bias=False,
     ids=None,
+    labels=None,
     **options,
 ):
-    """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast."""
+    """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast, `labels`
+    that of soft labels."""
     if options.get("weight_grad_out"):
         options["weight_grad_out"] = torch.zeros(vocab, hidden)
 
@@ -103,6 +105,7 @@ def launches(
     ):
         b, w = leaf(vocab) if bias else None, leaf(vocab, hidden) if weight is None else weight
         y = torch.zeros((tokens,) if ids is None else (tokens, ids), dtype=torch.int64)
+        y = y if labels is None else torch.zeros((tokens, vocab), dtype=labels)
         made = op(leaf(tokens, hidden), w, y, b, backend="triton", **options)
         parts = made if isinstance(made, tuple) else (made,)
         sum(x.sum() for x in parts if isinstance(x, torch.Tensor) and x.requires_grad).backward()

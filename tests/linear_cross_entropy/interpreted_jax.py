@@ -18,13 +18,13 @@ from common_jax import assert_right, small_problem
 
 from interpreter import main
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, CLASS_CASES, Case
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.triton import jax_calls as jax_triton_calls
 from onchip.vocab.triton import jax_op as jax_triton
 
-NAMES = ("one class", "all ignored", "masked vocab", "everything")
-CASES = [case for case in CHECK_CASES if case.name in NAMES]
+NAMES = ("one class", "all ignored", "masked vocab", "everything", "all smoothed, classes")
+CASES = [case for case in (*CHECK_CASES, *CLASS_CASES) if case.name in NAMES]
 right = partial(assert_right, dtype="float16", backend="triton")
 op = partial(linear_cross_entropy, backend="triton")
 

@@ -49,7 +49,7 @@ def entries(matrix, first, size, vocab_major, tokens):
 
 
 def unscaled(operands, vocab_major, padded):
-    rows, weight, *_, bias, inner_scale = operands
+    rows, weight, *_, bias, inner_scale, _ = operands
     x = rows.astype(jnp.float32) @ rows_of(weight, vocab_major, padded).T
     if bias is not None:
         x += bias
@@ -93,7 +93,7 @@ def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponentia
     made = Partials(
         part(maximum),
         part(e.sum(2)),
-        part(jnp.where(jnp.isinf(below), 0, below).sum(2)) if wanted.even else None,
+        part(offset_sum(below, inside, operands.class_weight)) if wanted.even else None,
         part(moment) if wanted.entropy else None,
         part(x.argmax(2).astype(jnp.int32) + config.part_n * jnp.arange(x.shape[1], dtype=jnp.int32))
         if wanted.argmax
@@ -105,14 +105,21 @@ def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponentia
     return None
 
 
+def offset_sum(below, inside, class_weight):
+    if class_weight is None:
+        return jnp.where(inside.reshape(below.shape[1:]), below, 0).sum(2)
+    w = class_weight.reshape(below.shape[1:])
+    return jnp.where(w > 0, w * below, 0).sum(2)
+
+
 def gradient_tiles(operands, lse, scale, at_target, *, vocab_major, first, size, even=None, config=None):
-    rows, weight, label, factor, count, _, inner_scale = operands
+    rows, weight, label, factor, count, _, inner_scale, class_weight = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
     x = unscaled(operands, vocab_major, padded)
     g = jnp.exp(x * factor[:, None] - lse[:, None]) * scale[:, None]
     if even is not None:
-        g -= even[:, None]
+        g -= even[:, None] * (1.0 if class_weight is None else class_weight)
     g = jnp.where(jnp.arange(padded) == label[:, None], at_target[:, None], g)
     if inner_scale is not None:
         g *= 1 - x * x

@@ -25,6 +25,7 @@ MOSAIC_CASES = (
     Case("full last tile", 512, 512, 8192),
     Case("ragged vocab", 700, 320, 1088, logit_std=3.0),
     Case("large logits", 500, 192, 2112, logit_std=60.0),
+    Case("bias, ignored", 1000, 256, 4096, bias=True, ignored=0.5),
     Case("options", 300, 192, 1088, bias=True, options={"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}),
 )
 
@@ -40,6 +41,28 @@ def test_check_cases_of_mosaic(case, strategy, dtype):
 @LAYOUTS
 @pytest.mark.parametrize("case", MOSAIC_CASES, ids=str)
 def test_mosaic(case, layout, dtype):
+    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
+
+
+@HALF
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("backend", "layout"), [("mosaic_gpu", "vh"), ("mosaic_gpu", "hv"), ("triton", "vh")])
+def test_class_weights(backend, softcap, layout, dtype):
+    """Beside label smoothing and a z-loss, some of them 0, with a last tile of the vocabulary that isn't full."""
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3} | ({} if softcap is None else {"softcap": softcap})
+    case = Case("class weights", 1000, 256, 2112, class_weight=True, bias=True, ignored=0.3, options=options)
+    assert_right(case, dtype, device="gpu", backend=backend, weight_layout=layout)
+
+
+@HALF
+@LAYOUTS
+@pytest.mark.parametrize("size", [0, 384])
+def test_class_weights_that_keep_exponentials(size, layout, dtype, monkeypatch):
+    """With a z-loss alone: in the memory of the weight's gradient and in scratch, or with gradients made in forward."""
+    kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
+    in_forward = MosaicPlan("stash", size, chunk=4096, kept_in_scratch=1024, by_tokens=True)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward if size else kept)
+    case = replace(MOSAIC_CASES[0], logit_std=3.0, class_weight=True, options={"z_loss": 1e-3})
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 

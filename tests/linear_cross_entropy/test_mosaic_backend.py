@@ -73,6 +73,30 @@ def test_softcap_and_smoothing_keep_exponentials(dtype, layout, options, by_toke
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
+WEIGHED = {"label_smoothing": 0.1, "z_loss": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "options", "kept", "by_tokens"),
+    [
+        ("bfloat16", "vh", WEIGHED, False, False),
+        ("float16", "hv", WEIGHED | {"softcap": 5.0}, False, False),
+        ("bfloat16", "hv", {"z_loss": 1e-3}, True, False),
+        pytest.param("float16", "vh", {"z_loss": 1e-3}, False, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_class_weights(dtype, layout, options, kept, by_tokens, monkeypatch):
+    """With label smoothing nothing is kept; with a z-loss alone exponentials are."""
+    plan = MosaicPlan("recompute", 512, chunk=512)
+    plan = MosaicPlan("stash", 512, kept_in_gradient=128, chunk=256, kept_in_scratch=128) if kept else plan
+    plan = in_forward(384) if by_tokens else plan
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    bias = plan.strategy == "recompute"
+    case = replace(LONG, logit_std=3.0, class_weight=True, token_weight=True, bias=bias, options=options)
+    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
 def in_forward(size, tokens=512):
     return MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
 
@@ -82,6 +106,12 @@ def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size))
     case = replace(LONG, token_weight=True, token_temperature=True, options={"z_loss": 1e-3})
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_bias_gradient_leaves_out_tiles_that_nobody_wrote(layout, monkeypatch):
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 512, chunk=512))
+    assert_right(replace(LONG, bias=True), "bfloat16", backend="mosaic_gpu", weight_layout=layout)
 
 
 @pytest.mark.parametrize(

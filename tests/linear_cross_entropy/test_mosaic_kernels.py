@@ -113,6 +113,7 @@ class Small:
         self.label = padded(rng.integers(0, vocab, n), -1).astype(np.int32)
         self.factor = padded(rng.uniform(0.5, 1.5, n), 1).astype(np.float32)
         self.bias = np.pad(rng.normal(size=vocab), (0, PADDED - vocab)).astype(np.float32)
+        self.class_weight = np.pad(rng.permutation(np.linspace(0, 2, vocab)), (0, PADDED - vocab)).astype(np.float32)
         self.x = self.rows64 @ self.weight64.T
         z = self.x * self.factor[:n, None]
         self.z = np.pad(z, ((0, 0), (0, PADDED - vocab)), constant_values=-np.inf)
@@ -162,16 +163,18 @@ def reference_to(x):
     return jax.new_ref(x, memory_space=plgpu.GMEM)  # the interpreter wants to know where
 
 
+@pytest.mark.parametrize("weighed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vocab_major", [False], ids=["HV"])  # test_products has the other one
-def test_softmax(vocab_major, interpreter):
+def test_softmax(vocab_major, weighed, interpreter):
     s = Small(vocab_major, vocab=448)
+    operands = s.operands._replace(class_weight=s.class_weight if weighed else None)
 
     @jax.jit
     def run():
         stash = reference_to(jnp.full(s.weight.shape, jnp.nan, jnp.bfloat16))
         spare = reference_to(jnp.full((PADDED - SPLIT, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
         made = kernels.softmax_tiles(
-            (Kept(stash, spare, SHIFT, SPLIT), None), s.operands, vocab_major=vocab_major, shift=s.shift,
+            (Kept(stash, spare, SHIFT, SPLIT), None), operands, vocab_major=vocab_major, shift=s.shift,
             wanted=Wanted(True, True, True), config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return made, jax.freeze(stash), jax.freeze(spare)
@@ -185,7 +188,8 @@ def test_softmax(vocab_major, interpreter):
     own = (np.arange(PADDED) == s.label[: s.n, None]).reshape(z.shape)
     np.testing.assert_allclose(made[0], top, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(made[1], np.where(own, 0, e).sum(2), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(made[2], np.where(np.isinf(below), 0, below).sum(2), rtol=1e-5)
+    inside = np.where(np.isinf(below), 0, below) * (s.class_weight.reshape(z.shape[1:]) if weighed else 1)
+    np.testing.assert_allclose(made[2], inside.sum(2), rtol=1e-5)
     np.testing.assert_allclose(made[3], (e * np.maximum(below, -1e30)).sum(2), rtol=1e-4, atol=1e-5)
     assert (made[4] == z.argmax(2) + CONFIG.part_n * np.arange(z.shape[1])).all()
     values = s.kept(stash, spare)
@@ -250,14 +254,15 @@ def test_products(vocab_major, interpreter):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [False], ids=["HV"])
 def test_gradient_again(vocab_major, interpreter):
-    """With bias, softcap, and label smoothing's part; half of the tokens' weight gradient is from kept exponentials."""
+    """With bias, softcap, smoothing weighed by class; half of the tokens' weight gradient is from kept exponentials."""
     s = Small(vocab_major, vocab=448)
     rng = np.random.default_rng(1)
     inner, first, size, kept = 0.3, SPLIT, PADDED - SPLIT, 128
     x = np.tanh((s.x + s.bias[: s.vocab]) * inner)
     lse = np.log(np.exp(x * s.factor[: s.n, None]).sum(1))
     at_target, even = rng.normal(size=s.n), rng.uniform(0, 0.01, s.n)
-    g = np.exp(x * s.factor[: s.n, None] - lse[:, None]) * s.scale[: s.n, None] - even[:, None]
+    g = np.exp(x * s.factor[: s.n, None] - lse[:, None]) * s.scale[: s.n, None]
+    g -= even[:, None] * s.class_weight[: s.vocab]
     g[np.arange(s.n), s.label[: s.n]] = at_target
     g = np.pad(g * (1 - x * x), ((0, 0), (0, PADDED - s.vocab)))[:, first:]
 
@@ -271,8 +276,8 @@ def test_gradient_again(vocab_major, interpreter):
     @jax.jit
     def run():
         again = kernels.gradient_tiles(
-            s.operands._replace(bias=s.bias, inner_scale=jnp.full(1, inner)), padded(lse, np.inf), s.scale,
-            padded(at_target), size=size, even=padded(even), **common,
+            s.operands._replace(bias=s.bias, inner_scale=jnp.full(1, inner), class_weight=s.class_weight),
+            padded(lse, np.inf), s.scale, padded(at_target), size=size, even=padded(even), **common,
         )  # fmt: skip
         hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
         others = again[:, kept:] if vocab_major else again[kept:]

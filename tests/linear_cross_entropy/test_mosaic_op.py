@@ -99,6 +99,7 @@ def test_gradients_made_in_forward_lower(layout, argnums, as_on_hopper, monkeypa
     assert "stablehlo.copy" not in text
 
 
+WEIGHTS = jnp.linspace(0, 2, 1088)
 EVERYTHING = {
     "bias": True, "argnums": (0, 1, 3), "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "return_stats": True,
 }  # fmt: skip
@@ -111,6 +112,7 @@ EVERYTHING = {
         {"dtype": jnp.float16, "reduction": "none", "z_loss": 1e-3},
         EVERYTHING,
         {"argnums": (0,)},
+        {"layout": "hv", "class_weight": WEIGHTS, "label_smoothing": 0.1, "dtype": jnp.float16},
     ],
     ids=str,
 )
@@ -202,6 +204,8 @@ def test_more_memory_keeps_more():
     [
         ({"grad_bias": True}, 0),
         ({"softcap": True, "smoothing": True}, 0),
+        ({"class_weight": True, "smoothing": True}, 0),
+        ({"class_weight": True}, 4096),
         ({"softcap": True}, 4096),
         ({"smoothing": True}, 4096),
         ({"grad_weight": False, "per_token_loss": True}, 4096),

@@ -86,6 +86,22 @@ def test_nothing_leaks_from_ignored_tokens_and_bad_ids_give_nan():
     assert np.argwhere(np.isnan(oracle.grad_hidden).any(-1)).tolist() == [[1, 7]]
 
 
+@pytest.mark.parametrize("several", [1, 3])
+def test_ids_of_the_next_position(several):
+    h, w, ids, b = small_problem(several)
+    moved = jnp.concatenate([ids[:, 1:], jnp.full_like(ids[:, :1], -100)], 1)
+
+    def run(h, ids, **options):
+        out = linear_log_probs(h, w, ids, b, entropy=True, lse=True, top1=True, **options)
+        return (out.log_prob.sum() + out.entropy.sum() + out.lse.sum()), out
+
+    dirty = h.at[:, -1].set(jnp.nan)
+    made = jax.value_and_grad(run, has_aux=True)(dirty, ids, shift=True)
+    assert_same(made, jax.value_and_grad(run, has_aux=True)(dirty, moved))
+    assert made[0][1].top1[:, -1].tolist() == [-1, -1]
+    assert linear_log_probs(h[:, :0], w, ids[:, :0], shift=True).shape == (2, 0, several)
+
+
 def test_what_is_returned():
     h, w, ids, _ = small_problem(3)
     assert linear_log_probs(h, w, ids).shape == (2, 12, 3)

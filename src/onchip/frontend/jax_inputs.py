@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
@@ -212,6 +213,15 @@ def token_temperature(numbers: Mapping[str, Any], temperature: Any, dtype: Any) 
     if not is_array(temperature) or temperature.ndim == 0:
         return dict(numbers), None
     return {**numbers, "temperature": None}, jax.lax.stop_gradient(jnp.asarray(temperature, dtype))
+
+
+def following(x: jax.Array, last: int, axis: int = -1) -> jax.Array:
+    """What `x` has at the next position of a sequence, along `axis`, and `last` at its end."""
+    size = x.shape[axis]
+    if size == 0:
+        return x
+    end = jnp.full_like(lax.slice_in_dim(x, 0, 1, axis=axis), last)
+    return jnp.concatenate([lax.slice_in_dim(x, 1, size, axis=axis), end], axis)
 
 
 def plain_labels(labels: Any, vocab: int, ignore_index: int) -> jax.Array:

@@ -134,6 +134,16 @@ _NUMBERS: dict[str, tuple[type, Callable[[str, str, Any], None]]] = {
 }
 
 
+def check_shift(op: str, shift: bool, tokens: tuple[int, ...], what: str) -> None:
+    """Raise ValueError for ids that are to be shifted along a sequence dimension that `tokens`, the leading dimensions,
+    don't have; `what` says which argument of which shape is needed."""
+    if shift and not tokens:
+        raise ValueError(
+            f"{op}: shift=True needs {what}, a sequence of S tokens; got no dimension; pass shift=False for a single "
+            "token"
+        )
+
+
 def check_options(op: str, options: Any, /, **words: Sequence[str]) -> None:
     """Raise for a wrong one of `options`, a dataclass; make Python's numbers of NumPy's, and floats where they are due.
 

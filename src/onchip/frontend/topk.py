@@ -90,5 +90,12 @@ def refuse_options(op: str, options: Any) -> None:
             f"{op}: ignore_index={options.ignore_index} is of targets that are ids; give a token that is to be ignored "
             "a token_weight of 0"
         )
-    if options.return_stats:
-        raise ValueError(f"{op}: return_stats=True is of targets that are ids; soft labels have no statistics yet")
+
+
+def refuse_shift(op: str, shift: bool, name: str) -> None:
+    """Raise where soft labels of logits, an argument of this name, are to be shifted."""
+    if shift:
+        raise ValueError(
+            f"{op}: shift=True is of targets that are ids; pass logits[..., :-1, :] with {name}[..., 1:, :], those of "
+            "the next positions"
+        )

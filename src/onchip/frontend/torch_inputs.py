@@ -205,6 +205,15 @@ def autocast_dtype(op: str, x: Tensor) -> torch.dtype | None:
     return dtype
 
 
+def following(x: Tensor, last: int, dtype: torch.dtype, *, dim: int = -1) -> Tensor:
+    """What `x` has at the next position of a sequence, the dimension `dim`, and `last` at its end."""
+    made = torch.full(x.shape, last, dtype=dtype, device=x.device)
+    size = x.shape[dim]
+    if size > 1:
+        made.narrow(dim, 0, size - 1).copy_(x.narrow(dim, 1, size - 1))
+    return made
+
+
 def leading_dimensions(x: Tensor) -> list[tuple[int, int]]:
     """(size, stride) of the leading dimensions, those that are one in memory being merged."""
     merged: list[tuple[int, int]] = []

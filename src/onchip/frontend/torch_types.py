@@ -16,15 +16,15 @@ class LossStats(NamedTuple):
     lse: Tensor
     """[...] of the loss's dtype: log-sum-exp of the final logits."""
     log_prob: Tensor
-    """[...] of the loss's dtype: log-probability of the target."""
+    """[...] of the loss's dtype: log-probability of the target; with soft labels q sum(q log p)."""
     entropy: Tensor
     """[...] of the loss's dtype: entropy of the softmax, in nats."""
     correct: Tensor
-    """[...] bool: whether the target is the argmax."""
+    """[...] bool: whether the target, or the likeliest label, is the argmax."""
     argmax: Tensor
     """[...] int64: the vocabulary index of the largest logit (the first one, where logits tie)."""
     target_logit: Tensor
-    """[...] of the loss's dtype: the target's final logit, log_prob + lse."""
+    """[...] of the loss's dtype: the target's final logit; with soft labels q sum(q z)."""
 
 
 WithStats = tuple[Tensor, LossStats]

@@ -35,6 +35,32 @@ def expm1(x):
     return tl.where(x > -0.3, series, tl.exp2(x * LOG2E) - 1)
 
 
+# Above this a probability is the largest of its row, and no other is.
+LEADING = tl.constexpr(0.75)
+
+
+@triton.jit
+def soft_loss(top, total, below, mass, cost, z_loss):
+    """The loss of a token whose entries all have a label: mass log(total) + cost + z_loss lse^2.  With it lse, and the
+    largest p - 1 where that p is above LEADING.
+
+    `top`: the largest logit.  `total`: sum(exp(z - top)); `below` the same without what is above LEADING.  `mass`: the
+    sum of the labels q.  `cost`: sum(q (top - z)).  Where one logit leads, the loss is small: there 1 + `below` would
+    round away what log1p(below) keeps.
+    """
+    leads = (total > 0.5) & (total < 1.5)
+    log_total = tl.where(leads, log1p(below), tl.log(total))
+    lse = top + log_total
+    return mass * log_total + cost + z_loss * lse * lse, lse, tl.where(leads, -below / total, 0.0)
+
+
+@triton.jit
+def soft_gradient(p, q, mass, less, more):
+    """The gradient of that loss by a logit of probability p and label q; `less` as of `soft_loss`, `more` is
+    2 z_loss lse.  -1 added to a rounded p would lose all digits of a p near 1."""
+    return tl.where(p > LEADING, mass * less + (mass - q) + more * p, p * (mass + more) - q)
+
+
 @triton.jit
 def gradient_terms(
     lse, log_prob, row_factor, weight, class_total, label_smoothing, z_loss, V, SMOOTHING: tl.constexpr

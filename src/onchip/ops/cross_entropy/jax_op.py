@@ -25,7 +25,7 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WithStats
-from onchip.frontend.options import Reduction, ScratchBytes, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.cross_entropy import jax_soft, spec
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -43,6 +43,7 @@ Backend = Literal["auto", "xla"]
 class OfLogits(LossKeywords, total=False):
     """What it takes by keyword, but for labels and return_stats."""
 
+    shift: bool
     backend: Backend
 
 
@@ -78,6 +79,7 @@ def cross_entropy(
     target: Array | TopK[Array] | None = None,  # [...], or probabilities
     *,
     labels: Array | TopK[Array] | None = None,  # another name of target
+    shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     normalizer: Number | None = None,
@@ -111,8 +113,10 @@ def cross_entropy(
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
-            ignore_index or return_stats.
+            ignore_index.
         labels: another name of target, by keyword.
+        shift: as in `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
+            costs nothing; logits aren't copied.  Of targets that are ids.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]) and
             `return_stats`: as in `linear_cross_entropy`.
@@ -157,6 +161,7 @@ def cross_entropy(
     assert not isinstance(target, TopK)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), name)
     options = options_of(OP, Options, given, logits.size)
+    check_shift(OP, options.shift, target.shape, f"{name} of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
     total = accumulator(dtype_of(logits))
     numbers = checked_numbers(OP, options, given, total)
@@ -164,7 +169,7 @@ def cross_entropy(
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(target.size, vocab)
     plain = plain_labels(target, vocab, options.ignore_index)
-    constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total)
+    constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total, options.shift)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())

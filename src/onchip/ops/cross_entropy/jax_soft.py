@@ -21,18 +21,19 @@ from onchip.frontend.jax_inputs import (
     platform,
 )
 from onchip.frontend.jax_labels import check_label_arrays, parts_of
+from onchip.frontend.jax_types import WithStats
 from onchip.frontend.options import check_logits, shapes_of
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.xla import soft
-from onchip.vocab.xla.loss import TokenLoss
+from onchip.vocab.xla.loss import Outputs, TokenLoss
 from onchip.vocab.xla.soft import SoftLabels
 from onchip.vocab.xla.tiles import Logits, Transform
 
 
-def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array:
-    """The loss of the arguments of `cross_entropy`.
+def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array | WithStats:
+    """What `cross_entropy` returns of its arguments.
 
     `name` is the one that the target was given by; `refusals` names all backends.
     """
@@ -43,6 +44,7 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
     topk.check_label_shapes(OP, name, shapes, "logits", vocab)
     options = options_of(OP, Options, given, logits.size)
     topk.refuse_options(OP, options)
+    topk.refuse_shift(OP, options.shift, name)
     dtype = accumulator(dtype_of(logits))
     check_normalizer(OP, given["normalizer"], options.reduction)
     numbers = checked_numbers(OP, options, given, dtype)
@@ -58,13 +60,12 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
         as_constant(given["class_weight"], dtype),
     )
     rows, constants = vary_alike((rows, jax.lax.stop_gradient(constants)))
-    per_token = options.reduction == "none"
-    none = jnp.zeros(0 if per_token else (), dtype)
-    loss = none if total == 0 else _op(Static(options, platform()), rows, constants)
-    return loss.reshape(logits.shape[:-1]) if per_token else loss
+    none = Outputs.of_nothing(options.reduction, options.return_stats, dtype)
+    made = none if total == 0 else _op(Static(options, platform()), rows, constants)
+    return made.shaped(logits.shape[:-1])
 
 
-def _forward(static: Static, needs: bool, logits: jax.Array, constants: SoftLabels) -> tuple[jax.Array, Planned | None]:
+def _forward(static: Static, needs: bool, logits: jax.Array, constants: SoftLabels) -> tuple[Outputs, Planned | None]:
     tokens, vocab = logits.shape
     problem = row_memory.Problem(
         tokens=tokens,
@@ -75,18 +76,21 @@ def _forward(static: Static, needs: bool, logits: jax.Array, constants: SoftLabe
         softcap=constants.transform.softcap is not None,
         smoothing=constants.loss.label_smoothing is not None,
         class_weight=constants.class_weight is not None,
+        stats=static.options.return_stats,
         xla=True,
         ids=0 if constants.ids is None else constants.ids.shape[1],
         labels=constants.probs.dtype.name if constants.ids is None else "",
     )
     config = Config("forward", row_memory.plan(problem, "", static.options.scratch_bytes), vocab)
-    loss, saved = soft.forward(Logits.of(logits), constants, config, reduction=static.options.reduction)
-    return loss, Planned((logits, saved), config) if needs else None
+    reduction, return_stats = static.options.reduction, static.options.return_stats
+    made, saved = soft.forward(Logits.of(logits), constants, config, reduction=reduction, return_stats=return_stats)
+    return made, Planned((logits, saved), config) if needs else None
 
 
-def _backward(static: Static, needs: bool, saved: Planned, upstream: jax.Array) -> jax.Array:
+def _backward(static: Static, needs: bool, saved: Planned, cotangents: Outputs) -> jax.Array:
     """The gradient of the logits [T, V] in their dtype."""
     logits, kept = saved.arrays
+    upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
     made: jax.Array = soft.backward(Logits.of(logits), needs, kept, saved.plan, upstream)
     return made
 

@@ -12,6 +12,7 @@ OP = "cross_entropy"
 class Options(LossOptions):
     """The options that are plain numbers and words, checked when made."""
 
+    shift: bool = False
     inplace_backward: bool = False
 
     def __post_init__(self) -> None:

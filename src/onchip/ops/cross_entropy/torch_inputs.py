@@ -32,7 +32,8 @@ class Call:
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Those that count; values are checked on the CPU, and elsewhere if `check_values`."""
-        return targets(OP, self, self.vocab, dtype=self.logits.dtype, check_values=check_values)
+        first = (1,) if self.options.shift else ()
+        return targets(OP, self, self.vocab, dtype=self.logits.dtype, check_values=check_values, first=first)
 
     @property
     def vocab(self) -> int:

@@ -7,16 +7,18 @@ a new tensor, or with inplace_backward over the logits.
 
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from onchip.frontend.options import Reduction, ScratchBytes, one_target, scratch_in_bytes, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     check_class_weight,
     check_normalizer,
     check_tensors,
     choose_torch_backend,
+    following,
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import is_soft
@@ -51,6 +53,7 @@ BACKENDS = ("triton", "torch")
 class OfModule(LossKeywords, total=False):
     """What the module takes by keyword, but for return_stats."""
 
+    shift: bool
     temperature: float
     inplace_backward: bool
 
@@ -65,6 +68,7 @@ class OfCall(OfToken, OfShardedLogits, total=False):
 class OfLogits(LossKeywords, OfToken, OfShardedLogits, total=False):
     """What the function takes by keyword, but for labels and return_stats."""
 
+    shift: bool
     temperature: float | Tensor
     inplace_backward: bool
 
@@ -102,6 +106,7 @@ def cross_entropy(
     target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
     *,
     labels: Tensor | TopK[Tensor] | None = None,  # another name of target
+    shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
@@ -138,9 +143,11 @@ def cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
-            inplace_backward; "torch" runs them.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward;
+            "triton" runs those of every entry, without return_stats, "torch" both.
         labels: another name of target, by keyword.
+        shift: as of `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
+            costs nothing; logits aren't copied.  Of targets that are ids.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
             `check_inputs` and `return_stats`: as of `linear_cross_entropy`.
@@ -195,6 +202,7 @@ def cross_entropy(
         return torch_soft.run(
             logits,
             target,
+            shift=shift,
             ignore_index=ignore_index,
             reduction=reduction,
             normalizer=normalizer,
@@ -233,6 +241,7 @@ def cross_entropy(
     spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("logits",), dim=-1), "target")
     check_class_weight(OP, tensors, "logits")
     options = Options(
+        shift=shift,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
@@ -245,7 +254,12 @@ def cross_entropy(
         inplace_backward=inplace_backward,
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
+    check_shift(OP, shift, target.shape, "target of shape [..., S]")
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits)
+    if shift:
+        # int64 holds every ignore_index.
+        target = following(target, ignore_index, torch.int64)
+        token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
     weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, logits.dtype)
     no_kernels = refusal(logits) if shards is None else "its logits' vocabulary is sharded; pass backend='torch'"
     chosen = choose_torch_backend(OP, backend, logits.device, no_kernels)
@@ -296,6 +310,7 @@ class CrossEntropyLoss(LossModule[Result]):
     def __init__(
         self,
         *,
+        shift: bool = False,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
         normalizer: float | Tensor | None = None,

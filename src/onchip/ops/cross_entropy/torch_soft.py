@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onchip.frontend import topk
 from onchip.frontend.options import check_logits, scratch_in_bytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
-    LOSS_DTYPES,
     check_class_weight,
     check_normalizer,
     choose_torch_backend,
@@ -19,16 +19,17 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import WithStats
+from onchip.ops.cross_entropy import triton_soft
+from onchip.ops.cross_entropy.soft_call import SoftCall
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
-from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import launches
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch import soft, tiles, walk
+from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.loss import checked_class_weight, scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
-
-NO_KERNELS = "its targets are ids; pass backend='torch', or 'auto'"
 
 
 def run(
@@ -42,8 +43,9 @@ def run(
     scratch_bytes: int | float | str | None,
     backend: str,
     **more: Any,
-) -> Tensor:
-    """The loss; arguments as of `cross_entropy`, `more` being the other fields of its options."""
+) -> Tensor | WithStats:
+    """The loss, or with return_stats the loss and its statistics; arguments as of `cross_entropy`, `more` being the
+    other fields of its options."""
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, class_weight, per_token_temperature)
     check_logits(OP, shapes_of(tensors))
@@ -55,10 +57,11 @@ def run(
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
     topk.refuse_options(OP, options)
+    topk.refuse_shift(OP, options.shift, "target")
     if options.inplace_backward:
         raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)
-    choose_torch_backend(OP, backend, logits.device, NO_KERNELS)
+    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, options))
     ids, labels, kind = parts_of(target, logits.shape[:-1])
     call = SoftCall(
         logits=logits,
@@ -73,67 +76,19 @@ def run(
         dense="target" in tensors,
         grads=needed(logits),
     )
-    return LOSS(call).out.loss
+    if chosen == "triton":
+        return triton_soft.LOSS(call).loss
+    out = LOSS(call).out
+    return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
 
 
-class SoftCall(NamedTuple):
-    """The arguments of the operators."""
-
-    logits: Tensor  # [..., V]
-    ids: Tensor  # [..., K]; dense [...], and they mean nothing
-    labels: Tensor  # [..., K], or dense [..., V]
-    token_weight: Tensor | None  # [...]
-    class_weight: Tensor | None  # [V] in the dtype of sums, contiguous
-    token_temperature: Tensor | None  # [...] or []
-    normalizer: Tensor | None  # []
-    options: Options
-    kind: str  # of the labels: 'probs' or 'log_probs'
-    dense: bool
-    grads: tuple[bool, ...]  # of logits
-
-    @property
-    def number(self) -> int:
-        """T."""
-        return self.logits.shape[:-1].numel()
-
-    @property
-    def several(self) -> int:
-        """K."""
-        return 1 if self.dense else self.ids.shape[-1]
-
-    def tokens(self, *, check_values: bool) -> Tokens:
-        """All of them; values are always checked on the CPU."""
-        chosen = tiles.select(
-            OP, "target.indices", self.ids, self.number, self.logits.shape[-1], self.token_temperature,
-            ignore_index=None, temperature=self.options.temperature, dtype=self.logits.dtype,
-            check_values=check_values,
-        )  # fmt: skip
-        return tiles.weighed(
-            OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
-        )
-
-    def probs(self) -> Tensor:
-        """[T, K]: times the weights of classes."""
-        shape = self.number, self.several
-        values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
-        return soft.labels_of(values, self.kind, ids, self.class_weight, self.logits.dtype)
-
-    def config(self) -> Config:
-        """The same in forward and backward: a budget that is too small is refused in forward."""
-        options, logits = self.options, self.logits
-        problem = row_memory.Problem(
-            tokens=self.number,
-            vocab=logits.shape[-1],
-            dtype=LOSS_DTYPES[logits.dtype],
-            device="cpu" if logits.device.type == "cpu" else "cuda",
-            grad=self.grads[0],
-            softcap=options.softcap is not None,
-            gathered=torch_rows.flatten(logits) is None or (self.dense and torch_rows.flatten(self.labels) is None),
-            class_weight=self.class_weight is not None and options.label_smoothing > 0,
-            ids=0 if self.dense else self.several,
-            labels=LOSS_DTYPES[self.labels.dtype] if self.dense else "",
-        )
-        return Config("forward", row_memory.plan(problem, "", options.scratch_bytes), logits.shape[-1])
+def _refusal(logits: Tensor, target: Any, options: Options) -> str | None:
+    """Why the Triton kernels can't serve a call."""
+    if options.return_stats:
+        return "its soft labels have no return_stats; pass backend='torch', or leave it out"
+    if isinstance(target, TopK):
+        return "its soft labels are of every entry; pass those, or backend='torch'"
+    return launches.refusal(logits) or launches.layout_refusal("target", target)
 
 
 class SoftMade(NamedTuple):
@@ -155,11 +110,13 @@ def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows, shape = torch_rows.Rows(call.logits), call.logits.shape[:-1]
     if call.dense:
-        losses, *known = soft.dense_stats(rows, options, tokens, call.config(), call.labels, call.class_weight)
-        return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known))
+        made = soft.dense_stats(rows, options, tokens, call.config(), call.labels, call.class_weight)
+        return SoftMade(SoftOutputs(soft.reduced(options, made.loss, tokens, shape), *made[1:]))
     stats = walk.forward(rows, options, tokens, call.config(), soft.asked_by(options, call.class_weight))
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
-    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), stats.lse, stats.log_prob, None))
+    known = stats.lse, stats.log_prob
+    more = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known, None, *more))
 
 
 def _fake(call: SoftCall) -> SoftMade:
@@ -167,7 +124,7 @@ def _fake(call: SoftCall) -> SoftMade:
 
 
 def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:])
+    return Kept(call, *made.out[1:4])
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

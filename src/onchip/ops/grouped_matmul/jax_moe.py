@@ -4,15 +4,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, require_arrays
 from onchip.frontend.jax_types import Array
-from onchip.frontend.options import require_bool, require_int
+from onchip.frontend.options import require_bool, require_int, require_positive
 from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
-from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_routing, check_sizes
+from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_groups, check_routing, check_sizes
 
 OP = "moe"
 _BIASES = ("router_bias", "gate_up_bias", "down_bias")
@@ -106,6 +107,9 @@ def moe(
     norm_topk: bool = True,
     scoring: Scoring = "softmax",
     scaling_factor: float = 1.0,
+    correction_bias: Array | None = None,  # [E]
+    n_group: int = 1,
+    topk_group: int = 1,
     backend: Backend = "auto",
 ) -> tuple[jax.Array, MoEStats]:
     r"""A mixture-of-experts layer with SwiGLU experts.  Each token goes to all of its experts: there is no capacity.
@@ -117,6 +121,8 @@ def moe(
         y = sum over e of w_e * expert_e(x) + shared(x)
         w_e = scaling_factor * s_e / (sum of s over these) # norm_topk=False: scaling_factor * s_e
 
+    With a correction bias b the experts are those of largest s + b; the weights are of s alone.
+
     Args:
         params: of `init_moe`, or a model's.  The router's bias is added to its logits, those of the experts to the
             products with gate_up and down.
@@ -126,6 +132,10 @@ def moe(
             False: the scores among all experts (Switch, DeepSeek-V2).
         scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
         scaling_factor: multiplies the weights (DeepSeek-V3: 2.5).
+        correction_bias: [E] float32, a constant to autodiff: what is added to the scores for the choice of experts.
+            `update_correction_bias` balances them by it, without a loss.
+        n_group, topk_group: the experts are n_group groups of neighbours, and a token's are in its topk_group best, by
+            the sum of a group's two largest scores (DeepSeek-V3: 8 and 4).
         backend: of `grouped_matmul`.
 
     Returns:
@@ -147,11 +157,15 @@ def moe(
         ((2, 5, 16), 20)
 
     Sources: the layer and its balancing loss as in Switch Transformers (arXiv:2101.03961), top-k as in Mixtral
-    (arXiv:2401.04088), the shared expert as in DeepSeekMoE (arXiv:2401.06066), sigmoids as in DeepSeek-V3
-    (arXiv:2412.19437), the z-loss as in ST-MoE (arXiv:2202.08906).
+    (arXiv:2401.04088), the shared expert as in DeepSeekMoE (arXiv:2401.06066), sigmoids and groups as in DeepSeek-V3
+    (arXiv:2412.19437), the correction bias as in Loss-Free Balancing (arXiv:2408.15664), the z-loss as in ST-MoE
+    (arXiv:2202.08906).
     """
     check_routing(OP, norm_topk, scoring, scaling_factor)
     _check(params, x, top_k)
+    check_groups(OP, len(params.router), top_k, n_group, topk_group)
+    if correction_bias is not None:
+        _check_of_experts(OP, "correction_bias", correction_bias, len(params.router))
     num_experts = len(params.router)
     tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
     total = accumulator(tokens.dtype)
@@ -160,7 +174,10 @@ def moe(
         logits = logits + params.router_bias.astype(total)
     scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
     probs = scores / (scores.sum(1, keepdims=True) + LEAST_TOTAL)
-    weight, expert = lax.top_k(scores, top_k)
+    # No gradient goes through the choice.
+    choice = scores if correction_bias is None else scores + jnp.asarray(correction_bias, total)
+    expert = lax.top_k(_best_groups(lax.stop_gradient(choice), n_group, topk_group), top_k)[1]
+    weight = jnp.take_along_axis(scores, expert, 1)
     if norm_topk:
         weight = weight / (weight.sum(1, keepdims=True) + LEAST_TOTAL)
     weight = weight * scaling_factor
@@ -198,6 +215,71 @@ def moe(
     z_loss = jnp.square(jax.nn.logsumexp(logits, 1)).sum() / max(len(tokens), 1)
     stats = MoEStats(counts, fraction, mean_prob, num_experts * (fraction * mean_prob).sum(), z_loss)
     return y.reshape(x.shape), stats
+
+
+def update_correction_bias(
+    correction_bias: Array,  # [E]
+    counts: Array,  # [E]
+    rate: float = 0.001,
+) -> jax.Array:
+    """The correction bias of `moe` after a step: correction_bias + rate * sign(mean(counts) - counts).
+
+    Experts with too many tokens get fewer.
+
+    Args:
+        correction_bias: [E] float32 or float64, zeros at first.
+        counts: [E] of any real dtype, of `MoEStats`: the tokens that went to each expert in the step, the sum over
+            micro-batches and devices.
+        rate: how far a step goes, above 0 (DeepSeek-V3: 0.001).
+
+    Returns:
+        [E] of correction_bias' dtype.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes that don't go together, or a rate that isn't above 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from onchip.jax import update_correction_bias
+        >>> update_correction_bias(jnp.zeros(4), jnp.array([2, 0, 1, 1]), rate=0.5).tolist()
+        [-0.5, 0.5, 0.0, 0.0]
+
+    Source: Loss-Free Balancing (arXiv:2408.15664).
+    """
+    op = "update_correction_bias"
+    require_positive(op, "rate", rate)
+    arrays = require_arrays(op, {"correction_bias": correction_bias, "counts": counts}, ())
+    _check_of_experts(op, "correction_bias", correction_bias, arrays["correction_bias"].size)
+    if counts.shape != correction_bias.shape:
+        raise ValueError(
+            f"{op}: counts has shape {list(counts.shape)} but correction_bias {list(correction_bias.shape)}; both must "
+            "be [E]"
+        )
+    if jnp.issubdtype(counts.dtype, jnp.complexfloating) or counts.dtype == bool:
+        raise TypeError(f"{op}: counts must be real numbers; got {counts.dtype}")
+    bias = jnp.asarray(correction_bias)
+    load = jnp.asarray(counts).astype(bias.dtype)
+    return bias + rate * jnp.sign(load.mean() - load)
+
+
+def _best_groups(choice: jax.Array, n_group: int, topk_group: int) -> jax.Array:
+    """The scores [T, E] of a token's topk_group best of n_group groups of neighbouring experts; -inf elsewhere."""
+    if topk_group == n_group:
+        return choice
+    grouped = choice.reshape(-1, n_group, choice.shape[1] // n_group)
+    best = lax.top_k(lax.top_k(grouped, 2)[0].sum(2), topk_group)[1]
+    mine = (best[:, :, None] == jnp.arange(n_group)).any(1)
+    return jnp.where(mine[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def _check_of_experts(op: str, name: str, x: Any, experts: int) -> None:
+    """Raise unless `x` is [E] float32 or float64: 16 bits would lose an update's small steps."""
+    require_arrays(op, {name: x}, ())
+    if dtype_of(x) not in (np.float32, np.float64):
+        raise TypeError(f"{op}: {name} must be float32 or float64; got {x.dtype}")
+    if x.shape != (experts,):
+        raise ValueError(f"{op}: {name} has shape {list(x.shape)}; it must be [E], [{experts}]")
 
 
 def _check(params: Any, x: Any, top_k: Any) -> None:

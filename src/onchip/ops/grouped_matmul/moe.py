@@ -25,3 +25,22 @@ def check_routing(op: str, norm_topk: Any, scoring: Any, scaling_factor: Any) ->
     require_bool(op, "norm_topk", norm_topk)
     require_one_of(op, "scoring", scoring, SCORINGS)
     require_positive(op, "scaling_factor", scaling_factor)
+
+
+def check_groups(op: str, num_experts: int, top_k: int, n_group: Any, topk_group: Any) -> None:
+    """Raise for groups of experts that don't go with their number and with top_k."""
+    check_sizes(op, {"n_group": n_group, "topk_group": topk_group})
+    if topk_group > n_group:
+        raise ValueError(f"{op}: topk_group must be at most n_group={n_group}; got {topk_group}")
+    if n_group == 1:
+        return
+    if num_experts % n_group or num_experts // n_group < 2:
+        raise ValueError(
+            f"{op}: n_group={n_group} must divide the {num_experts} experts into groups of two or more, whose two "
+            "largest scores are a group's"
+        )
+    if top_k > topk_group * (num_experts // n_group):
+        raise ValueError(
+            f"{op}: top_k={top_k} but topk_group={topk_group} groups have {topk_group * (num_experts // n_group)} "
+            "experts; raise topk_group"
+        )

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.options import require_bool
+from onchip.frontend.options import require_bool, require_positive
 from onchip.frontend.torch_inputs import DTYPES, LOSS_DTYPES, accumulator, dtype_name, require_tensor
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import WeightLayout
-from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_routing, check_sizes
+from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_groups, check_routing, check_sizes
 from onchip.ops.grouped_matmul.torch_op import BACKENDS, grouped_matmul
 
 
@@ -37,7 +37,7 @@ class Routing(NamedTuple):
     """Where tokens go."""
 
     experts: Tensor
-    """[T, top_k] int64, the largest score first."""
+    """[T, top_k] int64, the largest score first, with the correction bias if there is one."""
     weights: Tensor
     """[T, top_k]: what each of these experts' results is multiplied by."""
     probs: Tensor
@@ -55,14 +55,42 @@ class Groups(NamedTuple):
     """[E] int32: where each expert's rows end.  Those past the last are no expert's."""
 
 
-def route(logits: Tensor, top_k: int, *, norm_topk: bool, scoring: Scoring, scaling_factor: float) -> Routing:
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    norm_topk: bool,
+    scoring: Scoring,
+    scaling_factor: float,
+    correction_bias: Tensor | None = None,  # [E]: of the choice alone
+    n_group: int = 1,
+    topk_group: int = 1,
+) -> Routing:
     """Each token's top_k experts, of router logits [T, E]."""
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     probs = scores / (scores.sum(-1, keepdim=True) + LEAST_TOTAL)
-    weights, experts = scores.topk(top_k)
+    # No gradient goes through the choice.
+    choice = scores.detach()
+    if correction_bias is not None:
+        choice = choice + correction_bias.detach().to(choice.dtype)
+    experts = best_groups(choice, n_group, topk_group).topk(top_k).indices
+    weights = scores.gather(1, experts)
     if norm_topk:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_TOTAL)
     return Routing(experts, weights * scaling_factor, probs)
+
+
+def best_groups(choice: Tensor, n_group: int, topk_group: int) -> Tensor:
+    """The scores [T, E], those of a token's topk_group best of n_group groups of neighbouring experts; -inf elsewhere.
+
+    A group's score is the sum of its two largest.
+    """
+    if topk_group == n_group:
+        return choice
+    grouped = choice.view(-1, n_group, choice.shape[1] // n_group)
+    best = grouped.topk(2).values.sum(2).topk(topk_group).indices
+    mine = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~mine[..., None], -torch.inf).flatten(1)
 
 
 def group(experts: Tensor, num_experts: int) -> Groups:
@@ -134,6 +162,8 @@ class MoE(nn.Module):
         y = sum over e in C of w_e * expert_e(x) + shared(x)
         w_e = scaling_factor * s_e / (sum of s over C)       # norm_topk=False: scaling_factor * s_e
 
+    With a correction bias b, C are those of largest s + b; the weights are of s alone.
+
     Args:
         hidden: H, of a token.
         intermediate: F, inside of an expert.
@@ -143,6 +173,10 @@ class MoE(nn.Module):
         norm_topk: divide the weights by their sum, as Mixtral, Qwen3 and DeepSeek-V3 do.
         scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
         scaling_factor: multiplies the weights (DeepSeek-V3: 2.5).
+        correction_bias: the layer has a buffer `e_score_correction_bias`, [E] float32 zeros at first, which is added to
+            the scores for the choice of experts; `update_correction_bias` balances them by it, without a loss.
+        n_group, topk_group: the experts are n_group groups of neighbours, and a token's are in its topk_group best, by
+            the sum of a group's two largest scores (DeepSeek-V3: 8 and 4).
         bias: the router and all experts add biases.
         device, dtype: as of `torch.nn.Linear`; the router is in float32, and so is what it computes.
         backend: of `grouped_matmul`.
@@ -171,8 +205,8 @@ class MoE(nn.Module):
         >>> (y.square().mean() + 0.01 * stats.aux_loss).backward()
 
     Sources: the layer and its balancing loss as in Switch Transformers (arXiv:2101.03961), top-k as in Mixtral
-    (arXiv:2401.04088), shared experts and sigmoids as in DeepSeek-V3 (arXiv:2412.19437), the z-loss as in ST-MoE
-    (arXiv:2202.08906).
+    (arXiv:2401.04088), shared experts, sigmoids and groups as in DeepSeek-V3 (arXiv:2412.19437), the correction bias
+    and its update as in Loss-Free Balancing (arXiv:2408.15664), the z-loss as in ST-MoE (arXiv:2202.08906).
     """
 
     def __init__(
@@ -186,6 +220,9 @@ class MoE(nn.Module):
         norm_topk: bool = True,
         scoring: Scoring = "softmax",
         scaling_factor: float = 1.0,
+        correction_bias: bool = False,
+        n_group: int = 1,
+        topk_group: int = 1,
         bias: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -196,6 +233,8 @@ class MoE(nn.Module):
         if top_k > num_experts:
             raise ValueError(f"MoE: top_k must be at most num_experts={num_experts}; got {top_k}")
         check_routing("MoE", norm_topk, scoring, scaling_factor)
+        require_bool("MoE", "correction_bias", correction_bias)
+        check_groups("MoE", num_experts, top_k, n_group, topk_group)
         require_bool("MoE", "bias", bias)
         choose_backend("MoE", backend, dict.fromkeys(BACKENDS))
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -206,6 +245,7 @@ class MoE(nn.Module):
         self.hidden, self.intermediate, self.num_experts, self.top_k = hidden, intermediate, num_experts, top_k
         self.num_shared, self.norm_topk, self.scoring = num_shared, norm_topk, scoring
         self.scaling_factor, self.backend = scaling_factor, backend
+        self.n_group, self.topk_group = n_group, topk_group
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -216,6 +256,9 @@ class MoE(nn.Module):
         self.gate_up_bias = parameter(num_experts, 2 * intermediate) if bias else None
         self.down_bias = parameter(num_experts, hidden) if bias else None
         self.reset_parameters()
+        zeros = torch.zeros(num_experts, device=device, dtype=accumulator(dtype)) if correction_bias else None
+        self.e_score_correction_bias: Tensor | None
+        self.register_buffer("e_score_correction_bias", zeros)
         self.shared_gate_up = self.shared_down = None
         if num_shared > 0:
             inner = num_shared * intermediate
@@ -249,6 +292,9 @@ class MoE(nn.Module):
             norm_topk=self.norm_topk,
             scoring=self.scoring,
             scaling_factor=self.scaling_factor,
+            correction_bias=self.e_score_correction_bias,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
         )
         groups = group(routing.experts, self.num_experts)
         y = moe_forward(
@@ -267,6 +313,49 @@ class MoE(nn.Module):
         y = y.reshape(x.shape)
         return (y, moe_stats(logits, routing, groups)) if return_stats else y
 
+    @torch.no_grad()
+    def update_correction_bias(self, counts: Tensor, rate: float = 0.001) -> None:
+        """e_score_correction_bias += rate * sign(mean(counts) - counts): experts with too many tokens get fewer.
+
+        Call it once a step, after backward: a forward that is recomputed must choose the same experts.
+
+        Args:
+            counts: [E], of `MoEStats`: the tokens that went to each expert in the step, the sum over micro-batches and
+                over the ranks that share the layer.
+            rate: how far a step goes, above 0 (DeepSeek-V3: 0.001).
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a layer without correction_bias, or whose buffer was cast to 16 bits, which would lose such
+                steps; counts of a wrong shape or on another device; a rate that isn't above 0.
+
+        Example:
+            >>> import torch
+            >>> from onchip.torch import MoE
+            >>> layer = MoE(16, 32, num_experts=4, top_k=2, scoring="sigmoid", correction_bias=True)
+            >>> y, stats = layer(torch.randn(2, 5, 16), return_stats=True)
+            >>> layer.update_correction_bias(stats.counts)
+        """
+        op, bias = "MoE.update_correction_bias", self.e_score_correction_bias
+        require_tensor(op, "counts", counts)
+        require_positive(op, "rate", rate)
+        if bias is None:
+            raise ValueError(f"{op}: the layer has no correction bias; make it by MoE(..., correction_bias=True)")
+        if bias.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{op}: e_score_correction_bias was cast to {dtype_name(bias.dtype)}, which loses small steps; set "
+                "layer.e_score_correction_bias = layer.e_score_correction_bias.float()"
+            )
+        if counts.shape != bias.shape or counts.device != bias.device:
+            raise ValueError(
+                f"{op}: counts must be [E], {list(bias.shape)}, on {bias.device}; got shape {list(counts.shape)} on "
+                f"{counts.device}"
+            )
+        if counts.dtype.is_complex or counts.dtype == torch.bool:
+            raise TypeError(f"{op}: counts must be real numbers; got {dtype_name(counts.dtype)}")
+        load = counts.to(bias.dtype)
+        bias.add_(torch.sign(load.mean() - load), alpha=rate)
+
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 
         @overload
@@ -283,6 +372,9 @@ class MoE(nn.Module):
             "norm_topk": (self.norm_topk, True),
             "scoring": (self.scoring, "softmax"),
             "scaling_factor": (self.scaling_factor, 1.0),
+            "correction_bias": (self.e_score_correction_bias is not None, False),
+            "n_group": (self.n_group, 1),
+            "topk_group": (self.topk_group, 1),
             "bias": (self.gate_up_bias is not None, False),
             "backend": (self.backend, "auto"),
         }

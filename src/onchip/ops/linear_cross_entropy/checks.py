@@ -17,9 +17,7 @@ def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, 
     from onchip.vocab.memory import Problem
 
     given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
-    weighed = bool(given.get("class_weight") and (given.get("label_smoothing") or given.get("z_loss")))
-    sizes = 1, given["hidden"], given["vocab"]
-    problem = Problem(*sizes, dtype=dtype, device=device, compacted=True, class_weight=weighed)
+    problem = Problem(1, given["hidden"], given["vocab"], dtype=dtype, device=device, compacted=True)
     return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
 
 

@@ -30,7 +30,7 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
-from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import jax_soft, spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
@@ -151,7 +151,7 @@ def linear_cross_entropy(
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
-            ignore_index, return_stats or strategy="stash"; "xla" runs them.
+            ignore_index or strategy="stash"; "xla" runs them.
         labels: another name of target, by keyword.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
@@ -161,8 +161,8 @@ def linear_cross_entropy(
         vocab_size: with axis_name: so many entries of all devices count; those behind are padding, and may hold any
             finite numbers.  class_weight is [vocab_size].
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
-            `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.  Not with soft labels:
-            pass hidden[..., :-1, :] with target[..., 1:, :].
+            `onchip.torch`; soft labels and hidden are copied for it.  Each device must hold whole sequences inside of
+            `jax.shard_map`.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
@@ -190,7 +190,6 @@ def linear_cross_entropy(
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
             NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
-            The kernels take a class_weight only without label_smoothing and z_loss.
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
             differentiable has `linear_log_probs`.
 
@@ -266,7 +265,7 @@ def checked(given: Mapping[str, Any], name: str, target: Any) -> tuple[Options, 
     shapes = shapes_of(check_arrays(OP, given))
     spec.check_shapes({x: shape for x, shape in shapes.items() if x != "class_weight"}, name, given["weight_layout"])
     options: Options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
-    spec.check_shift(options, target.shape, f"{name} of shape [..., S]")
+    check_shift(OP, options.shift, target.shape, f"{name} of shape [..., S]")
     check_normalizer(OP, given["normalizer"], options.reduction)
     total = accumulator(dtype_of(hidden))
     return options, checked_numbers(OP, options, given, total), total

@@ -1,6 +1,7 @@
 """linear_cross_entropy for JAX with soft labels: checks, plan and derivatives.  What computes it is in
 `onchip.vocab.xla.soft`."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,18 +23,20 @@ from onchip.frontend.jax_inputs import (
     platform,
 )
 from onchip.frontend.jax_labels import check_label_arrays, parts_of
-from onchip.frontend.options import check_head, shapes_of
+from onchip.frontend.jax_types import LossStats, WithStats
+from onchip.frontend.options import check_head, check_shift, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory, soft
-from onchip.vocab.xla.loss import TokenLoss
+from onchip.vocab.xla.loss import Outputs, TokenLoss
 from onchip.vocab.xla.soft import SoftLabels
 from onchip.vocab.xla.tiles import Projection, Transform
 
 
-def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array:
-    """The loss of the arguments of `linear_cross_entropy`, on "xla".
+def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array | WithStats:
+    """What `linear_cross_entropy` returns of its arguments, on "xla".
 
     `name` is the one that the target was given by; `refusals` names all backends.
     """
@@ -45,33 +48,55 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
     total = hidden.size // hidden.shape[-1]
     options = options_of(OP, Options, given, total * vocab)
     topk.refuse_options(OP, options)
-    if options.shift:
-        raise ValueError(
-            f"{OP}: shift=True is of targets that are ids; pass hidden[..., :-1, :] with {name}[..., 1:, :], those "
-            "of the next positions"
-        )
+    check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
     if options.strategy == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     dtype = accumulator(dtype_of(hidden))
     check_normalizer(OP, given["normalizer"], options.reduction)
     numbers = checked_numbers(OP, options, given, dtype)
     choose_backend(OP, given["backend"], refusals)
+    shape, token_weight = hidden.shape[:-1], given["token_weight"]
+    if options.shift:
+        hidden, target = hidden[..., :-1, :], _after_the_first(target)
+        token_weight = None if token_weight is None else token_weight[..., 1:]
+        if numbers["temperature"] is not None and numbers["temperature"].ndim:
+            numbers["temperature"] = numbers["temperature"].reshape(shape)[..., :-1].reshape(-1)
+        total = math.prod(hidden.shape[:-1])
     projection = Projection.of(hidden, weight, bias, given["weight_layout"])
     constants = SoftLabels(
         *parts_of(target, total, vocab, dtype),
         Transform(*(numbers[x] for x in Transform._fields)),
         TokenLoss(*(numbers[x] for x in TokenLoss._fields)),
-        per_token_constant(given["token_weight"], dtype),
+        per_token_constant(token_weight, dtype),
         as_constant(given["normalizer"], dtype),
         as_constant(given["class_weight"], dtype),
     )
     projection, constants = vary_alike((projection, jax.lax.stop_gradient(constants)))
-    per_token = options.reduction == "none"
     if total == 0:
-        loss = jnp.zeros(0 if per_token else (), dtype)
+        made = Outputs.of_nothing(options.reduction, options.return_stats, dtype)
     else:
-        loss = _op(Static(options, platform()), projection, constants)
-    return loss.reshape(hidden.shape[:-1]) if per_token else loss
+        made = _op(Static(options, platform()), projection, constants)
+    found = made.shaped(hidden.shape[:-1])
+    return _with_the_last(found, shape[-1] - hidden.shape[-2]) if options.shift else found
+
+
+def _with_the_last(made: Any, number: int) -> Any:
+    """What a function returns with so many positions more at the end of each sequence, which cost nothing."""
+
+    def filled(x: jax.Array, fill: int = 0) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, number)], constant_values=fill) if x.ndim else x
+
+    if not isinstance(made, tuple):
+        return filled(made)
+    loss, stats = made
+    return filled(loss), LossStats(*map(filled, stats))._replace(argmax=filled(stats.argmax, -1))
+
+
+def _after_the_first(target: Any) -> Any:
+    """Soft labels without those of each sequence's first position, which nothing predicts."""
+    if isinstance(target, TopK):
+        return target._replace(indices=target.indices[..., 1:, :], values=target.values[..., 1:, :])
+    return target[..., 1:, :]
 
 
 def _plan(problem: Problem, options: Options) -> Config:
@@ -81,22 +106,25 @@ def _plan(problem: Problem, options: Options) -> Config:
 
 def _forward(
     static: Static, needs: Projection, projection: Projection, constants: SoftLabels
-) -> tuple[jax.Array, Planned | None]:
+) -> tuple[Outputs, Planned | None]:
     problem = projection.problem(
         needs,
         static.platform,
         constants.transform,
         ids=0 if constants.ids is None else constants.ids.shape[1],
         labels=constants.probs.dtype.name if constants.ids is None else "",
+        stats=static.options.return_stats,
         op=OP,
     )
     config = _plan(problem, static.options)
-    loss, saved = soft.forward(projection, constants, config, reduction=static.options.reduction)
-    return loss, Planned((projection, saved), config) if problem.any_grad else None
+    reduction, return_stats = static.options.reduction, static.options.return_stats
+    made, saved = soft.forward(projection, constants, config, reduction=reduction, return_stats=return_stats)
+    return made, Planned((projection, saved), config) if problem.any_grad else None
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, upstream: jax.Array) -> Projection:
+def _backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
     projection, kept = saved.arrays
+    upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
     made: Projection = soft.backward(projection, needs, kept, saved.plan, upstream)
     return made
 

@@ -29,7 +29,8 @@ class SoftCall(Call):
             return {"op": OP, "labels": LOSS_DTYPES[self.labels.dtype], "weight_grad_out": out, "gathered": gathered}
         weighed = self.class_weight is not None
         smoothing = self.options.label_smoothing
-        return {"op": OP, "ids": self.several, "weight_grad_out": out, "smoothing": smoothing, "class_weight": weighed}
+        of_ids = {"ids": self.several, "smoothing": smoothing, "class_weight": weighed}
+        return {"op": OP, "weight_grad_out": out, "stats": self.options.return_stats, **of_ids}
 
     def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
         """All of them; values are always checked on the CPU, unless kernels take them."""
@@ -42,11 +43,11 @@ class SoftCall(Call):
             OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
         )
 
-    def probs(self) -> Tensor:
-        """[T, K]: times the weights of classes."""
+    def probs(self, *, weighed: bool = True) -> Tensor:
+        """[T, K]: times the weights of classes, unless without."""
         shape = self.number, self.several
         values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
-        return soft.labels_of(values, self.kind, ids, self.class_weight, self.dtype)
+        return soft.labels_of(values, self.kind, ids, self.class_weight if weighed else None, self.dtype)
 
     def sums(self) -> Tensor:
         """[T]: how much probability each token has, at most, times the weights of classes."""

@@ -24,16 +24,6 @@ class Options(LossOptions):
         check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
 
 
-def check_shift(options: Options, tokens: tuple[int, ...], what: str) -> None:
-    """Raise ValueError for targets that are to be shifted along a sequence dimension that `tokens`, the leading
-    dimensions, don't have; `what` says which argument of which shape is needed."""
-    if options.shift and not tokens:
-        raise ValueError(
-            f"{OP}: shift=True needs {what}, a sequence of S tokens; got no dimension; pass "
-            "shift=False for a single token"
-        )
-
-
 def check_shapes(shapes: Shapes, target: str, layout: str | None = None) -> None:
     """Raise ValueError unless hidden is [..., H], weight [V, H], bias and class_weight [V], and what is by token [...].
 

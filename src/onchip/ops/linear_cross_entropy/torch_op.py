@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import Reduction, ScratchBytes, one_target, scratch_in_bytes, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     check_class_weight,
@@ -22,6 +22,7 @@ from onchip.frontend.torch_inputs import (
     choose_torch_backend,
     copied_rows,
     copied_weight,
+    following,
     product_dtype,
     temperature_tensor,
 )
@@ -153,8 +154,8 @@ def linear_cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
-            precision="fp8"; "triton" runs those of K entries, without label_smoothing.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or precision="fp8";
+            "triton" runs both, those of K entries without label_smoothing, those of every entry without return_stats.
         labels: another name of target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
@@ -305,7 +306,7 @@ def linear_cross_entropy(
         return_stats=return_stats,
         precision=precision,
     )
-    spec.check_shift(options, target.shape, "target of shape [..., S]")
+    check_shift(OP, options.shift, target.shape, "target of shape [..., S]")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, matrix)
@@ -316,8 +317,8 @@ def linear_cross_entropy(
     shifted_bytes = 0
     if shift:
         # int64 holds every ignore_index.
-        target = _next(target, ignore_index, torch.int64)
-        token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
+        target = following(target, ignore_index, torch.int64)
+        token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
         shifted_bytes = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
     weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, dtype)
     chosen: str = precision
@@ -375,13 +376,6 @@ def _refuse_with_shards(precision: str, strategy: str) -> None:
             f"{OP}: strategy='stash' makes gradients before the ranks have exchanged their softmax; pass 'auto' or "
             "'recompute' with vocab_group"
         )
-
-
-def _next(x: Tensor, last: int, dtype: torch.dtype) -> Tensor:
-    """[..., S]: what `x` has at the next position, and `last` at the end of each sequence."""
-    made = torch.full(x.shape, last, dtype=dtype, device=x.device)
-    made[..., :-1] = x[..., 1:]
-    return made
 
 
 class LinearCrossEntropyLoss(LossModule[Result]):

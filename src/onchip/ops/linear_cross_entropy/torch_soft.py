@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend import topk
-from onchip.frontend.options import check_head, scratch_in_bytes, shapes_of
+from onchip.frontend.options import check_head, check_shift, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     check_class_weight,
@@ -26,11 +26,13 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
-from onchip.ops.linear_cross_entropy import spec, triton_soft
+from onchip.frontend.torch_types import WithStats
+from onchip.ops.linear_cross_entropy import triton_dense, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
+from onchip.vocab.rows.launches import layout_refusal
 from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.loss import checked_class_weight, scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
@@ -53,8 +55,9 @@ def run(
     backend: str,
     weight_grad_out: Tensor | None,
     **more: Any,
-) -> Tensor:
-    """The loss; arguments as of `linear_cross_entropy`, `more` being the other fields of its options."""
+) -> Tensor | WithStats:
+    """The loss, or with return_stats the loss and its statistics; arguments as of `linear_cross_entropy`, `more` being
+    the other fields of its options."""
     if more["precision"] != "full" or isinstance(weight, QuantizedWeight):
         raise ValueError(f"{OP}: precision='fp8' takes targets that are ids; pass precision='full' and a plain weight")
     if more["strategy"] == "stash":
@@ -71,11 +74,11 @@ def run(
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, hidden.shape[:-1].numel() * vocab),
     )
     topk.refuse_options(OP, options)
-    spec.check_shift(options, hidden.shape[:-1], "hidden of shape [..., S, H]")
+    check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, weight)
-    dense, copied = "target" in tensors, 0
+    dense, copied, length = "target" in tensors, 0, hidden.shape[-2] if hidden.ndim > 1 else 0
     if options.shift:
         hidden, target = hidden[..., :-1, :], _after_the_first(target)
         token_weight = None if token_weight is None else token_weight[..., 1:]
@@ -83,7 +86,7 @@ def run(
             per_token_temperature = per_token_temperature[..., :-1]
         # Hidden's gradient is made of these positions first.
         copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
-    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, dtype, options, dense=dense))
+    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options))
     ids, labels, kind = parts_of(target, hidden.shape[:-1])
     call = SoftCall(
         hidden=hidden,
@@ -105,13 +108,14 @@ def run(
         dense=dense,
     )
     if chosen == "triton":
-        loss = triton_soft.LOSS(call).out.loss
+        out: Any = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
     else:
         strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
-        loss = OPERATORS[dense](call).out.loss
+        out = OPERATORS[dense](call).out
     # The last position of a sequence costs nothing.
-    return torch.nn.functional.pad(loss, (0, 1)) if options.shift and options.reduction == "none" else loss
+    stats = out.stats if options.return_stats else None
+    return soft.shaped(out.loss, stats, hidden.shape[:-1], length if options.shift else None)
 
 
 def _after_the_first(target: Any) -> Any:
@@ -121,13 +125,15 @@ def _after_the_first(target: Any) -> Any:
     return target[..., 1:, :]
 
 
-def _refusal(hidden: Tensor, dtype: torch.dtype, options: Options, *, dense: bool) -> str | None:
+def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    if dense:
-        return "its soft labels are of K ids, a TopK; pass one, or backend='torch'"
-    if options.label_smoothing > 0:
-        return "its soft labels have no label_smoothing; pass backend='torch', or smooth the labels"
-    return setup.refusal(hidden.device.type, hidden.device.index, dtype)
+    if isinstance(target, Tensor):
+        unknown = "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
+        reason = unknown if options.return_stats else layout_refusal("target", target)
+    else:
+        smoothed = "its labels of K ids have no label_smoothing; pass backend='torch', or smooth the labels"
+        reason = smoothed if options.label_smoothing > 0 else None
+    return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 
 class SoftMade(NamedTuple):
@@ -150,7 +156,7 @@ def _fake(call: SoftCall) -> SoftMade:
 
 
 def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:])
+    return Kept(call, *made.out[1:4])
 
 
 def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tensor | None]:
@@ -175,7 +181,9 @@ def _forward(call: SoftCall) -> SoftMade:
     )
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
-    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None))
+    known = stats.lse, stats.log_prob, stats.entropy, stats.argmax
+    more = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, *more))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -51,10 +51,12 @@ def _forward(call: SoftCall) -> TritonOutputs:
     tokens = call.tokens(check_values=options.check_inputs)
     saved, given = setup.make_saved(call, config), _as_kernels_take_it(call)
     run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out)
-    made = walks.forward(run, given, config, saved, asked=Asked())
+    made = walks.forward(run, given, config, saved, asked=Asked(entropy=options.return_stats))
     losses = soft.token_losses(options, made.lse, made.log_prob, None, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
-    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None), saved)
+    known = made.lse, made.log_prob, made.entropy, made.top1
+    more = soft.id_stats(*known, call.probs(weighed=False), given.ids.reshape(made.log_prob.shape))
+    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None, *more), saved)
 
 
 def _fake(call: SoftCall) -> TritonOutputs:

@@ -20,12 +20,13 @@ from onchip.frontend.jax_inputs import (
     check_layout,
     checked_numbers,
     dtype_of,
+    following,
     options_of,
     plain_labels,
     platform,
 )
 from onchip.frontend.jax_types import Array, Number, WeightLayout
-from onchip.frontend.options import ScratchBytes, shapes_of
+from onchip.frontend.options import ScratchBytes, check_shift, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
 from onchip.vocab.xla import memory, walk
@@ -120,6 +121,7 @@ def linear_log_probs(
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
+    shift: bool = False,
     **options: Unpack[JustLogProb],
 ) -> jax.Array: ...
 @overload
@@ -132,6 +134,7 @@ def linear_log_probs(
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
+    shift: bool = False,
     **options: Unpack[More],
 ) -> LogProbs: ...
 @overload
@@ -144,6 +147,7 @@ def linear_log_probs(
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
+    shift: bool = False,
     **options: Unpack[Either],
 ) -> jax.Array | LogProbs: ...
 def linear_log_probs(
@@ -155,6 +159,7 @@ def linear_log_probs(
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
+    shift: bool = False,
     ignore_index: int = -100,
     softcap: Number | None = None,
     logit_scale: Number = 1.0,
@@ -183,6 +188,9 @@ def linear_log_probs(
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
+        shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
+            position i + 1, and the last one has none, as if they were ignored.  Each device must hold
+            whole sequences inside of `jax.shard_map`.
         bias: [V] of hidden's dtype.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it leaves exact
             zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
@@ -235,6 +243,8 @@ def linear_log_probs(
     projection = Projection.of(hidden, weight, bias, weight_layout)
     shard = shard_of(OP, given, projection.vocab)
     plain = plain_labels(ids, projection.vocab if shard is None else shard.vocab, options.ignore_index)
+    check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
+    plain = following(plain, IGNORED, hidden.ndim - 2) if options.shift else plain
     constants = constants_of(projection, plain, numbers)
     projection, constants = vary_alike((projection, constants), but=axis_name)
     static = Static(options, platform(), shard=shard)

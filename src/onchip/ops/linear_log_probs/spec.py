@@ -22,6 +22,7 @@ class Options:
     top1: bool = False
     mean_logits: bool = False
     log_sum_sq_probs: bool = False
+    shift: bool = False
     check_inputs: bool = False
     scratch_bytes: int | None = None
     # What an engine asks of the options of any loss.

@@ -38,6 +38,7 @@ class Call(LinearCall):
             dtype=self.dtype,
             check_values=check_values,
             compact=compact,
+            first=(1, *[0] * (self.ids.ndim + 1 - self.hidden.ndim)) if self.options.shift else (),
         )
 
     def empty_outputs(self, *, entropy: bool, top1: bool) -> "Outputs":

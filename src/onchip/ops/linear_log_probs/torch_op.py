@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
+from onchip.frontend.options import ScratchBytes, check_shift, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     check_tensors,
     choose_torch_backend,
     copied_rows,
     copied_weight,
+    following,
     product_dtype,
     temperature_tensor,
 )
@@ -106,13 +107,19 @@ class Either(Keywords, total=False):
 class JustLogProbOfHead(JustLogProb, OfShards, total=False):
     """Of a linear layer."""
 
+    shift: bool
+
 
 class MoreOfHead(More, OfShards, total=False):
     """Of a linear layer."""
 
+    shift: bool
+
 
 class EitherOfHead(Either, OfShards, total=False):
     """Of a linear layer."""
+
+    shift: bool
 
 
 @overload
@@ -134,6 +141,7 @@ def linear_log_probs(
     ids: Tensor,  # [...] or [..., K]
     bias: Tensor | None = None,  # [V]
     *,
+    shift: bool = False,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -168,6 +176,8 @@ def linear_log_probs(
         weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as of `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
+        shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
+            position i + 1, and the last one has none, as if they were ignored.  ids are copied, hidden isn't.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
             on the CPU, leaves exact zeros (top1: -1) and may hold anything.
         softcap, logit_scale, temperature, check_inputs, backend: as of `linear_cross_entropy`.
@@ -224,6 +234,7 @@ def linear_log_probs(
     shapes = shapes_of(tensors)
     spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("weight", "bias"), ("hidden",)))
     options = Options(
+        shift=shift,
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
@@ -236,7 +247,11 @@ def linear_log_probs(
         check_inputs=check_inputs,
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, hidden.shape[:-1].numel() * weight.shape[0]),
     )
-    dtype = product_dtype(OP, tensors)
+    check_shift(OP, shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
+    dtype, shifted_bytes = product_dtype(OP, tensors), 0
+    if shift:
+        ids = following(ids, ignore_index, torch.int64, dim=hidden.ndim - 2)
+        shifted_bytes = ids.numel() * ids.element_size()
     refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
     chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
@@ -248,7 +263,7 @@ def linear_log_probs(
         dtype=dtype,
         options=options,
         grads=needed(hidden, weight, bias),
-        copied=copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
+        copied=copied_rows(hidden) + shifted_bytes + (copied_weight(weight, dtype) if chosen == "triton" else 0),
         compiled=torch.compiler.is_compiling(),
     )
     operator: Operator[Any, Any] = triton_op.LOG_PROBS if chosen == "triton" else LOG_PROBS

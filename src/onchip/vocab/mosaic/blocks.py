@@ -63,6 +63,11 @@ def unscaled_logits(refs: Refs, x: Any, v: Any, shape: Any, registers: Registers
     return x
 
 
+def class_weights(refs: Refs, v: Any, shape: tuple[int, int], registers: Registers) -> Any:
+    """The weights of the classes from v on, as a matrix."""
+    return registers.spread(registers.load(refs["class_weight"].at[pl.ds(v, shape[1])], 0), shape, 0)
+
+
 def send_exponentials(target: Any, t: Any, v: Any, vocab_major: bool) -> Callable[[Any, int, int], None]:
     """What copies blocks of a part to `target`, where tokens from t on and entries from v on are kept."""
 

@@ -39,6 +39,7 @@ from onchip.vocab.mosaic.blocks import (
     LOG2E,
     REACH,
     Kept,
+    class_weights,
     send_exponentials,
     unscaled_logits,
     vocab_of,
@@ -145,7 +146,12 @@ def softmax_tiles(
             if wanted.even or wanted.entropy:
                 below = (x_n - registers.spread(top, narrow, 1)) * registers.spread(k, narrow, 1)
             if wanted.even:
-                inside = jnp.where(column < vocab - p.n - n, below, 0.0) if vocab % c.tile_n else below
+                if operands.class_weight is not None:
+                    w = class_weights(refs, p.n + n, narrow, registers)
+                    # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+                    inside = jnp.where(w > 0, below * w, 0.0)
+                else:
+                    inside = jnp.where(column < vocab - p.n - n, below, 0.0) if vocab % c.tile_n else below
                 add("offset_sum", jnp.sum(inside, axis=1))
             if wanted.entropy:
                 # p log p is 0 at p = 0, and 0 * -inf is not.
@@ -213,7 +219,8 @@ def gradient_tiles(
     vocab_major: bool,
     first: Array,  # [1] int32: vocabulary entry, so that all chunks of a size are one compiled kernel
     size: int,  # of the chunk, a multiple of tile_n
-    even: Array | None = None,  # [T] float32: label smoothing's part, taken from every entry but the target's
+    even: Array | None = None,  # [T] float32: label smoothing's part, taken, times the class's weight if there is one,
+    # from every entry but the target's
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Array:
@@ -239,7 +246,10 @@ def gradient_tiles(
             g = jnp.exp2(x_n * registers.spread(k * LOG2E, narrow, 1) - registers.spread(log_sum * LOG2E, narrow, 1))
             g = g * registers.spread(s, narrow, 1)
             if evenly is not None:
-                g = g - registers.spread(evenly, narrow, 1)
+                part = registers.spread(evenly, narrow, 1)
+                if operands.class_weight is not None:
+                    part = part * class_weights(refs, v + n, narrow, registers)
+                g = g - part
             g = jnp.where(column == registers.spread(y - v - n, narrow, 1), registers.spread(g_y, narrow, 1), g)
             if operands.inner_scale is not None:
                 g = g * (1 - x_n * x_n)

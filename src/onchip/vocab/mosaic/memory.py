@@ -128,8 +128,6 @@ def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if p.dtype == "float32":
         return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
-    if p.class_weight:
-        return "it takes class_weight only without label_smoothing and z_loss; leave those out, or pass backend='xla'"
     # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
     # what is copied to columns beyond lands in that one.
     vocab = 8 if weight_layout == "vh" else 64
@@ -161,8 +159,8 @@ def capacity(p: Problem) -> int:
 def _keeps(p: Problem) -> bool:
     """Whether gradients can be made of exponentials that are kept."""
     # The bias's gradient would be another pass over all of them.  What label smoothing adds is the same for all
-    # entries, unless softcap's derivative multiplies it.
-    return not (p.grad_bias or (p.softcap and p.smoothing))
+    # entries, unless softcap's derivative or class weights multiply it.
+    return not (p.grad_bias or (p.smoothing and (p.softcap or p.class_weight)))
 
 
 def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
@@ -171,7 +169,8 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     hidden_rows = _ELEMENT * rows * p.hidden
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
-    parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
+    vectors = 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) * (1 + int(p.class_weight)) + MIB
+    parts = {"vectors": vectors}
     if p.split and p.grad_hidden:
         parts["hidden gradient before it is summed"] = 4 * p.tokens * p.hidden
     if c.strategy == "forward":

@@ -177,7 +177,8 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             part = unfused(run_state(lambda ref: product(add_to=ref))(zeros))
             sums = sums._replace(hidden=write(sums.hidden, part, start))
         if needs.weight:
-            factor = call.loss.gradient(found, cut(row_scale, start, size), layer.vocab).factor
+            scale = cut(row_scale, start, size)
+            factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
             factor = relative * jnp.where(here.there, factor, 0)
             add = partial(
                 kernels.weight_product, rows=_scaled(rows, factor), count=here.number, vocab_major=major,
@@ -293,7 +294,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
                 config=tiles["hidden_product"],
             )  # fmt: skip
         if needs.bias:
-            sums = _column_sums(recomputed, major)
+            sums = _column_sums(recomputed, at.there[tail], major)
             state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], sums, begin)
         return recomputed
 
@@ -383,10 +384,15 @@ def _repeat(times: int, do: Callable[..., None]) -> None:
         lax.fori_loop(0, times, lambda i, _: do(number=jnp.asarray(i, jnp.int32).reshape(1)), None)
 
 
-def _column_sums(recomputed: Array, major: bool) -> Array:
-    """Sums over tokens of gradients of logits as `gradient_tiles` lays them out: [size] float32."""
+def _column_sums(recomputed: Array, there: Array, major: bool) -> Array:
+    """Sums over the tokens that are there of gradients of logits as `gradient_tiles` lays them out: [size] float32.
+
+    Tiles past the last token were left unwritten.
+    """
     if not major:
-        return jnp.sum(recomputed, 0, dtype=jnp.float32)
+        return jnp.sum(jnp.where(there[:, None], recomputed, 0), 0, dtype=jnp.float32)
     # Blocks of 64 x 64, with tokens for rows inside.
     size, tokens = recomputed.shape
-    return jnp.sum(recomputed.reshape(size // 64, 64, tokens // 64, 64), (1, 2), dtype=jnp.float32).reshape(size)
+    blocks = recomputed.reshape(size // 64, 64, tokens // 64, 64)
+    there = there.reshape(1, tokens // 64, 64, 1).swapaxes(1, 2)
+    return jnp.sum(jnp.where(there, blocks, 0), (1, 2), dtype=jnp.float32).reshape(size)

@@ -39,6 +39,7 @@ class Operands(NamedTuple):
     number: Array  # [1] int32: how many of the positions are there
     bias: Array | None = None  # [V up to a multiple of 256] float32
     inner_scale: Array | None = None  # [1] float32, with softcap: of the product before tanh
+    class_weight: Array | None = None  # [V up to a multiple of 256] float32: of label smoothing's part of each entry
 
 
 class Partials(NamedTuple):
@@ -49,7 +50,7 @@ class Partials(NamedTuple):
 
     maximum: Any  # float32: of z
     others: Any  # float32: sum of exp(z - maximum) over all but the label
-    offset_sum: Any = None  # float32: sum of z - maximum
+    offset_sum: Any = None  # float32: sum of z - maximum, weighed by class
     moment: Any = None  # float32: sum of exp(z - maximum) * (z - maximum)
     argmax: Any = None  # int32
 
@@ -74,17 +75,22 @@ class Positions(NamedTuple):
     factor: Array  # [P] float32; 1 beyond the last token
     bias: Array | None  # [V up to a multiple of 256] float32
     inner: Array | None  # [1] float32
+    class_weight: Array | None  # [V up to a multiple of 256] float32, where label smoothing is weighed by class
 
     @staticmethod
     def of(call: Call) -> "Positions":
         transform, bias, there, ids = call.transform, call.source.bias, call.tokens.there(), call.ids
+        each = None if call.loss.label_smoothing is None else call.class_weight
         if call.shard is not None:
+            each = None if each is None else call.shard.entries(each)
             ids = call.shard.local_ids(ids)
             if call.shard.end is not None:
                 bias = jnp.zeros(call.source.vocab, jnp.float32) if bias is None else bias
                 bias = jnp.where(jnp.arange(call.source.vocab) < call.shard.end, bias, -jnp.inf)
-        if bias is not None:
-            bias = jnp.pad(bias.astype(jnp.float32), (0, -call.source.vocab % VOCAB_TILE))
+        bias, each = (
+            None if x is None else jnp.pad(x.astype(jnp.float32), (0, -call.source.vocab % VOCAB_TILE))
+            for x in (bias, each)
+        )
         factor = jnp.ones((), jnp.float32) if transform.logit_scale is None else transform.logit_scale
         inner = None
         if transform.softcap is not None:
@@ -99,6 +105,7 @@ class Positions(NamedTuple):
             factor=jnp.where(there, jnp.broadcast_to(factor, there.shape), 1),
             bias=bias,
             inner=inner,
+            class_weight=each,
         )
 
     @property
@@ -108,7 +115,8 @@ class Positions(NamedTuple):
     def operands(self, rows: Array, part: slice) -> Operands:
         """Of the positions of `part`, with these hidden states."""
         weight, number = self.layer.weight, self.number_in(part)
-        return Operands(rows, weight, self.label[part], self.factor[part], number, self.bias, self.inner)
+        label, factor = self.label[part], self.factor[part]
+        return Operands(rows, weight, label, factor, number, self.bias, self.inner, self.class_weight)
 
     def rows(self, source: Array) -> Array:
         """Hidden states of these tokens, 0 beyond the last."""
@@ -172,7 +180,7 @@ class Positions(NamedTuple):
         top = jnp.maximum(jnp.max(maximum, 0), target)
         drop = maximum - top
         decay = jnp.exp(drop)
-        offset_sum = moment = argmax = None
+        offset_sum = moment = argmax = weight = None
 
         def sums_where_there(values: Array) -> Array:
             return jnp.where(there, jnp.sum(values, 0), 0)
@@ -182,6 +190,9 @@ class Positions(NamedTuple):
         first = jnp.arange(parts, dtype=jnp.int32)[:, None] * width
         if partials.offset_sum is not None:
             entries = jnp.clip(vocab - first, 0, width).astype(jnp.float32)
+            if self.class_weight is not None:
+                entries = jnp.sum(self.class_weight.reshape(parts, width), 1)[:, None]
+                weight = jnp.broadcast_to(jnp.sum(entries), label.shape)
             offset_sum = sums_where_there(jnp.where(entries > 0, partials.offset_sum + drop * entries, 0))
         if partials.moment is not None:
             # The target belongs to its part's moment, and to its sum here.
@@ -197,8 +208,8 @@ class Positions(NamedTuple):
         if self.call.shard is not None:
             # Another's label isn't in the sum of the others: there the largest is.
             below, picked = jnp.where(target == top, others, total - 1), jnp.where(label >= 0, target, 0)
-            return Softmax(top, total, below, picked[:, None], offset_sum, moment, argmax)
-        softmax = Softmax(top, total, others, target[:, None], offset_sum, moment, argmax)
+            return Softmax(top, total, below, picked[:, None], offset_sum, moment, argmax, weight=weight)
+        softmax = Softmax(top, total, others, target[:, None], offset_sum, moment, argmax, weight=weight)
         return softmax.complete(self.call.ids[part], vocab, log_total)
 
 
@@ -245,7 +256,7 @@ class Upstream(NamedTuple):
     row_scale: Array  # factor of the position's row of the gradient
     factor: Array  # the same times 1 + 2 z_loss lse
     at_target: Array  # the target's entry of the gradient, but for softcap's derivative
-    even: Array | None  # label smoothing's part of each entry
+    even: Array | None  # label smoothing's part of each entry, but for the class's weight
     lse: Array  # inf beyond the last token
     inverse_grad_scale: Array | None  # [1]: what products are multiplied by, where rows were scaled up for float16
 
@@ -253,7 +264,7 @@ class Upstream(NamedTuple):
     def of(positions: Positions, stats: TokenStats, grad_loss: Array) -> "Upstream":
         call, there = positions.call, positions.there
         row_scale, grad_scale = call.scaled_rows(grad_loss)
-        gradient = call.loss.gradient(stats, row_scale, call.vocab)
+        gradient = call.loss.gradient(stats, row_scale, call.vocab, call.classes(call.ids))
 
         def masked(x: Array) -> Array:
             return jnp.where(there, x, 0)

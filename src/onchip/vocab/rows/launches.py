@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import possessive
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.kernels.triton.launch import Launch, describe, device_refusal
 from onchip.vocab.rows.memory import heuristic_tiles
@@ -14,12 +15,17 @@ from onchip.vocab.rows.memory import heuristic_tiles
 def refusal(logits: Tensor) -> str | None:
     """Why the kernels can't serve a call with these logits, or None."""
     reason = device_refusal(logits.device.type, logits.device.index, logits.dtype)
-    if reason is None and logits.numel() > 0 and len(leading_dimensions(logits)) > 2:
-        reason = (
-            f"its logits' leading dimensions must reduce to two of a constant stride each; got shape "
-            f"{list(logits.shape)} with strides {list(logits.stride())}"
-        )
-    return reason
+    return reason or layout_refusal("logits", logits)
+
+
+def layout_refusal(name: str, x: Tensor) -> str | None:
+    """Why the kernels can't read the rows of `x`, or None."""
+    if x.numel() == 0 or len(leading_dimensions(x)) <= 2:
+        return None
+    return (
+        f"its {possessive(name)} leading dimensions must reduce to two of a constant stride each; got shape "
+        f"{list(x.shape)} with strides {list(x.stride())}"
+    )
 
 
 def launch_rows(
@@ -76,6 +82,57 @@ def launch_rows(
     grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
     function = getattr(triton_rows, kernel)
     Launch(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+
+
+def launch_soft(
+    kernel: str,
+    logits: Tensor,  # [..., V]
+    labels: Tensor,  # [..., V]
+    out: Tensor | None,  # [..., V]: the gradient, contiguous
+    token_temperature: Tensor | None,  # [...] or []
+    options: Any,
+    class_weight: Tensor | None,  # [V] float32, contiguous
+    **more: Any,
+) -> None:
+    """Launch a kernel of onchip.vocab.rows.soft; `more` are its other arguments."""
+    from onchip.vocab.rows import soft as soft_kernels
+
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=False)
+    inner, rows = _rows(logits, out)
+    labels_rows, labels_outer, labels_inner = rows_of(labels)
+    unit, stride = _unit(logits, out, rows)
+    label_unit, label_stride = _unit(labels, None, {"outer": labels_outer, "inner": labels_inner})
+    unit, lanes = math.gcd(unit, label_unit), 32 * tiles.warps
+    tile = max(tiles.tile // 2, unit * lanes)  # labels take as many registers as logits do
+    loops = (vocab - 1) // tile
+    arguments = {
+        **{name: x // unit for name, x in rows.items()},
+        **transform_scales(options),
+        "logits": logits,
+        "labels": labels,
+        "class_weight": class_weight,
+        "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
+        "out": out,
+        "T": shape.numel(),
+        "V_units": vocab // unit,
+        "loops": loops,
+        "inner": inner,
+        "logits_stride": stride,
+        "labels_rows": labels_rows,
+        "labels_outer": labels_outer // unit,
+        "labels_inner": labels_inner // unit,
+        "labels_stride": label_stride,
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+        "LOOP": loops > 0,
+        "UNIT": unit,
+        "TILE": tile,
+        "LANES": lanes,
+        "STAGES": tiles.stages,
+    }
+    grid = (min(shape.numel(), tiles.programs * describe(logits.device).programs),)
+    Launch(getattr(soft_kernels, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
 
 
 def launch_ids(
@@ -136,13 +193,17 @@ def _unit(logits: Tensor, out: Tensor | None, rows: dict[str, int]) -> tuple[int
 
 def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
     """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
-    vocab, tokens = logits.shape[-1], logits.shape[:-1].numel()
-    leading = leading_dimensions(logits)
-    (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
-    if len(leading) < 2:
-        inner = tokens
+    vocab = logits.shape[-1]
+    inner, outer, row = rows_of(logits)
     out_outer, out_inner = (outer, row) if out is logits else (inner * vocab, vocab)
     return inner, {"logits_outer": outer, "logits_inner": row, "out_outer": out_outer, "out_inner": out_inner}
+
+
+def rows_of(x: Tensor) -> tuple[int, int, int]:
+    """Of [..., V] how many rows lie in an outer one, and the strides of outer and inner rows."""
+    leading = leading_dimensions(x)
+    (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
+    return x.shape[:-1].numel() if len(leading) < 2 else inner, outer, row
 
 
 def transform_scales(options: Any) -> dict[str, float | None]:

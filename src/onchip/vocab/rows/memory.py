@@ -51,7 +51,7 @@ def logits_bytes(p: Problem) -> int:
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     if p.triton:
-        return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
+        return {"vectors": (96 + 80 * p.ids if p.ids or p.labels else 48) * p.tokens + 4 * p.vocab * p.class_weight}
     # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighed by
     # class, in backward the softcap's derivative.  The gradient of log_probs reads the entropy's too.
     total = LOSS_DTYPE_BYTES[accumulator(p.dtype)]

@@ -13,6 +13,7 @@ probability, `dense_stats` and `dense_gradient` take rows of the whole vocabular
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_types import LossStats, WithStats
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, token_gradient
@@ -33,6 +35,12 @@ class SoftOutputs(NamedTuple):
     lse: Tensor  # [T]
     log_prob: Tensor  # [T, K]: of the ids; of every entry's labels [T, 1], of the largest logit
     largest: Tensor | None  # [T, 1] int64, of every entry's labels: where that is
+    # [T] and asked for with return_stats, as `LossStats` has them:
+    expected: Tensor | None = None  # sum of probability times log-probability
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+    argmax: Tensor | None = None
+    target_logit: Tensor | None = None  # sum of probability times logit
 
     @staticmethod
     def empty(options: Any, like: Tensor, probs: Tensor, *, dense: bool) -> "SoftOutputs":
@@ -40,12 +48,62 @@ class SoftOutputs(NamedTuple):
         total = accumulator(like.dtype)
         shape = probs.shape[:-1]
         tokens, count = math.prod(shape), 1 if dense else probs.shape[-1]  # (numel() of symbols is a number)
+
+        def vector(dtype: torch.dtype = total) -> Tensor | None:
+            return like.new_empty(tokens, dtype=dtype) if options.return_stats else None
+
         return SoftOutputs(
             like.new_empty(shape if options.reduction == "none" else (), dtype=total),
             like.new_empty(tokens, dtype=total),
             like.new_empty((tokens, count), dtype=total),
             like.new_empty((tokens, 1), dtype=torch.int64) if dense else None,
+            vector(),
+            vector(),
+            vector(torch.bool),
+            vector(torch.int64),
+            vector(),
         )
+
+    @property
+    def stats(self) -> LossStats:
+        """[T], with return_stats."""
+        made: Any = (self.lse, self.expected, self.entropy, self.correct, self.argmax, self.target_logit)
+        return LossStats(*made)
+
+
+def shaped(
+    loss: Tensor, stats: LossStats | None, shape: Sequence[int], sequence: int | None = None
+) -> Tensor | WithStats:
+    """What a public function returns, of tokens of this shape: the loss, or with its statistics.
+
+    With a `sequence` length, what is by token is filled up to that with what ignored tokens have.
+    """
+
+    def whole(x: Tensor, fill: int = 0) -> Tensor:
+        x = x.view(shape)
+        return x if sequence is None else torch.nn.functional.pad(x, (0, sequence - x.shape[-1]), value=fill)
+
+    loss = whole(loss) if loss.ndim else loss
+    if stats is None:
+        return loss
+    made = LossStats(*map(whole, stats))
+    return loss, made._replace(argmax=whole(stats.argmax, -1))
+
+
+def id_stats(
+    lse: Tensor,
+    log_prob: Tensor,  # [T, K]
+    entropy: Tensor | None,
+    argmax: Tensor | None,
+    values: Tensor,  # [T, K] probabilities, without weights of classes
+    ids: Tensor,  # [T, K]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | tuple[()]:
+    """The last outputs of `SoftOutputs`, of K ids; none without the entropy."""
+    if entropy is None or argmax is None:
+        return ()
+    expected, mass = _expected(values, log_prob), values.sum(1)
+    correct = argmax == ids.gather(1, values.argmax(1, keepdim=True))[:, 0]
+    return expected, entropy, correct, argmax, torch.where(mass == 0, 0, expected + mass * lse)
 
 
 def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> Tensor:
@@ -68,9 +126,9 @@ def labels_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | Non
 
 
 def asked_by(options: Any, class_weight: Tensor | None) -> Asked:
-    """The statistics that the loss of K ids needs."""
+    """The statistics that the loss of K ids needs, and the caller asked for."""
     smoothed = options.label_smoothing > 0
-    return Asked(mean_logits=smoothed, class_weight=class_weight if smoothed else None)
+    return Asked(options.return_stats, smoothed, class_weight=class_weight if smoothed else None)
 
 
 def token_losses(
@@ -136,6 +194,12 @@ class DenseStats(NamedTuple):
     lse: Tensor
     log_prob: Tensor  # [n, 1]: of the largest logit
     largest: Tensor  # [n, 1] int64
+    # As in `SoftOutputs`.
+    expected: Tensor | None = None
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+    argmax: Tensor | None = None
+    target_logit: Tensor | None = None
 
 
 def dense_stats(
@@ -150,6 +214,8 @@ def dense_stats(
     n, vocab, eps = tokens.number, source.vocab, options.label_smoothing
     running, expected = Running.empty(tokens.ids, tokens.dtype), torch.zeros_like(tokens.ids[:, 0], dtype=tokens.dtype)
     uniform = torch.zeros_like(expected) if eps > 0 else None
+    asked = [torch.zeros_like(expected) for _ in range(3)] if options.return_stats else []
+    likeliest = torch.zeros_like(tokens.ids[:, 0])
     tile = Tile(min(n, config.token_chunk) * vocab, tokens, spare=True)
     for start, stop in spans(n, config.token_chunk):
         z, _, log_p = tile.cut(stop - start, vocab)
@@ -160,6 +226,14 @@ def dense_stats(
         part, q = running.part(start, stop), rows_of(probs, start, stop)
         part.absorb(z, 0, tokens.ids[start:stop], Asked(), None)
         log_p.sub_(part.max[:, None]).sub_(part.log_total[:, None])
+        if asked:
+            # exp(z - max) log p is 0 where p is, where 0 * -inf would not be.
+            z.mul_(log_p).masked_fill_(log_p == -torch.inf, 0)
+            asked[0][start:stop] = -z.sum(1) / part.total
+            torch.mul(log_p, q, out=z).masked_fill_(q == 0, 0)
+            asked[1][start:stop] = z.sum(1)
+            asked[2][start:stop] = q.sum(1, dtype=z.dtype)
+            likeliest[start:stop] = q.argmax(1)
         if class_weight is not None:
             # A class that weighs nothing costs nothing, where 0 * -inf would not be 0.
             log_p.masked_fill_(class_weight == 0, 0).mul_(class_weight)
@@ -171,7 +245,14 @@ def dense_stats(
     # As if of one id, whose log-probability is the sum over all entries.
     expected = expected[:, None]
     loss = token_losses(options, stats.lse, expected, uniform, torch.ones_like(expected))
-    return DenseStats(loss, stats.lse, -running.log_total[:, None], largest)
+    made = DenseStats(loss, stats.lse, -running.log_total[:, None], largest)
+    if not asked:
+        return made
+    entropy, of_labels, mass = asked
+    logit = torch.where(mass == 0, 0, of_labels + mass * stats.lse)
+    return made._replace(
+        expected=of_labels, entropy=entropy, correct=stats.argmax == likeliest, argmax=stats.argmax, target_logit=logit
+    )
 
 
 def read_logits(source: Any, tokens: Ids, start: int, stop: int, out: Tensor, chunk: int) -> None:

@@ -97,3 +97,26 @@ def add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_
         w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
         value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr):
+    """A tile of labels of tokens, from entry v0 on, smoothed and weighed; 0 from V on.  Of tokens from n on, anything.
+
+    `labels`: Labels; the tokens are in `labels.rows` of an outer row.
+    """
+    t = tl.minimum(t, tl.maximum(n, 1) - 1)
+    i, j = (t // labels.rows).to(tl.int64), (t % labels.rows).to(tl.int64)
+    c = tl.arange(0, VOCAB_TILE)
+    # Entries by constants beside one address of each token: so addresses take few registers.
+    at = (labels.probs + i * labels.outer + j * labels.inner + tl.cast(v0, tl.int64) * labels.stride)[:, None]
+    if RAGGED:
+        q = tl.load(at + tl.minimum(c, V - 1 - v0)[None, :] * labels.stride).to(tl.float32)
+    else:
+        q = tl.load(at + c[None, :] * labels.stride).to(tl.float32)
+    q = (1 - labels.smoothing) * q + labels.smoothing / V
+    if class_weight is not None:
+        q *= tl.load(class_weight + v0 + c, mask=c < V - v0, other=0.0)[None, :]
+    elif RAGGED:
+        q = tl.where((c < V - v0)[None, :], q, 0.0)
+    return q

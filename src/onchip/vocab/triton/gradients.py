@@ -9,7 +9,7 @@ which are given: `position_terms` makes all of these.  Class weights, if there a
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, expm1
+from onchip.kernels.triton.maths import LOG2E, expm1, soft_gradient
 from onchip.kernels.triton.tiles import add_columns, load_block, place_tile, store_columns
 from onchip.vocab.triton.blocks import (
     NO_LABEL,
@@ -17,6 +17,7 @@ from onchip.vocab.triton.blocks import (
     add_entries,
     buffer_row,
     load_weight,
+    read_labels,
     unscaled_logits,
 )
 
@@ -144,7 +145,8 @@ def gradient_tiles(
     rows,
     weight,
     bias,
-    class_weight,  # [V] float32: of `terms.even`
+    class_weight,  # [V] float32: of `terms.even`, or of the labels
+    labels,  # Labels of all tokens, each of which is its own position
     exponentials,  # [rows, VOCAB_TILE] out
     vectors,  # Vectors
     terms,  # Terms
@@ -193,7 +195,13 @@ def gradient_tiles(
         k_z = tl.load(vectors.factor + t, mask=inside, other=0.0)
         x = unscaled_logits(z, bias, v, inner_scale, V)
         p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
-        if terms.entropy_scale is None:
+        if labels is not None:
+            q = read_labels(labels, class_weight, t, v0, n, V, True)
+            m = tl.load(terms.mass + t, mask=inside, other=0.0)[:, None]
+            low = tl.load(terms.less + t, mask=inside, other=0.0)[:, None]
+            more = tl.load(terms.more + t, mask=inside, other=0.0)[:, None]
+            g = soft_gradient(p, q, m, low, more) * r[:, None]
+        elif terms.entropy_scale is None:
             g = p * r[:, None]
         else:
             r_entropy = tl.load(terms.entropy_scale + t, mask=inside, other=0.0)

@@ -135,8 +135,10 @@ def softmax_tiles(launch: Launch, wanted: Wanted, operands: Operands) -> Partial
     outputs = {name: x for name, x in empty.items() if x is not None}
     arguments = {
         **launch.logits(operands),
-        "class_weight": None,
-        "partials": {name: name if name in outputs else None for name in empty} | {"squares": None, "stride": tokens},
+        "class_weight": operands.class_weight,
+        "labels": None,
+        "partials": {name: name if name in outputs else None for name in empty}
+        | {**dict.fromkeys(("squares", "below", "mass", "cost")), "stride": tokens},
         "exponentials": None,
         "buffer": None,
         "first": 0,
@@ -177,7 +179,8 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
         **chunk.arguments(tokens),
         "terms": {"lse": stats.lse, "row_scale": upstream.factor, "even": upstream.even, "entropy_scale": None},
         "at_target": entry,
-        "class_weight": None,
+        "class_weight": at.class_weight,
+        "labels": None,
         "first": 0,
         "BLOCK_T": launch.tiles["gradient_tiles"]["rows"],
     }

@@ -50,8 +50,6 @@ def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) 
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if problem.dtype == "float32":
         return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
-    if problem.class_weight:
-        return "it takes class_weight only without label_smoothing and z_loss; leave those out, or pass backend='xla'"
     if weight_layout != "vh":
         return f"it is written for weight_layout='vh', not for {weight_layout!r}"
     if strategy == "stash":

@@ -208,10 +208,13 @@ class Partials(NamedTuple):
     moment: Tensor | None  # sum of exp(z - maximum) * (z - maximum)
     argmax: Tensor | None  # int32
     squares: Tensor | None  # sum of exp(z - maximum)**2 over all but the target
+    below: Tensor | None  # with labels: sum of exp(z - maximum) that are not near 1
+    mass: Tensor | None  # and sum of labels
+    cost: Tensor | None  # and sum of labels times maximum - z
     stride: int  # from one tile to the next
 
     @staticmethod
-    def empty(tiles: int, positions: int, device: torch.device, asked: Asked) -> "Partials":
+    def empty(tiles: int, positions: int, device: torch.device, asked: Asked, *, labels: bool = False) -> "Partials":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
 
@@ -222,8 +225,22 @@ class Partials(NamedTuple):
             make(asked.entropy),
             make(asked.entropy, torch.int32),
             make(asked.sum_sq),
+            make(labels),
+            make(labels),
+            make(labels),
             positions,
         )
+
+
+class Labels(NamedTuple):
+    """A probability of every entry for each token."""
+
+    probs: Tensor  # [..., V]
+    rows: int  # tokens of an outer row of two
+    outer: int  # strides, in elements: of outer rows, of tokens and of entries
+    inner: int
+    stride: int
+    smoothing: float
 
 
 class Picked(NamedTuple):
@@ -260,6 +277,9 @@ class Terms(NamedTuple):
     entry: Tensor  # [T * ids]: the ids' entries of the gradient
     entry_label: Tensor  # [T * ids] int32: the ids, -1 for one that is ignored, out of range, or the same as one before
     inverse_grad_scale: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled for float16
+    mass: Tensor | None = None  # with labels: what `soft_gradient` takes, as the next
+    less: Tensor | None = None
+    more: Tensor | None = None
 
     @property
     def ids(self) -> int:
@@ -300,7 +320,9 @@ def gather(
     )
 
 
-def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int) -> Launch:
+def softmax(
+    run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, labels: Labels | None = None
+) -> Launch:
     vectors = run.vectors
     t = run.tiles["softmax_tiles"]
     label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
@@ -312,6 +334,7 @@ def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None
         "T": len(rows),
         "first": first,
         "vectors": vectors._replace(label=label, factor=factor, shift=shift),
+        "labels": labels,
         "partials": partials,
         "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
         "buffer": None if kept is None else kept.rows,
@@ -365,11 +388,20 @@ def write(
     )
 
 
-def gradient(run: Run, rows: Tensor, terms: Terms, buffer: LogitBuffer, first_tile: int, tiles: int) -> Launch:
+def gradient(
+    run: Run,
+    rows: Tensor,
+    terms: Terms,
+    buffer: LogitBuffer,
+    first_tile: int,
+    tiles: int,
+    labels: Labels | None = None,
+) -> Launch:
     """The gradient of logits that are recomputed."""
     t = run.tiles["gradient_tiles"]
     arguments = {
         **buffer.known,
+        "labels": labels,
         "terms": terms,
         **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),

@@ -105,10 +105,11 @@ def may_hold(p: Problem) -> bool:
 
     Label smoothing adds the same to all entries of a row, which both gradients take apart; with softcap or class
     weights it isn't the same.  Where it takes most of the probability, or classes are few, the difference of the two is
-    rounded better than each of them.  And the gradient of an entropy reads logits off the exponentials.
+    rounded better than each of them.  And the gradient of an entropy reads logits off the exponentials.  Soft labels of
+    every entry would be read again for each of the products.
     """
     smoothed = p.smoothing > 0 and (p.smoothing > 0.5 or p.softcap or p.class_weight or p.vocab < VOCAB_TILE)
-    return not (smoothed or (p.softcap and p.ids and p.stats))
+    return not (smoothed or p.labels or (p.softcap and p.ids and p.stats))
 
 
 def may_run_in_forward(p: Problem) -> bool:
@@ -147,9 +148,13 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     tiles = -(-p.vocab // VOCAB_TILE)
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats)
+    # three sums for labels
+    numbers = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats + 3 * int(p.labels != "")
+    softmax = 4 * tiles * c.token_chunk * numbers
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
+    if p.labels:
+        vectors += 96 * p.tokens + 4 * p.vocab  # a bias in float32
     if p.class_weight:
         vectors += 8 * (p.tokens + p.vocab)
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}

@@ -6,9 +6,9 @@ Sizes, positions and the rows of exponentials are explained in blocks.py.  None 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST, log1p, tanh
+from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, soft_loss, tanh
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
-from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, load_weight, unscaled_logits
+from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, load_weight, read_labels, unscaled_logits
 
 
 @triton.jit
@@ -100,6 +100,7 @@ def softmax_tiles(
     weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
     bias,  # [V] float32
     class_weight,  # [V] float32: of the logits in their offsets' sum
+    labels,  # Labels of all tokens, each of which is its own position
     vectors,  # Vectors, of positions from `first` on
     partials,  # Partials out
     exponentials,  # [rows, VOCAB_TILE] out, of the positions that `buffer` has rows for
@@ -164,6 +165,13 @@ def softmax_tiles(
             tl.store(
                 partials.moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside
             )
+        if labels is not None:
+            q = read_labels(labels, class_weight, first + t, v0, first + n, V, RAGGED)
+            tl.store(partials.mass + at, tl.sum(q, 1), mask=inside)
+            # What has no probability costs nothing, where 0 * -inf would not be 0.
+            cost = tl.where(q == 0, 0.0, q * (top[:, None] - x))
+            tl.store(partials.cost + at, tl.sum(cost, 1) * k_z, mask=inside)
+            tl.store(partials.below + at, tl.sum(tl.where(e > LEADING, 0.0, e), 1), mask=inside)
         e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
         tl.store(partials.others + at, tl.sum(e, 1), mask=inside)
         if partials.squares is not None:
@@ -284,6 +292,52 @@ def merge_tiles(
         tl.store(out.top1 + t, index.to(tl.int64), mask=mine)
     if out.top is not None:
         tl.store(out.top + t, of_tiles, mask=mine)
+
+
+@triton.jit
+def merge_labels(
+    vectors,  # Vectors
+    partials,  # Partials
+    loss,  # [T] float32 out, and so on: without a token's weight
+    lse,
+    less,  # what `soft_gradient` takes
+    mass,
+    first,
+    z_loss,
+    tiles,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The loss of the tokens from `first` on over all tiles, each entry of the vocabulary having a label."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mine = (t < partials.stride) & (first + t < tl.load(vectors.number))
+    top = tl.full((BLOCK_T,), LOWEST, tl.float32)
+    for start in range(0, tiles, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        where, inside = j.to(tl.int64)[:, None] * partials.stride + t[None, :], (j < tiles)[:, None] & mine[None, :]
+        top = tl.maximum(top, tl.max(tl.load(partials.maximum + where, mask=inside, other=LOWEST), 0))
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    below = tl.zeros((BLOCK_T,), tl.float32)
+    m = tl.zeros((BLOCK_T,), tl.float32)
+    cost = tl.zeros((BLOCK_T,), tl.float32)
+    for start in range(0, tiles, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        where, inside = j.to(tl.int64)[:, None] * partials.stride + t[None, :], (j < tiles)[:, None] & mine[None, :]
+        drop = tl.load(partials.maximum + where, mask=inside, other=LOWEST) - top[None, :]
+        decay = tl.exp2(drop * LOG2E)
+        s = tl.load(partials.others + where, mask=inside, other=0.0)
+        low = tl.load(partials.below + where, mask=inside, other=0.0)
+        q = tl.load(partials.mass + where, mask=inside, other=0.0)
+        c = tl.load(partials.cost + where, mask=inside, other=0.0)
+        total += tl.sum(s * decay, 0)
+        below += tl.sum(tl.where(drop < 0, s, low) * decay, 0)
+        m += tl.sum(q, 0)
+        cost += tl.sum(c - q * drop, 0)
+    value, value_lse, value_less = soft_loss(top, total, below, m, cost, z_loss)
+    tl.store(loss + first + t, value, mask=mine)
+    tl.store(lse + first + t, value_lse, mask=mine)
+    tl.store(less + first + t, value_less, mask=mine)
+    tl.store(mass + first + t, m, mask=mine)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
-from onchip.frontend.jax_inputs import as_constant, per_token_constant
+from onchip.frontend.jax_inputs import as_constant, following, per_token_constant
 from onchip.frontend.jax_types import LossStats, WithStats
 from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
@@ -186,12 +186,11 @@ class Constants(NamedTuple):
     def _shifted(self, shape: tuple[int, ...]) -> "Constants":
         """With the next position's label and weight, none at the end of each sequence; `shape` [..., S] is labels'."""
 
-        def following(x: Array, last: int) -> Array:
-            x = x.reshape(shape)
-            return jnp.concatenate([x[..., 1:], jnp.full_like(x[..., :1], last)], -1).reshape(-1)
+        def shifted(x: Array, last: int) -> Array:
+            return following(x.reshape(shape), last).reshape(-1)
 
-        weight = None if self.token_weight is None else following(self.token_weight, 0)
-        return self._replace(labels=following(self.labels, IGNORED), token_weight=weight)
+        weight = None if self.token_weight is None else shifted(self.token_weight, 0)
+        return self._replace(labels=shifted(self.labels, IGNORED), token_weight=weight)
 
     def call(self, reduction: str, source: Any, tokens: Tokens, shard: Any = None) -> "Call":
         ids = tokens.take(self.labels, IGNORED)
@@ -210,7 +209,7 @@ class Call(NamedTuple):
     ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE; K is 1 where there is a loss
     loss: Any = None  # a `TokenLoss`; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
-    class_weight: Any = None  # [V], of "xla" alone: where the loss is weighed by it
+    class_weight: Any = None  # [V], where the loss is weighed by it
     shard: Any = None  # a `Shard` where the source has this device's entries of the vocabulary alone
 
     @property

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
+from onchip.frontend.jax_types import LossStats
 from onchip.vocab.chunks import Config
-from onchip.vocab.xla.loss import Call, Reduction, TokenLoss
+from onchip.vocab.xla.loss import Call, Outputs, Reduction, TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,
     Logits,
@@ -55,26 +56,53 @@ class Saved(NamedTuple):
     stats: TokenStats
 
 
-def forward(source: Any, given: SoftLabels, config: Config, *, reduction: str) -> tuple[Array, Saved]:
-    """The loss, [] or [T]; `source` is a `Projection` or `Logits`."""
+class LabelStats(NamedTuple):
+    """What return_stats asks for beside lse, [P]."""
+
+    expected: Array  # sum of probability times log-probability, without weights of classes
+    entropy: Array
+    correct: Array  # bool
+    argmax: Array  # int32
+    target_logit: Array  # sum of probability times logit
+
+    @staticmethod
+    def of(stats: TokenStats, expected: Array, mass: Array, likeliest: Array) -> "LabelStats":
+        """Of the sum of a row's probabilities, and of the entry that has most of them."""
+        assert stats.entropy is not None
+        assert stats.argmax is not None
+        logit = jnp.where(mass == 0, 0, expected + mass * stats.lse)
+        return LabelStats(expected, stats.entropy, stats.argmax == likeliest, stats.argmax, logit)
+
+
+def forward(
+    source: Any, given: SoftLabels, config: Config, *, reduction: str, return_stats: bool
+) -> tuple[Outputs, Saved]:
+    """The loss, [] or [T], and its statistics; `source` is a `Projection` or `Logits`."""
     tokens = select_tokens(jnp.zeros(len(given.probs), jnp.int32), config.token_chunk)
     label = jnp.zeros(len(tokens.source), jnp.int32)
     mean = reduction == "mean"
     reduced = Reduction.of(tokens, label, given.token_weight, given.normalizer, mean, source.accumulator)
     call = Call(source, given.transform.by_row(tokens), tokens, label[:, None], given.loss, reduced, given.class_weight)
+    more = None
     if given.ids is None:
-        losses, saved = _dense_forward(call, given.probs, config.token_chunk)
+        losses, saved, more = _dense_forward(call, given.probs, config.token_chunk, return_stats)
     else:
         ids = tokens.take(given.ids, IGNORED)
         call, probs = call._replace(ids=ids), jnp.where(ids == OUT_OF_RANGE, jnp.nan, tokens.take(given.probs, 0))
+        plain = probs
         if given.class_weight is not None:
             probs *= given.class_weight.at[ids].get(mode="clip")
-        stats = statistics(config, given.loss.wanted(False, given.class_weight is not None), call)
+        stats = statistics(config, given.loss.wanted(return_stats, given.class_weight is not None), call)
         expected = jnp.sum(_cost(probs, stats.log_prob), 1)
         losses = _losses(given.loss, expected, stats)
         saved = Saved(probs, None, call, TokenStats(stats.lse, stats.log_prob))
+        if return_stats:
+            likeliest = jnp.take_along_axis(ids, jnp.argmax(plain, 1)[:, None], 1)[:, 0]
+            expected = -jnp.sum(_cost(plain, stats.log_prob), 1)
+            more = LabelStats.of(stats, expected, jnp.sum(plain, 1), likeliest)
     loss = reduced.reduced(losses, tokens, per_token=reduction == "none")
-    return loss, saved._replace(call=saved.call._replace(source=None))
+    asked = None if more is None else LossStats(*map(tokens.spread, (saved.stats.lse, *more)))
+    return Outputs(loss, asked), saved._replace(call=saved.call._replace(source=None))
 
 
 def backward(source: Any, needs: Any, saved: Saved, config: Config, upstream: Array) -> Any:
@@ -144,9 +172,9 @@ def _gradient(call: Call, probs: Array, stats: TokenStats, row: Array) -> TokenG
 # -------------------------------------------------------------------------------------------------------- every entry
 
 
-def _dense_forward(call: Call, labels: Array, chunk: int) -> tuple[Array, Saved]:
+def _dense_forward(call: Call, labels: Array, chunk: int, return_stats: bool) -> tuple[Array, Saved, LabelStats | None]:
     """[P]: the loss of each row."""
-    vocab, wanted = call.source.vocab, call.loss.wanted(False, call.class_weight is not None)
+    vocab, wanted = call.source.vocab, call.loss.wanted(return_stats, call.class_weight is not None)
 
     def step(start: Any, z: Array, q: Array) -> tuple[Any, list[None]]:
         z, _ = call.transform.of_chunk(start, chunk).apply(z)
@@ -156,14 +184,20 @@ def _dense_forward(call: Call, labels: Array, chunk: int) -> tuple[Array, Saved]
         # The largest logit's own log-probability is minus the logarithm of the total.
         log_p = (z - softmax.max[:, None]) + stats.log_prob
         losses = _losses(call.loss, jnp.sum(_cost(_weighed(call, q, z.dtype), log_p), 1), stats)
-        return (losses, TokenStats(stats.lse, stats.log_prob), largest), [None, None]
+        more = None
+        if return_stats:
+            plain = q.astype(z.dtype)
+            expected = -jnp.sum(_cost(plain, log_p), 1)
+            more = LabelStats.of(stats, expected, jnp.sum(plain, 1), jnp.argmax(q, 1).astype(jnp.int32))
+        return (losses, TokenStats(stats.lse, stats.log_prob), largest, more), [None, None]
 
     zeros = jnp.zeros(len(call.ids), call.source.accumulator)
-    empty = zeros, TokenStats(zeros, zeros[:, None]), call.ids
+    more = LabelStats(zeros, zeros, zeros > 0, call.ids[:, 0], zeros) if return_stats else None
+    empty = zeros, TokenStats(zeros, zeros[:, None]), call.ids, more
     nothing = Projection(False, False, False) if isinstance(call.source, Projection) else False
     sources = [call.source, Logits.of(labels)]
-    (losses, stats, largest), _ = by_rows(chunk, call.tokens, sources, [nothing, False], empty, step)
-    return losses, Saved(None, labels, call._replace(ids=largest), stats)
+    (losses, stats, largest, more), _ = by_rows(chunk, call.tokens, sources, [nothing, False], empty, step)
+    return losses, Saved(None, labels, call._replace(ids=largest), stats), more
 
 
 def _weighed(call: Call, q: Array, dtype: Any) -> Array:

@@ -1,0 +1,78 @@
+"""Arguments of the operators in PyTorch for soft labels."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from onchip.frontend.torch_inputs import LOSS_DTYPES
+from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.torch import soft, tiles
+from onchip.vocab.torch.tiles import Tokens
+
+
+class SoftCall(NamedTuple):
+    """The arguments of the operators."""
+
+    logits: Tensor  # [..., V]
+    ids: Tensor  # [..., K]; dense [...], and they mean nothing
+    labels: Tensor  # [..., K], or dense [..., V]
+    token_weight: Tensor | None  # [...]
+    class_weight: Tensor | None  # [V] in the dtype of sums, contiguous
+    token_temperature: Tensor | None  # [...] or []
+    normalizer: Tensor | None  # []
+    options: Options
+    kind: str  # of the labels: 'probs' or 'log_probs'
+    dense: bool
+    grads: tuple[bool, ...]  # of logits
+
+    @property
+    def number(self) -> int:
+        """T."""
+        return self.logits.shape[:-1].numel()
+
+    @property
+    def several(self) -> int:
+        """K."""
+        return 1 if self.dense else self.ids.shape[-1]
+
+    def tokens(self, *, check_values: bool) -> Tokens:
+        """All of them; values are always checked on the CPU."""
+        chosen = tiles.select(
+            OP, "target.indices", self.ids, self.number, self.logits.shape[-1], self.token_temperature,
+            ignore_index=None, temperature=self.options.temperature, dtype=self.logits.dtype,
+            check_values=check_values,
+        )  # fmt: skip
+        return tiles.weighed(
+            OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
+        )
+
+    def probs(self, *, weighed: bool = True) -> Tensor:
+        """[T, K]: times the weights of classes, unless without."""
+        shape = self.number, self.several
+        values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
+        return soft.labels_of(values, self.kind, ids, self.class_weight if weighed else None, self.logits.dtype)
+
+    def problem(self, *, triton: bool = False) -> row_memory.Problem:
+        """What memory depends on."""
+        options, logits = self.options, self.logits
+        return row_memory.Problem(
+            tokens=self.number,
+            vocab=logits.shape[-1],
+            dtype=LOSS_DTYPES[logits.dtype],
+            device="cpu" if logits.device.type == "cpu" else "cuda",
+            grad=self.grads[0],
+            softcap=options.softcap is not None,
+            gathered=torch_rows.flatten(logits) is None or (self.dense and torch_rows.flatten(self.labels) is None),
+            class_weight=self.class_weight is not None and options.label_smoothing > 0,
+            ids=0 if self.dense else self.several,
+            stats=options.return_stats and not self.dense,
+            labels=LOSS_DTYPES[self.labels.dtype] if self.dense else "",
+            triton=triton,
+        )
+
+    def config(self) -> Config:
+        """The same in forward and backward: a budget that is too small is refused in forward."""
+        return Config("forward", row_memory.plan(self.problem(), "", self.options.scratch_bytes), self.logits.shape[-1])

@@ -1,0 +1,121 @@
+"""The computation of a head and a cross-entropy with a label for every entry of the vocabulary, by the Triton kernels.
+
+Every token counts, and is its own position.  Nothing is kept: backward makes the logits again, a chunk of the
+vocabulary at a time, and reads the labels once more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.vocab.rows.launches import rows_of
+from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.softmax import Asked
+from onchip.vocab.triton import launches, setup, softmax
+from onchip.vocab.triton.launches import Labels, Partials, Picked, Run, Terms
+from onchip.vocab.triton.memory import VOCAB_TILE, TritonPlan
+from onchip.vocab.triton.setup import Gradients, Saved
+from onchip.vocab.triton.walks import Products, chunks, float16_scale
+
+# Labels take as many registers as logits do: tiles of half as many tokens leave room for them.
+_ROWS = 64
+
+
+class LabelStats(NamedTuple):
+    """What forward makes, [T] float32."""
+
+    loss: Tensor  # without the token's weight
+    lse: Tensor
+    less: Tensor  # the largest p - 1, where that p is above LEADING of kernels/triton/maths.py
+    mass: Tensor  # the sum of the labels, smoothed and weighed
+
+
+def labels_of(values: Tensor, smoothing: float) -> Labels:
+    """Of a tensor [..., V] whose leading dimensions reduce to two."""
+    inner, outer, row = rows_of(values)
+    return Labels(values, inner, outer, row, values.stride(-1), smoothing)
+
+
+def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels) -> LabelStats:
+    """The loss of each token; what backward needs is left in `saved`."""
+    run, tokens, device = _cut(run), run.tokens, run.weight.device
+    made = LabelStats(*(torch.empty(tokens, device=device) for _ in LabelStats._fields))
+    run.vectors.packed.zero_()
+    if tokens == 0:
+        return made
+    rows, _ = setup.rows_and_buffer(call, config, saved)
+    temperature = call.token_temperature
+    if temperature is not None:
+        temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
+    # No token has a target, and none is ignored.
+    ids = torch.full((tokens, 1), -1, dtype=torch.int64, device=device)
+    picked = Picked(torch.empty(tokens, device=device), None, None)
+    partials = Partials.empty(run.vocab_tiles, len(rows), device, Asked(), labels=True)
+    run.launch(softmax.compact_tokens, (1,), warps=8, target=ids, ignore_index=0, BLOCK=4096).run()
+    hidden = call.hidden.reshape(tokens, run.hidden)
+    for first in range(0, tokens, len(rows)):
+        launches.gather(run, hidden, ids, 0, temperature, picked, rows, first).run()
+        launches.softmax(run, rows, partials, None, first, labels).run()
+        run.launch(
+            softmax.merge_labels,
+            (-(-len(rows) // 16),),
+            warps=8,
+            partials=partials,
+            **made._asdict(),
+            first=first,
+            BLOCK_T=16,
+            BLOCK=256,
+        ).run()
+    return made
+
+
+def backward(
+    run: Run,
+    call: LinearCall,
+    config: TritonPlan,
+    saved: Saved,
+    labels: Labels,
+    known: LabelStats,
+    row: Tensor,  # [T] float32: of each token's loss, times the derivative of the logits by the product
+    wanted: Sequence[bool],
+    *,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As `walks.backward`: turn `saved` into hidden's gradient, and return those of weight and bias."""
+    run, grads = _cut(run), Gradients.of(call, saved, wanted, add_to)
+    if run.tokens > 0:
+        scale = float16_scale(row * (1 + known.mass), run.vectors, run.weight.dtype)
+        row = row.contiguous() if scale is None else row * scale
+        nothing = torch.zeros_like(row)
+        terms = Terms(
+            row_scale=row,
+            even=None,
+            entropy_scale=None,
+            mean=None,
+            product_scale=nothing,
+            lse=known.lse,
+            entry=nothing,
+            entry_label=torch.full_like(row, -1, dtype=torch.int32),
+            inverse_grad_scale=None if scale is None else 1 / scale,
+            mass=known.mass,
+            less=known.less,
+            more=2 * run.options.z_loss * known.lse,
+        )
+        products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
+        recomputed = launches.gradient(run, products.rows, terms, products.buffer, 0, 0, labels).fixed()
+        for first, tiles in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
+            recomputed.again(first_tile=first, chunk_tiles=tiles).run()
+            products.take_hidden(first, tiles)
+            products.take_chunk(first, tiles)
+        products.finish()
+    return grads.made(call.dtypes[2])
+
+
+def _cut(run: Run) -> Run:
+    """With smaller tiles of logits, but none that leave out what the weight's product takes in a step."""
+    rows = max(_ROWS, run.tiles["weight_gradient"].depth)
+    tiles = {name: replace(run.tiles[name], rows=rows) for name in ("softmax_tiles", "gradient_tiles")}
+    return replace(run, tiles={**run.tiles, **tiles})
