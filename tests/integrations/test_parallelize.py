@@ -107,11 +107,11 @@ def refusals(rank, ranks):
     with pytest.raises(TypeError, match=r"HeadParallel is for an LMHead; got Linear.*LMHead\.from_linear"):
         planned(mesh, HeadParallel(), Model(nn.Linear))
     model = planned(mesh, ColwiseParallel(**COLUMNS))
-    with pytest.raises(RuntimeError, match="ColwiseParallel would take the loss for logits; plan .*HeadParallel"):
+    with pytest.raises(RuntimeError, match=r"ColwiseParallel would take the loss for logits; plan .*HeadParallel"):
         model.lm_head(model(ids), labels=labels)
-    with pytest.raises(ValueError, match="hidden has 7 tokens in dimension 1, sharded over 2 ranks; pad it"):
+    with pytest.raises(ValueError, match=r"hidden has 7 tokens in dimension 1, sharded over 2 ranks; pad it"):
         planned(mesh, HeadParallel())(ids[:, :7], labels[:, :7])
-    with pytest.raises(ValueError, match="hidden is a DTensor with placement .* must be Replicate"):
+    with pytest.raises(ValueError, match=r"hidden is a DTensor with placement .* must be Replicate"):
         planned(mesh, HeadParallel(input_layouts=Shard(2))).lm_head(torch.ones(3, 8, HIDDEN // 2), labels)
 
 
