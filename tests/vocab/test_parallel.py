@@ -162,7 +162,6 @@ def logits_that_exist(rank, ranks):
     cross_entropy(of_tensor, labels(), softcap=5.0).backward()
     close(of_tensor.grad.full_tensor(), whole.grad)
     for wrong, match in (
-        ({"backend": "triton"}, "its logits' vocabulary is sharded; pass backend='torch'"),
         ({"logits": torch.ones([])}, "logits has no dimension that could be sharded"),
         ({"vocab_start": 1}, "don't make up"),
         ({"logits": of_tensor * 1, "inplace_backward": True}, "would overwrite the memory of a DTensor"),
@@ -660,9 +659,53 @@ def kernels_of_log_probs(rank, ranks):
             assert (a - b).norm() < 2e-3 * b.norm(), (sizes, a.shape)
 
 
+def near(got, expected, what):
+    """Of float32 logits, and sums in another order."""
+    for a, b in zip(got, expected, strict=True):
+        if a.is_floating_point():
+            assert_close(a, b, rtol=2e-5, atol=2e-6, msg=lambda said: f"{what}: {said}")
+        else:
+            assert torch.equal(a, b), what
+
+
+def kernels_of_logits(rank, ranks):
+    """cross_entropy: all options; columns that are padding; in place; a target out of range."""
+    g = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(4, 6, 700, generator=g), labels(700)[:, :6].repeat(2, 1)[:4]
+    of_tokens = {"token_weight": numbers(4, 6), "temperature": numbers(4, 6), "return_stats": True}
+    cases = OF_KERNELS | {"none": OF_KERNELS["none"] | of_tokens | {"label_smoothing": 0.2}}
+    for name, options in cases.items():
+        sizes = [700, 0] if name == "plain" else [300, 400]
+        own = cut(sizes, rank)
+        whole, mine = leaf(logits), leaf(logits[..., own])
+        expected = flat(cross_entropy(whole, target, **options))
+        got = flat(cross_entropy(mine, target, **taken(options, sizes, rank), backend="triton"))
+        same_bits(*got)
+        near(got, expected, name)
+        for seed in (0, 1):
+            upstream = numbers(*got[0].shape, seed=seed)
+            expected[0].backward(upstream, retain_graph=True), got[0].backward(upstream, retain_graph=True)
+        near([mine.grad], [whole.grad[..., own]], f"{name} {sizes}")
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton"}
+    padded = torch.nn.functional.pad(logits, (0, 36), value=torch.nan).chunk(2, -1)[rank]
+    whole, bad = leaf(logits), target.clone()
+    cross_entropy(whole, target, softcap=3.0).backward()
+    for inplace in (False, True):
+        mine = leaf(padded)
+        cross_entropy(mine * 1, target, softcap=3.0, inplace_backward=inplace, **given).backward()
+        near([mine.grad], [torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank]], "padding")
+    bad[0, 0] = 700
+    mine = leaf(padded)
+    loss = cross_entropy(mine, bad, reduction="none", **given)
+    loss.sum().backward()
+    assert loss.isnan().nonzero().tolist() == mine.grad[..., :332].isnan().all(-1).nonzero().tolist() == [[0, 0]]
+    with pytest.raises(ValueError, match=r"target\[0, 0\] is 700"):
+        cross_entropy(mine, bad, check_inputs=True, **given)
+
+
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs)
+    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs, kernels_of_logits)
     spawn(tmp_path, 2, {check.__name__: check for check in checks})
 
 

@@ -25,7 +25,7 @@ def refusal(logits: Tensor) -> str | None:
 def launch_rows(
     kernel: str,
     logits: Tensor,  # [..., V]
-    out: Tensor | None,  # [..., V]: the gradient, contiguous, or `logits`
+    out: Tensor | None,  # [..., V]: the gradient, contiguous but for padding of its rows, or `logits`
     target: Tensor,  # [...]
     token_weight: Tensor | None,  # [...]
     token_temperature: Tensor | None,  # [...] or []
@@ -55,7 +55,11 @@ def launch_rows(
         "class_total": None if class_weight is None else class_weight.sum(),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "target_logit": None,
+        "top_out": None,
+        "uniform": None,
         "terms_out": None,
+        "start": None,
+        "whole": None,
         "out": out,
         "T": tokens,
         "V_units": vocab // unit,
@@ -141,7 +145,8 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
     (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
     if len(leading) < 2:
         inner = tokens
-    out_outer, out_inner = (outer, row) if out is logits else (inner * vocab, vocab)
+    width = vocab if out is None or out.ndim < 2 else out.stride(-2)  # more than V where columns are padding
+    out_outer, out_inner = (outer, row) if out is logits else (inner * width, width)
     return inner, {"logits_outer": outer, "logits_inner": row, "out_outer": out_outer, "out_inner": out_inner}
 
 
