@@ -2,6 +2,7 @@
 
 import itertools
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from onchip.torch import (
     linear_cross_entropy,
     linear_jsd,
     linear_log_probs,
+    log_probs,
 )
 from onchip.vocab import parallel
 from sharded import close, cut, leaf, same_bits, spawn
@@ -168,6 +170,48 @@ def logits_that_exist(rank, ranks):
     ):
         with pytest.raises(ValueError, match=match):
             cross_entropy(**{"logits": computed.detach(), "target": labels()} | given | wrong)
+
+
+def log_probs_of_logits(rank, ranks):
+    """Every output, also of columns that are padding, and of a DTensor."""
+    logits = torch.nn.functional.linear(*layer())
+    for options, sizes, ids in itertools.product(LLP.values(), LAYOUTS[ranks], (labels(), several_ids())):
+        compare_logits(log_probs, logits, ids, options, sizes, rank)
+    size = -(-(VOCAB + 3) // ranks)
+    whole = leaf(logits)
+    mine = leaf(torch.nn.functional.pad(logits, (0, ranks * size - VOCAB), value=torch.nan).split(size, -1)[rank])
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": rank * size}
+    log_probs(whole, labels()).sum().backward(), log_probs(mine, labels(), **given).sum().backward()
+    start, rows = rank * size, min(size, VOCAB - rank * size)
+    close(mine.grad[..., :rows], whole.grad[..., start : start + rows])
+    assert not mine.grad[..., rows:].any()
+    of_tensor = distribute_tensor(logits, init_device_mesh("cpu", (ranks,)), [Shard(-1)]).requires_grad_()
+    log_probs(of_tensor, labels(), entropy=True).entropy.sum().backward()
+    whole.grad = None
+    log_probs(whole, labels(), entropy=True).entropy.sum().backward()
+    close(of_tensor.grad.full_tensor(), whole.grad)
+    for wrong, match in (
+        ({"vocab_start": 1}, "don't make up"),
+        ({"vocab_group": None}, "pass its vocab_group"),
+        ({"ids": labels().masked_fill(labels() == -100, VOCAB)}, r"ids\[.*\] is 61, which is neither"),
+        ({"temperature": numbers(*SHAPE) * (1 + rank), "check_inputs": True}, "differ in values"),
+    ):
+        with pytest.raises(ValueError, match="log_probs: .*" + match):
+            log_probs(**{"logits": mine.detach(), "ids": labels()} | given | wrong)
+
+
+def compare_logits(op, logits, ids, options, sizes, rank, compared=close, **more):
+    """Outputs and gradients, with random upstream gradients, of `op(logits, ids)`; `more` is of the sharded call."""
+    whole, mine = leaf(logits), leaf(logits[..., cut(sizes, rank)])
+    expected, got = flat(op(whole, ids, **options)), flat(op(mine, ids, **taken(options, sizes, rank), **more))
+    same_bits(*got)
+    for a, b in zip(got, expected, strict=True):
+        compared(a, b, f"{sizes} {options}")
+    for seed in (0, 1):
+        for made in (expected, got):
+            made = [x for x in made if x.requires_grad]
+            torch.autograd.backward(made, [numbers(*x.shape, seed=seed) for x in made], retain_graph=True)
+    compared(mine.grad, whole.grad[..., cut(sizes, rank)], f"{sizes} {options}")
 
 
 JSD = {
@@ -377,6 +421,7 @@ def calls(hidden, sizes, rank, *, whole=False):
             x.sum() for x in linear_log_probs(h, weight, ids, entropy=True, lse=True, **given)[:3]
         ),
         "cross_entropy": lambda h: cross_entropy(logits(h), target, softcap=4.0, **given),
+        "log_probs": lambda h: log_probs(logits(h), ids, **given).sum(),
         "linear_jsd": lambda h: linear_jsd(h, weight, hidden, teacher, target=target, hard_weight=0.2, **given),
         "jsd": lambda h: jsd(logits(h), logits(hidden.flip(0)), beta=0.0, **given),
     }
@@ -536,6 +581,7 @@ OF_NUMBERS = (
     every_option,
     every_output,
     logits_that_exist,
+    log_probs_of_logits,
     divergences,
     retained_and_accumulated,
     default_layouts,
@@ -661,31 +707,31 @@ def kernels_of_log_probs(rank, ranks):
 
 def near(got, expected, what):
     """Of float32 logits, and sums in another order."""
-    for a, b in zip(got, expected, strict=True):
-        if a.is_floating_point():
-            assert_close(a, b, rtol=2e-5, atol=2e-6, msg=lambda said: f"{what}: {said}")
-        else:
-            assert torch.equal(a, b), what
+    if got.is_floating_point():
+        assert_close(got, expected, rtol=2e-5, atol=2e-6, msg=lambda said: f"{what}: {said}")
+    else:
+        assert torch.equal(got, expected), what
 
 
 def kernels_of_logits(rank, ranks):
-    """cross_entropy: all options; columns that are padding; in place; a target out of range."""
+    """Options; columns that are padding; in place; a target out of range."""
     g = torch.Generator().manual_seed(0)
     logits, target = torch.randn(4, 6, 700, generator=g), labels(700)[:, :6].repeat(2, 1)[:4]
+    ids = torch.randint(700, (4, 6, 3), generator=g)
+    ids[..., 2] = ids[..., 0]
+    ids[::2, 1, 1], ids[3, 2] = -100, -100
     of_tokens = {"token_weight": numbers(4, 6), "temperature": numbers(4, 6), "return_stats": True}
     cases = OF_KERNELS | {"none": OF_KERNELS["none"] | of_tokens | {"label_smoothing": 0.2}}
     for name, options in cases.items():
         sizes = [700, 0] if name == "plain" else [300, 400]
-        own = cut(sizes, rank)
-        whole, mine = leaf(logits), leaf(logits[..., own])
-        expected = flat(cross_entropy(whole, target, **options))
-        got = flat(cross_entropy(mine, target, **taken(options, sizes, rank), backend="triton"))
-        same_bits(*got)
-        near(got, expected, name)
-        for seed in (0, 1):
-            upstream = numbers(*got[0].shape, seed=seed)
-            expected[0].backward(upstream, retain_graph=True), got[0].backward(upstream, retain_graph=True)
-        near([mine.grad], [whole.grad[..., own]], f"{name} {sizes}")
+        compare_logits(cross_entropy, logits, target, options, sizes, rank, near, backend="triton")
+    everything = EVERYTHING | {"softcap": 5.0, "temperature": numbers(4, 6)}
+    for options, sizes, several in (
+        (everything, [300, 400], ids),
+        ({}, [0, 700], target),
+        (everything, [1, 699], target),
+    ):
+        compare_logits(log_probs, logits, several, options, sizes, rank, near, backend="triton")
     given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton"}
     padded = torch.nn.functional.pad(logits, (0, 36), value=torch.nan).chunk(2, -1)[rank]
     whole, bad = leaf(logits), target.clone()
@@ -693,14 +739,18 @@ def kernels_of_logits(rank, ranks):
     for inplace in (False, True):
         mine = leaf(padded)
         cross_entropy(mine * 1, target, softcap=3.0, inplace_backward=inplace, **given).backward()
-        near([mine.grad], [torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank]], "padding")
+        near(mine.grad, torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "padding")
+    whole, mine = leaf(logits), leaf(padded)
+    log_probs(whole, ids).sum().backward(), log_probs(mine, ids, **given).sum().backward()
+    near(mine.grad, torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "padding")
     bad[0, 0] = 700
-    mine = leaf(padded)
-    loss = cross_entropy(mine, bad, reduction="none", **given)
-    loss.sum().backward()
-    assert loss.isnan().nonzero().tolist() == mine.grad[..., :332].isnan().all(-1).nonzero().tolist() == [[0, 0]]
-    with pytest.raises(ValueError, match=r"target\[0, 0\] is 700"):
-        cross_entropy(mine, bad, check_inputs=True, **given)
+    for name in ("cross_entropy", "log_probs"):
+        op, mine = (partial(cross_entropy, reduction="none"), log_probs)[name == "log_probs"], leaf(padded)
+        loss = op(mine, bad, **given)
+        loss.sum().backward()
+        assert loss.isnan().nonzero().tolist() == mine.grad[..., :332].isnan().all(-1).nonzero().tolist() == [[0, 0]]
+        with pytest.raises(ValueError, match=r"(target|ids)\[0, 0\] is 700"):
+            op(mine, bad, check_inputs=True, **given)
 
 
 def test_kernels(tmp_path, monkeypatch):

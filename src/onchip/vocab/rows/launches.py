@@ -108,6 +108,7 @@ def launch_ids(
         "ids": ids,
         "kept": (ids != options.ignore_index).any(1).to(torch.int32),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
+        "top_out": None,
         "out": out,
         "T": tokens,
         "K": several,
