@@ -757,12 +757,14 @@ def kernels_of_logits(rank, ranks):
 def kernels_of_divergences(rank, ranks):
     """Both ends of beta and between, hard labels, an empty shard, padding, equal models, a label out of range."""
     g = torch.Generator().manual_seed(0)
-    student, teacher = (3 * torch.randn(3, 8, 700, generator=g) for _ in range(2))
+    student, more = (torch.randn(2, 4, 700, generator=g) for _ in range(2))
+    teacher, target = 3 * student + more, labels(700)[:2, :4]
     cases = {name: options | {"teacher_grad": True} for name, options in JSD.items()}
+    cases["reverse"]["token_weight"] = numbers(2, 4)
     for (name, options), sizes in zip(cases.items(), ([300, 400], [1, 699], [700, 0], [512, 188]), strict=True):
-        own, whole, more = cut(sizes, rank), [leaf(student), leaf(teacher)], {"target": labels(700)} | options
-        mine = [leaf(x[..., own]) for x in whole]
-        expected = jsd(*whole, **more)
+        own, more = cut(sizes, rank), {"target": target} | options
+        whole, mine = [leaf(x.double()) for x in (student, teacher)], [leaf(x[..., own]) for x in (student, teacher)]
+        expected = jsd(*whole, **{n: x.double() if n == "token_weight" else x for n, x in more.items()})
         got = jsd(*mine, **taken(more, sizes, rank), backend="triton")
         same_bits(got)
         near(got, expected, name)
@@ -783,7 +785,7 @@ def kernels_of_divergences(rank, ranks):
         loss.backward()
         assert loss == 0
         assert not mine.grad.any()
-    bad, mine = labels(700), leaf(padded[0])
+    bad, mine = target.clone(), leaf(padded[0])
     bad[0, 0] = 700
     loss = jsd(mine, padded[1], target=bad, hard_weight=0.5, reduction="none", **given)
     loss.sum().backward()

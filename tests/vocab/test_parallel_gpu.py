@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from onchip.torch import cross_entropy, linear_cross_entropy, linear_log_probs
+from onchip.torch import cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
 from sharded import cut, leaf, same_bits, spawn
 from shared import capture, without_synchronisation
 
@@ -56,6 +56,20 @@ def of_logits(rank, ranks):
             expected[0].sum().backward(), got[0].sum().backward()
             if mine.numel():
                 near([mine.grad], [whole.grad[:, own]], 1e-5, name)
+        several = torch.stack([target, target.flip(0)], 1)
+        for op, more, options in (
+            (log_probs, (several,), {"entropy": True, "top1": True, "softcap": 9.0}),
+            (jsd, (logits.flip(0),), {"beta": 0.0, "target": target, "hard_weight": 0.2}),
+            (jsd, (logits.flip(0),), {"beta": 0.4, "temperature": 2.0}),
+        ):
+            whole, mine = leaf(logits), leaf(logits[:, own])
+            expected = values(op(whole, *more, backend="torch", **options))
+            got = values(op(mine, *(x[:, own] if op is jsd else x for x in more), **options, **given))
+            same_bits(*got)
+            near(got, expected, 1e-5, op.__name__)
+            expected[0].sum().backward(), got[0].sum().backward()
+            if mine.numel():
+                near([mine.grad], [whole.grad[:, own]], 2e-5, op.__name__)
 
 
 def of_hidden_states(rank, ranks):

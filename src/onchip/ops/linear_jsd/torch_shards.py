@@ -30,6 +30,9 @@ from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Asked, Running
 from onchip.vocab.torch.tiles import Tokens, spans
 
+# A shard that weighs less has probabilities that are 0 in float32, and no mean.
+TINY = 1e-30
+
 
 class ShardedCall(NamedTuple):
     """The arguments of an operator, this rank's; the call's own size is that of its shard."""
@@ -149,14 +152,24 @@ def _sums_of_terms(
 
         return triton_shards.sums_of_terms(call, here, log_shares, student, teacher)
     models = [model_of(call, who, (False,) * 4, here) for who in (0, 1)]
-    tau, parts = call.options.temperature, [torch.empty_like(here.weight) for _ in range(3)]
+    tau, beta = call.options.temperature, call.options.beta
+    value, *means = (torch.empty_like(here.weight) for _ in range(3))
     for start, stop, z, u in _rows(call, here, models):
         for b0, b1 in _blocks(start, stop):
             t = slice(start + b0, start + b1)
-            by_s, by_t = _terms(z[b0:b1] / tau - student[t, None], u[b0:b1] / tau - teacher[t, None], call.options.beta)
-            for part, x in zip(parts, ((by_s + by_t).clip(min=0), by_s, by_t), strict=True):
-                part[t] = x.sum(1)
-    return parts
+            log_probs = z[b0:b1] / tau - student[t, None], u[b0:b1] / tau - teacher[t, None]
+            terms = _terms(*log_probs, beta)
+            value[t] = (terms[0] + terms[1]).clip(min=0).sum(1)
+            for mean, x, log_p in zip(means, terms, log_probs, strict=True):
+                mean[t] = x.sum(1) / log_p.exp_().sum(1)
+    return [value, *(weighed_by_share(mean, of) for mean, of in zip(means, log_shares, strict=True))]
+
+
+def weighed_by_share(mean: Tensor, log_share: Tensor) -> Tensor:
+    """What a shard adds to a mean over the vocabulary's softmax, of its mean by the probabilities as they are: where
+    both models are certain, all of a gradient cancels."""
+    share = log_share.exp()
+    return torch.where(share < TINY, 0, share * mean)
 
 
 def _forward(sharded: ShardedCall) -> Outputs:

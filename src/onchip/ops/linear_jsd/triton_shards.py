@@ -17,6 +17,7 @@ from onchip.kernels.triton.launch import device_of
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_memory
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_shards import weighed_by_share
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.ops.linear_jsd.triton_walk import Pair, divergence
 from onchip.vocab.parallel import IGNORED
@@ -24,8 +25,6 @@ from onchip.vocab.torch.tiles import Tokens
 from onchip.vocab.triton.memory import vector_elements
 
 LN2 = math.log(2)
-# A shard that weighs less has probabilities that are 0 in float32, and no mean.
-TINY = 1e-30
 MODELS = (kernels.STUDENT.value, kernels.TEACHER.value)
 MAXIMUM, LOG_SUM, MEAN = kernels.MAXIMUM.value, kernels.LOG_SUM.value, kernels.MEAN.value
 INVERSE_SCALE = kernels.INVERSE_SCALE.value
@@ -106,22 +105,16 @@ def _put_softmaxes(pair: Pair, student: Tensor, teacher: Tensor) -> None:
 def sums_of_terms(
     call: Call, here: Tokens, log_shares: Sequence[Tensor], student: Tensor, teacher: Tensor
 ) -> list[Tensor]:
-    """As `_sums_of_terms` of torch_shards.py.
-
-    A sum is a mean by the probabilities as they are times what the shard weighs: where both models are certain, all of
-    a gradient cancels.
-    """
+    """As `_sums_of_terms` of torch_shards.py."""
     value = torch.zeros_like(here.weight)
     if not call.number:
         return [value, value.clone(), value.clone()]
     pair, beta = _pair(call, here, elsewhere=0), call.options.beta
     _put_softmaxes(pair, student, teacher)
     _launch(pair, value, KNOWN=True, HARD=False, STUDENT_MEAN=True, TEACHER_MEAN=True)
-    sums = []
-    for model, log_share, weight in zip(MODELS, log_shares, (1 - beta, beta), strict=True):
-        share, mean = log_share.exp(), _by_token(pair, pair.stats[model + MEAN])
-        sums.append(torch.where(share < TINY, 0, share * mean * (weight * LN2)))
-    return [value, *sums]
+    means = (_by_token(pair, pair.stats[model + MEAN]) * LN2 for model in MODELS)
+    weights = (1 - beta, beta)
+    return [value, *(weighed_by_share(w * x, of) for w, x, of in zip(weights, means, log_shares, strict=True))]
 
 
 def gradients(call: Call, here: Tokens, known: Any, row: Tensor, wanted: Wanted) -> list[Tensor | None]:
