@@ -280,6 +280,12 @@ def test_the_plan_of_collective_matmul():
     assert (column.name, row.name) == ("column parallel", "row parallel")
     assert (column.sent_bytes, row.sent_bytes) == (3 * block * 2, 3 * 2048 * 6144 * 4)
     assert total(column) == 4 * block
+    rows = {row.name: row for row in plan("collective_matmul", **sizes, precision="fp8").rows}
+    # FP8 numbers with a float32 scale for every 128; a float32 sum of the gradient for the bias.
+    of_x, of_g = (block + block // 32 for _ in range(2))
+    assert rows["qkv"].sent_bytes == 3 * (2 * of_x + 4 * block)
+    assert rows["down"].sent_bytes == 3 * (2 * of_g + 4 * 4096 + 4 * block)
+    assert rows["qkv"].memory_parts["kept until backward: x in FP8"] == of_x
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
         (["grouped_matmul", *EXPERTS, "--framework", "jax"], "of grouped_matmul in JAX there is no plan; there is one in PyTorch"),
         (["collective_matmul", *LLAMA[1:], "--tp", "3"], "tokens are 16384, which 3 ranks can't share evenly"),
         (["collective_matmul", "--tokens", "6", *EXPERTS[4:], "--tp", "3"], "out_features of column parallel are 8, which 3 ranks can't"),
+        (["collective_matmul", *EXPERTS[4:], "--tokens", "8200", "--tp", "4", "--precision", "fp8"], "each rank's tokens must be a multiple of 128; 8200 by 4 ranks are 2050"),
         (["collective_matmul", "--tokens", "8"], "give in_features and out_features, or a model"),
         (["collective_matmul", *LLAMA[1:], "--framework", "jax"], "of collective_matmul in JAX there is no plan; there is one in PyTorch"),
         (["fp8_linear", *EXPERTS], "fp8_linear has no experts, which is for grouped_matmul; leave it out"),

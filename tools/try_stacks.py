@@ -363,7 +363,7 @@ def torchtitan() -> Checked:
     utils.device_type, utils.device_module = "cpu", torch.cpu
     torch.cpu.current_device = lambda: 0  # type: ignore[assignment,return-value]
     torch.distributed.set_timeout = lambda *given: None  # type: ignore[attr-defined]
-    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
@@ -408,6 +408,13 @@ def torchtitan() -> Checked:
     compiled = defined["llama3_onchip"]()
     compiled.compile.enable = True
     together = max(together, agreed(titan_steps(compiled)[0], theirs))
+    split = max(
+        agreed(titan_steps(tensor_parallel(defined["llama3_onchip"](), sequence))[0],
+               titan_steps(tensor_parallel(llama3_debugmodel(), sequence))[0])
+        for sequence in (True, False)
+    )  # fmt: skip
+    chunked = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=97))
+    split = max(split, agreed(titan_head(LinearCrossEntropyLoss.Config()), titan_head(chunked)))
     fp8, model = titan_steps(defined["llama3_onchip_fp8"]())
     quantized = agreed(fp8[:3], theirs[:3], bound=1e-3)
     layers = sum(isinstance(module, TitanFp8Linear) for module in model.modules())
@@ -420,11 +427,52 @@ def torchtitan() -> Checked:
     how = (
         f"the loss and `ChunkedLossWrapper`, loss and gradients: {alone:.0e}; torchtitan's Trainer with FSDP2 on 2 "
         f"processes, 3 steps of Llama 3's debug model, eager and compiled, losses and gradient norms: {together:.0e}; "
+        f"with tensor parallelism, and the head alone at `spmd_types`: {split:.0e}; "
         f"with {layers} FP8 layers, losses: {quantized:.0e}; `GroupedExperts` in bfloat16, results and gradients: "
         f"{rounded:.0e}; 3 such steps of DeepSeek-V3's debug model, with {mixtures} layers of experts, eager and "
         f"compiled: {mixture:.0e}"
     )
     return "`ChunkedLossWrapper`, `ModelConfigConverter`, `GroupedExperts._grouped_mm`", how
+
+
+def tensor_parallel(config: Any, sequence: bool) -> Any:
+    """The same on two ranks of tensor parallelism."""
+    config.parallelism.tensor_parallel_degree, config.parallelism.enable_sequence_parallel = 2, sequence
+    return config
+
+
+def titan_head(config: Any) -> list[Any]:
+    """Loss and gradients of a head that torchtitan's 'spmd_types' shards, without FSDP."""
+    import spmd_types as spmd
+    from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.protocols.sharding import ShardingConfig
+
+    set_spmd_backend("spmd_types")
+    ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "pp", "ep"), 1)
+    dims = ParallelDims(**ones, tp=2, world_size=2, spmd_backend="spmd_types")
+    dims.build_mesh()
+    whole, split = (dense_activation_placement(tp=tp) for tp in (spmd.R, spmd.S(-1)))
+    sharding = ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.S(0))},
+        in_src_shardings={"input": whole},
+        in_dst_shardings={"input": whole},
+        out_src_shardings=split,
+        out_dst_shardings=split,
+    )
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(2, 16, 32, requires_grad=True), tokens().index_fill(1, torch.tensor([3]), -100)
+    head = Linear.Config(in_features=32, out_features=97, sharding_config=sharding).build()
+    head.parallelize(dims)
+    loss = config.build()
+    loss.set_lm_head(head)
+    with set_current_spmd_mesh(dims.get_optional_mesh(["tp"], include_singleton_axes=True)):
+        made = loss(hidden, labels, torch.tensor(30))[0]
+        made.backward()
+    return [made.detach(), hidden.grad, head.weight.grad]
 
 
 def titan_steps(config: Any) -> tuple[list[float], Any]:

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.kernels.triton import launch as triton_calls
@@ -148,7 +149,24 @@ def test_the_options_reach_both_ways_of_every_switch():
         missing = [{name for name, x in a.items() if x is None} for k, a in made if k is kernel]
         optional = {"token_weight", "class_weight", "class_total", "temperature", "inner_scale"}
         if kernel is triton_rows.losses:
-            optional |= {"entropy", "correct", "argmax", "out", "target_logit", "terms_out"}
+            optional |= {"entropy", "correct", "argmax", "out", "target_logit", "terms_out", "top_out", "uniform"}
+        else:
+            optional |= {"start", "whole"}
         assert set.union(*missing) == optional
-        # Those are for a caller of `launch_rows` that has the targets' logits from elsewhere and makes the gradient.
-        assert set.intersection(*missing) <= {"target_logit", "terms_out"}
+        # For a caller of `launch_rows` that has the targets' logits from elsewhere, and for a sharded vocabulary.
+        assert set.intersection(*missing) <= {"target_logit", "terms_out", "top_out", "uniform", "start", "whole"}
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "return_stats": True}], ids=str)
+def test_a_shard_of_the_vocabulary(options):
+    """Of one rank, whose kernels are those of several."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = launches(64128, vocab_group=dist.group.WORLD, **options)
+    finally:
+        dist.destroy_process_group()
+    compiled = by_kernel(compile_all(found, HOPPER))
+    assert set(compiled) == {"losses", "gradients"}
+    for k in compiled.values():
+        assert k.stack <= 128, (k.kernel, k.constants, k.stack)
+        assert k.registers <= 64

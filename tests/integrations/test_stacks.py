@@ -153,6 +153,7 @@ def torchtitan(fakes):
         "torchtitan",
         spmd_types={"is_type_checking": lambda: False},
         torchtitan__components__loss={"IGNORE_INDEX": -100, "BaseLoss": TitanLoss, "ChunkedLossWrapper": TitanLoss},
+        torchtitan__distributed__spmd_types={"current_spmd_mesh": lambda: None},
         torchtitan__models__common__linear={"Linear": TitanLinear},
         torchtitan__models__common__moe={"GroupedExperts": TitanExperts},
         torchtitan__protocols__model={"ModelConfigConverter": TitanConverter},
@@ -177,9 +178,12 @@ def test_torchtitan_refuses(torchtitan, monkeypatch):
     refused(ValueError, r"must be \[B, L, D\] and", loss, torch.ones(2, 3, 4), torch.ones(2, 5).long())
     monkeypatch.setattr(torchtitan.spmd, "is_type_checking", lambda: True)
     refused(RuntimeError, "spmd_typechecking to False", loss, torch.ones(2, 3, 4), torch.ones(2, 3).long())
-    head.in_features = 8  # the weight is half of what the layer says
+    head.out_features = 14  # the weight is half of what the layer says
     loss._labels = torch.zeros(2, dtype=torch.int64)
-    refused(RuntimeError, "sharded here.*tensor_parallel_degree to 1", head, torch.ones(2, 4))
+    refused(RuntimeError, r"lm_head is \[7, 4\] of \[14, 4\], and no mesh .* 'tp'", head, torch.ones(2, 4))
+    fp8 = torchtitan.TitanFp8Linear(torchtitan.TitanFp8Linear.Config(in_features=32, out_features=16))
+    fp8.out_features = 32
+    refused(RuntimeError, "sharded here.*tensor_parallel_degree to 1", fp8, torch.ones(2, 32))
     half = torch.ones(1, dtype=torch.bfloat16)
     refused(RuntimeError, "casts the loss to bfloat16; leave output_dtype", torchtitan._divided, half, None, None)
     for options, error, message in (

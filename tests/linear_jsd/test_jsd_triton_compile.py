@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from jsd_ahead import KERNELS, jsd_launches, launches
 
 from linear_cross_entropy.ahead_of_time import compile_all, turned, weights_read
@@ -68,6 +69,19 @@ def test_logits(dtype):
     assert all("ld.global.v4" in k.ptx for k in found)
     # Of a vocabulary like 1000, whose rows are read number by number, the addresses take 24 bytes of stack.
     assert compiled(HOPPER, teacher_logits=True, vocab=1024)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_logits_of_a_shard(beta):
+    """Of one rank, whose launches are those of several: softmaxes, between the ends their terms, gradients."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = {"hard_weight": 0.1, "teacher_grad": True, "vocab_group": dist.group.WORLD}
+        found = compiled(HOPPER, logits=True, vocab=1024, beta=beta, **given)
+    finally:
+        dist.destroy_process_group()
+    rows = [(k.constants["TERMS"], k.constants["KNOWN"]) for k in found if k.kernel == "divergence_rows"]
+    assert sorted(rows) == ([(True, False)] * 2 if beta == 0 else [(False, False), (True, False), (True, True)])
 
 
 def test_every_kernel_of_the_file_is_launched():

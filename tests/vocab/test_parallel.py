@@ -2,6 +2,7 @@
 
 import itertools
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from onchip.torch import (
     linear_cross_entropy,
     linear_jsd,
     linear_log_probs,
+    log_probs,
 )
 from onchip.vocab import parallel
 from sharded import close, cut, leaf, same_bits, spawn
@@ -162,13 +164,54 @@ def logits_that_exist(rank, ranks):
     cross_entropy(of_tensor, labels(), softcap=5.0).backward()
     close(of_tensor.grad.full_tensor(), whole.grad)
     for wrong, match in (
-        ({"backend": "triton"}, "its logits' vocabulary is sharded; pass backend='torch'"),
         ({"logits": torch.ones([])}, "logits has no dimension that could be sharded"),
         ({"vocab_start": 1}, "don't make up"),
         ({"logits": of_tensor * 1, "inplace_backward": True}, "would overwrite the memory of a DTensor"),
     ):
         with pytest.raises(ValueError, match=match):
             cross_entropy(**{"logits": computed.detach(), "target": labels()} | given | wrong)
+
+
+def log_probs_of_logits(rank, ranks):
+    """Every output, also of columns that are padding, and of a DTensor."""
+    logits = torch.nn.functional.linear(*layer())
+    for options, sizes, ids in itertools.product(LLP.values(), LAYOUTS[ranks], (labels(), several_ids())):
+        compare_logits(log_probs, logits, ids, options, sizes, rank)
+    size = -(-(VOCAB + 3) // ranks)
+    whole = leaf(logits)
+    mine = leaf(torch.nn.functional.pad(logits, (0, ranks * size - VOCAB), value=torch.nan).split(size, -1)[rank])
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": rank * size}
+    log_probs(whole, labels()).sum().backward(), log_probs(mine, labels(), **given).sum().backward()
+    start, rows = rank * size, min(size, VOCAB - rank * size)
+    close(mine.grad[..., :rows], whole.grad[..., start : start + rows])
+    assert not mine.grad[..., rows:].any()
+    of_tensor = distribute_tensor(logits, init_device_mesh("cpu", (ranks,)), [Shard(-1)]).requires_grad_()
+    log_probs(of_tensor, labels(), entropy=True).entropy.sum().backward()
+    whole.grad = None
+    log_probs(whole, labels(), entropy=True).entropy.sum().backward()
+    close(of_tensor.grad.full_tensor(), whole.grad)
+    for wrong, match in (
+        ({"vocab_start": 1}, "don't make up"),
+        ({"vocab_group": None}, "pass its vocab_group"),
+        ({"ids": labels().masked_fill(labels() == -100, VOCAB)}, r"ids\[.*\] is 61, which is neither"),
+        ({"temperature": numbers(*SHAPE) * (1 + rank), "check_inputs": True}, "differ in values"),
+    ):
+        with pytest.raises(ValueError, match="log_probs: .*" + match):
+            log_probs(**{"logits": mine.detach(), "ids": labels()} | given | wrong)
+
+
+def compare_logits(op, logits, ids, options, sizes, rank, compared=close, **more):
+    """Outputs and gradients, with random upstream gradients, of `op(logits, ids)`; `more` is of the sharded call."""
+    whole, mine = leaf(logits), leaf(logits[..., cut(sizes, rank)])
+    expected, got = flat(op(whole, ids, **options)), flat(op(mine, ids, **taken(options, sizes, rank), **more))
+    same_bits(*got)
+    for a, b in zip(got, expected, strict=True):
+        compared(a, b, f"{sizes} {options}")
+    for seed in (0, 1):
+        for made in (expected, got):
+            made = [x for x in made if x.requires_grad]
+            torch.autograd.backward(made, [numbers(*x.shape, seed=seed) for x in made], retain_graph=True)
+    compared(mine.grad, whole.grad[..., cut(sizes, rank)], f"{sizes} {options}")
 
 
 JSD = {
@@ -229,7 +272,7 @@ def divergences(rank, ranks):
     for wrong, match in (
         ({"teacher_topk": topk, "teacher_hidden": None, "teacher_weight": None}, "teacher_topk takes no sharded"),
         ({"vocab": 60}, "vocab=60 with a sharded vocabulary is called vocab_size"),
-        ({"backend": "triton"}, "its vocabulary is sharded; pass backend='torch'"),
+        ({"backend": "triton"}, "linear_jsd has no kernels for a sharded vocabulary; pass backend='torch', or jsd"),
         (
             {"teacher_weight": weight.repeat(2, 1)},
             "teacher_weight has 122 of the vocabulary's entries but student_weight has",
@@ -378,6 +421,7 @@ def calls(hidden, sizes, rank, *, whole=False):
             x.sum() for x in linear_log_probs(h, weight, ids, entropy=True, lse=True, **given)[:3]
         ),
         "cross_entropy": lambda h: cross_entropy(logits(h), target, softcap=4.0, **given),
+        "log_probs": lambda h: log_probs(logits(h), ids, **given).sum(),
         "linear_jsd": lambda h: linear_jsd(h, weight, hidden, teacher, target=target, hard_weight=0.2, **given),
         "jsd": lambda h: jsd(logits(h), logits(hidden.flip(0)), beta=0.0, **given),
     }
@@ -537,6 +581,7 @@ OF_NUMBERS = (
     every_option,
     every_output,
     logits_that_exist,
+    log_probs_of_logits,
     divergences,
     retained_and_accumulated,
     default_layouts,
@@ -660,9 +705,98 @@ def kernels_of_log_probs(rank, ranks):
             assert (a - b).norm() < 2e-3 * b.norm(), (sizes, a.shape)
 
 
+def near(got, expected, what):
+    """Of float32 logits, and sums in another order."""
+    if got.is_floating_point():
+        error = (got - expected).norm() / expected.norm() if expected.numel() else 0
+        assert error <= 1e-5, f"{what}: relative error {float(error)}"
+    else:
+        assert torch.equal(got, expected), what
+
+
+def kernels_of_logits(rank, ranks):
+    """Options; columns that are padding; in place; a target out of range."""
+    g = torch.Generator().manual_seed(0)
+    logits, target = 4 * torch.randn(4, 6, 700, generator=g), labels(700)[:, :6].repeat(2, 1)[:4]
+    ids = torch.randint(700, (4, 6, 3), generator=g)
+    ids[..., 2] = ids[..., 0]
+    ids[::2, 1, 1], ids[3, 2] = -100, -100
+    of_tokens = {"token_weight": numbers(4, 6), "temperature": numbers(4, 6), "return_stats": True}
+    cases = OF_KERNELS | {"none": OF_KERNELS["none"] | of_tokens | {"label_smoothing": 0.2}}
+    for name, options in cases.items():
+        sizes = [700, 0] if name == "plain" else [300, 400]
+        compare_logits(cross_entropy, logits, target, options, sizes, rank, near, backend="triton")
+    everything = EVERYTHING | {"softcap": 5.0, "temperature": numbers(4, 6)}
+    for options, sizes, several in (
+        (everything, [300, 400], ids),
+        ({}, [0, 700], target),
+        (everything, [1, 699], target),
+    ):
+        compare_logits(log_probs, logits, several, options, sizes, rank, near, backend="triton")
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton"}
+    padded = torch.nn.functional.pad(logits, (0, 36), value=torch.nan).chunk(2, -1)[rank]
+    whole, bad = leaf(logits), target.clone()
+    cross_entropy(whole, target, softcap=3.0).backward()
+    for inplace in (False, True):
+        mine = leaf(padded)
+        cross_entropy(mine * 1, target, softcap=3.0, inplace_backward=inplace, **given).backward()
+        near(mine.grad, torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "padding")
+    whole, mine = leaf(logits), leaf(padded)
+    log_probs(whole, ids).sum().backward(), log_probs(mine, ids, **given).sum().backward()
+    near(mine.grad, torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "padding")
+    bad[0, 0] = 700
+    for name in ("cross_entropy", "log_probs"):
+        op, mine = (partial(cross_entropy, reduction="none"), log_probs)[name == "log_probs"], leaf(padded)
+        loss = op(mine, bad, **given)
+        loss.sum().backward()
+        assert loss.isnan().nonzero().tolist() == mine.grad[..., :332].isnan().all(-1).nonzero().tolist() == [[0, 0]]
+        with pytest.raises(ValueError, match=r"(target|ids)\[0, 0\] is 700"):
+            op(mine, bad, check_inputs=True, **given)
+
+
+def kernels_of_divergences(rank, ranks):
+    """Both ends of beta and between, hard labels, an empty shard, padding, equal models, a label out of range."""
+    g = torch.Generator().manual_seed(0)
+    student, more = (torch.randn(2, 4, 700, generator=g) for _ in range(2))
+    teacher, target = 3 * student + more, labels(700)[:2, :4]
+    cases = {name: options | {"teacher_grad": True} for name, options in JSD.items()}
+    cases["reverse"]["token_weight"] = numbers(2, 4)
+    for (name, options), sizes in zip(cases.items(), ([300, 400], [1, 699], [700, 0], [512, 188]), strict=True):
+        own, more = cut(sizes, rank), {"target": target} | options
+        whole, mine = [leaf(x.double()) for x in (student, teacher)], [leaf(x[..., own]) for x in (student, teacher)]
+        expected = jsd(*whole, **{n: x.double() if n == "token_weight" else x for n, x in more.items()})
+        got = jsd(*mine, **taken(more, sizes, rank), backend="triton")
+        same_bits(got)
+        near(got, expected, name)
+        for seed in (0, 1):
+            upstream = numbers(*got.shape, seed=seed)
+            expected.backward(upstream, retain_graph=True), got.backward(upstream, retain_graph=True)
+        for x, y in zip(mine, whole, strict=True):
+            near(x.grad, y.grad[..., own], f"{name} {sizes}")
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton"}
+    padded = [torch.nn.functional.pad(x, (0, 36), value=torch.nan).chunk(2, -1)[rank] for x in (student, teacher)]
+    whole, mine = leaf(student), leaf(padded[0])
+    jsd(whole, teacher, beta=0.2, temperature=2.0).backward()
+    jsd(mine, padded[1], beta=0.2, temperature=2.0, **given).backward()
+    near(mine.grad, torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "padding")
+    for beta in (0.0, 0.5, 1.0):
+        mine = leaf(padded[0])
+        loss = jsd(mine, padded[0], beta=beta, **given)
+        loss.backward()
+        assert loss == 0
+        assert not mine.grad.any()
+    bad, mine = target.clone(), leaf(padded[0])
+    bad[0, 0] = 700
+    loss = jsd(mine, padded[1], target=bad, hard_weight=0.5, reduction="none", **given)
+    loss.sum().backward()
+    assert loss.isnan().nonzero().tolist() == mine.grad[..., :332].isnan().all(-1).nonzero().tolist() == [[0, 0]]
+    with pytest.raises(ValueError, match="linear_jsd has no kernels for a sharded vocabulary"):
+        linear_jsd(torch.ones(2, 8), torch.ones(350, 8), None, None, teacher_logits=padded[1][0, :2, :350], **given)
+
+
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs)
+    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs, kernels_of_logits, kernels_of_divergences)
     spawn(tmp_path, 2, {check.__name__: check for check in checks})
 
 

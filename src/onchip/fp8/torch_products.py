@@ -13,6 +13,7 @@ from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 
 # Elements of a chunk of an operand in float32: 64 MiB.
 _CHUNK = 1 << 24
+_DEVICES = ("cpu", "cuda", "meta")
 # What cuBLAS wants the sizes of an FP8 product to be multiples of.
 _CUBLAS_MULTIPLE = 16
 
@@ -93,6 +94,16 @@ def triton_refusal(device: torch.device) -> str | None:
         return reason
     major, minor = torch.cuda.get_device_capability(device)
     return None if (major, minor) >= (8, 9) else f"FP8 needs compute capability 8.9 or later; this is {major}.{minor}"
+
+
+def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call on this device, or None."""
+    known = device.type in _DEVICES
+    return {
+        "scaled_mm": scaled_mm_refusal(device, grad_dtype),
+        "triton": triton_refusal(device),
+        "dequantize": None if known else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}",
+    }
 
 
 def scaled_mm_product(

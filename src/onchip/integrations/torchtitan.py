@@ -25,6 +25,7 @@ require("torchtitan", "torchtitan", "0.3")
 
 import spmd_types as spmd
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
+from torchtitan.distributed.spmd_types import current_spmd_mesh
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import ModelConfigConverter
@@ -39,7 +40,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
     The loss is the sum over tokens, divided by the global number of valid tokens, as `ChunkedLossWrapper` with
     `CrossEntropyLoss` computes it; in 16 bits it doesn't round the logits.  The trainer hands it the model's lm_head,
     which is called as a module once for each batch, so that FSDP2 gathers its weight and reduces its gradient as ever.
-    There are no chunks to choose: scratch_bytes bounds the memory.  `compile.components` with "loss" changes nothing.
+    Under tensor parallelism each rank computes its rows of the vocabulary.  There are no chunks to choose:
+    scratch_bytes bounds the memory.  `compile.components` with "loss" changes nothing.
 
     Args:
         config: `Config`, whose fields are options of `linear_cross_entropy`.
@@ -99,10 +101,15 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
         def forward(input: Tensor) -> Tensor:
             if self._labels is None:
                 return logits(input)
-            _require_whole("lm_head", lm_head)
-            weight, bias, labels = lm_head.weight, lm_head.bias, self._labels
             loss: Tensor = linear_cross_entropy(
-                input, weight, labels, bias, ignore_index=IGNORE_INDEX, reduction="sum", **self.options
+                input,
+                lm_head.weight,
+                self._labels,
+                lm_head.bias,
+                ignore_index=IGNORE_INDEX,
+                reduction="sum",
+                **self.options,
+                **_sharding_of(lm_head),
             )
             return loss
 
@@ -127,16 +134,15 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
             positions: unused, as in torchtitan's CrossEntropyLoss.
 
         Raises:
-            RuntimeError: before `set_lm_head`; under tensor parallelism; with `debug.spmd_typechecking`.
+            RuntimeError: before `set_lm_head`; with `spmd_backend` at 'full_dtensor'; with `debug.spmd_typechecking`.
             ValueError: wrong shapes.
         """
         if self.lm_head is None:
             raise RuntimeError(f"{NAME}: there is no lm_head yet; call set_lm_head(model.lm_head), as the trainer does")
-        if is_dtensor(pred) or is_dtensor(labels):
+        if is_dtensor(labels):  # and hidden states too, on a mesh of all dimensions
             raise RuntimeError(
-                f"{NAME}: hidden states or labels are DTensors, and this loss has no tensor parallelism; set "
-                "parallelism.tensor_parallel_degree to 1 and parallelism.spmd_backend to 'spmd_types', or use "
-                "torchtitan's ChunkedLossWrapper"
+                f"{NAME}: labels are a DTensor, as with spmd_backend 'full_dtensor'; set parallelism.spmd_backend to "
+                "'spmd_types' or 'partial_dtensor', or use torchtitan's ChunkedLossWrapper"
             )
         if spmd.is_type_checking():
             raise RuntimeError(f"{NAME}: this loss has no SPMD types; set debug.spmd_typechecking to False")
@@ -165,10 +171,29 @@ def _divided(loss: Tensor, labels: Tensor, global_valid_tokens: Tensor | None) -
     return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
 
 
+def _whole(layer: Any) -> bool:
+    """Whether tensor parallelism doesn't shard its weight."""
+    return not is_dtensor(layer.weight) and layer.weight.shape == (layer.out_features, layer.in_features)
+
+
+def _sharding_of(head: Any) -> dict[str, Any]:
+    """What `linear_cross_entropy` is told of a head's rows; DTensors, of 'partial_dtensor', say it themselves."""
+    if is_dtensor(head.weight) or _whole(head):
+        return {}
+    mesh = current_spmd_mesh()
+    if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
+        raise RuntimeError(
+            f"{NAME}: the weight of lm_head is {list(head.weight.shape)} of [{head.out_features}, {head.in_features}], "
+            "and no mesh of torchtitan's has a dimension 'tp'; use torchtitan's ChunkedLossWrapper"
+        )
+    # Hidden states are replicated ("R"), whose gradient is a sum that torchtitan takes ("P").
+    return {"vocab_group": mesh.get_group("tp"), "vocab_size": head.out_features, "reduce_hidden_grad": False}
+
+
 def _require_whole(what: str, layer: Any) -> None:
     """Raise for a weight that tensor parallelism shards."""
-    weight, whole = layer.weight, (layer.out_features, layer.in_features)
-    if is_dtensor(weight) or weight.shape != whole:
+    if not _whole(layer):
+        whole = layer.out_features, layer.in_features
         raise RuntimeError(
             f"{NAME}: the weight of {what} is {list(whole)} and sharded here, as by tensor parallelism, which onchip's "
             "has not; set parallelism.tensor_parallel_degree to 1, or use torchtitan's own"

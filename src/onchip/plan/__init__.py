@@ -184,7 +184,7 @@ def plan(
         gpu: whose time to predict: "h100" (the default), "h200", "a100", "l40s", "4090" or "b200".
         framework: "torch" or "jax".
         backend: a backend's name, or "auto": the one that the op takes.
-        precision: "full", or of linear_cross_entropy "fp8".
+        precision: "full", or of linear_cross_entropy and collective_matmul "fp8".
         tensor_parallel: ranks that share the vocabulary, or of collective_matmul the layers; the plan is of one of
             them.
         sequence_parallel: of a vocabulary: each of them has the hidden states of its part of the tokens, and gathers

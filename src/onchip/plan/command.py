@@ -45,7 +45,9 @@ def run_plan(
         str,
         words("Default: what the op would take.", "auto", "triton", "torch", "mosaic_gpu", "xla", "scaled_mm", "ring"),
     ] = "auto",
-    precision: Annotated[str, words("fp8 is of linear_cross_entropy in PyTorch.", *PRECISIONS)] = "full",
+    precision: Annotated[
+        str, words("fp8 is of linear_cross_entropy and collective_matmul in PyTorch.", *PRECISIONS)
+    ] = "full",
     tensor_parallel: Annotated[
         int,
         typer.Option(

@@ -14,6 +14,7 @@ from onchip.fp8 import numbers as fp8
 from onchip.fp8.numbers import quantized_bytes
 from onchip.groups import problem as grouped
 from onchip.groups.triton.tiles import plan_numbers
+from onchip.ops.collective_matmul.fp8_cost import fp8_cost
 from onchip.ops.linear_jsd import memory as jsd_memory
 from onchip.ops.linear_jsd import triton_memory as jsd_triton_memory
 from onchip.plan.gpus import GPUS, faster_memory, faster_products, fp8_ms, grouped_ms, product_ms, rates
@@ -437,15 +438,23 @@ def _collective_step(asked: Asked, name: str, backend: str) -> Step:
         wrong = ("tokens", p.tokens) if p.tokens % ranks else (f"{of} of {name}", shared)
         raise ValueError(f"plan: {wrong[0]} are {wrong[1]}, which {ranks} ranks can't share evenly")
     k, n = (k // ranks, n) if by_rows else (k, n // ranks)
-    made = collective.cost(
+    rows, fp8_too = p.tokens // ranks, asked.precision == "fp8"
+    if fp8_too and ranks > 1 and rows % fp8.BLOCK:
+        raise ValueError(
+            f"plan: with precision 'fp8' each rank's tokens must be a multiple of {fp8.BLOCK}; {p.tokens} by {ranks} "
+            f"ranks are {rows}"
+        )
+    made = (fp8_cost if fp8_too else collective.cost)(
         collective.SCATTER if by_rows else collective.GATHER,
-        collective.Sizes(ranks, p.tokens // ranks, n, k),
+        collective.Sizes(ranks, rows, n, k),
         DTYPE_BYTES[p.dtype],
         gradients=asked.gradients,
         weight_bytes=DTYPE_BYTES[p.weight_dtype],
     )
     parts = max(made.forward, made.backward, key=lambda phase: sum(phase.values()))
-    if p.weight_dtype != p.dtype:
+    if fp8_too:
+        parts = {f"kept until backward: {name}": size for name, size in made.kept.items()} | parts
+    elif p.weight_dtype != p.dtype:
         parts = {"kept until backward: autocast's weight": DTYPE_BYTES[p.dtype] * n * k} | parts
     sizes = {"tokens": p.tokens, "in_features": k, "out_features": n}
     return Step(parts, 3 if asked.gradients else 1, 0, sizes, None, made.sent)
@@ -647,7 +656,7 @@ OPS: dict[str, Op] = {
         "are scaled by the data sheets' TFLOP/s and memory bandwidth, which is a guess.",
     ),
     "collective_matmul": Op(
-        backends={("torch", "full"): {"ring": Backend(_never, _layers)}},
+        backends={("torch", x): {"ring": Backend(_never, _layers)} for x in ("full", "fp8")},
         plain=_plain_collective,
         needs=(),
         takes=("in_features", "out_features", "tensor_parallel"),

@@ -38,6 +38,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Larger than any index of a vocabulary.
 NO_INDEX = 2**31 - 1
+# What kernels take in place of ids: of one that another shard has, one that is ignored, and one that no shard has.
+ELSEWHERE, IGNORED, BAD = -1, -2, -3
 # Numbers of a rank in front of its tokens': where its shard begins and ends, and the sum of its class weights.
 HEADER = 3
 
@@ -92,6 +94,15 @@ def of_shard(tokens: Ids, shards: Shards) -> Any:
     ids = tokens.ids - shards.start
     elsewhere = (tokens.ids == NOWHERE) | (ids < 0) | (ids >= shards.rows)
     return replace(tokens, ids=ids.masked_fill(elsewhere, NOWHERE), bad=None)
+
+
+def ids_for_kernels(ids: Tensor, shards: Shards, ignore_index: int) -> Tensor:
+    """Int64, as this shard numbers them."""
+    ids = ids.to(torch.int64)
+    here = ids - shards.start
+    here = here.masked_fill((here < 0) | (here >= shards.rows), ELSEWHERE)
+    here = here.masked_fill((ids < 0) | (ids >= shards.vocab), BAD)
+    return here.masked_fill(ids == ignore_index, IGNORED)
 
 
 def local(call: Any, *, fake: bool = False) -> Any:

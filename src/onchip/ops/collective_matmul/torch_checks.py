@@ -12,7 +12,7 @@ from torch import Tensor
 from onchip.collectives.problem import GATHER
 from onchip.collectives.torch_ring import BACKENDS
 from onchip.ops.collective_matmul.cases import RANKS
-from onchip.ops.collective_matmul.torch_op import Backend, all_gather_matmul, matmul_reduce_scatter
+from onchip.ops.collective_matmul.torch_op import Backend, Precision, all_gather_matmul, matmul_reduce_scatter
 
 
 @contextmanager
@@ -44,6 +44,7 @@ def whole(
     backend: Backend,
     keep_gathered: bool = False,
     group: Any = None,
+    precision: Precision = "full",
 ) -> Tensor:
     """The result of all ranks [T, ..., N], of all of x [T, ..., K], weight [N, K] and bias [N]."""
     if op == GATHER:
@@ -55,9 +56,11 @@ def whole(
             bias=mine,
             keep_gathered=keep_gathered,
             backend=backend,
+            precision=precision,
         )
         return joined(out, -1, group)
-    out = matmul_reduce_scatter(part(x, -1, group), part(weight, 1, group), group, bias=bias, backend=backend)
+    mine = part(weight, 1, group)
+    out = matmul_reduce_scatter(part(x, -1, group), mine, group, bias=bias, backend=backend, precision=precision)
     return joined(out, 0, group)
 
 

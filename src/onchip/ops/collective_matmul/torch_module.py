@@ -1,7 +1,7 @@
 """The two layers of sequence-parallel tensor parallelism, with weights of their own."""
 
 import copy
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -10,9 +10,15 @@ from torch.types import Device
 
 from onchip.collectives.torch_ring import ring_of
 from onchip.core.backends import choose_backend
-from onchip.frontend.options import require_bool, require_positive_int
+from onchip.frontend.options import require_bool, require_one_of, require_positive_int
 from onchip.frontend.torch_module import main_grad_of, require_linear
-from onchip.ops.collective_matmul.torch_op import BACKENDS, Backend, all_gather_matmul, matmul_reduce_scatter
+from onchip.ops.collective_matmul.torch_op import (
+    BACKENDS,
+    Backend,
+    Precision,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,6 +41,7 @@ class _ParallelLinear(Module):
         *,
         main_grad: bool = False,
         backend: Backend = "auto",
+        precision: Precision = "full",
     ) -> None:
         name = type(self).__name__
         sizes = {"in_features": in_features, "out_features": out_features}
@@ -45,9 +52,10 @@ class _ParallelLinear(Module):
         for of, flag in {"bias": bias, "main_grad": main_grad}.items():
             require_bool(name, of, flag)
         choose_backend(name, backend, dict.fromkeys(BACKENDS))
+        require_one_of(name, "precision", precision, get_args(Precision))
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
-        self.main_grad, self.backend = main_grad, backend
+        self.main_grad, self.backend, self.precision = main_grad, backend, precision
         self.rank, self.ranks = ring_of(name, group)[1:3]
         if sizes[self._sharded] % self.ranks != 0:
             raise ValueError(
@@ -96,6 +104,7 @@ class _ParallelLinear(Module):
         own = f"{self.in_features}, {self.out_features}, ranks={self.ranks}"
         given: dict[str, tuple[object, object]] = {"bias": (self.bias is not None, True)}
         given |= {"main_grad": (self.main_grad, False), "backend": (self.backend, "auto")}
+        given |= {"precision": (self.precision, "full")}
         return ", ".join([own, *(f"{k}={x!r}" for k, (x, default) in given.items() if x != default)])
 
 
@@ -117,7 +126,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         in_features, out_features, bias, device, dtype: as of the whole `torch.nn.Linear`.
         group: the ranks, which share out_features evenly; None for all processes.
-        keep_gathered, backend: as of `all_gather_matmul`.
+        keep_gathered, backend, precision: as of `all_gather_matmul`.
         main_grad: backward adds the weight's gradient to `weight.main_grad`, a float32 tensor of its shape that you
             attach, and leaves `weight.grad` alone.
 
@@ -154,10 +163,12 @@ class ColumnParallelLinear(_ParallelLinear):
         keep_gathered: bool = False,
         main_grad: bool = False,
         backend: Backend = "auto",
+        precision: Precision = "full",
     ) -> None:
         require_bool("ColumnParallelLinear", "keep_gathered", keep_gathered)
         super().__init__(
-            in_features, out_features, group, bias, device, dtype, main_grad=main_grad, backend=backend
+            in_features, out_features, group, bias, device, dtype, main_grad=main_grad, backend=backend,
+            precision=precision,
         )  # fmt: skip
         self.keep_gathered = keep_gathered
 
@@ -170,12 +181,13 @@ class ColumnParallelLinear(_ParallelLinear):
         keep_gathered: bool = False,
         main_grad: bool = False,
         backend: Backend = "auto",
+        precision: Precision = "full",
     ) -> Self:
         """A layer with copies of this rank's part of the parameters of `linear`, and its training mode.
 
         Args:
             linear: a plain `torch.nn.Linear`, with the same parameters on every rank.
-            group, keep_gathered, main_grad, backend: as of the class.
+            group, keep_gathered, main_grad, backend, precision: as of the class.
 
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
@@ -192,6 +204,7 @@ class ColumnParallelLinear(_ParallelLinear):
             keep_gathered=keep_gathered,
             main_grad=main_grad,
             backend=backend,
+            precision=precision,
         )
         return made._take(of)
 
@@ -205,6 +218,7 @@ class ColumnParallelLinear(_ParallelLinear):
             keep_gathered=self.keep_gathered,
             weight_grad_out=self._grad_out(),
             backend=self.backend,
+            precision=self.precision,
         )
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
@@ -218,7 +232,7 @@ class RowParallelLinear(_ParallelLinear):
     Args:
         in_features, out_features, bias, device, dtype: as of the whole `torch.nn.Linear`.
         group: the ranks, which share in_features evenly; None for all processes.
-        main_grad, backend: as of `ColumnParallelLinear`.
+        main_grad, backend, precision: as of `ColumnParallelLinear`.
 
     Parameters are this rank's weight [out_features, in_features / n], columns r * in_features / n on, and the whole
     bias [out_features], the same on every rank; and so is the state_dict, under nn.Linear's names.  The ranks' weights
@@ -242,11 +256,13 @@ class RowParallelLinear(_ParallelLinear):
         *,
         main_grad: bool = False,
         backend: Backend = "auto",
+        precision: Precision = "full",
     ) -> Self:
         """As of `ColumnParallelLinear`."""
         of = _whole(cls.__name__, linear)
         sizes = of.in_features, of.out_features
-        made = cls(*sizes, group, _has_bias(of), "meta", of.weight.dtype, main_grad=main_grad, backend=backend)
+        options: dict[str, Any] = {"main_grad": main_grad, "backend": backend, "precision": precision}
+        made = cls(*sizes, group, _has_bias(of), "meta", of.weight.dtype, **options)
         return made._take(of)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -258,6 +274,7 @@ class RowParallelLinear(_ParallelLinear):
             bias=self.bias,
             weight_grad_out=self._grad_out(),
             backend=self.backend,
+            precision=self.precision,
         )
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types

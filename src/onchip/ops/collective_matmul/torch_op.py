@@ -6,7 +6,7 @@ the package's docstring.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from zlib import crc32
 
 import torch
@@ -16,7 +16,7 @@ from onchip.collectives import torch_symmetric as symmetric
 from onchip.collectives.problem import GATHER, SCATTER, check_shapes
 from onchip.collectives.torch_ring import Ring, blocks, check_alike, reduced, refusal, ring_of
 from onchip.core.backends import choose_backend
-from onchip.frontend.options import require_bool, shapes_of
+from onchip.frontend.options import require_bool, require_one_of, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
     accumulator,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("ring", "symmetric")
 Backend = Literal["auto", "ring", "symmetric"]
+Precision = Literal["full", "fp8"]
 
 
 def all_gather_matmul(
@@ -47,6 +48,7 @@ def all_gather_matmul(
     weight_grad_out: Tensor | None = None,  # [N, K] float32
     check_inputs: bool = False,
     backend: Backend = "auto",
+    precision: Precision = "full",
 ) -> Tensor:
     r"""The tokens of all ranks times this rank's weight, each block multiplied while the next one arrives.
 
@@ -71,6 +73,9 @@ def all_gather_matmul(
         backend: "ring" (PyTorch's own products and exchanges: gloo on the CPU, NCCL on GPUs), or "auto", which takes
             it.  "symmetric" is for bfloat16 and float16 on GPUs of one host that map each other's memory: copy engines
             push pieces of blocks, and a Triton kernel's tiles begin when their rows are there.
+        precision: "full", or "fp8": products of blockwise FP8 numbers, each rank's those of `fp8_linear`.  x and the
+            output's gradient travel quantised, with their scales, and partial sums in float32.  Of several ranks T/n,
+            with all leading dimensions, is a multiple of 128.  Not with keep_gathered, float64 or backend 'symmetric'.
 
     Returns:
         [T, N], or [T, ..., N], of x's dtype, under autocast of autocast's, to which x, weight and bias are cast first.
@@ -106,9 +111,9 @@ def all_gather_matmul(
     require_bool(GATHER, "keep_gathered", keep_gathered)
     call = _call(
         GATHER, {"x_shard": x_shard, "weight": weight, "bias": bias}, group, weight_grad_out, check_inputs, backend,
-        keep_gathered,
+        keep_gathered, precision,
     )  # fmt: skip
-    return GATHERED(call).out
+    return _run(GATHER, call, precision)
 
 
 def matmul_reduce_scatter(
@@ -120,6 +125,7 @@ def matmul_reduce_scatter(
     weight_grad_out: Tensor | None = None,  # [N, K] float32
     check_inputs: bool = False,
     backend: Backend = "auto",
+    precision: Precision = "full",
 ) -> Tensor:
     r"""The products of all ranks summed up, of which each gets its tokens: while one block is multiplied, sums travel.
 
@@ -136,7 +142,7 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's own, of x's dtype, any strides.  K may differ from rank to rank.
         group: the ranks, in whose order tokens are split; None for all processes.
         bias: [N] of x's dtype, the same on every rank: it is added once, to the sum.
-        weight_grad_out, check_inputs, backend: as of `all_gather_matmul`.
+        weight_grad_out, check_inputs, backend, precision: as of `all_gather_matmul`.
 
     Returns:
         [T/n, N], or [T/n, ..., N], of x's dtype, under autocast of autocast's.  The sum over ranks is in float32 and
@@ -165,8 +171,9 @@ def matmul_reduce_scatter(
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023); of backend
     "symmetric" Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024).
     """
-    call = _call(SCATTER, {"x": x, "weight": weight, "bias": bias}, group, weight_grad_out, check_inputs, backend)
-    return SCATTERED(call).out
+    named = {"x": x, "weight": weight, "bias": bias}
+    call = _call(SCATTER, named, group, weight_grad_out, check_inputs, backend, precision=precision)
+    return _run(SCATTER, call, precision)
 
 
 # ------------------------------------------------------------------------------------------------------- what both do
@@ -216,9 +223,11 @@ def _call(
     check_inputs: bool,
     backend: str,
     keep_gathered: bool = False,
+    precision: str = "full",
 ) -> Call:
     """The checked arguments of a public function; `named` are x, weight and bias."""
     require_bool(op, "check_inputs", check_inputs)
+    require_one_of(op, "precision", precision, get_args(Precision))
     tensors = require_tensors(op, named, ("bias",))
     check_kinds(op, tensors, integers=(), dtypes=LOSS_DTYPES)
     ring = ring_of(op, group)
@@ -227,29 +236,43 @@ def _call(
     check_weight_grad_out(op, weight_grad_out, weight)
     dtype = one_dtype(op, tensors)
     of_symmetric = "'auto' takes 'ring'" if backend == "auto" else symmetric.refusal(ring, x.device, dtype)
+    if precision != "full":
+        of_symmetric = f"precision={precision!r} has the ring alone; pass backend='ring'"
     chosen = choose_backend(op, backend, {"ring": refusal(ring, x.device), "symmetric": of_symmetric})
     ring = Ring(ring.group, ring.rank, ring.ranks, chosen)
-    of_x, of_weight = _cast(x, dtype), _cast(weight, dtype)
-    of_bias = None if bias is None else _cast(bias, dtype)
+    if precision == "full":  # the other quantises x and weight as they are
+        of_x, of_weight = _cast(x, dtype), _cast(weight, dtype)
+        of_bias = None if bias is None else _cast(bias, dtype)
+    else:
+        of_x, of_weight, of_bias = x, weight, bias
     grads = needed(x, weight, bias)
     # One rank has nobody to differ from.
     check = ring.ranks > 1 and (check_inputs or x.device.type == "cpu")
     return Call(x, weight, bias, of_x, of_weight, of_bias, weight_grad_out, ring, keep_gathered, check, grads)
 
 
+def _run(op: str, call: Call, precision: str) -> Tensor:
+    """The result."""
+    if precision == "fp8":
+        from onchip.ops.collective_matmul import torch_fp8
+
+        return torch_fp8.run(op, call)
+    return (GATHERED if op == GATHER else SCATTERED)(call).out
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.detach().to(dtype)
 
 
-def _agree(op: str, call: Call) -> None:
-    """Raise unless the ranks' calls go together."""
+def _agree(op: str, call: Any, more: str = "") -> None:
+    """Raise unless the ranks' calls go together; `more` is what else they say of theirs."""
     if call.check_inputs:
         x, n = call.cast_x, len(call.weight)
         sizes = f"{list(x.shape)}" if op == GATHER else f"{list(x.shape[:-1])} tokens, N={n}"
         needs = ", ".join(name for name, grad in zip(("x", "weight", "bias"), call.grads, strict=True) if grad)
         kept = ", keep_gathered" if call.keep_gathered else ""
         of_bias = "" if op == GATHER or call.cast_bias is None else f", a bias of checksum {_checksum(call.cast_bias)}"
-        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}{of_bias}"
+        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}{of_bias}{more}"
         check_alike(op, call.ring, said, x.device)
 
 
@@ -259,7 +282,7 @@ def _checksum(x: Tensor) -> str:
     return f"{crc32(copied.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-def _agree_on_gradients(op: str, kept: Kept, grad_out: Tensor, wanted: Wanted) -> None:
+def _agree_on_gradients(op: str, kept: Any, grad_out: Tensor, wanted: Wanted) -> None:
     """Raise unless the ranks want the same gradients, or some would wait for the others."""
     if kept.check_inputs:
         names = ", ".join(name for name, want in zip(("x", "weight", "bias"), wanted, strict=True) if want)
@@ -284,14 +307,15 @@ def _keeps_gathered(call: Call) -> bool:
     return call.keep_gathered and call.grads[1] and call.ring.ranks > 1
 
 
-def _weight_sum(kept: Kept, n: int, like: Tensor) -> Tensor:
+def _weight_sum(kept: Any, n: int, like: Tensor) -> Tensor:
     """Memory that the weight's gradient is added to: the caller's, or zeros in the dtype of sums."""
-    if kept.weight_grad_out is not None:
-        return kept.weight_grad_out
+    out: Tensor | None = kept.weight_grad_out
+    if out is not None:
+        return out
     return like.new_zeros((n, kept.k), dtype=accumulator(like.dtype))
 
 
-def _finished(kept: Kept, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None) -> Made:
+def _finished(kept: Any, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None) -> Made:
     """The gradients in their inputs' dtypes; None for a weight's that was added to the caller's memory."""
     grad_weight = None if kept.weight_grad_out is not None else grad_weight
     made = grad_x, grad_weight, grad_bias

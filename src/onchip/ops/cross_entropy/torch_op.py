@@ -162,7 +162,7 @@ def cross_entropy(
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
         vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
             `linear_cross_entropy`: each rank passes its columns of the logits, and the same of all else.  A DTensor
-            with Shard(-1) needs none.  Backend "torch" runs it.
+            with Shard(-1) needs none.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
@@ -261,8 +261,7 @@ def cross_entropy(
         target = following(target, ignore_index, torch.int64)
         token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
     weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, logits.dtype)
-    no_kernels = refusal(logits) if shards is None else "its logits' vocabulary is sharded; pass backend='torch'"
-    chosen = choose_torch_backend(OP, backend, logits.device, no_kernels)
+    chosen = choose_torch_backend(OP, backend, logits.device, refusal(logits))
     if inplace_backward:
         check_inplace(logits)
     call = Call(
@@ -276,7 +275,7 @@ def cross_entropy(
     if shards is None:
         out = OPERATORS[chosen](call).out
     else:
-        out = torch_shards.LOSS(torch_shards.ShardedCall(**vars(call), shards=shards)).out
+        out = torch_shards.LOSS(torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton")).out
     return (out.loss, out.stats()) if return_stats else out.loss
 
 

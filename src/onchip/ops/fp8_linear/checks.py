@@ -65,9 +65,9 @@ def plain_refusals(
         return jax_op.refusals(platform_of(device), options)
     import torch
 
-    from onchip.ops.fp8_linear import torch_op
+    from onchip.fp8 import torch_products
 
-    return torch_op.refusals(torch.device(device), options.grad_dtype)
+    return torch_products.refusals(torch.device(device), options.grad_dtype)
 
 
 def _call(

@@ -22,7 +22,7 @@ from onchip.fp8.torch_operands import (
     copies_of,
     quantizer,
 )
-from onchip.fp8.torch_products import multiply, scaled_mm_refusal, triton_refusal
+from onchip.fp8.torch_products import multiply, refusals
 from onchip.fp8.torch_quantize import operand
 from onchip.frontend.options import require_bool, require_one_of
 from onchip.frontend.torch_inputs import autocast_dtype, check_kinds, check_weight_grad_out, require_tensors
@@ -30,7 +30,6 @@ from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.ops.fp8_linear import spec
 
-_DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
 Backend = Literal["auto", "scaled_mm", "triton", "dequantize"]
 
@@ -194,16 +193,6 @@ def quantize_weight(weight: Tensor, *, scale: Scale = "float32", backend: Backen
         raise ValueError(f"{name}: weight must be [N, K] with N, K >= 1; got shape {list(weight.shape)}")
     chosen, wanted = _choose(name, backend, weight), "x" if torch.is_grad_enabled() else None
     return QuantizedWeight(weight, *copies_of(name, weight, scale, chosen, by_block=True, wanted=wanted), scale)
-
-
-def refusals(device: torch.device, grad_dtype: GradDtype = "e4m3") -> dict[str, str | None]:
-    """Why each backend, best first, can't serve a call on this device, or None."""
-    known = device.type in _DEVICES
-    return {
-        "scaled_mm": scaled_mm_refusal(device, grad_dtype),
-        "triton": triton_refusal(device),
-        "dequantize": None if known else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}",
-    }
 
 
 def _choose(op: str, backend: str, x: Tensor, grad_dtype: GradDtype = "e4m3") -> str:

@@ -18,7 +18,8 @@ from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, OfH
 OPTIONS = tuple(inspect.signature(LinearCrossEntropyLoss).parameters)
 # Whose forward hands all its arguments on to the module inside.
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
-
+# Where the hooks are from that styles of `parallelize_module` register.
+PLAN = "torch.distributed.tensor._api"
 
 # Classes of PEFT's: the module and the name.
 LORA = ("peft.tuners.lora.layer", "Linear")
@@ -177,13 +178,18 @@ class LMHead(Linear, Generic[Result]):
         Raises:
             TypeError: options without labels; a normalizer of 16 bits, as mixed precision's casts of a module's
                 arguments make it.
-            RuntimeError: the weight isn't here as a whole.
+            RuntimeError: the weight isn't here as a whole, or a plan has the head as PyTorch's `ColwiseParallel`.
             Else as `linear_cross_entropy`.
         """
         if labels is None:
             if options:
                 raise TypeError(f"LMHead: {', '.join(options)} can only be given with labels, as options of their loss")
             return super().forward(input)
+        if any(getattr(hook, "__module__", "") == PLAN for hook in self._forward_hooks.values()):
+            raise RuntimeError(
+                "LMHead: PyTorch's ColwiseParallel would take the loss for logits; plan the head as "
+                "onchip.integrations.parallelize.HeadParallel, with the same arguments"
+            )
         if not (options.get("vocab_group") is not None or is_dtensor(input)):
             _require_whole("LMHead", self.weight)
         normalizer = options.get("normalizer")

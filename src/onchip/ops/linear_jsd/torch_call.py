@@ -103,13 +103,17 @@ class Call(NamedTuple):
             return torch.zeros(self.shape, dtype=torch.int64, device=self.first.device), -1
         return self.target, self.options.ignore_index
 
-    def tokens(self, *, check: bool) -> Tokens:
-        """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for."""
+    def tokens(self, *, check: bool, compact: bool = True) -> Tokens:
+        """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for.
+
+        Without `compact` the CPU is a device as others.
+        """
         (target, ignore_index), options, op = self.targets(), self.options, self.options.op
         check_values = check and options.check_inputs
         chosen = select(
             op, "target", target, self.number, self.size, None,
             ignore_index=ignore_index, temperature=1.0, dtype=self.first.dtype, check_values=check_values,
+            compact=compact,
         )  # fmt: skip
         tokens = weighed(op, chosen, self.token_weight, options.reduction, self.normalizer, check_values=check_values)
         if check and self.indices is not None and (options.check_inputs or self.indices.device.type == "cpu"):

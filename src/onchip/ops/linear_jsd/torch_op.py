@@ -112,7 +112,7 @@ def linear_jsd(
             ranks of a process group, as of `linear_cross_entropy`: each rank passes its rows of both models' weights
             and biases, or its columns of teacher_logits.  hidden_layout is that of both models' hidden states; without
             a target, "sequence" is of their first dimension.  vocab_size stands for `vocab`.  Backend "torch" runs it,
-            without teacher_topk.
+            without teacher_topk; "triton" runs `jsd`.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
@@ -303,12 +303,15 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
         student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    reason = triton_op.refusal(call) if shards is None else "its vocabulary is sharded; pass backend='torch'"
+    reason = triton_op.refusal(call)
+    if shards is not None and any(model.hidden is not None for model in call.models):
+        reason = "linear_jsd has no kernels for a sharded vocabulary; pass backend='torch', or jsd the logits"
     chosen = choose_torch_backend(op, given["backend"], first.device, reason)
     if shards is not None:
         call = call._replace(size=shards.rows, stash=False)
-        memory.PLANNER.require(call.problem(), "", options.scratch_bytes)
-        return torch_shards.OPERATORS[op](torch_shards.ShardedCall(call, shards)).loss
+        sharded = torch_shards.ShardedCall(call, shards, chosen == "triton")
+        torch_shards.require_scratch(sharded)
+        return torch_shards.OPERATORS[op](sharded).loss
     if chosen == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs

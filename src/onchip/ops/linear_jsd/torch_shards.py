@@ -10,7 +10,7 @@ equal it is exactly 0.  Between them m = (1 - beta) s + beta t needs both log-su
 shards' terms, in one all-gather more.  Backward walks again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from onchip.frontend.options import LossOptions
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_jsd import memory
+from onchip.ops.linear_jsd import memory, triton_memory
 from onchip.ops.linear_jsd.divergence import difference, divergence, mixture_terms
 from onchip.ops.linear_jsd.memory import BLOCKS
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
@@ -30,16 +30,25 @@ from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Asked, Running
 from onchip.vocab.torch.tiles import Tokens, spans
 
+# A shard that weighs less has probabilities that are 0 in float32, and no mean.
+TINY = 1e-30
+
 
 class ShardedCall(NamedTuple):
     """The arguments of an operator, this rank's; the call's own size is that of its shard."""
 
     call: Call
     shards: Shards
+    kernels: bool  # whether ranks run kernels, which take ignored tokens too
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without."""
+        return self.kernels and self.shards.rows > 0
 
     def tokens(self, *, check: bool) -> Tokens:
         """Those that count, with labels of the whole vocabulary."""
-        return self.call._replace(size=self.shards.vocab).tokens(check=check)
+        return self.call._replace(size=self.shards.vocab).tokens(check=check, compact=not self.kernels)
 
     def local(self) -> Call:
         """With the hidden states of all tokens, and without padding."""
@@ -96,22 +105,28 @@ def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
     return spans(stop - start, -(-(stop - start) // BLOCKS))
 
 
-def _forward(sharded: ShardedCall) -> Outputs:
-    shards, call, options = sharded.shards, sharded.local(), sharded.call.options
-    if options.check_inputs:
-        sizes = [(x.shape, x.dtype) for x in (call.student.hidden, call.teacher.hidden) if x is not None]
-        values = (call.target, call.token_weight, call.normalizer)
-        parallel.require_agreement(options.op, _Agreed(options, shards, call.grads), (sizes, call.shape), *values)
-    tokens = sharded.tokens(check=True)
-    here = parallel.of_shard(tokens, shards)
+def require_scratch(sharded: ShardedCall) -> None:
+    """Raise where scratch_bytes is too small."""
+    if not sharded.runs_kernels:
+        memory.PLANNER.require(sharded.call.problem(), "", sharded.call.options.scratch_bytes)
+    else:
+        p = sharded.local().problem(kernels=True)
+        triton_memory.PLANNER.require(p, "", sharded.call.options.scratch_bytes)
+
+
+def _softmaxes(sharded: ShardedCall, call: Call, here: Tokens) -> list[Tensor]:
+    """What a shard knows by itself, [n] each: both models' log-sum-exps; at the ends of beta the divergence; with hard
+    labels the student's log-sum-exp at temperature 1, and the label's log-probability, 0 if it is elsewhere."""
+    shards, options = sharded.shards, sharded.call.options
+    if sharded.runs_kernels:
+        from onchip.ops.linear_jsd import triton_shards
+
+        return triton_shards.softmaxes(call, here)
     models = [model_of(call, who, (False,) * 4, here) for who in (0, 1)]
     tau, beta, hard = options.temperature, options.beta, options.hard_weight > 0
-
-    def empty() -> Tensor:
-        return torch.empty_like(tokens.weight)
-
     ends = beta in (0, 1)
-    lses, own, running = [empty(), empty()], empty(), Running.empty(here.ids, tokens.dtype)
+    lses, own = [torch.empty_like(here.weight) for _ in range(2)], torch.empty_like(here.weight)
+    running = Running.empty(here.ids, here.dtype)
     for start, stop, z, u in _rows(call, here, models):
         for b0, b1 in _blocks(start, stop):
             t = slice(start + b0, start + b1)
@@ -124,11 +139,52 @@ def _forward(sharded: ShardedCall) -> Outputs:
         if hard and shards.rows > 0:
             running.part(start, stop).absorb(z, 0, here.ids[start:stop], Asked(), None)
     sent = [*lses, *([own] if ends else [])]
-    if hard:
-        sent += [running.lse, torch.where(here.ids >= 0, running.log_prob, 0)[:, 0]]
+    return [*sent, running.lse, torch.where(here.ids >= 0, running.log_prob, 0)[:, 0]] if hard else sent
+
+
+def _sums_of_terms(
+    sharded: ShardedCall, call: Call, here: Tokens, log_shares: Sequence[Tensor], student: Tensor, teacher: Tensor
+) -> list[Tensor]:
+    """Of the mixture, given both models' log-sum-exps over the whole vocabulary, and how far the shard's lie below:
+    this shard's part of the divergence, and of its derivatives by log s and log t, [n] each."""
+    if sharded.runs_kernels:
+        from onchip.ops.linear_jsd import triton_shards
+
+        return triton_shards.sums_of_terms(call, here, log_shares, student, teacher)
+    models = [model_of(call, who, (False,) * 4, here) for who in (0, 1)]
+    tau, beta = call.options.temperature, call.options.beta
+    value, *means = (torch.empty_like(here.weight) for _ in range(3))
+    for start, stop, z, u in _rows(call, here, models):
+        for b0, b1 in _blocks(start, stop):
+            t = slice(start + b0, start + b1)
+            log_probs = z[b0:b1] / tau - student[t, None], u[b0:b1] / tau - teacher[t, None]
+            terms = _terms(*log_probs, beta)
+            value[t] = (terms[0] + terms[1]).clip(min=0).sum(1)
+            for mean, x, log_p in zip(means, terms, log_probs, strict=True):
+                mean[t] = x.sum(1) / log_p.exp_().sum(1)
+    return [value, *(weighed_by_share(mean, of) for mean, of in zip(means, log_shares, strict=True))]
+
+
+def weighed_by_share(mean: Tensor, log_share: Tensor) -> Tensor:
+    """What a shard adds to a mean over the vocabulary's softmax, of its mean by the probabilities as they are: where
+    both models are certain, all of a gradient cancels."""
+    share = log_share.exp()
+    return torch.where(share < TINY, 0, share * mean)
+
+
+def _forward(sharded: ShardedCall) -> Outputs:
+    shards, call, options = sharded.shards, sharded.local(), sharded.call.options
+    if options.check_inputs:
+        sizes = [(x.shape, x.dtype) for x in (call.student.hidden, call.teacher.hidden) if x is not None]
+        values = (call.target, call.token_weight, call.normalizer)
+        parallel.require_agreement(options.op, _Agreed(options, shards, call.grads), (sizes, call.shape), *values)
+    tokens = sharded.tokens(check=True)
+    here = parallel.of_shard(tokens, shards)
+    beta, hard = options.beta, options.hard_weight > 0
+    sent = _softmaxes(sharded, call, here)
     found = parallel.gather(options.op, shards, sent, check_values=options.check_inputs)
     (student, log_s), (teacher, log_t) = (parallel.log_sum(x) for x in found.numbers[:2])
-    if ends:
+    if beta in (0, 1):
         # Of a shard that one of the models gives nothing the weights say all.
         own = found.numbers[2].masked_fill((log_s == -torch.inf) | (log_t == -torch.inf), 0)
         weights = (log_t if beta == 0 else log_s).exp()
@@ -136,13 +192,8 @@ def _forward(sharded: ShardedCall) -> Outputs:
         value = divergence(ARRAYS, log_s.T, log_t.T, beta, (False, False)).value + within
         by_student = by_teacher = value
     else:
-        parts = [empty() for _ in range(3)]
-        for start, stop, z, u in _rows(call, here, models):
-            for b0, b1 in _blocks(start, stop):
-                t = slice(start + b0, start + b1)
-                by_s, by_t = _terms(z[b0:b1] / tau - student[t, None], u[b0:b1] / tau - teacher[t, None], beta)
-                for part, x in zip(parts, ((by_s + by_t).clip(min=0), by_s, by_t), strict=True):
-                    part[t] = x.sum(1)
+        rank = parallel.group_of(shards).rank()
+        parts = _sums_of_terms(sharded, call, here, (log_s[rank], log_t[rank]), student, teacher)
         more = parallel.gather(options.op, shards, parts, check_values=options.check_inputs)
         value, by_student, by_teacher = (x.sum(0) for x in more.numbers)
     losses, hard_lse, hard_log_prob = value * options.soft_factor, None, None
@@ -183,6 +234,12 @@ def _derivatives(ls: Tensor, lt: Tensor, beta: float, by_student: Tensor, by_tea
     return torch.where(s == 0, 0, -s * d) - s * by_student, t - s
 
 
+def _padded(gradient: Tensor, logits: Tensor) -> Tensor:
+    """With zeros for the columns that are padding."""
+    missing = logits.shape[-1] - gradient.shape[-1]
+    return torch.nn.functional.pad(gradient, (0, missing)) if missing else gradient
+
+
 def _fake(sharded: ShardedCall) -> Outputs:
     call = sharded.call
 
@@ -206,6 +263,11 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     here = parallel.of_shard(tokens, shards)
     row = tokens.weight * tokens.inverse_count
     row = row * (tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss)
+    if kept.sharded.runs_kernels:
+        from onchip.ops.linear_jsd import triton_shards
+
+        own, parameters = triton_shards.gradients(call, here, kept.known, row, wanted), kept.sharded.call.parameters
+        return [None if x is None or of is None else _padded(x, of) for x, of in zip(own, parameters, strict=True)]
     models = [model_of(call, who, wanted[4 * who : 4 * who + 4], here) for who in (0, 1)]
     student, teacher, by_student, by_teacher = (tokens.take(x)[:, None] for x in kept.known[:4])
     factor, waits = options.soft_factor / tau, list[Callable[[], Tensor] | None]([None, None])
@@ -244,8 +306,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             hidden = (wait or parallel.start_sum(shards, hidden))()
         logits = None
         if made.logits is not None and model.logits is not None:
-            missing = model.logits.shape[-1] - made.logits.shape[-1]
-            logits = torch.nn.functional.pad(made.logits, (0, missing)) if missing else made.logits
+            logits = _padded(made.logits, model.logits)
         gradients += [hidden, made.weight, made.bias, logits]
     return [
         None if x is None or not want or of is None else x.to(of.dtype)

@@ -368,7 +368,7 @@ def divergence_rows(
     student_gradient,  # Gradient
     teacher_gradient,  # Gradient
     stats,  # [STATS, T] float32 in or out
-    loss,  # [T] float32 out, by token; with it `stats` is made, else used
+    loss,  # [T] float32 out, by token; with it `stats` is made, or with KNOWN added to, else used
     order,  # [T] int32: the token of a position
     count,  # [1] int32
     label,  # [T] int32: -1 if it is out of range
@@ -393,10 +393,15 @@ def divergence_rows(
     TEACHER_MEAN: tl.constexpr,
     STUDENT_SCALED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr,
+    TERMS: tl.constexpr,
+    KNOWN: tl.constexpr,
     TILES: tl.constexpr,
     PAD: tl.constexpr,
 ):
     """Losses and statistics, and the logits' gradients, of one token per program.
+
+    Where these logits are a shard of the vocabulary, a launch without TERMS makes their own softmax alone, and one with
+    KNOWN, given the whole vocabulary's, their part of the loss and their own means.
 
     Gradients are multiplied by their row's factor, or without one by what suits float16 (SCALED).  Those in tiles are 0
     for the positions up to a whole block, PAD: products read them.
@@ -420,8 +425,13 @@ def divergence_rows(
         student_row, s_step, s_within = _addresses(student, i, token, tile_rows, first_tile, TILES)
         teacher_row, t_step, t_within = _addresses(teacher, i, token, tile_rows, first_tile, TILES)
         if loss is not None:
-            s_max, s_log, s_others = _sums(student, i, token, V, y, tiles, inverse_temperature, HARD, TILES)
-            t_max, t_log, _others = _sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
+            if KNOWN:
+                s_max, s_log, _mean, _inverse = _load_model(stats + STUDENT * T + at, T)
+                t_max, t_log, _mean, _inverse = _load_model(stats + TEACHER * T + at, T)
+                s_others = s_max * 0
+            else:
+                s_max, s_log, s_others = _sums(student, i, token, V, y, tiles, inverse_temperature, HARD, TILES)
+                t_max, t_log, _others = _sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
             losses = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
             by_ss = losses
             by_ts = losses
@@ -429,7 +439,7 @@ def divergence_rows(
             ts = losses
             s_bounds = losses
             t_bounds = losses
-            for block in range(blocks):
+            for block in range(blocks if TERMS else 0):
                 j = block * TILES + lane
                 v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
                 log_s, _z = _log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
@@ -452,9 +462,9 @@ def divergence_rows(
             s_mean = value * 0
             t_mean = value * 0
             # Over the sums of the probabilities as they are: where both models are certain, all of a gradient cancels.
-            if STUDENT_MEAN:
+            if STUDENT_MEAN and TERMS:
                 s_mean = tl.where(value == float("inf"), value, tl.sum(by_ss, 0) / tl.sum(ss, 0))
-            if TEACHER_MEAN:
+            if TEACHER_MEAN and TERMS:
                 t_mean = tl.where(value == float("inf"), value, tl.sum(by_ts, 0) / tl.sum(ts, 0))
             # A gradient is at most (1 + |mean|) times the largest of |by_s| and s.
             soft = soft_weight * inverse_temperature

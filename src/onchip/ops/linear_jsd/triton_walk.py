@@ -156,8 +156,9 @@ def divergence(
     loss: Tensor | None = None,  # [T] float32 out, by token: with it statistics are made, else used
     token_weight: Tensor | None = None,  # [T] float32
     row_scale: Tensor | None = None,  # [T] float32, by position
+    **more: Any,
 ) -> Launch:
-    """Losses of some positions, and their logits' gradients."""
+    """Losses of some positions, and their logits' gradients; `more` are arguments in the place of the call's."""
     call, options, beta = pair.call, pair.call.options, pair.call.options.beta
     models = {**pair.given, **made}
     arguments: dict[str, Any] = {}
@@ -195,11 +196,13 @@ def divergence(
         "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value,
         "EVEN": beta == 0.5,
         "HARD": options.hard_weight > 0,
+        "TERMS": True,
+        "KNOWN": False,
         "TILES": _TILES,
         "PAD": pad,
     }
     registers = _REGISTERS[max(x.numbers.element_size() for x in models.values())]
-    return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments, _WARPS, registers=registers)
+    return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments | more, _WARPS, registers=registers)
 
 
 @lru_cache(maxsize=64)

@@ -31,14 +31,15 @@ class RowsCall(NamedTuple):
         """No product reads the gradient."""
         return torch.float32
 
-    def tokens(self, *, check_values: bool, compact: bool = True) -> Ids:
-        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there."""
+    def tokens(self, *, check_values: bool, compact: bool = True, vocab: int | None = None) -> Ids:
+        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there.  Ids are
+        of `vocab` entries, by default the logits'."""
         return tiles.select(
             LOGITS_OP,
             "ids",
             self.ids,
             self.number,
-            self.logits.shape[-1],
+            self.logits.shape[-1] if vocab is None else vocab,
             self.token_temperature,
             ignore_index=self.options.ignore_index,
             temperature=self.options.temperature,

@@ -22,7 +22,7 @@ from onchip.frontend.torch_inputs import (
     product_dtype,
     temperature_tensor,
 )
-from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
+from onchip.frontend.torch_parallel import HiddenLayout, OfShardedLogits, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
@@ -102,6 +102,18 @@ class Either(Keywords, total=False):
     top1: bool
     mean_logits: bool
     log_sum_sq_probs: bool
+
+
+class JustLogProbOfLogits(JustLogProb, OfShardedLogits, total=False):
+    """Of logits that exist."""
+
+
+class MoreOfLogits(More, OfShardedLogits, total=False):
+    """Of logits that exist."""
+
+
+class EitherOfLogits(Either, OfShardedLogits, total=False):
+    """Of logits that exist."""
 
 
 class JustLogProbOfHead(JustLogProb, OfShards, total=False):

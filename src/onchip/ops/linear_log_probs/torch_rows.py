@@ -8,20 +8,22 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
+from onchip.frontend.torch_parallel import Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_log_probs import spec, triton_rows
+from onchip.ops.linear_log_probs import rows_shards, spec, triton_rows
 from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_op import (
-    Either,
-    JustLogProb,
+    EitherOfLogits,
+    JustLogProbOfLogits,
     LogProbs,
-    More,
+    MoreOfLogits,
     TorchOutputs,
     asked_by,
     gradient_by_outputs,
@@ -39,11 +41,11 @@ BACKENDS = ("triton", "torch")
 
 
 @overload
-def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[JustLogProb]) -> Tensor: ...
+def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[JustLogProbOfLogits]) -> Tensor: ...
 @overload
-def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[More]) -> LogProbs: ...
+def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[MoreOfLogits]) -> LogProbs: ...
 @overload
-def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[Either]) -> Tensor | LogProbs: ...
+def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[EitherOfLogits]) -> Tensor | LogProbs: ...
 @repeatable
 def log_probs(
     logits: Tensor,  # [..., V]
@@ -61,6 +63,9 @@ def log_probs(
     check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor | LogProbs:
     """Log-probabilities of given ids under the softmax of logits that exist already, in little memory beside them.
 
@@ -84,6 +89,9 @@ def log_probs(
             least what a useful chunk of rows needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
             own operations) or "auto": the first of these that can run the call.
+        vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
+            `linear_cross_entropy`: each rank passes its columns of the logits, and the same of all else.  A DTensor
+            with Shard(-1) needs none.
 
     Returns:
         log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as of `linear_log_probs`.
@@ -113,9 +121,14 @@ def log_probs(
 
     Source: the gradient from the log-sum-exp alone, as in Liger Kernel (arXiv:2410.10989).
     """
+    sharding, shards = Sharding(vocab_group, vocab_start, vocab_size), None
+    if sharding.there({"logits": logits}):
+        parts, shards = localized(LOGITS_OP, sharding, {"logits": logits}, {}, last=("logits",))
+        logits = parts["logits"]
     token_temperature = temperature_tensor(LOGITS_OP, temperature)
     tensors = check_tensors(LOGITS_OP, logits=logits, ids=ids, temperature=token_temperature)
-    spec.check_logits_shapes(shapes_of(tensors))
+    shapes = shapes_of(tensors)
+    spec.check_logits_shapes(shapes if shards is None else shards.whole(shapes, ("logits",), dim=-1))
     options = LogitsOptions(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -130,7 +143,10 @@ def log_probs(
         scratch_bytes=scratch_in_bytes(LOGITS_OP, scratch_bytes, logits.numel()),
     )
     chosen = choose_torch_backend(LOGITS_OP, backend, logits.device, refusal(logits))
-    return returned(options, OPERATORS[chosen](RowsCall(logits, ids, token_temperature, options, needed(logits))).out)
+    call = RowsCall(logits, ids, token_temperature, options, needed(logits))
+    if shards is not None:
+        return returned(options, rows_shards.LOG_PROBS(rows_shards.ShardedCall(call, shards, chosen == "triton")).out)
+    return returned(options, OPERATORS[chosen](call).out)
 
 
 # ------------------------------------------------------------------------------------------------- registered operator

@@ -82,6 +82,7 @@ def log_probs(
     entropy,
     mean,  # of the logits under their softmax, with the entropy
     top1,  # [T] int64 out: the first largest logit; -1 for such tokens, and where all logits are -inf
+    top_out,  # [T] float32 out: the largest x
     mean_logits,  # [T] float32 out: their plain mean
     log_sum_sq_probs,  # [T] float32 out: log(sum(p**2))
     T,
@@ -114,6 +115,8 @@ def log_probs(
                 tl.store(mean + row, 0.0)
             if top1 is not None:
                 tl.store(top1 + row, tl.cast(-1, tl.int64))
+            if top_out is not None:
+                tl.store(top_out + row, 0.0)
             if mean_logits is not None:
                 tl.store(mean_logits + row, 0.0)
             if log_sum_sq_probs is not None:
@@ -174,6 +177,8 @@ def log_probs(
             if top1 is not None:
                 column = tl.min(tl.where(top == best, columns, _NO_COLUMN), 0)
                 tl.store(top1 + row, tl.where(column == _NO_COLUMN, -1, column).to(tl.int64))
+            if top_out is not None:
+                tl.store(top_out + row, best)
             if mean_logits is not None:
                 tl.store(mean_logits + row, (reference + tl.sum(offsets, 0) / V) * k)
             if log_sum_sq_probs is not None:

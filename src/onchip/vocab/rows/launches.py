@@ -31,7 +31,7 @@ def layout_refusal(name: str, x: Tensor) -> str | None:
 def launch_rows(
     kernel: str,
     logits: Tensor,  # [..., V]
-    out: Tensor | None,  # [..., V]: the gradient, contiguous, or `logits`
+    out: Tensor | None,  # [..., V]: the gradient, contiguous but for padding of its rows, or `logits`
     target: Tensor,  # [...]
     token_weight: Tensor | None,  # [...]
     token_temperature: Tensor | None,  # [...] or []
@@ -61,7 +61,11 @@ def launch_rows(
         "class_total": None if class_weight is None else class_weight.sum(),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "target_logit": None,
+        "top_out": None,
+        "uniform": None,
         "terms_out": None,
+        "start": None,
+        "whole": None,
         "out": out,
         "T": tokens,
         "V_units": vocab // unit,
@@ -161,6 +165,7 @@ def launch_ids(
         "ids": ids,
         "kept": (ids != options.ignore_index).any(1).to(torch.int32),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
+        "top_out": None,
         "out": out,
         "T": tokens,
         "K": several,
@@ -195,7 +200,8 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
     """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
     vocab = logits.shape[-1]
     inner, outer, row = rows_of(logits)
-    out_outer, out_inner = (outer, row) if out is logits else (inner * vocab, vocab)
+    width = vocab if out is None or out.ndim < 2 else out.stride(-2)  # more than V where columns are padding
+    out_outer, out_inner = (outer, row) if out is logits else (inner * width, width)
     return inner, {"logits_outer": outer, "logits_inner": row, "out_outer": out_outer, "out_inner": out_inner}
 
 

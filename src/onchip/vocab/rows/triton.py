@@ -151,6 +151,8 @@ def losses(
     entropy,
     correct,  # [T] bool out
     argmax,  # [T] int64 out; -1 for ignored tokens
+    top_out,  # [T] float32 out: the largest x, with the entropy
+    uniform,  # [T] float32 out: the mean of lse - z, weighed by class, with SMOOTHING
     out,  # [T, V] out: gradient of the reduced loss, contiguous
     terms_out,  # [5, T] float32 out: what the gradient is made with; see `_store_terms`
     T,
@@ -194,6 +196,10 @@ def losses(
                 tl.store(entropy + row, 0.0)
                 tl.store(correct + row, False)
                 tl.store(argmax + row, -1)
+            if top_out is not None:
+                tl.store(top_out + row, 0.0)
+            if uniform is not None:
+                tl.store(uniform + row, 0.0)
             if terms_out is not None:
                 # exp2(z - inf) is 0, without a mask for each of the logits.
                 _store_terms(terms_out + row, T, outer_scale * LOG2E, float("inf"), 0.0, 0.0, 0.0)
@@ -265,7 +271,10 @@ def losses(
                     stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
                     offset -= squash(stored, inner_scale) - reference
                 share = 1.0 if of_all is None else of_all / V
-                value += label_smoothing * (log_total * share - (offset / V + (reference - lead) * share) * k)
+                of_uniform = log_total * share - (offset / V + (reference - lead) * share) * k
+                value += label_smoothing * of_uniform
+                if uniform is not None:
+                    tl.store(uniform + row, of_uniform)
             weight = 1.0
             if token_weight is not None:
                 weight = tl.load(token_weight + row)
@@ -278,6 +287,8 @@ def losses(
                 leads = good & ((x_y > best) | ((x_y == best) & (y < other)))
                 tl.store(correct + row, leads & (row_lse == row_lse))
                 tl.store(argmax + row, tl.where(leads, y, other).to(tl.int64))
+            if top_out is not None:
+                tl.store(top_out + row, lead)
 
             if (out is not None) or (terms_out is not None):
                 row_factor = weight / tl.load(divisor) * logit_scale
@@ -334,6 +345,8 @@ def gradients(
     lse,  # [T] float32
     log_prob,  # [T] float32
     grad_loss,  # [T] float32 with PER_TOKEN, else []
+    start,  # the logits are these columns and those after it, of a vocabulary of `whole`; None: all of it
+    whole,
     out,  # [T, V] out, which may be `logits`
     T,
     V_units,
@@ -359,8 +372,17 @@ def gradients(
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradient of each row of logits, of zeros for ignored tokens."""
+    """The gradient of each row of logits, of zeros for ignored tokens.
+
+    With `start`, targets and class weights are of the whole vocabulary.
+    """
     V = V_units * UNIT
+    vocab = V
+    of_columns = class_weight
+    if start is not None:
+        vocab = whole
+        if class_weight is not None:
+            of_columns = class_weight + start
     upstream = tl.load(grad_loss)
     rows = T
     if UNLESS_ONE:
@@ -372,8 +394,11 @@ def gradients(
         if label == ignore_index:
             clear_row(into, out_stride, loops, V, TILE, LANES, UNIT)
         else:
-            good = (label >= 0) & (label < V)
-            y = tl.where(good, label, -1).to(tl.int32)
+            good = (label >= 0) & (label < vocab)
+            column = label
+            if start is not None:
+                column = label - start
+            y = tl.where(good, column, -1).to(tl.int32)
             k = outer_scale
             row_factor = logit_scale / tl.load(divisor)
             if temperature is not None:
@@ -386,10 +411,10 @@ def gradients(
             row_factor = tl.where(good, row_factor, float("nan"))
             of_class, of_all = None, None
             if class_weight is not None:
-                of_class, of_all = tl.load(class_weight + tl.maximum(y, 0)), tl.load(class_total)
+                of_class, of_all = tl.load(class_weight + tl.where(good, label, 0)), tl.load(class_total)
             terms = gradient_terms(
-                tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, label_smoothing, z_loss, V,
-                SMOOTHING,
+                tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, label_smoothing, z_loss,
+                vocab, SMOOTHING,
             )  # fmt: skip
             k2 = k * LOG2E
             for i in tl.range(0, loops, num_stages=STAGES):
@@ -403,7 +428,7 @@ def gradients(
                     y,
                     k2,
                     inner_scale,
-                    class_weight,
+                    of_columns,
                     terms,
                     TILE,
                     LANES,
@@ -422,7 +447,7 @@ def gradients(
                 y,
                 k2,
                 inner_scale,
-                class_weight,
+                of_columns,
                 terms,
                 TILE,
                 LANES,

@@ -22,19 +22,11 @@ from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
-# In place of ids: of one that another shard has, one that is ignored, and one that no shard has.
-ELSEWHERE, IGNORED, BAD = -1, -2, -3
-
 
 def of_shard(call: Any) -> Any:
     """The call of this rank's shard, with ids as it numbers them."""
-    shards: Shards = call.shards
-    ids = call.ids.to(torch.int64)
-    here = ids - shards.start
-    here = here.masked_fill((here < 0) | (here >= shards.rows), ELSEWHERE)
-    here = here.masked_fill((ids < 0) | (ids >= shards.vocab), BAD)
-    here = here.masked_fill(ids == call.options.ignore_index, IGNORED)
-    return replace(parallel.local(call), ids=here, options=replace(call.options, ignore_index=IGNORED))
+    here = parallel.ids_for_kernels(call.ids, call.shards, call.options.ignore_index)
+    return replace(parallel.local(call), ids=here, options=replace(call.options, ignore_index=parallel.IGNORED))
 
 
 def _run(mine: Any, saved: Saved, class_weight: Tensor | None, out: Tensor | None = None) -> Any:
@@ -42,7 +34,7 @@ def _run(mine: Any, saved: Saved, class_weight: Tensor | None, out: Tensor | Non
     shards: Shards = mine.shards
     part = parallel.class_weight_of_shard(class_weight, shards)
     run = setup.make_run(mine, mine.options, saved.vectors, out, part)
-    return replace(run, whole_vocab=shards.vocab, elsewhere=ELSEWHERE)
+    return replace(run, whole_vocab=shards.vocab, elsewhere=parallel.ELSEWHERE)
 
 
 def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, Saved]:

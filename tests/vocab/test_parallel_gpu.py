@@ -1,0 +1,124 @@
+"""A sharded vocabulary on CUDA devices: two ranks that share one by gloo, and a CUDA graph over NCCL."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+
+from onchip.torch import cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
+from sharded import cut, leaf, same_bits, spawn
+from shared import capture, without_synchronisation
+
+pytestmark = pytest.mark.gpu
+TOKENS, HIDDEN, VOCAB = 700, 256, 5003
+OPTIONS = {
+    "plain": {},
+    "everything": {"softcap": 9.0, "label_smoothing": 0.1, "z_loss": 1e-3, "temperature": 0.7, "return_stats": True},
+    "none": {"reduction": "none", "logit_scale": 0.5},
+}
+
+
+def layer(dtype=torch.bfloat16):
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(n, HIDDEN, device="cuda", generator=g) for n in (TOKENS, VOCAB))
+    target = torch.randint(VOCAB, (TOKENS,), device="cuda", generator=g)
+    target[::7] = -100
+    return (hidden / 4).to(dtype), weight.to(dtype), target
+
+
+def values(made):
+    """The tensors of an output."""
+    return [made] if isinstance(made, torch.Tensor) else [y for x in made if x is not None for y in values(x)]
+
+
+def near(got, expected, bound, what):
+    for a, b in zip(got, expected, strict=True):
+        if a.is_floating_point():
+            error = (a.double() - b.double()).norm() / b.double().norm()
+            assert error <= bound, (what, float(error))
+        else:
+            assert (a == b).float().mean() > 0.99, what  # two logits may be as large
+
+
+def of_logits(rank, ranks):
+    """By kernels, against PyTorch's operations on all of the vocabulary."""
+    hidden, weight, target = layer(torch.float32)
+    logits = linear(hidden, weight)
+    for sizes in ([2600, 2403], [1, 5002], [VOCAB, 0]):
+        own = cut(sizes, rank)
+        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
+        for name, options in OPTIONS.items():
+            whole, mine = leaf(logits), leaf(logits[:, own])
+            expected = values(cross_entropy(whole, target, backend="torch", **options))
+            got = values(cross_entropy(mine, target, **options, **given))
+            same_bits(*got)
+            near(got, expected, 1e-5, name)
+            expected[0].sum().backward(), got[0].sum().backward()
+            if mine.numel():
+                near([mine.grad], [whole.grad[:, own]], 1e-5, name)
+        several = torch.stack([target, target.flip(0)], 1)
+        for op, more, options in (
+            (log_probs, (several,), {"entropy": True, "top1": True, "softcap": 9.0}),
+            (jsd, (logits.flip(0),), {"beta": 0.0, "target": target, "hard_weight": 0.2}),
+            (jsd, (logits.flip(0),), {"beta": 0.4, "temperature": 2.0}),
+        ):
+            whole, mine = leaf(logits), leaf(logits[:, own])
+            expected = values(op(whole, *more, backend="torch", **options))
+            got = values(op(mine, *(x[:, own] if op is jsd else x for x in more), **options, **given))
+            same_bits(*got)
+            near(got, expected, 1e-5, op.__name__)
+            expected[0].sum().backward(), got[0].sum().backward()
+            if mine.numel():
+                near([mine.grad], [whole.grad[:, own]], 2e-5, op.__name__)
+
+
+def of_hidden_states(rank, ranks):
+    hidden, weight, target = layer()
+    for sizes in ([2600, 2403], [256, 4747]):
+        own = cut(sizes, rank)
+        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
+        for op, options in ((linear_cross_entropy, OPTIONS["everything"]), (linear_log_probs, {"entropy": True})):
+            whole, mine = [leaf(x.float()) for x in (hidden, weight)], [leaf(hidden), leaf(weight[own])]
+            expected = values(op(*whole, target, backend="torch", **options))
+            got = values(op(*mine, target, **options, **given))
+            same_bits(*got)
+            near(got, expected, 5e-3, op.__name__)
+            expected[0].sum().backward(), got[0].sum().backward()
+            near([x.grad for x in mine], [whole[0].grad, whole[1].grad[own]], 1e-2, op.__name__)
+
+
+def test_two_ranks_of_one_device(tmp_path):
+    spawn(tmp_path, 2, {check.__name__: check for check in (of_logits, of_hidden_states)}, timeout=300)
+
+
+def over_nccl(rank, ranks):
+    """Nothing synchronises, and a captured step follows its data."""
+    group = dist.new_group(backend="nccl")
+    hidden, weight, target = layer()
+    h, w = leaf(hidden), leaf(weight)
+    logits = linear(hidden, weight).requires_grad_()
+
+    def of_layer():
+        loss = linear_cross_entropy(h, w, target, vocab_group=group, z_loss=1e-3, backend="triton")
+        return dict(zip("lhw", (loss.detach(), *torch.autograd.grad(loss, (h, w))), strict=True))
+
+    def of_rows():
+        loss = cross_entropy(logits, target, vocab_group=group, label_smoothing=0.1, backend="triton")
+        return dict(zip("lx", (loss.detach(), *torch.autograd.grad(loss, logits)), strict=True))
+
+    for step in (of_layer, of_rows):
+        step()  # which makes NCCL's communicator
+        without_synchronisation(step)
+        graph, captured = capture(step)
+        with torch.no_grad():
+            for x in (h, w, logits):
+                x.mul_(-1.5)
+            target[::3] = -100
+        graph.replay()
+        expected = step()
+        for name, x in captured.items():
+            assert torch.equal(x, expected[name]), (step.__name__, name)
+
+
+def test_a_cuda_graph_over_nccl(tmp_path):
+    spawn(tmp_path, 1, {"over_nccl": over_nccl}, timeout=300)
