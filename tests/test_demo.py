@@ -1,6 +1,7 @@
 """`onchip demo`: corpus and tokenizer, options, a tiny run and what it writes."""
 
 import functools
+import html
 import inspect
 import io
 import json
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +31,10 @@ from onchip.demo import (
     train,
 )
 from onchip.demo.model import ModelConfig, initial_weights
+from onchip.demo.stacks import STACKS
 from shared import assert_fits_schema
 
+GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 FRAMEWORKS = {"torch": torch_train, "jax": jax_train}
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"steps": 4, "vocab": 300, "tokens": 2 * SEQUENCE, "device": "cpu", "seed": 3}
@@ -273,6 +277,13 @@ def test_page_is_self_contained(tiny_run):
     assert f"onchip demo --framework {framework} --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
     assert f"pip install 'onchip[{EXTRAS[framework]}]'" in page
     assert {"torch": "patch(model)", "jax": "shift=True"}[framework] in page
+    for stack in STACKS[framework]:
+        assert stack.guide in page
+        # The guides run in tests of their own.
+        guide = (GUIDES / stack.guide).read_text(encoding="utf-8").splitlines()
+        for line in stack.lines:
+            assert any(x.strip().startswith(line) for x in guide), line
+            assert html.escape(line).replace("&quot;", "&#34;") in page, line
 
 
 def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):

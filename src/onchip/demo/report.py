@@ -14,6 +14,7 @@ from rich.text import Text
 from onchip.bench.units import format_bytes, format_ms
 from onchip.core.tables import print_table
 from onchip.demo import EXTRAS
+from onchip.demo.stacks import STACKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -235,4 +236,5 @@ def html_page(document: Document) -> str:
         logits=format_bytes(document["head_and_loss"][-1]["logits_bytes"]),
         losses=_loss_rows(document),
         extras=EXTRAS[document["settings"]["framework"]],
+        stacks=STACKS[document["settings"]["framework"]],
     )
