@@ -41,6 +41,8 @@ class Problem:
     """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
     more_stats: int = 0
     """Further statistics of log_probs, each a sum over the vocabulary."""
+    sent: int = 0
+    """Bytes of what ranks exchange, of a sharded vocabulary."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -50,8 +52,9 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
+    exchanged = {"what ranks exchange": p.sent} if p.sent else {}
     if p.triton:
-        return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
+        return exchanged | {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
     # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighed by
     # class, in backward the softcap's derivative.  The gradient of log_probs reads the entropy's too.
     total = LOSS_DTYPE_BYTES[accumulator(p.dtype)]
@@ -71,7 +74,7 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
             "16-bit logits as integers": 2 * p.tokens * p.vocab * len(narrow),
             "vectors": vectors,
         }
-    return {
+    return exchanged | {
         "rows in float32": total * copies * rows * p.vocab,
         "rows in their dtype": LOSS_DTYPE_BYTES[p.dtype] * rows * p.vocab if p.gathered else 0,
         "vectors": vectors,
