@@ -52,9 +52,13 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
-    exchanged = {"what ranks exchange": p.sent} if p.sent else {}
+    return _parts(p, rows) | ({"what ranks exchange": p.sent} if p.sent else {})
+
+
+def _parts(p: Problem, rows: int) -> dict[str, int]:
+    """The same of a vocabulary that isn't sharded."""
     if p.triton:
-        return exchanged | {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
+        return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
     # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighed by
     # class, in backward the softcap's derivative.  The gradient of log_probs reads the entropy's too.
     total = LOSS_DTYPE_BYTES[accumulator(p.dtype)]
@@ -74,7 +78,7 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
             "16-bit logits as integers": 2 * p.tokens * p.vocab * len(narrow),
             "vectors": vectors,
         }
-    return exchanged | {
+    return {
         "rows in float32": total * copies * rows * p.vocab,
         "rows in their dtype": LOSS_DTYPE_BYTES[p.dtype] * rows * p.vocab if p.gathered else 0,
         "vectors": vectors,
