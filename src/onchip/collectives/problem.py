@@ -6,8 +6,6 @@ from typing import Literal, NamedTuple, get_args
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 WeightLayout = Literal["nk", "kn"]
 LAYOUTS = get_args(WeightLayout)
-Precision = Literal["full", "fp8"]
-PRECISIONS = get_args(Precision)
 
 
 class Sizes(NamedTuple):

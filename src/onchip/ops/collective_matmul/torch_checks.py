@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onchip.collectives.problem import GATHER, Precision
+from onchip.collectives.problem import GATHER
 from onchip.collectives.torch_ring import BACKENDS
 from onchip.ops.collective_matmul.cases import RANKS
-from onchip.ops.collective_matmul.torch_op import Backend, all_gather_matmul, matmul_reduce_scatter
+from onchip.ops.collective_matmul.torch_op import Backend, Precision, all_gather_matmul, matmul_reduce_scatter
 
 
 @contextmanager

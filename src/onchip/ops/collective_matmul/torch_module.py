@@ -1,14 +1,13 @@
 """The two layers of sequence-parallel tensor parallelism, with weights of their own."""
 
 import copy
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.types import Device
 
-from onchip.collectives.problem import PRECISIONS, Precision
 from onchip.collectives.torch_ring import ring_of
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_bool, require_one_of, require_positive_int
@@ -16,6 +15,7 @@ from onchip.frontend.torch_module import main_grad_of, require_linear
 from onchip.ops.collective_matmul.torch_op import (
     BACKENDS,
     Backend,
+    Precision,
     all_gather_matmul,
     matmul_reduce_scatter,
 )
@@ -52,7 +52,7 @@ class _ParallelLinear(Module):
         for of, flag in {"bias": bias, "main_grad": main_grad}.items():
             require_bool(name, of, flag)
         choose_backend(name, backend, dict.fromkeys(BACKENDS))
-        require_one_of(name, "precision", precision, PRECISIONS)
+        require_one_of(name, "precision", precision, get_args(Precision))
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.main_grad, self.backend, self.precision = main_grad, backend, precision

@@ -4,13 +4,13 @@ Each function checks its inputs without reading a value, chooses a backend and c
 `onchip.collectives.torch_ring`; the maths is in the package's docstring.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from onchip.collectives.problem import GATHER, PRECISIONS, SCATTER, Precision, check_shapes
+from onchip.collectives.problem import GATHER, SCATTER, check_shapes
 from onchip.collectives.torch_ring import Ring, blocks, check_alike, reduced, refusal, ring_of
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_bool, require_one_of, shapes_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("ring",)
 Backend = Literal["auto", "ring"]
+Precision = Literal["full", "fp8"]
 
 
 def all_gather_matmul(
@@ -218,7 +219,7 @@ def _call(
 ) -> Call:
     """The checked arguments of a public function; `named` are x, weight and bias."""
     require_bool(op, "check_inputs", check_inputs)
-    require_one_of(op, "precision", precision, PRECISIONS)
+    require_one_of(op, "precision", precision, get_args(Precision))
     tensors = require_tensors(op, named, ("bias",))
     check_kinds(op, tensors, integers=(), dtypes=LOSS_DTYPES)
     ring = ring_of(op, group)
