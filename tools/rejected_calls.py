@@ -26,6 +26,7 @@ onchip.torch.linear_jsd(h, w, h, w, reduction="batchmean")  # rejected
 onchip.torch.jsd(z, z, backend="cuda")  # rejected
 onchip.torch.linear_log_probs(h, w, y, backend="cuda")  # rejected
 onchip.torch.log_probs(z, y, backend="cuda")  # rejected
+onchip.torch.all_gather_matmul(h, w, None, precision="fp4")  # rejected
 onchip.torch.fp8_linear(h, w, grad_dtype="e4m4")  # rejected
 onchip.torch.fp8_linear(h, w, scale="bfloat16")  # rejected
 onchip.torch.fp8_linear(h, w, backend="torch")  # rejected

@@ -164,6 +164,7 @@ def logits_that_exist(rank, ranks):
     cross_entropy(of_tensor, labels(), softcap=5.0).backward()
     close(of_tensor.grad.full_tensor(), whole.grad)
     for wrong, match in (
+        ({"scratch_bytes": 8}, "scratch_bytes=8 is too small"),
         ({"logits": torch.ones([])}, "logits has no dimension that could be sharded"),
         ({"vocab_start": 1}, "don't make up"),
         ({"logits": of_tensor * 1, "inplace_backward": True}, "would overwrite the memory of a DTensor"),
@@ -193,6 +194,7 @@ def log_probs_of_logits(rank, ranks):
     for wrong, match in (
         ({"vocab_start": 1}, "don't make up"),
         ({"vocab_group": None}, "pass its vocab_group"),
+        ({"scratch_bytes": 8}, "scratch_bytes=8 is too small"),
         ({"ids": labels().masked_fill(labels() == -100, VOCAB)}, r"ids\[.*\] is 61, which is neither"),
         ({"temperature": numbers(*SHAPE) * (1 + rank), "check_inputs": True}, "differ in values"),
     ):

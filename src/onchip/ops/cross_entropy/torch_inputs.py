@@ -111,7 +111,7 @@ def check_inplace(logits: Tensor) -> None:
         )
 
 
-def row_chunk(call: Call, tokens: Tokens, *, kernels: bool = False) -> int:
+def row_chunk(call: Call, tokens: Tokens, *, kernels: bool = False, sent: int = 0) -> int:
     """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
     options, logits = call.options, call.logits
     flat = torch_rows.flatten(logits) is not None
@@ -125,6 +125,7 @@ def row_chunk(call: Call, tokens: Tokens, *, kernels: bool = False) -> int:
         stats=options.return_stats,
         class_weight=call.class_weight is not None and options.label_smoothing > 0,
         triton=kernels,
+        sent=sent,
         gathered=not flat or (tokens.index is not None and logits.dtype != accumulator(logits.dtype)),
     )
     return row_memory.plan(problem, "", options.scratch_bytes)

@@ -71,7 +71,8 @@ class Kept(NamedTuple):
 def _chunk(call: ShardedCall, tokens: Tokens) -> int:
     if not call.shards.rows:
         return 1
-    return row_chunk(replace(call, logits=call.mine), tokens, kernels=call.kernels)
+    sent = parallel.sent_bytes(tokens.total, 1, call.shards, call.logits)
+    return row_chunk(replace(call, logits=call.mine), tokens, kernels=call.kernels, sent=sent)
 
 
 def _forward(call: ShardedCall) -> ShardedOutputs:

@@ -1,5 +1,6 @@
 """log_probs for PyTorch of logits whose vocabulary is sharded over ranks (`vocab.parallel`): both backends."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,8 @@ def _chunk(call: ShardedCall, tokens: Ids) -> int:
     logits = call.mine
     gathered = torch_rows.flatten(logits) is None or (tokens.index is not None and logits.dtype != tokens.dtype)
     problem = call.rows._replace(logits=logits).problem(gathered=gathered, kernels=call.kernels)
-    return row_memory.plan(problem, "", call.options.scratch_bytes)
+    sent = parallel.sent_bytes(tokens.total, problem.ids, call.shards, logits)
+    return row_memory.plan(replace(problem, sent=sent), "", call.options.scratch_bytes)
 
 
 def _forward(call: ShardedCall) -> TorchOutputs:

@@ -41,6 +41,8 @@ class Problem:
     """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
     more_stats: int = 0
     """Further statistics of log_probs, each a sum over the vocabulary."""
+    sent: int = 0
+    """Bytes of what ranks exchange, of a sharded vocabulary."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -50,6 +52,11 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
+    return _parts(p, rows) | ({"what ranks exchange": p.sent} if p.sent else {})
+
+
+def _parts(p: Problem, rows: int) -> dict[str, int]:
+    """The same of a vocabulary that isn't sharded."""
     if p.triton:
         return {"vectors": (96 + 80 * p.ids if p.ids or p.labels else 48) * p.tokens + 4 * p.vocab * p.class_weight}
     # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighed by
