@@ -250,6 +250,31 @@ def soft_labels_of_logits(how):
         assert_soft(CE, given, scale=2, backend="triton", **options)
 
 
+@check("retained", "compiled", "any size")
+def soft_labels_as_operators(how):
+    """A retained graph, a compiled one, and no tokens, one class, or more than a tile of each."""
+    for loss, dtype in ((CE, torch.float32), (LCE, torch.float16)):
+        sizes = [((0,), 300), ((2, 0), 300), ((3,), 1), ((130,), 257)] if how == "any size" else [((2, 12), 300)]
+        for shape, vocab in sizes:
+            given = soft_problem(loss, "dense", shape, vocab=vocab, dtype=dtype)
+            leaves = [x for x in given.values() if x.requires_grad]
+
+            def step(given, loss=loss):
+                return loss.op(**given, backend="triton", label_smoothing=0.1)
+
+            made = step(given)
+            first = torch.autograd.grad(made, leaves, retain_graph=how == "retained")
+            if how == "any size":
+                other = loss.op(**given, backend="torch", label_smoothing=0.1)
+                torch.testing.assert_close(made, other, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(first, torch.autograd.grad(other, leaves), rtol=1e-2, atol=1e-3)
+                continue
+            if how == "compiled":
+                torch._dynamo.reset()
+                made = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)(given)
+            assert all(map(torch.equal, torch.autograd.grad(made, leaves), first))
+
+
 @check()
 def soft_labels_of_masked_logits():
     """What has no probability costs nothing though its logit is -inf; what has some costs infinity."""
@@ -441,7 +466,7 @@ SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
     "soft_labels-one id", "soft_labels_of_logits-plain", "soft_labels_of_every_entry-plain",
-    "soft_labels_of_every_entry-bias alone",
+    "soft_labels_of_every_entry-bias alone", "soft_labels_as_operators-compiled", "soft_labels_as_operators-any size",
     "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",
     "in_fp8-ragged", "in_fp8-small", "compiled_with_a_budget_and_sizes_that_change-least", "repeated_labels-stash",

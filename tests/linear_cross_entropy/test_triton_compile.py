@@ -55,7 +55,13 @@ def products(found):
 
 
 @pytest.mark.parametrize(
-    ("options", "columns"), [*((name, False) for name in OPTIONS), ("mixed", True), ("everything", True)]
+    ("options", "columns"),
+    [
+        *((name, False) for name in OPTIONS if name != "labels"),
+        pytest.param("labels", False, marks=pytest.mark.slow),
+        ("mixed", True),
+        ("everything", True),
+    ],
 )
 def test_hopper(options, columns):
     weight = turned(1000, 512) if columns else None
