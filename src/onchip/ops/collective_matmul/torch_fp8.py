@@ -20,8 +20,8 @@ from onchip.fp8.torch_products import multiply, refusals
 from onchip.fp8.torch_quantize import Quantized, operand
 from onchip.frontend.torch_inputs import autocast_dtype
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.collective_matmul import torch_op
-from onchip.ops.collective_matmul.torch_op import _agree, _agree_on_gradients, _finished, _flat, _split, _weight_sum
+from onchip.ops.collective_matmul import torch_call
+from onchip.ops.collective_matmul.torch_call import agree, agree_on_gradients, finished, flat, split, weight_sum
 
 FORMAT, SCALE = "e4m3", "float32"
 
@@ -77,7 +77,7 @@ class Kept(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of x, weight and bias
 
 
-def run(op: str, call: torch_op.Call) -> Tensor:
+def run(op: str, call: torch_call.Call) -> Tensor:
     """The result of a call whose arguments were checked."""
     x, weight, ring = call.x, call.weight, call.ring
     if x.dtype == torch.float64:
@@ -164,9 +164,9 @@ def _needed(data: Tensor | None, scales: Tensor | None) -> Quantized:
 
 
 def _gather_forward(call: Call) -> Outputs:
-    _agree(GATHER, call, ", fp8")
+    agree(GATHER, call, ", fp8")
     made = _gather_fake(call)
-    outs, bias = _split(made.out, call.ring.ranks), None if call.bias is None else call.bias.contiguous()
+    outs, bias = split(made.out, call.ring.ranks), None if call.bias is None else call.bias.contiguous()
     for rank, (data, scales) in _travelling(call.ring, call.of_x.operand):
         x, weight = Quantized(data, scales), call.of_weight.operand
         outs[rank].copy_(multiply(call.backend, x, weight, by_block=True, dtype=call.dtype, bias=bias))
@@ -182,13 +182,13 @@ def _gather_fake(call: Call) -> Outputs:
 def _gather_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
-    _agree_on_gradients(GATHER, kept, grad_out, wanted)
+    agree_on_gradients(GATHER, kept, grad_out, wanted)
     ring, backend, (by_x, by_weight, by_bias) = kept.ring, kept.backend, wanted
     grad_x = grad_weight = grad_bias = None
     copies = []
     if by_x or by_weight:
         quantize = quantizer(backend)
-        copies = [quantize(g, FORMAT, SCALE, rows=by_x, turned=by_weight) for g in _split(grad_out, ring.ranks)]
+        copies = [quantize(g, FORMAT, SCALE, rows=by_x, turned=by_weight) for g in split(grad_out, ring.ranks)]
     if by_x:
         weight = _needed(kept.transposed, kept.transposed_scales)
         sums = _sum_of_products(ring, backend, [rows for rows, _ in copies], weight, grad_out)
@@ -196,13 +196,13 @@ def _gather_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         grad_x = sums.to(kept.dtypes[0]).view(shape)
         del sums
     if by_weight:
-        grad_weight = _weight_sum(kept, grad_out.shape[-1], grad_out)
+        grad_weight = weight_sum(kept, grad_out.shape[-1], grad_out)
         for rank, (data, scales) in _travelling(ring, _needed(kept.columns, kept.column_scales)):
             x = Quantized(data, scales)
             multiply(backend, copies[rank][1], x, by_block=False, dtype=torch.float32, add_to=grad_weight)
     if by_bias:
-        grad_bias = _flat(grad_out).sum(0, dtype=torch.float32)
-    return _finished(kept, grad_x, grad_weight, grad_bias)
+        grad_bias = flat(grad_out).sum(0, dtype=torch.float32)
+    return finished(kept, grad_x, grad_weight, grad_bias)
 
 
 GATHERED = Operator(
@@ -212,7 +212,7 @@ GATHERED = Operator(
     fake=_gather_fake,
     save=_save,
     gradients=_gather_gradients,
-    fake_gradients=torch_op._gather_fake_gradients,
+    fake_gradients=torch_call.gather_fake_gradients,
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
 )
@@ -222,7 +222,7 @@ GATHERED = Operator(
 
 
 def _scatter_forward(call: Call) -> Outputs:
-    _agree(SCATTER, call, ", fp8")
+    agree(SCATTER, call, ", fp8")
     made, ring = _scatter_fake(call), call.ring
     xs = [_rows_of(call.of_x.operand, ring, rank) for rank in range(ring.ranks)]
     sums = _sum_of_products(ring, call.backend, xs, call.of_weight.operand, call.x)
@@ -241,9 +241,9 @@ def _scatter_fake(call: Call) -> Outputs:
 def _scatter_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
-    _agree_on_gradients(SCATTER, kept, grad_out, wanted)
+    agree_on_gradients(SCATTER, kept, grad_out, wanted)
     ring, backend, n, (by_x, by_weight, by_bias) = kept.ring, kept.backend, grad_out.shape[-1], wanted
-    g = _flat(grad_out)
+    g = flat(grad_out)
     rows = columns = grad_x = grad_weight = grad_bias = None
     if by_x or by_weight:
         rows, columns = quantizer(backend)(g, FORMAT, SCALE, rows=by_x, turned=by_weight)
@@ -251,9 +251,9 @@ def _scatter_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     if by_x:
         shape = ring.ranks * grad_out.shape[0], *grad_out.shape[1:-1], kept.k
         grad_x = grad_out.new_empty(shape, dtype=kept.dtypes[0])
-        outs, weight = _split(grad_x, ring.ranks), _needed(kept.transposed, kept.transposed_scales)
+        outs, weight = split(grad_x, ring.ranks), _needed(kept.transposed, kept.transposed_scales)
     if by_weight:
-        grad_weight = _weight_sum(kept, n, grad_out)
+        grad_weight = weight_sum(kept, n, grad_out)
         x = _needed(kept.columns, kept.column_scales)
     if by_bias:
         # Added up in the order of the ranks, not of the ring: so every rank has the same bits.
@@ -269,7 +269,7 @@ def _scatter_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             multiply(backend, of_g, of_x, by_block=False, dtype=torch.float32, add_to=grad_weight)
         if grad_bias is not None:
             grad_bias[rank] = block[-1]
-    return _finished(kept, grad_x, grad_weight, None if grad_bias is None else grad_bias.sum(0))
+    return finished(kept, grad_x, grad_weight, None if grad_bias is None else grad_bias.sum(0))
 
 
 SCATTERED = Operator(
@@ -279,7 +279,7 @@ SCATTERED = Operator(
     fake=_scatter_fake,
     save=_save,
     gradients=_scatter_gradients,
-    fake_gradients=torch_op._scatter_fake_gradients,
+    fake_gradients=torch_call.scatter_fake_gradients,
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
 )

@@ -1,33 +1,31 @@
-"""all_gather_matmul and matmul_reduce_scatter for PyTorch: the public functions and their operators.
+"""all_gather_matmul and matmul_reduce_scatter for PyTorch: the public functions.
 
-Each function checks its inputs without reading a value, chooses a backend and calls its operator.  What moves blocks is
+Each function checks its inputs without reading a value, chooses a backend and calls its operator, of torch_full.py or
+torch_fp8.py.  What moves blocks is
 in `onchip.collectives`: `torch_ring`, and between GPUs that map each other's memory `torch_symmetric`; the maths is in
 the package's docstring.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
-from zlib import crc32
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from onchip.collectives import torch_symmetric as symmetric
 from onchip.collectives.problem import GATHER, SCATTER, check_shapes
-from onchip.collectives.torch_ring import Ring, blocks, check_alike, reduced, refusal, ring_of
+from onchip.collectives.torch_ring import Ring, refusal, ring_of
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_bool, require_one_of, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
-    accumulator,
     check_kinds,
     check_weight_grad_out,
-    dtype_name,
     one_dtype,
     require_tensors,
 )
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed
-from onchip.kernels.torch_products import linear, product, widen
+from onchip.frontend.torch_register import needed
+from onchip.ops.collective_matmul import torch_fp8, torch_full
+from onchip.ops.collective_matmul.torch_call import Call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -179,42 +177,6 @@ def matmul_reduce_scatter(
 # ------------------------------------------------------------------------------------------------------- what both do
 
 
-class Call(NamedTuple):
-    """The arguments of either operator."""
-
-    x: Tensor  # [T/n, ..., K], or [T, ..., K] of matmul_reduce_scatter
-    weight: Tensor  # [N, K]
-    bias: Tensor | None  # [N]
-    cast_x: Tensor  # these three in the products' dtype: under autocast another than their own
-    cast_weight: Tensor
-    cast_bias: Tensor | None
-    weight_grad_out: Tensor | None  # [N, K] float32; used in backward
-    ring: Ring
-    keep_gathered: bool
-    check_inputs: bool
-    grads: tuple[bool, ...]  # of x, weight, bias
-
-
-class Outputs(NamedTuple):
-    """The results of either operator."""
-
-    out: Tensor
-    gathered: Tensor | None  # [n, *x.shape]: all ranks' x, to be kept
-
-
-class Kept(NamedTuple):
-    """What backward is given."""
-
-    x: Tensor | None  # for the weight's gradient
-    gathered: Tensor | None  # in its place
-    weight: Tensor | None  # for x's
-    weight_grad_out: Tensor | None
-    ring: Ring
-    check_inputs: bool
-    k: int
-    dtypes: tuple[torch.dtype, ...]  # of x, weight and bias
-
-
 def _call(
     op: str,
     named: dict[str, Any],
@@ -253,266 +215,9 @@ def _call(
 
 def _run(op: str, call: Call, precision: str) -> Tensor:
     """The result."""
-    if precision == "fp8":
-        from onchip.ops.collective_matmul import torch_fp8
-
-        return torch_fp8.run(op, call)
-    return (GATHERED if op == GATHER else SCATTERED)(call).out
+    run = torch_fp8.run if precision == "fp8" else torch_full.run
+    return run(op, call)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.detach().to(dtype)
-
-
-def _agree(op: str, call: Any, more: str = "") -> None:
-    """Raise unless the ranks' calls go together; `more` is what else they say of theirs."""
-    if call.check_inputs:
-        x, n = call.cast_x, len(call.weight)
-        sizes = f"{list(x.shape)}" if op == GATHER else f"{list(x.shape[:-1])} tokens, N={n}"
-        needs = ", ".join(name for name, grad in zip(("x", "weight", "bias"), call.grads, strict=True) if grad)
-        kept = ", keep_gathered" if call.keep_gathered else ""
-        of_bias = "" if op == GATHER or call.cast_bias is None else f", a bias of checksum {_checksum(call.cast_bias)}"
-        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}{of_bias}{more}"
-        check_alike(op, call.ring, said, x.device)
-
-
-def _checksum(x: Tensor) -> str:
-    # A copy: NumPy's views pin the memory of a parameter, which FSDP2 frees.
-    copied = x.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return f"{crc32(copied.view(torch.uint8).numpy().tobytes()):08x}"
-
-
-def _agree_on_gradients(op: str, kept: Any, grad_out: Tensor, wanted: Wanted) -> None:
-    """Raise unless the ranks want the same gradients, or some would wait for the others."""
-    if kept.check_inputs:
-        names = ", ".join(name for name, want in zip(("x", "weight", "bias"), wanted, strict=True) if want)
-        check_alike(op, kept.ring, f"a backward of {op}, gradients of {names}", grad_out.device)
-
-
-def _save(call: Call, outputs: Outputs) -> Kept:
-    gathered = outputs.gathered if _keeps_gathered(call) else None
-    return Kept(
-        call.cast_x if call.grads[1] and gathered is None else None,
-        gathered,
-        call.cast_weight if call.grads[0] else None,
-        call.weight_grad_out,
-        call.ring,
-        call.check_inputs,
-        call.x.shape[-1],
-        tuple((call.x if a is None else a).dtype for a in (call.x, call.weight, call.bias)),
-    )
-
-
-def _keeps_gathered(call: Call) -> bool:
-    return call.keep_gathered and call.grads[1] and call.ring.ranks > 1
-
-
-def _weight_sum(kept: Any, n: int, like: Tensor) -> Tensor:
-    """Memory that the weight's gradient is added to: the caller's, or zeros in the dtype of sums."""
-    out: Tensor | None = kept.weight_grad_out
-    if out is not None:
-        return out
-    return like.new_zeros((n, kept.k), dtype=accumulator(like.dtype))
-
-
-def _finished(kept: Any, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None) -> Made:
-    """The gradients in their inputs' dtypes; None for a weight's that was added to the caller's memory."""
-    grad_weight = None if kept.weight_grad_out is not None else grad_weight
-    made = grad_x, grad_weight, grad_bias
-    return [None if g is None else g.to(dtype) for g, dtype in zip(made, kept.dtypes, strict=True)]
-
-
-def _is_mapped(ring: Ring, x: Tensor) -> bool:
-    """Whether blocks as `x` go through mapped memory; of one rank, and without a number, none travels."""
-    return ring.backend == "symmetric" and ring.ranks > 1 and x.numel() > 0
-
-
-def _flat(x: Tensor) -> Tensor:
-    """[..., K] as rows."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _split(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
-    """The rows of [T, ..., K], one block for each rank."""
-    return _flat(x).chunk(ranks)
-
-
-def _addends(xs: Sequence[Tensor], weight: Tensor) -> Callable[[int, Tensor], None]:
-    """What computes xs[rank] @ weight, this rank's addend for a rank."""
-    return lambda rank, out: product(out, widen(xs[rank]), weight)
-
-
-# --------------------------------------------------------------------------------------------------- all_gather_matmul
-
-
-def _gather_forward(call: Call) -> Outputs:
-    _agree(GATHER, call)
-    made = _gather_fake(call)
-    weight = widen(call.cast_weight).t()
-    if _is_mapped(call.ring, call.cast_x):
-        x, keeps = _flat(call.cast_x), made.gathered is not None
-        rows = symmetric.linear_of_all(call.ring, x, weight, call.cast_bias, _flat(made.out), whole=keeps)
-        if made.gathered is not None:
-            made.gathered.copy_(rows.view(made.gathered.shape))
-        return made
-    outs = _split(made.out, call.ring.ranks)
-    for rank, block in blocks(call.ring, call.cast_x, into=made.gathered):
-        linear(outs[rank], _flat(block), weight, call.cast_bias)
-    return made
-
-
-def _gather_fake(call: Call) -> Outputs:
-    x, ranks = call.cast_x, call.ring.ranks
-    out = x.new_empty((ranks * x.shape[0], *x.shape[1:-1], len(call.weight)))
-    return Outputs(out, x.new_empty((ranks, *x.shape)) if _keeps_gathered(call) else None)
-
-
-def _gather_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    (grad_out,) = upstream
-    assert grad_out is not None
-    _agree_on_gradients(GATHER, kept, grad_out, wanted)
-    ring, total = kept.ring, accumulator(grad_out.dtype)
-    grads = _split(grad_out, ring.ranks)
-    grad_x = grad_weight = grad_bias = None
-    if wanted[0]:
-        assert kept.weight is not None
-        weight = widen(kept.weight)
-        shape = (grad_out.shape[0] // ring.ranks, *grad_out.shape[1:-1], kept.k)
-        addend = _addends(grads, weight)
-        if _is_mapped(ring, grads[0]):
-            grad_x = grad_out.new_empty(shape, dtype=kept.dtypes[0])
-            symmetric.reduced(ring, addend, None, _flat(grad_x))
-        else:
-            sums = reduced(ring, addend, grad_out.new_empty((len(grads[0]), kept.k), dtype=total))
-            grad_x = sums.to(kept.dtypes[0]).view(shape)
-            del sums
-    if wanted[1]:
-        grad_weight = _weight_sum(kept, grad_out.shape[-1], grad_out)
-        gathered = kept.gathered
-        if gathered is None and kept.x is not None and _is_mapped(ring, kept.x):
-            gathered = symmetric.gathered(ring, kept.x)
-        if gathered is not None:
-            product(grad_weight, widen(_flat(grad_out)).t(), widen(_flat(gathered)), accumulate=True)
-        else:
-            assert kept.x is not None
-            for rank, block in blocks(ring, kept.x):
-                product(grad_weight, widen(grads[rank]).t(), widen(_flat(block)), accumulate=True)
-    if wanted[2]:
-        grad_bias = _flat(grad_out).sum(0, dtype=total)
-    return _finished(kept, grad_x, grad_weight, grad_bias)
-
-
-def _gather_fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    (grad_out,) = upstream
-    assert grad_out is not None
-    shape = (grad_out.shape[0] // kept.ring.ranks, *grad_out.shape[1:-1], kept.k)
-    return _fake_gradients(kept, grad_out, wanted, shape)
-
-
-def _fake_gradients(kept: Kept, grad_out: Tensor, wanted: Wanted, shape: tuple[int, ...]) -> Made:
-    """Memory for the gradients, of which x's has this shape."""
-    n = grad_out.shape[-1]
-    shapes = shape, (n, kept.k), (n,)
-    made = [
-        grad_out.new_empty(size, dtype=dtype) if want else None
-        for size, dtype, want in zip(shapes, kept.dtypes, wanted, strict=True)
-    ]
-    return _finished(kept, *made)
-
-
-GATHERED = Operator(
-    GATHER,
-    op=GATHER,
-    forward=_gather_forward,
-    fake=_gather_fake,
-    save=_save,
-    gradients=_gather_gradients,
-    fake_gradients=_gather_fake_gradients,
-    differentiable=("x", "weight", "bias"),
-    adds_to={"weight": "weight_grad_out"},
-)
-
-
-# ------------------------------------------------------------------------------------------------ matmul_reduce_scatter
-
-
-def _scatter_forward(call: Call) -> Outputs:
-    _agree(SCATTER, call)
-    made, weight = _scatter_fake(call), widen(call.cast_weight).t()
-    xs = _split(call.cast_x, call.ring.ranks)
-    addend = _addends(xs, weight)
-    if _is_mapped(call.ring, made.out):
-        symmetric.reduced(call.ring, addend, call.cast_bias, _flat(made.out))
-        return made
-    sums = call.cast_x.new_empty((len(xs[0]), len(call.weight)), dtype=accumulator(call.cast_x.dtype))
-    sums = reduced(call.ring, addend, sums)
-    if call.cast_bias is not None:
-        sums += call.cast_bias
-    made.out.copy_(sums.view(made.out.shape))
-    return made
-
-
-def _scatter_fake(call: Call) -> Outputs:
-    x = call.cast_x
-    return Outputs(x.new_empty((x.shape[0] // call.ring.ranks, *x.shape[1:-1], len(call.weight))), None)
-
-
-def _scatter_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    (grad_out,) = upstream
-    assert grad_out is not None
-    _agree_on_gradients(SCATTER, kept, grad_out, wanted)
-    ring, total, n = kept.ring, accumulator(grad_out.dtype), grad_out.shape[-1]
-    grad_x = grad_weight = grad_bias = None
-    weight = None if kept.weight is None else widen(kept.weight)
-    if wanted[0]:
-        grad_x = grad_out.new_empty((ring.ranks * grad_out.shape[0], *grad_out.shape[1:-1], kept.k))
-        outs = _split(grad_x, ring.ranks)
-    if wanted[1]:
-        assert kept.x is not None
-        grad_weight, xs = _weight_sum(kept, n, grad_out), _split(kept.x, ring.ranks)
-    if wanted[2]:
-        # Added up in the order of the ranks, not of the ring: so every rank has the same bits.
-        grad_bias = grad_out.new_empty((ring.ranks, n), dtype=total)
-    if _is_mapped(ring, grad_out):
-        block = _flat(grad_out)
-        if grad_x is None:
-            rows = symmetric.gathered(ring, block)
-        else:
-            assert weight is not None
-            whole = wanted[1] or wanted[2]
-            rows = symmetric.linear_of_all(ring, block, weight, None, _flat(grad_x), whole=whole)
-        if grad_weight is not None:
-            assert kept.x is not None
-            product(grad_weight, _flat(rows).t(), _flat(kept.x), accumulate=True)
-        if grad_bias is not None:
-            torch.sum(rows, 1, dtype=total, out=grad_bias)
-        return _finished(kept, grad_x, grad_weight, None if grad_bias is None else grad_bias.sum(0))
-    for rank, block in blocks(ring, _flat(grad_out)):
-        if grad_x is not None:
-            assert weight is not None
-            linear(outs[rank], block, weight, None)
-        if grad_weight is not None:
-            product(grad_weight, widen(block).t(), widen(xs[rank]), accumulate=True)
-        if grad_bias is not None:
-            grad_bias[rank] = block.sum(0, dtype=total)
-    return _finished(kept, grad_x, grad_weight, None if grad_bias is None else grad_bias.sum(0))
-
-
-def _scatter_fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    (grad_out,) = upstream
-    assert grad_out is not None
-    shape = (grad_out.shape[0] * kept.ring.ranks, *grad_out.shape[1:-1], kept.k)
-    return _fake_gradients(kept, grad_out, wanted, shape)
-
-
-SCATTERED = Operator(
-    SCATTER,
-    op=SCATTER,
-    forward=_scatter_forward,
-    fake=_scatter_fake,
-    save=_save,
-    gradients=_scatter_gradients,
-    fake_gradients=_scatter_fake_gradients,
-    differentiable=("x", "weight", "bias"),
-    adds_to={"weight": "weight_grad_out"},
-)
