@@ -3,8 +3,10 @@
 import html
 import json
 import sys
+from inspect import isfunction, unwrap
 from pathlib import Path
 
+import onchip.torch
 from onchip import __version__
 from onchip.bench.page import has_bench_rows, write_pages
 
@@ -60,5 +62,13 @@ def write_results(app, exception):
         write_pages(RESULTS, Path(app.outdir) / "results")
 
 
+def unwrap_functions(app):
+    """Names in signatures are looked up where a function was written, not where its decorator was."""
+    for name, x in list(vars(onchip.torch).items()):
+        if isfunction(x):
+            setattr(onchip.torch, name, unwrap(x))
+
+
 def setup(app):
+    app.connect("builder-inited", unwrap_functions)
     app.connect("build-finished", write_results)
