@@ -48,6 +48,12 @@ def _head(op, **options):
     return step
 
 
+def _normalized(seed):
+    """By another number in each call."""
+    hidden, weight = _leaves(seed, (T, H), (V, H))
+    return linear_cross_entropy(hidden, weight, _target(seed), normalizer=100.0 + seed), (hidden, weight)
+
+
 def _log_probs(seed):
     hidden, weight = _leaves(seed, (T, H), (V, H))
     made = linear_log_probs(hidden, weight, _target(seed), entropy=True)
@@ -89,6 +95,7 @@ STEPS = {
     "linear_cross_entropy-none": _head(linear_cross_entropy, reduction="none", z_loss=1e-3, label_smoothing=0.1),
     "linear_cross_entropy-small": _head(linear_cross_entropy, scratch_bytes=1 << 20, strategy="recompute"),
     "linear_cross_entropy-fp8": _head(linear_cross_entropy, precision="fp8"),
+    "linear_cross_entropy-normalized": _normalized,
     "linear_log_probs": _log_probs,
     "cross_entropy": _rows(cross_entropy, backend="triton"),
     "log_probs": _rows(log_probs, backend="triton"),

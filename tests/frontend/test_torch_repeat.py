@@ -278,3 +278,24 @@ def test_inference_mode():
             assert toy(x, y).is_inference()
             assert bool(ran) == (times < 2)
     assert not toy(x, y).is_inference()
+
+
+@repeatable
+def mean(x, *, normalizer=None):
+    ran.append(f"checks of {type(normalizer).__name__}")
+    made = OP(Call(x, None, None, 1.0, needed(x, None)))
+    divisor = torch.tensor(float(normalizer)) if isinstance(normalizer, int | float) else normalizer
+    return made.out.sum().detach() / divisor
+
+
+def test_a_normalizer_may_be_another_in_each_call():
+    (x, _), log = _tensors(0, y=False), []
+    for normalizer in (2, 3.0, 4, 5):
+        ran.clear()
+        assert torch.equal(mean(x, normalizer=normalizer), x.detach().sum() / normalizer)
+        log.append(ran.copy())
+    assert log == [["checks of Tensor", "forward"]] * 2 + [[], []]
+    for wrong in (-1, 0.0, float("inf"), float("nan")):  # for the function to refuse
+        ran.clear()
+        mean(x, normalizer=wrong)
+        assert ran == [f"checks of {type(wrong).__name__}", "forward"]

@@ -6,6 +6,7 @@ do, no tape is made).  So the first call of a kind runs as it is, the second is 
 run the tape and attach autograd's node to what it made.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from onchip.core import configs
 from onchip.frontend import torch_tape
+from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
 from onchip.frontend.torch_tape import SEEN_ONCE, Attached, Tape, recorder, remember, versions
 
@@ -28,7 +30,10 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
 def repeatable(function: F) -> F:
-    """Let a public function repeat calls of a kind, where nothing but its arguments decides on what it does."""
+    """Let a public function repeat calls of a kind, where nothing but its arguments decides on what it does.
+
+    A `normalizer` that is a number becomes a tensor first, as in `check_normalizer`: it may be another in each call.
+    """
     known: dict[Hashable, _Known | str] = {}
     configs.when_cleared(known.clear)  # what was decided may change
 
@@ -36,6 +41,8 @@ def repeatable(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        if type(kwargs.get("normalizer")) in (int, float):
+            kwargs["normalizer"] = _normalizer(kwargs["normalizer"], args, kwargs)
         given: list[Tensor] = []
         kind = _kind(args, kwargs, given)
         if kind is None:
@@ -52,6 +59,16 @@ def repeatable(function: F) -> F:
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _normalizer(number: float, args: Sequence[Any], kwargs: dict[str, Any]) -> float | Tensor:
+    """The number as a tensor beside the call's first one, if that can be repeated and the number is right."""
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    if first is None or type(first) not in (Tensor, Parameter):
+        return number
+    if not torch_tape.is_taped(first) or not 0 < number < math.inf:
+        return number
+    return torch.full((), float(number), dtype=accumulator(first.dtype), device=first.device)
 
 
 def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> Hashable:
