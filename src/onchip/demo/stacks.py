@@ -17,7 +17,7 @@ STACKS: Mapping[str, Sequence[Stack]] = {
     "torch": (
         Stack(
             "transformers, with or without Trainer or PEFT",
-            ("from onchip.integrations.transformers import patch, unpatch", "report = patch(model)"),
+            ("from onchip.integrations.transformers import patch", "report = patch(model)"),
             "transformers.md",
         ),
         Stack("TRL", ("from onchip.integrations import trl", "print(trl.install())"), "trl.md"),
@@ -32,7 +32,11 @@ STACKS: Mapping[str, Sequence[Stack]] = {
         ),
         Stack(
             "a loop of your own, DDP, FSDP2",
-            ("from onchip.torch import LMHead", "loss = head(hidden, labels=ids)  # position i predicts label i + 1"),
+            (
+                "from onchip.torch import LMHead",
+                "head = LMHead(64, 5000, bias=False)",
+                "loss = head(hidden, labels=ids)  # position i predicts label i + 1",
+            ),
             "training_loop.md",
         ),
         Stack(
