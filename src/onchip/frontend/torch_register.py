@@ -98,9 +98,9 @@ class Operator(Generic[C, O]):
     clone: Callable[[Tensor], Tensor] = torch.clone
     """How a consumed tensor is cloned."""
     launches: bool = False
-    """Whether `forward` and `gradients` do no more than launch kernels and PyTorch's operators on tensors of the call,
-    decided by all of it but the tensors' values: then what they do for one call is repeated for others of its kind
-    (`torch_tape`)."""
+    """Whether `gradients` does no more than launch kernels and PyTorch's operators on tensors that it is given, decided
+    by all but their values: then what it does once is repeated for others of its kind (`torch_tape`).  A `forward` is
+    repeated with the whole public function (`torch_repeat`)."""
     direct: Callable[[Any], bool] | None = None
     """Whether `gradients` is to run unregistered for this call, so that autograd sees what it changes."""
 
