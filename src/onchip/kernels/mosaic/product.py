@@ -244,6 +244,7 @@ def persistent_product(
     halves: bool = False,
     steps_of: Callable[[Refs, Any, Any], Any] | None = None,
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
+    barriers: Mapping[str, int] | None = None,
     promotion: Promotion | None = None,
     name: str,
     interpret: Any = None,
@@ -265,6 +266,7 @@ def persistent_product(
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     steps_of: of the references and a tile's row and column, its number of steps, at least 1, where tiles differ.
     scratch: shapes and dtypes of shared memory for the epilogue, which finds it among the references.
+    barriers: numbers of barriers for copies that the epilogue issues, which it finds there too.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
         and the epilogue is called for each wave, with the wave's place and its result.
     """
@@ -285,6 +287,7 @@ def persistent_product(
     assert promotion is None or (left, right) == ("mk", "nk")
     assert steps_of is None or not halves
     own = dict(scratch or {})
+    found = (*own, *(barriers or {}))
     needed = c.shared_bytes(stores, jnp.dtype(dtype_a).itemsize, sum(brought))
     needed += sum(math.prod(shape) * jnp.dtype(of).itemsize for shape, of in own.values())
     if needed > SHARED_BYTES:
@@ -295,7 +298,7 @@ def persistent_product(
 
     def body(refs: Refs, a_smem: Any, b_smem: Any, full: Any, free: Any, *more: Any) -> None:
         vectors = more[: len(brought)]
-        refs = {**refs, **dict(zip(own, more[len(more) - len(own) :], strict=True))}
+        refs = {**refs, **dict(zip(found, more[len(more) - len(found) :], strict=True))}
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("multiprocessor")
         tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
@@ -429,6 +432,7 @@ def persistent_product(
         shared.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
 
     shared.extend(plgpu.SMEM(*x) for x in own.values())
+    shared.extend(plgpu.Barrier(num_arrivals=1, num_barriers=x) for x in (barriers or {}).values())
     grid = {"multiprocessor": programs}
     return launch(body, inputs, outputs, shared, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
 

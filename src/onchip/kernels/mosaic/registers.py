@@ -35,6 +35,12 @@ class Registers:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA)
 
+    def load_rows(self, ref: Any) -> Any:
+        """The same of shared memory whose rows lie one after the other, as they came."""
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA, optimized=False)
+
     def load_strip(self, ref: Any, vector: int) -> Any:
         """A vector of device memory, of which each thread has so many elements in a row."""
         if self.interpreted:

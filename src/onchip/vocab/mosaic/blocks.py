@@ -10,7 +10,7 @@ be read.
 Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.kernels.mosaic.product import BOX, Refs
+from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, Refs, load_block
 from onchip.kernels.mosaic.registers import Registers
+from onchip.vocab.mosaic.positions import Labels
 
 LOG2E = 1.4426950408889634
 # Logits up to so much above a token's shift are stored relative to it.
@@ -66,6 +67,47 @@ def unscaled_logits(refs: Refs, x: Any, v: Any, shape: Any, registers: Registers
 def class_weights(refs: Refs, v: Any, shape: tuple[int, int], registers: Registers) -> Any:
     """The weights of the classes from v on, as a matrix."""
     return registers.spread(registers.load(refs["class_weight"].at[pl.ds(v, shape[1])], 0), shape, 0)
+
+
+def beside_labels(labels: Labels | None, config: MosaicConfig) -> dict[str, Any]:
+    """What `label_strips` needs of a product: shared memory for two strips of each warpgroup, and their barriers."""
+    if labels is None:
+        return {}
+    assert config.part_m == BOX
+    buffers: Mapping[str, Any] = {"label_strips": ((2, 2, BOX, BOX), labels.values.dtype)}
+    return {"scratch": buffers, "barriers": {"label_barriers": 4}}
+
+
+def label_strips(refs: Refs, p: Part, v: Any, config: MosaicConfig, registers: Registers) -> Callable[[int], Any]:
+    """What returns the labels of a part's columns [n, n + BOX) in float32, to be called for each n in order; the part
+    begins with entry v.
+
+    They come by way of shared memory: copies fill up with zeros what is outside of the matrix.  The next strip is on
+    its way while one is used.
+    """
+
+    def at(ref: Any, i: int) -> Any:
+        return ref.at[p.warpgroup * 2 + i % 2]
+
+    def copy(i: int) -> None:
+        into, barrier = refs["label_strips"].at[p.warpgroup, i % 2], at(refs["label_barriers"], i)
+        load_block(refs["labels"], refs["first_token"][0] + p.m, BOX, v + i * BOX, BOX, into, barrier)
+
+    strips = config.part_n // BOX
+    plgpu.commit_smem()  # all threads have read what is there of the tile before
+    for i in range(min(2, strips)):
+        copy(i)
+
+    def strip(n: int) -> Any:
+        i = n // BOX
+        plgpu.barrier_wait(at(refs["label_barriers"], i))
+        value = registers.load_rows(refs["label_strips"].at[p.warpgroup, i % 2]).astype(jnp.float32)
+        if i + 2 < strips:
+            plgpu.commit_smem()
+            copy(i + 2)
+        return value
+
+    return strip
 
 
 def send_exponentials(target: Any, t: Any, v: Any, vocab_major: bool) -> Callable[[Any, int, int], None]:

@@ -39,12 +39,14 @@ from onchip.vocab.mosaic.blocks import (
     LOG2E,
     REACH,
     Kept,
+    beside_labels,
     class_weights,
+    label_strips,
     send_exponentials,
     unscaled_logits,
     vocab_of,
 )
-from onchip.vocab.mosaic.positions import LOWEST, Operands, Partials
+from onchip.vocab.mosaic.positions import LOWEST, Labels, Operands, Partials
 from onchip.vocab.xla.tiles import Wanted
 
 
@@ -57,6 +59,7 @@ def _logits_tiles(
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any],
     stores: bool,
+    labels: Labels | None,
     name: str,
     config: MosaicConfig,
     interpret: Any,
@@ -80,6 +83,7 @@ def _logits_tiles(
             load_block(refs["weight"], h, c.tile_k, v, c.tile_n, b, barrier)
 
     dtype = operands.rows.dtype
+    soft = {} if labels is None else {"labels": labels.values, "first_token": labels.first}
     return persistent_product(
         c,
         dtype,
@@ -88,9 +92,10 @@ def _logits_tiles(
         tiles,
         copies,
         epilogue,
-        inputs={**operands._asdict(), **inputs},
+        inputs={**operands._asdict(), **inputs, **soft},
         outputs=outputs,
         stored=dtype if stores else None,
+        **beside_labels(labels, c),
         name=name,
         interpret=interpret,
     )
@@ -104,23 +109,26 @@ def softmax_tiles(
     wanted: Wanted,
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
     exponential_scale: float = 1.0,
+    labels: Labels | None = None,  # soft ones, in the place of `operands.label`
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Partials | None:
     """The softmax of each tile of logits, which live in registers alone.
 
     The exponential that would be kept at a label's own entry is 0: `add_targets` of rebase.py sees to those.  With
-    softcap exponentials are kept times its derivative.
+    softcap exponentials are kept times its derivative.  With soft labels nothing is kept.
     """
     c, (kept, partials) = config, into or (None, None)
     dtype, tokens = operands.rows.dtype, len(operands.rows)
     vocab = vocab_of(operands.weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
+    assert labels is None or (kept is None and wanted.argmax)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         over = pl.ds(p.m, c.part_m)
         y = registers.load(refs["label"].at[over], 1)
+        soft_labels = None if labels is None else label_strips(refs, p, p.n, c, registers)
         k = registers.load(refs["factor"].at[over], 1)
         x = unscaled_logits(refs, product, p.n, shape, registers)
         if vocab % c.tile_n:
@@ -133,18 +141,35 @@ def softmax_tiles(
             at_top = x == registers.spread(top, shape, 1)
             first = jnp.min(jnp.where(at_top, registers.columns(shape), c.part_n), axis=1)
             refs["argmax"][here, over] = p.n + first
+            if labels is not None:
+                y = p.n + first
         sums: dict[str, Any] = {}
 
         def add(name: str, value: Any) -> None:
             sums[name] = sums[name] + value if name in sums else value
+
+        def add_labels(q: Any, below: Any, n: int) -> None:
+            def take(q: Any, cost: str, mass: str) -> None:
+                # What has no probability costs nothing, where 0 * -inf would not be 0.
+                add(cost, jnp.sum(jnp.where(q == 0, 0.0, q * -below), axis=1))
+                add(mass, jnp.sum(q, axis=1))
+
+            if operands.class_weight is None:
+                take(q, "cost", "mass")
+                return
+            take(q * class_weights(refs, p.n + n, q.shape, registers), "cost", "mass")
+            if wanted.entropy:
+                take(q, "plain_cost", "plain_mass")
 
         def exponentials(n: int, width: int) -> Any:
             """exp(z - maximum) of some columns, and 0 for the label; they enter the sums."""
             narrow = (c.part_m, width)
             x_n, column = x[:, n : n + width], registers.columns(narrow)
             e = jnp.exp2(x_n * registers.spread(k_2, narrow, 1) - registers.spread(top * k_2, narrow, 1))
-            if wanted.even or wanted.entropy:
+            if wanted.even or wanted.entropy or soft_labels is not None:
                 below = (x_n - registers.spread(top, narrow, 1)) * registers.spread(k, narrow, 1)
+            if soft_labels is not None:
+                add_labels(soft_labels(n), below, n)
             if wanted.even:
                 if operands.class_weight is not None:
                     w = class_weights(refs, p.n + n, narrow, registers)
@@ -161,7 +186,9 @@ def softmax_tiles(
             return e
 
         if kept is None:
-            exponentials(0, c.part_n)
+            width = c.part_n if labels is None else BOX
+            for n in range(0, c.part_n, width):
+                exponentials(n, width)
         else:
             split = kept.split
             above = top * k - registers.load(refs["shift"].at[over], 1)
@@ -190,7 +217,8 @@ def softmax_tiles(
     inputs: dict[str, Any] = {"shift": shift}
     if kept is not None:
         inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
-    shapes = jax.eval_shape(lambda: Partials.empty(c.parts(vocab), tokens, wanted))
+    soft = {"labels": labels is not None, "weighed": operands.class_weight is not None}
+    shapes = jax.eval_shape(lambda: Partials.empty(c.parts(vocab), tokens, wanted, **soft))
     made = _logits_tiles(
         operands,
         vocab,
@@ -199,6 +227,7 @@ def softmax_tiles(
         inputs=inputs,
         outputs={name: x for name, x in shapes._asdict().items() if x is not None},
         stores=kept is not None,
+        labels=labels,
         name="softmax_tiles",
         config=c,
         interpret=interpret,
@@ -221,6 +250,8 @@ def gradient_tiles(
     size: int,  # of the chunk, a multiple of tile_n
     even: Array | None = None,  # [T] float32: label smoothing's part, taken, times the class's weight if there is one,
     # from every entry but the target's
+    labels: Labels | None = None,  # soft ones: taken, times `by_labels` and the class's weight, from the others too
+    by_labels: Array | None = None,  # [T] float32
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Array:
@@ -239,6 +270,8 @@ def gradient_tiles(
         v = refs["first"][0] + p.n
         x = unscaled_logits(refs, product, v, shape, registers)
         evenly = None if even is None else registers.load(refs["even"].at[over], 1)
+        soft_labels = None if labels is None else label_strips(refs, p, v, c, registers)
+        of_labels = None if labels is None else registers.load(refs["by_labels"].at[over], 1)
 
         def gradient(n: int, width: int) -> Any:
             narrow = (c.part_m, width)
@@ -247,6 +280,11 @@ def gradient_tiles(
             g = g * registers.spread(s, narrow, 1)
             if evenly is not None:
                 part = registers.spread(evenly, narrow, 1)
+                if operands.class_weight is not None:
+                    part = part * class_weights(refs, v + n, narrow, registers)
+                g = g - part
+            if soft_labels is not None:
+                part = soft_labels(n) * registers.spread(of_labels, narrow, 1)
                 if operands.class_weight is not None:
                     part = part * class_weights(refs, v + n, narrow, registers)
                 g = g - part
@@ -264,9 +302,11 @@ def gradient_tiles(
         size,
         epilogue,
         vocab_major=vocab_major,
-        inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even},
+        inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even}
+        | ({} if labels is None else {"by_labels": by_labels}),
         outputs={"out": jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), dtype)},
         stores=True,
+        labels=labels,
         name="gradient_tiles",
         config=c,
         interpret=interpret,

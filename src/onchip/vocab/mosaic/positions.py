@@ -42,10 +42,18 @@ class Operands(NamedTuple):
     class_weight: Array | None = None  # [V up to a multiple of 256] float32: of label smoothing's part of each entry
 
 
+class Labels(NamedTuple):
+    """Soft labels of every entry, as the kernels take them."""
+
+    values: Array  # [T, V] float32, bfloat16 or float16
+    first: Array  # [1] int32: the token of the first position; the others' follow
+
+
 class Partials(NamedTuple):
     """Of each part of the vocabulary and position, [parts, P]: what the softmax kernels leave; None: not wanted.
 
-    Those of positions past the last tile that counts are left unwritten.
+    Those of positions past the last tile that counts are left unwritten.  With soft labels q for every entry, what is
+    left out in the place of the label is each part's largest logit.
     """
 
     maximum: Any  # float32: of z
@@ -53,13 +61,21 @@ class Partials(NamedTuple):
     offset_sum: Any = None  # float32: sum of z - maximum, weighed by class
     moment: Any = None  # float32: sum of exp(z - maximum) * (z - maximum)
     argmax: Any = None  # int32
+    cost: Any = None  # float32: sum of q * (maximum - z), q being weighed by class
+    mass: Any = None  # float32: sum of q, weighed by class
+    plain_cost: Any = None  # float32: the same two of q as it is, where that isn't the same
+    plain_mass: Any = None
 
     @staticmethod
-    def empty(parts: int, tokens: int, wanted: Wanted) -> "Partials":
+    def empty(parts: int, tokens: int, wanted: Wanted, *, labels: bool = False, weighed: bool = False) -> "Partials":
+        """With soft `labels` for every entry, which may be `weighed` by class."""
+
         def some(wanted: bool = True, dtype: Any = jnp.float32) -> Any:
             return lax.empty((parts, tokens), dtype) if wanted else None
 
-        return Partials(some(), some(), some(wanted.even), some(wanted.entropy), some(wanted.argmax, jnp.int32))
+        known = some(), some(), some(wanted.even), some(wanted.entropy), some(wanted.argmax, jnp.int32)
+        plain = labels and weighed and wanted.entropy
+        return Partials(*known, some(labels), some(labels), some(plain), some(plain))
 
 
 class Positions(NamedTuple):
