@@ -151,7 +151,7 @@ def linear_cross_entropy(
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
-            ignore_index or strategy="stash"; "xla" runs them.
+            ignore_index or strategy="stash"; "mosaic_gpu" and "xla" run them.
         labels: another name of target, by keyword.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
@@ -232,10 +232,7 @@ def linear_cross_entropy(
     check_axis(OP, axis_name, vocab_size)
     if is_soft(target, hidden):
         refuse_soft(axis_name is not None)
-        names = BACKENDS.get(platform(), ("xla",))
-        return jax_soft.run(
-            given, name, {x: None if x == "xla" else "its targets are ids; pass backend='xla'" for x in names}
-        )
+        return jax_soft.run(given, name, partial(_soft_refusals, weight_layout=weight_layout))
     assert not isinstance(target, TopK)
     options, numbers, total = checked(given, name, target)
     refuse_typed_sharding(OP, given)
@@ -306,6 +303,11 @@ def refusals(
             "backend='xla'"
         )
     return {name: split.get(name, reason) for name, reason in made.items()}
+
+
+def _soft_refusals(problem: Problem, platform: str, weight_layout: WeightLayout) -> dict[str, str | None]:
+    made = refusals(problem, platform, weight_layout, "recompute")
+    return made | ({"triton": "its targets are ids; pass backend='xla'"} if "triton" in made else {})
 
 
 def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:

@@ -120,6 +120,11 @@ def heuristic_tiles(hidden: int = VOCAB_TILE, weight_layout: str = "vh") -> dict
     }
 
 
+def label_tiles() -> dict[str, int]:
+    """How tiles of logits are cut beside soft labels for every entry, which take shared memory from stages and slots."""
+    return heuristic_tiles()["mosaic_softmax_tiles"] | {"staging_slots": 1}
+
+
 def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
     """Why the kernels can't serve the call, whatever the GPU, or None.  `platform` is "cpu", "gpu" or "tpu"."""
     if p.dtype == "float64":
@@ -128,6 +133,8 @@ def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if p.dtype == "float32":
         return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
+    if p.labels == "float64":
+        return "it reads labels of 16 or 32 bits; pass the target in float32, or backend='xla'"
     # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
     # what is copied to columns beyond lands in that one.
     vocab = 8 if weight_layout == "vh" else 64

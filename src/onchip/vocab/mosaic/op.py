@@ -24,6 +24,7 @@ from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, ha
 from onchip.vocab.mosaic.positions import (
     LOWEST,
     NO_LABEL,
+    Operands,
     Partials,
     Positions,
     Upstream,
@@ -75,7 +76,7 @@ class Sums(NamedTuple):
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
 
-def _tiles(call: Call) -> dict[str, Any]:
+def tiles_of(call: Call) -> dict[str, Any]:
     """How each kernel is cut."""
     from onchip.kernels.mosaic.product import MosaicConfig
 
@@ -98,19 +99,18 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
 
     if plan.by_tokens:
         return _forward_by_tokens(plan, wanted, needs, call)
-    at, config = Positions.of(call), _tiles(call)["softmax_tiles"]
+    at, config = Positions.of(call), tiles_of(call)["softmax_tiles"]
     layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
     softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
 
     if not plan.kept:
-        made, done, parts = [], call.tokens.number, at.parts(plan)
-        # Several are traced and lowered once: a kernel takes a second.
-        launch = jax.jit(partial(softmax_tiles, None)) if len(parts) > 1 else partial(softmax_tiles, None)
-        for part in parts:
-            rows = at.rows(after(call.tokens.source[part], done))
-            made.append(at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part))
-            done = made[-1][0]
-        stats = at.joined(made)
+        # Several parts are traced and lowered once: a kernel takes a second.
+        launch = jax.jit(partial(softmax_tiles, None)) if len(at.parts(plan)) > 1 else partial(softmax_tiles, None)
+
+        def of_part(rows: Array, part: slice) -> Any:
+            return at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part)
+
+        stats = at.joined(at.in_parts(plan, of_part))
         return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
 
     whole = slice(0, padded)
@@ -153,7 +153,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
 
     from onchip.vocab.mosaic import kernels, rebase
 
-    at, tiles, size = Positions.of(call), _tiles(call), plan.token_chunk
+    at, tiles, size = Positions.of(call), tiles_of(call), plan.token_chunk
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
     row_scale, _ = call.scaled_rows(jnp.ones(()))
     padded, one_chunk = len(at.label), replace(plan, by_tokens=False, kept_in_scratch=size)
@@ -235,16 +235,32 @@ def _exponential_scale(dtype: Any) -> float:
 
 def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
     """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
+    if plan.by_tokens:
+        return _backward_by_tokens(needs, saved, grad_loss)
+    at = Positions.of(saved.call)
+    above = Upstream.of(at, saved.stats, grad_loss)
+    return gradients(plan, needs, saved, at, above.apart(at, saved.stats) if plan.kept else above)
+
+
+def gradients(
+    plan: MosaicPlan,
+    needs: Projection,
+    saved: Saved,
+    at: Positions,
+    above: Upstream,
+    by_logits: Callable[[Operands, Array, int], Array] | None = None,
+) -> Projection:
+    """The gradients, of each position's factors.
+
+    by_logits: of a chunk of the vocabulary, in the place of `gradient_tiles`: of the operands, the chunk's first entry
+        [1] and its size.
+    """
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels, rebase
 
-    if plan.by_tokens:
-        return _backward_by_tokens(needs, saved, grad_loss)
-    at, tiles = Positions.of(saved.call), _tiles(saved.call)
+    tiles = tiles_of(saved.call)
     exponentials, in_scratch = unfused((saved.kept, saved.in_scratch))
-    above = Upstream.of(at, saved.stats, grad_loss)
-    above = above.apart(at, saved.stats) if plan.kept else above
     layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
     kept, padded, major = plan.kept, at.label.shape[0], layer.vocab_axis == 0
     recomputed_rows, tail = padded - kept, slice(kept, padded)
@@ -282,11 +298,15 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     if kept:
         at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above)
 
-    def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
-        recomputed: Array = kernels.gradient_tiles(
+    def of_targets(rest: Operands, begin: Array, size: int) -> Array:
+        made: Array = kernels.gradient_tiles(
             rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size,
             vocab_major=major, config=tiles["gradient_tiles"],
         )  # fmt: skip
+        return made
+
+    def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
+        recomputed = (by_logits or of_targets)(rest, begin, size)
         if needs.hidden:
             kernels.hidden_product(
                 weight, rest.number, vocab_major=major, tokens=recomputed_rows, recomputed=recomputed, first=begin,

@@ -6,7 +6,7 @@ numbers for each position; here they are merged to a token's statistics, and, in
 prepared for the kernels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -144,9 +144,9 @@ class Positions(NamedTuple):
         rows = weight.at[at].get(mode="clip") if self.layer.vocab_axis == 0 else weight.at[:, at].get(mode="clip").T
         return rows.astype(jnp.float32)  # type: ignore[no-any-return]
 
-    def target_logit(self, rows: Array, part: slice) -> Array:
-        """Of the positions of `part`, with these hidden states."""
-        label = self.label[part]
+    def target_logit(self, rows: Array, part: slice, label: Array | None = None) -> Array:
+        """Of the positions of `part`, with these hidden states; of these labels, if they aren't the call's."""
+        label = self.label[part] if label is None else label
         x = jnp.sum(rows.astype(jnp.float32) * self.weight_rows(label), 1)
         if self.bias is not None:
             x += self.bias[jnp.maximum(label, 0)]
@@ -179,21 +179,42 @@ class Positions(NamedTuple):
         """Of hidden's gradient: before it is summed over devices it isn't rounded."""
         return self.layer.hidden.dtype if self.call.shard is None else jnp.float32
 
+    def in_parts(self, plan: MosaicPlan, of_part: Callable[[Array, slice], Any]) -> list[Any]:
+        """What `of_part` makes of the hidden states of each part of the positions, one after the other."""
+        made, done = [], self.call.tokens.number
+        for part in self.parts(plan):
+            made.append(of_part(self.rows(after(self.call.tokens.source[part], done)), part))
+            done = jax.tree.leaves(made[-1])[0]
+        return made
+
     def joined(self, made: list[TokenStats] | list[Softmax]) -> TokenStats:
         """The statistics of all positions, from those of neighbouring parts that `stats` makes."""
-        whole: Any = made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
+        whole: Any = concatenated(made)
         if self.call.shard is not None:
             whole = self.call.shard.joined(whole).complete(self.call.ids, self.call.vocab)
         return whole  # type: ignore[no-any-return]
 
-    def stats(self, partials: Partials, target: Array, part: slice) -> Any:
+    def stats(
+        self,
+        partials: Partials,
+        target: Array,
+        part: slice,
+        label: Array | None = None,
+        picked: Array | None = None,
+    ) -> Any:
         """The statistics over all parts of the tiles, of the positions of `part`; where the vocabulary is split over
-        devices the `Softmax` of this one's."""
-        label, there, vocab = self.label[part], self.there[part], self.layer.vocab
+        devices the `Softmax` of this one's.
+
+        label: what the kernel took for labels, where those aren't the call's.
+        picked: logits [part, K] of the call's ids, where the target isn't the only one.
+        """
+        label = self.label[part] if label is None else label
+        there, vocab = self.there[part], self.layer.vocab
         # What is there of positions past the last one may be anything; it stays in their columns.
         maximum = partials.maximum
         # The target's logit was computed apart: the last digit may differ.
         top = jnp.maximum(jnp.max(maximum, 0), target)
+        picked = target[:, None] if picked is None else picked
         drop = maximum - top
         decay = jnp.exp(drop)
         offset_sum = moment = argmax = weight = None
@@ -223,10 +244,15 @@ class Positions(NamedTuple):
         log_total = jnp.where(target == top, jnp.log1p(others), jnp.log(total))
         if self.call.shard is not None:
             # Another's label isn't in the sum of the others: there the largest is.
-            below, picked = jnp.where(target == top, others, total - 1), jnp.where(label >= 0, target, 0)
-            return Softmax(top, total, below, picked[:, None], offset_sum, moment, argmax, weight=weight)
-        softmax = Softmax(top, total, others, target[:, None], offset_sum, moment, argmax, weight=weight)
+            below, picked = jnp.where(target == top, others, total - 1), jnp.where(label >= 0, target, 0)[:, None]
+            return Softmax(top, total, below, picked, offset_sum, moment, argmax, weight=weight)
+        softmax = Softmax(top, total, others, picked, offset_sum, moment, argmax, weight=weight)
         return softmax.complete(self.call.ids[part], vocab, log_total)
+
+
+def concatenated(made: list[Any]) -> Any:
+    """Trees of [part, ...] values as one."""
+    return made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
 
 
 def stored_tiles(call: Call, heuristics: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:

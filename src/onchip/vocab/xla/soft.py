@@ -23,6 +23,7 @@ from onchip.vocab.xla.tiles import (
     TokenGradient,
     TokenStats,
     Transform,
+    Wanted,
     cut_rows,
     float16_scale,
     logits_gradient,
@@ -78,31 +79,48 @@ def forward(
     source: Any, given: SoftLabels, config: Config, *, reduction: str, return_stats: bool
 ) -> tuple[Outputs, Saved]:
     """The loss, [] or [T], and its statistics; `source` is a `Projection` or `Logits`."""
-    tokens = select_tokens(jnp.zeros(len(given.probs), jnp.int32), config.token_chunk)
-    label = jnp.zeros(len(tokens.source), jnp.int32)
-    mean = reduction == "mean"
-    reduced = Reduction.of(tokens, label, given.token_weight, given.normalizer, mean, source.accumulator)
-    call = Call(source, given.transform.by_row(tokens), tokens, label[:, None], given.loss, reduced, given.class_weight)
-    more = None
+    call, wanted = call_of(source, given, config.token_chunk, reduction), wanted_of(given, return_stats)
     if given.ids is None:
         losses, saved, more = _dense_forward(call, given.probs, config.token_chunk, return_stats)
     else:
-        ids = tokens.take(given.ids, IGNORED)
-        call, probs = call._replace(ids=ids), jnp.where(ids == OUT_OF_RANGE, jnp.nan, tokens.take(given.probs, 0))
-        plain = probs
-        if given.class_weight is not None:
-            probs *= given.class_weight.at[ids].get(mode="clip")
-        stats = statistics(config, given.loss.wanted(return_stats, given.class_weight is not None), call)
-        expected = jnp.sum(_cost(probs, stats.log_prob), 1)
-        losses = _losses(given.loss, expected, stats)
-        saved = Saved(probs, None, call, TokenStats(stats.lse, stats.log_prob))
-        if return_stats:
-            likeliest = jnp.take_along_axis(ids, jnp.argmax(plain, 1)[:, None], 1)[:, 0]
-            expected = -jnp.sum(_cost(plain, stats.log_prob), 1)
-            more = LabelStats.of(stats, expected, jnp.sum(plain, 1), likeliest)
-    loss = reduced.reduced(losses, tokens, per_token=reduction == "none")
-    asked = None if more is None else LossStats(*map(tokens.spread, (saved.stats.lse, *more)))
-    return Outputs(loss, asked), saved._replace(call=saved.call._replace(source=None))
+        losses, saved, more = of_ids(call, given.probs, statistics(config, wanted, call), return_stats)
+    made = outputs(call, reduction, losses, saved.stats.lse, more)
+    return made, saved._replace(call=saved.call._replace(source=None))
+
+
+def call_of(source: Any, given: SoftLabels, chunk: int, reduction: str) -> Call:
+    """The call by row, in whole chunks of tokens; without ids of its own, all of them are 0."""
+    tokens = select_tokens(jnp.zeros(len(given.probs), jnp.int32), chunk)
+    label = jnp.zeros(len(tokens.source), jnp.int32)
+    mean = reduction == "mean"
+    reduced = Reduction.of(tokens, label, given.token_weight, given.normalizer, mean, source.accumulator)
+    ids = label[:, None] if given.ids is None else tokens.take(given.ids, IGNORED)
+    return Call(source, given.transform.by_row(tokens), tokens, ids, given.loss, reduced, given.class_weight)
+
+
+def wanted_of(given: SoftLabels, return_stats: bool) -> Wanted:
+    return given.loss.wanted(return_stats, given.class_weight is not None)
+
+
+def of_ids(call: Call, probs: Array, stats: TokenStats, return_stats: bool) -> tuple[Array, Saved, LabelStats | None]:
+    """[P]: the loss of each row, of K ids with these probabilities [T, K]."""
+    ids = call.ids
+    plain = probs = jnp.where(ids == OUT_OF_RANGE, jnp.nan, call.tokens.take(probs, 0))
+    if call.class_weight is not None:
+        probs *= call.class_weight.at[ids].get(mode="clip")
+    losses = losses_of(call.loss, jnp.sum(_cost(probs, stats.log_prob), 1), stats)
+    more = None
+    if return_stats:
+        likeliest = jnp.take_along_axis(ids, jnp.argmax(plain, 1)[:, None], 1)[:, 0]
+        expected = -jnp.sum(_cost(plain, stats.log_prob), 1)
+        more = LabelStats.of(stats, expected, jnp.sum(plain, 1), likeliest)
+    return losses, Saved(probs, None, call, TokenStats(stats.lse, stats.log_prob)), more
+
+
+def outputs(call: Call, reduction: str, losses: Array, lse: Array, more: LabelStats | None) -> Outputs:
+    """What forward returns, of the losses of rows and their statistics."""
+    loss = call.reduction.reduced(losses, call.tokens, per_token=reduction == "none")
+    return Outputs(loss, None if more is None else LossStats(*map(call.tokens.spread, (lse, *more))))
 
 
 def backward(source: Any, needs: Any, saved: Saved, config: Config, upstream: Array) -> Any:
@@ -111,7 +129,7 @@ def backward(source: Any, needs: Any, saved: Saved, config: Config, upstream: Ar
     row = call.reduction.row_scale(upstream, call.tokens)
     if saved.probs is None or saved.labels is not None:
         return _dense_backward(call, needs, saved, row, config.token_chunk)
-    gradient = _gradient(call, saved.probs, saved.stats, row)
+    gradient = by_ids(call, saved.probs, saved.stats, row)
     if isinstance(source, Projection):
         return gradients(config, needs, call, saved.stats, gradient)
     gradient = gradient.times(call.transform.factor())
@@ -131,23 +149,23 @@ def _cost(probs: Array, log_prob: Array) -> Array:
     return -jnp.where((probs == 0) & (log_prob == -jnp.inf), 0, probs * log_prob)
 
 
-def _losses(loss: TokenLoss, cost: Array, stats: TokenStats) -> Array:
+def losses_of(loss: TokenLoss, cost: Array, stats: TokenStats) -> Array:
     """[P]: the loss of each row, of its cost without smoothing."""
     # That of one id whose logarithm is the sum over all.
     return loss.value(stats._replace(log_prob=-cost[:, None]))
 
 
-def _factors(loss: TokenLoss, stats: TokenStats) -> tuple[Array | float, Array | float]:
+def factors(loss: TokenLoss, stats: TokenStats) -> tuple[Array | float, Array | float]:
     """The part of the labels that is spread evenly, and 2 z_loss lse."""
     eps: Array | float = 0.0 if loss.label_smoothing is None else loss.label_smoothing
     return eps, 0.0 if loss.z_loss is None else 2 * loss.z_loss * stats.lse
 
 
-def _at(call: Call, stats: TokenStats, total: Array, rest: Array, ids: Array) -> tuple[Array, Array]:
+def at_ids(call: Call, stats: TokenStats, total: Array, rest: Array, ids: Array) -> tuple[Array, Array]:
     """The factor of p [n], and the gradient at ids [n, K], `rest` being what other entries than these have of the
     total probability."""
     vocab, class_weight = call.source.vocab, call.class_weight
-    eps, more = _factors(call.loss, stats)
+    eps, more = factors(call.loss, stats)
     share: Array | float = 1.0
     own: Array | float = 1.0
     if class_weight is not None:
@@ -159,11 +177,11 @@ def _at(call: Call, stats: TokenStats, total: Array, rest: Array, ids: Array) ->
     return (1 - eps) * total + eps * share + more, at + more[:, None] * p
 
 
-def _gradient(call: Call, probs: Array, stats: TokenStats, row: Array) -> TokenGradient:
+def by_ids(call: Call, probs: Array, stats: TokenStats, row: Array) -> TokenGradient:
     """By the final logits, of K ids' labels."""
     vocab = call.source.vocab
     _, rest = shares(call.ids, probs)
-    factor, at = _at(call, stats, jnp.sum(probs, 1), rest, call.ids)
+    factor, at = at_ids(call, stats, jnp.sum(probs, 1), rest, call.ids)
     smoothing = call.loss.label_smoothing
     even = None if smoothing is None else row * (smoothing / vocab)
     return TokenGradient(row * factor, row[:, None] * at, even=even)
@@ -183,7 +201,7 @@ def _dense_forward(call: Call, labels: Array, chunk: int, return_stats: bool) ->
         stats = softmax.complete(largest, vocab)
         # The largest logit's own log-probability is minus the logarithm of the total.
         log_p = (z - softmax.max[:, None]) + stats.log_prob
-        losses = _losses(call.loss, jnp.sum(_cost(_weighed(call, q, z.dtype), log_p), 1), stats)
+        losses = losses_of(call.loss, jnp.sum(_cost(_weighed(call, q, z.dtype), log_p), 1), stats)
         more = None
         if return_stats:
             plain = q.astype(z.dtype)
@@ -224,11 +242,11 @@ def _dense_backward(call: Call, needs: Any, saved: Saved, row: Array, chunk: int
         q = _weighed(call, q, z.dtype)
         total = jnp.sum(q, 1)
         rest = total[:, None] - jnp.take_along_axis(q, largest, 1)
-        factor, at = _at(call, stats, total, rest, largest)
+        factor, at = at_ids(call, stats, total, rest, largest)
         even = None if smoothing is None else scale * (smoothing / vocab)
         made = TokenGradient(scale * factor, scale[:, None] * at, even=even)
         g = logits_gradient(z, None, stats, made, largest, Columns(0, vocab), call.class_weight)
-        eps, _ = _factors(call.loss, stats)
+        eps, _ = factors(call.loss, stats)
         there = lax.broadcasted_iota(jnp.int32, z.shape, 1) == largest
         g = jnp.where(there, g, g - (1 - eps) * scale[:, None] * q)
         return (), [g if slope is None else g * slope, None]
