@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onchip.ops.linear_cross_entropy import jax_op, jax_soft
+from onchip.vocab.mosaic import kernels, rebase
+from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.blocks import REACH
 from onchip.vocab.mosaic.positions import LOWEST, NO_LABEL, Partials
 
@@ -56,7 +59,14 @@ def unscaled(operands, vocab_major, padded):
     return x if inner_scale is None else jnp.tanh(x * inner_scale)
 
 
-def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, config):
+def labels_of(labels, tokens, padded):
+    """[tokens, padded] float32: soft labels of these positions; zeros outside of the matrix."""
+    values = labels.values.astype(jnp.float32)
+    values = jnp.pad(values, ((0, tokens), (0, padded - values.shape[1])))
+    return lax.dynamic_slice_in_dim(values, labels.first[0], tokens, 0)
+
+
+def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, labels=None, config):
     kept, partials = into or (None, None)
     rows, weight, label, factor, count, *_ = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
@@ -69,6 +79,8 @@ def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponentia
     e = jnp.exp(below)
     moment = (e * jnp.maximum(below, -1e30)).sum(2)
     own = (jnp.arange(padded) == label[:, None]).reshape(x.shape)
+    if labels is not None:  # each part's largest
+        own = jnp.arange(config.part_n) == x.argmax(2)[:, :, None]
     e = jnp.where(own, 0, e)
     maximum = top * factor[:, None]
 
@@ -99,6 +111,13 @@ def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponentia
         if wanted.argmax
         else None,
     )
+    if labels is not None:
+        q, weight = labels_of(labels, tokens, padded).reshape(x.shape), operands.class_weight
+        taken = [(q if weight is None else q * weight.reshape(x.shape[1:]), "cost", "mass")]
+        taken += [(q, "plain_cost", "plain_mass")] if weight is not None and wanted.entropy else []
+        for q, cost, mass in taken:
+            each = jnp.where(q == 0, 0, q * -below)
+            made = made._replace(**{cost: part(each.sum(2)), mass: part(q.sum(2))})
     if partials is None:
         return made
     jax.tree.map(lambda ref, x: ref.__setitem__(..., x), partials, made)
@@ -112,7 +131,9 @@ def offset_sum(below, inside, class_weight):
     return jnp.where(w > 0, w * below, 0).sum(2)
 
 
-def gradient_tiles(operands, lse, scale, at_target, *, vocab_major, first, size, even=None, config=None):
+def gradient_tiles(
+    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, config=None
+):  # fmt: skip
     rows, weight, label, factor, count, _, inner_scale, class_weight = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -120,6 +141,9 @@ def gradient_tiles(operands, lse, scale, at_target, *, vocab_major, first, size,
     g = jnp.exp(x * factor[:, None] - lse[:, None]) * scale[:, None]
     if even is not None:
         g -= even[:, None] * (1.0 if class_weight is None else class_weight)
+    if labels is not None:
+        q = labels_of(labels, tokens, padded)
+        g -= by_labels[:, None] * (q if class_weight is None else q * class_weight)
     g = jnp.where(jnp.arange(padded) == label[:, None], at_target[:, None], g)
     if inner_scale is not None:
         g *= 1 - x * x
@@ -220,3 +244,21 @@ def add_targets(out, hidden, token, label, term, *, vocab_major):
     terms = jnp.where((there & (jnp.diff(label, append=NO_LABEL) >= 0))[:, None], terms, 0)
     sums = jnp.zeros((vocab, terms.shape[1]), jnp.float32).at[jnp.where(there, label, 0)].add(terms)
     out[...] = (out[...].astype(jnp.float32) + (sums if vocab_major else sums.T)).astype(out.dtype)
+
+
+def forget():
+    """What was compiled for other kernels, or other plans."""
+    for function in (*jax_op._op.jitted, *jax_soft._op.jitted):
+        function.clear_cache()
+
+
+def stand_in(monkeypatch):
+    """Let the 'mosaic_gpu' backend run on the CPU, with these in the place of its kernels."""
+    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax_soft, "platform", lambda: "gpu")
+    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+    for name in ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product"):
+        monkeypatch.setattr(kernels, name, globals()[name])
+    for name in ("rebase_exponentials", "add_targets"):
+        monkeypatch.setattr(rebase, name, globals()[name])
+    forget()

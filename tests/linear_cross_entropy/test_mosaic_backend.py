@@ -11,7 +11,6 @@ import pytest
 from common_jax import assert_right, plain, small_problem
 
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic import op as mosaic_op
@@ -22,23 +21,11 @@ from stack import our_functions
 LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 
 
-def forget():
-    """What was compiled for other kernels, or other plans."""
-    for function in jax_op._op.jitted:
-        function.clear_cache()
-
-
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
-    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
-    for name in ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product"):
-        monkeypatch.setattr(kernels, name, getattr(plain_kernels, name))
-    for name in ("rebase_exponentials", "add_targets"):
-        monkeypatch.setattr(rebase, name, getattr(plain_kernels, name))
-    forget()
+    plain_kernels.stand_in(monkeypatch)
     yield
-    forget()
+    plain_kernels.forget()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +115,7 @@ def test_one_gradient_made_in_forward(wanted, reduction, monkeypatch):
     op = partial(linear_cross_entropy, backend="mosaic_gpu", reduction=reduction)
 
     def gradient():
-        forget()
+        plain_kernels.forget()
         return jax.grad(lambda *x: (jnp.square(op(*x, labels))).sum(), wanted)(hidden, weight)[0].astype(jnp.float32)
 
     if wanted == (1,) and reduction == "none":
@@ -201,7 +188,7 @@ def test_forward_in_chunks_of_tokens(monkeypatch):
     op = partial(linear_cross_entropy, hidden, weight, labels, backend="mosaic_gpu", return_stats=True)
     whole = op()
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("forward", 256))
-    forget()
+    plain_kernels.forget()
     in_chunks = op()
     for x, y in zip(jax.tree.leaves(in_chunks), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from onchip.kernels.mosaic.product import MosaicConfig, Work, place_tile
 from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic.blocks import Kept, tanh
-from onchip.vocab.mosaic.positions import NO_LABEL, Operands
+from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands
 from onchip.vocab.xla.tiles import Wanted
 from tanh import assert_is_tanh
 
@@ -197,6 +197,54 @@ def test_softmax(vocab_major, weighed, interpreter):
     assert relative(values[: s.n], expected) < 2**-8
     assert (values[: s.n][own.reshape(s.n, PADDED)] == 0).all()
     assert (values[s.n :] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gradient"])
+def test_soft_labels(kernel, interpreter):
+    """With weights of classes, from the second token of the labels on; tokens and entries are no whole tiles."""
+    s, config = Small(vocab_major=True, vocab=448), MosaicConfig(tile_m=128, tile_n=256, stages=2, staging_slots=1)
+    q = np.random.default_rng(1).uniform(size=(COUNT + 1, s.vocab)).astype(np.float32)
+    q[:, ::3] = 0
+    bias = np.where(np.arange(PADDED) % 6 == 0, -np.inf, s.bias).astype(np.float32)
+    operands = s.operands._replace(class_weight=s.class_weight, bias=bias)
+    common = {"vocab_major": True, "labels": Labels(jnp.asarray(q), at(1)), "config": config, "interpret": interpreter}
+    z, q = (s.x + bias[: s.vocab]) * s.factor[: s.n, None], q[1:]
+    weight = s.class_weight[: s.vocab]
+    if kernel == "softmax":
+        made = jax.jit(lambda: kernels.softmax_tiles(None, operands, wanted=Wanted(True, True), **common))()
+        for name, value in made._asdict().items():
+            assert value is None or value.shape == (2, TOKENS), name
+        for i, part in enumerate((slice(0, 256), slice(256, 448))):
+            top, largest = z[:, part].max(1), z[:, part].argmax(1)
+            cost = np.where(q[:, part] == 0, 0, q[:, part]) * np.where(q[:, part] == 0, 0, top[:, None] - z[:, part])
+            others = np.exp(z[:, part] - top[:, None])
+            others[np.arange(s.n), largest] = 0
+            expected = {
+                "maximum": top, "argmax": part.start + largest, "others": others.sum(1),
+                "cost": (cost * weight[part]).sum(1), "mass": (q[:, part] * weight[part]).sum(1),
+                "plain_cost": cost.sum(1), "plain_mass": q[:, part].sum(1),
+            }  # fmt: skip
+            for name, x in expected.items():
+                np.testing.assert_allclose(getattr(made, name)[i, : s.n], x, rtol=1e-4, atol=1e-5, err_msg=name)
+        return
+    lse, by_labels = np.logaddexp.reduce(z, 1), np.linspace(-1, 2, s.n)
+
+    def padded(x, fill=0):
+        return np.pad(x, (0, TOKENS - s.n), constant_values=fill).astype(np.float32)
+
+    g = np.exp(z - lse[:, None]) * s.scale[: s.n, None] - by_labels[:, None] * q * weight
+    g[np.arange(s.n), s.label[: s.n]] = 7
+    of_label = padded(np.full(s.n, 7))
+    made = jax.jit(
+        lambda: kernels.gradient_tiles(
+            operands, padded(lse, np.inf), s.scale, of_label, first=at(256), size=256, by_labels=padded(by_labels),
+            **common,
+        )
+    )()  # fmt: skip
+    made = s.values(np.asarray(made, np.float64), 0, 256, TOKENS)
+    assert relative(made[: s.n, :192], g[:, 256:]) < 2**-8
+    assert not made[s.n :].any()
+    assert not made[:, 192:].any()
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def heuristic_tiles(hidden: int = VOCAB_TILE, weight_layout: str = "vh") -> dict
 
 
 def label_tiles() -> dict[str, int]:
-    """How tiles of logits are cut beside soft labels for every entry, which take shared memory from stages and slots."""
+    """How tiles of logits are cut beside soft labels for every entry, which take shared memory too."""
     return heuristic_tiles()["mosaic_softmax_tiles"] | {"staging_slots": 1}
 
 
@@ -174,9 +174,15 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     """Peak temporary memory in bytes, part by part."""
     rows = up(c.token_chunk, TOKEN_TILE)
     hidden_rows = _ELEMENT * rows * p.hidden
-    # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
-    vectors = 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) * (1 + int(p.class_weight)) + MIB
+    # maximum and sum; an offset for label smoothing; moment and argmax for statistics; with labels of every entry
+    # always argmax, and two sums of those, with and without weights of classes
+    partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats)
+    if p.labels:
+        partials += 2 + (2 * int(p.class_weight) if p.stats else 1)
+    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * partials
+    # Of each id its logit and gradient, and places in a chunk.
+    vectors = (256 + 64 * p.ids) * up(p.tokens, TOKEN_TILE)
+    vectors += 4 * up(p.vocab, VOCAB_TILE) * (1 + int(p.class_weight)) + MIB
     parts = {"vectors": vectors}
     if p.split and p.grad_hidden:
         parts["hidden gradient before it is summed"] = 4 * p.tokens * p.hidden

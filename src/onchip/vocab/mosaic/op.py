@@ -106,11 +106,10 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     if not plan.kept:
         # Several parts are traced and lowered once: a kernel takes a second.
         launch = jax.jit(partial(softmax_tiles, None)) if len(at.parts(plan)) > 1 else partial(softmax_tiles, None)
-
-        def of_part(rows: Array, part: slice) -> Any:
-            return at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part)
-
-        stats = at.joined(at.in_parts(plan, of_part))
+        made: list[Any] = []
+        for rows, part in at.in_parts(plan, made):
+            made.append(at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part))
+        stats = at.joined(made)
         return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
 
     whole = slice(0, padded)

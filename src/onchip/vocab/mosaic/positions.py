@@ -6,7 +6,7 @@ numbers for each position; here they are merged to a token's statistics, and, in
 prepared for the kernels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -179,13 +179,11 @@ class Positions(NamedTuple):
         """Of hidden's gradient: before it is summed over devices it isn't rounded."""
         return self.layer.hidden.dtype if self.call.shard is None else jnp.float32
 
-    def in_parts(self, plan: MosaicPlan, of_part: Callable[[Array, slice], Any]) -> list[Any]:
-        """What `of_part` makes of the hidden states of each part of the positions, one after the other."""
-        made, done = [], self.call.tokens.number
+    def in_parts(self, plan: MosaicPlan, made: list[Any]) -> Iterator[tuple[Array, slice]]:
+        """The hidden states of each part of the positions, which are fetched when the last of `made` is there."""
         for part in self.parts(plan):
-            made.append(of_part(self.rows(after(self.call.tokens.source[part], done)), part))
-            done = jax.tree.leaves(made[-1])[0]
-        return made
+            done = jax.tree.leaves(made[-1])[0] if made else self.call.tokens.number
+            yield self.rows(after(self.call.tokens.source[part], done)), part
 
     def joined(self, made: list[TokenStats] | list[Softmax]) -> TokenStats:
         """The statistics of all positions, from those of neighbouring parts that `stats` makes."""
@@ -212,8 +210,9 @@ class Positions(NamedTuple):
         there, vocab = self.there[part], self.layer.vocab
         # What is there of positions past the last one may be anything; it stays in their columns.
         maximum = partials.maximum
-        # The target's logit was computed apart: the last digit may differ.
-        top = jnp.maximum(jnp.max(maximum, 0), target)
+        # The target's logit was computed apart: the last digit may differ.  So where it leads, all is relative to it.
+        top = jnp.max(maximum, 0)
+        top = jnp.where(target > top - 1, target, top)
         picked = target[:, None] if picked is None else picked
         drop = maximum - top
         decay = jnp.exp(drop)

@@ -64,10 +64,28 @@ def _launched(plan: MosaicPlan, at: Positions, softmax_tiles: Any) -> Any:
     return jax.jit(softmax_tiles) if len(at.parts(plan)) > 1 else softmax_tiles
 
 
-def _upstream(at: Positions, stats: TokenStats, values: Upstream) -> Upstream:
-    """With zeros beyond the last token, where `lse` is inf."""
-    masked = [None if x is None else jnp.where(at.there, x, 0) for x in values[:4]]
-    return Upstream(*masked, jnp.where(at.there, stats.lse, jnp.inf), values.inverse_grad_scale)  # type: ignore[arg-type]
+def _upstream(
+    at: Positions,
+    stats: TokenStats,
+    row: Array,
+    factor: Array,
+    at_target: Array,
+    even: Array | None,
+    grad_scale: Array | None,
+) -> Upstream:
+    """With zeros beyond the last token."""
+
+    def masked(x: Array) -> Array:
+        return jnp.where(at.there, x, 0)
+
+    return Upstream(
+        masked(row),
+        masked(factor),
+        masked(at_target),
+        None if even is None else masked(even),
+        jnp.where(at.there, stats.lse, jnp.inf),
+        None if grad_scale is None else (1 / grad_scale).reshape(1),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- K ids
@@ -79,7 +97,8 @@ def _logits(at: Positions, rows: Array, part: slice) -> Array:
     def of_one(ids: Array) -> Array:
         return at.target_logit(rows, part, jnp.maximum(ids, -1))
 
-    return lax.map(of_one, at.call.ids[part].T).T
+    made: Array = lax.map(of_one, at.call.ids[part].T)
+    return made.T
 
 
 def _of_ids(plan: MosaicPlan, wanted: Wanted, call: Call) -> TokenStats:
@@ -92,15 +111,14 @@ def _of_ids(plan: MosaicPlan, wanted: Wanted, call: Call) -> TokenStats:
         config=op.tiles_of(call)["softmax_tiles"],
     )  # fmt: skip
     launch = _launched(plan, at, kernel)
-
-    def of_part(rows: Array, part: slice) -> Any:
+    made: list[TokenStats] = []
+    for rows, part in at.in_parts(plan, made):
         logits = _logits(at, rows, part)
         best = jnp.argmax(logits, 1)[:, None]
         label = jnp.maximum(jnp.take_along_axis(call.ids[part], best, 1)[:, 0], -1)
         partials = launch(at.operands(rows, part)._replace(label=label))
-        return at.stats(partials, jnp.max(logits, 1), part, label, logits)
-
-    return at.joined(at.in_parts(plan, of_part))
+        made.append(at.stats(partials, jnp.max(logits, 1), part, label, logits))
+    return at.joined(made)
 
 
 def _by_ids(call: Call, saved: Saved, upstream: Array) -> Any:
@@ -117,8 +135,7 @@ def _by_ids(call: Call, saved: Saved, upstream: Array) -> Any:
         x = (stats.log_prob + stats.lse[:, None]) / at.factor[:, None]
         entries = jnp.where(entries == 0, 0, entries * (1 - x * x))
     nothing = jnp.zeros_like(gradient.factor)
-    inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
-    above = _upstream(at, stats, Upstream(nothing, gradient.factor, nothing, gradient.even, stats.lse, inverse))
+    above = _upstream(at, stats, nothing, gradient.factor, nothing, gradient.even, grad_scale)
     major, config = call.source.vocab_axis == 0, op.tiles_of(call)["gradient_tiles"]
 
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
@@ -185,12 +202,11 @@ def _of_every_entry(
         config=_config(),
     )  # fmt: skip
     launch = _launched(plan, at, lambda operands, labels: kernel(operands, labels=labels))
-
-    def of_part(rows: Array, part: slice) -> tuple[TokenStats, _Costs]:
+    made: list[tuple[TokenStats, _Costs]] = []
+    for rows, part in at.in_parts(plan, made):
         first = jnp.full(1, part.start, jnp.int32)
-        return _merged(at, launch(at.operands(rows, part), Labels(labels, first)), part)
-
-    stats, costs = concatenated(at.in_parts(plan, of_part))
+        made.append(_merged(at, launch(at.operands(rows, part), Labels(labels, first)), part))
+    stats, costs = concatenated(made)
     losses, more = soft.losses_of(call.loss, costs.cost, stats), None
     if return_stats:
         likeliest = call.tokens.take(jnp.argmax(labels, 1).astype(jnp.int32), IGNORED)
@@ -238,8 +254,7 @@ def _by_every_entry(call: Call, saved: Saved, upstream: Array) -> Any:
     of_p, at_largest = soft.at_ids(call, stats, mass, mass[:, None] - own, largest)
     eps, _ = soft.factors(call.loss, stats)
     even = None if call.loss.label_smoothing is None else row * (eps / call.vocab)
-    inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
-    above = _upstream(at, stats, Upstream(row, row * of_p, row * at_largest[:, 0], even, stats.lse, inverse))
+    above = _upstream(at, stats, row, row * of_p, row * at_largest[:, 0], even, grad_scale)
     by_labels, first = (1 - eps) * above.row_scale, jnp.zeros(1, jnp.int32)
 
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
