@@ -180,7 +180,7 @@ def test_softmax(vocab_major, weighed, interpreter):
         return made, jax.freeze(stash), jax.freeze(spare)
 
     made, stash, spare = run()
-    made = [np.asarray(x)[:, : s.n].T for x in made]
+    made = [np.asarray(x)[:, : s.n].T for x in made[:5]]
     z = s.z.reshape(s.n, -1, CONFIG.part_n)
     top = z.max(2)
     below = z - top[:, :, None]

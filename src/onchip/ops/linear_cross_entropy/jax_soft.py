@@ -33,6 +33,7 @@ from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.mosaic import soft as mosaic_soft
 from onchip.vocab.xla import memory, soft
 from onchip.vocab.xla.loss import Outputs, TokenLoss
+from onchip.vocab.xla.parallel import refuse_typed_sharding
 from onchip.vocab.xla.soft import SoftLabels
 from onchip.vocab.xla.tiles import Projection, Transform
 
@@ -60,6 +61,7 @@ def run(given: Mapping[str, Any], name: str, refusals: Refusals) -> jax.Array | 
     dtype = accumulator(dtype_of(hidden))
     check_normalizer(OP, given["normalizer"], options.reduction)
     numbers = checked_numbers(OP, options, given, dtype)
+    refuse_typed_sharding(OP, arrays)
     shape, token_weight = hidden.shape[:-1], given["token_weight"]
     if options.shift:
         hidden, target = hidden[..., :-1, :], _after_the_first(target)
