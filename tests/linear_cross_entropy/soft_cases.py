@@ -154,7 +154,8 @@ def assert_right(case, dtype, layout="vh", **how):
         if name in ("correct", "argmax"):
             assert np.array_equal(found, x), name
         else:
-            assert np.linalg.norm(found - x) <= 1e-5 * max(1, np.linalg.norm(x)), name
+            error, size = np.linalg.norm(found - x), np.linalg.norm(x)
+            assert error <= 1e-5 * max(1, size), (name, error, size)
     for name, g in grads.items():
         assert g.dtype == dtype
         e, g = getattr(right, f"grad_{name}"), exact(g)

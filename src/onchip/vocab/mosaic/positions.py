@@ -210,7 +210,10 @@ class Positions(NamedTuple):
         there, vocab = self.there[part], self.layer.vocab
         # What is there of positions past the last one may be anything; it stays in their columns.
         maximum = partials.maximum
-        # The target's logit was computed apart: the last digit may differ.  So where it leads, all is relative to it.
+        # The target's logit was computed apart: the last digit may differ.  So where it leads, all is relative to it,
+        # and its part's maximum is it: of an entropy near 0 that digit would be the largest error.
+        if partials.argmax is not None:
+            maximum = jnp.where(partials.argmax == label, target, maximum)
         top = jnp.max(maximum, 0)
         top = jnp.where(target > top - 1, target, top)
         picked = target[:, None] if picked is None else picked
