@@ -1,0 +1,147 @@
+"""linear_cross_entropy for PyTorch with soft labels, on its own matrix products: the operators of backend "torch".
+
+The maths is in `onchip.vocab.torch.soft`.  Labels of K ids go through the walks of the other losses; those of every
+entry are taken with the whole vocabulary, a chunk of tokens at a time.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.linear_cross_entropy.soft_call import SoftCall
+from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.vocab.chunks import Config
+from onchip.vocab.torch import soft, walk
+from onchip.vocab.torch.loss import scaled_rows
+from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch.softmax import float16_scale
+from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
+
+
+class SoftMade(NamedTuple):
+    """What the operators return."""
+
+    out: SoftOutputs
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: SoftCall
+    lse: Tensor
+    log_prob: Tensor
+    largest: Tensor | None
+
+
+def _fake(call: SoftCall) -> SoftMade:
+    return SoftMade(SoftOutputs.empty(call.options, call.hidden, call.labels, dense=call.dense))
+
+
+def _save(call: SoftCall, made: SoftMade) -> Kept:
+    return Kept(call, *made.out[1:4])
+
+
+def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tensor | None]:
+    """[T]: the upstream gradient of each token's loss, and what it was multiplied by for float16's sake."""
+    (grad_loss,) = upstream
+    assert grad_loss is not None
+    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
+    row, _ = scaled_rows(tokens, call.options, each * tokens.inverse_count, torch.float32)
+    if call.operand != torch.float16:
+        return row, None
+    grad_scale = float16_scale(row * (1 + call.sums()), call.operand)
+    return (row if grad_scale is None else row * grad_scale), grad_scale
+
+
+# K ids.
+
+
+def _forward(call: SoftCall) -> SoftMade:
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    stats = walk.forward(
+        call.layer, options, tokens, call.plan("forward", tokens), soft.asked_by(options, call.class_weight)
+    )
+    losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
+    loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
+    known = stats.lse, stats.log_prob, stats.entropy, stats.argmax
+    more = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, *more))
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call = replace(kept.call, grads=tuple(wanted))
+    tokens = call.tokens(check_values=False)
+    row, grad_scale = _rows(call, tokens, upstream)
+    known = kept.lse, kept.log_prob, call.probs(), tokens
+    gradient = soft.loss_gradient(call.options, row, *known, call.weight.shape[0], call.class_weight)
+    config = call.plan("recompute", tokens)
+    return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
+
+
+# Every entry.
+
+
+def _dense_forward(call: SoftCall) -> SoftMade:
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    made = soft.dense_stats(call.layer, options, tokens, _dense_plan(call, tokens), call.labels, call.class_weight)
+    loss = soft.reduced(options, made.loss, tokens, call.hidden.shape[:-1])
+    return SoftMade(SoftOutputs(loss, *made[1:]))
+
+
+def _dense_plan(call: SoftCall, tokens: Tokens) -> Config:
+    """The same in forward and backward."""
+    return call.plan("stash", tokens)
+
+
+def _dense_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, largest = kept.call, kept.largest
+    assert largest is not None
+    tokens, layer, options = call.tokens(check_values=False), call.layer, call.options
+    row, grad_scale = _rows(call, tokens, upstream)
+    config, vocab = _dense_plan(call, tokens), layer.vocab
+    size = min(tokens.number, config.token_chunk) * vocab
+    tile = Tile(size, tokens, slope=options.softcap is not None, like=layer.hidden)
+    into = walk.Accumulated(layer, tokens, config.vocab_chunk, wanted)
+    for t0, t1 in spans(tokens.number, config.token_chunk):
+        z, slope, _ = tile.cut(t1 - t0, vocab)
+        soft.read_logits(layer, tokens, t0, t1, z, config.vocab_chunk)
+        apply(options, z, temperature_of(tokens, t0, t1), slope)
+        known = (x[t0:t1] for x in (row, kept.lse, kept.log_prob, largest))
+        q = soft.rows_of(call.labels, t0, t1)
+        g = soft.dense_gradient(options, z, slope, q, call.class_weight, *known)
+        into.add(g, tile.operand(g), tokens.rows(layer.hidden, t0, t1), t0, t1, 0, into.weight)
+    made: list[Tensor | None] = []
+    for x, dtype in zip((into.hidden, into.weight, into.bias), call.dtypes, strict=True):
+        x = x if x is None or grad_scale is None else x.div_(grad_scale)
+        made.append(x)
+        if x is not None and (len(made) != 2 or call.weight_grad_out is None):
+            made[-1] = x.to(dtype)
+    if made[0] is not None:
+        made[0] = made[0].view(call.hidden.shape)
+    if made[1] is not None and call.weight_grad_out is not None:
+        call.weight_grad_out.add_(made[1])
+        made[1] = None
+    return made
+
+
+def _operator(name: str, forward: Any, gradients: Any) -> Operator[SoftCall, SoftMade]:
+    return Operator(
+        name,
+        op=OP,
+        forward=forward,
+        fake=_fake,
+        save=_save,
+        gradients=gradients,
+        fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
+        differentiable=("hidden", "weight", "bias"),
+        adds_to={"weight": "weight_grad_out"},
+    )
+
+
+OPERATORS = {
+    False: _operator("linear_cross_entropy_soft", _forward, _gradients),
+    True: _operator("linear_cross_entropy_dense", _dense_forward, _dense_gradients),
+}
