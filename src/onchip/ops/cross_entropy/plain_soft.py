@@ -3,7 +3,7 @@
 It takes chunks of rows; the maths is in `onchip.vocab.torch.soft`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.loss import scaled_rows
-from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch.soft import DenseStats, SoftOutputs
+from onchip.vocab.torch.softmax import TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
 
@@ -32,19 +33,30 @@ class Kept(NamedTuple):
     lse: Tensor
     log_prob: Tensor
     largest: Tensor | None
+    mass: Tensor | None
 
 
 def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    rows, shape = torch_rows.Rows(call.logits), call.logits.shape[:-1]
+    rows, config = torch_rows.Rows(call.logits), call.config()
     if call.dense:
-        made = soft.dense_stats(rows, options, tokens, call.config(), call.labels, call.class_weight)
-        return SoftMade(SoftOutputs(soft.reduced(options, made.loss, tokens, shape), *made[1:]))
-    stats = walk.forward(rows, options, tokens, call.config(), soft.asked_by(options, call.class_weight))
-    losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
+        made = soft.dense_stats(rows, options, tokens, config, call.labels, call.class_weight)
+        return made_of_dense(call, tokens, made)
+    return made_of(call, tokens, walk.forward(rows, options, tokens, config, soft.asked_by(options, call.class_weight)))
+
+
+def made_of(call: SoftCall, tokens: Tokens, stats: TokenStats) -> SoftMade:
+    """The outputs of K ids, given the statistics of the whole vocabulary."""
+    losses = soft.token_losses(call.options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     known = stats.lse, stats.log_prob
     more = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
-    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known, None, *more))
+    loss = soft.reduced(call.options, losses, tokens, call.logits.shape[:-1])
+    return SoftMade(SoftOutputs(loss, *known, None, None, *more))
+
+
+def made_of_dense(call: SoftCall, tokens: Tokens, made: DenseStats) -> SoftMade:
+    """The outputs of every entry."""
+    return SoftMade(SoftOutputs(soft.reduced(call.options, made.loss, tokens, call.logits.shape[:-1]), *made[1:]))
 
 
 def _fake(call: SoftCall) -> SoftMade:
@@ -52,38 +64,52 @@ def _fake(call: SoftCall) -> SoftMade:
 
 
 def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:4])
+    return Kept(call, *made.out[1:5])
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call, options, (grad_loss,) = kept.call, kept.call.options, upstream
-    assert grad_loss is not None
+    call, (out,) = kept.call, _fake_gradients(kept, upstream, wanted)
     tokens, config = call.tokens(check_values=False), call.config()
-    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
-    row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
-    (out,) = _fake_gradients(kept, upstream, wanted)
     if call.dense:
-        _write_dense(kept, tokens, row, config, out)
+        write_dense(kept, call, soft.Whole.of(config.vocab_chunk, call.class_weight), tokens, config, upstream, out)
     else:
-        known = kept.lse, kept.log_prob, call.probs(), tokens
-        gradient = soft.loss_gradient(options, row, *known, config.vocab_chunk, call.class_weight)
-        torch_rows.write_gradient(call.logits, options, tokens, config.token_chunk, gradient, out)
+        gradient = gradient_of_ids(kept, call, tokens, upstream, config.vocab_chunk)
+        torch_rows.write_gradient(call.logits, call.options, tokens, config.token_chunk, gradient, out)
     return [out]
 
 
-def _write_dense(kept: Kept, tokens: Tokens, row: Tensor, config: Config, out: Tensor) -> None:
-    call, options, vocab = kept.call, kept.call.options, config.vocab_chunk
-    assert kept.largest is not None
-    source, into = torch_rows.Rows(call.logits), torch_rows.Rows(out)
+def gradient_of_ids(kept: Any, call: SoftCall, tokens: Tokens, upstream: Made, vocab: int) -> TokenGradient:
+    """That of the tokens' logits, of K ids."""
+    row = _rows(call, tokens, upstream)
+    return soft.loss_gradient(
+        call.options, row, kept.lse, kept.log_prob, call.probs(), tokens, vocab, call.class_weight
+    )
+
+
+def write_dense(
+    kept: Any, mine: SoftCall, whole: soft.Whole, tokens: Tokens, config: Config, upstream: Made, out: Tensor
+) -> None:
+    """Write the gradient of the logits of `mine` to `out`: all of them or, where other ranks have other parts of the
+    vocabulary, this rank's."""
+    row, options, vocab = _rows(mine, tokens, upstream), mine.options, config.vocab_chunk
+    source, into = torch_rows.Rows(mine.logits), torch_rows.Rows(out)
     tile = Tile(min(tokens.number, config.token_chunk) * vocab, tokens, slope=options.softcap is not None)
     for start, stop in spans(tokens.number, config.token_chunk):
         z, slope, _ = tile.cut(stop - start, vocab)
         source.read(tokens, start, stop, z)
         apply(options, z, temperature_of(tokens, start, stop), slope)
-        known = (x[start:stop] for x in (row, kept.lse, kept.log_prob, kept.largest))
-        q = soft.rows_of(call.labels, start, stop)
-        g = soft.dense_gradient(options, z, slope, q, call.class_weight, *known)
+        known = (x[start:stop] for x in (row, kept.lse, kept.log_prob, kept.largest, kept.mass))
+        q = soft.rows_of(mine.labels, start, stop)
+        g = soft.dense_gradient(options, z, slope, q, mine.class_weight, whole, *known)
         into.write(tokens, start, stop, g)
+
+
+def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> Tensor:
+    """[T]: the upstream gradient of each token's loss."""
+    options, (grad_loss,) = call.options, upstream
+    assert grad_loss is not None
+    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
+    return scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)[0]
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:

@@ -38,10 +38,10 @@ class SoftCall(NamedTuple):
         """K."""
         return 1 if self.dense else self.ids.shape[-1]
 
-    def tokens(self, *, check_values: bool) -> Tokens:
-        """All of them; values are always checked on the CPU."""
+    def tokens(self, *, check_values: bool, vocab: int | None = None) -> Tokens:
+        """All of them; values are always checked on the CPU.  `vocab` is the whole, where logits are of a part."""
         chosen = tiles.select(
-            OP, "target.indices", self.ids, self.number, self.logits.shape[-1], self.token_temperature,
+            OP, "target.indices", self.ids, self.number, vocab or self.logits.shape[-1], self.token_temperature,
             ignore_index=None, temperature=self.options.temperature, dtype=self.logits.dtype,
             check_values=check_values,
         )  # fmt: skip
@@ -55,7 +55,7 @@ class SoftCall(NamedTuple):
         values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
         return soft.labels_of(values, self.kind, ids, self.class_weight if weighed else None, self.logits.dtype)
 
-    def problem(self, *, triton: bool = False) -> row_memory.Problem:
+    def problem(self, *, triton: bool = False, sent: int = 0) -> row_memory.Problem:
         """What memory depends on."""
         options, logits = self.options, self.logits
         return row_memory.Problem(
@@ -71,8 +71,10 @@ class SoftCall(NamedTuple):
             stats=options.return_stats and not self.dense,
             labels=LOSS_DTYPES[self.labels.dtype] if self.dense else "",
             triton=triton,
+            sent=sent,
         )
 
-    def config(self) -> Config:
+    def config(self, sent: int = 0) -> Config:
         """The same in forward and backward: a budget that is too small is refused in forward."""
-        return Config("forward", row_memory.plan(self.problem(), "", self.options.scratch_bytes), self.logits.shape[-1])
+        rows = row_memory.plan(self.problem(sent=sent), "", self.options.scratch_bytes)
+        return Config("forward", rows, self.logits.shape[-1])

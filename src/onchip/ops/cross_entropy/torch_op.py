@@ -198,7 +198,6 @@ def cross_entropy(
     _, target = one_target(OP, target, labels)
     sharding, shards = Sharding(vocab_group, vocab_start, vocab_size), None
     if is_soft(target, logits):
-        sharding.refuse(OP, "soft labels take no sharded vocabulary; pass targets, or all of the logits")
         return torch_soft.run(
             logits,
             target,
@@ -218,6 +217,7 @@ def cross_entropy(
             scratch_bytes=scratch_bytes,
             backend=backend,
             inplace_backward=inplace_backward,
+            sharding=sharding,
         )
     assert not isinstance(target, TopK)
     if sharding.there({"logits": logits}):

@@ -14,9 +14,10 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
+from onchip.frontend.torch_parallel import Sharding, Shards, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_types import WithStats
-from onchip.ops.cross_entropy import plain_soft, triton_soft
+from onchip.ops.cross_entropy import plain_soft, soft_shards, triton_soft
 from onchip.ops.cross_entropy.soft_call import SoftCall
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.rows import launches
@@ -34,14 +35,23 @@ def run(
     temperature: float | Tensor,
     scratch_bytes: int | float | str | None,
     backend: str,
+    sharding: Sharding,
     **more: Any,
 ) -> Tensor | WithStats:
     """The loss, or with return_stats the loss and its statistics; arguments as of `cross_entropy`, `more` being the
     other fields of its options."""
+    shards = None
+    given = {"logits": logits} if isinstance(target, TopK) else {"logits": logits, "target": target}
+    if sharding.there(given):
+        parts, shards = localized(OP, sharding, given, {}, last=("logits", "target"))
+        logits, target = parts["logits"], parts.get("target", target)
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, class_weight, per_token_temperature)
-    check_logits(OP, shapes_of(tensors))
-    topk.check_label_shapes(OP, "target", shapes_of(tensors), "logits", logits.shape[-1])
+    shapes = shapes_of(tensors)
+    if shards is not None:
+        shapes = shards.whole(shapes, ("logits", "target"), dim=-1)
+    check_logits(OP, shapes)
+    topk.check_label_shapes(OP, "target", shapes, "logits", shapes["logits"][-1])
     check_class_weight(OP, tensors, "logits")
     options = Options(
         **more,
@@ -53,7 +63,7 @@ def run(
     if options.inplace_backward:
         raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)
-    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, options))
+    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, options, shards))
     ids, labels, kind = parts_of(target, logits.shape[:-1])
     call = SoftCall(
         logits=logits,
@@ -68,14 +78,19 @@ def run(
         dense="target" in tensors,
         grads=needed(logits),
     )
+    if shards is not None:
+        out = soft_shards.LOSS(soft_shards.ShardedCall(call, shards)).out
+        return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
     if chosen == "triton":
         return triton_soft.LOSS(call).loss
     out = plain_soft.LOSS(call).out
     return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
 
 
-def _refusal(logits: Tensor, target: Any, options: Options) -> str | None:
+def _refusal(logits: Tensor, target: Any, options: Options, shards: Shards | None) -> str | None:
     """Why the Triton kernels can't serve a call."""
+    if shards is not None:
+        return "its soft labels take no sharded vocabulary; pass backend='torch'"
     if options.return_stats:
         return "its soft labels have no return_stats; pass backend='torch', or leave it out"
     if isinstance(target, TopK):

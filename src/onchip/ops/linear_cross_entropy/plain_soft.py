@@ -4,6 +4,7 @@ The maths is in `onchip.vocab.torch.soft`.  Labels of K ids go through the walks
 entry are taken with the whole vocabulary, a chunk of tokens at a time.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.loss import scaled_rows
-from onchip.vocab.torch.soft import SoftOutputs
-from onchip.vocab.torch.softmax import float16_scale
+from onchip.vocab.torch.soft import DenseStats, SoftOutputs
+from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
 
@@ -34,25 +35,27 @@ class Kept(NamedTuple):
     lse: Tensor
     log_prob: Tensor
     largest: Tensor | None
+    mass: Tensor | None
 
 
-def _fake(call: SoftCall) -> SoftMade:
+def fake(call: SoftCall) -> SoftMade:
     return SoftMade(SoftOutputs.empty(call.options, call.hidden, call.labels, dense=call.dense))
 
 
 def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:4])
+    return Kept(call, *made.out[1:5])
 
 
-def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tensor | None]:
+def _rows(kept: Any, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tensor | None]:
     """[T]: the upstream gradient of each token's loss, and what it was multiplied by for float16's sake."""
-    (grad_loss,) = upstream
+    call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
     row, _ = scaled_rows(tokens, call.options, each * tokens.inverse_count, torch.float32)
     if call.operand != torch.float16:
         return row, None
-    grad_scale = float16_scale(row * (1 + call.sums()), call.operand)
+    mass = call.probs().sum(1) if kept.mass is None else kept.mass
+    grad_scale = float16_scale(row * (1 + mass), call.operand)
     return (row if grad_scale is None else row * grad_scale), grad_scale
 
 
@@ -61,22 +64,31 @@ def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tenso
 
 def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    stats = walk.forward(
-        call.layer, options, tokens, call.plan("forward", tokens), soft.asked_by(options, call.class_weight)
-    )
+    asked = soft.asked_by(options, call.class_weight)
+    return made_of(call, tokens, walk.forward(call.layer, options, tokens, call.plan("forward", tokens), asked))
+
+
+def made_of(call: SoftCall, tokens: Tokens, stats: TokenStats) -> SoftMade:
+    """The outputs, given the statistics of the whole vocabulary."""
+    options = call.options
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
-    loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
+    loss = soft.reduced(options, losses, tokens, call.labels.shape[:-1])
     known = stats.lse, stats.log_prob, stats.entropy, stats.argmax
     more = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
-    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, *more))
+    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, None, *more))
+
+
+def gradient_of_ids(kept: Any, tokens: Tokens, upstream: Made) -> tuple[TokenGradient, Tensor | None]:
+    """That of the tokens' logits, and the factor for float16 that is in it."""
+    call, (row, grad_scale) = kept.call, _rows(kept, tokens, upstream)
+    known = kept.lse, kept.log_prob, call.probs(), tokens
+    return soft.loss_gradient(call.options, row, *known, call.vocab, call.class_weight), grad_scale
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
-    row, grad_scale = _rows(call, tokens, upstream)
-    known = kept.lse, kept.log_prob, call.probs(), tokens
-    gradient = soft.loss_gradient(call.options, row, *known, call.weight.shape[0], call.class_weight)
+    gradient, grad_scale = gradient_of_ids(kept, tokens, upstream)
     config = call.plan("recompute", tokens)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
@@ -86,43 +98,69 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def _dense_forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    made = soft.dense_stats(call.layer, options, tokens, _dense_plan(call, tokens), call.labels, call.class_weight)
-    loss = soft.reduced(options, made.loss, tokens, call.hidden.shape[:-1])
+    config = dense_plan(call, tokens)
+    made = soft.dense_stats(call.layer, options, tokens, config, call.labels, call.class_weight)
+    return made_of_dense(call, tokens, made)
+
+
+def made_of_dense(call: SoftCall, tokens: Tokens, made: DenseStats) -> SoftMade:
+    """The outputs."""
+    loss = soft.reduced(call.options, made.loss, tokens, call.labels.shape[:-1])
     return SoftMade(SoftOutputs(loss, *made[1:]))
 
 
-def _dense_plan(call: SoftCall, tokens: Tokens) -> Config:
+def dense_plan(call: SoftCall, tokens: Tokens) -> Config:
     """The same in forward and backward."""
     return call.plan("stash", tokens)
 
 
 def _dense_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call, largest = kept.call, kept.largest
-    assert largest is not None
-    tokens, layer, options = call.tokens(check_values=False), call.layer, call.options
-    row, grad_scale = _rows(call, tokens, upstream)
-    config, vocab = _dense_plan(call, tokens), layer.vocab
-    size = min(tokens.number, config.token_chunk) * vocab
-    tile = Tile(size, tokens, slope=options.softcap is not None, like=layer.hidden)
+    call = kept.call
+    return dense_gradients(kept, call, soft.Whole.of(call.vocab, call.class_weight), upstream, wanted)
+
+
+def dense_gradients(
+    kept: Any,
+    mine: SoftCall,
+    whole: soft.Whole,
+    upstream: Made,
+    wanted: Wanted,
+    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
+) -> Made:
+    """Those of `mine`, which is `kept.call` or, where other ranks have other parts of the vocabulary, this rank's part
+    of that; `start_sum` as of `walk.recompute`."""
+    assert kept.largest is not None
+    assert kept.mass is not None
+    tokens, layer, options = kept.call.tokens(check_values=False), mine.layer, mine.options
+    row, grad_scale = _rows(kept, tokens, upstream)
+    config, vocab = dense_plan(mine, tokens), layer.vocab
+    n = tokens.number if vocab > 0 else 0
+    tile = Tile(min(n, config.token_chunk) * vocab, tokens, slope=options.softcap is not None, like=layer.hidden)
     into = walk.Accumulated(layer, tokens, config.vocab_chunk, wanted)
-    for t0, t1 in spans(tokens.number, config.token_chunk):
+    summed: Callable[[], Tensor] | None = None
+    for t0, t1 in spans(n, config.token_chunk):
         z, slope, _ = tile.cut(t1 - t0, vocab)
         soft.read_logits(layer, tokens, t0, t1, z, config.vocab_chunk)
         apply(options, z, temperature_of(tokens, t0, t1), slope)
-        known = (x[t0:t1] for x in (row, kept.lse, kept.log_prob, largest))
-        q = soft.rows_of(call.labels, t0, t1)
-        g = soft.dense_gradient(options, z, slope, q, call.class_weight, *known)
-        into.add(g, tile.operand(g), tokens.rows(layer.hidden, t0, t1), t0, t1, 0, into.weight)
+        known = (x[t0:t1] for x in (row, kept.lse, kept.log_prob, kept.largest, kept.mass))
+        q = soft.rows_of(mine.labels, t0, t1)
+        g = soft.dense_gradient(options, z, slope, q, mine.class_weight, whole, *known)
+        operand = tile.operand(g)
+        into.add_hidden(operand, t0, t1, 0)
+        if into.hidden is not None and start_sum is not None and t1 == n:
+            summed = start_sum(into.hidden.view(mine.hidden.shape))
+        into.add_weight(g, operand, tokens.rows(layer.hidden, t0, t1), t0, 0, into.weight)
+    hidden = None if into.hidden is None else into.hidden.view(mine.hidden.shape)
+    if hidden is not None and start_sum is not None:
+        hidden = (summed or start_sum(hidden))()  # where there was no product at all
     made: list[Tensor | None] = []
-    for x, dtype in zip((into.hidden, into.weight, into.bias), call.dtypes, strict=True):
+    for x, dtype in zip((hidden, into.weight, into.bias), mine.dtypes, strict=True):
         x = x if x is None or grad_scale is None else x.div_(grad_scale)
         made.append(x)
-        if x is not None and (len(made) != 2 or call.weight_grad_out is None):
+        if x is not None and (len(made) != 2 or mine.weight_grad_out is None):
             made[-1] = x.to(dtype)
-    if made[0] is not None:
-        made[0] = made[0].view(call.hidden.shape)
-    if made[1] is not None and call.weight_grad_out is not None:
-        call.weight_grad_out.add_(made[1])
+    if made[1] is not None and mine.weight_grad_out is not None:
+        mine.weight_grad_out.add_(made[1])
         made[1] = None
     return made
 
@@ -132,7 +170,7 @@ def _operator(name: str, forward: Any, gradients: Any) -> Operator[SoftCall, Sof
         name,
         op=OP,
         forward=forward,
-        fake=_fake,
+        fake=fake,
         save=_save,
         gradients=gradients,
         fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),

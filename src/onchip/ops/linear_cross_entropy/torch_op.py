@@ -247,9 +247,8 @@ def linear_cross_entropy(
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
     _, target = one_target(OP, target, labels)
+    sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
     if is_soft(target, hidden):
-        sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
-        sharding.refuse(OP, "soft labels take no sharded vocabulary; gather the weight, or pass targets")
         return torch_soft.run(
             hidden,
             weight,
@@ -273,11 +272,11 @@ def linear_cross_entropy(
             strategy=strategy,
             weight_grad_out=weight_grad_out,
             precision=precision,
+            sharding=sharding,
         )
     assert not isinstance(target, TopK)
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     layer = {"hidden": hidden, "weight": matrix, "bias": bias}
-    sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
     shards = None
     if sharding.there(layer):
         rows = {"weight": matrix, "bias": bias, "weight_grad_out": weight_grad_out}

@@ -20,13 +20,16 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
+from onchip.frontend.torch_parallel import Sharding, Shards, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_types import WithStats
-from onchip.ops.linear_cross_entropy import plain_soft, triton_dense, triton_soft
+from onchip.ops.linear_cross_entropy import plain_soft, soft_shards, triton_dense, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab import memory
+from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.rows.launches import layout_refusal
+from onchip.vocab.soft_shards import SENT
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import checked_class_weight
 from onchip.vocab.triton import setup
@@ -45,6 +48,7 @@ def run(
     scratch_bytes: int | float | str | None,
     backend: str,
     weight_grad_out: Tensor | None,
+    sharding: Sharding,
     **more: Any,
 ) -> Tensor | WithStats:
     """The loss, or with return_stats the loss and its statistics; arguments as of `linear_cross_entropy`, `more` being
@@ -53,42 +57,61 @@ def run(
         raise ValueError(f"{OP}: precision='fp8' takes targets that are ids; pass precision='full' and a plain weight")
     if more["strategy"] == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
+    given: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias}
+    shards = None
+    if sharding.there(given if isinstance(target, TopK) else given | {"target": target}):
+        shards, given, target, weight_grad_out = _localized(given, target, weight_grad_out, sharding)
+        hidden, bias = given["hidden"], given["bias"]
+    matrix: Tensor = given["weight"]
     per_token_temperature = temperature_tensor(OP, temperature)
-    layer = {"hidden": hidden, "weight": weight, "bias": bias}
-    tensors = check_label_tensors(OP, target, layer, token_weight, class_weight, per_token_temperature)
-    vocab = check_head(OP, shapes_of(tensors))
-    topk.check_label_shapes(OP, "target", shapes_of(tensors), "hidden", vocab)
+    tensors = check_label_tensors(OP, target, given, token_weight, class_weight, per_token_temperature)
+    dense, shapes = "target" in tensors, shapes_of(tensors)
+    if shards is not None:
+        shapes = shards.whole(shapes, ("weight", "bias"), ("hidden",))
+        shapes = shards.whole(shapes, ("target",), dim=-1)
+    vocab, leading = check_head(OP, shapes), torch.Size(shapes["hidden"][:-1])
+    topk.check_label_shapes(OP, "target", shapes, "hidden", vocab)
     check_class_weight(OP, tensors, "weight")
     options = Options(
         **more,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, hidden.shape[:-1].numel() * vocab),
+        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, leading.numel() * matrix.shape[0]),
     )
     topk.refuse_options(OP, options)
-    check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
+    check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden)
-    check_weight_grad_out(OP, weight_grad_out, weight)
-    dense, copied, length = "target" in tensors, 0, hidden.shape[-2] if hidden.ndim > 1 else 0
+    check_weight_grad_out(OP, weight_grad_out, matrix)
+    copied, length = 0, leading[-1] if leading else 0
     if options.shift:
+        if shards is not None and shards.sequence == len(leading) - 1:
+            raise ValueError(
+                f"{OP}: shift=True of soft labels leaves out each sequence's last hidden state, which another rank may "
+                "have; pass hidden that isn't sharded within sequences, or labels of the next positions with a "
+                "token_weight of 0 for the last"
+            )
         hidden, target = hidden[..., :-1, :], _after_the_first(target)
+        leading = torch.Size((*leading[:-1], max(0, length - 1)))
         token_weight = None if token_weight is None else token_weight[..., 1:]
         if per_token_temperature is not None and per_token_temperature.ndim > 0:
             per_token_temperature = per_token_temperature[..., :-1]
         # Hidden's gradient is made of these positions first.
         copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
-    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options))
-    ids, labels, kind = parts_of(target, hidden.shape[:-1])
+    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options, shards))
+    ids, labels, kind = parts_of(target, leading)
+    copied += copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
+    if shards is not None:
+        copied += sent_bytes(leading.numel(), SENT if dense else labels.shape[-1], shards, hidden)
     call = SoftCall(
         hidden=hidden,
-        weight=weight,
+        weight=matrix,
         bias=bias,
         ids=ids,
         token_temperature=per_token_temperature,
         dtype=dtype,
         options=options,
-        grads=needed(hidden, weight, bias),
-        copied=copied + copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
+        grads=needed(hidden, matrix, bias),
+        copied=copied,
         compiled=torch.compiler.is_compiling(),
         token_weight=token_weight,
         normalizer=normalizer,
@@ -98,15 +121,33 @@ def run(
         kind=kind,
         dense=dense,
     )
-    if chosen == "triton":
-        out: Any = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
+    out: Any
+    if shards is not None:
+        out = soft_shards.run(soft_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton"))
+    elif chosen == "triton":
+        out = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
     else:
         strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
         out = plain_soft.OPERATORS[dense](call).out
     # The last position of a sequence costs nothing.
     stats = out.stats if options.return_stats else None
-    return soft.shaped(out.loss, stats, hidden.shape[:-1], length if options.shift else None)
+    return soft.shaped(out.loss, stats, leading, length if options.shift else None)
+
+
+def _localized(
+    layer: dict[str, Any], target: Any, weight_grad_out: Tensor | None, sharding: Sharding
+) -> tuple[Shards, dict[str, Any], Any, Tensor | None]:
+    """Which part of the vocabulary this rank has, and its layer, labels and main gradient."""
+    rows = {"weight": layer["weight"], "bias": layer["bias"], "weight_grad_out": weight_grad_out}
+    if isinstance(target, TopK):
+        of_tokens = target.indices
+    else:
+        of_tokens, rows = target, rows | {"target": target}
+    parts, shards = localized(OP, sharding, rows, {"hidden": layer["hidden"]}, tokens=of_tokens, last=("target",))
+    assert shards is not None
+    mine = {name: parts[name] for name in layer}
+    return shards, mine, parts.get("target", target), parts["weight_grad_out"]
 
 
 def _after_the_first(target: Any) -> Any:
@@ -116,9 +157,11 @@ def _after_the_first(target: Any) -> Any:
     return target[..., 1:, :]
 
 
-def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options) -> str | None:
+def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options, shards: Shards | None) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    if isinstance(target, Tensor):
+    if isinstance(target, Tensor) and shards is not None:
+        reason: str | None = "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids"
+    elif isinstance(target, Tensor):
         unknown = "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
         reason = unknown if options.return_stats else layout_refusal("target", target)
     else:
