@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import pad
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.torch import TopK, cross_entropy, linear_cross_entropy
@@ -303,3 +304,44 @@ def test_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_three_ranks(tmp_path):
     spawn(tmp_path, 3, CHECKS)
+
+
+def kernels(rank, ranks):
+    """Labels of K ids on the Triton kernels: an empty shard, padding, tokens that are sharded, an id out of range."""
+    hidden, weight, bias = (random(*shape, seed=7).half() / 4 for shape in ((4, 6, 24), (700, 24), (700,)))
+    ids = torch.randint(700, (4, 6, 3), generator=torch.Generator().manual_seed(4))
+    ids[..., 1] = ids[..., 0]
+    target = TopK(ids, random(4, 6, 3, seed=5).softmax(-1) * 0.8, "probs", "truncated")
+    options = {"z_loss": 1e-2, "class_weight": factors(700), "return_stats": True, "softcap": 5.0}
+    whole = [leaf(x.float()) for x in (hidden, weight, bias)]
+    expected = flat(linear_cross_entropy(whole[0], whole[1], target, whole[2], **options))
+    expected[0].backward()
+    for sizes, strategy, dim in (([300, 400], "auto", -1), ([700, 0], "recompute", 1)):
+        own = cut(sizes, rank)
+        mine = [leaf(hidden if dim < 0 else hidden.chunk(2, dim)[rank]), leaf(weight[own]), leaf(bias[own])]
+        given = taken(options, sizes, rank) | {"hidden_layout": "replicated" if dim < 0 else "sequence"}
+        more = {"backend": "triton", "strategy": strategy}
+        with Watching() if dim < 0 else nullcontext():
+            got = flat(linear_cross_entropy(mine[0], mine[1], target, mine[2], **given, **more))
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, rtol=2e-3, atol=2e-3)
+        got[0].backward(retain_graph=True), got[0].backward()
+        for what, a, b in zip(("hidden", "weight", "bias"), mine, whole, strict=True):
+            b = b.grad[own] if what != "hidden" else b.grad if dim < 0 else b.grad.chunk(2, dim)[rank]
+            assert (a.grad - 2 * b).norm() <= 2e-3 * (2 * b).norm(), (what, sizes)
+    padded = torch.cat([weight, torch.full((36, 24), torch.nan)]).chunk(2)[rank]
+    bad = target._replace(indices=target.indices.index_fill(2, torch.tensor(1), 700))
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton", "reduction": "none"}
+    for labels in (target, bad):
+        mine = leaf(padded)
+        loss = linear_cross_entropy(hidden, mine, labels, **given)
+        loss.sum().backward()
+        assert not mine.grad[700 - 368 * rank :].any()
+        assert loss.isnan().all() == (labels is bad)
+        assert mine.grad[: 332 if rank else 368].isnan().any() == (labels is bad)
+
+
+def test_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spawn(tmp_path, 2, {"kernels": kernels})
