@@ -362,6 +362,12 @@ def layouts_of_hidden(rank, ranks):
         loss = linear_cross_entropy(part, mine, target, softcap=3.0, hidden_layout="sequence", **taken({}, sizes, rank))
         loss.backward()
         close(part.grad, whole.grad.chunk(ranks, dim)[rank]), close(mine.grad, w.grad[cut(sizes, rank)])
+        whole.grad = part.grad = None
+        ids = several_ids()[: whole.shape[0], :6]
+        linear_log_probs(whole, w, ids).sum().backward()
+        more = taken({"hidden_layout": "sequence"}, sizes, rank)
+        linear_log_probs(part, mine, ids, **more).sum().backward()
+        close(part.grad, whole.grad.chunk(ranks, dim)[rank])
     h, whole = leaf(hidden), leaf(hidden)
     linear_cross_entropy(
         h, weight[cut(sizes, rank)], labels(), reduce_hidden_grad=False, **taken({}, sizes, rank)

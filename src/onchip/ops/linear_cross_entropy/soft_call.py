@@ -1,6 +1,5 @@
 """Arguments of the operators in PyTorch for soft labels."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,6 @@ class SoftCall(Call):
     labels: Tensor  # [..., K], of the `ids`; dense [..., V], and the ids [...] mean nothing
     kind: str  # of these numbers: 'probs' or 'log_probs'
     dense: bool
-
-    @property
-    def number(self) -> int:
-        """T, of all ranks where tokens are sharded."""
-        return math.prod(self.labels.shape[:-1])  # (numel() of symbols is a number)
 
     @property
     def of_op(self) -> dict[str, Any]:
