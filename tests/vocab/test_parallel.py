@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onchip.torch import (
     LinearCrossEntropyLoss,
     LMHead,
-    TopK,
     cross_entropy,
     jsd,
     linear_cross_entropy,
@@ -270,9 +269,7 @@ def divergences(rank, ranks):
     given = taken({"hidden_layout": "sequence"}, sizes, rank)
     linear_jsd(part, weight[own], other, weight[own], target=labels()[:, :6], **given).backward()
     close(part.grad, h.grad.chunk(ranks, 1)[rank])
-    topk = TopK(torch.zeros(*SHAPE, 1, dtype=torch.int64), torch.zeros(*SHAPE, 1), "log_probs", "tail")
     for wrong, match in (
-        ({"teacher_topk": topk, "teacher_hidden": None, "teacher_weight": None}, "teacher_topk takes no sharded"),
         ({"vocab": 60}, "vocab=60 with a sharded vocabulary is called vocab_size"),
         ({"backend": "triton"}, "linear_jsd has no kernels for a sharded vocabulary; pass backend='torch', or jsd"),
         (

@@ -256,9 +256,7 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
     nothing = share == 0  # what such a shard says of itself may be NaN
 
     ids = tokens.ids
-    log_prob = torch.stack([next(rows) for _ in range(ids.shape[1])], -1)
-    inside = (ids >= start[..., None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
-    log_prob = torch.where(inside, log_prob + log_share[..., None], 0).sum(0)
+    log_prob = log_prob_of(ids, found, [next(rows) for _ in range(ids.shape[1])], lse, log_share)
     if tokens.bad is not None:
         log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
 
@@ -275,6 +273,17 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
     if asked.sum_sq:
         log_sum_sq = found.sure(log_sum((next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf))[0])
     return TokenStats(found.sure(total), found.sure(log_prob), index, entropy, mean, mean_logits, uniform, log_sum_sq)
+
+
+def log_prob_of(ids: Tensor, found: Gathered, parts: Sequence[Tensor], lse: Tensor, log_share: Tensor) -> Tensor:
+    """[n, K]: the ids' log-probabilities, of those that their shards gave them, [ranks, n] for each of the K, 0 for one
+    that no shard has; `lse` and `log_share` are the shards', [ranks, n]."""
+    inside = (ids >= found.start[:, None, None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
+    # Where all of a shard is out of the vocabulary, what it says of itself is NaN.
+    log_prob = (torch.stack([*parts], -1) + log_share[..., None]).masked_fill(
+        (lse == -torch.inf)[..., None], -torch.inf
+    )
+    return torch.where(inside, log_prob, 0).sum(0)
 
 
 def place_of_largest(largest: Tensor, at: Tensor, start: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _rows(kept: Any, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tensor | N
     row, _ = scaled_rows(tokens, call.options, each * tokens.inverse_count, torch.float32)
     if call.operand != torch.float16:
         return row, None
-    mass = call.probs().sum(1) if kept.mass is None else kept.mass
+    mass = kept.mass if call.dense else call.probs().sum(1)
     grad_scale = float16_scale(row * (1 + mass), call.operand)
     return (row if grad_scale is None else row * grad_scale), grad_scale
 

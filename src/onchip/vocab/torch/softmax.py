@@ -166,6 +166,17 @@ def columns_of(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     return column, column + start == ids
 
 
+def write_at(x: Tensor, ids: Tensor, start: int, values: Tensor) -> None:
+    """Write the ids' values, [n, K], to where they lie in `x`, whose columns are the vocabulary from `start` on."""
+    # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
+    # without an id inside writes back the number that is there.
+    column, inside = columns_of(ids, start, x.shape[1])
+    one = inside.to(torch.int8).argmax(1, keepdim=True)
+    column = torch.where(inside, column, column.gather(1, one))
+    value = torch.where(inside, values, values.gather(1, one))
+    x.scatter_(1, column, torch.where(inside.gather(1, one), value, x.gather(1, column)))
+
+
 # ----------------------------------------------------------------------------------------------------------- gradient
 
 
@@ -211,13 +222,7 @@ class TokenGradient:
             g.addr_(self.even, self.class_weight[start : start + g.shape[1]], alpha=-1)
         elif self.even is not None:
             g.sub_(self.even[:, None])
-        # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
-        # without an id inside writes back the number that is there.
-        column, inside = columns_of(ids, start, g.shape[1])
-        one = inside.to(torch.int8).argmax(1, keepdim=True)
-        column = torch.where(inside, column, column.gather(1, one))
-        value = torch.where(inside, self.at_ids, self.at_ids.gather(1, one))
-        g.scatter_(1, column, torch.where(inside.gather(1, one), value, g.gather(1, column)))
+        write_at(g, ids, start, self.at_ids)
         return g if slope is None else g.mul_(slope)
 
 
