@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import pad
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from onchip.torch import TopK, cross_entropy, jsd, linear_cross_entropy, linear_jsd
 from onchip.vocab import parallel
@@ -478,3 +479,28 @@ def kernels(rank, ranks):
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     spawn(tmp_path, 2, {"kernels": kernels})
+
+
+def compiled(rank, ranks):
+    """By torch.compile, and checkpointed, as without."""
+    (hidden, weight, _), sizes = layer(), LAYOUTS[ranks][1]
+    own = cut(sizes, rank)
+    given, weight, teacher = taken({}, sizes, rank), weight[own], next(teachers())
+    losses = {"linear_jsd": lambda h: linear_jsd(h, weight, teacher_topk=teacher, **given)}
+    for name, target in (("K ids", topk()), ("every entry", dense()[..., own])):
+        losses[name] = lambda h, y=target: linear_cross_entropy(h, weight, y, label_smoothing=0.1, **given)
+        losses[f"logits, {name}"] = lambda h, y=target: cross_entropy(h @ weight.T, y, softcap=4.0, **given)
+    ways = {
+        "compiled": lambda loss: torch.compile(loss, fullgraph=True, backend="aot_eager"),
+        "checkpointed": lambda loss: lambda h: checkpoint(loss, h, use_reentrant=False),
+    }
+    for (name, loss), (way, changed) in itertools.product(losses.items(), ways.items()):
+        a, b = leaf(hidden), leaf(hidden)
+        expected, got = loss(a), changed(loss)(b)
+        expected.backward(), got.backward()
+        close(got, expected, f"{name} {way}"), close(b.grad, a.grad, f"{name} {way}")
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path):
+    spawn(tmp_path, 2, {"compiled": compiled}, timeout=300)

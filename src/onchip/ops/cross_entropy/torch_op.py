@@ -161,8 +161,8 @@ def cross_entropy(
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
         vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
-            `linear_cross_entropy`: each rank passes its columns of the logits, and the same of all else.  A DTensor
-            with Shard(-1) needs none.
+            `linear_cross_entropy`: each rank passes its columns of the logits and of soft labels for every entry,
+            and the same of all else.  DTensors with Shard(-1) need none.  "torch" runs soft labels.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,

@@ -203,9 +203,11 @@ def linear_cross_entropy(
 
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
             its rows of weight, and of bias and weight_grad_out; all else, targets and class_weight among it, is the
-            whole vocabulary's and the same on each rank, and so is the loss, to the bit.  A weight that is a DTensor
-            with Shard(0) and hidden states with Replicate() or Shard of tokens, on a mesh of one dimension, need none.
-            The guide docs/guides/vocab_parallel.md has more.
+            whole vocabulary's and the same on each rank, and so is the loss, to the bit.  Of soft labels for every
+            entry it passes its columns, [..., V_local], as many as its rows of weight; "torch" runs these.  A weight
+            that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or Shard of
+            tokens, on a mesh of one dimension, need none.  strategy="stash" and precision="fp8" raise.  The guide
+            docs/guides/vocab_parallel.md has more.
         vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
             rows; shards may be uneven and empty.
         vocab_size: of the whole vocabulary, without padding; rows from there on are left out, with gradients of 0.

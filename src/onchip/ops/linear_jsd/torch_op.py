@@ -110,9 +110,10 @@ def linear_jsd(
             these that can run the call.
         vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
             ranks of a process group, as of `linear_cross_entropy`: each rank passes its rows of both models' weights
-            and biases, or its columns of teacher_logits.  hidden_layout is that of both models' hidden states; without
-            a target, "sequence" is of their first dimension.  vocab_size stands for `vocab`.  Backend "torch" runs it,
-            without teacher_topk; "triton" runs `jsd`.
+            and biases, or its columns of teacher_logits; teacher_topk has ids of the whole vocabulary, the same on
+            each.  hidden_layout is that of both models' hidden states; without a target and teacher_topk, "sequence" is
+            of their first dimension.  vocab_size stands for `vocab`.  Backend "torch" runs it; "triton" runs `jsd`,
+            without teacher_topk.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
