@@ -279,11 +279,10 @@ def log_prob_of(ids: Tensor, found: Gathered, parts: Sequence[Tensor], lse: Tens
     """[n, K]: the ids' log-probabilities, of those that their shards gave them, [ranks, n] for each of the K, 0 for one
     that no shard has; `lse` and `log_share` are the shards', [ranks, n]."""
     inside = (ids >= found.start[:, None, None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
+    log_prob = torch.stack([*parts], -1).add_(log_share[..., None])
     # Where all of a shard is out of the vocabulary, what it says of itself is NaN.
-    log_prob = (torch.stack([*parts], -1) + log_share[..., None]).masked_fill(
-        (lse == -torch.inf)[..., None], -torch.inf
-    )
-    return torch.where(inside, log_prob, 0).sum(0)
+    log_prob.masked_fill_((lse == -torch.inf)[..., None], -torch.inf)
+    return log_prob.masked_fill_(~inside, 0).sum(0)
 
 
 def place_of_largest(largest: Tensor, at: Tensor, start: Tensor) -> Tensor:
