@@ -19,7 +19,7 @@ from linear_cross_entropy import lce_fp8_cases as fp8_cases
 from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
 from losses import CE, LCE, LLP, VOCAB, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from onchip.ops.linear_cross_entropy import fp8_op
-from onchip.torch import cross_entropy, linear_cross_entropy
+from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
@@ -250,13 +250,43 @@ def soft_labels_of_logits(how):
         assert_soft(CE, given, scale=2, backend="triton", **options)
 
 
+@check("plain", "everything", "small tiles", "statistics", "certain")
+def soft_labels_of_ids_of_logits(how):
+    """Probabilities of K ids; in float16 and of strided rows too; and of one id, with all its digits."""
+    options = everything("none") if how in ("everything", "statistics") else {"label_smoothing": 0.1}
+    given = soft_problem(CE, "log_probs", (2, 12), vocab=1000 if how == "small tiles" else VOCAB)
+    if how == "statistics":
+        _, stats = cross_entropy(**given, **options, backend="triton", return_stats=True)
+        for name, x in right_stats(CE, given, **options).items():
+            torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False)
+        return
+    if how == "certain":
+        y = given["target"].indices[..., :1]
+        given["target"] = TopK(y, torch.zeros(y.shape), "log_probs", "truncated")
+        with torch.no_grad():
+            given["logits"].scatter_add_(-1, y, torch.full(y.shape, 16.0))
+        soft = cross_entropy(**given, backend="triton")
+        hard = cross_entropy(given["logits"], y[..., 0], backend="torch")
+        grads = [torch.autograd.grad(x, given["logits"])[0] for x in (soft, hard)]
+        torch.testing.assert_close([soft, grads[0]], [hard, grads[1]], rtol=3e-5, atol=0)
+        return
+    with small_tiles() if how == "small tiles" else nullcontext():
+        assert_soft(CE, given, scale=2, backend="triton", reduction="none", **options)
+    if how == "everything":
+        given = soft_problem(CE, "probs", dtype=torch.float16)
+        given["logits"] = torch.nn.functional.pad(given["logits"].detach(), (0, 3, 1, 0))[:, 1:, :-3].requires_grad_()
+        assert_soft(CE, given, scale=2, bound=RIGHT[torch.float16], backend="triton", reduction="none", **options)
+
+
 @check("retained", "compiled", "any size")
 def soft_labels_as_operators(how):
     """A retained graph, a compiled one, and no tokens, one class, or more than a tile of each."""
-    for loss, dtype in ((CE, torch.float32), (LCE, torch.float16)):
+    for loss, form, dtype in (
+        (CE, "dense", torch.float32), (CE, "probs", torch.float32), (LCE, "dense", torch.float16),
+    ):  # fmt: skip
         sizes = [((0,), 300), ((2, 0), 300), ((3,), 1), ((130,), 257)] if how == "any size" else [((2, 12), 300)]
         for shape, vocab in sizes:
-            given = soft_problem(loss, "dense", shape, vocab=vocab, dtype=dtype)
+            given = soft_problem(loss, form, shape, vocab=vocab, dtype=dtype)
             leaves = [x for x in given.values() if x.requires_grad]
 
             def step(given, loss=loss):
@@ -275,15 +305,23 @@ def soft_labels_as_operators(how):
             assert all(map(torch.equal, torch.autograd.grad(made, leaves), first))
 
 
-@check()
-def soft_labels_of_masked_logits():
+@check("dense", "probs")
+def soft_labels_of_masked_logits(form):
     """What has no probability costs nothing though its logit is -inf; what has some costs infinity."""
-    given = soft_problem(CE, "dense")
+    given = soft_problem(CE, form)
     with torch.no_grad():
         given["logits"][..., 5] = -torch.inf
-    given["target"][..., 5] = 0
-    given["target"][0, 1, 5] = 0.5
-    given["target"][0, 2] = 0
+    if form == "dense":
+        given["target"][..., 5] = 0
+        given["target"][0, 1, 5] = 0.5
+        given["target"][0, 2] = 0
+    else:
+        indices, values = given["target"][:2]
+        indices.masked_fill_(indices == 5, 6)
+        indices[..., 1] = 5
+        values[..., 1] = 0
+        values[0, 1, 1] = 0.5
+        values[0, 2] = 0
     made = cross_entropy(**given, reduction="none", backend="triton")
     assert made.isinf().nonzero().tolist() == [[0, 1]]
     assert made[0, 2] == 0
@@ -465,7 +503,8 @@ def every_backend(device):
 SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
-    "soft_labels-one id", "soft_labels_of_logits-plain", "soft_labels_of_every_entry-plain",
+    "soft_labels-one id", "soft_labels_of_logits-plain", "soft_labels_of_ids_of_logits-plain",
+    "soft_labels_of_every_entry-plain",
     "soft_labels_of_every_entry-bias alone", "soft_labels_as_operators-compiled", "soft_labels_as_operators-any size",
     "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",

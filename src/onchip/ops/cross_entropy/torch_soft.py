@@ -3,7 +3,7 @@
 The maths is in `onchip.vocab.torch.soft`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from onchip.frontend.torch_inputs import (
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_types import WithStats
-from onchip.ops.cross_entropy import triton_soft
-from onchip.ops.cross_entropy.soft_call import SoftCall
+from onchip.ops.cross_entropy import triton_dense, triton_soft
+from onchip.ops.cross_entropy.soft_call import Kept, SoftCall, SoftMade, fake, fake_gradients, save
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import launches
@@ -76,34 +76,19 @@ def run(
         dense="target" in tensors,
         grads=needed(logits),
     )
-    if chosen == "triton":
-        return triton_soft.LOSS(call).loss
-    out = LOSS(call).out
+    if chosen == "triton" and call.dense:
+        return triton_dense.LOSS(call).loss
+    out = (triton_soft.LOSS if chosen == "triton" else LOSS)(call).out
     return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
 
 
 def _refusal(logits: Tensor, target: Any, options: Options) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    if options.return_stats:
-        return "its soft labels have no return_stats; pass backend='torch', or leave it out"
     if isinstance(target, TopK):
-        return "its soft labels are of every entry; pass those, or backend='torch'"
+        return launches.refusal(logits)
+    if options.return_stats:
+        return "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
     return launches.refusal(logits) or launches.layout_refusal("target", target)
-
-
-class SoftMade(NamedTuple):
-    """What the operators return."""
-
-    out: SoftOutputs
-
-
-class Kept(NamedTuple):
-    """What backward is given."""
-
-    call: SoftCall
-    lse: Tensor
-    log_prob: Tensor
-    largest: Tensor | None
 
 
 def _forward(call: SoftCall) -> SoftMade:
@@ -119,21 +104,13 @@ def _forward(call: SoftCall) -> SoftMade:
     return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known, None, *more))
 
 
-def _fake(call: SoftCall) -> SoftMade:
-    return SoftMade(SoftOutputs.empty(call.options, call.logits, call.labels, dense=call.dense))
-
-
-def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:4])
-
-
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, options, (grad_loss,) = kept.call, kept.call.options, upstream
     assert grad_loss is not None
     tokens, config = call.tokens(check_values=False), call.config()
     each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
     row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
-    (out,) = _fake_gradients(kept, upstream, wanted)
+    (out,) = fake_gradients(kept, upstream, wanted)
     if call.dense:
         _write_dense(kept, tokens, row, config, out)
     else:
@@ -158,18 +135,13 @@ def _write_dense(kept: Kept, tokens: Tokens, row: Tensor, config: Config, out: T
         into.write(tokens, start, stop, g)
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
-    """Contiguous, whatever the logits' strides."""
-    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
-
-
 LOSS = Operator(
     "cross_entropy_soft",
     op=OP,
     forward=_forward,
-    fake=_fake,
-    save=_save,
+    fake=fake,
+    save=save,
     gradients=_gradients,
-    fake_gradients=_fake_gradients,
+    fake_gradients=fake_gradients,
     differentiable=("logits",),
 )

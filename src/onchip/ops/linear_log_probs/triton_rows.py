@@ -43,7 +43,6 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         more = {
             name: None if x is None else tokens.spread(x, (call.number, *x.shape[1:])).contiguous()
             for name, x in vars(gradient).items()
-            if name != "even"
         }
         for kernel in ("log_prob_gradients", "write_ids"):
             launch_ids(kernel, call.logits, out, call.ids, call.token_temperature, call.options, **more)

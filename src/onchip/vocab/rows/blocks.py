@@ -51,6 +51,16 @@ def read_tile(
 
 
 @triton.jit
+def read_weights(
+    class_weight, first, V, SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
+):
+    """The weights of a tile's classes; 0 from V on."""
+    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    at = class_weight + first + lanes + steps
+    return tl.load(at, mask=steps < V - first - lanes, other=0.0) if MASKED else tl.load(at)
+
+
+@triton.jit
 def squash(raw, inner_scale):
     x = raw.to(tl.float32)
     return x if inner_scale is None else tanh(x * inner_scale)

@@ -1,4 +1,6 @@
-"""The Triton kernels of log_probs: log-probabilities of several ids of each row of logits, and their gradient.
+"""The Triton kernels of log_probs, and of cross_entropy with probabilities of K ids.
+
+They make log-probabilities of several ids of each row of logits, and their gradient.
 
 Programs, rows and tiles are as in triton.py.
 """
@@ -7,7 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, LOWEST, log1p
-from onchip.vocab.rows.blocks import NOTHING, clear_row, lanes_of, read_tile, row_start, squash, steps_of
+from onchip.vocab.rows.blocks import NOTHING, clear_row, lanes_of, read_tile, read_weights, row_start, squash, steps_of
 
 # An exponential above this, and below the next, is the largest one alone.
 _LEADING = tl.constexpr(0.75)
@@ -21,13 +23,14 @@ def _follow(
     V,
     k2,
     inner_scale,
+    class_weight,  # [V] float32
     reference,
     top,  # [LANES] largest x
     total,  # [LANES] sum of exp(z - z of top)
     below,  # [LANES] the same without those above _LEADING
     moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e)
     column,  # [LANES] the first with the largest x
-    offsets,  # [LANES] sum of x - reference
+    offsets,  # [LANES] sum of x - reference, weighed by class
     squares,  # [LANES] sum of exp(z - z of top)**2
     squares_below,  # [LANES] the same without those above _LEADING
     SIZE: tl.constexpr,
@@ -44,7 +47,11 @@ def _follow(
     x = squash(raw, inner_scale)
     if MEAN:
         offset = x - reference
-        if MASKED:
+        if class_weight is not None:
+            weights = read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+            # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+            offset = tl.where(weights > 0, offset * weights, 0.0)
+        elif MASKED:
             offset = tl.where(steps >= V - first - lanes, 0.0, offset)
         offsets += tl.sum(tl.sum(offset, 2), 0)
     if MASKED:
@@ -77,6 +84,8 @@ def log_probs(
     ids,  # [T, K] int64
     kept,  # [T] int32: 0 where all ids are ignored
     temperature,  # [T] float32
+    class_weight,  # [V] float32: of `uniform`
+    class_total,  # [] float32: their sum
     log_prob,  # [T, K] float32 out; 0 for ignored ids, NaN for those out of range
     lse,  # [T] float32 out, and so on; 0 for tokens whose ids are all ignored
     entropy,
@@ -84,6 +93,7 @@ def log_probs(
     top1,  # [T] int64 out: the first largest logit; -1 for such tokens, and where all logits are -inf
     top_out,  # [T] float32 out: the largest x
     mean_logits,  # [T] float32 out: their plain mean
+    uniform,  # [T] float32 out: the mean of lse - z, weighed by class
     log_sum_sq_probs,  # [T] float32 out: log(sum(p**2))
     T,
     K,
@@ -119,6 +129,8 @@ def log_probs(
                 tl.store(top_out + row, 0.0)
             if mean_logits is not None:
                 tl.store(mean_logits + row, 0.0)
+            if uniform is not None:
+                tl.store(uniform + row, 0.0)
             if log_sum_sq_probs is not None:
                 tl.store(log_sum_sq_probs + row, 0.0)
             for start in range(0, K, BLOCK_K):
@@ -130,7 +142,7 @@ def log_probs(
                 k = k / tl.load(temperature + row)
             k2 = k * LOG2E
             reference = 0.0
-            if mean_logits is not None:
+            if (mean_logits is not None) or (uniform is not None):
                 # Sums relative to a logit of the row keep their digits, if that is a number.
                 reference = squash(tl.load(from_row), inner_scale)
                 reference = tl.where((reference > LOWEST) & (reference < -LOWEST), reference, 0.0)
@@ -147,18 +159,18 @@ def log_probs(
                 for i in tl.range(0, loops, num_stages=STAGES):
                     raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
                     top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
-                        raw, i * TILE, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
-                        squares, squares_below,
-                        TILE, LANES, UNIT, False, entropy is not None, top1 is not None, mean_logits is not None,
-                        log_sum_sq_probs is not None,
+                        raw, i * TILE, V, k2, inner_scale, class_weight, reference, top, totals, belows, moments,
+                        columns, offsets, squares, squares_below,
+                        TILE, LANES, UNIT, False, entropy is not None, top1 is not None,
+                        (mean_logits is not None) or (uniform is not None), log_sum_sq_probs is not None,
                     )  # fmt: skip
             first = loops * TILE
             last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
             top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
-                last, first, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
-                squares, squares_below,
-                TILE, LANES, UNIT, True, entropy is not None, top1 is not None, mean_logits is not None,
-                log_sum_sq_probs is not None,
+                last, first, V, k2, inner_scale, class_weight, reference, top, totals, belows, moments, columns,
+                offsets, squares, squares_below,
+                TILE, LANES, UNIT, True, entropy is not None, top1 is not None,
+                (mean_logits is not None) or (uniform is not None), log_sum_sq_probs is not None,
             )  # fmt: skip
 
             best = tl.max(top, 0)
@@ -181,6 +193,10 @@ def log_probs(
                 tl.store(top_out + row, best)
             if mean_logits is not None:
                 tl.store(mean_logits + row, (reference + tl.sum(offsets, 0) / V) * k)
+            if uniform is not None:
+                share = 1.0 if class_total is None else tl.load(class_total) / V
+                offset = tl.sum(offsets, 0) / V + (reference - best) * share
+                tl.store(uniform + row, log_total * share - offset * k)
             if log_sum_sq_probs is not None:
                 square = tl.sum(squares * decay * decay, 0)
                 square_below = tl.sum(tl.where(drop < 0, squares, squares_below) * decay * decay, 0)
@@ -209,6 +225,8 @@ def _write_statistics(
     width,  # None: the entropy has no upstream gradient
     factor,
     entropy_row,
+    even,  # None: there is none
+    class_weight,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -223,6 +241,8 @@ def _write_statistics(
         offset = x * k - center
         # exp of -128 is 0 in float32, and 0 * -inf is not.
         g = tl.exp2((offset - width) * LOG2E) * (factor + entropy_row * tl.maximum(offset, -128.0))
+    if even is not None:
+        g -= even if class_weight is None else even * read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     if inner_scale is not None:
         g *= 1 - x * x
     at = row + (first + lanes + steps)
@@ -242,6 +262,8 @@ def log_prob_gradients(
     width,  # [T] float32: the entropy, if it has one
     factor,  # [T] float32: what p is multiplied by
     entropy_row,  # [T] float32: and p (z - mean), if the entropy has an upstream gradient
+    even,  # [T] float32: what each entry lacks, times its class's weight
+    class_weight,  # [V] float32
     out,  # [T, V] out, contiguous
     T,
     V_units,
@@ -269,20 +291,22 @@ def log_prob_gradients(
             if temperature is not None:
                 k = k / tl.load(temperature + row)
             row_center, row_factor = tl.load(center + row), tl.load(factor + row)
-            row_width, by_entropy = None, None
+            row_width, by_entropy, row_even = None, None, None
+            if even is not None:
+                row_even = tl.load(even + row)
             if width is not None:
                 row_width, by_entropy = tl.load(width + row), tl.load(entropy_row + row)
             for i in tl.range(0, loops, num_stages=STAGES):
                 raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
                 _write_statistics(
                     into, raw, i * TILE, V, k, inner_scale, row_center, row_width, row_factor, by_entropy,
-                    TILE, LANES, UNIT, False,
+                    row_even, class_weight, TILE, LANES, UNIT, False,
                 )  # fmt: skip
             first = loops * TILE
             last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
             _write_statistics(
                 into, last, first, V, k, inner_scale, row_center, row_width, row_factor, by_entropy,
-                TILE, LANES, UNIT, True,
+                row_even, class_weight, TILE, LANES, UNIT, True,
             )  # fmt: skip
 
 

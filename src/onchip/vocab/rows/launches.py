@@ -146,6 +146,7 @@ def launch_ids(
     ids: Tensor,  # [...] or [..., K]
     token_temperature: Tensor | None,  # [...] or []
     options: Any,
+    class_weight: Tensor | None = None,  # [V] float32, contiguous
     **more: Any,
 ) -> None:
     """Launch a kernel of onchip.vocab.rows.ids; `more` are its other arguments."""
@@ -165,7 +166,10 @@ def launch_ids(
         "ids": ids,
         "kept": (ids != options.ignore_index).any(1).to(torch.int32),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
+        "class_weight": class_weight,
+        "class_total": None if class_weight is None else class_weight.sum(),
         "top_out": None,
+        "uniform": None,
         "out": out,
         "T": tokens,
         "K": several,

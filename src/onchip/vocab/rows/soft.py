@@ -9,7 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, soft_gradient, soft_loss
-from onchip.vocab.rows.blocks import NOTHING, lanes_of, read_tile, row_start, squash, steps_of
+from onchip.vocab.rows.blocks import NOTHING, lanes_of, read_tile, read_weights, row_start, squash, steps_of
 
 
 @triton.jit
@@ -21,12 +21,10 @@ def _read_labels(
     steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
     q = read_tile(row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
     q = (1 - label_smoothing) * q + label_smoothing / V
-    inside = steps < V - first - lanes
     if class_weight is not None:
-        at = class_weight + first + lanes + steps
-        q *= tl.load(at, mask=inside, other=0.0) if MASKED else tl.load(at)
+        q *= read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     elif MASKED:
-        q = tl.where(inside, q, 0.0)
+        q = tl.where(steps < V - first - lanes, q, 0.0)
     return q
 
 

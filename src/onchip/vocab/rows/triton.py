@@ -18,17 +18,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p
-from onchip.vocab.rows.blocks import NOTHING, clear_row, lanes_of, read_tile, row_start, squash, steps_of
-
-
-@triton.jit
-def _read_weights(
-    class_weight, first, V, SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
-):
-    """The weights of a tile's classes; 0 from V on."""
-    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
-    at = class_weight + first + lanes + steps
-    return tl.load(at, mask=steps < V - first - lanes, other=0.0) if MASKED else tl.load(at)
+from onchip.vocab.rows.blocks import NOTHING, clear_row, lanes_of, read_tile, read_weights, row_start, squash, steps_of
 
 
 @triton.jit
@@ -63,7 +53,7 @@ def _absorb(
     if SMOOTHING:
         offset = x - reference
         if class_weight is not None:
-            weights = _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+            weights = read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
             # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
             offset = tl.where(weights > 0, offset * weights, 0.0)
         elif MASKED:
@@ -113,7 +103,7 @@ def _write(
     if SMOOTHING and class_weight is None:
         g -= even
     elif SMOOTHING:
-        g -= even * _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+        g -= even * read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     g = tl.where(steps == y - first - lanes, at_target, g)
     if inner_scale is not None:
         g *= 1 - x * x
