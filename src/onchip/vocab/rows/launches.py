@@ -117,6 +117,7 @@ def launch_soft(
         "labels": labels,
         "class_weight": class_weight,
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
+        **dict.fromkeys(("expected", "entropy", "correct", "argmax", "target_logit")),
         "out": out,
         "T": shape.numel(),
         "V_units": vocab // unit,
