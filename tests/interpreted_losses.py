@@ -25,7 +25,7 @@ from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import walks
 from soft_labels import assert_right as assert_soft
-from soft_labels import everything, right_stats
+from soft_labels import class_weights, everything, right_stats
 from soft_labels import problem as soft_problem
 from tanh import assert_is_tanh, triton_tanh
 
@@ -200,6 +200,35 @@ def soft_labels(how):
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 
 
+def right_soft_stats(loss, given):
+    """With all options, in small tiles; of logits the first of the largest ones, and of labels, is the one.
+
+    Entries of -inf without a label are nothing, and so is a token without labels.
+    """
+    target, options = given["target"], everything("none") | {"reduction": "none"}
+    leaf = given["bias" if loss.linear else "logits"]
+    options |= {"class_weight": class_weights(leaf.shape[-1])}
+    with torch.no_grad():
+        if not loss.linear:
+            options["softcap"] = None
+            leaf[0, 3] = 0
+            leaf[0, 4, 600:] = leaf[0, 4].max()
+            leaf[1, :, 5] = -torch.inf
+        if isinstance(target, TopK):
+            target.values[1, 6, 0] = 9
+            target.indices[1, 6, 0] = given["logits"][1, 6].argmax()
+            target.indices.masked_fill_(target.indices == 5, 6)
+        else:
+            target[..., 5] = 0
+            target[0, 2] = 0
+            target[0, 4] = target[0, 5].mean()
+    with small_tiles():
+        made, stats = loss.op(**given, **options, backend="triton", return_stats=True)
+        torch.testing.assert_close(made, loss.op(**given, **options, backend="triton"), rtol=1e-6, atol=1e-6)
+    for name, x in right_stats(loss, given, **options).items():
+        torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False, msg=name)
+
+
 @check("plain", "everything", "certain", "bias alone", "forward")
 def soft_labels_of_every_entry(how):
     """In float16, over several tiles of the vocabulary and chunks of it, and of a whole tile of tokens and a part."""
@@ -229,11 +258,14 @@ def soft_labels_of_every_entry(how):
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 
 
-@check("plain", "everything", "small tiles", "certain")
+@check("plain", "everything", "small tiles", "certain", "statistics")
 def soft_labels_of_logits(how):
     """A probability for every entry: of labels [..., 1:, :] in a wider tensor, and of one id, with all its digits."""
     options = everything("none") | {"reduction": "none"} if how == "everything" else {}
-    given = soft_problem(CE, "dense", (2, 12), vocab=1000 if how == "small tiles" else VOCAB)
+    given = soft_problem(CE, "dense", (2, 12), vocab=1000 if how in ("small tiles", "statistics") else VOCAB)
+    if how == "statistics":
+        right_soft_stats(CE, given)
+        return
     if how == "everything":
         given["target"] = torch.nn.functional.pad(given["target"], (0, 3, 1, 0))[:, 1:, :-3].half()
     if how == "certain":
@@ -256,9 +288,7 @@ def soft_labels_of_ids_of_logits(how):
     options = everything("none") if how in ("everything", "statistics") else {"label_smoothing": 0.1}
     given = soft_problem(CE, "log_probs", (2, 12), vocab=1000 if how == "small tiles" else VOCAB)
     if how == "statistics":
-        _, stats = cross_entropy(**given, **options, backend="triton", return_stats=True)
-        for name, x in right_stats(CE, given, **options).items():
-            torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False)
+        right_soft_stats(CE, given)
         return
     if how == "certain":
         y = given["target"].indices[..., :1]

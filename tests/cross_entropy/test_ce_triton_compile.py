@@ -97,6 +97,7 @@ def test_log_probs(capability, vocab, dtype, ids, options):
     [
         (HOPPER, 128256, torch.bfloat16, torch.bfloat16, {"softcap": 5.0, "class_weight": torch.ones(128256)}),
         (AMPERE, 1000, torch.float16, torch.float32, {"label_smoothing": 0.1}),
+        (HOPPER, 128256, torch.bfloat16, torch.bfloat16, {"class_weight": torch.ones(128256), "return_stats": True}),
         (HOPPER, 128256, torch.bfloat16, "ids", {"label_smoothing": 0.1}),
         (AMPERE, 1000, torch.float32, "ids", {"label_smoothing": 0.1, "class_weight": torch.ones(1000), "softcap": 5.0,
                                               "return_stats": True}),

@@ -61,7 +61,7 @@ def run(
     if options.inplace_backward:
         raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)
-    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, options))
+    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target))
     ids, labels, kind = parts_of(target, logits.shape[:-1])
     call = SoftCall(
         logits=logits,
@@ -76,19 +76,17 @@ def run(
         dense="target" in tensors,
         grads=needed(logits),
     )
-    if chosen == "triton" and call.dense:
-        return triton_dense.LOSS(call).loss
-    out = (triton_soft.LOSS if chosen == "triton" else LOSS)(call).out
-    return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
+    if chosen == "triton":
+        out: Any = triton_dense.LOSS(call) if call.dense else triton_soft.LOSS(call).out
+    else:
+        out = LOSS(call).out
+    return soft.shaped(out.loss, out.stats.of(out.lse) if options.return_stats else None, logits.shape[:-1])
 
 
-def _refusal(logits: Tensor, target: Any, options: Options) -> str | None:
+def _refusal(logits: Tensor, target: Any) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    if isinstance(target, TopK):
-        return launches.refusal(logits)
-    if options.return_stats:
-        return "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
-    return launches.refusal(logits) or launches.layout_refusal("target", target)
+    reason = launches.refusal(logits)
+    return reason if isinstance(target, TopK) else reason or launches.layout_refusal("target", target)
 
 
 def _forward(call: SoftCall) -> SoftMade:
@@ -100,8 +98,8 @@ def _forward(call: SoftCall) -> SoftMade:
     stats = walk.forward(rows, options, tokens, call.config(), soft.asked_by(options, call.class_weight))
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     known = stats.lse, stats.log_prob
-    more = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
-    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known, None, *more))
+    of = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known, None, of))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -17,6 +17,7 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.launches import launch_soft
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import scaled_rows
+from onchip.vocab.torch.soft import SoftStats
 
 
 class Outputs(NamedTuple):
@@ -26,6 +27,7 @@ class Outputs(NamedTuple):
     lse: Tensor  # [T] float32, as the next
     less: Tensor
     mass: Tensor
+    stats: SoftStats
 
 
 class Kept(NamedTuple):
@@ -42,22 +44,25 @@ def _forward(call: SoftCall) -> Outputs:
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
     losses, lse, less, mass = (call.logits.new_empty(call.number, dtype=torch.float32) for _ in range(4))
+    stats = SoftStats.empty(options, call.logits, call.number)
     if call.number > 0:
-        known = {"loss": losses, "lse": lse, "less": less, "mass": mass}
         launch_soft(
-            "soft_losses", call.logits, call.labels, None, call.token_temperature, options, call.class_weight, **known
-        )
-    return Outputs(soft.reduced(options, losses, tokens, call.logits.shape[:-1]), lse, less, mass)
+            "soft_losses", call.logits, call.labels, None, call.token_temperature, options, call.class_weight,
+            loss=losses, lse=lse, less=less, mass=mass, **stats._asdict(),
+        )  # fmt: skip
+    return Outputs(soft.reduced(options, losses, tokens, call.logits.shape[:-1]), lse, less, mass, stats)
 
 
 def _fake(call: SoftCall) -> Outputs:
-    vectors = (call.logits.new_empty(call.number, dtype=torch.float32) for _ in range(3))
     shape = call.logits.shape[:-1] if call.options.reduction == "none" else ()
-    return Outputs(call.logits.new_empty(shape, dtype=torch.float32), *vectors)
+    loss, lse, less, mass = (
+        call.logits.new_empty(size, dtype=torch.float32) for size in (shape, *[(call.number,)] * 3)
+    )
+    return Outputs(loss, lse, less, mass, SoftStats.empty(call.options, call.logits, call.number))
 
 
 def _save(call: SoftCall, made: Outputs) -> Kept:
-    return Kept(call, *made[1:])
+    return Kept(call, made.lse, made.less, made.mass)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -89,4 +94,5 @@ LOSS = Operator(
     gradients=_gradients,
     fake_gradients=_fake_gradients,
     differentiable=("logits",),
+    launches=True,
 )

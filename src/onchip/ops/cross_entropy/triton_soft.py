@@ -38,9 +38,9 @@ def _forward(call: SoftCall) -> SoftMade:
             mean_logits=None, log_sum_sq_probs=None,
         )  # fmt: skip
     losses = soft.token_losses(options, lse, log_prob, uniform, call.probs())
-    more = soft.id_stats(lse, log_prob, entropy, argmax, call.probs(weighed=False), tokens.ids)
+    stats = soft.id_stats(lse, log_prob, entropy, argmax, call.probs(weighed=False), tokens.ids)
     loss = soft.reduced(options, losses, tokens, call.logits.shape[:-1])
-    return SoftMade(SoftOutputs(loss, lse, log_prob, None, *more))
+    return SoftMade(SoftOutputs(loss, lse, log_prob, None, stats))
 
 
 def _ids(call: SoftCall) -> Tensor:
@@ -73,4 +73,5 @@ LOSS = Operator(
     gradients=_gradients,
     fake_gradients=fake_gradients,
     differentiable=("logits",),
+    launches=True,
 )

@@ -114,7 +114,7 @@ def run(
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
         out = OPERATORS[dense](call).out
     # The last position of a sequence costs nothing.
-    stats = out.stats if options.return_stats else None
+    stats = out.stats.of(out.lse) if options.return_stats else None
     return soft.shaped(out.loss, stats, hidden.shape[:-1], length if options.shift else None)
 
 
@@ -182,8 +182,8 @@ def _forward(call: SoftCall) -> SoftMade:
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     known = stats.lse, stats.log_prob, stats.entropy, stats.argmax
-    more = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
-    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, *more))
+    of = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, of))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -55,8 +55,8 @@ def _forward(call: SoftCall) -> TritonOutputs:
     losses = soft.token_losses(options, made.lse, made.log_prob, None, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     known = made.lse, made.log_prob, made.entropy, made.top1
-    more = soft.id_stats(*known, call.probs(weighed=False), given.ids.reshape(made.log_prob.shape))
-    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None, *more), saved)
+    stats = soft.id_stats(*known, call.probs(weighed=False), given.ids.reshape(made.log_prob.shape))
+    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None, stats), saved)
 
 
 def _fake(call: SoftCall) -> TritonOutputs:

@@ -108,7 +108,8 @@ def launch_soft(
     unit, stride = _unit(logits, out, rows)
     label_unit, label_stride = _unit(labels, None, {"outer": labels_outer, "inner": labels_inner})
     unit, lanes = math.gcd(unit, label_unit), 32 * tiles.warps
-    tile = max(tiles.tile // 2, unit * lanes)  # labels take as many registers as logits do
+    # Labels take as many registers as logits do, and their statistics as many again.
+    tile = max(tiles.tile // (2 if more.get("entropy") is None else 4), unit * lanes)
     loops = (vocab - 1) // tile
     arguments = {
         **{name: x // unit for name, x in rows.items()},
@@ -117,7 +118,6 @@ def launch_soft(
         "labels": labels,
         "class_weight": class_weight,
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
-        **dict.fromkeys(("expected", "entropy", "correct", "argmax", "target_logit")),
         "out": out,
         "T": shape.numel(),
         "V_units": vocab // unit,

@@ -28,6 +28,29 @@ from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, token_grad
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
 
+class SoftStats(NamedTuple):
+    """[T] each, of labels as they are given, what `LossStats` has beside lse; None without return_stats."""
+
+    expected: Tensor | None = None  # sum of probability times log-probability
+    entropy: Tensor | None = None
+    correct: Tensor | None = None  # bool
+    argmax: Tensor | None = None  # int64
+    target_logit: Tensor | None = None  # sum of probability times logit
+
+    @staticmethod
+    def empty(options: Any, like: Tensor, tokens: int) -> "SoftStats":
+        """Not yet filled, for hidden states or logits `like` these."""
+        if not options.return_stats:
+            return SoftStats()
+        total = accumulator(like.dtype)
+        return SoftStats(*(like.new_empty(tokens, dtype=x) for x in (total, total, torch.bool, torch.int64, total)))
+
+    def of(self, lse: Tensor) -> LossStats:
+        """With this lse, [T], what the caller gets."""
+        made: Any = (lse, *self)  # none of it is None then
+        return LossStats(*made)
+
+
 class SoftOutputs(NamedTuple):
     """What an operator returns of soft labels."""
 
@@ -35,12 +58,7 @@ class SoftOutputs(NamedTuple):
     lse: Tensor  # [T]
     log_prob: Tensor  # [T, K]: of the ids; of every entry's labels [T, 1], of the largest logit
     largest: Tensor | None  # [T, 1] int64, of every entry's labels: where that is
-    # [T] and asked for with return_stats, as `LossStats` has them:
-    expected: Tensor | None = None  # sum of probability times log-probability
-    entropy: Tensor | None = None
-    correct: Tensor | None = None
-    argmax: Tensor | None = None
-    target_logit: Tensor | None = None  # sum of probability times logit
+    stats: SoftStats
 
     @staticmethod
     def empty(options: Any, like: Tensor, probs: Tensor, *, dense: bool) -> "SoftOutputs":
@@ -48,27 +66,13 @@ class SoftOutputs(NamedTuple):
         total = accumulator(like.dtype)
         shape = probs.shape[:-1]
         tokens, count = math.prod(shape), 1 if dense else probs.shape[-1]  # (numel() of symbols is a number)
-
-        def vector(dtype: torch.dtype = total) -> Tensor | None:
-            return like.new_empty(tokens, dtype=dtype) if options.return_stats else None
-
         return SoftOutputs(
             like.new_empty(shape if options.reduction == "none" else (), dtype=total),
             like.new_empty(tokens, dtype=total),
             like.new_empty((tokens, count), dtype=total),
             like.new_empty((tokens, 1), dtype=torch.int64) if dense else None,
-            vector(),
-            vector(),
-            vector(torch.bool),
-            vector(torch.int64),
-            vector(),
+            SoftStats.empty(options, like, tokens),
         )
-
-    @property
-    def stats(self) -> LossStats:
-        """[T], with return_stats."""
-        made: Any = (self.lse, self.expected, self.entropy, self.correct, self.argmax, self.target_logit)
-        return LossStats(*made)
 
 
 def shaped(
@@ -97,13 +101,13 @@ def id_stats(
     argmax: Tensor | None,
     values: Tensor,  # [T, K] probabilities, without weights of classes
     ids: Tensor,  # [T, K]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | tuple[()]:
-    """The last outputs of `SoftOutputs`, of K ids; none without the entropy."""
+) -> SoftStats:
+    """Those of K ids; none without the entropy."""
     if entropy is None or argmax is None:
-        return ()
+        return SoftStats()
     expected, mass = _expected(values, log_prob), values.sum(1)
     correct = argmax == ids.gather(1, values.argmax(1, keepdim=True))[:, 0]
-    return expected, entropy, correct, argmax, torch.where(mass == 0, 0, expected + mass * lse)
+    return SoftStats(expected, entropy, correct, argmax, torch.where(mass == 0, 0, expected + mass * lse))
 
 
 def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> Tensor:
@@ -194,12 +198,7 @@ class DenseStats(NamedTuple):
     lse: Tensor
     log_prob: Tensor  # [n, 1]: of the largest logit
     largest: Tensor  # [n, 1] int64
-    # As in `SoftOutputs`.
-    expected: Tensor | None = None
-    entropy: Tensor | None = None
-    correct: Tensor | None = None
-    argmax: Tensor | None = None
-    target_logit: Tensor | None = None
+    stats: SoftStats
 
 
 def dense_stats(
@@ -245,14 +244,12 @@ def dense_stats(
     # As if of one id, whose log-probability is the sum over all entries.
     expected = expected[:, None]
     loss = token_losses(options, stats.lse, expected, uniform, torch.ones_like(expected))
-    made = DenseStats(loss, stats.lse, -running.log_total[:, None], largest)
-    if not asked:
-        return made
-    entropy, of_labels, mass = asked
-    logit = torch.where(mass == 0, 0, of_labels + mass * stats.lse)
-    return made._replace(
-        expected=of_labels, entropy=entropy, correct=stats.argmax == likeliest, argmax=stats.argmax, target_logit=logit
-    )
+    of = SoftStats()
+    if asked:
+        entropy, of_labels, mass = asked
+        logit = torch.where(mass == 0, 0, of_labels + mass * stats.lse)
+        of = SoftStats(of_labels, entropy, stats.argmax == likeliest, stats.argmax, logit)
+    return DenseStats(loss, stats.lse, -running.log_total[:, None], largest, of)
 
 
 def read_logits(source: Any, tokens: Ids, start: int, stop: int, out: Tensor, chunk: int) -> None:
