@@ -181,15 +181,24 @@ def forward_in_chunks_of_tokens(op):
         right(loss, given, **options)
 
 
-@check("plain", "everything", "one id", "mixed", "statistics")
+@check("plain", "everything", "one id", "mixed", "statistics", "smoothed", "smoothed in forward", "without smoothing")
 def soft_labels(how):
     """Probabilities of K ids."""
-    given = soft_problem(LCE, "probs", (300,) if how == "mixed" else (2, 12), dtype=torch.float16)
+    shape, vocab = ((300,), 300) if how == "mixed" else ((2, 12), 300 if how.startswith("smoothed") else VOCAB)
+    given = soft_problem(LCE, "probs", shape, vocab=vocab, dtype=torch.float16)
     if how == "one id":
         target = given["target"]
         given["target"] = target._replace(indices=target.indices[..., :1], values=target.values[..., :1])
-    options = everything("none") | {"label_smoothing": 0.0, "reduction": "none"} if how == "everything" else {}
+    options = {} if how == "plain" else {"label_smoothing": 0.1}
+    if how in ("everything", "without smoothing"):
+        options = everything("none") | {"reduction": "none"}
+        options |= {"label_smoothing": 0.0} if how == "without smoothing" else {}
     bound = RIGHT[torch.float16]
+    if how == "smoothed in forward":
+        given["weight"], given["bias"] = given["weight"].detach(), given["bias"].detach()
+        with plan_in_forward():
+            assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
+        return
     if how == "statistics":
         _, stats = linear_cross_entropy(**given, backend="triton", return_stats=True, softcap=5.0)
         for name, x in right_stats(LCE, given, softcap=5.0).items():
@@ -533,7 +542,7 @@ def every_backend(device):
 SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
-    "soft_labels-one id", "soft_labels_of_logits-plain", "soft_labels_of_ids_of_logits-plain",
+    "soft_labels-one id", "soft_labels-without smoothing", "soft_labels_of_logits-plain", "soft_labels_of_ids_of_logits-plain",
     "soft_labels_of_every_entry-plain",
     "soft_labels_of_every_entry-bias alone", "soft_labels_as_operators-compiled", "soft_labels_as_operators-any size",
     "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",

@@ -73,16 +73,12 @@ def test_statistics(loss, form, options):
 @by_form
 @pytest.mark.parametrize("dtype", RIGHT, ids=str)
 def test_values_on_the_gpu(loss, form, dtype):
-    """The kernels for products take 16 bits alone, and with K ids no label smoothing."""
+    """The kernels for products take 16 bits alone."""
     loss = replace(loss, device="cuda")
     for reduction in ("mean", "none"):
         given, options = problem(loss, form, dtype=dtype), everything(reduction, "cuda")
         for more in ({}, options, options | {"label_smoothing": 0.0}):
-            backend = "auto"
-            if not loss.linear or (form == "dense" and dtype != torch.float32):
-                backend = "triton"
-            elif dtype != torch.float32:
-                backend = "torch" if more.get("label_smoothing") else "triton"
+            backend = "auto" if loss.linear and dtype == torch.float32 else "triton"
             assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
 
 

@@ -129,6 +129,16 @@ def test_other_dtypes(options):
     assert_no_spills(found)
 
 
+def test_soft_labels_of_ids():
+    """With smoothing, whose even part goes to kept and recomputed entries."""
+    found = compile_all(
+        launches(HOPPER, labels=torch.float32, ids=4, bias=True, label_smoothing=0.1, **MIXED), HOPPER[0]
+    )
+    assert {k.kernel for k in products(found)} == set(PRODUCTS)
+    assert_fits(found, HOPPER[1])
+    assert_no_spills(found)
+
+
 # ----------------------------------------------------------------------------------------------------- linear_log_probs
 
 OF_IDS = {

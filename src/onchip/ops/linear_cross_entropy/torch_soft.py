@@ -127,12 +127,10 @@ def _after_the_first(target: Any) -> Any:
 
 def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options) -> str | None:
     """Why the Triton kernels can't serve a call."""
+    reason = None
     if isinstance(target, Tensor):
         unknown = "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
         reason = unknown if options.return_stats else layout_refusal("target", target)
-    else:
-        smoothed = "its labels of K ids have no label_smoothing; pass backend='torch', or smooth the labels"
-        reason = smoothed if options.label_smoothing > 0 else None
     return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 

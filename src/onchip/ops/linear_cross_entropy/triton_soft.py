@@ -39,9 +39,11 @@ class Kept(NamedTuple):
 
 
 def _as_kernels_take_it(call: SoftCall) -> SoftCall:
-    """z-loss and class weights are taken in here; and no id is ignored: one that looks like it is out of range."""
+    """z-loss and class weights are taken in here, but for what smoothing spreads; and no id is ignored: one that looks
+    like it is out of range."""
     ids = torch.where(call.ids == call.options.ignore_index, -1, call.ids.to(torch.int64))
-    return replace(call, ids=ids, class_weight=None, options=replace(call.options, z_loss=0.0))
+    each = call.class_weight if call.options.label_smoothing > 0 else None
+    return replace(call, ids=ids, class_weight=each, options=replace(call.options, z_loss=0.0))
 
 
 def _forward(call: SoftCall) -> TritonOutputs:
@@ -50,9 +52,9 @@ def _forward(call: SoftCall) -> TritonOutputs:
     config, options = setup.plan(call), call.options
     tokens = call.tokens(check_values=options.check_inputs)
     saved, given = setup.make_saved(call, config), _as_kernels_take_it(call)
-    run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out)
+    run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out, given.class_weight)
     made = walks.forward(run, given, config, saved, asked=Asked(entropy=options.return_stats))
-    losses = soft.token_losses(options, made.lse, made.log_prob, None, call.probs())
+    losses = soft.token_losses(options, made.lse, made.log_prob, made.uniform_loss, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     known = made.lse, made.log_prob, made.entropy, made.top1
     stats = soft.id_stats(*known, call.probs(weighed=False), given.ids.reshape(made.log_prob.shape))
@@ -77,10 +79,15 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     tokens, given = call.tokens(check_values=False), _as_kernels_take_it(call)
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss.float()
     row = tokens.weight * each * tokens.inverse_count
-    by_log_prob, by_lse = soft.by_outputs(call.options, row, kept.lse, call.probs(), None)
-    run = setup.make_run(given, given.options, kept.saved.vectors, call.weight_grad_out)
+    by_log_prob, by_lse = soft.by_outputs(call.options, row, kept.lse, call.probs(), call.class_weight)
+    even, own = None, None
+    if call.options.label_smoothing > 0:
+        even = row * (call.options.label_smoothing / call.vocab)
+        each = torch.ones_like(by_log_prob) if given.class_weight is None else given.class_weight[tokens.ids]
+        own = -even[:, None] * each
+    run = setup.make_run(given, given.options, kept.saved.vectors, call.weight_grad_out, given.class_weight)
     known = launches.TokenSoftmax(kept.lse, kept.log_prob)
-    by_output = walks.OutputGradients(by_log_prob.contiguous(), by_lse)
+    by_output = walks.OutputGradients(by_log_prob.contiguous(), by_lse, even=even, rest=own)
     return walks.backward(run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
 
 

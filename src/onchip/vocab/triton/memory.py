@@ -138,8 +138,8 @@ def capacity(p: Problem) -> int:
 
 
 def id_bytes(p: Problem) -> int:
-    """Of linear_log_probs: bytes of what there is of each token and each id beside the vectors."""
-    return (48 + 72 * p.ids) * p.tokens if p.ids else 0
+    """Where tokens have several ids: bytes of what there is of each token and each id beside the vectors."""
+    return (48 + (80 if p.smoothing else 72) * p.ids) * p.tokens if p.ids else 0
 
 
 def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
