@@ -216,10 +216,19 @@ def right_soft_stats(loss, given):
     """
     target, options = given["target"], everything("none") | {"reduction": "none"}
     leaf = given["bias" if loss.linear else "logits"]
-    options |= {"class_weight": class_weights(leaf.shape[-1])}
+    shape = given["hidden" if loss.linear else "logits"].shape[:-1]
+    each = torch.linspace(0.5, 1.5, shape.numel()).view(shape)
+    options |= {
+        "temperature": each,
+        "token_weight": each,
+        "class_weight": class_weights(leaf.shape[-1]),
+        "softcap": None,
+    }
     with torch.no_grad():
-        if not loss.linear:
-            options["softcap"] = None
+        if loss.linear:
+            leaf[5] = -torch.inf
+            given["hidden"][0, 3] = 0
+        else:
             leaf[0, 3] = 0
             leaf[0, 4, 600:] = leaf[0, 4].max()
             leaf[1, :, 5] = -torch.inf
@@ -238,7 +247,7 @@ def right_soft_stats(loss, given):
         torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False, msg=name)
 
 
-@check("plain", "everything", "certain", "bias alone", "forward")
+@check("plain", "everything", "certain", "bias alone", "forward", "statistics")
 def soft_labels_of_every_entry(how):
     """In float16, over several tiles of the vocabulary and chunks of it, and of a whole tile of tokens and a part."""
     given = soft_problem(LCE, "dense", (3, 70), vocab=600, dtype=torch.float16)
@@ -260,6 +269,9 @@ def soft_labels_of_every_entry(how):
         plan = plan if how == "bias alone" else triton_memory.TritonPlan(128)
     bound = RIGHT[torch.float16]
     with mock.patch.object(triton_memory, "plan", return_value=plan):
+        if how == "statistics":
+            right_soft_stats(LCE, given)
+            return
         if how == "forward":
             made = linear_cross_entropy(**given, backend="triton")
             assert_near("loss", made, linear_cross_entropy(**given, backend="torch"), 2)
@@ -542,8 +554,8 @@ def every_backend(device):
 SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
-    "soft_labels-one id", "soft_labels-without smoothing", "soft_labels_of_logits-plain", "soft_labels_of_ids_of_logits-plain",
-    "soft_labels_of_every_entry-plain",
+    "soft_labels-one id", "soft_labels-without smoothing", "soft_labels_of_logits-plain",
+    "soft_labels_of_ids_of_logits-plain", "soft_labels_of_every_entry-plain",
     "soft_labels_of_every_entry-bias alone", "soft_labels_as_operators-compiled", "soft_labels_as_operators-any size",
     "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",

@@ -33,6 +33,7 @@ OPTIONS = {
     "added": {"weight_grad_out": True, "strategy": "recompute"},
     "labels": {"labels": torch.bfloat16},
     "all of labels": {"labels": torch.float32, "bias": True, "softcap": 5.0, "class_weight": torch.ones(1000)},
+    "statistics of labels": {"labels": torch.bfloat16, "class_weight": torch.ones(1000), "return_stats": True},
     "in forward": {"plan": triton_spec.TritonPlan(128, in_forward=True), "softcap": 5.0},
 }  # fmt: skip
 

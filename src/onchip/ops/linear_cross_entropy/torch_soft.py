@@ -86,7 +86,7 @@ def run(
             per_token_temperature = per_token_temperature[..., :-1]
         # Hidden's gradient is made of these positions first.
         copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
-    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options))
+    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype))
     ids, labels, kind = parts_of(target, hidden.shape[:-1])
     call = SoftCall(
         hidden=hidden,
@@ -125,12 +125,9 @@ def _after_the_first(target: Any) -> Any:
     return target[..., 1:, :]
 
 
-def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options) -> str | None:
+def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    reason = None
-    if isinstance(target, Tensor):
-        unknown = "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
-        reason = unknown if options.return_stats else layout_refusal("target", target)
+    reason = layout_refusal("target", target) if isinstance(target, Tensor) else None
     return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 

@@ -196,7 +196,7 @@ def gradient_tiles(
         x = unscaled_logits(z, bias, v, inner_scale, V)
         p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
         if labels is not None:
-            q = read_labels(labels, class_weight, t, v0, n, V, True)
+            _, q = read_labels(labels, class_weight, t, v0, n, V, True)
             m = tl.load(terms.mass + t, mask=inside, other=0.0)[:, None]
             low = tl.load(terms.less + t, mask=inside, other=0.0)[:, None]
             more = tl.load(terms.more + t, mask=inside, other=0.0)[:, None]
