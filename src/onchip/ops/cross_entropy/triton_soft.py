@@ -14,7 +14,7 @@ from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy.soft_call import Kept, SoftCall, SoftMade, fake, fake_gradients, save
 from onchip.ops.cross_entropy.spec import OP
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.launches import launch_ids
+from onchip.vocab.rows.launches import launch_ids, shares_of_ids
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
@@ -55,10 +55,10 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
     row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
     known = kept.lse, kept.log_prob, call.probs(), tokens
-    gradient = soft.loss_gradient(options, row, *known, call.logits.shape[-1], call.class_weight)
     if call.number > 0:
-        more = {name: None if x is None else x.contiguous() for name, x in vars(gradient).items()}
         with device_of(out):
+            gradient = soft.loss_gradient(options, row, *known, call.logits.shape[-1], call.class_weight, shares_of_ids)
+            more = {name: None if x is None else x.contiguous() for name, x in vars(gradient).items()}
             for kernel in ("log_prob_gradients", "write_ids"):
                 launch_ids(kernel, call.logits, out, _ids(call), call.token_temperature, options, **more)
     return [out]

@@ -236,6 +236,30 @@ def log_prob_gradients(
 
 
 @triton.jit
+def share_ids(
+    ids,  # [T, K] int64
+    g,  # [T, K] float32
+    same,  # [T, K] out: of each id the sum of g over its occurrences
+    rest,  # [T, K] out: and over the other ids of its token
+    N,  # T * K
+    K,
+    BLOCK: tl.constexpr,
+):
+    """Upstream gradients of a token's ids, shared out."""
+    i = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there, first = i < N, i // K * K
+    label = tl.load(ids + i, mask=there, other=0)
+    mine, others = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for k in range(K):
+        equal = tl.load(ids + first + k, mask=there, other=0) == label
+        each = tl.load(g + first + k, mask=there, other=0.0)
+        mine += tl.where(equal, each, 0.0)
+        others += tl.where(equal, 0.0, each)
+    tl.store(same + i, mine, mask=there)
+    tl.store(rest + i, others, mask=there)
+
+
+@triton.jit
 def write_ids(
     logits,  # as in `log_probs`
     ids,

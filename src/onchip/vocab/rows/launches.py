@@ -194,6 +194,18 @@ def launch_ids(
     Launch(getattr(id_kernels, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
 
 
+def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """As the function of this name in onchip.vocab.torch.softmax, with one launch for any number of ids."""
+    from onchip.vocab.rows import ids as id_kernels
+
+    ids, g = ids.contiguous(), g.contiguous()
+    same, rest = torch.empty_like(g), torch.empty_like(g)
+    if g.numel() > 0:
+        given = {"ids": ids, "g": g, "same": same, "rest": rest, "N": g.numel(), "K": g.shape[1], "BLOCK": 256}
+        Launch(id_kernels.share_ids, (-(-g.numel() // 256),), given).run()
+    return same, rest
+
+
 def _unit(logits: Tensor, out: Tensor | None, rows: dict[str, int]) -> tuple[int, int]:
     """So many elements are read and written at a time; and the stride of the logits' columns."""
     stride, given = logits.stride(-1) if logits.shape[-1] > 1 else 1, [logits] if out is None else [logits, out]

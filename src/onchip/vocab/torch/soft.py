@@ -24,7 +24,7 @@ from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_types import LossStats, WithStats
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
-from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, token_gradient
+from onchip.vocab.torch.softmax import Asked, Running, Shares, TokenGradient, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
 
@@ -165,12 +165,13 @@ def loss_gradient(
     tokens: Ids,
     vocab: int,
     class_weight: Tensor | None,  # [V]
+    shares: Shares | None = None,
 ) -> TokenGradient:
-    """The gradient of the tokens' logits, for upstream gradients of `row`."""
+    """The gradient of the tokens' logits, for upstream gradients of `row`; `shares` as of `token_gradient`."""
     by_log_prob, by_lse = by_outputs(options, row, lse, probs, class_weight)
     if tokens.bad is not None:
         by_log_prob = by_log_prob.masked_fill(tokens.bad, float("nan"))
-    made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept)
+    made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept, shares=shares)
     if options.label_smoothing > 0:
         even = row * (options.label_smoothing / vocab)
         at_ids = even[:, None] if class_weight is None else even[:, None] * class_weight[tokens.ids]
