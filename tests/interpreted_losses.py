@@ -554,7 +554,7 @@ def every_backend(device):
 SLOW |= {
     "mixed-per token", "mixed-few tokens left", "in_forward-few tokens left", "many_tiles-full", "many_tiles-odd",
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
-    "soft_labels-one id", "soft_labels-without smoothing", "soft_labels_of_logits-plain",
+    "soft_labels-one id", "soft_labels-without smoothing", "soft_labels-smoothed", "soft_labels_of_logits-plain",
     "soft_labels_of_ids_of_logits-plain", "soft_labels_of_every_entry-plain",
     "soft_labels_of_every_entry-bias alone", "soft_labels_as_operators-compiled", "soft_labels_as_operators-any size",
     "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",

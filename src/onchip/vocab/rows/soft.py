@@ -57,8 +57,9 @@ def _absorb(
     cost, mass = _cost(q, d, mass, cost, drop)
     if entropy is not None:
         given_cost, given_mass = _cost(given, d, given_mass, given_cost, drop)
-        there = logits_of(given, first, V, None, SIZE, LANES, UNIT, MASKED)
-        likeliest, column = first_largest(there, first, likeliest, column, SIZE, LANES, UNIT)
+        # From V on they are -inf, as logits are, and none is the largest.
+        given = logits_of(given, first, V, None, SIZE, LANES, UNIT, MASKED)
+        likeliest, column = first_largest(given, first, likeliest, column, SIZE, LANES, UNIT)
     return softmax, cost, mass, given_cost, given_mass, likeliest, column
 
 
