@@ -3,13 +3,13 @@
 It takes chunks of rows; the maths is in `onchip.vocab.torch.soft`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.cross_entropy.soft_call import SoftCall
+from onchip.ops.cross_entropy.soft_call import Kept, SoftCall, SoftMade, fake, fake_gradients, save
 from onchip.ops.cross_entropy.spec import OP
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import torch as torch_rows
@@ -18,22 +18,6 @@ from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import DenseStats, SoftOutputs
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
-
-
-class SoftMade(NamedTuple):
-    """What the operators return."""
-
-    out: SoftOutputs
-
-
-class Kept(NamedTuple):
-    """What backward is given."""
-
-    call: SoftCall
-    lse: Tensor
-    log_prob: Tensor
-    largest: Tensor | None
-    mass: Tensor | None
 
 
 def _forward(call: SoftCall) -> SoftMade:
@@ -49,9 +33,9 @@ def made_of(call: SoftCall, tokens: Tokens, stats: TokenStats) -> SoftMade:
     """The outputs of K ids, given the statistics of the whole vocabulary."""
     losses = soft.token_losses(call.options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     known = stats.lse, stats.log_prob
-    more = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
+    of = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
     loss = soft.reduced(call.options, losses, tokens, call.logits.shape[:-1])
-    return SoftMade(SoftOutputs(loss, *known, None, None, *more))
+    return SoftMade(SoftOutputs(loss, *known, None, None, of))
 
 
 def made_of_dense(call: SoftCall, tokens: Tokens, made: DenseStats) -> SoftMade:
@@ -59,16 +43,8 @@ def made_of_dense(call: SoftCall, tokens: Tokens, made: DenseStats) -> SoftMade:
     return SoftMade(SoftOutputs(soft.reduced(call.options, made.loss, tokens, call.logits.shape[:-1]), *made[1:]))
 
 
-def _fake(call: SoftCall) -> SoftMade:
-    return SoftMade(SoftOutputs.empty(call.options, call.logits, call.labels, dense=call.dense))
-
-
-def _save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:5])
-
-
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call, (out,) = kept.call, _fake_gradients(kept, upstream, wanted)
+    call, (out,) = kept.call, fake_gradients(kept, upstream, wanted)
     tokens, config = call.tokens(check_values=False), call.config()
     if call.dense:
         write_dense(kept, call, soft.Whole.of(config.vocab_chunk, call.class_weight), tokens, config, upstream, out)
@@ -112,18 +88,13 @@ def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> Tensor:
     return scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)[0]
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
-    """Contiguous, whatever the logits' strides."""
-    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
-
-
 LOSS = Operator(
     "cross_entropy_soft",
     op=OP,
     forward=_forward,
-    fake=_fake,
-    save=_save,
+    fake=fake,
+    save=save,
     gradients=_gradients,
-    fake_gradients=_fake_gradients,
+    fake_gradients=fake_gradients,
     differentiable=("logits",),
 )

@@ -1,15 +1,18 @@
-"""Arguments of the operators in PyTorch for soft labels."""
+"""Arguments and outputs of the operators in PyTorch for soft labels."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES
+from onchip.frontend.torch_register import Made, Wanted
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import soft, tiles
+from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -78,3 +81,32 @@ class SoftCall(NamedTuple):
         """The same in forward and backward: a budget that is too small is refused in forward."""
         rows = row_memory.plan(self.problem(sent=sent), "", self.options.scratch_bytes)
         return Config("forward", rows, self.logits.shape[-1])
+
+
+class SoftMade(NamedTuple):
+    """What the operators return."""
+
+    out: SoftOutputs
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: SoftCall
+    lse: Tensor
+    log_prob: Tensor
+    largest: Tensor | None
+    mass: Tensor | None
+
+
+def fake(call: SoftCall) -> SoftMade:
+    return SoftMade(SoftOutputs.empty(call.options, call.logits, call.labels, dense=call.dense))
+
+
+def save(call: SoftCall, made: SoftMade) -> Kept:
+    return Kept(call, *made.out[1:5])
+
+
+def fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
+    """Contiguous, whatever the logits' strides."""
+    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]

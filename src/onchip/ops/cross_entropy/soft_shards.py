@@ -12,14 +12,12 @@ from torch import Tensor
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.cross_entropy import plain_soft
-from onchip.ops.cross_entropy.plain_soft import SoftMade
-from onchip.ops.cross_entropy.soft_call import SoftCall
+from onchip.ops.cross_entropy.soft_call import SoftCall, SoftMade, fake
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab import parallel, soft_shards
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import soft
-from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -85,11 +83,6 @@ def _forward(call: ShardedCall) -> SoftMade:
     return plain_soft.made_of(rows, tokens, stats)
 
 
-def _fake(call: ShardedCall) -> SoftMade:
-    rows = call.rows
-    return SoftMade(SoftOutputs.empty(rows.options, rows.logits, rows.labels, dense=rows.dense))
-
-
 def _save(call: ShardedCall, made: SoftMade) -> Kept:
     return Kept(call, *made.out[1:5])
 
@@ -113,7 +106,7 @@ LOSS = Operator(
     "cross_entropy_soft_of_shards",
     op=OP,
     forward=_forward,
-    fake=_fake,
+    fake=lambda call: fake(call.rows),
     save=_save,
     gradients=_gradients,
     fake_gradients=lambda kept, upstream, wanted: [

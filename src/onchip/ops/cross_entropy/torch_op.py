@@ -143,8 +143,7 @@ def cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward;
-            "triton" runs those of every entry, without return_stats, "torch" both.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward.
         labels: another name of target, by keyword.
         shift: as of `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
             costs nothing; logits aren't copied.  Of targets that are ids.
@@ -179,7 +178,8 @@ def cross_entropy(
 
     Memory: forward keeps 8 bytes per token, and logits and target by reference.  `scratch_parts` of
     `onchip.vocab.rows.memory` is the formula of the peak: about 4 * rows * V bytes for chunks of so many rows,
-    twice that with return_stats or softcap; with backend "triton" 48 bytes per token.  The gradient is one tensor of
+    twice that with return_stats or softcap; with backend "triton" 48 bytes per token,
+    with K soft labels 96 + 80 K.  The gradient is one tensor of
     logits' dtype, or none with inplace_backward; "triton" makes it in forward already, unless reduction is "none".
 
     Example:

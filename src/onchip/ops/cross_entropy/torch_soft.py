@@ -17,7 +17,7 @@ from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_parallel import Sharding, Shards, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_types import WithStats
-from onchip.ops.cross_entropy import plain_soft, soft_shards, triton_soft
+from onchip.ops.cross_entropy import plain_soft, soft_shards, triton_dense, triton_soft
 from onchip.ops.cross_entropy.soft_call import SoftCall
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.rows import launches
@@ -63,7 +63,7 @@ def run(
     if options.inplace_backward:
         raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)
-    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, options, shards))
+    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, shards))
     ids, labels, kind = parts_of(target, logits.shape[:-1])
     call = SoftCall(
         logits=logits,
@@ -79,20 +79,17 @@ def run(
         grads=needed(logits),
     )
     if shards is not None:
-        out = soft_shards.LOSS(soft_shards.ShardedCall(call, shards)).out
-        return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
-    if chosen == "triton":
-        return triton_soft.LOSS(call).loss
-    out = plain_soft.LOSS(call).out
-    return soft.shaped(out.loss, out.stats if options.return_stats else None, logits.shape[:-1])
+        out: Any = soft_shards.LOSS(soft_shards.ShardedCall(call, shards)).out
+    elif chosen == "triton":
+        out = triton_dense.LOSS(call) if call.dense else triton_soft.LOSS(call).out
+    else:
+        out = plain_soft.LOSS(call).out
+    return soft.shaped(out.loss, out.stats.of(out.lse) if options.return_stats else None, logits.shape[:-1])
 
 
-def _refusal(logits: Tensor, target: Any, options: Options, shards: Shards | None) -> str | None:
+def _refusal(logits: Tensor, target: Any, shards: Shards | None) -> str | None:
     """Why the Triton kernels can't serve a call."""
     if shards is not None:
         return "its soft labels take no sharded vocabulary; pass backend='torch'"
-    if options.return_stats:
-        return "its soft labels have no return_stats; pass backend='torch', or leave it out"
-    if isinstance(target, TopK):
-        return "its soft labels are of every entry; pass those, or backend='torch'"
-    return launches.refusal(logits) or launches.layout_refusal("target", target)
+    reason = launches.refusal(logits)
+    return reason if isinstance(target, TopK) else reason or launches.layout_refusal("target", target)

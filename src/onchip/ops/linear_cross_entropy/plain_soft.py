@@ -74,8 +74,8 @@ def made_of(call: SoftCall, tokens: Tokens, stats: TokenStats) -> SoftMade:
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     loss = soft.reduced(options, losses, tokens, call.labels.shape[:-1])
     known = stats.lse, stats.log_prob, stats.entropy, stats.argmax
-    more = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
-    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, None, *more))
+    of = soft.id_stats(*known, call.probs(weighed=False), tokens.ids)
+    return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None, None, of))
 
 
 def gradient_of_ids(kept: Any, tokens: Tokens, upstream: Made) -> tuple[TokenGradient, Tensor | None]:

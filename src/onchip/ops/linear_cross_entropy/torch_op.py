@@ -154,8 +154,7 @@ def linear_cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or precision="fp8";
-            "triton" runs both, those of K entries without label_smoothing, those of every entry without return_stats.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or precision="fp8".
         labels: another name of target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the

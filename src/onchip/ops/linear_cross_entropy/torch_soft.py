@@ -131,7 +131,7 @@ def run(
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
         out = plain_soft.OPERATORS[dense](call).out
     # The last position of a sequence costs nothing.
-    stats = out.stats if options.return_stats else None
+    stats = out.stats.of(out.lse) if options.return_stats else None
     return soft.shaped(out.loss, stats, leading, length if options.shift else None)
 
 
@@ -159,12 +159,12 @@ def _after_the_first(target: Any) -> Any:
 
 def _refusal(hidden: Tensor, target: Any, dtype: torch.dtype, options: Options, shards: Shards | None) -> str | None:
     """Why the Triton kernels can't serve a call."""
-    if isinstance(target, Tensor) and shards is not None:
-        reason: str | None = "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids"
-    elif isinstance(target, Tensor):
-        unknown = "its labels of every entry have no return_stats; pass backend='torch', or leave it out"
-        reason = unknown if options.return_stats else layout_refusal("target", target)
-    else:
-        smoothed = "its labels of K ids have no label_smoothing; pass backend='torch', or smooth the labels"
-        reason = smoothed if options.label_smoothing > 0 else None
+    reason = layout_refusal("target", target) if isinstance(target, Tensor) else None
+    if shards is not None and isinstance(target, Tensor):
+        reason = "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids"
+    elif shards is not None and options.label_smoothing > 0:
+        reason = (
+            "its labels of K ids take no label_smoothing with a sharded vocabulary; pass backend='torch', or smooth "
+            "the labels"
+        )
     return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)

@@ -74,7 +74,6 @@ def write_gradient(
     """Write the gradient of this rank's logits to `out`, [..., rows], contiguous; `gradient` is of all T tokens."""
     here = parallel.ids_for_kernels(ids, call.shards, call.options.ignore_index)
     options = replace(call.options, ignore_index=parallel.IGNORED)
-    given = {name: x for name, x in vars(gradient).items() if name not in ("even", "class_weight")}
-    more = {name: None if x is None else x.contiguous() for name, x in given.items()}
+    more = {name: None if x is None else x.contiguous() for name, x in vars(gradient).items()}
     for kernel in ("log_prob_gradients", "write_ids"):
         launch_ids(kernel, call.mine, out, here, token_temperature, options, **more)

@@ -25,11 +25,34 @@ from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_types import LossStats, WithStats
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
-from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats, token_gradient
+from onchip.vocab.torch.softmax import Asked, Running, Shares, TokenGradient, TokenStats, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
 # The logarithm of 1/2.
 LIKELY = -math.log(2)
+
+
+class SoftStats(NamedTuple):
+    """[T] each, of labels as they are given, what `LossStats` has beside lse; None without return_stats."""
+
+    expected: Tensor | None = None  # sum of probability times log-probability
+    entropy: Tensor | None = None
+    correct: Tensor | None = None  # bool
+    argmax: Tensor | None = None  # int64
+    target_logit: Tensor | None = None  # sum of probability times logit
+
+    @staticmethod
+    def empty(options: Any, like: Tensor, tokens: int) -> "SoftStats":
+        """Not yet filled, for hidden states or logits `like` these."""
+        if not options.return_stats:
+            return SoftStats()
+        total = accumulator(like.dtype)
+        return SoftStats(*(like.new_empty(tokens, dtype=x) for x in (total, total, torch.bool, torch.int64, total)))
+
+    def of(self, lse: Tensor) -> LossStats:
+        """With this lse, [T], what the caller gets."""
+        made: Any = (lse, *self)  # none of it is None then
+        return LossStats(*made)
 
 
 class SoftOutputs(NamedTuple):
@@ -40,12 +63,7 @@ class SoftOutputs(NamedTuple):
     log_prob: Tensor  # [T, K]: of the ids; of every entry's labels [T, 1], of the largest logit
     largest: Tensor | None  # [T, 1] int64, of every entry's labels: where that is
     mass: Tensor | None  # [T], of every entry's labels: their sum, weighed by class
-    # [T] and asked for with return_stats, as `LossStats` has them:
-    expected: Tensor | None = None  # sum of probability times log-probability
-    entropy: Tensor | None = None
-    correct: Tensor | None = None
-    argmax: Tensor | None = None
-    target_logit: Tensor | None = None  # sum of probability times logit
+    stats: SoftStats
 
     @staticmethod
     def empty(options: Any, like: Tensor, probs: Tensor, *, dense: bool) -> "SoftOutputs":
@@ -53,28 +71,14 @@ class SoftOutputs(NamedTuple):
         total = accumulator(like.dtype)
         shape = probs.shape[:-1]
         tokens, count = math.prod(shape), 1 if dense else probs.shape[-1]  # (numel() of symbols is a number)
-
-        def vector(dtype: torch.dtype = total) -> Tensor | None:
-            return like.new_empty(tokens, dtype=dtype) if options.return_stats else None
-
         return SoftOutputs(
             like.new_empty(shape if options.reduction == "none" else (), dtype=total),
             like.new_empty(tokens, dtype=total),
             like.new_empty((tokens, count), dtype=total),
             like.new_empty((tokens, 1), dtype=torch.int64) if dense else None,
             like.new_empty(tokens, dtype=total) if dense else None,
-            vector(),
-            vector(),
-            vector(torch.bool),
-            vector(torch.int64),
-            vector(),
+            SoftStats.empty(options, like, tokens),
         )
-
-    @property
-    def stats(self) -> LossStats:
-        """[T], with return_stats."""
-        made: Any = (self.lse, self.expected, self.entropy, self.correct, self.argmax, self.target_logit)
-        return LossStats(*made)
 
 
 def shaped(
@@ -103,13 +107,13 @@ def id_stats(
     argmax: Tensor | None,
     values: Tensor,  # [T, K] probabilities, without weights of classes
     ids: Tensor,  # [T, K]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | tuple[()]:
-    """The last outputs of `SoftOutputs`, of K ids; none without the entropy."""
+) -> SoftStats:
+    """Those of K ids; none without the entropy."""
     if entropy is None or argmax is None:
-        return ()
+        return SoftStats()
     expected, mass = _expected(values, log_prob), values.sum(1)
     correct = argmax == ids.gather(1, values.argmax(1, keepdim=True))[:, 0]
-    return expected, entropy, correct, argmax, torch.where(mass == 0, 0, expected + mass * lse)
+    return SoftStats(expected, entropy, correct, argmax, torch.where(mass == 0, 0, expected + mass * lse))
 
 
 def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> Tensor:
@@ -168,12 +172,13 @@ def loss_gradient(
     tokens: Ids,
     vocab: int,
     class_weight: Tensor | None,  # [V]
+    shares: Shares | None = None,
 ) -> TokenGradient:
-    """The gradient of the tokens' logits, for upstream gradients of `row`."""
+    """The gradient of the tokens' logits, for upstream gradients of `row`; `shares` as of `token_gradient`."""
     by_log_prob, by_lse = by_outputs(options, row, lse, probs, class_weight)
     if tokens.bad is not None:
         by_log_prob = by_log_prob.masked_fill(tokens.bad, float("nan"))
-    made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept)
+    made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept, shares=shares)
     if options.label_smoothing > 0:
         even = row * (options.label_smoothing / vocab)
         at_ids = even[:, None] if class_weight is None else even[:, None] * class_weight[tokens.ids]
@@ -202,12 +207,7 @@ class DenseStats(NamedTuple):
     log_prob: Tensor  # [n, 1]: of the largest logit
     largest: Tensor  # [n, 1] int64
     mass: Tensor
-    # As in `SoftOutputs`.
-    expected: Tensor | None = None
-    entropy: Tensor | None = None
-    correct: Tensor | None = None
-    argmax: Tensor | None = None
-    target_logit: Tensor | None = None
+    stats: SoftStats
 
 
 class DenseSums(NamedTuple):
@@ -243,17 +243,11 @@ def stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Tens
     # As if of one id, whose log-probability is the sum over all entries.
     cost = sums.cost[:, None]
     loss = token_losses(options, known.lse, cost, known.uniform, torch.ones_like(cost))
-    made = DenseStats(loss, known.lse, log_prob, largest.clamp(min=0)[:, None], sums.mass)
-    if sums.expected is None or sums.total is None or sums.likeliest is None:
-        return made
-    logit = torch.where(sums.total == 0, 0, sums.expected + sums.total * known.lse)
-    return made._replace(
-        expected=sums.expected,
-        entropy=known.entropy,
-        correct=known.argmax == sums.likeliest,
-        argmax=known.argmax,
-        target_logit=logit,
-    )
+    of = SoftStats()
+    if sums.expected is not None and sums.total is not None and sums.likeliest is not None:
+        logit = torch.where(sums.total == 0, 0, sums.expected + sums.total * known.lse)
+        of = SoftStats(sums.expected, known.entropy, known.argmax == sums.likeliest, known.argmax, logit)
+    return DenseStats(loss, known.lse, log_prob, largest.clamp(min=0)[:, None], sums.mass, of)
 
 
 def dense_sums(

@@ -4,6 +4,7 @@ Every loss over a vocabulary is a function of each token's `TokenStats`, and the
 `TokenGradient`: p (factor + entropy_row (z - mean)) - even, but for the ids' own entries.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -226,6 +227,9 @@ class TokenGradient:
         return g if slope is None else g.mul_(slope)
 
 
+Shares = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def token_gradient(
     lse: Tensor,  # [n] float32 or float64, and so all that follow
     log_prob: Tensor,  # [n, K]
@@ -237,11 +241,15 @@ def token_gradient(
     mean: Tensor | None = None,  # [n]
     entropy: Tensor | None = None,  # [n]
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
+    shares: Shares | None = None,
 ) -> TokenGradient:
-    """The gradient of each token's logits, given those of its log-probabilities, its log-sum-exp and its entropy."""
+    """The gradient of each token's logits, given those of its log-probabilities, its log-sum-exp and its entropy.
+
+    `shares` stands for `shares_of_ids`.
+    """
     same, rest = grad_log_prob, None  # what goes to an id, and to the others of its token
     if ids is not None and ids.shape[1] > 1:
-        same, rest = _shares(ids, grad_log_prob)
+        same, rest = (shares or shares_of_ids)(ids, grad_log_prob)
     factor = -grad_log_prob.sum(1)
     if grad_lse is not None:
         factor = factor + grad_lse
@@ -266,7 +274,7 @@ def token_gradient(
     return TokenGradient(center, factor, at_ids, width=width, entropy_row=entropy_row)
 
 
-def _shares(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [n, K] each."""
     same, rest = torch.empty_like(g), torch.empty_like(g)
     for k in range(g.shape[1]):  # not all at once: that would be [n, K, K]
