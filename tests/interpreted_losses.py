@@ -424,7 +424,7 @@ def tanh_at_any_size():
 # ------------------------------------------------------------------------------------------------------ products in FP8
 
 
-@check("ragged", "small", "everything")
+@check("ragged", "small", "everything", "classes")
 def in_fp8(name):
     """The same as PyTorch's operations make of the same problem, in chunks of 128 tokens."""
     (case,) = (c for c in fp8_cases.CASES if c.name == name)

@@ -32,6 +32,9 @@ CASES = (
     case("softcap", 130, 64, 1000, logit_std=4.0, softcap=15.0),
     case("everything", 140, 64, 300, bias=True, ignored=0.3, token_weight=True, token_temperature=True,
          label_smoothing=0.1, z_loss=1e-3, softcap=15.0, logit_scale=0.5, normalizer=100),
+    case("classes", 150, 64, 300, bias=True, ignored=0.3, class_weight=True, token_weight=True, label_smoothing=0.3,
+         z_loss=1e-3, softcap=15.0),
+    case("classes, z-loss", 130, 64, 1000, class_weight=True, z_loss=1e-2, reduction="none"),
 )  # fmt: skip
 
 

@@ -27,17 +27,12 @@ from onchip.vocab.rows.launches import flat
 from onchip.vocab.torch.loss import Outputs
 
 
-def check_options(options: Options, *, grad_bias: bool, class_weight: bool) -> None:
+def check_options(options: Options, *, grad_bias: bool) -> None:
     """Raise for what this precision can't do."""
     if options.strategy == "recompute":
         raise ValueError(
             f"{OP}: precision='fp8' computes logits once and keeps their gradient; pass strategy='auto', or "
             "precision='full' to recompute"
-        )
-    if class_weight:
-        raise ValueError(
-            f"{OP}: with precision='fp8' class_weight takes neither label_smoothing nor z_loss; leave those out, or "
-            "pass precision='full'"
         )
     if options.reduction == "none" and grad_bias:
         raise ValueError(
@@ -95,6 +90,7 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
         None if call.token_weight is None else flat(call.token_weight),
         None if call.token_temperature is None else flat(call.token_temperature.expand(shape)),
         call.divisor(call.target != options.ignore_index),
+        call.class_weight,
         options,
     )
     layer, chunk = (call.hidden, call.weight, arguments.copies, call.bias), memory.plan(problem, call.budget)
@@ -177,7 +173,7 @@ LOSS = Operator(
 
 def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call:
     """The arguments of the operator, of a call."""
-    check_options(call.options, grad_bias=call.grads[2], class_weight=call.class_weight is not None)
+    check_options(call.options, grad_bias=call.grads[2])
     chosen = choose_backend(OP, backend, refusals(call.hidden.device))
     wanted = "hidden" if call.grads[0] else None
     copies = copies_of(OP, weight, SCALE, QUANTIZERS[chosen], by_block=True, wanted=wanted)

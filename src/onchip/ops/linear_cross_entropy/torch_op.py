@@ -197,10 +197,8 @@ def linear_cross_entropy(
             it, and weight gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
-            must not be "recompute", and a class_weight goes without label_smoothing and z_loss.  Backend "triton" then
-            needs compute capability 9.0; "torch" emulates the same on any device by products of the dequantised
-            numbers.
-
+            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
+            any device by products of the dequantised numbers.
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
             its rows of weight, and of bias and weight_grad_out; all else, targets and class_weight among it, is the
             whole vocabulary's and the same on each rank, and so is the loss, to the bit.  A weight that is a DTensor

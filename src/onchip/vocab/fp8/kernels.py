@@ -54,6 +54,7 @@ class ChunkLogits(NamedTuple):
     stride: Any
     target: Any  # [n] int64
     terms: Any  # [5, n] float32: of `losses` of vocab.rows.triton
+    class_weight: Any  # [V] float32: factors of what is even in the gradient, with label smoothing
     inner_scale: Any  # of the logits before tanh, with a softcap
 
 
@@ -72,7 +73,10 @@ def _gradient(logits, r, c, n, V, SMOOTHING: tl.constexpr, RAGGED: tl.constexpr)
         x = tanh(x * logits.inner_scale)
     g = tl.exp2(x * k2[:, None] - lse2[:, None]) * factor[:, None]
     if SMOOTHING:
-        g -= tl.load(logits.terms + 3 * n + r, mask=there, other=0.0)[:, None]
+        even = tl.load(logits.terms + 3 * n + r, mask=there, other=0.0)[:, None]
+        if logits.class_weight is not None:
+            even = even * tl.load(logits.class_weight + c, mask=c < V, other=0.0)[None, :]
+        g -= even
     if logits.inner_scale is not None:
         g *= 1 - x * x
     g = tl.where(c[None, :] == y[:, None], at_target[:, None], g)

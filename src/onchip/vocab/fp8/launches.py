@@ -44,8 +44,8 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Output
     terms = of_targets.new_empty(TERMS, len(logits)) if into.wanted else None
     with device_of(logits):
         launch_rows(
-            "losses", logits, None, part.target, part.token_weight, part.temperature, part.options, **out._asdict(),
-            divisor=part.divisor, target_logit=of_targets, terms_out=terms,
+            "losses", logits, None, part.target, part.token_weight, part.temperature, part.options, part.class_weight,
+            **out._asdict(), divisor=part.divisor, target_logit=of_targets, terms_out=terms,
         )  # fmt: skip
         if terms is not None:
             gradient_launch(part, logits, terms, into).run()
@@ -61,7 +61,7 @@ def gradient_launch(
     n, vocab = logits.shape
     inner_scale = transform_scales(part.options)["inner_scale"]
     arguments = {
-        "logits": kernels.ChunkLogits(logits, logits.stride(0), part.target, terms, inner_scale),
+        "logits": kernels.ChunkLogits(logits, logits.stride(0), part.target, terms, part.class_weight, inner_scale),
         "rows": None if into.rows is None else into.rows.data,
         "row_scales": None if into.rows is None else into.rows.scales,
         "columns": None if into.columns is None else into.columns.data.view(torch.int32),

@@ -40,7 +40,8 @@ def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:
         "bias gradient of each 128 tokens": 4 * blocks(chunk) * p.vocab if p.grad_bias else 0,
     }
     if p.device == "cpu":  # PyTorch's own operations, in float32
-        parts["logits and their gradient in float32"] = 4 * (5 + p.softcap + p.stats) * chunk * up(p.vocab)
+        beside = p.softcap + (p.stats or (p.class_weight and p.smoothing > 0))
+        parts["logits and their gradient in float32"] = 4 * (5 + beside) * chunk * up(p.vocab)
         parts["operands and products in float32"] = 3 << 26
     return parts
 

@@ -3,6 +3,7 @@
 What the Triton kernel makes is compared with this.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from onchip.fp8.numbers import BLOCK
 from onchip.fp8.torch_quantize import Quantized, quantize
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import Running
-from onchip.vocab.torch.tiles import Tokens, apply
+from onchip.vocab.torch.tiles import ClassWeights, Tokens, apply
 
 
 class Call(NamedTuple):
@@ -23,6 +24,7 @@ class Call(NamedTuple):
     token_weight: Tensor | None  # [T] float32
     temperature: Tensor | None  # [T] float32
     divisor: Tensor  # [] float32: what the reduced loss is divided by
+    class_weight: Tensor | None  # [V] float32
     options: Any  # the op's; their temperature counts where there is none per token
 
     def part(self, start: int, stop: int) -> "Call":
@@ -80,11 +82,14 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Output
         1 / part.divisor,
     )
     z = logits.float().scatter_(1, tokens.ids, of_targets[:, None])
+    if part.class_weight is not None:
+        each = part.class_weight
+        tokens = replace(tokens, classes=ClassWeights(each, each.sum(), each[tokens.label]))
     slope = None if options.softcap is None else torch.empty_like(z)
     apply(options, z, tau, slope)
     running = Running.empty(tokens.ids, tokens.dtype)
-    spare = torch.empty_like(z) if options.return_stats else None
-    asked = asked_by(options)
+    asked = asked_by(options, part.class_weight)
+    spare = torch.empty_like(z) if asked.spare else None
     e = running.absorb(z, 0, tokens.ids, asked, spare)
     stats = running.stats(tokens, vocab, asked)
     made = [token_losses(options, stats, tokens), stats.lse, stats.log_prob[:, 0]]
@@ -98,7 +103,7 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Output
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
-    gradient = loss_gradient(options, row, running.lse, running.log_prob, vocab)
+    gradient = loss_gradient(options, row, running.lse, running.log_prob, vocab, classes=tokens.classes)
     g = gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope)
     both = quantize(g, "e4m3", "float32", rows=into.rows is not None, turned=into.columns is not None)
     for memory, quantized in zip(into[:2], both, strict=True):
