@@ -434,6 +434,15 @@ def in_fp8(name):
     fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
 
 
+@check("probs", "dense")
+def soft_labels_in_fp8(form):
+    """The same, with statistics, of labels in chunks of 128 tokens."""
+    with mock.patch.object(fp8_op.memory, "DEFAULT_CHUNK", 128):
+        given, options = fp8_cases.soft_problem(form, 140, 40, 200), fp8_cases.of_every_kind(140, 200)
+        made, right = (fp8_cases.soft_results(given, options, backend=b) for b in ("triton", "torch"))
+        fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
+
+
 @check()
 def in_fp8_of_any_strides():
     """Without statistics, of some gradients alone."""

@@ -154,8 +154,8 @@ def linear_cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or precision="fp8";
-            "triton" runs both, those of K entries without label_smoothing, those of every entry without return_stats.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index; "triton" runs both, with
+            precision="full" those of K entries without label_smoothing, those of every entry without return_stats.
         labels: another name of target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
@@ -282,8 +282,6 @@ def linear_cross_entropy(
         parts, shards = localized(OP, sharding, rows, {"hidden": hidden}, tokens=target)
         hidden, matrix, bias, weight_grad_out = (parts[x] for x in ("hidden", *rows))
     per_token_temperature = temperature_tensor(OP, temperature)
-    if isinstance(weight, QuantizedWeight) and precision != "fp8":
-        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
     constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": per_token_temperature}
     tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
     shapes = shapes_of(tensors)
@@ -308,8 +306,7 @@ def linear_cross_entropy(
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, matrix)
-    if precision == "fp8" and dtype == torch.float64:
-        raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
+    fp8_op.check_dtypes(weight, precision, dtype)
     if shards is not None:
         _refuse_with_shards(precision, strategy)
     shifted_bytes = 0

@@ -27,7 +27,7 @@ from onchip.frontend.torch_inputs import (
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_types import WithStats
-from onchip.ops.linear_cross_entropy import triton_dense, triton_soft
+from onchip.ops.linear_cross_entropy import fp8_op, triton_dense, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab import memory
@@ -58,9 +58,9 @@ def run(
 ) -> Tensor | WithStats:
     """The loss, or with return_stats the loss and its statistics; arguments as of `linear_cross_entropy`, `more` being
     the other fields of its options."""
-    if more["precision"] != "full" or isinstance(weight, QuantizedWeight):
-        raise ValueError(f"{OP}: precision='fp8' takes targets that are ids; pass precision='full' and a plain weight")
-    if more["strategy"] == "stash":
+    precision, given = more["precision"], weight
+    weight = given.weight if isinstance(given, QuantizedWeight) else given
+    if precision == "full" and more["strategy"] == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     per_token_temperature = temperature_tensor(OP, temperature)
     layer = {"hidden": hidden, "weight": weight, "bias": bias}
@@ -76,6 +76,7 @@ def run(
     topk.refuse_options(OP, options)
     check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
     dtype = product_dtype(OP, tensors)
+    fp8_op.check_dtypes(given, precision, dtype)
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, weight)
     dense, copied, length = "target" in tensors, 0, hidden.shape[-2] if hidden.ndim > 1 else 0
@@ -86,7 +87,9 @@ def run(
             per_token_temperature = per_token_temperature[..., :-1]
         # Hidden's gradient is made of these positions first.
         copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
-    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options))
+    chosen = precision
+    if precision == "full":
+        chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options))
     ids, labels, kind = parts_of(target, hidden.shape[:-1])
     call = SoftCall(
         hidden=hidden,
@@ -107,14 +110,18 @@ def run(
         kind=kind,
         dense=dense,
     )
-    if chosen == "triton":
-        out: Any = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
+    if chosen == "fp8":
+        out: Any = fp8_op.SOFT(fp8_op.arguments_of(call, given, backend)).out
+    elif chosen == "triton":
+        out = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
     else:
         strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
         out = OPERATORS[dense](call).out
     # The last position of a sequence costs nothing.
-    stats = out.stats if options.return_stats else None
+    stats = None
+    if options.return_stats:
+        stats = fp8_op.soft_stats(out, call) if chosen == "fp8" else out.stats
     return soft.shaped(out.loss, stats, hidden.shape[:-1], length if options.shift else None)
 
 

@@ -67,21 +67,27 @@ def forward(
     if backend == "triton":
         from onchip.vocab.fp8 import launches as softmaxes
     quantize, products = quantizer(QUANTIZERS[backend]), products_of(backend, hidden)
-    softmax = Outputs.empty(replace(call.options, reduction="none"), hidden, call.target.shape)
+    softmax = Outputs.empty(replace(call.options, reduction="none"), hidden, call.target.shape[:1])
     kept, (vocab, size) = Parts.empty(hidden, weight, grads), weight.shape
     plain, transposed = copies.operand, operand(copies.turned, copies.turned_scales)
     bias = None if bias is None else bias.to(LOGITS).contiguous()  # as kernels take it
     hidden = hidden.reshape(-1, size)
-    ignored = (call.target == call.options.ignore_index)[:, None]
+    ignored = call.ignored
     if kept.grad_bias is not None:
         kept.grad_bias.zero_()
     for start, stop in spans(len(hidden), chunk):
         n, part = stop - start, call.part(start, stop)
         # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
-        h = hidden[start:stop].masked_fill(ignored[start:stop], 0).contiguous()
+        h = hidden[start:stop] if ignored is None else hidden[start:stop].masked_fill(ignored[start:stop, None], 0)
+        h = h.contiguous()
         rows, _ = quantize(h, "e4m3", SCALE, turned=False)
         logits = multiply(products, rows, plain, by_block=True, bias=bias, dtype=LOGITS)
-        of_targets = softmaxes.target_logits(h, weight, bias, part.target)
+        of_targets: Tensor | None = None
+        if not call.dense:
+            of_targets = softmaxes.target_logits(h, weight, bias, part.target)
+        if of_targets is not None and call.of_ids:
+            logits.scatter_(1, part.target.clamp(0, vocab - 1), of_targets.to(logits.dtype))
+            of_targets = None
         del h, rows
         columns = operand(kept.columns, kept.column_scales)
         if columns is not None:
