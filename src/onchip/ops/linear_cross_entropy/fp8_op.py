@@ -118,8 +118,8 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
         more |= {"stats": options.return_stats, "class_weight": call.class_weight is not None}
     problem = replace(call.problem(device, **more), dtype=DTYPES[call.hidden.dtype])
     shape, logits_call = call.hidden.shape[:-1], _logits_call(call)
-    layer, chunk = (call.hidden, call.weight, arguments.copies, call.bias), memory.plan(problem, call.budget)
-    softmax, parts = walk.forward(backend, *layer, logits_call, call.grads, chunk)
+    source = walk.Source(backend, call.hidden, call.weight, arguments.copies, call.bias, logits_call)
+    softmax, parts = walk.forward(source, call.hidden, call.grads, memory.plan(problem, call.budget))
     out = Outputs._make(None if x is None else x.view(shape) for x in softmax)
     if options.reduction != "none":
         out = out._replace(loss=softmax.loss.sum() / logits_call.divisor)
@@ -151,10 +151,25 @@ def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
 def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstreams
     assert grad_loss is not None
-    ignored = None if kept.target is None else (kept.target == kept.ignore_index)[..., None]
-    upstream, per_token = grad_loss.float(), kept.reduction == "none"
-    if per_token:
-        upstream = upstream[..., None] if ignored is None else upstream[..., None].masked_fill(ignored, 0)
+    return gradients_of(kept, upstream_of(kept, grad_loss), wanted)
+
+
+def upstream_of(kept: Kept, grad_loss: Tensor) -> Tensor:
+    """[] or [..., 1] float32: the upstream gradient, 0 for ignored tokens."""
+    upstream = grad_loss.float()
+    if kept.reduction != "none":
+        return upstream
+    ignored = _ignored(kept)
+    return upstream[..., None] if ignored is None else upstream[..., None].masked_fill(ignored, 0)
+
+
+def _ignored(kept: Kept) -> Tensor | None:
+    """[..., 1] bool."""
+    return None if kept.target is None else (kept.target == kept.ignore_index)[..., None]
+
+
+def gradients_of(kept: Kept, upstream: Tensor, wanted: Wanted) -> Made:
+    """Those that are wanted, for this upstream gradient."""
     grad_hidden, grad_bias = (
         scale_stash(x, upstream, kept.dtypes[i]) if wanted[i] and x is not None else None
         for i, x in ((0, kept.parts.grad_hidden), (2, kept.parts.grad_bias))
@@ -162,6 +177,7 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     if not wanted[1]:
         return grad_hidden, None, grad_bias
     assert kept.hidden is not None
+    ignored, per_token = _ignored(kept), kept.reduction == "none"
     # Not 0 times it: an ignored token's hidden state may be NaN.
     h = kept.hidden if ignored is None else kept.hidden.masked_fill(ignored, 0)
     if per_token:

@@ -32,7 +32,7 @@ from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, loc
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, torch_shards, torch_soft, triton_op
+from onchip.ops.linear_cross_entropy import fp8_op, fp8_shards, plain_op, spec, torch_shards, torch_soft, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
@@ -341,8 +341,12 @@ def linear_cross_entropy(
     operator: Operator[Any, Any]
     arguments: Any
     if shards is not None:
-        arguments = torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton")
-        operator = torch_shards.operator(arguments)
+        # In FP8 ignored tokens are masked, not left out: which tokens share a scale must not depend on them.
+        arguments = torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen != "torch")
+        if chosen == "fp8":
+            operator, arguments = fp8_shards.LOSS, fp8_shards.arguments_of(arguments, weight, backend)
+        else:
+            operator = torch_shards.operator(arguments)
     elif chosen == "fp8":
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":
@@ -364,9 +368,7 @@ def linear_cross_entropy(
 
 def _refuse_with_shards(precision: str, strategy: str) -> None:
     """Raise for what a sharded vocabulary has no way to compute."""
-    if precision != "full":
-        raise ValueError(f"{OP}: precision={precision!r} takes no sharded vocabulary; pass precision='full'")
-    if strategy == "stash":
+    if precision == "full" and strategy == "stash":
         raise ValueError(
             f"{OP}: strategy='stash' makes gradients before the ranks have exchanged their softmax; pass 'auto' or "
             "'recompute' with vocab_group"

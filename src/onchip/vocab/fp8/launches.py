@@ -1,6 +1,6 @@
 """The softmax of a chunk's logits by Triton's kernels, and its gradient in FP8, for precision='fp8'.
 
-The two functions without `launch` in their names are as those of torch.py.
+The functions that torch.py has too do the same.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ from onchip.kernels.triton.maths import LOG2E
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
 from onchip.vocab.fp8.torch import Call, Gradient, fill
+from onchip.vocab.rows import shards
 from onchip.vocab.rows.launches import launch_ids, launch_rows, launch_soft, transform_scales
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import Outputs, scaled_rows
-from onchip.vocab.torch.softmax import TokenGradient
-from onchip.vocab.torch.tiles import Tokens
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 
 # Of a gradient's program.  Two on a multiprocessor, with a few registers spilled, take 0.64 ms for 2048 x 128256 logits
 # on an H100; one, with none spilled, takes 0.95.
@@ -98,23 +98,37 @@ def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) ->
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
     made = soft.loss_gradient(options, row, lse, log_prob, probs, tokens, vocab, part.class_weight)
     of_ids = ids_in_blocks(tokens.ids, made.at_ids, vocab)
-    gradient_launch(part, logits, gradient_terms(options, tokens, made), into, **of_ids).run()
+    gradient_launch(part, logits, gradient_terms(part, made), into, **of_ids).run()
 
 
-def gradient_terms(options: Any, tokens: Tokens, gradient: TokenGradient) -> Tensor:
-    """[6, n] float32: what the kernel makes a gradient of, but for entries of ids."""
-    k, even = _outer_scale(options, tokens), gradient.even
-    zero = torch.zeros_like(gradient.center)
-    rows = k * LOG2E.value, gradient.center * LOG2E.value, gradient.factor, zero if even is None else even, zero, zero
-    return torch.stack([zero + x for x in rows])
+def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, asked: Asked) -> TokenStats:
+    """As torch.py's."""
+    with device_of(logits):
+        return shards.statistics_of_shard(logits, part.target, part.temperature, part.options, asked, of_targets)
 
 
-def _outer_scale(options: Any, tokens: Tokens) -> Tensor | float:
-    """[n], or one for all: what a logit, or with a softcap its tanh, is multiplied by."""
-    tau, scales = tokens.temperature, transform_scales(options)
-    outer = scales["outer_scale"]
-    assert outer is not None
-    return outer if not isinstance(tau, Tensor) else outer * options.temperature / tau[:, 0]
+def gradient_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, gradient: TokenGradient, into: Gradient) -> None:
+    """As torch.py's."""
+    at_target, inner = gradient.at_ids[:, 0], transform_scales(part.options)["inner_scale"]
+    if inner is not None:
+        at_target = at_target * (1 - (of_targets * inner).tanh().square())
+    terms = gradient_terms(part, gradient, at_target)
+    with device_of(logits):
+        gradient_launch(part, logits, terms, into, target=part.target).run()
+
+
+def gradient_terms(part: Call, gradient: TokenGradient, at_target: Tensor | None = None) -> Tensor:
+    """[6, n] float32: what the kernel makes a gradient of."""
+    return _terms(part, gradient.center, gradient.factor, gradient.even, at_target)
+
+
+def _terms(part: Call, lse: Tensor, *others: Tensor | None) -> Tensor:
+    """Those of `kernels._gradient`, from lse on; 0 where there is none."""
+    k, zero = transform_scales(part.options)["outer_scale"], torch.zeros_like(lse)
+    assert k is not None
+    scale = zero + k * LOG2E.value if part.temperature is None else k * LOG2E.value / part.temperature
+    rows = [scale, lse * LOG2E.value, *(zero if x is None else x for x in others)]
+    return torch.stack(rows + [zero] * (TERMS - len(rows)))
 
 
 def ids_in_blocks(ids: Tensor, at_ids: Tensor, vocab: int) -> dict[str, Any]:
@@ -155,8 +169,7 @@ def _dense_softmax(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> 
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
-    rows = _outer_scale(options, tokens) * LOG2E.value, lse * LOG2E.value, row, 2 * options.z_loss * lse, mass, less
-    terms = torch.stack([torch.zeros_like(lse) + x for x in rows])
+    terms = _terms(part, lse, row, 2 * options.z_loss * lse, mass, less)
     of_labels = {
         "labels": labels,
         "labels_stride": labels.stride(0),

@@ -58,7 +58,11 @@ def backward_parts(p: Problem) -> dict[str, int]:
         "hidden states, transposed, in FP8": p.hidden * up(p.tokens),
         "weight gradient in float32": 4 * p.vocab * p.hidden if added_after else 0,
     }
-    return parts if p.grad_weight else {}
+    parts = parts if p.grad_weight else {}
+    # The ranks' sum of it.
+    return parts | (
+        {"hidden gradient in float32, summed": 4 * p.tokens * p.hidden} if p.sharded and p.grad_hidden else {}
+    )
 
 
 def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
@@ -87,9 +91,10 @@ PLANNER: Planner[int] = Planner(
 scratch_bytes: Callable[[Problem, int], int] = PLANNER.scratch_bytes
 
 
-def plan(p: Problem, budget: int | None) -> int:
-    """Tokens of a chunk: by default 2048 at most, in even chunks.  Raises ValueError if the budget is too small."""
+def plan(p: Problem, budget: int | None, ranks: int = 1) -> int:
+    """Tokens of a chunk: by default 2048 at most, times the ranks over which the vocabulary is sharded, in even chunks.
+    Raises ValueError if the budget is too small."""
     if budget is None:
         most = max(up(p.tokens), BLOCK)
-        return even_chunk(most, DEFAULT_CHUNK, BLOCK)
+        return even_chunk(most, DEFAULT_CHUNK * ranks, BLOCK)
     return PLANNER.plan(p, "", budget)

@@ -16,8 +16,8 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows, token_losses
-from onchip.vocab.torch.softmax import Running
-from onchip.vocab.torch.tiles import ClassWeights, Tokens, apply
+from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
+from onchip.vocab.torch.tiles import NOWHERE, ClassWeights, Ids, Tokens, apply
 
 
 class Call(NamedTuple):
@@ -138,6 +138,34 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, out:
         gradient = loss_gradient(options, row, running.lse, running.log_prob, vocab, classes=tokens.classes)
     if into.wanted:
         _write(gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope), into)
+
+
+def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, asked: Asked) -> TokenStats:
+    """The statistics of a chunk's tokens over a shard of the vocabulary; targets that it doesn't have are below 0."""
+    vocab, ids = logits.shape[1], part.target.clamp(min=NOWHERE)[:, None]
+    z, tau, _ = _final_logits(part, logits, of_targets, ids)
+    running = Running.empty(ids, torch.float32)
+    running.absorb(z, 0, ids, asked, torch.empty_like(z) if asked.spare else None)
+    return running.stats(Ids(None, None, ids, None, tau, len(ids), torch.float32), vocab, asked)
+
+
+def gradient_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, gradient: TokenGradient, into: Gradient) -> None:
+    """Fill `into` with a chunk's gradient, given what statistics of the whole vocabulary make of it."""
+    ids = part.target.clamp(min=NOWHERE)[:, None]
+    z, _, slope = _final_logits(part, logits, of_targets, ids)
+    _write(gradient.of_logits(z, ids, 0, slope, None), into)
+
+
+def _final_logits(
+    part: Call, logits: Tensor, of_targets: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor | float, Tensor | None]:
+    """Of a shard; their temperature, and the derivative of the softcap."""
+    z, column = logits.float(), ids.clamp(min=0)
+    z.scatter_(1, column, torch.where(ids == NOWHERE, z.gather(1, column), of_targets[:, None]))
+    tau = part.options.temperature if part.temperature is None else part.temperature[:, None]
+    slope = None if part.options.softcap is None else torch.empty_like(z)
+    apply(part.options, z, tau, slope)
+    return z, tau, slope
 
 
 def fill(out: Outputs, losses: Tensor, lse: Tensor, stats: Sequence[Tensor | None]) -> None:

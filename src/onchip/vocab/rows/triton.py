@@ -270,8 +270,8 @@ def losses(
                 if target_logit is not None:
                     stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
                     stored = squash(stored, inner_scale)
-                    # Two that are -inf, as a bias of that makes them, differ by nothing.
-                    more = tl.where(stored == x_y, 0.0, x_y - stored)
+                    # Two that are -inf, as a bias of that makes them, differ by nothing; another shard's is not here.
+                    more = tl.where(good & (stored != x_y), x_y - stored, 0.0)
                     if of_class is not None:
                         more = tl.where(of_class > 0, more * of_class, 0.0)
                     offset += more
