@@ -11,11 +11,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fp8_linear import fp8_interpreter
 from linear_cross_entropy.lce_fp8_cases import GRADIENT_DB, LOSS_ERROR
+from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import linear_cross_entropy, quantize_weight
 from onchip.vocab import parallel
 from onchip.vocab.fp8 import memory, walk
+from onchip.vocab.memory import Problem
 from sharded import cut, leaf, same_bits, spawn
 
 TOKENS, HIDDEN, VOCAB = (2, 150), 40, 300
@@ -177,7 +179,22 @@ def other_calls(rank, ranks):
             in_fp8(hidden, made, target, **given)
 
 
-CHECKS = (every_option, chunks_and_one_exchange, other_calls)
+def memory_that_it_takes(rank, ranks):
+    """In two chunks, whose logits are made twice."""
+    tokens, hidden, vocab = 512, 64, 4096
+    h, w, target = leaf(torch.randn(tokens, hidden)), leaf(torch.randn(vocab, hidden)), torch.arange(tokens)
+    sent = 7 * tokens * (ranks + 1) * 4
+    budget = memory.scratch_bytes(Problem(tokens, hidden, vocab, sharded=True, copied=sent), 256)
+
+    def step():
+        loss = in_fp8(h, w, target, scratch_bytes=budget, strategy="stash", vocab_group=dist.group.WORLD)
+        return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
+
+    step()
+    assert peak_extra_bytes(step, device="cpu") <= budget
+
+
+CHECKS = (memory_that_it_takes, every_option, chunks_and_one_exchange, other_calls)
 
 
 def test_two_ranks(tmp_path):

@@ -134,7 +134,8 @@ def _fake(arguments: Fp8Call) -> Fp8Outputs:
     )
 
 
-def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
+def save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
+    """What backward needs."""
     call, options = arguments.call, arguments.call.options
     return Kept(
         made.parts,
@@ -205,7 +206,7 @@ def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
 DECLARED: dict[str, Any] = {
     "op": OP,
     "fake": _fake,
-    "save": _save,
+    "save": save,
     "gradients": _gradients,
     "fake_gradients": _fake_gradients,
     "differentiable": ("hidden", "weight", "bias"),

@@ -18,7 +18,7 @@ from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy import fp8_op
-from onchip.ops.linear_cross_entropy.fp8_op import Fp8Outputs
+from onchip.ops.linear_cross_entropy.fp8_op import Fp8Call, Fp8Outputs
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_shards import ShardedCall, require_agreement
 from onchip.vocab import parallel
@@ -42,16 +42,9 @@ class ShardedFp8Call(NamedTuple):
 class Kept(NamedTuple):
     """What backward is given."""
 
-    parts: Parts
-    hidden: Tensor | None  # this rank's, where weight needs a gradient
-    target: Tensor
-    weight_grad_out: Tensor | None
-    dtypes: tuple[torch.dtype, ...]  # of hidden, weight and bias
-    backend: str
-    ignore_index: int
-    reduction: str
+    loss: fp8_op.Kept  # with this rank's hidden states
     shards: Shards
-    shape: tuple[int, ...]  # of this rank's hidden
+    shape: tuple[int, ...]  # of these
     rows: int  # of this rank's weight, padding among them
 
 
@@ -114,45 +107,32 @@ def _fake(arguments: ShardedFp8Call) -> Fp8Outputs:
 
 
 def _save(arguments: ShardedFp8Call, made: Fp8Outputs) -> Kept:
-    call, options = arguments.call, arguments.call.options
-    return Kept(
-        made.parts,
-        call.hidden if call.grads[1] else None,
-        call.target,
-        call.weight_grad_out,
-        call.dtypes,
-        arguments.backend,
-        options.ignore_index,
-        options.reduction,
-        call.shards,
-        tuple(call.hidden.shape),
-        len(call.weight),
-    )
+    call = arguments.call
+    kept = fp8_op.save(Fp8Call(call, *arguments[1:]), made)
+    return Kept(kept, call.shards, tuple(call.hidden.shape), len(call.weight))
 
 
 def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
-    (grad_loss,), shards = upstreams, kept.shards
+    (grad_loss,), shards, loss = upstreams, kept.shards, kept.loss
     assert grad_loss is not None
-    whole = fp8_op.Kept(*kept[:8])
-    upstream = fp8_op.upstream_of(whole, grad_loss)
-    summed = None
-    if wanted[0] and kept.parts.grad_hidden is not None:
-        summed = parallel.start_sum(shards, kept.parts.grad_hidden * upstream)
-    if wanted[1] and kept.hidden is not None:
-        out = None if kept.weight_grad_out is None else kept.weight_grad_out[: shards.rows]
-        whole = whole._replace(hidden=parallel.whole_hidden(kept.hidden, shards), weight_grad_out=out)
-    _, weight, bias = fp8_op.gradients_of(whole, upstream, (False, *wanted[1:]))
-    hidden = None if summed is None else summed().to(kept.dtypes[0])
+    upstream, summed, out = fp8_op.upstream_of(loss, grad_loss), None, loss.weight_grad_out
+    if wanted[0] and loss.parts.grad_hidden is not None:
+        summed = parallel.start_sum(shards, loss.parts.grad_hidden * upstream)
+    if wanted[1] and loss.hidden is not None:
+        out = None if out is None else out[: shards.rows]
+        loss = loss._replace(hidden=parallel.whole_hidden(loss.hidden, shards), weight_grad_out=out)
+    _, weight, bias = fp8_op.gradients_of(loss, upstream, (False, *wanted[1:]))
+    hidden = None if summed is None else summed().to(loss.dtypes[0])
     return hidden, parallel.padded(weight, kept.rows), parallel.padded(bias, kept.rows)
 
 
 def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
-    like, size = kept.parts.grad_hidden, kept.shape[-1]
-    given = next(x for x in (like, kept.hidden, kept.parts.grad_bias) if x is not None)
-    shapes = (kept.shape, (kept.rows, size), (kept.rows,))
-    made = [given.new_empty(x, dtype=dtype) for x, dtype in zip(shapes, kept.dtypes, strict=True)]
-    there = wanted[0], wanted[1] and kept.weight_grad_out is None, wanted[2]
-    return [x if want else None for x, want in zip(made, there, strict=True)]
+    parts = kept.loss.parts
+    like = next(x for x in (parts.grad_hidden, kept.loss.hidden, parts.grad_bias) if x is not None)
+    shapes = kept.shape, (kept.rows, kept.shape[-1]), (kept.rows,)
+    there = wanted[0], wanted[1] and kept.loss.weight_grad_out is None, wanted[2]
+    sizes = zip(there, shapes, kept.loss.dtypes, strict=True)
+    return [like.new_empty(shape, dtype=dtype) if want else None for want, shape, dtype in sizes]
 
 
 LOSS: Operator[Any, Fp8Outputs] = Operator(

@@ -2,7 +2,7 @@
 
 `linear_cross_entropy` checks its inputs (torch_call.py) and chooses a backend, which is an operator
 (`frontend.torch_register`).  Its `_forward` (in plain_op.py, triton_op.py, fp8_op.py or, of a sharded vocabulary,
-torch_shards.py) runs a walk of the engine (`vocab`).
+torch_shards.py and fp8_shards.py) runs a walk of the engine (`vocab`).
 """
 
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
