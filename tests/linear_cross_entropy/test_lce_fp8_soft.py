@@ -98,6 +98,11 @@ def test_shift_token_losses_and_memory_of_the_callers(form):
     )
     torch.testing.assert_close(a[0], b[0])
     assert (a[1] - b[1]).norm() <= 0.05 * b[1].norm()
+    target = shaped[:, :0] if form == "dense" else TopK(*(x[:, :0] for x in shaped[:2]), *shaped[2:])
+    nothing = in_fp8(**given | {"hidden": given["hidden"][:, :0], "target": target})
+    assert nothing == 0
+    nothing.backward()
+    assert not given["weight"].grad.any()
     out = torch.zeros(70, 16)
     in_fp8(**given, shift=True, weight_grad_out=out).backward()
     torch.testing.assert_close(out, b[1], rtol=1e-5, atol=1e-7)

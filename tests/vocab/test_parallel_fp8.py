@@ -146,6 +146,12 @@ def other_calls(rank, ranks):
     in_fp8(h, leaf(weight[own]), target, weight_grad_out=out, hidden_layout="sequence", **given).backward()
     near(out - 1, whole[1].grad[own], "weight_grad_out"), near(h.grad, whole[0].grad.chunk(2, 1)[rank], "sequence")
 
+    h, w = leaf(hidden[:, :0]), leaf(weight[own])
+    nothing = in_fp8(h, w, target[:, :0], **given)
+    nothing.backward()
+    assert nothing == 0
+    assert not w.grad.any()
+
     # Rows of padding on the last rank, which nobody may read.
     padded = torch.nn.functional.pad(weight, (0, 0, 0, 212), value=torch.nan)
     w, b = leaf(padded.chunk(2)[rank]), leaf(torch.zeros(256))

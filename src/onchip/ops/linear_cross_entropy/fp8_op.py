@@ -94,7 +94,7 @@ def _logits_call(call: Call) -> LogitsCall:
     if isinstance(call, SoftCall):
         kept, labels = torch.full((), call.number, device=ids.device), call.labels
         if not call.dense:
-            ids, labels = ids.view(call.number, -1), call.probs(weighed=False)
+            ids, labels = ids.view(call.number, call.several), call.probs(weighed=False)
     return LogitsCall(
         ids,
         None if call.token_weight is None else flat(call.token_weight),

@@ -58,11 +58,11 @@ def backward_parts(p: Problem) -> dict[str, int]:
         "hidden states, transposed, in FP8": p.hidden * up(p.tokens),
         "weight gradient in float32": 4 * p.vocab * p.hidden if added_after else 0,
     }
-    parts = parts if p.grad_weight else {}
-    # The ranks' sum of it.
-    return parts | (
-        {"hidden gradient in float32, summed": 4 * p.tokens * p.hidden} if p.sharded and p.grad_hidden else {}
-    )
+    if not p.grad_weight:
+        parts.clear()
+    if p.sharded and p.grad_hidden:
+        parts["hidden gradient in float32, summed over ranks"] = 4 * p.tokens * p.hidden
+    return parts
 
 
 def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
