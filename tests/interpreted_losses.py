@@ -513,7 +513,7 @@ def tanh_at_any_size():
 # ------------------------------------------------------------------------------------------------------ products in FP8
 
 
-@check("ragged", "small", "everything")
+@check("ragged", "small", "everything", "classes")
 def in_fp8(name):
     """The same as PyTorch's operations make of the same problem, in chunks of 128 tokens."""
     (case,) = (c for c in fp8_cases.CASES if c.name == name)
@@ -521,6 +521,15 @@ def in_fp8(name):
         made, right = (fp8_cases.results(case, torch.float32, backend=b)[0] for b in ("triton", "torch"))
     # A number that is nearly between two of E4M3 may come out as the one or the other.
     fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
+
+
+@check("probs", "dense")
+def soft_labels_in_fp8(form):
+    """The same, with statistics, of labels in chunks of 128 tokens."""
+    with mock.patch.object(fp8_op.memory, "DEFAULT_CHUNK", 128):
+        given, options = fp8_cases.soft_problem(form, 140, 40, 200), fp8_cases.of_every_kind(140, 200)
+        made, right = (fp8_cases.soft_results(given, options, backend=b) for b in ("triton", "torch"))
+        fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
 
 
 @check()

@@ -14,7 +14,7 @@ from every_loss import check_operators
 from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB, nan_filled
 from onchip.bench.torch_steps import peak_extra_bytes
-from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
+from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy, quantize_weight
 from shared import assert_refused
 from soft_labels import assert_right, class_weights, everything, oracle, problem, right_stats
 
@@ -316,7 +316,13 @@ OWN = {
     LCE: {
         "nothing to shift along": ({"hidden": torch.randn(16), "target": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
         "a shifted index out of range": ({"target": K._replace(indices=OFF), "shift": True}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 66 target.indices are out of range"),
-        "fp8": ({"target": K, "precision": "fp8"}, ValueError, "precision='fp8' takes targets that are ids; pass precision='full'"),
+        "fp8 computed again": ({"target": K, "precision": "fp8", "strategy": "recompute"}, ValueError, "precision='fp8' computes logits once and keeps their gradient; pass strategy="),
+        "fp8's bias": ({"target": DENSE, "precision": "fp8", "reduction": "none"}, ValueError, "with precision='fp8' and reduction='none' bias gets no gradient"),
+        "fp8's kernels": ({"target": DENSE, "precision": "fp8", "backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
+        "fp8's float64": ({"target": DENSE.double(), "precision": "fp8", **{n: x.double() for n, x in LCE.problem().items() if n != "target"}}, TypeError, "precision='fp8' takes no float64"),
+        "fp8's index out of range": ({"target": K._replace(indices=OFF), "precision": "fp8"}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
+        "fp8's scratch": ({"target": DENSE, "precision": "fp8", "scratch_bytes": 1000}, ValueError, "scratch_bytes=1000 is too small for T=24, H=16, V=70 with precision='fp8'"),
+        "a quantised weight": ({"target": K, "weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
         "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
     },
     CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], those of the next positions"),

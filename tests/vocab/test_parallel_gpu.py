@@ -145,8 +145,31 @@ def test_soft_labels_of_two_ranks(tmp_path):
     spawn(tmp_path, 2, {"soft_labels": soft_labels}, timeout=300)
 
 
+def in_fp8(rank, ranks):
+    """Against the same kernels on all of the vocabulary, whose blocks of 128 are those of the first shards."""
+    hidden, weight, target = layer()
+    given = {"precision": "fp8", "backend": "triton"}
+    for sizes, bound in (([2560, 2443], 5e-3), ([2600, 2403], 5e-2), ([VOCAB, 0], 5e-3)):
+        own = cut(sizes, rank)
+        shards = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start}
+        for name, options in OPTIONS.items():
+            whole, mine = [leaf(x) for x in (hidden, weight)], [leaf(hidden), leaf(weight[own])]
+            expected = values_of(linear_cross_entropy(*whole, target, **options, **given))
+            got = values_of(linear_cross_entropy(*mine, target, **options, **shards, **given))
+            same_bits(*got)
+            near(got, expected, 1e-4 if bound == 5e-3 else 1e-2, name)
+            expected[0].sum().backward(), got[0].sum().backward()
+            near([mine[0].grad], [whole[0].grad], bound, name)
+            if sizes[rank]:
+                near([mine[1].grad], [whole[1].grad[own]], bound, name)
+
+
 def test_two_ranks_of_one_device(tmp_path):
     spawn(tmp_path, 2, {check.__name__: check for check in (of_logits, of_hidden_states)}, timeout=300)
+
+
+def test_two_ranks_of_one_device_in_fp8(tmp_path):
+    spawn(tmp_path, 2, {"in_fp8": in_fp8}, timeout=300)
 
 
 def over_nccl(rank, ranks):
@@ -158,6 +181,10 @@ def over_nccl(rank, ranks):
 
     def of_layer():
         loss = linear_cross_entropy(h, w, target, vocab_group=group, z_loss=1e-3, backend="triton")
+        return dict(zip("lhw", (loss.detach(), *torch.autograd.grad(loss, (h, w))), strict=True))
+
+    def of_layer_in_fp8():
+        loss = linear_cross_entropy(h, w, target, vocab_group=group, z_loss=1e-3, precision="fp8", backend="triton")
         return dict(zip("lhw", (loss.detach(), *torch.autograd.grad(loss, (h, w))), strict=True))
 
     def of_rows():
@@ -177,7 +204,7 @@ def over_nccl(rank, ranks):
         loss = loss + linear_cross_entropy(h, w, few, vocab_group=group, backend="triton")
         return dict(zip("lhwx", (loss.detach(), *torch.autograd.grad(loss, (h, w, logits))), strict=True))
 
-    for step in (of_layer, of_rows, of_labels):
+    for step in (of_layer, of_layer_in_fp8, of_rows, of_labels):
         step()  # which makes NCCL's communicator
         without_synchronisation(step)
         graph, captured = capture(step)

@@ -379,7 +379,7 @@ def refusals(rank, ranks):
         ({"target": dense()}, r"target has 61 of the vocabulary's entries but weight has"),
         ({"target": topk()._replace(indices=topk().indices + VOCAB)}, r"target.indices\[.*\] is .* not in \[0, 61\)"),
         ({"strategy": "stash"}, "soft labels are computed by strategy 'recompute'; got 'stash'"),
-        ({"precision": "fp8"}, "precision='fp8' takes targets that are ids"),
+        ({"precision": "fp8"}, "soft labels with precision='fp8' take no sharded vocabulary"),
         ({"scratch_bytes": 8}, "scratch_bytes=8 is too small"),
         ({"scratch_bytes": 8, "target": dense()[..., cut(sizes, rank)]}, "scratch_bytes=8 is too small"),
         ({"backend": "triton", "target": dense()[..., cut(sizes, rank)]}, "every entry take no sharded vocabulary"),

@@ -23,7 +23,7 @@ from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_parallel import Sharding, Shards, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_types import WithStats
-from onchip.ops.linear_cross_entropy import plain_soft, soft_shards, triton_dense, triton_soft
+from onchip.ops.linear_cross_entropy import fp8_op, plain_soft, soft_shards, triton_dense, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab import memory
@@ -53,16 +53,20 @@ def run(
 ) -> Tensor | WithStats:
     """The loss, or with return_stats the loss and its statistics; arguments as of `linear_cross_entropy`, `more` being
     the other fields of its options."""
-    if more["precision"] != "full" or isinstance(weight, QuantizedWeight):
-        raise ValueError(f"{OP}: precision='fp8' takes targets that are ids; pass precision='full' and a plain weight")
-    if more["strategy"] == "stash":
+    precision = more["precision"]
+    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
+    if precision == "full" and more["strategy"] == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
-    given: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias}
+    given: dict[str, Any] = {"hidden": hidden, "weight": matrix, "bias": bias}
     shards = None
     if sharding.there(given if isinstance(target, TopK) else given | {"target": target}):
+        if precision == "fp8":
+            raise ValueError(
+                f"{OP}: soft labels with precision='fp8' take no sharded vocabulary; pass precision='full', or targets "
+                "that are ids"
+            )
         shards, given, target, weight_grad_out = _localized(given, target, weight_grad_out, sharding)
-        hidden, bias = given["hidden"], given["bias"]
-    matrix: Tensor = given["weight"]
+        hidden, matrix, bias = (given[name] for name in ("hidden", "weight", "bias"))
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_label_tensors(OP, target, given, token_weight, class_weight, per_token_temperature)
     dense, shapes = "target" in tensors, shapes_of(tensors)
@@ -80,6 +84,7 @@ def run(
     topk.refuse_options(OP, options)
     check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]")
     dtype = product_dtype(OP, tensors)
+    fp8_op.check_dtypes(weight, precision, dtype)
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     copied, length = 0, leading[-1] if leading else 0
@@ -97,7 +102,9 @@ def run(
             per_token_temperature = per_token_temperature[..., :-1]
         # Hidden's gradient is made of these positions first.
         copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
-    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options, shards))
+    chosen = precision
+    if precision == "full":
+        chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, target, dtype, options, shards))
     ids, labels, kind = parts_of(target, leading)
     copied += copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
     if shards is not None:
@@ -122,7 +129,9 @@ def run(
         dense=dense,
     )
     out: Any
-    if shards is not None:
+    if chosen == "fp8":
+        out = fp8_op.SOFT(fp8_op.arguments_of(call, weight, backend)).out
+    elif shards is not None:
         out = soft_shards.run(soft_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton"))
     elif chosen == "triton":
         out = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
@@ -131,7 +140,9 @@ def run(
         memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
         out = plain_soft.OPERATORS[dense](call).out
     # The last position of a sequence costs nothing.
-    stats = out.stats.of(out.lse) if options.return_stats else None
+    stats = None
+    if options.return_stats:
+        stats = fp8_op.soft_stats(out, call) if chosen == "fp8" else out.stats.of(out.lse)
     return soft.shaped(out.loss, stats, leading, length if options.shift else None)
 
 

@@ -243,7 +243,12 @@ def losses(
                 offset = tl.sum(offsets, 0)
                 if target_logit is not None:
                     stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
-                    offset -= squash(stored, inner_scale) - reference
+                    stored = squash(stored, inner_scale)
+                    # Two that are -inf, as a bias of that makes them, differ by nothing; another shard's is not here.
+                    more = tl.where(good & (stored != x_y), x_y - stored, 0.0)
+                    if of_class is not None:
+                        more = tl.where(of_class > 0, more * of_class, 0.0)
+                    offset += more
                 share = 1.0 if of_all is None else of_all / V
                 of_uniform = log_total * share - (offset / V + (reference - lead) * share) * k
                 value += label_smoothing * of_uniform
