@@ -65,9 +65,10 @@ def right_stats(loss, given, *, softcap=None, logit_scale=1.0, temperature=1.0, 
     log_p = z.log_softmax(-1)
     of = z.argmax(-1)
     return {
-        "lse": z.logsumexp(-1), "log_prob": (q * log_p).sum(-1), "entropy": -(log_p.exp() * log_p).sum(-1),
+        "lse": z.logsumexp(-1), "log_prob": (q * log_p).masked_fill(q == 0, 0).sum(-1),
+        "entropy": -(log_p.exp() * log_p).masked_fill(log_p == -torch.inf, 0).sum(-1),
         "correct": of == (q.argmax(-1) if likeliest is None else likeliest), "argmax": of,
-        "target_logit": (q * z).sum(-1),
+        "target_logit": (q * z).masked_fill(q == 0, 0).sum(-1),
     }  # fmt: skip
 
 

@@ -159,7 +159,6 @@ OWN = {
         "fp8's float64": (DOUBLE | FP8, TypeError, "precision='fp8' takes no float64; pass precision='full', or cast hidden and weight"),
         "fp8's bias": (FP8 | {"reduction": "none"}, ValueError, "with precision='fp8' and reduction='none' bias gets no gradient"),
         "fp8's kernels": (FP8 | {"backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
-        "fp8's class weights": (FP8 | {"class_weight": torch.ones(70), "z_loss": 1e-4}, ValueError, "with precision='fp8' class_weight takes neither label_smoothing nor z_loss; leave those out, or pass precision='full'"),
         "fp8's scratch": (FP8 | {"scratch_bytes": 1000}, ValueError, "scratch_bytes=1000 is too small for T=24, H=16, V=70 with precision='fp8'"),
         "a quantised weight": ({"weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
     },

@@ -14,7 +14,7 @@ from every_loss import check_operators
 from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB, nan_filled
 from onchip.bench.torch_steps import peak_extra_bytes
-from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
+from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy, quantize_weight
 from shared import assert_refused
 from soft_labels import assert_right, class_weights, everything, oracle, problem, right_stats
 
@@ -73,26 +73,23 @@ def test_statistics(loss, form, options):
 @by_form
 @pytest.mark.parametrize("dtype", RIGHT, ids=str)
 def test_values_on_the_gpu(loss, form, dtype):
-    """The kernels for K ids have no label smoothing, and those for products take 16 bits alone."""
+    """The kernels for products take 16 bits alone."""
     loss = replace(loss, device="cuda")
     for reduction in ("mean", "none"):
         given, options = problem(loss, form, dtype=dtype), everything(reduction, "cuda")
         for more in ({}, options, options | {"label_smoothing": 0.0}):
-            backend = "auto"
-            if form == "dense" and not (loss.linear and dtype == torch.float32):
-                backend = "triton"
-            elif loss.linear and dtype != torch.float32:
-                backend = "torch" if more.get("label_smoothing") else "triton"
+            backend = "auto" if loss.linear and dtype == torch.float32 else "triton"
             assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
 
 
 @pytest.mark.gpu
 @by_op
 @by_form
-def test_statistics_on_the_gpu(loss, form):
+@pytest.mark.parametrize("vocab", [VOCAB, 20000])
+def test_statistics_on_the_gpu(loss, form, vocab):
     loss = replace(loss, device="cuda")
-    given = problem(loss, form, dtype=torch.bfloat16)
-    _, stats = loss.op(**given, softcap=5.0, return_stats=True)
+    given = problem(loss, form, vocab=vocab, dtype=torch.bfloat16)
+    _, stats = loss.op(**given, softcap=5.0, return_stats=True, backend="triton")
     for name, x in right_stats(loss, given, softcap=5.0).items():
         torch.testing.assert_close(getattr(stats, name), x.detach(), rtol=2e-5, atol=2e-5, check_dtype=False)
 
@@ -101,7 +98,8 @@ def test_statistics_on_the_gpu(loss, form):
 @by_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("hidden", "vocab"), [(520, 8192), (515, 50257)])
-def test_kernels_for_every_entry(loss, hidden, vocab, dtype):
+@pytest.mark.parametrize("form", ["dense", "probs"])
+def test_kernels_of_many_tiles(loss, form, hidden, vocab, dtype):
     """Many tiles, aligned or not, of labels in float32; and the same from each of several calls, the later ones of
     which repeat what an earlier one launched.  And no more memory than the formula says."""
     loss = replace(loss, device="cuda")
@@ -109,12 +107,16 @@ def test_kernels_for_every_entry(loss, hidden, vocab, dtype):
         dtype = torch.float32  # a mean's gradients of 1e-7 are below float16's normal numbers
     given = loss.problem((4, 175), hidden, vocab, dtype=dtype)
     given["target"] = torch.randn(4, 175, vocab, device="cuda").mul_(3).softmax(-1)
+    if form == "probs":
+        values, indices = given["target"].topk(20)
+        indices[..., 7] = indices[..., 3]
+        given["target"] = TopK(indices, values, "probs", "truncated")
     if loss.linear:
         with torch.no_grad():
             given["weight"] *= 0.1
     options = {"softcap": 8.0, "label_smoothing": 0.1, "class_weight": class_weights(vocab, "cuda"), "z_loss": 1e-3}
     assert_right(loss, given, scale=2, bound=RIGHT[dtype], backend="triton", **options)
-    leaves = [x for x in given.values() if x.requires_grad]
+    leaves = [x for name, x in given.items() if name != "target" and x.requires_grad]
 
     def step(scratch_bytes=None):
         made = loss.op(**given, **options, backend="triton", scratch_bytes=scratch_bytes)
@@ -314,7 +316,13 @@ OWN = {
     LCE: {
         "nothing to shift along": ({"hidden": torch.randn(16), "target": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
         "a shifted index out of range": ({"target": K._replace(indices=OFF), "shift": True}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 66 target.indices are out of range"),
-        "fp8": ({"target": K, "precision": "fp8"}, ValueError, "precision='fp8' takes targets that are ids; pass precision='full'"),
+        "fp8 computed again": ({"target": K, "precision": "fp8", "strategy": "recompute"}, ValueError, "precision='fp8' computes logits once and keeps their gradient; pass strategy="),
+        "fp8's bias": ({"target": DENSE, "precision": "fp8", "reduction": "none"}, ValueError, "with precision='fp8' and reduction='none' bias gets no gradient"),
+        "fp8's kernels": ({"target": DENSE, "precision": "fp8", "backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
+        "fp8's float64": ({"target": DENSE.double(), "precision": "fp8", **{n: x.double() for n, x in LCE.problem().items() if n != "target"}}, TypeError, "precision='fp8' takes no float64"),
+        "fp8's index out of range": ({"target": K._replace(indices=OFF), "precision": "fp8"}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
+        "fp8's scratch": ({"target": DENSE, "precision": "fp8", "scratch_bytes": 1000}, ValueError, "scratch_bytes=1000 is too small for T=24, H=16, V=70 with precision='fp8'"),
+        "a quantised weight": ({"target": K, "weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
         "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
     },
     CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], those of the next positions"),

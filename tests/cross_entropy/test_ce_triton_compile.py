@@ -9,7 +9,7 @@ import torch.distributed as dist
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.kernels.triton import launch as triton_calls
 from onchip.oracle.torch import computed
-from onchip.torch import cross_entropy, log_probs
+from onchip.torch import TopK, cross_entropy, log_probs
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import triton as triton_rows
@@ -86,7 +86,8 @@ def test_log_probs(capability, vocab, dtype, ids, options):
         made = log_probs(logits, torch.zeros(TOKENS, *ids, dtype=torch.int64), lse=True, backend="triton", **options)
         sum(x.sum() for x in made if x is not None and x.requires_grad).backward()
     compiled = by_kernel(compile_all(found, capability))
-    assert set(compiled) == {"log_probs", "log_prob_gradients", "write_ids"}
+    of_ids = {"share_ids"} if ids else set()
+    assert set(compiled) == {"log_probs", "log_prob_gradients", "write_ids"} | of_ids
     for k in compiled.values():
         assert k.shared <= 8192
         assert k.stack <= 64, (k.kernel, k.constants, k.stack)
@@ -97,23 +98,33 @@ def test_log_probs(capability, vocab, dtype, ids, options):
     [
         (HOPPER, 128256, torch.bfloat16, torch.bfloat16, {"softcap": 5.0, "class_weight": torch.ones(128256)}),
         (AMPERE, 1000, torch.float16, torch.float32, {"label_smoothing": 0.1}),
+        (HOPPER, 128256, torch.bfloat16, torch.bfloat16, {"class_weight": torch.ones(128256), "return_stats": True}),
+        (HOPPER, 128256, torch.bfloat16, "ids", {"label_smoothing": 0.1}),
+        (AMPERE, 1000, torch.float32, "ids", {"label_smoothing": 0.1, "class_weight": torch.ones(1000), "softcap": 5.0,
+                                              "return_stats": True}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_soft_labels(capability, vocab, dtype, labels, options):
-    found = []
+    found, kernels = [], {"soft_losses", "soft_gradients"}
+    if labels == "ids":
+        target = TopK(torch.zeros(TOKENS, 4, dtype=torch.int64), torch.ones(TOKENS, 4), "probs", "truncated")
+        kernels = {"log_probs", "share_ids", "log_prob_gradients", "write_ids"}
+    else:
+        target = torch.empty(TOKENS, vocab, dtype=labels)
     with (
         mock.patch.object(row_launches, "device_refusal", return_value=None),
         mock.patch.object(triton_calls.Launch, "run", lambda launch: found.append(launch)),
     ):
         logits = torch.empty(TOKENS, vocab, dtype=dtype, requires_grad=True)
-        cross_entropy(logits, torch.empty(TOKENS, vocab, dtype=labels), backend="triton", **options).backward()
+        made = cross_entropy(logits, target, backend="triton", **options)
+        (made[0] if isinstance(made, tuple) else made).backward()
     compiled = by_kernel(compile_all(found, capability))
-    assert set(compiled) == {"soft_losses", "soft_gradients"}
+    assert set(compiled) == kernels
     for k in compiled.values():
         assert k.shared <= 8192
-        assert k.stack <= 64, (k.kernel, k.constants, k.stack)
-        assert "ld.global.L1::evict_first.L2::cache_hint.v4.b32" in k.ptx
+        assert k.stack <= (256 if "return_stats" in options else 64), (k.kernel, k.constants, k.stack)
+        assert k.kernel in ("share_ids", "write_ids") or "ld.global.L1::evict_first.L2::cache_hint.v4.b32" in k.ptx
 
 
 def test_rows_that_are_not_aligned():

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip.torch import linear_cross_entropy
+from onchip.torch import TopK, linear_cross_entropy
 from onchip.vocab.triton import launches as triton_launches
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import setup as triton_setup
@@ -92,7 +92,7 @@ def launches(
     **options,
 ):
     """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast, `labels`
-    that of soft labels."""
+    that of soft labels, of so many ids or of every entry."""
     if options.get("weight_grad_out"):
         options["weight_grad_out"] = torch.zeros(vocab, hidden)
 
@@ -105,7 +105,10 @@ def launches(
     ):
         b, w = leaf(vocab) if bias else None, leaf(vocab, hidden) if weight is None else weight
         y = torch.zeros((tokens,) if ids is None else (tokens, ids), dtype=torch.int64)
-        y = y if labels is None else torch.zeros((tokens, vocab), dtype=labels)
+        if labels is not None and ids is not None:
+            y = TopK(y, torch.zeros(tokens, ids, dtype=labels), "probs", "truncated")
+        elif labels is not None:
+            y = torch.zeros((tokens, vocab), dtype=labels)
         made = op(leaf(tokens, hidden), w, y, b, backend="triton", **options)
         parts = made if isinstance(made, tuple) else (made,)
         sum(x.sum() for x in parts if isinstance(x, torch.Tensor) and x.requires_grad).backward()

@@ -6,7 +6,7 @@ import torch
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.ops.linear_cross_entropy.cases import Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import CHECKER
-from onchip.torch import linear_cross_entropy
+from onchip.torch import TopK, linear_cross_entropy
 
 # Of a mean over tokens, and of the gradients: what FP8 may cost.
 LOSS_ERROR = 1e-3
@@ -32,6 +32,9 @@ CASES = (
     case("softcap", 130, 64, 1000, logit_std=4.0, softcap=15.0),
     case("everything", 140, 64, 300, bias=True, ignored=0.3, token_weight=True, token_temperature=True,
          label_smoothing=0.1, z_loss=1e-3, softcap=15.0, logit_scale=0.5, normalizer=100),
+    case("classes", 150, 64, 300, bias=True, ignored=0.3, class_weight=True, token_weight=True, label_smoothing=0.3,
+         z_loss=1e-3, softcap=15.0),
+    case("classes, z-loss", 130, 64, 1000, class_weight=True, z_loss=1e-2, reduction="none"),
 )  # fmt: skip
 
 
@@ -66,6 +69,40 @@ def assert_near(case, dtype, device="cpu", **how):
     for name in ("grad_hidden", "grad_weight", "grad_bias"):
         if name in made:
             assert snr_db(made[name], getattr(oracle, name)) >= GRADIENT_DB, name
+
+
+def soft_problem(form, tokens, hidden, vocab, *, ids=6, device="cpu", dtype=torch.float32):
+    """Arguments by name, with labels as a teacher has them: of K ids, of which the last is the first one again, or of
+    every entry, that lie in memory by columns."""
+    g = torch.Generator().manual_seed(0)
+    h, w, b = (torch.randn(*shape, generator=g) for shape in ((tokens, hidden), (vocab, hidden), (vocab,)))
+    layer = {"hidden": h, "weight": w / hidden**0.5, "bias": b}
+    layer = {name: x.to(device=device, dtype=dtype).requires_grad_() for name, x in layer.items()}
+    probs = (3 * torch.randn(tokens, vocab, generator=g)).softmax(-1)
+    if form == "dense":
+        return layer | {"target": probs.T.contiguous().T.to(device=device, dtype=dtype)}
+    values, indices = probs.topk(ids)
+    indices[:, -1] = indices[:, 0]
+    values = values.log() if form == "log_probs" else values
+    return layer | {"target": TopK(indices.to(device), values.to(device=device, dtype=dtype), form, "truncated")}
+
+
+def of_every_kind(tokens, vocab, device="cpu"):
+    """Options of soft labels."""
+    each = torch.linspace(0.5, 1.5, tokens, device=device)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0, "logit_scale": 0.5, "temperature": each}
+    weights = {"token_weight": each.flip(0), "class_weight": torch.linspace(0, 2, vocab, device=device)}
+    return options | weights | {"normalizer": 100.0}
+
+
+def soft_results(given, options, **how):
+    """Loss, statistics and gradients of soft labels, by name, in float64."""
+    loss, stats = linear_cross_entropy(**given, **options, precision="fp8", return_stats=True, **how)
+    made = {name: x for name, x in {"loss": loss, **stats._asdict()}.items() if name not in ("correct", "argmax")}
+    leaves = {name: x for name, x in given.items() if torch.is_tensor(x) and x.requires_grad}
+    grads = torch.autograd.grad(loss.sum(), list(leaves.values()))
+    made |= {f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}
+    return {name: x.detach().double().cpu().numpy() for name, x in made.items()}
 
 
 def assert_alike(made, right, value_bound, gradient_bound):

@@ -36,6 +36,8 @@ def test_class_weights_are_factors_of_tokens():
     each = torch.rand(len(w)) + 0.5
     made = in_fp8(h, w, y, b, class_weight=each)
     assert torch.equal(made, in_fp8(h, w, y, b, token_weight=each[y], normalizer=each[y].sum()))
+    even = in_fp8(h, w, y, b, class_weight=torch.ones(len(w)), label_smoothing=0.2, z_loss=1e-3)
+    torch.testing.assert_close(even, in_fp8(h, w, y, b, label_smoothing=0.2, z_loss=1e-3), rtol=1e-6, atol=0)
 
 
 def test_chunks_change_nothing(monkeypatch):
@@ -142,7 +144,9 @@ def test_cases_on_a_gpu(case, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [128, 2048])
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("aligned", "ragged", "everything")], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("aligned", "ragged", "everything", "classes")], ids=str
+)
 def test_kernels_make_what_pytorchs_operations_make(case, chunk, monkeypatch):
     """Both backends store logits in bfloat16: the orders of their float32 sums differ, so some are rounded another
     way, and numbers of E4M3 after them.

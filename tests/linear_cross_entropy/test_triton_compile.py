@@ -33,6 +33,7 @@ OPTIONS = {
     "added": {"weight_grad_out": True, "strategy": "recompute"},
     "labels": {"labels": torch.bfloat16},
     "all of labels": {"labels": torch.float32, "bias": True, "softcap": 5.0, "class_weight": torch.ones(1000)},
+    "statistics of labels": {"labels": torch.bfloat16, "class_weight": torch.ones(1000), "return_stats": True},
     "in forward": {"plan": triton_spec.TritonPlan(128, in_forward=True), "softcap": 5.0},
 }  # fmt: skip
 
@@ -125,6 +126,16 @@ def test_pointers(device, hidden, options):
 def test_other_dtypes(options):
     """float16, and float32 parameters under autocast, whose gradients leave in twice the bytes."""
     found = compile_all(launches(HOPPER, **options, **OPTIONS["mixed"]), HOPPER[0])
+    assert_fits(found, HOPPER[1])
+    assert_no_spills(found)
+
+
+def test_soft_labels_of_ids():
+    """With smoothing, whose even part goes to kept and recomputed entries."""
+    found = compile_all(
+        launches(HOPPER, labels=torch.float32, ids=4, bias=True, label_smoothing=0.1, **MIXED), HOPPER[0]
+    )
+    assert {k.kernel for k in products(found)} == set(PRODUCTS)
     assert_fits(found, HOPPER[1])
     assert_no_spills(found)
 

@@ -5,12 +5,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from onchip.torch import cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
+from onchip.torch import TopK, cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
 from sharded import cut, leaf, same_bits, spawn
 from shared import capture, without_synchronisation
 
 pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, VOCAB = 700, 256, 5003
+RESTS = ("tail", "truncated", "renormalised")
 OPTIONS = {
     "plain": {},
     "everything": {"softcap": 9.0, "label_smoothing": 0.1, "z_loss": 1e-3, "temperature": 0.7, "return_stats": True},
@@ -26,9 +27,9 @@ def layer(dtype=torch.bfloat16):
     return (hidden / 4).to(dtype), weight.to(dtype), target
 
 
-def values(made):
+def values_of(made):
     """The tensors of an output."""
-    return [made] if isinstance(made, torch.Tensor) else [y for x in made if x is not None for y in values(x)]
+    return [made] if isinstance(made, torch.Tensor) else [y for x in made if x is not None for y in values_of(x)]
 
 
 def near(got, expected, bound, what):
@@ -49,8 +50,8 @@ def of_logits(rank, ranks):
         given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
         for name, options in OPTIONS.items():
             whole, mine = leaf(logits), leaf(logits[:, own])
-            expected = values(cross_entropy(whole, target, backend="torch", **options))
-            got = values(cross_entropy(mine, target, **options, **given))
+            expected = values_of(cross_entropy(whole, target, backend="torch", **options))
+            got = values_of(cross_entropy(mine, target, **options, **given))
             same_bits(*got)
             near(got, expected, 1e-5, name)
             expected[0].sum().backward(), got[0].sum().backward()
@@ -63,8 +64,8 @@ def of_logits(rank, ranks):
             (jsd, (logits.flip(0),), {"beta": 0.4, "temperature": 2.0}),
         ):
             whole, mine = leaf(logits), leaf(logits[:, own])
-            expected = values(op(whole, *more, backend="torch", **options))
-            got = values(op(mine, *(x[:, own] if op is jsd else x for x in more), **options, **given))
+            expected = values_of(op(whole, *more, backend="torch", **options))
+            got = values_of(op(mine, *(x[:, own] if op is jsd else x for x in more), **options, **given))
             same_bits(*got)
             near(got, expected, 1e-5, op.__name__)
             expected[0].sum().backward(), got[0].sum().backward()
@@ -79,16 +80,96 @@ def of_hidden_states(rank, ranks):
         given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
         for op, options in ((linear_cross_entropy, OPTIONS["everything"]), (linear_log_probs, {"entropy": True})):
             whole, mine = [leaf(x.float()) for x in (hidden, weight)], [leaf(hidden), leaf(weight[own])]
-            expected = values(op(*whole, target, backend="torch", **options))
-            got = values(op(*mine, target, **options, **given))
+            expected = values_of(op(*whole, target, backend="torch", **options))
+            got = values_of(op(*mine, target, **options, **given))
             same_bits(*got)
             near(got, expected, 5e-3, op.__name__)
             expected[0].sum().backward(), got[0].sum().backward()
             near([x.grad for x in mine], [whole[0].grad, whole[1].grad[own]], 1e-2, op.__name__)
 
 
+def soft_labels(rank, ranks):
+    """By PyTorch's operations, labels of K ids by kernels too, and top-k teachers; against all of the vocabulary."""
+    hidden, weight, _ = layer(torch.float32)
+    logits = linear(hidden, weight)
+    values, ids = logits.log_softmax(-1).topk(8)
+    few, many = TopK(ids, values, "log_probs", "truncated"), (logits.flip(0) / 4).softmax(-1)
+    options = {"softcap": 9.0, "z_loss": 1e-3, "class_weight": torch.rand(VOCAB, device="cuda"), "return_stats": True}
+    options["reduction"] = "sum"  # a mean's gradient is below what float16 holds with all digits
+    for sizes in ([2600, 2403], [VOCAB, 0]):
+        own = cut(sizes, rank)
+        given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start}
+        for backend, dtype, labels, bound in (
+            ("torch", torch.float32, few, 2e-5),
+            ("torch", torch.float32, many, 2e-5),
+            ("torch", torch.float16, many, 5e-3),
+            ("triton", torch.bfloat16, few, 1e-2),
+        ):
+            what = f"{backend} {dtype} {sizes}"
+            rounded = [x.to(dtype) for x in (hidden, weight)]
+            whole, mine = [leaf(x.float()) for x in rounded], [leaf(rounded[0]), leaf(rounded[1][own])]
+            expected = values_of(linear_cross_entropy(*whole, labels, backend="torch", **options))
+            part = labels if labels is few else labels[:, own]
+            got = values_of(linear_cross_entropy(*mine, part, backend=backend, **options, **given))
+            same_bits(*got)
+            near(got, expected, bound, what)
+            expected[0].backward(), got[0].backward()
+            near([mine[0].grad], [whole[0].grad], bound, what)
+            if mine[1].numel():
+                near([mine[1].grad], [whole[1].grad[own]], bound, what)
+        for op, labels in ((cross_entropy, few), (cross_entropy, many), *((jsd, few._replace(rest=x)) for x in RESTS)):
+            whole, mine = leaf(logits), leaf(logits[:, own])
+            part = labels[:, own] if labels is many else labels
+            name = "target" if op is cross_entropy else "teacher_topk"
+            expected = op(whole, **{name: labels}, temperature=2.0)
+            got = op(mine, **{name: part}, temperature=2.0, **given)
+            same_bits(got)
+            near([got], [expected], 1e-5, op.__name__)
+            expected.backward(), got.backward()
+            if mine.numel():
+                near(
+                    [mine.grad], [whole.grad[:, own]], 5e-5, f"{op.__name__} {labels[3] if labels is not many else ''}"
+                )
+        wrong = few._replace(indices=ids.index_fill(0, torch.tensor([5], device="cuda"), VOCAB))
+        mine = leaf(logits[:, own])
+        for loss in (
+            cross_entropy(mine, wrong, reduction="none", **given),
+            jsd(mine, teacher_topk=wrong._replace(rest="tail"), reduction="none", **given),
+        ):
+            assert loss.isnan().nonzero()[:, 0].tolist() == [5]
+            (gradient,) = torch.autograd.grad(loss.sum(), mine)
+            assert not gradient[:5].isnan().any()
+
+
+def test_soft_labels_of_two_ranks(tmp_path):
+    spawn(tmp_path, 2, {"soft_labels": soft_labels}, timeout=300)
+
+
+def in_fp8(rank, ranks):
+    """Against the same kernels on all of the vocabulary, whose blocks of 128 are those of the first shards."""
+    hidden, weight, target = layer()
+    given = {"precision": "fp8", "backend": "triton"}
+    for sizes, bound in (([2560, 2443], 5e-3), ([2600, 2403], 5e-2), ([VOCAB, 0], 5e-3)):
+        own = cut(sizes, rank)
+        shards = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start}
+        for name, options in OPTIONS.items():
+            whole, mine = [leaf(x) for x in (hidden, weight)], [leaf(hidden), leaf(weight[own])]
+            expected = values_of(linear_cross_entropy(*whole, target, **options, **given))
+            got = values_of(linear_cross_entropy(*mine, target, **options, **shards, **given))
+            same_bits(*got)
+            near(got, expected, 1e-4 if bound == 5e-3 else 1e-2, name)
+            expected[0].sum().backward(), got[0].sum().backward()
+            near([mine[0].grad], [whole[0].grad], bound, name)
+            if sizes[rank]:
+                near([mine[1].grad], [whole[1].grad[own]], bound, name)
+
+
 def test_two_ranks_of_one_device(tmp_path):
     spawn(tmp_path, 2, {check.__name__: check for check in (of_logits, of_hidden_states)}, timeout=300)
+
+
+def test_two_ranks_of_one_device_in_fp8(tmp_path):
+    spawn(tmp_path, 2, {"in_fp8": in_fp8}, timeout=300)
 
 
 def over_nccl(rank, ranks):
@@ -102,11 +183,28 @@ def over_nccl(rank, ranks):
         loss = linear_cross_entropy(h, w, target, vocab_group=group, z_loss=1e-3, backend="triton")
         return dict(zip("lhw", (loss.detach(), *torch.autograd.grad(loss, (h, w))), strict=True))
 
+    def of_layer_in_fp8():
+        loss = linear_cross_entropy(h, w, target, vocab_group=group, z_loss=1e-3, precision="fp8", backend="triton")
+        return dict(zip("lhw", (loss.detach(), *torch.autograd.grad(loss, (h, w))), strict=True))
+
     def of_rows():
         loss = cross_entropy(logits, target, vocab_group=group, label_smoothing=0.1, backend="triton")
         return dict(zip("lx", (loss.detach(), *torch.autograd.grad(loss, logits)), strict=True))
 
-    for step in (of_layer, of_rows):
+    every, some = (
+        torch.randn(TOKENS, VOCAB, device="cuda").softmax(-1),
+        torch.randn(TOKENS, 4, device="cuda").softmax(-1),
+    )
+    few = TopK(torch.arange(4 * TOKENS, device="cuda").view(TOKENS, 4), some, "probs", "truncated")
+
+    def of_labels():
+        loss = linear_cross_entropy(h, w, every, vocab_group=group, label_smoothing=0.1)
+        loss = loss + cross_entropy(logits, few, vocab_group=group, class_weight=some.new_ones(VOCAB))
+        loss = loss + jsd(logits, teacher_topk=few._replace(values=some.log(), kind="log_probs"), vocab_group=group)
+        loss = loss + linear_cross_entropy(h, w, few, vocab_group=group, backend="triton")
+        return dict(zip("lhwx", (loss.detach(), *torch.autograd.grad(loss, (h, w, logits))), strict=True))
+
+    for step in (of_layer, of_layer_in_fp8, of_rows, of_labels):
         step()  # which makes NCCL's communicator
         without_synchronisation(step)
         graph, captured = capture(step)

@@ -47,12 +47,6 @@ class Sharding:
         """Whether something is sharded, or said of it: one of the arguments is given, or a tensor is a DTensor."""
         return self != NOTHING or any(isinstance(x, Tensor) and is_dtensor(x) for x in tensors.values())
 
-    def refuse(self, op: str, reason: str) -> None:
-        """Raise where anything is said of a sharded vocabulary."""
-        if self != NOTHING:
-            self.check(op)
-            raise ValueError(f"{op}: {reason}")
-
     def check(self, op: str) -> None:
         """Raise for one of the wrong type or range."""
         if self.vocab_group is not None and not isinstance(self.vocab_group, ProcessGroup):

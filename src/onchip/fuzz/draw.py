@@ -151,8 +151,6 @@ def legal(call: Call) -> Call:
         c["vocab"] = vocab = vocab if vocab == 1 else max(vocab, 70)
         c["strategy"] = "stash" if c["strategy"] == "recompute" else c["strategy"]
         c["backend"] = "auto"
-        if c["label_smoothing"] or c["z_loss"]:
-            without("class_weight")
         if c["reduction"] == "none":  # its bias gets no gradient
             c["bias"] = False
     # Entries out of the vocabulary: labels need others; tanh would let them in, and a mean over them is infinite.

@@ -38,6 +38,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Larger than any index of a vocabulary.
 NO_INDEX = 2**31 - 1
+# 2**64 over the golden ratio, as int64 has it: spreads bits.
+_ODD = 0x9E3779B97F4A7C15 - 2**64
 # What kernels take in place of ids: of one that another shard has, one that is ignored, and one that no shard has.
 ELSEWHERE, IGNORED, BAD = -1, -2, -3
 # Numbers of a rank in front of its tokens': where its shard begins and ends, and the sum of its class weights.
@@ -254,31 +256,51 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
     nothing = share == 0  # what such a shard says of itself may be NaN
 
     ids = tokens.ids
-    log_prob = torch.stack([next(rows) for _ in range(ids.shape[1])], -1)
-    inside = (ids >= start[..., None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
-    log_prob = torch.where(inside, log_prob + log_share[..., None], 0).sum(0)
+    log_prob = log_prob_of(ids, found, [next(rows) for _ in range(ids.shape[1])], lse, log_share)
     if tokens.bad is not None:
         log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
 
     index = torch.full_like(ids[:, 0], -1)
     if asked.top:
-        top, at = next(rows), integers(next(rows))
-        best = (top == top.amax(0)) | top.isnan()
-        at = torch.where(best & (at >= 0), at + start, NO_INDEX).amin(0)
-        index = at.masked_fill(at == NO_INDEX, -1)
+        index = place_of_largest(next(rows), next(rows), start)
     entropy = mean = uniform = mean_logits = log_sum_sq = None
     if asked.entropy:
         entropy = found.sure(torch.where(nothing, 0, share * (next(rows) - log_share)).sum(0))
         mean = total - entropy
     if asked.mean_logits:
-        # The sum of lse_r - z over the shard, and as often what lse_r lies below lse.
-        weight = found.of_classes[:, None]
-        below = torch.where(weight == 0, 0, weight * (total - lse))
-        uniform = found.sure((next(rows).masked_fill(lse == -torch.inf, 0) + below).sum(0) / shards.vocab)
+        uniform = found.sure(uniform_over(found, next(rows), lse, total) / shards.vocab)
         mean_logits = total - uniform
     if asked.sum_sq:
         log_sum_sq = found.sure(log_sum((next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf))[0])
     return TokenStats(found.sure(total), found.sure(log_prob), index, entropy, mean, mean_logits, uniform, log_sum_sq)
+
+
+def log_prob_of(ids: Tensor, found: Gathered, parts: Sequence[Tensor], lse: Tensor, log_share: Tensor) -> Tensor:
+    """[n, K]: the ids' log-probabilities, of those that their shards gave them, [ranks, n] for each of the K, 0 for one
+    that no shard has; `lse` and `log_share` are the shards', [ranks, n]."""
+    inside = (ids >= found.start[:, None, None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
+    log_prob = torch.stack([*parts], -1).add_(log_share[..., None])
+    # Where all of a shard is out of the vocabulary, what it says of itself is NaN.
+    log_prob.masked_fill_((lse == -torch.inf)[..., None], -torch.inf)
+    return log_prob.masked_fill_(~inside, 0).sum(0)
+
+
+def place_of_largest(largest: Tensor, at: Tensor, start: Tensor) -> Tensor:
+    """[n] int64, -1 where there is none: where each token has the largest of numbers [ranks, n]; `at` holds where
+    their shards have them, as `bits`."""
+    place = integers(at)
+    best = (largest == largest.amax(0)) | largest.isnan()
+    place = torch.where(best & (place >= 0), place + start, NO_INDEX).amin(0)
+    return place.masked_fill(place == NO_INDEX, -1)
+
+
+def uniform_over(found: Gathered, sums: Tensor, lse: Tensor, total: Tensor) -> Tensor:
+    """[n]: the sum of lse - z over the vocabulary, weighed by class, of the shards' sums of lse_r - z, [ranks, n];
+    `lse` are the shards' too, and `total` is the whole's."""
+    # For each of a shard's entries, lse_r lies as much below.
+    weight = found.of_classes[:, None]
+    below = torch.where(weight == 0, 0, weight * (total - lse))
+    return (sums.masked_fill(lse == -torch.inf, 0) + below).sum(0)
 
 
 def bits(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -389,4 +411,6 @@ def _fingerprint(x: Tensor) -> Tensor:
     """[1] int64 that other values most likely don't have."""
     flat = x.detach().reshape(-1)
     bits = flat.to(torch.float64).view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
-    return (bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum().view(1)
+    # Mixed before and after: plain floats differ in their highest bits alone, where sums of such products often agree.
+    mixed = (bits ^ (bits >> 32)) * (_ODD * (2 * torch.arange(len(bits), device=x.device) + 1))
+    return (mixed ^ (mixed >> 32)).sum().view(1)

@@ -40,16 +40,23 @@ LEADING = tl.constexpr(0.75)
 
 
 @triton.jit
+def log_of_total(total, below):
+    """log(total), total being a sum of exp(z - largest z), and `below` the same without what is above LEADING; and
+    whether one logit leads: its own log-probability is small, and 1 + below would round away what log1p(below) keeps.
+    """
+    leads = (total > 0.5) & (total < 1.5)
+    return tl.where(leads, log1p(below), tl.log(total)), leads
+
+
+@triton.jit
 def soft_loss(top, total, below, mass, cost, z_loss):
     """The loss of a token whose entries all have a label: mass log(total) + cost + z_loss lse^2.  With it lse, and the
     largest p - 1 where that p is above LEADING.
 
-    `top`: the largest logit.  `total`: sum(exp(z - top)); `below` the same without what is above LEADING.  `mass`: the
-    sum of the labels q.  `cost`: sum(q (top - z)).  Where one logit leads, the loss is small: there 1 + `below` would
-    round away what log1p(below) keeps.
+    `top`: the largest logit.  `total` and `below`: as of `log_of_total`.  `mass`: the sum of the labels q.  `cost`:
+    sum(q (top - z)).
     """
-    leads = (total > 0.5) & (total < 1.5)
-    log_total = tl.where(leads, log1p(below), tl.log(total))
+    log_total, leads = log_of_total(total, below)
     lse = top + log_total
     return mass * log_total + cost + z_loss * lse * lse, lse, tl.where(leads, -below / total, 0.0)
 

@@ -1,15 +1,18 @@
-"""Arguments of the operators in PyTorch for soft labels."""
+"""Arguments and outputs of the operators in PyTorch for soft labels."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES
+from onchip.frontend.torch_register import Made, Wanted
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import soft, tiles
+from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -38,10 +41,10 @@ class SoftCall(NamedTuple):
         """K."""
         return 1 if self.dense else self.ids.shape[-1]
 
-    def tokens(self, *, check_values: bool) -> Tokens:
-        """All of them; values are always checked on the CPU."""
+    def tokens(self, *, check_values: bool, vocab: int | None = None) -> Tokens:
+        """All of them; values are always checked on the CPU.  `vocab` is the whole, where logits are of a part."""
         chosen = tiles.select(
-            OP, "target.indices", self.ids, self.number, self.logits.shape[-1], self.token_temperature,
+            OP, "target.indices", self.ids, self.number, vocab or self.logits.shape[-1], self.token_temperature,
             ignore_index=None, temperature=self.options.temperature, dtype=self.logits.dtype,
             check_values=check_values,
         )  # fmt: skip
@@ -55,7 +58,7 @@ class SoftCall(NamedTuple):
         values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
         return soft.labels_of(values, self.kind, ids, self.class_weight if weighed else None, self.logits.dtype)
 
-    def problem(self, *, triton: bool = False) -> row_memory.Problem:
+    def problem(self, *, triton: bool = False, sent: int = 0) -> row_memory.Problem:
         """What memory depends on."""
         options, logits = self.options, self.logits
         return row_memory.Problem(
@@ -71,8 +74,39 @@ class SoftCall(NamedTuple):
             stats=options.return_stats and not self.dense,
             labels=LOSS_DTYPES[self.labels.dtype] if self.dense else "",
             triton=triton,
+            sent=sent,
         )
 
-    def config(self) -> Config:
+    def config(self, sent: int = 0) -> Config:
         """The same in forward and backward: a budget that is too small is refused in forward."""
-        return Config("forward", row_memory.plan(self.problem(), "", self.options.scratch_bytes), self.logits.shape[-1])
+        rows = row_memory.plan(self.problem(sent=sent), "", self.options.scratch_bytes)
+        return Config("forward", rows, self.logits.shape[-1])
+
+
+class SoftMade(NamedTuple):
+    """What the operators return."""
+
+    out: SoftOutputs
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: SoftCall
+    lse: Tensor
+    log_prob: Tensor
+    largest: Tensor | None
+    mass: Tensor | None
+
+
+def fake(call: SoftCall) -> SoftMade:
+    return SoftMade(SoftOutputs.empty(call.options, call.logits, call.labels, dense=call.dense))
+
+
+def save(call: SoftCall, made: SoftMade) -> Kept:
+    return Kept(call, *made.out[1:5])
+
+
+def fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
+    """Contiguous, whatever the logits' strides."""
+    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]

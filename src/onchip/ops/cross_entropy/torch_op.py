@@ -143,8 +143,7 @@ def cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward;
-            "triton" runs those of every entry, without return_stats, "torch" both.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward.
         labels: another name of target, by keyword.
         shift: as of `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
             costs nothing; logits aren't copied.  Of targets that are ids.
@@ -161,8 +160,8 @@ def cross_entropy(
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
         vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
-            `linear_cross_entropy`: each rank passes its columns of the logits, and the same of all else.  A DTensor
-            with Shard(-1) needs none.
+            `linear_cross_entropy`: each rank passes its columns of the logits and of soft labels for every entry,
+            and the same of all else.  DTensors with Shard(-1) need none.  "torch" runs soft labels.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
@@ -179,7 +178,8 @@ def cross_entropy(
 
     Memory: forward keeps 8 bytes per token, and logits and target by reference.  `scratch_parts` of
     `onchip.vocab.rows.memory` is the formula of the peak: about 4 * rows * V bytes for chunks of so many rows,
-    twice that with return_stats or softcap; with backend "triton" 48 bytes per token.  The gradient is one tensor of
+    twice that with return_stats or softcap; with backend "triton" 48 bytes per token,
+    with K soft labels 96 + 80 K.  The gradient is one tensor of
     logits' dtype, or none with inplace_backward; "triton" makes it in forward already, unless reduction is "none".
 
     Example:
@@ -198,7 +198,6 @@ def cross_entropy(
     _, target = one_target(OP, target, labels)
     sharding, shards = Sharding(vocab_group, vocab_start, vocab_size), None
     if is_soft(target, logits):
-        sharding.refuse(OP, "soft labels take no sharded vocabulary; pass targets, or all of the logits")
         return torch_soft.run(
             logits,
             target,
@@ -218,6 +217,7 @@ def cross_entropy(
             scratch_bytes=scratch_bytes,
             backend=backend,
             inplace_backward=inplace_backward,
+            sharding=sharding,
         )
     assert not isinstance(target, TopK)
     if sharding.there({"logits": logits}):

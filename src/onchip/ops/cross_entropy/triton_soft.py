@@ -1,92 +1,77 @@
-"""cross_entropy for PyTorch with a probability for every entry, on Triton kernels: what its operator computes.
+"""cross_entropy for PyTorch with soft labels of K ids, on Triton kernels: those of K ids' log-probabilities.
 
-Forward reads logits and labels once, and so does backward.  The loss is reduced by PyTorch's operations on numbers of
-tokens.
+Forward reads each row of logits once, and so does backward.  The loss, and the ids' own entries of the gradient, are
+made of a few of PyTorch's operations on numbers of tokens and ids.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_of
-from onchip.ops.cross_entropy.soft_call import SoftCall
+from onchip.ops.cross_entropy.soft_call import Kept, SoftCall, SoftMade, fake, fake_gradients, save
 from onchip.ops.cross_entropy.spec import OP
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.launches import launch_soft
+from onchip.vocab.rows.launches import launch_ids, shares_of_ids
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import scaled_rows
+from onchip.vocab.torch.soft import SoftOutputs
 
 
-class Outputs(NamedTuple):
-    """What the operator returns."""
-
-    loss: Tensor  # [...] or []
-    lse: Tensor  # [T] float32, as the next
-    less: Tensor
-    mass: Tensor
-
-
-class Kept(NamedTuple):
-    """What backward is given."""
-
-    call: SoftCall
-    lse: Tensor
-    less: Tensor
-    mass: Tensor
-
-
-def _forward(call: SoftCall) -> Outputs:
+def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
-    losses, lse, less, mass = (call.logits.new_empty(call.number, dtype=torch.float32) for _ in range(4))
+    asked = soft.asked_by(options, call.class_weight)
+
+    def empty(wanted: bool = True, *more: int, dtype: torch.dtype = torch.float32) -> Any:
+        return call.logits.new_empty((call.number, *more), dtype=dtype) if wanted else None
+
+    lse, log_prob, entropy = empty(), empty(True, call.several), empty(asked.entropy)
+    argmax, uniform = empty(asked.entropy, dtype=torch.int64), empty(asked.mean_logits)
     if call.number > 0:
-        known = {"loss": losses, "lse": lse, "less": less, "mass": mass}
-        launch_soft(
-            "soft_losses", call.logits, call.labels, None, call.token_temperature, options, call.class_weight, **known
-        )
-    return Outputs(soft.reduced(options, losses, tokens, call.logits.shape[:-1]), lse, less, mass)
+        launch_ids(
+            "log_probs", call.logits, None, _ids(call), call.token_temperature, options, asked.class_weight,
+            lse=lse, log_prob=log_prob, entropy=entropy, mean=empty(asked.entropy), top1=argmax, uniform=uniform,
+            mean_logits=None, log_sum_sq_probs=None,
+        )  # fmt: skip
+    losses = soft.token_losses(options, lse, log_prob, uniform, call.probs())
+    stats = soft.id_stats(lse, log_prob, entropy, argmax, call.probs(weighed=False), tokens.ids)
+    loss = soft.reduced(options, losses, tokens, call.logits.shape[:-1])
+    return SoftMade(SoftOutputs(loss, lse, log_prob, None, None, stats))
 
 
-def _fake(call: SoftCall) -> Outputs:
-    vectors = (call.logits.new_empty(call.number, dtype=torch.float32) for _ in range(3))
-    shape = call.logits.shape[:-1] if call.options.reduction == "none" else ()
-    return Outputs(call.logits.new_empty(shape, dtype=torch.float32), *vectors)
-
-
-def _save(call: SoftCall, made: Outputs) -> Kept:
-    return Kept(call, *made[1:])
+def _ids(call: SoftCall) -> Tensor:
+    """None is ignored: one that looks like it is out of range."""
+    return torch.where(call.ids == call.options.ignore_index, -1, call.ids.to(torch.int64))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, options, (grad_loss,) = kept.call, kept.call.options, upstream
     assert grad_loss is not None
-    tokens, (out,) = call.tokens(check_values=False), _fake_gradients(kept, upstream, wanted)
+    tokens, (out,) = call.tokens(check_values=False), fake_gradients(kept, upstream, wanted)
     each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
     row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
+    known = kept.lse, kept.log_prob, call.probs(), tokens
     if call.number > 0:
         with device_of(out):
-            launch_soft(
-                "soft_gradients", call.logits, call.labels, out, call.token_temperature, options, call.class_weight,
-                lse=kept.lse, less=kept.less, mass=kept.mass, row_factor=row.contiguous(),
-            )  # fmt: skip
+            gradient = soft.loss_gradient(options, row, *known, call.logits.shape[-1], call.class_weight, shares_of_ids)
+            more = {name: None if x is None else x.contiguous() for name, x in vars(gradient).items()}
+            for kernel in ("log_prob_gradients", "write_ids"):
+                launch_ids(kernel, call.logits, out, _ids(call), call.token_temperature, options, **more)
     return [out]
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
-    """Contiguous, whatever the logits' strides."""
-    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
-
-
 LOSS = Operator(
-    "cross_entropy_dense",
+    "cross_entropy_soft_by_triton",
     op=OP,
     forward=_forward,
-    fake=_fake,
-    save=_save,
+    fake=fake,
+    save=save,
     gradients=_gradients,
-    fake_gradients=_fake_gradients,
+    fake_gradients=fake_gradients,
     differentiable=("logits",),
+    launches=True,
 )

@@ -5,7 +5,7 @@ with the upstream gradient and makes the weight's.  The walk is `vocab.fp8.walk`
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from onchip.fp8.torch_quantize import operand
 from onchip.frontend.torch_autograd import scale_stash
 from onchip.frontend.torch_inputs import DTYPES, torch_refusal
 from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.frontend.torch_types import LossStats
 from onchip.kernels.triton.launch import device_refusal
+from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.fp8 import memory, walk
@@ -27,17 +29,12 @@ from onchip.vocab.rows.launches import flat
 from onchip.vocab.torch.loss import Outputs
 
 
-def check_options(options: Options, *, grad_bias: bool, class_weight: bool) -> None:
+def check_options(options: Options, *, grad_bias: bool) -> None:
     """Raise for what this precision can't do."""
     if options.strategy == "recompute":
         raise ValueError(
             f"{OP}: precision='fp8' computes logits once and keeps their gradient; pass strategy='auto', or "
             "precision='full' to recompute"
-        )
-    if class_weight:
-        raise ValueError(
-            f"{OP}: with precision='fp8' class_weight takes neither label_smoothing nor z_loss; leave those out, or "
-            "pass precision='full'"
         )
     if options.reduction == "none" and grad_bias:
         raise ValueError(
@@ -61,6 +58,15 @@ class Fp8Call(NamedTuple):
     backend: str
 
 
+class SoftFp8Call(NamedTuple):
+    """The same of soft labels."""
+
+    call: SoftCall
+    copies: Copies
+    check_weight: bool
+    backend: str
+
+
 class Fp8Outputs(NamedTuple):
     """What the operator returns."""
 
@@ -73,12 +79,31 @@ class Kept(NamedTuple):
 
     parts: Parts
     hidden: Tensor | None  # where weight needs a gradient
-    target: Tensor
+    target: Tensor | None  # to tell ignored tokens by; None of soft labels, which count all
     weight_grad_out: Tensor | None
     dtypes: tuple[torch.dtype, ...]  # of hidden, weight and bias
     backend: str
     ignore_index: int
     reduction: str
+
+
+def _logits_call(call: Call) -> LogitsCall:
+    """What is asked of the logits."""
+    ids, labels = call.ids.to(torch.int64).reshape(-1).contiguous(), None
+    kept = ids != call.options.ignore_index
+    if isinstance(call, SoftCall):
+        kept, labels = torch.full((), call.number, device=ids.device), call.labels
+        if not call.dense:
+            ids, labels = ids.view(call.number, call.several), call.probs(weighed=False)
+    return LogitsCall(
+        ids,
+        None if call.token_weight is None else flat(call.token_weight),
+        None if call.token_temperature is None else flat(call.token_temperature.expand(call.hidden.shape[:-1])),
+        labels,
+        call.divisor(kept),
+        call.class_weight,
+        call.options,
+    )
 
 
 def _forward(arguments: Fp8Call) -> Fp8Outputs:
@@ -88,17 +113,13 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
     if options.check_inputs or not call.hidden.is_cuda:
         call.tokens(check_values=True)
     # Of the inputs' own dtypes, whatever autocast's.
-    problem = replace(call.problem("cuda" if backend == "triton" else "cpu"), dtype=DTYPES[call.hidden.dtype])
-    shape = call.target.shape
-    logits_call = LogitsCall(
-        call.target.reshape(-1).to(torch.int64).contiguous(),
-        None if call.token_weight is None else flat(call.token_weight),
-        None if call.token_temperature is None else flat(call.token_temperature.expand(shape)),
-        call.divisor(call.target != options.ignore_index),
-        options,
-    )
-    layer, chunk = (call.hidden, call.weight, arguments.copies, call.bias), memory.plan(problem, call.budget)
-    softmax, parts = walk.forward(backend, *layer, logits_call, call.grads, chunk)
+    device, more = "cuda" if backend == "triton" else "cpu", {"per_token_loss": options.reduction == "none"}
+    if isinstance(call, SoftCall):
+        more |= {"stats": options.return_stats, "class_weight": call.class_weight is not None}
+    problem = replace(call.problem(device, **more), dtype=DTYPES[call.hidden.dtype])
+    shape, logits_call = call.hidden.shape[:-1], _logits_call(call)
+    source = walk.Source(backend, call.hidden, call.weight, arguments.copies, call.bias, logits_call)
+    softmax, parts = walk.forward(source, call.hidden, call.grads, memory.plan(problem, call.budget))
     out = Outputs._make(None if x is None else x.view(shape) for x in softmax)
     if options.reduction != "none":
         out = out._replace(loss=softmax.loss.sum() / logits_call.divisor)
@@ -107,15 +128,19 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
 
 def _fake(arguments: Fp8Call) -> Fp8Outputs:
     call = arguments.call
-    return Fp8Outputs(call.empty_outputs(), Parts.empty(call.hidden, call.weight, call.grads))
+    return Fp8Outputs(
+        Outputs.empty(call.options, call.hidden, call.hidden.shape[:-1]),
+        Parts.empty(call.hidden, call.weight, call.grads),
+    )
 
 
-def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
+def save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
+    """What backward needs."""
     call, options = arguments.call, arguments.call.options
     return Kept(
         made.parts,
         call.hidden if call.grads[1] else None,
-        call.target,
+        None if isinstance(call, SoftCall) else call.target,
         call.weight_grad_out,
         call.dtypes,
         arguments.backend,
@@ -127,9 +152,25 @@ def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
 def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstreams
     assert grad_loss is not None
-    counted, upstream, per_token = kept.target != kept.ignore_index, grad_loss.float(), kept.reduction == "none"
-    if per_token:
-        upstream = upstream.masked_fill(~counted, 0)[..., None]
+    return gradients_of(kept, upstream_of(kept, grad_loss), wanted)
+
+
+def upstream_of(kept: Kept, grad_loss: Tensor) -> Tensor:
+    """[] or [..., 1] float32: the upstream gradient, 0 for ignored tokens."""
+    upstream = grad_loss.float()
+    if kept.reduction != "none":
+        return upstream
+    ignored = _ignored(kept)
+    return upstream[..., None] if ignored is None else upstream[..., None].masked_fill(ignored, 0)
+
+
+def _ignored(kept: Kept) -> Tensor | None:
+    """[..., 1] bool."""
+    return None if kept.target is None else (kept.target == kept.ignore_index)[..., None]
+
+
+def gradients_of(kept: Kept, upstream: Tensor, wanted: Wanted) -> Made:
+    """Those that are wanted, for this upstream gradient."""
     grad_hidden, grad_bias = (
         scale_stash(x, upstream, kept.dtypes[i]) if wanted[i] and x is not None else None
         for i, x in ((0, kept.parts.grad_hidden), (2, kept.parts.grad_bias))
@@ -137,8 +178,9 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     if not wanted[1]:
         return grad_hidden, None, grad_bias
     assert kept.hidden is not None
+    ignored, per_token = _ignored(kept), kept.reduction == "none"
     # Not 0 times it: an ignored token's hidden state may be NaN.
-    h = kept.hidden.masked_fill(~counted[..., None], 0)
+    h = kept.hidden if ignored is None else kept.hidden.masked_fill(ignored, 0)
     if per_token:
         h = h * upstream
     h, add_to = h.reshape(-1, h.shape[-1]), kept.weight_grad_out
@@ -161,25 +203,48 @@ def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     return grad_hidden, grad_weight, grad_bias
 
 
-LOSS = Operator(
-    "linear_cross_entropy_in_fp8",
-    op=OP,
-    forward=_forward,
-    fake=_fake,
-    save=_save,
-    gradients=_gradients,
-    fake_gradients=_fake_gradients,
-    differentiable=("hidden", "weight", "bias"),
-    adds_to={"weight": "weight_grad_out"},
-    launches=True,
-)
+DECLARED: dict[str, Any] = {
+    "op": OP,
+    "fake": _fake,
+    "save": save,
+    "gradients": _gradients,
+    "fake_gradients": _fake_gradients,
+    "differentiable": ("hidden", "weight", "bias"),
+    "adds_to": {"weight": "weight_grad_out"},
+    "launches": True,
+}
 
 
-def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call:
+def _soft_forward(arguments: SoftFp8Call) -> Fp8Outputs:
+    return _forward(Fp8Call(*arguments))
+
+
+LOSS: Operator[Any, Fp8Outputs] = Operator("linear_cross_entropy_in_fp8", forward=_forward, **DECLARED)
+SOFT: Operator[Any, Fp8Outputs] = Operator("linear_cross_entropy_soft_in_fp8", forward=_soft_forward, **DECLARED)
+
+
+def soft_stats(out: Outputs, call: SoftCall) -> LossStats:
+    """What the caller gets with return_stats, of soft labels."""
+    mass = call.labels.sum(-1, dtype=torch.float32) if call.dense else call.probs(weighed=False).sum(1)
+    mass, stats = mass.view(call.hidden.shape[:-1]), out.stats()
+    return stats._replace(target_logit=torch.where(mass == 0, 0, stats.log_prob + mass * stats.lse))
+
+
+def check_dtypes(weight: Tensor | QuantizedWeight, precision: str, dtype: torch.dtype) -> None:
+    """Raise for a weight, or products of a dtype, that a precision doesn't take."""
+    if isinstance(weight, QuantizedWeight) and precision != "fp8":
+        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
+    if precision == "fp8" and dtype == torch.float64:
+        raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
+
+
+def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call | SoftFp8Call:
     """The arguments of the operator, of a call."""
-    check_options(call.options, grad_bias=call.grads[2], class_weight=call.class_weight is not None)
+    check_options(call.options, grad_bias=call.grads[2])
     chosen = choose_backend(OP, backend, refusals(call.hidden.device))
     wanted = "hidden" if call.grads[0] else None
     copies = copies_of(OP, weight, SCALE, QUANTIZERS[chosen], by_block=True, wanted=wanted)
     check = weight is not call.weight and (call.options.check_inputs or not call.weight.is_cuda)
+    if isinstance(call, SoftCall):
+        return SoftFp8Call(call, copies, check, chosen)
     return Fp8Call(call, copies, check, chosen)

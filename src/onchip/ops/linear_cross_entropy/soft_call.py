@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES, leading_dimensions
@@ -35,7 +34,7 @@ class SoftCall(Call):
     def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
         """All of them; values are always checked on the CPU, unless kernels take them."""
         chosen = tiles.select(
-            OP, "target.indices", self.ids, self.number, self.weight.shape[0], self.token_temperature,
+            OP, "target.indices", self.ids, self.number, self.vocab, self.token_temperature,
             ignore_index=None, temperature=self.options.temperature, dtype=self.dtype, check_values=check_values,
             first=(1, 0) if self.options.shift else (), compact=compact,
         )  # fmt: skip
@@ -48,10 +47,3 @@ class SoftCall(Call):
         shape = self.number, self.several
         values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
         return soft.labels_of(values, self.kind, ids, self.class_weight if weighed else None, self.dtype)
-
-    def sums(self) -> Tensor:
-        """[T]: how much probability each token has, at most, times the weights of classes."""
-        if self.dense:
-            total = self.labels.sum(-1, dtype=torch.float32).view(-1)
-            return total if self.class_weight is None else total * self.class_weight.max()
-        return self.probs().sum(1)

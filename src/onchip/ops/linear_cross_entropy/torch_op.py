@@ -2,7 +2,7 @@
 
 `linear_cross_entropy` checks its inputs (torch_call.py) and chooses a backend, which is an operator
 (`frontend.torch_register`).  Its `_forward` (in plain_op.py, triton_op.py, fp8_op.py or, of a sharded vocabulary,
-torch_shards.py) runs a walk of the engine (`vocab`).
+torch_shards.py and fp8_shards.py) runs a walk of the engine (`vocab`).
 """
 
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -32,7 +32,7 @@ from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, loc
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, torch_shards, torch_soft, triton_op
+from onchip.ops.linear_cross_entropy import fp8_op, fp8_shards, plain_op, spec, torch_shards, torch_soft, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
@@ -154,8 +154,7 @@ def linear_cross_entropy(
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or precision="fp8";
-            "triton" runs both, those of K entries without label_smoothing, those of every entry without return_stats.
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index.
         labels: another name of target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
@@ -197,15 +196,15 @@ def linear_cross_entropy(
             it, and weight gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
-            must not be "recompute", and a class_weight goes without label_smoothing and z_loss.  Backend "triton" then
-            needs compute capability 9.0; "torch" emulates the same on any device by products of the dequantised
-            numbers.
-
+            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
+            any device by products of the dequantised numbers.
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
             its rows of weight, and of bias and weight_grad_out; all else, targets and class_weight among it, is the
-            whole vocabulary's and the same on each rank, and so is the loss, to the bit.  A weight that is a DTensor
-            with Shard(0) and hidden states with Replicate() or Shard of tokens, on a mesh of one dimension, need none.
-            The guide docs/guides/vocab_parallel.md has more.
+            whole vocabulary's and the same on each rank, and so is the loss, to the bit.  Of soft labels for every
+            entry it passes its columns, [..., V_local], as many as its rows of weight; "torch" runs these.  A weight
+            that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or Shard of
+            tokens, on a mesh of one dimension, need none.  Soft labels with precision="fp8", and strategy="stash"
+            without, raise.  The guide docs/guides/vocab_parallel.md has more.
         vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
             rows; shards may be uneven and empty.
         vocab_size: of the whole vocabulary, without padding; rows from there on are left out, with gradients of 0.
@@ -247,9 +246,8 @@ def linear_cross_entropy(
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
     _, target = one_target(OP, target, labels)
+    sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
     if is_soft(target, hidden):
-        sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
-        sharding.refuse(OP, "soft labels take no sharded vocabulary; gather the weight, or pass targets")
         return torch_soft.run(
             hidden,
             weight,
@@ -273,19 +271,17 @@ def linear_cross_entropy(
             strategy=strategy,
             weight_grad_out=weight_grad_out,
             precision=precision,
+            sharding=sharding,
         )
     assert not isinstance(target, TopK)
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     layer = {"hidden": hidden, "weight": matrix, "bias": bias}
-    sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
     shards = None
     if sharding.there(layer):
         rows = {"weight": matrix, "bias": bias, "weight_grad_out": weight_grad_out}
         parts, shards = localized(OP, sharding, rows, {"hidden": hidden}, tokens=target)
         hidden, matrix, bias, weight_grad_out = (parts[x] for x in ("hidden", *rows))
     per_token_temperature = temperature_tensor(OP, temperature)
-    if isinstance(weight, QuantizedWeight) and precision != "fp8":
-        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
     constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": per_token_temperature}
     tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
     shapes = shapes_of(tensors)
@@ -310,8 +306,7 @@ def linear_cross_entropy(
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, matrix)
-    if precision == "fp8" and dtype == torch.float64:
-        raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
+    fp8_op.check_dtypes(weight, precision, dtype)
     if shards is not None:
         _refuse_with_shards(precision, strategy)
     shifted_bytes = 0
@@ -346,8 +341,12 @@ def linear_cross_entropy(
     operator: Operator[Any, Any]
     arguments: Any
     if shards is not None:
-        arguments = torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton")
-        operator = torch_shards.operator(arguments)
+        # In FP8 ignored tokens are masked, not left out: which tokens share a scale must not depend on them.
+        arguments = torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen != "torch")
+        if chosen == "fp8":
+            operator, arguments = fp8_shards.LOSS, fp8_shards.arguments_of(arguments, weight, backend)
+        else:
+            operator = torch_shards.operator(arguments)
     elif chosen == "fp8":
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":
@@ -369,9 +368,7 @@ def linear_cross_entropy(
 
 def _refuse_with_shards(precision: str, strategy: str) -> None:
     """Raise for what a sharded vocabulary has no way to compute."""
-    if precision != "full":
-        raise ValueError(f"{OP}: precision={precision!r} takes no sharded vocabulary; pass precision='full'")
-    if strategy == "stash":
+    if precision == "full" and strategy == "stash":
         raise ValueError(
             f"{OP}: strategy='stash' makes gradients before the ranks have exchanged their softmax; pass 'auto' or "
             "'recompute' with vocab_group"

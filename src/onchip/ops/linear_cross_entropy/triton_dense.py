@@ -10,6 +10,7 @@ from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import scaled_rows
+from onchip.vocab.torch.soft import SoftStats
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
@@ -22,6 +23,7 @@ class Outputs(NamedTuple):
     lse: Tensor
     less: Tensor
     mass: Tensor
+    stats: SoftStats
     saved: Saved
 
 
@@ -37,7 +39,7 @@ class Kept(NamedTuple):
 
 
 def _plan(call: SoftCall) -> TritonPlan:
-    return setup.plan(call, class_weight=call.class_weight is not None)
+    return setup.plan(call, class_weight=call.class_weight is not None, stats=call.options.return_stats)
 
 
 def _forward(call: SoftCall) -> Outputs:
@@ -56,8 +58,11 @@ def _fake(call: SoftCall) -> Outputs:
         return call.hidden.new_empty(call.number, dtype=torch.float32)
 
     shape = call.hidden.shape[:-1] if call.options.reduction == "none" else ()
-    loss = call.hidden.new_empty(shape, dtype=torch.float32)
-    return Outputs(loss, vector(), vector(), vector(), setup.make_saved(call, _plan(call), fake=True))
+    loss, stats = (
+        call.hidden.new_empty(shape, dtype=torch.float32),
+        SoftStats.empty(call.options, call.hidden, call.number),
+    )
+    return Outputs(loss, vector(), vector(), vector(), stats, setup.make_saved(call, _plan(call), fake=True))
 
 
 def _save(call: SoftCall, made: Outputs) -> Kept:

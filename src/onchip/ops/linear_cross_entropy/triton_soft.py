@@ -5,7 +5,7 @@ PyTorch's operations on numbers of tokens and ids.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,12 @@ class Kept(NamedTuple):
     saved: Saved
 
 
-def _as_kernels_take_it(call: SoftCall) -> SoftCall:
-    """z-loss and class weights are taken in here; and no id is ignored: one that looks like it is out of range."""
+def as_kernels_take_it(call: Any) -> Any:
+    """z-loss and class weights are taken in here, but for what smoothing spreads; and no id is ignored: one that looks
+    like it is out of range."""
     ids = torch.where(call.ids == call.options.ignore_index, -1, call.ids.to(torch.int64))
-    return replace(call, ids=ids, class_weight=None, options=replace(call.options, z_loss=0.0))
+    each = call.class_weight if call.options.label_smoothing > 0 else None
+    return replace(call, ids=ids, class_weight=each, options=replace(call.options, z_loss=0.0))
 
 
 def _forward(call: SoftCall) -> TritonOutputs:
@@ -49,14 +51,14 @@ def _forward(call: SoftCall) -> TritonOutputs:
 
     config, options = setup.plan(call), call.options
     tokens = call.tokens(check_values=options.check_inputs)
-    saved, given = setup.make_saved(call, config), _as_kernels_take_it(call)
-    run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out)
+    saved, given = setup.make_saved(call, config), as_kernels_take_it(call)
+    run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out, given.class_weight)
     made = walks.forward(run, given, config, saved, asked=Asked(entropy=options.return_stats))
-    losses = soft.token_losses(options, made.lse, made.log_prob, None, call.probs())
+    losses = soft.token_losses(options, made.lse, made.log_prob, made.uniform_loss, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     known = made.lse, made.log_prob, made.entropy, made.top1
-    more = soft.id_stats(*known, call.probs(weighed=False), given.ids.reshape(made.log_prob.shape))
-    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None, *more), saved)
+    stats = soft.id_stats(*known, call.probs(weighed=False), given.ids.reshape(made.log_prob.shape))
+    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None, None, stats), saved)
 
 
 def _fake(call: SoftCall) -> TritonOutputs:
@@ -70,18 +72,32 @@ def _save(call: SoftCall, made: TritonOutputs) -> Kept:
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
+    from onchip.vocab.triton import walks
+
+    call = kept.call
+    given = as_kernels_take_it(call)
+    run = setup.make_run(given, given.options, kept.saved.vectors, call.weight_grad_out, given.class_weight)
+    known, by_output = gradient_by_outputs(call, upstream, kept.lse, kept.log_prob)
+    return walks.backward(run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
+
+
+def gradient_by_outputs(call: SoftCall, upstream: Made, lse: Tensor, log_prob: Tensor) -> tuple[Any, Any]:
+    """What the kernels' backward takes: the softmax, and the loss's gradient by its logarithms."""
     from onchip.vocab.triton import launches, walks
 
-    call, (grad_loss,) = kept.call, upstream
+    (grad_loss,) = upstream
     assert grad_loss is not None
-    tokens, given = call.tokens(check_values=False), _as_kernels_take_it(call)
+    tokens = call.tokens(check_values=False)
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss.float()
     row = tokens.weight * each * tokens.inverse_count
-    by_log_prob, by_lse = soft.by_outputs(call.options, row, kept.lse, call.probs(), None)
-    run = setup.make_run(given, given.options, kept.saved.vectors, call.weight_grad_out)
-    known = launches.TokenSoftmax(kept.lse, kept.log_prob)
-    by_output = walks.OutputGradients(by_log_prob.contiguous(), by_lse)
-    return walks.backward(run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
+    by_log_prob, by_lse = soft.by_outputs(call.options, row, lse, call.probs(), call.class_weight)
+    even, own = None, None
+    if call.options.label_smoothing > 0:
+        even = row * (call.options.label_smoothing / call.vocab)
+        each = torch.ones_like(by_log_prob) if call.class_weight is None else call.class_weight[tokens.ids]
+        own = -even[:, None] * each
+    by_output = walks.OutputGradients(by_log_prob.contiguous(), by_lse, even=even, rest=own)
+    return launches.TokenSoftmax(lse, log_prob), by_output
 
 
 LOSS = Operator(

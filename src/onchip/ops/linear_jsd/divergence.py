@@ -133,32 +133,48 @@ def mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[A
 
 def _topk(of: Arrays, options: Options, z: Array, teacher: TopK[Array]) -> tuple[Array, Callable[[], Array]]:
     """The losses with a top-k teacher, and what makes the gradient of z, which is over temperature."""
-    xp, beta, (indices, values, kind, rest) = of.xp, options.beta, teacher
-    if kind == "logits":
-        values = values / options.temperature
-    if rest == "renormalised":
-        value, ds, _ = divergence(of, of.log_softmax(of.take(z, indices)), of.log_softmax(values), beta)
+    xp, indices = of.xp, teacher.indices
+    if teacher.rest == "renormalised":
+        value, ds = topk_terms(of, options, teacher, of.take(z, indices))
         return value, lambda: of.put(xp.zeros_like(z), indices, ds)
-    if rest == "truncated":
-        full = of.log_softmax(z)
-        value, by_s = _sum_of_terms(xp, of.take(full, indices), values, beta)
+    full = of.log_softmax(z)
+    if teacher.rest == "truncated":
+        value, by_s = topk_terms(of, options, teacher, of.take(full, indices))
         rest_of = xp.exp(full) * -by_s.sum(1)[:, None]
         return value, lambda: of.put(rest_of, indices, of.take(rest_of, indices) + by_s)
-    lse = of.logsumexp(z)
-    outside = of.put(z, indices, -math.inf)
+    # Of log-probabilities: the difference of two log-sum-exps of logits would have the error of both.
+    outside = of.put(full, indices, -math.inf)
     other = of.logsumexp(outside)
-    # Of given log-probabilities: their sum may pass 1 by a rounding.
-    given = of.logsumexp(values).clip(max=0)
-    ls = xp.concatenate([of.take(z, indices) - lse, other - lse], 1)
-    lt = xp.concatenate([values, xp.log(-xp.expm1(given))], 1)
-    value, ds, _ = divergence(of, ls, lt, beta)
-    assert ds is not None
+    value, ds = topk_terms(of, options, teacher, of.take(full, indices), other)
 
     def gradient() -> Array:
         share = xp.exp(outside - xp.where(other == -math.inf, 0, other))
         return of.put(share * ds[:, -1:], indices, ds[:, :-1])
 
     return value, gradient
+
+
+def topk_terms(
+    of: Arrays, options: Options, teacher: TopK[Array], ls: Array, rest: Array | None = None
+) -> tuple[Array, Array]:
+    """The losses with a top-k teacher, given the student's log-probabilities of the K entries, [n, K], and with a tail
+    that of all others together, [n, 1].
+
+    Also their derivatives: by the logits that these come from, with a tail [n, K + 1]; truncated, by log-probabilities.
+    """
+    xp, beta, values = of.xp, options.beta, teacher.values
+    if teacher.kind == "logits":
+        values = values / options.temperature
+    if teacher.rest == "truncated":
+        return _sum_of_terms(xp, ls, values, beta)
+    if teacher.rest == "renormalised":
+        ls, lt = of.log_softmax(ls), of.log_softmax(values)
+    else:
+        # Of given log-probabilities: their sum may pass 1 by a rounding.
+        given = of.logsumexp(values).clip(max=0)
+        ls, lt = xp.concatenate([ls, rest], 1), xp.concatenate([values, xp.log(-xp.expm1(given))], 1)
+    value, ds, _ = divergence(of, ls, lt, beta)
+    return value, ds
 
 
 def _sum_of_terms(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array]:

@@ -34,6 +34,8 @@ class Problem:
     hard: bool = False
     stash: bool = False
     """Gradients are made in forward and kept, as sums."""
+    sent: int = 0
+    """Bytes of what ranks exchange, of a sharded vocabulary."""
 
     @property
     def tokens(self) -> int:
@@ -110,6 +112,7 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
         "hidden gradients in float32": kept_hidden,
         "weight gradients in float32": kept_weight,
         "vectors": total * (24 * p.tokens + 4 * p.vocab),
+        "what ranks exchange": p.sent,
     }
 
 

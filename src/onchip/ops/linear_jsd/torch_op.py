@@ -28,7 +28,7 @@ from onchip.frontend.torch_parallel import HiddenLayout, Sharding, Shards, local
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_jsd import memory, torch_shards, triton_op
+from onchip.ops.linear_jsd import memory, topk_shards, torch_shards, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_walk import walk
@@ -110,9 +110,10 @@ def linear_jsd(
             these that can run the call.
         vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
             ranks of a process group, as of `linear_cross_entropy`: each rank passes its rows of both models' weights
-            and biases, or its columns of teacher_logits.  hidden_layout is that of both models' hidden states; without
-            a target, "sequence" is of their first dimension.  vocab_size stands for `vocab`.  Backend "torch" runs it,
-            without teacher_topk; "triton" runs `jsd`.
+            and biases, or its columns of teacher_logits; teacher_topk has ids of the whole vocabulary, the same on
+            each.  hidden_layout is that of both models' hidden states; without a target and teacher_topk, "sequence" is
+            of their first dimension.  vocab_size stands for `vocab`.  Backend "torch" runs it; "triton" runs `jsd`,
+            without teacher_topk.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
@@ -256,12 +257,13 @@ def _localized(op: str, given: dict[str, Any], sharding: Sharding) -> tuple[dict
     hidden = {name: given[name] for name in names if given.get(name) is not None}
     if not sharding.there(weights | hidden):
         return given, None
-    if given["teacher_topk"] is not None:
-        raise ValueError(f"{op}: teacher_topk takes no sharded vocabulary; pass teacher_logits or the last layer")
     if given["vocab"] is not None:
         raise ValueError(f"{op}: vocab={given['vocab']} with a sharded vocabulary is called vocab_size; pass that")
     last = [name for name in weights if name.endswith("logits")]
-    tensors, shards = localized(op, sharding, weights, hidden, tokens=given["target"], last=last)
+    tokens, topk = given["target"], given["teacher_topk"]
+    if tokens is None and isinstance(topk, TopK):
+        tokens = topk.indices
+    tensors, shards = localized(op, sharding, weights, hidden, tokens=tokens, last=last)
     return given | tensors, shards
 
 
@@ -311,7 +313,9 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
         call = call._replace(size=shards.rows, stash=False)
         sharded = torch_shards.ShardedCall(call, shards, chosen == "triton")
         torch_shards.require_scratch(sharded)
-        return torch_shards.OPERATORS[op](sharded).loss
+        operators: dict[str, Operator[Any, Any]] = (torch_shards if topk is None else topk_shards).OPERATORS
+        loss: Tensor = operators[op](sharded).loss
+        return loss
     if chosen == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs

@@ -11,6 +11,7 @@ shards' terms, in one all-gather more.  Backward walks again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.torch_walk import ARRAYS, Linear, model_of
 from onchip.vocab import parallel
 from onchip.vocab.torch.loss import loss_gradient
-from onchip.vocab.torch.softmax import Asked, Running
+from onchip.vocab.torch.softmax import Asked, Running, TokenGradient
 from onchip.vocab.torch.tiles import Tokens, spans
 
 # A shard that weighs less has probabilities that are 0 in float32, and no mean.
@@ -88,19 +89,27 @@ class Kept(NamedTuple):
     known: Known
 
 
-def _rows(call: Call, tokens: Tokens, models: Any) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Chunks of tokens, and blocks of their logits of this shard, both models', as buffers that may be overwritten."""
+def problem(sharded: ShardedCall, call: Call) -> memory.Problem:
+    """What plans are made for, of the call or the local one."""
+    several = 1 if call.indices is None else call.indices.shape[-1]
+    sent = parallel.sent_bytes(call.number, several, sharded.shards, sharded.call.first)
+    return replace(call.problem(), sent=sent)
+
+
+def rows_of(sharded: ShardedCall, call: Call, tokens: Tokens, models: Any) -> Iterator[Any]:
+    """Chunks of tokens, their first and last, and blocks of their logits of this shard, one for each of the models, as
+    buffers that may be overwritten."""
     n = tokens.number
-    chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
+    chunk = min(n, memory.plan(problem(sharded, call), "", call.options.scratch_bytes))
     buffers = [tokens.weight.new_empty((chunk, call.size)) for _ in models]
     for start, stop in spans(n, chunk):
-        z, u = (buffer[: stop - start] for buffer in buffers)
-        for x, (source, _, _) in zip((z, u), models, strict=True):
+        filled = [buffer[: stop - start] for buffer in buffers]
+        for x, (source, _, _) in zip(filled, models, strict=True):
             source.read(tokens, start, stop, x)
-        yield start, stop, z, u
+        yield start, stop, *filled
 
 
-def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Of a chunk, whose elementwise part takes that much less memory."""
     return spans(stop - start, -(-(stop - start) // BLOCKS))
 
@@ -108,10 +117,21 @@ def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def require_scratch(sharded: ShardedCall) -> None:
     """Raise where scratch_bytes is too small."""
     if not sharded.runs_kernels:
-        memory.PLANNER.require(sharded.call.problem(), "", sharded.call.options.scratch_bytes)
+        memory.PLANNER.require(problem(sharded, sharded.call), "", sharded.call.options.scratch_bytes)
     else:
         p = sharded.local().problem(kernels=True)
         triton_memory.PLANNER.require(p, "", sharded.call.options.scratch_bytes)
+
+
+def require_agreement(sharded: ShardedCall, local: Call) -> None:
+    """With check_inputs: raise where ranks have different arguments; `local` has all tokens."""
+    options = local.options
+    if options.check_inputs:
+        sizes = [(x.shape, x.dtype) for x in (local.student.hidden, local.teacher.hidden) if x is not None]
+        topk = local.topk_kind, local.topk_rest
+        values = (local.target, local.token_weight, local.normalizer, local.indices, local.values)
+        agreed = _Agreed(options, sharded.shards, local.grads)
+        parallel.require_agreement(options.op, agreed, (sizes, local.shape, topk), *values)
 
 
 def _softmaxes(sharded: ShardedCall, call: Call, here: Tokens) -> list[Tensor]:
@@ -127,8 +147,8 @@ def _softmaxes(sharded: ShardedCall, call: Call, here: Tokens) -> list[Tensor]:
     ends = beta in (0, 1)
     lses, own = [torch.empty_like(here.weight) for _ in range(2)], torch.empty_like(here.weight)
     running = Running.empty(here.ids, here.dtype)
-    for start, stop, z, u in _rows(call, here, models):
-        for b0, b1 in _blocks(start, stop):
+    for start, stop, z, u in rows_of(sharded, call, here, models):
+        for b0, b1 in blocks(start, stop):
             t = slice(start + b0, start + b1)
             pair = [x[b0:b1] / tau for x in (z, u)]
             for lse, x in zip(lses, pair, strict=True):
@@ -154,8 +174,8 @@ def _sums_of_terms(
     models = [model_of(call, who, (False,) * 4, here) for who in (0, 1)]
     tau, beta = call.options.temperature, call.options.beta
     value, *means = (torch.empty_like(here.weight) for _ in range(3))
-    for start, stop, z, u in _rows(call, here, models):
-        for b0, b1 in _blocks(start, stop):
+    for start, stop, z, u in rows_of(sharded, call, here, models):
+        for b0, b1 in blocks(start, stop):
             t = slice(start + b0, start + b1)
             log_probs = z[b0:b1] / tau - student[t, None], u[b0:b1] / tau - teacher[t, None]
             terms = _terms(*log_probs, beta)
@@ -174,10 +194,7 @@ def weighed_by_share(mean: Tensor, log_share: Tensor) -> Tensor:
 
 def _forward(sharded: ShardedCall) -> Outputs:
     shards, call, options = sharded.shards, sharded.local(), sharded.call.options
-    if options.check_inputs:
-        sizes = [(x.shape, x.dtype) for x in (call.student.hidden, call.teacher.hidden) if x is not None]
-        values = (call.target, call.token_weight, call.normalizer)
-        parallel.require_agreement(options.op, _Agreed(options, shards, call.grads), (sizes, call.shape), *values)
+    require_agreement(sharded, call)
     tokens = sharded.tokens(check=True)
     here = parallel.of_shard(tokens, shards)
     beta, hard = options.beta, options.hard_weight > 0
@@ -198,15 +215,25 @@ def _forward(sharded: ShardedCall) -> Outputs:
         value, by_student, by_teacher = (x.sum(0) for x in more.numbers)
     losses, hard_lse, hard_log_prob = value * options.soft_factor, None, None
     if hard:
-        hard_lse, log_share = parallel.log_sum(found.numbers[-2])
-        inside = (tokens.label >= found.start[:, None]) & (tokens.label < found.stop[:, None])
-        hard_log_prob = torch.where(inside, found.numbers[-1] + log_share, 0).sum(0)
+        hard_lse, hard_log_prob = label_of(tokens, found)
         losses = losses - options.hard_weight * hard_log_prob
-    loss = tokens.spread(found.sure(losses) * tokens.weight, call.shape)
-    loss = loss if options.reduction == "none" else loss.sum() * tokens.inverse_count
+    loss = reduced(call, tokens, found.sure(losses))
     by_token = (student, teacher, by_student, by_teacher, hard_lse, hard_log_prob)
     known = (None if x is None else tokens.spread(found.sure(x), (call.number,)).clone() for x in by_token)
     return Outputs(loss, Known(*known))  # type: ignore[arg-type]
+
+
+def label_of(tokens: Tokens, found: parallel.Gathered) -> tuple[Tensor, Tensor]:
+    """[n]: the student's log-sum-exp at temperature 1 and the label's log-probability, of the last two numbers."""
+    parts = found.numbers[-2]
+    lse, log_share = parallel.log_sum(parts)
+    return lse, parallel.log_prob_of(tokens.ids, found, found.numbers[-1:], parts, log_share)[:, 0]
+
+
+def reduced(call: Call, tokens: Tokens, losses: Tensor) -> Tensor:
+    """The computed tokens' losses, weighted and reduced."""
+    loss = tokens.spread(losses * tokens.weight, call.shape)
+    return loss if call.options.reduction == "none" else loss.sum() * tokens.inverse_count
 
 
 class _Agreed(NamedTuple):
@@ -261,8 +288,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     shards, call, options = kept.sharded.shards, kept.sharded.local(), kept.sharded.call.options
     tokens, tau = kept.sharded.tokens(check=False), options.temperature
     here = parallel.of_shard(tokens, shards)
-    row = tokens.weight * tokens.inverse_count
-    row = row * (tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss)
+    row = rows_upstream(options, tokens, grad_loss)
     if kept.sharded.runs_kernels:
         from onchip.ops.linear_jsd import triton_shards
 
@@ -270,15 +296,10 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         return [None if x is None or of is None else _padded(x, of) for x, of in zip(own, parameters, strict=True)]
     models = [model_of(call, who, wanted[4 * who : 4 * who + 4], here) for who in (0, 1)]
     student, teacher, by_student, by_teacher = (tokens.take(x)[:, None] for x in kept.known[:4])
-    factor, waits = options.soft_factor / tau, list[Callable[[], Tensor] | None]([None, None])
-    hard = None
-    if options.hard_weight > 0:
-        assert kept.known.hard_lse is not None
-        assert kept.known.hard_log_prob is not None
-        lse, log_prob = tokens.take(kept.known.hard_lse), tokens.take(kept.known.hard_log_prob)
-        hard = loss_gradient(LossOptions(), torch.ones_like(row), lse, log_prob[:, None], shards.vocab)
-    for start, stop, z, u in _rows(call, here, models):
-        for b0, b1 in _blocks(start, stop) if shards.rows else ():
+    factor, sinks = options.soft_factor / tau, Sinks(shards, here, models)
+    hard = gradient_of_label(kept.sharded, tokens, kept.known.hard_lse, kept.known.hard_log_prob)
+    for start, stop, z, u in rows_of(kept.sharded, call, here, models):
+        for b0, b1 in blocks(start, stop) if shards.rows else ():
             t, b = slice(start + b0, start + b1), slice(b0, b1)
             ls, lt = z[b] / tau - student[t], u[b] / tau - teacher[t]
             dz, du = _derivatives(ls, lt, options.beta, by_student[t], by_teacher[t])
@@ -287,31 +308,71 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
                 part = hard.part(t.start, t.stop)
                 dz += options.hard_weight * part.of_logits(z[b].clone(), here.ids[t], 0, None, None)
             for into, g in ((z, dz), (u, du)):
-                torch.mul(g, row[t, None], out=into[b])
-                if tokens.kept is not None:  # an infinite divergence times 0 is NaN
-                    into[b].masked_fill_(~tokens.kept[t, None], 0)
-        for who, g in enumerate((z, u)):
-            _, sink, made = models[who]
+                weigh(into[b], g, tokens, row, t)
+        sinks.write(start, stop, (z, u))
+    return sinks.gradients(kept.sharded, wanted)
+
+
+def rows_upstream(options: Any, tokens: Tokens, grad_loss: Tensor) -> Tensor:
+    """[n]: the factor of each token's gradient."""
+    row = tokens.weight * tokens.inverse_count
+    return row * (tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss)
+
+
+def gradient_of_label(
+    sharded: ShardedCall, tokens: Tokens, lse: Tensor | None, log_prob: Tensor | None
+) -> TokenGradient | None:
+    """That of the hard label's cross-entropy, of all tokens' numbers; None: there are no hard labels."""
+    if sharded.call.options.hard_weight == 0:
+        return None
+    assert lse is not None
+    assert log_prob is not None
+    lse, log_prob = tokens.take(lse), tokens.take(log_prob)
+    return loss_gradient(LossOptions(), torch.ones_like(lse), lse, log_prob[:, None], sharded.shards.vocab)
+
+
+def weigh(into: Tensor, gradient: Tensor, tokens: Tokens, row: Tensor, part: slice) -> None:
+    """Write the gradient of a part of the tokens, times their factors."""
+    torch.mul(gradient, row[part, None], out=into)
+    if tokens.kept is not None:  # an infinite divergence times 0 is NaN
+        into.masked_fill_(~tokens.kept[part, None], 0)
+
+
+class Sinks:
+    """Where the gradients of the models' logits go, chunk by chunk; hidden's is added up over the ranks."""
+
+    def __init__(self, shards: Shards, here: Tokens, models: Sequence[Any]) -> None:
+        self._shards, self._here, self._models = shards, here, models
+        self._waits: list[Callable[[], Tensor] | None] = [None for _ in models]
+
+    def write(self, start: int, stop: int, gradients: Sequence[Tensor]) -> None:
+        """Those of tokens [start, stop)."""
+        for who, g in enumerate(gradients):
+            _, sink, made = self._models[who]
             if isinstance(sink, Linear):
                 operand = sink.write_hidden(start, stop, g)
-                if stop == tokens.number and made.hidden is not None:
-                    waits[who] = parallel.start_sum(shards, made.hidden)
+                if stop == self._here.number and made.hidden is not None:
+                    self._waits[who] = parallel.start_sum(self._shards, made.hidden)
                 sink.write_weight(start, g, operand)
             elif sink is not None:
-                sink.write(here, start, stop, g)
-    gradients: list[Tensor | None] = []
-    for (_, _, made), wait, model in zip(models, waits, kept.sharded.call.models, strict=True):
-        hidden = made.hidden
-        if hidden is not None:
-            hidden = (wait or parallel.start_sum(shards, hidden))()
-        logits = None
-        if made.logits is not None and model.logits is not None:
-            logits = _padded(made.logits, model.logits)
-        gradients += [hidden, made.weight, made.bias, logits]
-    return [
-        None if x is None or not want or of is None else x.to(of.dtype)
-        for x, want, of in zip(gradients, wanted, kept.sharded.call.parameters, strict=True)
-    ]
+                sink.write(self._here, start, stop, g)
+
+    def gradients(self, sharded: ShardedCall, wanted: Wanted) -> list[Tensor | None]:
+        """Those of the call's parameters, in their dtypes."""
+        found: list[Tensor | None] = []
+        for (_, _, made), wait, model in zip(self._models, self._waits, sharded.call.models, strict=False):
+            hidden = made.hidden
+            if hidden is not None:
+                hidden = (wait or parallel.start_sum(self._shards, hidden))()
+            logits = None
+            if made.logits is not None and model.logits is not None:
+                logits = _padded(made.logits, model.logits)
+            found += [hidden, made.weight, made.bias, logits]
+        found += [None] * (len(PARAMETERS) - len(found))  # of a teacher that is a top-k
+        return [
+            None if x is None or not want or of is None else x.to(of.dtype)
+            for x, want, of in zip(found, wanted, sharded.call.parameters, strict=True)
+        ]
 
 
 OPERATORS = {

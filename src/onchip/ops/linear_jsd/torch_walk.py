@@ -47,7 +47,7 @@ def walk(
             source.read(tokens, start, stop, z)
         for b0, b1 in spans(stop - start, block):
             t0, t1 = start + b0, start + b1
-            teacher = filled[1][b0:b1] if whole else _topk_rows(call, tokens, t0, t1)
+            teacher = filled[1][b0:b1] if whole else topk_rows(call, tokens, t0, t1)
             value, *gradients = rows(ARRAYS, call.options, filled[0][b0:b1], teacher, label[t0:t1], want)
             losses[t0:t1] = value
             for into, g in zip(filled, gradients, strict=False):
@@ -113,7 +113,7 @@ class Linear:
         self.sums.add_weight(values, operand, self.rows, start, 0, weight)
 
 
-def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK[Tensor]:
+def topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK[Tensor]:
     """Those of the computed tokens [start, stop); NaN where an index is out of range: on the CPU that has raised."""
     assert call.indices is not None
     assert call.values is not None

@@ -33,7 +33,7 @@ from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
-from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
+from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import setup
 
@@ -371,10 +371,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale)
 
 
-def gradient_by_outputs(kept: Any, upstream: Made, tokens: Ids) -> tuple[TokenGradient, Tensor | None]:
+def gradient_by_outputs(
+    kept: Any, upstream: Made, tokens: Ids, shares: Shares | None = None
+) -> tuple[TokenGradient, Tensor | None]:
     """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing).
 
-    `kept` is a `Kept`, of this op or of log_probs.
+    `kept` is a `Kept`, of this op or of log_probs; `shares` as of `token_gradient`.
     """
     ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
 
@@ -408,6 +410,7 @@ def gradient_by_outputs(kept: Any, upstream: Made, tokens: Ids) -> tuple[TokenGr
         mean=rows(kept.mean) if with_entropy else None,
         entropy=rows(kept.entropy) if with_entropy else None,
         kept=tokens.kept,
+        shares=shares,
     ), grad_scale
 
 

@@ -11,7 +11,7 @@ from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
 from onchip.ops.linear_log_probs.torch_call import Outputs
 from onchip.ops.linear_log_probs.torch_op import TorchOutputs, gradient_by_outputs
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.launches import launch_ids
+from onchip.vocab.rows.launches import launch_ids, shares_of_ids
 
 
 def forward(call: RowsCall) -> TorchOutputs:
@@ -39,11 +39,10 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     out = torch.empty_like(call.logits, memory_format=torch.contiguous_format)
     if call.number > 0:
         tokens = call.tokens(check_values=False, compact=False)
-        gradient, _ = gradient_by_outputs(kept, upstream, tokens)
+        gradient, _ = gradient_by_outputs(kept, upstream, tokens, shares_of_ids)
         more = {
             name: None if x is None else tokens.spread(x, (call.number, *x.shape[1:])).contiguous()
             for name, x in vars(gradient).items()
-            if name != "even"
         }
         for kernel in ("log_prob_gradients", "write_ids"):
             launch_ids(kernel, call.logits, out, call.ids, call.token_temperature, call.options, **more)

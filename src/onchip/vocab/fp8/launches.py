@@ -1,18 +1,25 @@
 """The softmax of a chunk's logits by Triton's kernels, and its gradient in FP8, for precision='fp8'.
 
-The two functions without `launch` in their names are as those of torch.py.
+The functions that torch.py has too do the same.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, blocks
 from onchip.kernels.triton.launch import Launch, device_of
+from onchip.kernels.triton.maths import LOG2E
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
-from onchip.vocab.fp8.torch import Call, Gradient
-from onchip.vocab.rows.launches import launch_rows, transform_scales
-from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.fp8.torch import Call, Gradient, fill
+from onchip.vocab.rows import shards
+from onchip.vocab.rows.launches import launch_ids, launch_rows, launch_soft, shares_of_ids, transform_scales
+from onchip.vocab.torch import soft
+from onchip.vocab.torch.loss import Outputs, scaled_rows
+from onchip.vocab.torch.soft import SoftStats
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 
 # Of a gradient's program.  Two on a multiprocessor, with a few registers spilled, take 0.64 ms for 2048 x 128256 logits
 # on an H100; one, with none spilled, takes 0.95.
@@ -20,8 +27,8 @@ WARPS, REGISTERS = 8, 128
 
 
 def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    """[n] float32: the targets' logits, of numbers that are not quantised."""
-    out = hidden.new_empty(len(hidden), dtype=torch.float32)
+    """[n] or [n, K] float32: the targets' logits, of numbers that are not quantised."""
+    out = hidden.new_empty(target.shape, dtype=torch.float32)
     arguments = {
         "hidden": hidden,
         "weight": weight,
@@ -30,38 +37,142 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
         "logits": out,
         "weight_stride_v": weight.stride(0),
         "weight_stride_h": weight.stride(1),
+        "K": target.numel() // max(1, len(target)),
         "H": weight.shape[1],
         "V": weight.shape[0],
         "BLOCK_H": 1024,
     }
     with device_of(hidden):
-        Launch(kernels.target_logits, (len(hidden),), arguments).run()
+        Launch(kernels.target_logits, (target.numel(),), arguments).run()
     return out
 
 
-def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Outputs, into: Gradient) -> None:
+def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, out: Outputs, into: Gradient) -> None:
     """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
-    terms = of_targets.new_empty(TERMS, len(logits)) if into.wanted else None
     with device_of(logits):
-        launch_rows(
-            "losses", logits, None, part.target, part.token_weight, part.temperature, part.options, **out._asdict(),
-            divisor=part.divisor, target_logit=of_targets, terms_out=terms,
-        )  # fmt: skip
-        if terms is not None:
-            gradient_launch(part, logits, terms, into).run()
+        if part.dense:
+            _dense_softmax(part, logits, out, into)
+        elif part.of_ids:
+            _softmax_of_ids(part, logits, out, into)
+        else:
+            terms = logits.new_empty((TERMS, len(logits)), dtype=torch.float32) if into.wanted else None
+            launch_rows(
+                "losses", logits, None, part.target, part.token_weight, part.temperature, part.options,
+                part.class_weight, **out._asdict(), divisor=part.divisor, target_logit=of_targets, terms_out=terms,
+            )  # fmt: skip
+            if terms is not None:
+                gradient_launch(part, logits, terms, into, target=part.target).run()
+
+
+def _numbers(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> None:
+    """Of soft labels of K ids."""
+    (n, vocab), options, tokens = logits.shape, part.options, part.tokens(logits.shape[1])
+    given, several = part.target, part.target.shape[1]
+    # No id is ignored: one that looks like it is out of range.
+    ids = torch.where(given == options.ignore_index, -1, given)
+    lse, log_prob = _numbers(logits, n), _numbers(logits, n, several)
+    asked, entropy, mean, argmax = soft.asked_by(options, part.class_weight), None, None, None
+    if asked.entropy:
+        entropy, mean, argmax = _numbers(logits, n), _numbers(logits, n), _numbers(logits, n, dtype=torch.int64)
+    uniform = _numbers(logits, n) if asked.mean_logits else None
+    launch_ids(
+        "log_probs", logits, None, ids, part.temperature, options, asked.class_weight, log_prob=log_prob, lse=lse,
+        entropy=entropy, mean=mean, top1=argmax, uniform=uniform, mean_logits=None, log_sum_sq_probs=None,
+    )  # fmt: skip
+    probs = part.probs(tokens.ids)
+    losses = soft.token_losses(options, lse, log_prob, uniform, probs) * tokens.weight
+    assert part.labels is not None
+    fill(out, losses, lse, soft.id_stats(lse, log_prob, entropy, argmax, part.labels, tokens.ids))
+    if not into.wanted:
+        return
+    row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
+    made = soft.loss_gradient(options, row, lse, log_prob, probs, tokens, vocab, part.class_weight, shares_of_ids)
+    of_ids = ids_in_blocks(tokens.ids, made.at_ids, vocab)
+    gradient_launch(part, logits, gradient_terms(part, made), into, **of_ids).run()
+
+
+def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, asked: Asked) -> TokenStats:
+    """As torch.py's."""
+    with device_of(logits):
+        return shards.statistics_of_shard(logits, part.target, part.temperature, part.options, asked, of_targets)
+
+
+def gradient_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, gradient: TokenGradient, into: Gradient) -> None:
+    """As torch.py's."""
+    at_target, inner = gradient.at_ids[:, 0], transform_scales(part.options)["inner_scale"]
+    if inner is not None:
+        at_target = at_target * (1 - (of_targets * inner).tanh().square())
+    terms = gradient_terms(part, gradient, at_target)
+    with device_of(logits):
+        gradient_launch(part, logits, terms, into, target=part.target).run()
+
+
+def gradient_terms(part: Call, gradient: TokenGradient, at_target: Tensor | None = None) -> Tensor:
+    """[6, n] float32: what the kernel makes a gradient of."""
+    return _terms(part, gradient.center, gradient.factor, gradient.even, at_target)
+
+
+def _terms(part: Call, lse: Tensor, *others: Tensor | None) -> Tensor:
+    """Those of `kernels._gradient`, from lse on; 0 where there is none."""
+    k, zero = transform_scales(part.options)["outer_scale"], torch.zeros_like(lse)
+    assert k is not None
+    scale = zero + k * LOG2E.value if part.temperature is None else k * LOG2E.value / part.temperature
+    rows = [scale, lse * LOG2E.value, *(zero if x is None else x for x in others)]
+    return torch.stack(rows + [zero] * (TERMS - len(rows)))
+
+
+def ids_in_blocks(ids: Tensor, at_ids: Tensor, vocab: int) -> dict[str, Any]:
+    """Ids [n, K] in ascending order with their entries of the gradient, and where those of each 128 entries of the
+    vocabulary begin among them."""
+    ids, order = ids.sort(1)
+    begins = torch.arange(blocks(vocab) + 1, device=ids.device).mul_(BLOCK).expand(len(ids), -1).contiguous()
+    firsts = torch.searchsorted(ids, begins, out_int32=True).T.contiguous()
+    return {"ids": ids, "at_ids": at_ids.gather(1, order), "firsts": firsts, "K": ids.shape[1]}
+
+
+def _dense_softmax(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> None:
+    """Of labels of every entry."""
+    n, options, tokens, labels = len(logits), part.options, part.tokens(logits.shape[1]), part.labels
+    assert labels is not None
+
+    loss, lse, less, mass = (_numbers(logits, n) for _ in range(4))
+    stats = SoftStats.empty(options, logits, n)
+    launch_soft(
+        "soft_losses", logits, labels, None, part.temperature, options, part.class_weight, loss=loss, lse=lse,
+        less=less, mass=mass, **stats._asdict(),
+    )  # fmt: skip
+    fill(out, loss * tokens.weight, lse, stats)
+    if not into.wanted:
+        return
+    row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
+    terms = _terms(part, lse, row, 2 * options.z_loss * lse, mass, less)
+    of_labels = {
+        "labels": labels,
+        "labels_stride": labels.stride(0),
+        "entries_stride": labels.stride(1),
+        "label_smoothing": options.label_smoothing,
+    }
+    gradient_launch(part, logits, terms, into, **of_labels).run()
 
 
 def gradient_launch(
     part: Call,
     logits: Tensor,  # [n, V]
-    terms: Tensor,  # [5, n] float32
+    terms: Tensor,  # [6, n] float32
     into: Gradient,
+    **more: Any,
 ) -> Launch:
-    """The gradient of a chunk's tokens."""
+    """The gradient of a chunk's tokens; `more` are fields of `ChunkLogits`."""
     n, vocab = logits.shape
-    inner_scale = transform_scales(part.options)["inner_scale"]
+    given = dict.fromkeys(kernels.ChunkLogits._fields) | more
+    given |= {"data": logits, "stride": logits.stride(0), "terms": terms, "class_weight": part.class_weight}
+    given["inner_scale"] = transform_scales(part.options)["inner_scale"]
     arguments = {
-        "logits": kernels.ChunkLogits(logits, logits.stride(0), part.target, terms, inner_scale),
+        "logits": kernels.ChunkLogits(**given),
         "rows": None if into.rows is None else into.rows.data,
         "row_scales": None if into.rows is None else into.rows.scales,
         "columns": None if into.columns is None else into.columns.data.view(torch.int32),
@@ -71,9 +182,10 @@ def gradient_launch(
         "columns_stride": 0 if into.columns is None else into.columns.data.stride(0) // 4,
         "n_16": n + 16,
         "V_16": vocab + 16,
-        "SMOOTHING": part.options.label_smoothing > 0,
+        "SMOOTHING": part.options.label_smoothing > 0 and not part.dense,
         "RAGGED": vocab % BLOCK > 0,
     }
-    # Rows that are not aligned take more, one number at a time, and so do sums.
-    registers = REGISTERS if vocab % 16 == 0 and into.sums is None else None
+    # Rows that are not aligned take more, one number at a time, and so do sums, labels, and ids beside a softcap.
+    more_taken = into.sums is not None or part.dense or (part.of_ids and given["inner_scale"] is not None)
+    registers = REGISTERS if vocab % 16 == 0 and not more_taken else None
     return Launch(kernels.softmax_gradient, (blocks(n), blocks(vocab)), arguments, WARPS, registers=registers)

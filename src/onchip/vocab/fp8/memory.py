@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES
 from onchip.fp8.numbers import BLOCK, block_quantized_bytes, blocks, quantized_bytes, up
 from onchip.vocab.chunks import Planner, even_chunk, largest
 from onchip.vocab.memory import Problem
@@ -10,7 +10,7 @@ from onchip.vocab.memory import Problem
 DEFAULT_CHUNK = 2048
 """Tokens whose logits exist at once, unless a budget says otherwise: a multiple of 128, which share a scale."""
 
-TERMS = 5
+TERMS = 6
 """Numbers of a token that the gradient of its logits is made with."""
 
 
@@ -38,9 +38,13 @@ def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:
         "hidden states in FP8": quantized_bytes(chunk, p.hidden),
         "softmax gradient in FP8 and its product": gradient,
         "bias gradient of each 128 tokens": 4 * blocks(chunk) * p.vocab if p.grad_bias else 0,
+        # Sorted, with numbers of their own, and where those of each 128 entries begin.
+        "ids of soft labels": chunk * (80 * p.ids + 16 * (blocks(p.vocab) + 1)) if p.ids else 0,
+        "label rows": LOSS_DTYPE_BYTES[p.labels] * chunk * p.vocab if p.gathered else 0,
     }
     if p.device == "cpu":  # PyTorch's own operations, in float32
-        parts["logits and their gradient in float32"] = 4 * (5 + p.softcap + p.stats) * chunk * up(p.vocab)
+        beside = p.softcap + (p.stats or (p.class_weight and p.smoothing > 0)) + 2 * (p.labels != "")
+        parts["logits and their gradient in float32"] = 4 * (5 + beside) * chunk * up(p.vocab)
         parts["operands and products in float32"] = 3 << 26
     return parts
 
@@ -54,12 +58,16 @@ def backward_parts(p: Problem) -> dict[str, int]:
         "hidden states, transposed, in FP8": p.hidden * up(p.tokens),
         "weight gradient in float32": 4 * p.vocab * p.hidden if added_after else 0,
     }
-    return parts if p.grad_weight else {}
+    if not p.grad_weight:
+        parts.clear()
+    if p.sharded and p.grad_hidden:
+        parts["hidden gradient in float32, summed over ranks"] = 4 * p.tokens * p.hidden
+    return parts
 
 
 def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
-    fixed = {"weight in FP8": weight_bytes(p), **kept_parts(p), "vectors": (64 + 4 * TERMS) * p.tokens}
+    fixed = {"weight in FP8": weight_bytes(p), **kept_parts(p), "vectors": (64 + 4 * TERMS + 20 * p.ids) * p.tokens}
     fixed |= {"copies of strided inputs": p.copied}
     # One after the other: the chunks of forward, and backward.
     return fixed | max((chunk_parts(p, chunk), backward_parts(p)), key=lambda phase: sum(phase.values()))
@@ -83,9 +91,10 @@ PLANNER: Planner[int] = Planner(
 scratch_bytes: Callable[[Problem, int], int] = PLANNER.scratch_bytes
 
 
-def plan(p: Problem, budget: int | None) -> int:
-    """Tokens of a chunk: by default 2048 at most, in even chunks.  Raises ValueError if the budget is too small."""
+def plan(p: Problem, budget: int | None, ranks: int = 1) -> int:
+    """Tokens of a chunk: by default 2048 at most, times the ranks over which the vocabulary is sharded, in even chunks.
+    Raises ValueError if the budget is too small."""
     if budget is None:
         most = max(up(p.tokens), BLOCK)
-        return even_chunk(most, DEFAULT_CHUNK, BLOCK)
+        return even_chunk(most, DEFAULT_CHUNK * ranks, BLOCK)
     return PLANNER.plan(p, "", budget)

@@ -22,6 +22,7 @@ from onchip.fp8.torch_quantize import Quantized, empty, operand
 from onchip.vocab.fp8 import torch as fp8_torch
 from onchip.vocab.fp8.torch import Call, Gradient
 from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import spans
 
 # The backends, best first, and which of fp8_linear's quantises as each does.
@@ -48,61 +49,111 @@ class Parts(NamedTuple):
             hidden.new_empty(hidden.shape, dtype=torch.float32) if grads[0] else None,
             data,
             scales,
-            hidden.new_empty(vocab, dtype=torch.float32) if grads[2] else None,
+            hidden.new_zeros(vocab, dtype=torch.float32) if grads[2] else None,
         )
 
 
-def forward(
-    backend: str,
-    hidden: Tensor,  # [..., H]
-    weight: Tensor,  # [V, H]
-    copies: Copies,  # of the weight
-    bias: Tensor | None,  # [V]
-    call: Call,
-    grads: Sequence[bool],  # of hidden, weight, bias
-    chunk: int,
-) -> tuple[Outputs, Parts]:
-    """Each token's loss and softmax, [T], and what backward needs, so many tokens at a time."""
-    softmaxes: Any = fp8_torch
-    if backend == "triton":
-        from onchip.vocab.fp8 import launches as softmaxes
-    quantize, products = quantizer(QUANTIZERS[backend]), products_of(backend, hidden)
-    softmax = Outputs.empty(replace(call.options, reduction="none"), hidden, call.target.shape)
-    kept, (vocab, size) = Parts.empty(hidden, weight, grads), weight.shape
-    plain, transposed = copies.operand, operand(copies.turned, copies.turned_scales)
-    bias = None if bias is None else bias.to(LOGITS).contiguous()  # as kernels take it
-    hidden = hidden.reshape(-1, size)
-    ignored = (call.target == call.options.ignore_index)[:, None]
-    if kept.grad_bias is not None:
-        kept.grad_bias.zero_()
-    for start, stop in spans(len(hidden), chunk):
-        n, part = stop - start, call.part(start, stop)
+class Source:
+    """What the logits are made of, and their gradient is multiplied with."""
+
+    def __init__(
+        self,
+        backend: str,
+        hidden: Tensor,  # [..., H]
+        weight: Tensor,  # [V, H]
+        copies: Copies,  # of the weight
+        bias: Tensor | None,  # [V]
+        call: Call,
+    ) -> None:
+        self.softmaxes: Any = fp8_torch
+        if backend == "triton":
+            from onchip.vocab.fp8 import launches
+
+            self.softmaxes = launches
+        self.call, self.weight = call, weight
+        self._quantize, self._products = quantizer(QUANTIZERS[backend]), products_of(backend, hidden)
+        self._plain, self._transposed = copies.operand, operand(copies.turned, copies.turned_scales)
+        self._bias = None if bias is None else bias.to(LOGITS).contiguous()  # as kernels take it
+        self._hidden, self._ignored = hidden.reshape(-1, weight.shape[1]), call.ignored
+
+    def logits(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Those of tokens [start, stop), and of their targets: where there is one, of numbers that aren't quantised."""
+        part, ignored = self.call.part(start, stop), self._ignored
         # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
-        h = hidden[start:stop].masked_fill(ignored[start:stop], 0).contiguous()
-        rows, _ = quantize(h, "e4m3", SCALE, turned=False)
-        logits = multiply(products, rows, plain, by_block=True, bias=bias, dtype=LOGITS)
-        of_targets = softmaxes.target_logits(h, weight, bias, part.target)
-        del h, rows
-        columns = operand(kept.columns, kept.column_scales)
+        h = self._hidden[start:stop]
+        h = (h if ignored is None else h.masked_fill(ignored[start:stop, None], 0)).contiguous()
+        rows, _ = self._quantize(h, "e4m3", SCALE, turned=False)
+        logits = multiply(self._products, rows, self._plain, by_block=True, bias=self._bias, dtype=LOGITS)
+        if part.dense:
+            return logits, None
+        of_targets: Tensor = self.softmaxes.target_logits(h, self.weight, self._bias, part.target)
+        if part.of_ids:
+            logits.scatter_(1, part.target.clamp(0, len(self.weight) - 1), of_targets.to(logits.dtype))
+            return logits, None
+        return logits, of_targets
+
+    def memory(self, kept: Parts, start: int, stop: int) -> Gradient:
+        """Where the gradient of the logits of tokens [start, stop) goes."""
+        n, vocab, columns = stop - start, len(self.weight), operand(kept.columns, kept.column_scales)
         if columns is not None:
             block = slice(start // BLOCK, blocks(stop))
             columns = Quantized(columns.data[:, start : start + up(n)], columns.scales[block])
-        into = Gradient(
-            None if kept.grad_hidden is None else empty(n, vocab, "e4m3", hidden),
+        return Gradient(
+            None if kept.grad_hidden is None else empty(n, vocab, "e4m3", self._hidden),
             columns,
             None if kept.grad_bias is None else kept.grad_bias.new_empty(blocks(n), vocab),
         )
-        out = Outputs._make(None if x is None else x[start:stop] for x in softmax)
-        softmaxes.softmax_of_chunk(part, logits, of_targets, out, into)
-        del logits
+
+    def multiply(self, kept: Parts, into: Gradient, start: int, stop: int) -> None:
+        """Hidden's gradient of tokens [start, stop), and what they add to the bias's."""
         if kept.grad_hidden is not None:
-            made = multiply(products, into.rows, transposed, by_block=True, dtype=torch.float32)
-            kept.grad_hidden.view(-1, size)[start:stop] = made
-            del made
+            made = multiply(self._products, into.rows, self._transposed, by_block=True, dtype=torch.float32)
+            kept.grad_hidden.view(self._hidden.shape)[start:stop] = made
         if kept.grad_bias is not None and into.sums is not None:
             kept.grad_bias.add_(into.sums.sum(0))
-        del into, columns  # before the next chunk's is made
+
+
+def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -> tuple[Outputs, Parts]:
+    """Each token's loss and softmax, [T], and what backward needs, so many tokens at a time; `grads` of hidden
+    [..., H], weight and bias."""
+    call = source.call
+    softmax = Outputs.empty(replace(call.options, reduction="none"), hidden, call.target.shape[:1])
+    kept = Parts.empty(hidden, source.weight, grads)
+    for start, stop in spans(len(call.target), chunk):
+        logits, of_targets = source.logits(start, stop)
+        into = source.memory(kept, start, stop)
+        out = Outputs._make(None if x is None else x[start:stop] for x in softmax)
+        source.softmaxes.softmax_of_chunk(call.part(start, stop), logits, of_targets, out, into)
+        del logits
+        source.multiply(kept, into, start, stop)
+        del into  # before the next chunk's is made
     return softmax, kept
+
+
+def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, list[tuple[Tensor, Tensor | None]]]:
+    """Of each token over the shard of the vocabulary that the source has; and where all tokens are one chunk, its
+    logits, for `gradients`.  There are tokens, and entries."""
+    made, held = [], []
+    for start, stop in spans(len(source.call.target), chunk):
+        chunk_logits = source.logits(start, stop)
+        made.append(source.softmaxes.statistics_of_chunk(source.call.part(start, stop), *chunk_logits, asked))
+        held = [chunk_logits] if stop - start == len(source.call.target) else []
+        del chunk_logits
+    fields = ([x for x in of_chunks if x is not None] for of_chunks in zip(*made, strict=True))
+    return TokenStats._make(torch.cat(x) if x else None for x in fields), held
+
+
+def gradients(
+    source: Source, kept: Parts, gradient: TokenGradient, held: list[tuple[Tensor, Tensor | None]], chunk: int
+) -> None:
+    """Fill `kept`, of logits that are `held` or made again."""
+    for start, stop in spans(len(source.call.target), chunk):
+        logits, of_targets = held.pop() if held else source.logits(start, stop)
+        into, part = source.memory(kept, start, stop), source.call.part(start, stop)
+        source.softmaxes.gradient_of_chunk(part, logits, of_targets, gradient.part(start, stop), into)
+        del logits
+        source.multiply(kept, into, start, stop)
+        del into
 
 
 def products_of(backend: str, like: Tensor) -> str:

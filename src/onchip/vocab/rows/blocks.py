@@ -1,4 +1,4 @@
-"""What the kernels of rows of logits have in common: where a row begins, and its tiles.
+"""What the kernels of rows of logits have in common: where a row begins, its tiles, and the walk over them.
 
 A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows are aligned to that; LANES of these, one for
 each thread; and that R times.  Running sums are kept lane by lane, [LANES], so warps meet only at the end of a row.
@@ -51,9 +51,62 @@ def read_tile(
 
 
 @triton.jit
+def read_weights(
+    class_weight, first, V, SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
+):
+    """The weights of a tile's classes; 0 from V on."""
+    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    at = class_weight + first + lanes + steps
+    return tl.load(at, mask=steps < V - first - lanes, other=0.0) if MASKED else tl.load(at)
+
+
+@triton.jit
+def walk(
+    TAKE: tl.constexpr,  # a function
+    known,
+    state,
+    row,
+    stride,
+    V,
+    loops,
+    POLICY: tl.constexpr,
+    LOOP: tl.constexpr,
+    STAGES: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """What TAKE(tile, first column, V, known, state, SIZE, LANES, UNIT, MASKED) makes of `state`, one tile of a row
+    after the other: `loops` full ones and a last one, which is returned too."""
+    if LOOP:
+        for i in tl.range(0, loops, num_stages=STAGES):
+            raw = read_tile(row, stride, i * TILE, V, TILE, LANES, UNIT, False, POLICY)
+            state = TAKE(raw, i * TILE, V, known, state, TILE, LANES, UNIT, False)
+    last = read_tile(row, stride, loops * TILE, V, TILE, LANES, UNIT, True, POLICY)
+    return TAKE(last, loops * TILE, V, known, state, TILE, LANES, UNIT, True), last
+
+
+@triton.jit
 def squash(raw, inner_scale):
     x = raw.to(tl.float32)
     return x if inner_scale is None else tanh(x * inner_scale)
+
+
+@triton.jit
+def write_tile(
+    row, stride, g, x, first, V, inner_scale,
+    SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a row's logits from column `first` on, of that by the final ones; x is what `squash` made."""
+    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    if inner_scale is not None:
+        g *= 1 - x * x
+    at = row + (first + lanes + steps).to(tl.int64) * stride
+    g = g.to(row.dtype.element_ty)
+    if MASKED:
+        tl.store(at, g, mask=steps < V - first - lanes, eviction_policy="evict_first")
+    else:
+        tl.store(at, g, eviction_policy="evict_first")
 
 
 @triton.jit

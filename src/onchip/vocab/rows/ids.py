@@ -1,4 +1,6 @@
-"""The Triton kernels of log_probs: log-probabilities of several ids of each row of logits, and their gradient.
+"""The Triton kernels of log_probs, and of cross_entropy with probabilities of K ids.
+
+They make log-probabilities of several ids of each row of logits, and their gradient.
 
 Programs, rows and tiles are as in triton.py.
 """
@@ -6,12 +8,9 @@ Programs, rows and tiles are as in triton.py.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST, log1p
-from onchip.vocab.rows.blocks import NOTHING, clear_row, lanes_of, read_tile, row_start, squash, steps_of
-
-# An exponential above this, and below the next, is the largest one alone.
-_LEADING = tl.constexpr(0.75)
-_NO_COLUMN = tl.constexpr(2**31 - 1)
+from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total
+from onchip.vocab.rows.blocks import clear_row, lanes_of, read_weights, row_start, squash, steps_of, walk, write_tile
+from onchip.vocab.rows.softmax import join, logits_of, meet, nothing_yet
 
 
 @triton.jit
@@ -19,56 +18,35 @@ def _follow(
     raw,  # [R, LANES, UNIT]: the logits from column `first` on
     first,
     V,
-    k2,
-    inner_scale,
-    reference,
-    top,  # [LANES] largest x
-    total,  # [LANES] sum of exp(z - z of top)
-    below,  # [LANES] the same without those above _LEADING
-    moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e)
-    column,  # [LANES] the first with the largest x
-    offsets,  # [LANES] sum of x - reference
-    squares,  # [LANES] sum of exp(z - z of top)**2
-    squares_below,  # [LANES] the same without those above _LEADING
+    known,
+    state,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    TOP1: tl.constexpr,
-    MEAN: tl.constexpr,
-    SQUARES: tl.constexpr,
 ):
     """The running sums with another tile in them."""
-    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
-    x = squash(raw, inner_scale)
-    if MEAN:
+    # What x are relative to in their sum, if that is wanted; the others say what else is.
+    k2, inner_scale, class_weight, reference, entropy, top1, log_sum_sq_probs = known
+    # [LANES] each: sum of x - reference, weighed by class; sum of exp(z - z of top)**2, and that of those that aren't
+    # above LEADING.
+    softmax, offsets, squares, squares_below = state
+    x = logits_of(raw, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    if reference is not None:
         offset = x - reference
-        if MASKED:
-            offset = tl.where(steps >= V - first - lanes, 0.0, offset)
+        if class_weight is not None:
+            weights = read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+            # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+            offset = tl.where(weights > 0, offset * weights, 0.0)
+        elif MASKED:
+            offset = tl.where(steps_of(SIZE, LANES, UNIT) < V - first - lanes_of(LANES, UNIT), offset, 0.0)
         offsets += tl.sum(tl.sum(offset, 2), 0)
-    if MASKED:
-        x = tl.where(steps >= V - first - lanes, float("-inf"), x)
-    tile_top = tl.max(tl.max(x, 2), 0)
-    if TOP1:
-        at = tl.where(x == tile_top[None, :, None], first + lanes + steps, _NO_COLUMN)
-        column = tl.where(tile_top > top, tl.min(tl.min(at, 2), 0), column)
-    new_top = tl.maximum(top, tile_top)
-    drop = tl.maximum((top - new_top) * k2, NOTHING)
-    decay = tl.exp2(drop)
-    d = (x - new_top[None, :, None]) * k2
-    e = tl.exp2(d)
-    if ENTROPY:
-        # p log p is 0 at p = 0, and 0 * -inf is not.
-        moments = decay * (moments + total * drop) + tl.sum(tl.sum(e * tl.maximum(d, NOTHING), 2), 0)
-    # What was largest so far is below the new one.
-    below = tl.where(drop < 0, total, below) * decay + tl.sum(tl.sum(tl.where(e > _LEADING, 0.0, e), 2), 0)
-    total = total * decay + tl.sum(tl.sum(e, 2), 0)
-    if SQUARES:
+    softmax, _, e, drop, decay = join(x, first, k2, softmax, entropy, top1, SIZE, LANES, UNIT)
+    if log_sum_sq_probs is not None:
         squares_below = tl.where(drop < 0, squares, squares_below) * (decay * decay)
-        squares_below += tl.sum(tl.sum(tl.where(e > _LEADING, 0.0, e * e), 2), 0)
+        squares_below += tl.sum(tl.sum(tl.where(e > LEADING, 0.0, e * e), 2), 0)
         squares = squares * (decay * decay) + tl.sum(tl.sum(e * e, 2), 0)
-    return new_top, total, below, moments, column, offsets, squares, squares_below
+    return softmax, offsets, squares, squares_below
 
 
 @triton.jit
@@ -77,6 +55,8 @@ def log_probs(
     ids,  # [T, K] int64
     kept,  # [T] int32: 0 where all ids are ignored
     temperature,  # [T] float32
+    class_weight,  # [V] float32: of `uniform`
+    class_total,  # [] float32: their sum
     log_prob,  # [T, K] float32 out; 0 for ignored ids, NaN for those out of range
     lse,  # [T] float32 out, and so on; 0 for tokens whose ids are all ignored
     entropy,
@@ -84,6 +64,7 @@ def log_probs(
     top1,  # [T] int64 out: the first largest logit; -1 for such tokens, and where all logits are -inf
     top_out,  # [T] float32 out: the largest x
     mean_logits,  # [T] float32 out: their plain mean
+    uniform,  # [T] float32 out: the mean of lse - z, weighed by class
     log_sum_sq_probs,  # [T] float32 out: log(sum(p**2))
     T,
     K,
@@ -119,6 +100,8 @@ def log_probs(
                 tl.store(top_out + row, 0.0)
             if mean_logits is not None:
                 tl.store(mean_logits + row, 0.0)
+            if uniform is not None:
+                tl.store(uniform + row, 0.0)
             if log_sum_sq_probs is not None:
                 tl.store(log_sum_sq_probs + row, 0.0)
             for start in range(0, K, BLOCK_K):
@@ -130,60 +113,43 @@ def log_probs(
                 k = k / tl.load(temperature + row)
             k2 = k * LOG2E
             reference = 0.0
-            if mean_logits is not None:
+            if (mean_logits is not None) or (uniform is not None):
                 # Sums relative to a logit of the row keep their digits, if that is a number.
                 reference = squash(tl.load(from_row), inner_scale)
                 reference = tl.where((reference > LOWEST) & (reference < -LOWEST), reference, 0.0)
 
-            top = tl.full([LANES], LOWEST, tl.float32)
-            totals = tl.zeros([LANES], tl.float32)
-            belows = tl.zeros([LANES], tl.float32)
-            moments = tl.zeros([LANES], tl.float32)
-            columns = tl.full([LANES], _NO_COLUMN, tl.int32)
-            offsets = tl.zeros([LANES], tl.float32)
-            squares = tl.zeros([LANES], tl.float32)
-            squares_below = tl.zeros([LANES], tl.float32)
-            if LOOP:
-                for i in tl.range(0, loops, num_stages=STAGES):
-                    raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
-                    top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
-                        raw, i * TILE, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
-                        squares, squares_below,
-                        TILE, LANES, UNIT, False, entropy is not None, top1 is not None, mean_logits is not None,
-                        log_sum_sq_probs is not None,
-                    )  # fmt: skip
-            first = loops * TILE
-            last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
-                last, first, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
-                squares, squares_below,
-                TILE, LANES, UNIT, True, entropy is not None, top1 is not None, mean_logits is not None,
-                log_sum_sq_probs is not None,
+            known = (
+                k2, inner_scale, class_weight,
+                None if (mean_logits is None) and (uniform is None) else reference, entropy, top1, log_sum_sq_probs,
             )  # fmt: skip
-
-            best = tl.max(top, 0)
-            drop = tl.maximum((top - best) * k2, NOTHING)
-            decay = tl.exp2(drop)
-            total = tl.sum(totals * decay, 0)
-            below = tl.sum(tl.where(drop < 0, totals, belows) * decay, 0)
-            # log1p where one logit leads: there its own log-probability is small, and 1 + below would round it away.
-            leads = (total > 0.5) & (total < 1.5)
-            log_total = tl.where(leads, log1p(below), tl.log(total))
+            zeros = tl.zeros([LANES], tl.float32)
+            state, _ = walk(
+                _follow, known, (nothing_yet(LANES), zeros, zeros, zeros), from_row, logits_stride, V, loops,
+                "evict_first", LOOP, STAGES, TILE, LANES, UNIT,
+            )  # fmt: skip
+            softmax, offsets, squares, squares_below = state
+            softmax, drop = meet(k2, softmax)
+            best, total, below, moment, column = softmax
+            log_total, leads = log_of_total(total, below)
             tl.store(lse + row, best * k + log_total)
             if entropy is not None:
-                offset = tl.sum(decay * (moments + totals * drop), 0) / (total * LOG2E)
+                offset = moment / total
                 tl.store(entropy + row, log_total - offset)
                 tl.store(mean + row, best * k + offset)
             if top1 is not None:
-                column = tl.min(tl.where(top == best, columns, _NO_COLUMN), 0)
-                tl.store(top1 + row, tl.where(column == _NO_COLUMN, -1, column).to(tl.int64))
+                tl.store(top1 + row, column.to(tl.int64))
             if top_out is not None:
                 tl.store(top_out + row, best)
             if mean_logits is not None:
                 tl.store(mean_logits + row, (reference + tl.sum(offsets, 0) / V) * k)
+            if uniform is not None:
+                share = 1.0 if class_total is None else tl.load(class_total) / V
+                offset = tl.sum(offsets, 0) / V + (reference - best) * share
+                tl.store(uniform + row, log_total * share - offset * k)
             if log_sum_sq_probs is not None:
-                square = tl.sum(squares * decay * decay, 0)
-                square_below = tl.sum(tl.where(drop < 0, squares, squares_below) * decay * decay, 0)
+                decay = tl.exp2(2 * drop)
+                square = tl.sum(squares * decay, 0)
+                square_below = tl.sum(tl.where(drop < 0, squares, squares_below) * decay, 0)
                 log_square = tl.where(leads, log1p(square_below), tl.log(square))
                 tl.store(log_sum_sq_probs + row, log_square - 2 * log_total)
 
@@ -198,24 +164,19 @@ def log_probs(
 
 
 @triton.jit
-def _write_statistics(
-    row,  # of the gradient, contiguous
+def _write(
     raw,  # [R, LANES, UNIT]: the logits from column `first` on
     first,
     V,
-    k,
-    inner_scale,
-    center,
-    width,  # None: the entropy has no upstream gradient
-    factor,
-    entropy_row,
+    known,
+    state,  # none
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The gradient of a tile's logits, but for the ids' own entries."""
-    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    into, k, inner_scale, center, width, factor, entropy_row, even, class_weight = known
     x = squash(raw, inner_scale)
     if width is None:
         g = tl.exp2(x * (k * LOG2E) - center * LOG2E) * factor
@@ -223,14 +184,10 @@ def _write_statistics(
         offset = x * k - center
         # exp of -128 is 0 in float32, and 0 * -inf is not.
         g = tl.exp2((offset - width) * LOG2E) * (factor + entropy_row * tl.maximum(offset, -128.0))
-    if inner_scale is not None:
-        g *= 1 - x * x
-    at = row + (first + lanes + steps)
-    g = g.to(row.dtype.element_ty)
-    if MASKED:
-        tl.store(at, g, mask=steps < V - first - lanes, eviction_policy="evict_first")
-    else:
-        tl.store(at, g, eviction_policy="evict_first")
+    if even is not None:
+        g -= even if class_weight is None else even * read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+    write_tile(into, 1, g, x, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    return state
 
 
 @triton.jit
@@ -242,6 +199,8 @@ def log_prob_gradients(
     width,  # [T] float32: the entropy, if it has one
     factor,  # [T] float32: what p is multiplied by
     entropy_row,  # [T] float32: and p (z - mean), if the entropy has an upstream gradient
+    even,  # [T] float32: what each entry lacks, times its class's weight
+    class_weight,  # [V] float32
     out,  # [T, V] out, contiguous
     T,
     V_units,
@@ -268,22 +227,36 @@ def log_prob_gradients(
             k = outer_scale
             if temperature is not None:
                 k = k / tl.load(temperature + row)
-            row_center, row_factor = tl.load(center + row), tl.load(factor + row)
-            row_width, by_entropy = None, None
-            if width is not None:
-                row_width, by_entropy = tl.load(width + row), tl.load(entropy_row + row)
-            for i in tl.range(0, loops, num_stages=STAGES):
-                raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
-                _write_statistics(
-                    into, raw, i * TILE, V, k, inner_scale, row_center, row_width, row_factor, by_entropy,
-                    TILE, LANES, UNIT, False,
-                )  # fmt: skip
-            first = loops * TILE
-            last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            _write_statistics(
-                into, last, first, V, k, inner_scale, row_center, row_width, row_factor, by_entropy,
-                TILE, LANES, UNIT, True,
+            known = (
+                into, k, inner_scale, tl.load(center + row), None if width is None else tl.load(width + row),
+                tl.load(factor + row), None if width is None else tl.load(entropy_row + row),
+                None if even is None else tl.load(even + row), class_weight,
             )  # fmt: skip
+            walk(_write, known, (), from_row, logits_stride, V, loops, "evict_first", True, STAGES, TILE, LANES, UNIT)
+
+
+@triton.jit
+def share_ids(
+    ids,  # [T, K] int64
+    g,  # [T, K] float32
+    same,  # [T, K] out: of each id the sum of g over its occurrences
+    rest,  # [T, K] out: and over the other ids of its token
+    N,  # T * K
+    K,
+    BLOCK: tl.constexpr,
+):
+    """Upstream gradients of a token's ids, shared out."""
+    i = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there, first = i < N, i // K * K
+    label = tl.load(ids + i, mask=there, other=0)
+    mine, others = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for k in range(K):
+        equal = tl.load(ids + first + k, mask=there, other=0) == label
+        each = tl.load(g + first + k, mask=there, other=0.0)
+        mine += tl.where(equal, each, 0.0)
+        others += tl.where(equal, 0.0, each)
+    tl.store(same + i, mine, mask=there)
+    tl.store(rest + i, others, mask=there)
 
 
 @triton.jit

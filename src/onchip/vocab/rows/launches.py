@@ -108,7 +108,8 @@ def launch_soft(
     unit, stride = _unit(logits, out, rows)
     label_unit, label_stride = _unit(labels, None, {"outer": labels_outer, "inner": labels_inner})
     unit, lanes = math.gcd(unit, label_unit), 32 * tiles.warps
-    tile = max(tiles.tile // 2, unit * lanes)  # labels take as many registers as logits do
+    # Labels take as many registers as logits do, and their statistics as many again.
+    tile = max(tiles.tile // (2 if more.get("entropy") is None else 4), unit * lanes)
     loops = (vocab - 1) // tile
     arguments = {
         **{name: x // unit for name, x in rows.items()},
@@ -146,6 +147,7 @@ def launch_ids(
     ids: Tensor,  # [...] or [..., K]
     token_temperature: Tensor | None,  # [...] or []
     options: Any,
+    class_weight: Tensor | None = None,  # [V] float32, contiguous
     **more: Any,
 ) -> None:
     """Launch a kernel of onchip.vocab.rows.ids; `more` are its other arguments."""
@@ -165,7 +167,10 @@ def launch_ids(
         "ids": ids,
         "kept": (ids != options.ignore_index).any(1).to(torch.int32),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
+        "class_weight": class_weight,
+        "class_total": None if class_weight is None else class_weight.sum(),
         "top_out": None,
+        "uniform": None,
         "out": out,
         "T": tokens,
         "K": several,
@@ -187,6 +192,18 @@ def launch_ids(
         return
     grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
     Launch(getattr(id_kernels, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+
+
+def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """As the function of this name in onchip.vocab.torch.softmax, with one launch for any number of ids."""
+    from onchip.vocab.rows import ids as id_kernels
+
+    ids, g = ids.contiguous(), g.contiguous()
+    same, rest = torch.empty_like(g), torch.empty_like(g)
+    if g.numel() > 0:
+        given = {"ids": ids, "g": g, "same": same, "rest": rest, "N": g.numel(), "K": g.shape[1], "BLOCK": 256}
+        Launch(id_kernels.share_ids, (-(-g.numel() // 256),), given).run()
+    return same, rest
 
 
 def _unit(logits: Tensor, out: Tensor | None, rows: dict[str, int]) -> tuple[int, int]:

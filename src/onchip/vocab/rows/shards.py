@@ -20,6 +20,19 @@ def statistics(op: str, call: Any, tokens: Tokens, asked: Asked) -> TokenStats:
     shards, options = call.shards, replace(call.options, ignore_index=parallel.IGNORED)
     target = parallel.ids_for_kernels(call.target, shards, call.options.ignore_index)
     asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, shards))
+    known = statistics_of_shard(call.mine, target, call.token_temperature, options, asked)
+    return parallel.combine(op, shards, known, tokens, asked, check_values=options.check_inputs)
+
+
+def statistics_of_shard(
+    logits: Tensor,  # [..., rows]
+    target: Tensor,  # [...] as `parallel.ids_for_kernels` makes it
+    token_temperature: Tensor | None,  # [...] or []
+    options: Any,  # whose ignore_index is `parallel.IGNORED`
+    asked: Asked,  # with the shard's class weights
+    target_logit: Tensor | None = None,  # [T] float32: what is taken for the targets' logits
+) -> TokenStats:
+    """The statistics of every token over this shard alone."""
 
     def empty(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Any:
         return torch.empty(target.numel(), dtype=dtype, device=target.device) if wanted else None
@@ -28,13 +41,13 @@ def statistics(op: str, call: Any, tokens: Tokens, asked: Asked) -> TokenStats:
     top, uniform = empty(asked.top), empty(asked.mean_logits)
     if target.numel() > 0:
         launch_rows(
-            "losses", call.mine, None, target, None, call.token_temperature, options,
+            "losses", logits, None, target, None, token_temperature, options,
             class_weight=asked.class_weight, divisor=None, loss=empty(), lse=lse, log_prob=log_prob, entropy=entropy,
             correct=empty(asked.entropy, torch.bool), argmax=argmax, top_out=top, uniform=uniform,
+            target_logit=target_logit,
         )  # fmt: skip
     log_prob = log_prob.masked_fill(target.reshape(-1) < 0, 0)[:, None]
-    known = TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None, top)
-    return parallel.combine(op, shards, known, tokens, asked, check_values=options.check_inputs)
+    return TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None, top)
 
 
 def statistics_of_ids(
@@ -74,7 +87,6 @@ def write_gradient(
     """Write the gradient of this rank's logits to `out`, [..., rows], contiguous; `gradient` is of all T tokens."""
     here = parallel.ids_for_kernels(ids, call.shards, call.options.ignore_index)
     options = replace(call.options, ignore_index=parallel.IGNORED)
-    given = {name: x for name, x in vars(gradient).items() if name not in ("even", "class_weight")}
-    more = {name: None if x is None else x.contiguous() for name, x in given.items()}
+    more = {name: None if x is None else x.contiguous() for name, x in vars(gradient).items()}
     for kernel in ("log_prob_gradients", "write_ids"):
         launch_ids(kernel, call.mine, out, here, token_temperature, options, **more)

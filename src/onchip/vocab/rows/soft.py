@@ -8,60 +8,59 @@ kept lane by lane, relative to the lane's largest logit.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, soft_gradient, soft_loss
-from onchip.vocab.rows.blocks import NOTHING, lanes_of, read_tile, row_start, squash, steps_of
+from onchip.kernels.triton.maths import LOG2E, LOWEST, log_of_total, soft_gradient, soft_loss
+from onchip.vocab.rows.blocks import lanes_of, read_tile, read_weights, row_start, squash, steps_of, walk, write_tile
+from onchip.vocab.rows.softmax import NO_COLUMN, first_largest, join, logits_of, meet, nothing_yet
 
 
 @triton.jit
-def _read_labels(
-    row, stride, class_weight, first, V, label_smoothing,
+def _smoothed(
+    given, class_weight, first, V, label_smoothing,
     SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of labels, smoothed and weighed; 0 from V on."""
-    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
-    q = read_tile(row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
-    q = (1 - label_smoothing) * q + label_smoothing / V
-    inside = steps < V - first - lanes
+    q = (1 - label_smoothing) * given + label_smoothing / V
     if class_weight is not None:
-        at = class_weight + first + lanes + steps
-        q *= tl.load(at, mask=inside, other=0.0) if MASKED else tl.load(at)
+        q *= read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     elif MASKED:
-        q = tl.where(inside, q, 0.0)
+        q = tl.where(steps_of(SIZE, LANES, UNIT) < V - first - lanes_of(LANES, UNIT), q, 0.0)
     return q
 
 
 @triton.jit
+def _cost(q, d, mass, cost, drop):
+    """[LANES]: the sum of q (z of top - z) log2(e), and that of q, with a tile in them."""
+    # What has no probability costs nothing, where 0 * -inf would not be 0.
+    return cost - mass * drop - tl.sum(tl.sum(tl.where(q == 0, 0.0, q * d), 2), 0), mass + tl.sum(tl.sum(q, 2), 0)
+
+
+@triton.jit
 def _absorb(
-    raw,  # [R, LANES, UNIT]: the logits from column `first` on, and their labels
-    q,
+    raw,  # [R, LANES, UNIT]: the logits from column `first` on
     first,
     V,
-    k2,
-    inner_scale,
-    top,  # [LANES] largest x
-    total,  # [LANES] sum of exp(z - z of top)
-    below,  # [LANES] the same without those above LEADING
-    mass,  # [LANES] sum of q
-    cost,  # [LANES] sum of q (z of top - z) log2(e)
+    known,
+    state,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The running sums with another tile in them."""
-    x = squash(raw, inner_scale)
-    if MASKED:
-        x = tl.where(steps_of(SIZE, LANES, UNIT) < V - first - lanes_of(LANES, UNIT), x, float("-inf"))
-    new_top = tl.maximum(top, tl.max(tl.max(x, 2), 0))
-    drop = tl.maximum((top - new_top) * k2, NOTHING)
-    decay = tl.exp2(drop)
-    d = (x - new_top[None, :, None]) * k2
-    e = tl.exp2(d)
-    below = tl.where(drop < 0, total, below) * decay + tl.sum(tl.sum(tl.where(e > LEADING, 0.0, e), 2), 0)
-    total = total * decay + tl.sum(tl.sum(e, 2), 0)
-    # What has no probability costs nothing, where 0 * -inf would not be 0.
-    cost = cost - mass * drop - tl.sum(tl.sum(tl.where(q == 0, 0.0, q * d), 2), 0)
-    return new_top, total, below, mass + tl.sum(tl.sum(q, 2), 0), cost
+    k2, inner_scale, of_row, stride, class_weight, label_smoothing, entropy = known
+    # For the statistics: the sums of labels as they are given, the largest one and its column.
+    softmax, cost, mass, given_cost, given_mass, likeliest, column = state
+    given = read_tile(of_row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
+    q = _smoothed(given, class_weight, first, V, label_smoothing, SIZE, LANES, UNIT, MASKED)
+    x = logits_of(raw, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    softmax, d, _, drop, _ = join(x, first, k2, softmax, entropy, entropy, SIZE, LANES, UNIT)
+    cost, mass = _cost(q, d, mass, cost, drop)
+    if entropy is not None:
+        given_cost, given_mass = _cost(given, d, given_mass, given_cost, drop)
+        # From V on they are -inf, as logits are, and none is the largest.
+        given = logits_of(given, first, V, None, SIZE, LANES, UNIT, MASKED)
+        likeliest, column = first_largest(given, first, likeliest, column, SIZE, LANES, UNIT)
+    return softmax, cost, mass, given_cost, given_mass, likeliest, column
 
 
 @triton.jit
@@ -74,6 +73,11 @@ def soft_losses(
     lse,
     less,  # largest p - 1, where that p is above LEADING
     mass,  # m
+    expected,  # sum of labels as they are given times log-probabilities; and what follows, with return_stats
+    entropy,
+    correct,  # [T] bool out: whether the largest logit is where the largest label is
+    argmax,  # [T] int64 out
+    target_logit,  # sum of labels times logits
     T,
     V_units,  # V / UNIT
     loops,  # full tiles before the last one
@@ -104,70 +108,54 @@ def soft_losses(
         if temperature is not None:
             k = k / tl.load(temperature + row)
         k2 = k * LOG2E
-        top = tl.full([LANES], LOWEST, tl.float32)
-        total = tl.zeros([LANES], tl.float32)
-        below = tl.zeros([LANES], tl.float32)
-        m = tl.zeros([LANES], tl.float32)
-        cost = tl.zeros([LANES], tl.float32)
-        if LOOP:
-            for i in tl.range(0, loops, num_stages=STAGES):
-                raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
-                q = _read_labels(
-                    of_row, labels_stride, class_weight, i * TILE, V, label_smoothing, TILE, LANES, UNIT, False
-                )
-                top, total, below, m, cost = _absorb(
-                    raw, q, i * TILE, V, k2, inner_scale, top, total, below, m, cost, TILE, LANES, UNIT, False
-                )
-        first = loops * TILE
-        raw = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-        q = _read_labels(of_row, labels_stride, class_weight, first, V, label_smoothing, TILE, LANES, UNIT, True)
-        top, total, below, m, cost = _absorb(
-            raw, q, first, V, k2, inner_scale, top, total, below, m, cost, TILE, LANES, UNIT, True
-        )
-
-        best = tl.max(top, 0)
-        drop = tl.maximum((top - best) * k2, NOTHING)
-        below = tl.sum(tl.where(drop < 0, total, below) * tl.exp2(drop), 0)
-        total = tl.sum(total * tl.exp2(drop), 0)
-        cost = tl.sum(cost - m * drop, 0)
+        zeros = tl.zeros([LANES], tl.float32)
+        state, _ = walk(
+            _absorb, (k2, inner_scale, of_row, labels_stride, class_weight, label_smoothing, entropy),
+            (nothing_yet(LANES), zeros, zeros, zeros, zeros, zeros + LOWEST, tl.full([LANES], NO_COLUMN, tl.int32)),
+            from_row, logits_stride, V, loops, "evict_first", LOOP, STAGES, TILE, LANES, UNIT,
+        )  # fmt: skip
+        softmax, cost, m, given_cost, given_mass, likeliest, column = state
+        softmax, drop = meet(k2, softmax)
+        best, total, below, moment, top_column = softmax
+        cost = tl.sum(cost - m * drop, 0) / LOG2E
         m = tl.sum(m, 0)
-        value, row_lse, low = soft_loss(best * k, total, below, m, cost / LOG2E, z_loss)
+        value, row_lse, low = soft_loss(best * k, total, below, m, cost, z_loss)
         tl.store(loss + row, value)
         tl.store(lse + row, row_lse)
         tl.store(less + row, low)
         tl.store(mass + row, m)
+        if entropy is not None:
+            log_total, _ = log_of_total(total, below)
+            given_cost = tl.sum(given_cost - given_mass * drop, 0) / LOG2E
+            m = tl.sum(given_mass, 0)
+            at = tl.min(tl.where(likeliest == tl.max(likeliest, 0), column, NO_COLUMN), 0)
+            tl.store(expected + row, -(m * log_total + given_cost))
+            tl.store(entropy + row, log_total - moment / total)
+            tl.store(correct + row, top_column == at)
+            tl.store(argmax + row, top_column.to(tl.int64))
+            tl.store(target_logit + row, m * (best * k) - given_cost)
 
 
 @triton.jit
 def _write(
-    into,  # the row of the gradient, contiguous
-    raw,
-    q,
+    raw,  # [R, LANES, UNIT]: the logits from column `first` on
     first,
     V,
-    k2,
-    inner_scale,
-    lse2,
-    mass,
-    less,
-    more,
-    factor,
+    known,
+    state,  # none
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The gradient of a tile's logits."""
-    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
+    into, k2, inner_scale, of_row, stride, class_weight, label_smoothing, lse2, mass, less, more, factor = known
+    given = read_tile(of_row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
+    q = _smoothed(given, class_weight, first, V, label_smoothing, SIZE, LANES, UNIT, MASKED)
     x = squash(raw, inner_scale)
     g = soft_gradient(tl.exp2(x * k2 - lse2), q, mass, less, more) * factor
-    if inner_scale is not None:
-        g *= 1 - x * x
-    at, g = into + first + lanes + steps, g.to(into.dtype.element_ty)
-    if MASKED:
-        tl.store(at, g, mask=steps < V - first - lanes, eviction_policy="evict_first")
-    else:
-        tl.store(at, g, eviction_policy="evict_first")
+    write_tile(into, 1, g, x, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    return state
 
 
 @triton.jit
@@ -212,18 +200,9 @@ def soft_gradients(
         k = outer_scale
         if temperature is not None:
             k = k / tl.load(temperature + row)
-        k2 = k * LOG2E
         row_lse = tl.load(lse + row)
-        lse2, m, low = row_lse * LOG2E, tl.load(mass + row), tl.load(less + row)
-        more, factor = 2 * z_loss * row_lse, tl.load(row_factor + row)
-        if LOOP:
-            for i in tl.range(0, loops, num_stages=STAGES):
-                raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
-                q = _read_labels(
-                    of_row, labels_stride, class_weight, i * TILE, V, label_smoothing, TILE, LANES, UNIT, False
-                )
-                _write(into, raw, q, i * TILE, V, k2, inner_scale, lse2, m, low, more, factor, TILE, LANES, UNIT, False)
-        first = loops * TILE
-        raw = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-        q = _read_labels(of_row, labels_stride, class_weight, first, V, label_smoothing, TILE, LANES, UNIT, True)
-        _write(into, raw, q, first, V, k2, inner_scale, lse2, m, low, more, factor, TILE, LANES, UNIT, True)
+        known = (
+            into, k * LOG2E, inner_scale, of_row, labels_stride, class_weight, label_smoothing, row_lse * LOG2E,
+            tl.load(mass + row), tl.load(less + row), 2 * z_loss * row_lse, tl.load(row_factor + row),
+        )  # fmt: skip
+        walk(_write, known, (), from_row, logits_stride, V, loops, "evict_first", LOOP, STAGES, TILE, LANES, UNIT)

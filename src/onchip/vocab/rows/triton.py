@@ -18,17 +18,18 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p
-from onchip.vocab.rows.blocks import NOTHING, clear_row, lanes_of, read_tile, row_start, squash, steps_of
-
-
-@triton.jit
-def _read_weights(
-    class_weight, first, V, SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
-):
-    """The weights of a tile's classes; 0 from V on."""
-    steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
-    at = class_weight + first + lanes + steps
-    return tl.load(at, mask=steps < V - first - lanes, other=0.0) if MASKED else tl.load(at)
+from onchip.vocab.rows.blocks import (
+    NOTHING,
+    clear_row,
+    lanes_of,
+    read_tile,
+    read_weights,
+    row_start,
+    squash,
+    steps_of,
+    walk,
+    write_tile,
+)
 
 
 @triton.jit
@@ -36,34 +37,30 @@ def _absorb(
     raw,  # [R, LANES, UNIT]: the logits from column `first` on
     first,
     V,
-    y,  # the target's column, negative if it has none
-    k2,
-    inner_scale,
-    class_weight,  # [V] float32
-    reference,
-    top,  # [LANES] largest x but the target's
-    others,  # [LANES] sum of exp(z - z of top), but the target's
-    offsets,  # [LANES] sum of x - reference, weighed by class
-    moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e), but the target's
-    index,  # [LANES] column of top, the first one
+    known,
+    state,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    STATS: tl.constexpr,
 ):
     """The running sums with another tile in them."""
+    # The target's column, negative if it has none; what x are relative to in their sum, if that is wanted; and whether
+    # the entropy is.
+    y, k2, inner_scale, class_weight, reference, entropy = known
+    # [LANES] each, of all logits but the target's: the largest x; the sum of exp(z - z of top); the sum of x -
+    # reference, weighed by class; the sum of exp(z - z of top) * (z - z of top) * log2(e); the first column of top.
+    top, others, offsets, moments, index = state
     steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
     x = squash(raw, inner_scale)
     out = steps == y - first - lanes
     if MASKED:
         outside = steps >= V - first - lanes
         out = out | outside
-    if SMOOTHING:
+    if reference is not None:
         offset = x - reference
         if class_weight is not None:
-            weights = _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+            weights = read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
             # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
             offset = tl.where(weights > 0, offset * weights, 0.0)
         elif MASKED:
@@ -71,7 +68,7 @@ def _absorb(
         offsets += tl.sum(tl.sum(offset, 2), 0)
     x = tl.where(out, float("-inf"), x)
     largest = tl.max(tl.max(x, 2), 0)
-    if STATS:
+    if entropy is not None:
         at_largest = tl.where(x == largest[None, :, None], steps, SIZE)
         column = first + tl.arange(0, LANES) * UNIT + tl.min(tl.min(at_largest, 2), 0)
         index = tl.where(largest > top, column, index)
@@ -80,7 +77,7 @@ def _absorb(
     decay = tl.exp2(drop)
     d = (x - new_top[None, :, None]) * k2
     e = tl.exp2(d)
-    if STATS:
+    if entropy is not None:
         # p log p is 0 at p = 0, and 0 * -inf is not.
         moments = decay * (moments + others * drop) + tl.sum(tl.sum(e * tl.maximum(d, NOTHING), 2), 0)
     others = others * decay + tl.sum(tl.sum(e, 2), 0)
@@ -89,40 +86,26 @@ def _absorb(
 
 @triton.jit
 def _write(
-    row,  # of the gradient
-    stride,
     raw,  # [R, LANES, UNIT]: the logits from column `first` on
     first,
     V,
-    y,
-    k2,
-    inner_scale,
-    class_weight,  # [V] float32
-    terms,  # of `gradient_terms`
+    known,
+    state,  # none
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
-    SMOOTHING: tl.constexpr,
 ):
     """The gradient of a tile's logits."""
-    lse2, factor, even, at_target = terms
+    row, stride, y, k2, inner_scale, class_weight, lse2, factor, even, at_target = known
     steps, lanes = steps_of(SIZE, LANES, UNIT), lanes_of(LANES, UNIT)
     x = squash(raw, inner_scale)
     g = tl.exp2(x * k2 - lse2) * factor
-    if SMOOTHING and class_weight is None:
-        g -= even
-    elif SMOOTHING:
-        g -= even * _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+    if even is not None:
+        g -= even if class_weight is None else even * read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     g = tl.where(steps == y - first - lanes, at_target, g)
-    if inner_scale is not None:
-        g *= 1 - x * x
-    at = row + (first + lanes + steps).to(tl.int64) * stride
-    g = g.to(row.dtype.element_ty)
-    if MASKED:
-        tl.store(at, g, mask=steps < V - first - lanes, eviction_policy="evict_first")
-    else:
-        tl.store(at, g, eviction_policy="evict_first")
+    write_tile(row, stride, g, x, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
+    return state
 
 
 @triton.jit
@@ -225,21 +208,12 @@ def losses(
             offsets = tl.zeros([LANES], tl.float32)
             moments = tl.zeros([LANES], tl.float32)
             index = tl.zeros([LANES], tl.int32)
-            if LOOP:
-                for i in tl.range(0, loops, num_stages=STAGES):
-                    raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, AGAIN)
-                    top, others, offsets, moments, index = _absorb(
-                        raw, i * TILE, V, y, k2, inner_scale, class_weight, reference, top, others, offsets, moments,
-                        index,
-                        TILE, LANES, UNIT, False, SMOOTHING, entropy is not None,
-                    )  # fmt: skip
-            first = loops * TILE
-            last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, AGAIN)
-            top, others, offsets, moments, index = _absorb(
-                last, first, V, y, k2, inner_scale, class_weight, reference, top, others, offsets, moments,
-                        index,
-                TILE, LANES, UNIT, True, SMOOTHING, entropy is not None,
+            known = y, k2, inner_scale, class_weight, reference if SMOOTHING else None, entropy
+            state, last = walk(
+                _absorb, known, (top, others, offsets, moments, index), from_row, logits_stride, V, loops,
+                AGAIN, LOOP, STAGES, TILE, LANES, UNIT,
             )  # fmt: skip
+            top, others, offsets, moments, index = state
 
             best = tl.max(top, 0)
             drop = tl.maximum((top - best) * k2, NOTHING)
@@ -269,7 +243,12 @@ def losses(
                 offset = tl.sum(offsets, 0)
                 if target_logit is not None:
                     stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
-                    offset -= squash(stored, inner_scale) - reference
+                    stored = squash(stored, inner_scale)
+                    # Two that are -inf, as a bias of that makes them, differ by nothing; another shard's is not here.
+                    more = tl.where(good & (stored != x_y), x_y - stored, 0.0)
+                    if of_class is not None:
+                        more = tl.where(of_class > 0, more * of_class, 0.0)
+                    offset += more
                 share = 1.0 if of_all is None else of_all / V
                 of_uniform = log_total * share - (offset / V + (reference - lead) * share) * k
                 value += label_smoothing * of_uniform
@@ -304,33 +283,29 @@ def losses(
                     at_target *= 1 - x_y * x_y
                 _store_terms(terms_out + row, T, k2, lse2, factor, even, at_target)
             if out is not None:
+                lse2, factor, even, at_target = terms
+                of_gradient = (
+                    into,
+                    1,
+                    y,
+                    k2,
+                    inner_scale,
+                    class_weight,
+                    lse2,
+                    factor,
+                    even if SMOOTHING else None,
+                    at_target,
+                )
+                first = loops * TILE
                 if LOOP:
                     # As the other tiles: the registers are needed for them.
                     last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-                _write(
-                    into, 1, last, first, V, y, k2, inner_scale, class_weight, terms, TILE, LANES, UNIT, True, SMOOTHING
-                )
+                _write(last, first, V, of_gradient, (), TILE, LANES, UNIT, True)
                 if LOOP:
                     for i in range(loops):
                         back = (loops - 1 - i) * TILE
                         raw = read_tile(from_row, logits_stride, back, V, TILE, LANES, UNIT, False, "evict_first")
-                        _write(
-                            into,
-                            1,
-                            raw,
-                            back,
-                            V,
-                            y,
-                            k2,
-                            inner_scale,
-                            class_weight,
-                            terms,
-                            TILE,
-                            LANES,
-                            UNIT,
-                            False,
-                            SMOOTHING,
-                        )
+                        _write(raw, back, V, of_gradient, (), TILE, LANES, UNIT, False)
 
 
 @triton.jit
@@ -416,45 +391,15 @@ def gradients(
                 tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, label_smoothing, z_loss,
                 vocab, SMOOTHING,
             )  # fmt: skip
-            k2 = k * LOG2E
-            for i in tl.range(0, loops, num_stages=STAGES):
-                raw = read_tile(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
-                _write(
-                    into,
-                    out_stride,
-                    raw,
-                    i * TILE,
-                    V,
-                    y,
-                    k2,
-                    inner_scale,
-                    of_columns,
-                    terms,
-                    TILE,
-                    LANES,
-                    UNIT,
-                    False,
-                    SMOOTHING,
-                )
-            first = loops * TILE
-            last = read_tile(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            _write(
-                into,
-                out_stride,
-                last,
-                first,
-                V,
-                y,
-                k2,
-                inner_scale,
-                of_columns,
-                terms,
-                TILE,
-                LANES,
-                UNIT,
-                True,
-                SMOOTHING,
-            )
+            lse2, row_factor, even, at_target = terms
+            known = (
+                into, out_stride, y, k * LOG2E, inner_scale, None if class_weight is None else of_columns, lse2,
+                row_factor, even if SMOOTHING else None, at_target,
+            )  # fmt: skip
+            walk(
+                _write, known, (), from_row, logits_stride, V, loops,
+                "evict_first", True, STAGES, TILE, LANES, UNIT,
+            )  # fmt: skip
 
 
 @triton.jit

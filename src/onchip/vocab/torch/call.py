@@ -1,5 +1,6 @@
 """The arguments that the operators of all losses of a linear layer share."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,11 @@ class LinearCall(Layer):
     """Bytes of the copies of inputs whose strides don't suit."""
     compiled: bool
     """Whether torch.compile made the call: then its sizes may have been symbols."""
+
+    @property
+    def number(self) -> int:
+        """T, of all ranks where each has the hidden states of some tokens."""
+        return math.prod(self.ids.shape[: self.hidden.ndim - 1])  # (numel() of symbols is a number)
 
     @property
     def several(self) -> int:

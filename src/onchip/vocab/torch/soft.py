@@ -9,7 +9,8 @@ With class weights w_v, q_v is w_v times a token's probability, lse - mean(z) be
 gradient eps / V is eps w_v / V and the eps beside S is eps mean(w).
 
 K ids go through the walks of the other losses, with log-probabilities of several ids.  Where every entry has a
-probability, `dense_stats` and `dense_gradient` take rows of the whole vocabulary, a chunk of tokens at a time.
+probability, `dense_stats` and `dense_gradient` take rows of the whole vocabulary, a chunk of tokens at a time; of a
+shard of it `dense_sums` are what ranks exchange.
 """
 
 import math
@@ -24,8 +25,34 @@ from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_types import LossStats, WithStats
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
-from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, token_gradient
+from onchip.vocab.torch.softmax import Asked, Running, Shares, TokenGradient, TokenStats, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
+
+# The logarithm of 1/2.
+LIKELY = -math.log(2)
+
+
+class SoftStats(NamedTuple):
+    """[T] each, of labels as they are given, what `LossStats` has beside lse; None without return_stats."""
+
+    expected: Tensor | None = None  # sum of probability times log-probability
+    entropy: Tensor | None = None
+    correct: Tensor | None = None  # bool
+    argmax: Tensor | None = None  # int64
+    target_logit: Tensor | None = None  # sum of probability times logit
+
+    @staticmethod
+    def empty(options: Any, like: Tensor, tokens: int) -> "SoftStats":
+        """Not yet filled, for hidden states or logits `like` these."""
+        if not options.return_stats:
+            return SoftStats()
+        total = accumulator(like.dtype)
+        return SoftStats(*(like.new_empty(tokens, dtype=x) for x in (total, total, torch.bool, torch.int64, total)))
+
+    def of(self, lse: Tensor) -> LossStats:
+        """With this lse, [T], what the caller gets."""
+        made: Any = (lse, *self)  # none of it is None then
+        return LossStats(*made)
 
 
 class SoftOutputs(NamedTuple):
@@ -35,12 +62,8 @@ class SoftOutputs(NamedTuple):
     lse: Tensor  # [T]
     log_prob: Tensor  # [T, K]: of the ids; of every entry's labels [T, 1], of the largest logit
     largest: Tensor | None  # [T, 1] int64, of every entry's labels: where that is
-    # [T] and asked for with return_stats, as `LossStats` has them:
-    expected: Tensor | None = None  # sum of probability times log-probability
-    entropy: Tensor | None = None
-    correct: Tensor | None = None
-    argmax: Tensor | None = None
-    target_logit: Tensor | None = None  # sum of probability times logit
+    mass: Tensor | None  # [T], of every entry's labels: their sum, weighed by class
+    stats: SoftStats
 
     @staticmethod
     def empty(options: Any, like: Tensor, probs: Tensor, *, dense: bool) -> "SoftOutputs":
@@ -48,27 +71,14 @@ class SoftOutputs(NamedTuple):
         total = accumulator(like.dtype)
         shape = probs.shape[:-1]
         tokens, count = math.prod(shape), 1 if dense else probs.shape[-1]  # (numel() of symbols is a number)
-
-        def vector(dtype: torch.dtype = total) -> Tensor | None:
-            return like.new_empty(tokens, dtype=dtype) if options.return_stats else None
-
         return SoftOutputs(
             like.new_empty(shape if options.reduction == "none" else (), dtype=total),
             like.new_empty(tokens, dtype=total),
             like.new_empty((tokens, count), dtype=total),
             like.new_empty((tokens, 1), dtype=torch.int64) if dense else None,
-            vector(),
-            vector(),
-            vector(torch.bool),
-            vector(torch.int64),
-            vector(),
+            like.new_empty(tokens, dtype=total) if dense else None,
+            SoftStats.empty(options, like, tokens),
         )
-
-    @property
-    def stats(self) -> LossStats:
-        """[T], with return_stats."""
-        made: Any = (self.lse, self.expected, self.entropy, self.correct, self.argmax, self.target_logit)
-        return LossStats(*made)
 
 
 def shaped(
@@ -97,13 +107,13 @@ def id_stats(
     argmax: Tensor | None,
     values: Tensor,  # [T, K] probabilities, without weights of classes
     ids: Tensor,  # [T, K]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | tuple[()]:
-    """The last outputs of `SoftOutputs`, of K ids; none without the entropy."""
+) -> SoftStats:
+    """Those of K ids; none without the entropy."""
     if entropy is None or argmax is None:
-        return ()
+        return SoftStats()
     expected, mass = _expected(values, log_prob), values.sum(1)
     correct = argmax == ids.gather(1, values.argmax(1, keepdim=True))[:, 0]
-    return expected, entropy, correct, argmax, torch.where(mass == 0, 0, expected + mass * lse)
+    return SoftStats(expected, entropy, correct, argmax, torch.where(mass == 0, 0, expected + mass * lse))
 
 
 def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> Tensor:
@@ -128,7 +138,8 @@ def labels_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | Non
 def asked_by(options: Any, class_weight: Tensor | None) -> Asked:
     """The statistics that the loss of K ids needs, and the caller asked for."""
     smoothed = options.label_smoothing > 0
-    return Asked(options.return_stats, smoothed, class_weight=class_weight if smoothed else None)
+    stats = options.return_stats
+    return Asked(stats, smoothed, class_weight=class_weight if smoothed else None, top=stats)
 
 
 def token_losses(
@@ -161,12 +172,13 @@ def loss_gradient(
     tokens: Ids,
     vocab: int,
     class_weight: Tensor | None,  # [V]
+    shares: Shares | None = None,
 ) -> TokenGradient:
-    """The gradient of the tokens' logits, for upstream gradients of `row`."""
+    """The gradient of the tokens' logits, for upstream gradients of `row`; `shares` as of `token_gradient`."""
     by_log_prob, by_lse = by_outputs(options, row, lse, probs, class_weight)
     if tokens.bad is not None:
         by_log_prob = by_log_prob.masked_fill(tokens.bad, float("nan"))
-    made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept)
+    made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept, shares=shares)
     if options.label_smoothing > 0:
         even = row * (options.label_smoothing / vocab)
         at_ids = even[:, None] if class_weight is None else even[:, None] * class_weight[tokens.ids]
@@ -194,12 +206,21 @@ class DenseStats(NamedTuple):
     lse: Tensor
     log_prob: Tensor  # [n, 1]: of the largest logit
     largest: Tensor  # [n, 1] int64
-    # As in `SoftOutputs`.
-    expected: Tensor | None = None
-    entropy: Tensor | None = None
-    correct: Tensor | None = None
-    argmax: Tensor | None = None
-    target_logit: Tensor | None = None
+    mass: Tensor
+    stats: SoftStats
+
+
+class DenseSums(NamedTuple):
+    """What labels q make of the softmax over all of a vocabulary, or over a part of it alone; [n] unless noted."""
+
+    softmax: TokenStats  # with `uniform` where that is asked for, and the entropy with return_stats
+    cost: Tensor  # sum of w q log p, w being the weights of classes
+    mass: Tensor  # sum of w q
+    # With return_stats:
+    expected: Tensor | None  # sum of q log p
+    total: Tensor | None  # sum of q
+    largest_label: Tensor | None
+    likeliest: Tensor | None  # int64: where that is
 
 
 def dense_stats(
@@ -211,11 +232,39 @@ def dense_stats(
     class_weight: Tensor | None,  # [V]
 ) -> DenseStats:
     """The losses of labels, and what their gradient needs; `source` is as `walk.forward` takes it."""
-    n, vocab, eps = tokens.number, source.vocab, options.label_smoothing
-    running, expected = Running.empty(tokens.ids, tokens.dtype), torch.zeros_like(tokens.ids[:, 0], dtype=tokens.dtype)
-    uniform = torch.zeros_like(expected) if eps > 0 else None
-    asked = [torch.zeros_like(expected) for _ in range(3)] if options.return_stats else []
-    likeliest = torch.zeros_like(tokens.ids[:, 0])
+    made = dense_sums(source, options, tokens, config, probs, class_weight)
+    return stats_of_sums(options, made, made.softmax.log_prob, made.softmax.argmax)
+
+
+def stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Tensor) -> DenseStats:
+    """Of sums over all of a vocabulary, and what the gradient takes for the largest logit: its log-probability [n, 1]
+    and its place [n]."""
+    known = sums.softmax
+    # As if of one id, whose log-probability is the sum over all entries.
+    cost = sums.cost[:, None]
+    loss = token_losses(options, known.lse, cost, known.uniform, torch.ones_like(cost))
+    of = SoftStats()
+    if sums.expected is not None and sums.total is not None and sums.likeliest is not None:
+        logit = torch.where(sums.total == 0, 0, sums.expected + sums.total * known.lse)
+        of = SoftStats(sums.expected, known.entropy, known.argmax == sums.likeliest, known.argmax, logit)
+    return DenseStats(loss, known.lse, log_prob, largest.clamp(min=0)[:, None], sums.mass, of)
+
+
+def dense_sums(
+    source: Any, options: Any, tokens: Ids, config: Config, probs: Tensor, class_weight: Tensor | None
+) -> DenseSums:
+    """Arguments as of `dense_stats`, or a part of the vocabulary's, which may be empty; the softmax's `log_prob` is
+    that of the largest logit."""
+    vocab, asked = source.vocab, options.return_stats
+    n = tokens.number if vocab > 0 else 0
+    running = Running.empty(tokens.ids, tokens.dtype)
+
+    def zeros(wanted: bool = True) -> Any:
+        return torch.zeros_like(running.max) if wanted else None
+
+    cost, mass, uniform = zeros(), zeros(), zeros(options.label_smoothing > 0)
+    entropy, expected, total, likeliest = zeros(asked), zeros(asked), zeros(asked), torch.zeros_like(running.argmax)
+    largest_label = torch.full_like(running.max, -torch.inf) if asked else None
     tile = Tile(min(n, config.token_chunk) * vocab, tokens, spare=True)
     for start, stop in spans(n, config.token_chunk):
         z, _, log_p = tile.cut(stop - start, vocab)
@@ -226,33 +275,26 @@ def dense_stats(
         part, q = running.part(start, stop), rows_of(probs, start, stop)
         part.absorb(z, 0, tokens.ids[start:stop], Asked(), None)
         log_p.sub_(part.max[:, None]).sub_(part.log_total[:, None])
-        if asked:
+        if largest_label is not None:
             # exp(z - max) log p is 0 where p is, where 0 * -inf would not be.
             z.mul_(log_p).masked_fill_(log_p == -torch.inf, 0)
-            asked[0][start:stop] = -z.sum(1) / part.total
+            entropy[start:stop] = -z.sum(1) / part.total
             torch.mul(log_p, q, out=z).masked_fill_(q == 0, 0)
-            asked[1][start:stop] = z.sum(1)
-            asked[2][start:stop] = q.sum(1, dtype=z.dtype)
-            likeliest[start:stop] = q.argmax(1)
+            expected[start:stop] = z.sum(1)
+            total[start:stop] = q.sum(1, dtype=z.dtype)
+            largest_label[start:stop], likeliest[start:stop] = q.max(1)
         if class_weight is not None:
             # A class that weighs nothing costs nothing, where 0 * -inf would not be 0.
             log_p.masked_fill_(class_weight == 0, 0).mul_(class_weight)
+        mass[start:stop] = q.sum(1, dtype=z.dtype) if class_weight is None else torch.mul(q, class_weight, out=z).sum(1)
         if uniform is not None:
             uniform[start:stop] = -log_p.sum(1) / vocab
-        expected[start:stop] = log_p.masked_fill_(q == 0, 0).mul_(q).sum(1)
-    stats = running.stats(tokens, vocab, Asked())
-    largest = stats.argmax.clamp(min=0)[:, None]
-    # As if of one id, whose log-probability is the sum over all entries.
-    expected = expected[:, None]
-    loss = token_losses(options, stats.lse, expected, uniform, torch.ones_like(expected))
-    made = DenseStats(loss, stats.lse, -running.log_total[:, None], largest)
+        cost[start:stop] = log_p.masked_fill_(q == 0, 0).mul_(q).sum(1)
+    found = running.stats(tokens, vocab, Asked(top=True))
+    found = found._replace(log_prob=-running.log_total[:, None], entropy=entropy, uniform=uniform)
     if not asked:
-        return made
-    entropy, of_labels, mass = asked
-    logit = torch.where(mass == 0, 0, of_labels + mass * stats.lse)
-    return made._replace(
-        expected=of_labels, entropy=entropy, correct=stats.argmax == likeliest, argmax=stats.argmax, target_logit=logit
-    )
+        return DenseSums(found, cost, mass, None, None, None, None)
+    return DenseSums(found, cost, mass, expected, total, largest_label, likeliest)
 
 
 def read_logits(source: Any, tokens: Ids, start: int, stop: int, out: Tensor, chunk: int) -> None:
@@ -270,33 +312,49 @@ def rows_of(probs: Tensor, start: int, stop: int) -> Tensor:
     return probs[torch.unravel_index(torch.arange(start, stop, device=probs.device), probs.shape[:-1])]
 
 
+class Whole(NamedTuple):
+    """What the gradient of a part of the vocabulary needs of all of it."""
+
+    vocab: int
+    class_share: Tensor | float  # the mean weight of classes
+
+    @staticmethod
+    def of(vocab: int, class_weight: Tensor | None) -> "Whole":
+        return Whole(vocab, 1.0 if class_weight is None else class_weight.mean())
+
+
 def dense_gradient(
     options: Any,
     z: Tensor,  # [C, V] final logits
     slope: Tensor | None,  # [C, V]
     probs: Tensor,  # [C, V]
     class_weight: Tensor | None,  # [V]
+    whole: Whole,
     row: Tensor,  # [C]
     lse: Tensor,  # [C]
     log_prob: Tensor,  # [C, 1]
     largest: Tensor,  # [C, 1]
+    mass: Tensor,  # [C]
 ) -> Tensor:
-    """Turn final logits in place into the gradient of the logits before softcap and scale."""
-    eps, vocab = options.label_smoothing, z.shape[1]
+    """Turn final logits in place into the gradient of the logits before softcap and scale.
+
+    They may be a part of the vocabulary: `lse`, `mass`, probabilities and `whole` are then of all of it.
+    """
+    eps, (vocab, share) = options.label_smoothing, whole
     q = probs.to(z.dtype) if class_weight is None else probs * class_weight
-    share: Tensor | float = 1.0 if class_weight is None else class_weight.mean()
     own: Tensor | float = 1.0 if class_weight is None else class_weight[largest[:, 0]]
-    total = q.sum(1)
     more = 2 * options.z_loss * lse
     # Of the largest logit, by expm1: 1 minus a rounded p would lose all digits of a p near 1.
     less = torch.expm1(log_prob[:, 0])
-    at_largest = (1 - eps) * (less * total + (total - q.gather(1, largest)[:, 0]))
+    at_largest = (1 - eps) * (less * mass + (mass - q.gather(1, largest)[:, 0]))
     at_largest += eps * (less * share + (share - own / vocab)) + more * log_prob[:, 0].exp()
-    z.sub_(lse[:, None]).exp_().mul_((row * ((1 - eps) * total + eps * share + more))[:, None])
+    z.sub_(lse[:, None]).exp_().mul_((row * ((1 - eps) * mass + eps * share + more))[:, None])
     z.addcmul_(q, row[:, None], value=-(1 - eps))
     if eps > 0 and class_weight is not None:
         z.addr_(row * (eps / vocab), class_weight, alpha=-1)
     elif eps > 0:
         z.sub_((row * (eps / vocab))[:, None])
-    z.scatter_(1, largest, (row * at_largest)[:, None])
+    # A small p, of a part where all are, would lose its own digits so.
+    exact = torch.where(log_prob > LIKELY, (row * at_largest)[:, None], z.gather(1, largest))
+    z.scatter_(1, largest, exact)
     return z if slope is None else z.mul_(slope)

@@ -4,6 +4,7 @@ Every loss over a vocabulary is a function of each token's `TokenStats`, and the
 `TokenGradient`: p (factor + entropy_row (z - mean)) - even, but for the ids' own entries.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -166,6 +167,17 @@ def columns_of(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     return column, column + start == ids
 
 
+def write_at(x: Tensor, ids: Tensor, start: int, values: Tensor) -> None:
+    """Write the ids' values, [n, K], to where they lie in `x`, whose columns are the vocabulary from `start` on."""
+    # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
+    # without an id inside writes back the number that is there.
+    column, inside = columns_of(ids, start, x.shape[1])
+    one = inside.to(torch.int8).argmax(1, keepdim=True)
+    column = torch.where(inside, column, column.gather(1, one))
+    value = torch.where(inside, values, values.gather(1, one))
+    x.scatter_(1, column, torch.where(inside.gather(1, one), value, x.gather(1, column)))
+
+
 # ----------------------------------------------------------------------------------------------------------- gradient
 
 
@@ -211,14 +223,11 @@ class TokenGradient:
             g.addr_(self.even, self.class_weight[start : start + g.shape[1]], alpha=-1)
         elif self.even is not None:
             g.sub_(self.even[:, None])
-        # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
-        # without an id inside writes back the number that is there.
-        column, inside = columns_of(ids, start, g.shape[1])
-        one = inside.to(torch.int8).argmax(1, keepdim=True)
-        column = torch.where(inside, column, column.gather(1, one))
-        value = torch.where(inside, self.at_ids, self.at_ids.gather(1, one))
-        g.scatter_(1, column, torch.where(inside.gather(1, one), value, g.gather(1, column)))
+        write_at(g, ids, start, self.at_ids)
         return g if slope is None else g.mul_(slope)
+
+
+Shares = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def token_gradient(
@@ -232,11 +241,15 @@ def token_gradient(
     mean: Tensor | None = None,  # [n]
     entropy: Tensor | None = None,  # [n]
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
+    shares: Shares | None = None,
 ) -> TokenGradient:
-    """The gradient of each token's logits, given those of its log-probabilities, its log-sum-exp and its entropy."""
+    """The gradient of each token's logits, given those of its log-probabilities, its log-sum-exp and its entropy.
+
+    `shares` stands for `shares_of_ids`.
+    """
     same, rest = grad_log_prob, None  # what goes to an id, and to the others of its token
     if ids is not None and ids.shape[1] > 1:
-        same, rest = _shares(ids, grad_log_prob)
+        same, rest = (shares or shares_of_ids)(ids, grad_log_prob)
     factor = -grad_log_prob.sum(1)
     if grad_lse is not None:
         factor = factor + grad_lse
@@ -261,7 +274,7 @@ def token_gradient(
     return TokenGradient(center, factor, at_ids, width=width, entropy_row=entropy_row)
 
 
-def _shares(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [n, K] each."""
     same, rest = torch.empty_like(g), torch.empty_like(g)
     for k in range(g.shape[1]):  # not all at once: that would be [n, K, K]

@@ -101,7 +101,8 @@ def add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_
 
 @triton.jit
 def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr):
-    """A tile of labels of tokens, from entry v0 on, smoothed and weighed; 0 from V on.  Of tokens from n on, anything.
+    """A tile of labels of tokens, from entry v0 on: as they are, from V on anything; and smoothed and weighed, from V
+    on 0.  Of tokens from n on, anything.
 
     `labels`: Labels; the tokens are in `labels.rows` of an outer row.
     """
@@ -111,12 +112,12 @@ def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr):
     # Entries by constants beside one address of each token: so addresses take few registers.
     at = (labels.probs + i * labels.outer + j * labels.inner + tl.cast(v0, tl.int64) * labels.stride)[:, None]
     if RAGGED:
-        q = tl.load(at + tl.minimum(c, V - 1 - v0)[None, :] * labels.stride).to(tl.float32)
+        given = tl.load(at + tl.minimum(c, V - 1 - v0)[None, :] * labels.stride).to(tl.float32)
     else:
-        q = tl.load(at + c[None, :] * labels.stride).to(tl.float32)
-    q = (1 - labels.smoothing) * q + labels.smoothing / V
+        given = tl.load(at + c[None, :] * labels.stride).to(tl.float32)
+    q = (1 - labels.smoothing) * given + labels.smoothing / V
     if class_weight is not None:
         q *= tl.load(class_weight + v0 + c, mask=c < V - v0, other=0.0)[None, :]
     elif RAGGED:
         q = tl.where((c < V - v0)[None, :], q, 0.0)
-    return q
+    return given, q

@@ -48,10 +48,9 @@ def position_terms(
 ):
     """What the gradient of a position's logits is made of.
 
-    With `terms.even` there is one id, and a share `label_smoothing` of its log-probability's upstream gradient goes to
-    all entries instead: of the positions before `kept` to the target's too, apart from what is given here.  Where
-    classes have weights nothing is kept: `upstream.even` is what all entries get, times these, and `upstream.rest` what
-    the target's gets beside.
+    With `terms.even` all entries get something: those of the ids too, for the positions before `kept` apart from what
+    is given here.  `upstream.even` is that, times the class weights, and `upstream.rest` what the ids' own get beside.
+    Without these there is one id, and it is a share `label_smoothing` of the log-probability's upstream gradient.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -105,7 +104,8 @@ def position_terms(
     value = -(same * expm1(lp)) - tl.exp2(lp * LOG2E) * rest
     if upstream.even is not None:
         tl.store(terms.even + t, tl.load(upstream.even + token, mask=inside, other=0.0) * f, mask=inside)
-        value += tl.load(upstream.rest + token, mask=inside, other=0.0)[:, None]
+        own = tl.load(upstream.rest + token[:, None] * K + k[None, :], mask=counted, other=0.0)
+        value += tl.where((t < kept)[:, None], 0.0, own)
     elif terms.even is not None:
         tl.store(terms.even + t, -of_log_probs * (label_smoothing / classes) * f, mask=inside)
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
@@ -196,7 +196,7 @@ def gradient_tiles(
         x = unscaled_logits(z, bias, v, inner_scale, V)
         p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
         if labels is not None:
-            q = read_labels(labels, class_weight, t, v0, n, V, True)
+            _, q = read_labels(labels, class_weight, t, v0, n, V, True)
             m = tl.load(terms.mass + t, mask=inside, other=0.0)[:, None]
             low = tl.load(terms.less + t, mask=inside, other=0.0)[:, None]
             more = tl.load(terms.more + t, mask=inside, other=0.0)[:, None]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onchip.vocab.rows.launches import rows_of
 from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.soft import SoftStats
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import launches, setup, softmax
 from onchip.vocab.triton.launches import Labels, Partials, Picked, Run, Terms
@@ -31,6 +32,7 @@ class LabelStats(NamedTuple):
     lse: Tensor
     less: Tensor  # the largest p - 1, where that p is above LEADING of kernels/triton/maths.py
     mass: Tensor  # the sum of the labels, smoothed and weighed
+    stats: SoftStats = SoftStats()
 
 
 def labels_of(values: Tensor, smoothing: float) -> Labels:
@@ -42,7 +44,8 @@ def labels_of(values: Tensor, smoothing: float) -> Labels:
 def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels) -> LabelStats:
     """The loss of each token; what backward needs is left in `saved`."""
     run, tokens, device = _cut(run), run.tokens, run.weight.device
-    made = LabelStats(*(torch.empty(tokens, device=device) for _ in LabelStats._fields))
+    loss, lse, less, mass = (torch.empty(tokens, device=device) for _ in range(4))
+    made = LabelStats(loss, lse, less, mass, SoftStats.empty(run.options, lse, tokens))
     run.vectors.packed.zero_()
     if tokens == 0:
         return made
@@ -53,7 +56,7 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels
     # No token has a target, and none is ignored.
     ids = torch.full((tokens, 1), -1, dtype=torch.int64, device=device)
     picked = Picked(torch.empty(tokens, device=device), None, None)
-    partials = Partials.empty(run.vocab_tiles, len(rows), device, Asked(), labels=True)
+    partials = Partials.empty(run.vocab_tiles, len(rows), device, Asked(entropy=run.options.return_stats), labels=True)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=ids, ignore_index=0, BLOCK=4096).run()
     hidden = call.hidden.reshape(tokens, run.hidden)
     for first in range(0, tokens, len(rows)):

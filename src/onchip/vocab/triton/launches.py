@@ -211,6 +211,10 @@ class Partials(NamedTuple):
     below: Tensor | None  # with labels: sum of exp(z - maximum) that are not near 1
     mass: Tensor | None  # and sum of labels
     cost: Tensor | None  # and sum of labels times maximum - z
+    given_mass: Tensor | None  # with their statistics: the same of the labels as they are given
+    given_cost: Tensor | None
+    largest: Tensor | None  # and the largest of these
+    likeliest: Tensor | None  # int32: where that is
     stride: int  # from one tile to the next
 
     @staticmethod
@@ -218,6 +222,7 @@ class Partials(NamedTuple):
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
 
+        stats = labels and asked.entropy
         return Partials(
             make(True),
             make(True),
@@ -228,6 +233,10 @@ class Partials(NamedTuple):
             make(labels),
             make(labels),
             make(labels),
+            make(stats),
+            make(stats),
+            make(stats),
+            make(stats, torch.int32),
             positions,
         )
 

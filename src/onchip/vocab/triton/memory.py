@@ -138,8 +138,8 @@ def capacity(p: Problem) -> int:
 
 
 def id_bytes(p: Problem) -> int:
-    """Of linear_log_probs: bytes of what there is of each token and each id beside the vectors."""
-    return (48 + 72 * p.ids) * p.tokens if p.ids else 0
+    """Where tokens have several ids: bytes of what there is of each token and each id beside the vectors."""
+    return (48 + (80 if p.smoothing else 72) * p.ids) * p.tokens if p.ids else 0
 
 
 def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
@@ -148,13 +148,14 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     tiles = -(-p.vocab // VOCAB_TILE)
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    # three sums for labels
-    numbers = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats + 3 * int(p.labels != "")
+    # three sums for labels, and four numbers more of these
+    of_labels = (3 + 4 * int(p.stats)) * int(p.labels != "")
+    numbers = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats + of_labels
     softmax = 4 * tiles * c.token_chunk * numbers
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
     if p.labels:
-        vectors += 96 * p.tokens + 4 * p.vocab  # a bias in float32
+        vectors += (96 + 32 * int(p.stats)) * p.tokens + 4 * p.vocab  # a bias in float32
     if p.class_weight:
         vectors += 8 * (p.tokens + p.vocab)
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}

@@ -6,7 +6,7 @@ Sizes, positions and the rows of exponentials are explained in blocks.py.  None 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, soft_loss, tanh
+from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total, soft_loss, tanh
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, load_weight, read_labels, unscaled_logits
 
@@ -159,6 +159,22 @@ def softmax_tiles(
                 # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
                 offset = tl.where(w > 0, offset * w, 0.0)
             tl.store(partials.offset_sum + at, tl.sum(offset, 1) * k_z, mask=inside)
+        if labels is not None:
+            given, q = read_labels(labels, class_weight, first + t, v0, first + n, V, RAGGED)
+            tl.store(partials.mass + at, tl.sum(q, 1), mask=inside)
+            # What has no probability costs nothing, where 0 * -inf would not be 0.
+            cost = tl.where(q == 0, 0.0, q * (top[:, None] - x))
+            tl.store(partials.cost + at, tl.sum(cost, 1) * k_z, mask=inside)
+            if partials.given_mass is not None:
+                given = tl.where((v < V)[None, :], given, 0.0)
+                tl.store(partials.given_mass + at, tl.sum(given, 1), mask=inside)
+                cost = tl.where(given == 0, 0.0, given * (top[:, None] - x))
+                tl.store(partials.given_cost + at, tl.sum(cost, 1) * k_z, mask=inside)
+                given = tl.where((v < V)[None, :], given, float("-inf"))
+                largest = tl.max(given, 1)
+                tl.store(partials.largest + at, largest, mask=inside)
+                column = tl.min(tl.where(given == largest[:, None], v[None, :], V), 1)
+                tl.store(partials.likeliest + at, column, mask=inside)
         e = tl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
         if partials.moment is not None:
             # p log p is 0 at p = 0, and 0 * -inf is not.
@@ -166,11 +182,6 @@ def softmax_tiles(
                 partials.moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside
             )
         if labels is not None:
-            q = read_labels(labels, class_weight, first + t, v0, first + n, V, RAGGED)
-            tl.store(partials.mass + at, tl.sum(q, 1), mask=inside)
-            # What has no probability costs nothing, where 0 * -inf would not be 0.
-            cost = tl.where(q == 0, 0.0, q * (top[:, None] - x))
-            tl.store(partials.cost + at, tl.sum(cost, 1) * k_z, mask=inside)
             tl.store(partials.below + at, tl.sum(tl.where(e > LEADING, 0.0, e), 1), mask=inside)
         e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
         tl.store(partials.others + at, tl.sum(e, 1), mask=inside)
@@ -190,6 +201,20 @@ def softmax_tiles(
             store_columns(
                 exponentials, VOCAB_TILE, row, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
             )
+
+
+@triton.jit
+def _first_largest(numbers, columns, stride, start, tiles, t, mine, largest, column, BLOCK: tl.constexpr):
+    """The largest number of each token so far and, with `columns`, its column, with the tiles from `start` on."""
+    j = start + tl.arange(0, BLOCK)
+    there = (j < tiles)[:, None] & mine[None, :]
+    m = tl.load(numbers + j.to(tl.int64)[:, None] * stride + t[None, :], mask=there, other=LOWEST)
+    best = tl.max(m, 0)
+    if columns is not None:
+        tile = start + tl.argmax(m, 0)
+        found = tl.load(columns + tile.to(tl.int64) * stride + t, mask=mine & (tile < tiles), other=0)
+        column = tl.where(best > largest, found, column)
+    return tl.maximum(largest, best), column
 
 
 @triton.jit
@@ -215,17 +240,9 @@ def merge_tiles(
     top = tl.full((BLOCK_T,), LOWEST, tl.float32)
     index = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, tiles, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        where = j.to(tl.int64)[:, None] * partials.stride + at[None, :]
-        m = tl.load(partials.maximum + where, mask=(j < tiles)[:, None] & mine[None, :], other=LOWEST)
-        best = tl.max(m, 0)
-        if partials.argmax is not None:
-            tile = start + tl.argmax(m, 0)
-            found = tl.load(
-                partials.argmax + tile.to(tl.int64) * partials.stride + at, mask=mine & (tile < tiles), other=0
-            )
-            index = tl.where(best > top, found, index)
-        top = tl.maximum(top, best)
+        top, index = _first_largest(
+            partials.maximum, partials.argmax, partials.stride, start, tiles, at, mine, top, index, BLOCK
+        )
     far = top - tl.load(vectors.shift + at, mask=mine, other=0.0) > REACH
     of_tiles = top
     top = tl.maximum(top, z)  # computed apart: the last digit may differ
@@ -302,6 +319,7 @@ def merge_labels(
     lse,
     less,  # what `soft_gradient` takes
     mass,
+    stats,  # SoftStats out
     first,
     z_loss,
     tiles,
@@ -312,14 +330,24 @@ def merge_labels(
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mine = (t < partials.stride) & (first + t < tl.load(vectors.number))
     top = tl.full((BLOCK_T,), LOWEST, tl.float32)
+    largest = tl.full((BLOCK_T,), LOWEST, tl.float32)
+    argmax = tl.zeros((BLOCK_T,), tl.int32)
+    likeliest = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, tiles, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        where, inside = j.to(tl.int64)[:, None] * partials.stride + t[None, :], (j < tiles)[:, None] & mine[None, :]
-        top = tl.maximum(top, tl.max(tl.load(partials.maximum + where, mask=inside, other=LOWEST), 0))
+        top, argmax = _first_largest(
+            partials.maximum, partials.argmax, partials.stride, start, tiles, t, mine, top, argmax, BLOCK
+        )
+        if stats.entropy is not None:
+            largest, likeliest = _first_largest(
+                partials.largest, partials.likeliest, partials.stride, start, tiles, t, mine, largest, likeliest, BLOCK
+            )
     total = tl.zeros((BLOCK_T,), tl.float32)
     below = tl.zeros((BLOCK_T,), tl.float32)
     m = tl.zeros((BLOCK_T,), tl.float32)
     cost = tl.zeros((BLOCK_T,), tl.float32)
+    given_mass = tl.zeros((BLOCK_T,), tl.float32)
+    given_cost = tl.zeros((BLOCK_T,), tl.float32)
+    moment = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
         where, inside = j.to(tl.int64)[:, None] * partials.stride + t[None, :], (j < tiles)[:, None] & mine[None, :]
@@ -333,11 +361,25 @@ def merge_labels(
         below += tl.sum(tl.where(drop < 0, s, low) * decay, 0)
         m += tl.sum(q, 0)
         cost += tl.sum(c - q * drop, 0)
+        if stats.entropy is not None:
+            q = tl.load(partials.given_mass + where, mask=inside, other=0.0)
+            c = tl.load(partials.given_cost + where, mask=inside, other=0.0)
+            e = tl.load(partials.moment + where, mask=inside, other=0.0)
+            given_mass += tl.sum(q, 0)
+            given_cost += tl.sum(c - q * drop, 0)
+            moment += tl.sum(tl.where(decay > 0, decay * (e + s * drop), 0.0), 0)
     value, value_lse, value_less = soft_loss(top, total, below, m, cost, z_loss)
     tl.store(loss + first + t, value, mask=mine)
     tl.store(lse + first + t, value_lse, mask=mine)
     tl.store(less + first + t, value_less, mask=mine)
     tl.store(mass + first + t, m, mask=mine)
+    if stats.entropy is not None:
+        log_total, _ = log_of_total(total, below)
+        tl.store(stats.expected + first + t, -(given_mass * log_total + given_cost), mask=mine)
+        tl.store(stats.entropy + first + t, log_total - moment / total, mask=mine)
+        tl.store(stats.correct + first + t, argmax == likeliest, mask=mine)
+        tl.store(stats.argmax + first + t, argmax.to(tl.int64), mask=mine)
+        tl.store(stats.target_logit + first + t, given_mass * top - given_cost, mask=mine)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ class OutputGradients(NamedTuple):
     lse: Tensor | None = None  # [T] float32
     entropy: Tensor | None = None  # [T] float32
     even: Tensor | None = None  # [T] float32: of all entries, times their class weights
-    rest: Tensor | None = None  # [T] float32: of the target's own entry beside
+    rest: Tensor | None = None  # [T, K] float32: of the ids' own entries beside
 
 
 # ------------------------------------------------------------------------------------------------------------ forward

@@ -1,0 +1,98 @@
+"""cross_entropy for PyTorch with a probability for every entry, on Triton kernels: what its operator computes.
+
+Forward reads logits and labels once, and so does backward.  The loss is reduced by PyTorch's operations on numbers of
+tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.kernels.triton.launch import device_of
+from onchip.ops.cross_entropy.soft_call import SoftCall
+from onchip.ops.cross_entropy.spec import OP
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows.launches import launch_soft
+from onchip.vocab.torch import soft
+from onchip.vocab.torch.loss import scaled_rows
+from onchip.vocab.torch.soft import SoftStats
+
+
+class Outputs(NamedTuple):
+    """What the operator returns."""
+
+    loss: Tensor  # [...] or []
+    lse: Tensor  # [T] float32, as the next
+    less: Tensor
+    mass: Tensor
+    stats: SoftStats
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: SoftCall
+    lse: Tensor
+    less: Tensor
+    mass: Tensor
+
+
+def _forward(call: SoftCall) -> Outputs:
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    if options.scratch_bytes is not None:
+        row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
+    losses, lse, less, mass = (call.logits.new_empty(call.number, dtype=torch.float32) for _ in range(4))
+    stats = SoftStats.empty(options, call.logits, call.number)
+    if call.number > 0:
+        launch_soft(
+            "soft_losses", call.logits, call.labels, None, call.token_temperature, options, call.class_weight,
+            loss=losses, lse=lse, less=less, mass=mass, **stats._asdict(),
+        )  # fmt: skip
+    return Outputs(soft.reduced(options, losses, tokens, call.logits.shape[:-1]), lse, less, mass, stats)
+
+
+def _fake(call: SoftCall) -> Outputs:
+    shape = call.logits.shape[:-1] if call.options.reduction == "none" else ()
+    loss, lse, less, mass = (
+        call.logits.new_empty(size, dtype=torch.float32) for size in (shape, *[(call.number,)] * 3)
+    )
+    return Outputs(loss, lse, less, mass, SoftStats.empty(call.options, call.logits, call.number))
+
+
+def _save(call: SoftCall, made: Outputs) -> Kept:
+    return Kept(call, made.lse, made.less, made.mass)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, options, (grad_loss,) = kept.call, kept.call.options, upstream
+    assert grad_loss is not None
+    tokens, (out,) = call.tokens(check_values=False), _fake_gradients(kept, upstream, wanted)
+    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
+    row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
+    if call.number > 0:
+        with device_of(out):
+            launch_soft(
+                "soft_gradients", call.logits, call.labels, out, call.token_temperature, options, call.class_weight,
+                lse=kept.lse, less=kept.less, mass=kept.mass, row_factor=row.contiguous(),
+            )  # fmt: skip
+    return [out]
+
+
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
+    """Contiguous, whatever the logits' strides."""
+    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
+
+
+LOSS = Operator(
+    "cross_entropy_dense",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("logits",),
+    launches=True,
+)
