@@ -32,13 +32,14 @@ def values_of(made):
     return [made] if isinstance(made, torch.Tensor) else [y for x in made if x is not None for y in values_of(x)]
 
 
-def near(got, expected, bound, what):
+def near(got, expected, bound, what, *, same=0.99):
+    """Numbers within a bound; of whole numbers a part that is the `same`, since two logits may be as large."""
     for a, b in zip(got, expected, strict=True):
         if a.is_floating_point():
             error = (a.double() - b.double()).norm() / b.double().norm()
             assert error <= bound, (what, float(error))
         else:
-            assert (a == b).float().mean() > 0.99, what  # two logits may be as large
+            assert (a == b).float().mean() > same, (what, float((a == b).float().mean()))
 
 
 def of_logits(rank, ranks):
@@ -157,7 +158,9 @@ def in_fp8(rank, ranks):
             expected = values_of(linear_cross_entropy(*whole, target, **options, **given))
             got = values_of(linear_cross_entropy(*mine, target, **options, **shards, **given))
             same_bits(*got)
-            near(got, expected, 1e-4 if bound == 5e-3 else 1e-2, name)
+            # With other blocks other logits are the largest.
+            aligned = bound == 5e-3
+            near(got, expected, 1e-4 if aligned else 1e-2, name, same=0.99 if aligned else 0.9)
             expected[0].sum().backward(), got[0].sum().backward()
             near([mine[0].grad], [whole[0].grad], bound, name)
             if sizes[rank]:
