@@ -60,7 +60,9 @@ def the_dense_layers_oracle(rank, ranks, group=None, device="cpu"):
                 error = np.linalg.norm(made.detach().double().cpu().numpy() - exact) / np.linalg.norm(exact)
                 assert error <= limits[name], (op, dtype, name, error, limits[name])
             unquantised = given[0] @ given[1].T + given[2]
-            assert snr_db(out.detach().double().cpu().numpy(), unquantised) > 28
+            # One rank's K of 128 leaves the oracle itself 27 dB.
+            snr = snr_db(out.detach().double().cpu().numpy(), unquantised)
+            assert snr > snr_db(right.out, unquantised) - 0.1, (op, dtype, snr)
 
 
 def over_nccl(rank, ranks):
