@@ -84,8 +84,8 @@ def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> Tensor:
     """[T]: the upstream gradient of each token's loss."""
     options, (grad_loss,) = call.options, upstream
     assert grad_loss is not None
-    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
-    return scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)[0]
+    each = tokens.upstream(grad_loss, options.reduction)
+    return scaled_rows(tokens, options, each, torch.float32)[0]
 
 
 LOSS = Operator(

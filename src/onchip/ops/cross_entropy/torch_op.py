@@ -381,8 +381,6 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     tokens = call.tokens(check_values=False)
     (grad_loss,) = upstream
     assert grad_loss is not None
-    if call.options.reduction == "none":
-        grad_loss = tokens.upstream(grad_loss)
     torch_rows.backward(
         call.logits,
         call.options,
@@ -390,7 +388,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         row_chunk(call, tokens),
         lse=kept.lse.reshape(-1),
         log_prob=kept.log_prob.reshape(-1),
-        upstream=grad_loss * tokens.inverse_count,
+        upstream=tokens.upstream(grad_loss, call.options.reduction),
         out=out,
     )
     return [out]

@@ -132,9 +132,7 @@ def _launch(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
 def _walk(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
     """The same by PyTorch's operations."""
     call, options = kept.call, kept.call.options
-    if options.reduction == "none":
-        grad_loss = tokens.upstream(grad_loss)
-    row, _ = scaled_rows(tokens, options, grad_loss * tokens.inverse_count, torch.float32)
+    row, _ = scaled_rows(tokens, options, tokens.upstream(grad_loss, options.reduction), torch.float32)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
     gradient = loss_gradient(options, row, lse, log_prob[:, None], call.vocab, tokens.kept, tokens.classes)
     here, mine = parallel.of_shard(tokens, call.shards), parallel.gradient_of_shard(gradient, call.shards)

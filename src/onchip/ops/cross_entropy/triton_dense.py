@@ -69,8 +69,8 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, options, (grad_loss,) = kept.call, kept.call.options, upstream
     assert grad_loss is not None
     tokens, (out,) = call.tokens(check_values=False), _fake_gradients(kept, upstream, wanted)
-    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
-    row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
+    each = tokens.upstream(grad_loss, options.reduction)
+    row, _ = scaled_rows(tokens, options, each, torch.float32)
     if call.number > 0:
         with device_of(out):
             launch_soft(

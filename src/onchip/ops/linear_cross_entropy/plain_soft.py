@@ -50,8 +50,8 @@ def _rows(kept: Any, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tensor | N
     """[T]: the upstream gradient of each token's loss, and what it was multiplied by for float16's sake."""
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
-    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, _ = scaled_rows(tokens, call.options, each * tokens.inverse_count, torch.float32)
+    each = tokens.upstream(grad_loss, call.options.reduction)
+    row, _ = scaled_rows(tokens, call.options, each, torch.float32)
     if call.operand != torch.float16:
         return row, None
     mass = kept.mass if call.dense else call.probs().sum(1)

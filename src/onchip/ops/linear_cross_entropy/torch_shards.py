@@ -122,8 +122,8 @@ def _triton_gradients(kept: TritonKept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,), options = kept.call, upstream, kept.call.options
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
-    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
-    row = tokens.weight * (each * tokens.inverse_count)
+    each = tokens.upstream(grad_loss, options.reduction)
+    row = tokens.weight * each
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     classes, even, rest = tokens.classes, None, None
     if classes is not None and options.label_smoothing > 0:

@@ -76,8 +76,8 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, options, (grad_loss,) = kept.call, kept.call.options, upstream
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
-    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
-    row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
+    each = tokens.upstream(grad_loss, options.reduction)
+    row, _ = scaled_rows(tokens, options, each, torch.float32)
     run = setup.make_run(call, options, kept.saved.vectors, call.weight_grad_out, call.class_weight)
     known = labels.LabelStats(row, kept.lse, kept.less, kept.mass)
     given = labels.labels_of(call.labels, options.label_smoothing)

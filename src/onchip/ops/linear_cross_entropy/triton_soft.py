@@ -88,8 +88,7 @@ def gradient_by_outputs(call: SoftCall, upstream: Made, lse: Tensor, log_prob: T
     (grad_loss,) = upstream
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
-    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss.float()
-    row = tokens.weight * each * tokens.inverse_count
+    row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
     by_log_prob, by_lse = soft.by_outputs(call.options, row, lse, call.probs(), call.class_weight)
     even, own = None, None
     if call.options.label_smoothing > 0:

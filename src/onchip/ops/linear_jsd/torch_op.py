@@ -373,8 +373,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         factor = None if is_plain_one(grad_loss) else grad_loss
     else:
         tokens, factor = call.tokens(check=False), None
-        row = tokens.weight * tokens.inverse_count
-        row = row * (tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss)
+        row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
         _, made = walk(call, tokens, row, wanted)
     return [
         scale_stash(x, factor, dtype) if want and x is not None else None

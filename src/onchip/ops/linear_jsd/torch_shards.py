@@ -315,8 +315,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def rows_upstream(options: Any, tokens: Tokens, grad_loss: Tensor) -> Tensor:
     """[n]: the factor of each token's gradient."""
-    row = tokens.weight * tokens.inverse_count
-    return row * (tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss)
+    return tokens.weight * tokens.upstream(grad_loss, options.reduction)
 
 
 def gradient_of_label(

@@ -154,8 +154,8 @@ def gradient_of_loss(
     log_prob: Tensor,
 ) -> tuple[TokenGradient, Tensor | None]:
     """The gradient of these tokens' logits for the upstream gradient, and the factor for float16 that is in it."""
-    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
+    each = tokens.upstream(grad_loss, call.options.reduction)
+    row, grad_scale = scaled_rows(tokens, call.options, each, call.operand)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (lse, log_prob))
     made = loss_gradient(call.options, row, lse, log_prob[:, None], call.vocab, tokens.kept, tokens.classes)
     return made, grad_scale
