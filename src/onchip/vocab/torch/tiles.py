@@ -87,12 +87,6 @@ class Ids:
             return values
         return values.masked_fill(~self.kept.view(-1, *[1] * (values.ndim - 1)), fill)
 
-    def upstream(self, grad: Tensor, reduction: str) -> Tensor:
-        """The upstream gradients of the computed tokens' weighted losses, [n] or one for all, of the reduced loss's,
-        [...] or []; that of an ignored token is never used."""
-        each = self.mask(self.take(grad.reshape(-1).to(self.dtype))) if reduction == "none" else grad
-        return each * self.inverse_count
-
     def spread(self, values: Tensor, shape: Sequence[int], fill: int = 0) -> Tensor:
         """Values [n, ...] of the computed tokens for all of them, in `shape`, with `fill` for ignored tokens."""
         if self.index is not None:
@@ -130,6 +124,12 @@ class Tokens(Ids):
     def label(self) -> Tensor:
         """[n] int64: the target."""
         return self.ids[:, 0]
+
+    def upstream(self, grad: Tensor, reduction: str) -> Tensor:
+        """The upstream gradients of the computed tokens' weighted losses, [n] or one for all, of the reduced loss's,
+        [...] or []; that of an ignored token is never used."""
+        each = self.mask(self.take(grad.reshape(-1).to(self.dtype))) if reduction == "none" else grad
+        return each * self.inverse_count
 
 
 def select(
