@@ -106,6 +106,22 @@ def steps(
     return {"forward": Step(forward, arguments), "forward+backward": Step(both, (arguments, upstream))}
 
 
+def gradient_alone(function: Callable[..., Any], arguments: tuple[Array, ...], which: int, upstream: Array) -> Step:
+    """As PyTorch's: what this gradient doesn't need, forward included, XLA leaves out."""
+
+    def alone(arguments: tuple[Array, ...], upstream: Array) -> list[Array]:
+        before, own, after = arguments[:which], arguments[which], arguments[which + 1 :]
+        _, pullback = jax.vjp(lambda x: function(*before, x, *after), own)
+        return [pullback(upstream)[0].astype(own.dtype)]
+
+    return Step(alone, (arguments, upstream))
+
+
+def without_gradients(function: Callable[..., list[Array]], *arguments: Array) -> Step:
+    """As PyTorch's."""
+    return Step(function, arguments)
+
+
 def products(
     mode: str, hidden: Array, weight: Array, *constants: tuple[Array, Array], frozen: bool = False
 ) -> Callable[[], Sequence[Array]]:

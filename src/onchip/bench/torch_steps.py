@@ -212,6 +212,23 @@ def steps(
     return {"forward": forward, "forward+backward": both}
 
 
+def gradient_alone(function: Callable[..., Tensor], arguments: Sequence[Tensor], which: int, upstream: Tensor) -> Step:
+    """A step that makes the gradient by one argument, of a forward that ran once before."""
+    made: list[Tensor] = []
+
+    def alone() -> Sequence[Tensor]:
+        if not made:
+            made.append(function(*arguments))
+        return torch.autograd.grad(made[0], [arguments[which]], upstream, retain_graph=True)
+
+    return alone
+
+
+def without_gradients(function: Callable[..., list[Tensor]], *arguments: Tensor) -> Step:
+    """A step that runs `function`, with no graph of it."""
+    return lambda: function(*(x.detach() for x in arguments))
+
+
 def under_autocast(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """`function`, which casts what its products read to `dtype`."""
 

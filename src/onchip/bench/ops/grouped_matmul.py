@@ -1,6 +1,6 @@
 """The benchmark of grouped_matmul: its inputs, its peers, and what a result is checked by.
 
-Modes are the product, the whole step and, in PyTorch, each of backward's two products alone.
+Modes are the product, the whole step and each of backward's two products alone.
 """
 
 import math
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from onchip.bench.harness import Op
-from onchip.bench.peers import Implementation, gpu_only, imported, optional, own
+from onchip.bench.peers import NARROW, Implementation, gpu_only, imported, optional, own
 from onchip.bench.timing import Step
 from onchip.ops.grouped_matmul import cases
 from onchip.ops.grouped_matmul.checks import bounds
@@ -54,29 +54,21 @@ class Benchmark(Op):
 
     def plain_steps(self, problem: Problem, function: Callable[[Any, Any, Any], Any]) -> Mapping[str, Step]:
         """The steps of a differentiable function of x, the weight and the sizes."""
-        leaves = {"grad_x": problem.x, "grad_weight": problem.weight}
-        steps: dict[str, Step] = self.fw.steps(function, (*leaves.values(), problem.sizes), 2, (problem.grad_out,))
-        if self.framework == "jax":
-            return steps
-        import torch
-
-        graph: list[Any] = []  # made by the first step that needs it
-
-        def backward(mode: str) -> Sequence[Any]:
-            if not graph:
-                graph.append(function(problem.x, problem.weight, problem.sizes))
-            wanted = [leaves[name] for name in RETURNED[mode]]
-            return torch.autograd.grad(graph[0], wanted, problem.grad_out, retain_graph=True)
-
-        return {**steps, **{mode: partial(backward, mode) for mode in ("dgrad", "wgrad")}}
+        arguments = (problem.x, problem.weight, problem.sizes)
+        steps: dict[str, Step] = self.fw.steps(function, arguments, 2, (problem.grad_out,))
+        alone = {
+            mode: self.fw.gradient_alone(function, arguments, which, problem.grad_out)
+            for which, mode in enumerate(("dgrad", "wgrad"))
+        }
+        return {**steps, **alone}
 
     def floor(self, problem: Problem, mode: str) -> Step:
         """A dense product of as many operations by cuBLAS: of all rows by one group's weight."""
         x, weight, g = problem.x, problem.weight[0], problem.grad_out
         if mode == "dgrad":
-            return lambda: [g @ weight.detach()]
+            return self.fw.without_gradients(lambda g, w: [g @ w], g, weight)  # type: ignore[no-any-return]
         if mode == "wgrad":
-            return lambda: [g.T @ x.detach()]
+            return self.fw.without_gradients(lambda g, x: [g.T @ x], g, x)  # type: ignore[no-any-return]
         step: Step = self.fw.products(mode, x, weight)
         return step
 
@@ -118,13 +110,24 @@ def _own(fw: Any) -> list[Implementation]:
 
 
 def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
-    return (*_own(fw), Implementation("jax.lax.ragged_dot", _ragged_dot, package="jax"))
+    on_gpu = gpu_only("tokamax", ("float32", *NARROW), "'onchip[peers-jax]'")
+    backends = [
+        optional(f"tokamax {backend}", "tokamax", _tokamax, on_gpu, implementation=backend)
+        for backend in ("mosaic", "triton")
+    ]
+    return (*_own(fw), Implementation("jax.lax.ragged_dot", _ragged_dot, package="jax"), *backends)
 
 
 def _ragged_dot() -> Callable[..., Any]:
     import jax
 
     return lambda x, weight, sizes: jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
+
+
+def _tokamax(implementation: str) -> Callable[..., Any]:
+    from tokamax import ragged_dot
+
+    return lambda x, weight, sizes: ragged_dot(x, weight.swapaxes(1, 2), sizes, implementation=implementation)
 
 
 def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
@@ -186,5 +189,7 @@ def _quack_steps(problem: Problem, gemm: Callable[..., Any]) -> Mapping[str, Ste
     return steps
 
 
-TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make, MODES=tuple(RETURNED))
-JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make)
+TORCH, JAX = (
+    Benchmark(framework, cases.SUITES, implementations, _make, MODES=tuple(RETURNED))
+    for framework, implementations in (("torch", _torch_implementations), ("jax", _jax_implementations))
+)
