@@ -245,7 +245,9 @@ def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
         return time + _in_forward(p, c, rates, product, logits)
     share = min(1.0, c.kept / max(1, p.tokens))
     recomputed = 1 - share
-    blocks = -(-p.hidden // 256)
+    columns = hidden_columns(p.hidden)
+    blocks = -(-p.hidden // columns)
+    padded = product * blocks * columns / p.hidden
     rows = up(p.tokens, TOKEN_TILE) // TOKEN_TILE
     kept = min(rows, c.kept // TOKEN_TILE)
     time += share * logits * rates.keep + 4 * launch
@@ -255,12 +257,12 @@ def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
         time += launch * len(cut)
     if p.grad_weight:
         parts = [part for chunk in cut for part in _chunk_sizes(chunk, c.weight_chunk)]
-        time += product * _evenness(parts, blocks / TOKEN_TILE, rates) + launch * len(parts)
+        time += padded * _evenness(parts, blocks * columns / 256 / TOKEN_TILE, rates) + launch * len(parts)
     if p.grad_hidden:
         if kept:
-            time += share * product * evenness(kept * blocks, rates, halves=True) + launch
+            time += share * padded * evenness(kept * blocks, rates, halves=True) + launch
         if rows > kept:
-            time += recomputed * product * evenness((rows - kept) * blocks, rates, halves=c.halves) + launch * len(cut)
+            time += recomputed * padded * evenness((rows - kept) * blocks, rates, halves=c.halves) + launch * len(cut)
             time += 1e-9 * rates.add * len(cut) * recomputed * p.tokens * p.hidden
         time += 1e-9 * rates.add * p.tokens * p.hidden + launch
     return time
