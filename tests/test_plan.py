@@ -396,8 +396,8 @@ def test_onchip_on_an_h200_takes_what_its_note_says():
             ratios.append(ms / made.row("default").ms)
             assert total(made.row("default")) == pytest.approx(size, rel=0.05)
     assert len(ratios) > 10
-    assert (min(ratios), max(ratios)) == (pytest.approx(0.89, abs=0.01), pytest.approx(1.10, abs=0.01))
-    assert "11% less to 10% more" in GPUS["h200"].source
+    assert (min(ratios), max(ratios)) == (pytest.approx(0.89, abs=0.01), pytest.approx(1.08, abs=0.01))
+    assert "11% less to 8% more" in GPUS["h200"].source
 
 
 @pytest.mark.parametrize(("case", "vocab"), [("llama3.1-8b", 128256), ("qwen3-8b", 151936)])

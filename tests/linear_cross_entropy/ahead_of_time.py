@@ -13,6 +13,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.torch import TopK, linear_cross_entropy
@@ -49,9 +51,10 @@ class Compiled:
 
 
 @contextmanager
-def recording(device, *, tiles=None, plan=None):
+def recording(device, *, tiles=None, plan=None, in_turns=False):
     """What is launched in the context, on a device given as (compute capability, shared memory per block), is appended
-    to the list that this gives, and not run.  `tiles` replaces the tiles of some kernels, `plan` what was planned.
+    to the list that this gives, and not run.  `tiles` replaces the tiles of some kernels, `plan` what was planned;
+    `in_turns`: by the kernels in Gluon where there are any.
     """
     capability, shared = device
     found = []
@@ -61,8 +64,8 @@ def recording(device, *, tiles=None, plan=None):
     def wanted(_, hidden):
         return heuristic_tiles(shared, hidden) | dict(tiles or {})
 
-    def run(*arguments, tma, **more):
-        return make_run(*arguments, tma=tma and capability >= 90, **more)
+    def run(*arguments, tma, gluon, **more):
+        return make_run(*arguments, tma=tma and capability >= 90, gluon=gluon and in_turns, **more)
 
     with (
         mock.patch.object(triton_setup, "refusal", return_value=None),
@@ -89,6 +92,7 @@ def launches(
     bias=False,
     ids=None,
     labels=None,
+    in_turns=False,
     **options,
 ):
     """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast, `labels`
@@ -100,7 +104,7 @@ def launches(
         return torch.zeros(shape, dtype=parameters or dtype, requires_grad=True)
 
     with (
-        recording(device, tiles=tiles, plan=plan) as found,
+        recording(device, tiles=tiles, plan=plan, in_turns=in_turns) as found,
         torch.autocast("cpu", dtype, enabled=parameters is not None),
     ):
         b, w = leaf(vocab) if bias else None, leaf(vocab, hidden) if weight is None else weight
@@ -131,7 +135,8 @@ def _source(launch):
     signature, constants, attributes = {}, {}, {}
     for i, p in enumerate(launch.kernel.params):
         signature[p.name] = _type((i,), launch.arguments[p.name], constants, attributes, constant=p.is_constexpr)
-    return ASTSource(launch.kernel, signature, constants, attributes)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return kind(launch.kernel, signature, constants, attributes)
 
 
 def _type(path, value, constants, attributes, *, constant=False):
@@ -141,8 +146,9 @@ def _type(path, value, constants, attributes, *, constant=False):
     if constant or value is None or (type(value) is int and value == 1):
         constants[path] = value
         return "constexpr"
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, TensorDescriptor | GluonDescriptor):
+        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
     if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
         attributes[path] = [["tt.divisibility", 16]]  # tensors as CUDA's allocations; slices may not be
     if isinstance(value, torch.Tensor):
@@ -179,3 +185,14 @@ def _resources(cubin):
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr).groups()
     return int(registers), int(stack)
+
+
+def is_serialized(ptx):
+    """Whether ptxas waits for each step of a product before the next, because it can't tell what uses the result."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(ptx)
+        file.flush()
+        made = [tool, "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(made, capture_output=True, text=True, check=True)
+    return "serialized" in said.stdout + said.stderr

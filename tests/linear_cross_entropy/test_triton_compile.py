@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from ahead_of_time import PRODUCTS, compile_all, launches, recording, turned, weights_read
+from ahead_of_time import PRODUCTS, compile_all, is_serialized, launches, recording, turned, weights_read
 
 from onchip.torch import linear_log_probs
 from onchip.vocab.triton import gradients as triton_gradients
@@ -106,6 +106,29 @@ def test_narrow_tiles():
     assert_fits(found, HOPPER[1])
     assert_no_spills(found)
     assert all("wgmma.mma_async" in k.ptx for k in products(found))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "reduction": "sum"}, {"dtype": torch.float16}], ids=str
+)
+@pytest.mark.parametrize("hidden", [520, 576, 640, 896, 1152])
+def test_in_turns(hidden, options):
+    """Forward computes the gradients of two chunks of tokens."""
+    plan = triton_spec.TritonPlan(640, in_forward=True)
+    found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=20001, plan=plan, in_turns=True, **options)
+    names = [x.kernel.__name__ for x in found]
+    assert names.count("weight_in_turns") == 4  # two pieces of the sum
+    assert names.count("softmax_in_turns") == (2 if hidden <= 896 and "label_smoothing" not in options else 0)
+    adds = [x.arguments["ADD"] for x in found if x.kernel.__name__ == "weight_in_turns"]
+    assert adds == [False, False, True, True]
+    made = [k for k in compile_all(found, HOPPER[0]) if k.kernel.endswith("in_turns")]
+    assert_fits(made, HOPPER[1])
+    for k in made:
+        # A few numbers that each tile needs once: both groups that multiply have all registers that there are.
+        allowed = 24 if k.kernel == "softmax_in_turns" else 128 if k.constants["even_sum"] else 0
+        assert k.stack <= allowed, (k.kernel, k.constants, k.stack)
+        assert "wgmma.mma_async" in k.ptx
+        assert not is_serialized(k.ptx)
 
 
 @pytest.mark.parametrize(

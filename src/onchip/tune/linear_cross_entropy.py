@@ -127,7 +127,7 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
         terms,
         exponentials,
         buffer,
-        launches.Partials.empty(tiles, tokens, torch.device(device), Asked()),
+        launches.Partials.empty(vocab, tokens, torch.device(device), Asked()),
         grad_weight=torch.empty_like(weight),
         sums=torch.empty(tokens, hidden, device=device),
     )

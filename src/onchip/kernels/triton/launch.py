@@ -182,6 +182,19 @@ def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], bl
     return made
 
 
+def shared_descriptor(x: Tensor, stride: int, rows: int, columns: int) -> Any:
+    """As `descriptor`, for kernels in Gluon, which say themselves how a block lies in shared memory."""
+    from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped]
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
+
+    width = min(128, columns * x.element_size())
+    layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * x.element_size(), rank=2)
+    made = object.__new__(TensorDescriptor)
+    made.base, made.padding, made.layout = x, "zero", layout
+    made.shape, made.strides, made.block_shape = list(x.shape), [stride, 1], [rows, columns]
+    return made
+
+
 def trait(x: Any) -> Any:
     """What Triton compiles for of an argument, or more: with equal traits the same machine code runs."""
     return _TRAITS.get(type(x), _other_trait)(x)
@@ -274,6 +287,11 @@ def _interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def has_gluon(capability: int) -> bool:
+    """Whether kernels in Gluon can run: they are written for Hopper, in what Triton 3.6 has of that language."""
+    return capability == 90 and find_spec("triton") is not None and _triton() is not None
 
 
 class Device(NamedTuple):

@@ -56,7 +56,7 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels
     # No token has a target, and none is ignored.
     ids = torch.full((tokens, 1), -1, dtype=torch.int64, device=device)
     picked = Picked(torch.empty(tokens, device=device), None, None)
-    partials = Partials.empty(run.vocab_tiles, len(rows), device, Asked(entropy=run.options.return_stats), labels=True)
+    partials = Partials.empty(run.vocab, len(rows), device, Asked(entropy=run.options.return_stats), labels=True)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=ids, ignore_index=0, BLOCK=4096).run()
     hidden = call.hidden.reshape(tokens, run.hidden)
     for first in range(0, tokens, len(rows)):

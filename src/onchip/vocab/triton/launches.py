@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.kernels.triton.launch import Launch, Shared, descriptor
+from onchip.kernels.triton.launch import Launch, Shared, descriptor, shared_descriptor
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
+from onchip.vocab.triton.memory import IN_TURNS, adds_in_turns, takes_turns
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
 TOKEN_TILE = 128
 # Elements that a program takes at a time of what is no product.
 BLOCK = 1024
+# Of kernels in turns (turns.py): three groups of four warps have all registers of a multiprocessor.
+TURNS_REGISTERS = 168
 # A float16 buffer holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
 _FLOAT16_EXPONENTIAL = 32768.0
 
@@ -87,6 +90,7 @@ class Run:
     # Where the weight is a shard of a vocabulary:
     whole_vocab: int | None = None  # how many entries that has
     elsewhere: int | None = None  # in place of an id that another shard has
+    gluon: bool = False  # whether the kernels of turns.py can run
 
     @property
     def hidden(self) -> int:
@@ -200,7 +204,7 @@ class LogitBuffer:
 
 
 class Partials(NamedTuple):
-    """Per tile and position, [tiles, positions]; None: not wanted."""
+    """Per tile, of so many `columns` of logits, and position, [tiles, positions]; None: not wanted."""
 
     maximum: Tensor  # of z
     others: Tensor  # sum of exp(z - maximum) over all but the target
@@ -216,9 +220,20 @@ class Partials(NamedTuple):
     largest: Tensor | None  # and the largest of these
     likeliest: Tensor | None  # int32: where that is
     stride: int  # from one tile to the next
+    columns: int
 
     @staticmethod
-    def empty(tiles: int, positions: int, device: torch.device, asked: Asked, *, labels: bool = False) -> "Partials":
+    def empty(
+        vocab: int,
+        positions: int,
+        device: torch.device,
+        asked: Asked,
+        *,
+        labels: bool = False,
+        columns: int = VOCAB_TILE,
+    ) -> "Partials":
+        tiles = -(-vocab // VOCAB_TILE) * (VOCAB_TILE // columns)
+
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
 
@@ -238,6 +253,7 @@ class Partials(NamedTuple):
             make(stats),
             make(stats, torch.int32),
             positions,
+            columns,
         )
 
 
@@ -329,20 +345,30 @@ def gather(
     )
 
 
+def partial_columns(run: Run, asked: Asked) -> int:
+    """Of the logits in a partial: as many as the kernel takes at a time that makes no more than what is asked for."""
+    plain = not any((asked.entropy, asked.mean_logits, asked.sum_sq))
+    suits = run.gluon and run.bias is None and run.options.softcap is None and run.weight.stride(1) == 1
+    return IN_TURNS if plain and suits and takes_turns(run.hidden) else VOCAB_TILE
+
+
 def softmax(
     run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, labels: Labels | None = None
 ) -> Launch:
     vectors = run.vectors
     t = run.tiles["softmax_tiles"]
     label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
+    vectors = vectors._replace(label=label, factor=factor, shift=shift)
     rows = rows[: run.tokens - first]  # beyond them lie another chunk's, whose scales may overflow
+    if partials.columns == IN_TURNS:
+        return _softmax_in_turns(run, rows, partials, kept, first, vectors)
     arguments = {
         **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
         "T": len(rows),
         "first": first,
-        "vectors": vectors._replace(label=label, factor=factor, shift=shift),
+        "vectors": vectors,
         "labels": labels,
         "partials": partials,
         "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
@@ -350,6 +376,36 @@ def softmax(
         "BLOCK_T": t.rows,
     }
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
+
+
+def _softmax_in_turns(
+    run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, vectors: Vectors
+) -> Launch:
+    from onchip.vocab.triton import turns
+
+    steps = -(-run.hidden // turns.STEP.value)
+    # Of 13 blocks; what needs two slots in each step needs more slots.
+    still = steps if steps <= 9 else max(4, 11 - steps // 2)
+    width = 32
+    arguments = {
+        "rows": shared_descriptor(rows, rows.stride(0), IN_TURNS, turns.STEP.value),
+        "weight": shared_descriptor(run.weight, run.weight.stride(0), IN_TURNS, turns.STEP.value),
+        "label": vectors.label,
+        "factor": vectors.factor,
+        "shift": vectors.shift,
+        "maximum": partials.maximum,
+        "others": partials.others,
+        "exponentials": None if kept is None else shared_descriptor(kept.matrix, VOCAB_TILE, IN_TURNS, width),
+        "buffer": None if kept is None else kept.rows,
+        "first": first,
+        "stride": partials.stride,
+        "T": len(rows),
+        "STILL": still,
+        "SLOTS": 13 - still,
+        "PROGRAMS": run.programs,
+        "WIDTH": width,
+    }
+    return Launch(turns.softmax_in_turns, (run.programs,), arguments, registers=TURNS_REGISTERS, shared=run.known)
 
 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -440,6 +496,11 @@ def weight_product(
     add: bool,
     first_row: int = 0,  # of the vocabulary, in `out`
 ) -> Launch:
+    of_chunk = buffer.rows.in_weight_grad == 0 and buffer.rows.recomputed == 0
+    if run.gluon and of_chunk and out.dtype == torch.float32 and adds_in_turns(run.hidden, run.tokens):
+        return _weight_in_turns(
+            run, buffer, rows, out, inverse_grad_scale, even_sum, first_tile, tiles, add=add, first_row=first_row
+        )
     t = run.tiles["weight_gradient"]
     parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
     arguments = {
@@ -462,6 +523,43 @@ def weight_product(
         "PARTS": parts,
     }
     return run.product("weight_gradient", gradients.weight_gradient, arguments)
+
+
+def _weight_in_turns(
+    run: Run,
+    buffer: LogitBuffer,
+    rows: Tensor,
+    out: Tensor,
+    inverse_grad_scale: Tensor | None,
+    even_sum: Tensor | None,
+    first_tile: int,
+    tiles: int,
+    *,
+    add: bool,
+    first_row: int,
+) -> Launch:
+    from onchip.vocab.triton import turns
+
+    matrix = buffer.matrix
+    arguments = {
+        "exponentials": shared_descriptor(matrix, VOCAB_TILE, turns.STEP.value, IN_TURNS),
+        "rows": shared_descriptor(rows, rows.stride(0), turns.STEP.value, IN_TURNS),
+        "out": out,
+        "inverse_grad_scale": inverse_grad_scale,
+        "even_sum": even_sum,
+        "first_row": first_row,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
+        "buffer": buffer.rows,
+        "out_stride": out.stride(0),
+        "V": len(out),
+        "STILL": 4,
+        "SLOTS": 10,
+        "PROGRAMS": run.programs,
+        "ADD": add,
+        "WIDTH": 32,
+    }
+    return Launch(turns.weight_in_turns, (run.programs,), arguments, registers=TURNS_REGISTERS, shared=run.known)
 
 
 def hidden_product(

@@ -28,6 +28,8 @@ FORWARD_SCRATCH = 64 * MIB
 MOST_WEIGHT_CHUNKS = 11
 # Tokens of the smallest chunk whose product is added to the weight's float32 sum.
 SMALLEST_SUMMED = 512
+# Columns of a tile of the kernels that take turns: turns.py.
+IN_TURNS = 128
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ def hidden_columns(hidden: int) -> int:
     """
     wide, narrow = up(hidden, 256), up(hidden, 128)
     return 128 if 10 * (wide - narrow) >= wide else 256
+
+
+def takes_turns(hidden: int) -> bool:
+    """Whether the softmax of logits is faster by the kernel of turns.py, whose partials are of IN_TURNS columns."""
+    return hidden <= 896
+
+
+def adds_in_turns(hidden: int, tokens: int) -> bool:
+    """Whether a chunk's product is added to the weight's float32 sum faster so."""
+    return hidden <= 1152 and tokens <= 3200
 
 
 def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]:
@@ -151,7 +163,8 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     # three sums for labels, and four numbers more of these
     of_labels = (3 + 4 * int(p.stats)) * int(p.labels != "")
     numbers = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats + of_labels
-    softmax = 4 * tiles * c.token_chunk * numbers
+    of_tile = 2 if numbers == 2 and takes_turns(p.hidden) else 1
+    softmax = 4 * of_tile * tiles * c.token_chunk * numbers
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
     if p.labels:

@@ -19,7 +19,7 @@ from onchip.core import configs
 from onchip.frontend import torch_tape
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
-from onchip.kernels.triton.launch import describe, device_refusal
+from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 from onchip.vocab.rows.launches import flat as flat
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
@@ -359,7 +359,10 @@ def make_run(
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
     unpacked = launches.Vectors.unpack(vectors, tokens)
     tma = capability >= 90 and aligned_rows
-    return launches.Run(weight, bias, tokens, options, unpacked, tiles, programs, tma=tma, class_weight=class_weight)
+    gluon = tma and has_gluon(capability)
+    return launches.Run(
+        weight, bias, tokens, options, unpacked, tiles, programs, tma=tma, class_weight=class_weight, gluon=gluon
+    )
 
 
 @configs.until_cleared

@@ -451,6 +451,7 @@ def rebase_exponentials(
     tiles,
     buffer,
     TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a partial
     BLOCK_T: tl.constexpr,
 ):
     """Make the exponentials of a token whose logits are far above its shift relative to its lse instead."""
@@ -463,11 +464,13 @@ def rebase_exponentials(
     moved = before != after
     if tl.max(moved.to(tl.int32), 0) > 0:
         for j in range(first, tl.minimum(first + TILES, tiles)):
-            m = tl.load(partials.maximum + tl.cast(j, tl.int64) * partials.stride + t, mask=inside, other=0.0)
-            used = tl.where(m - before > REACH, m, before)
             row = buffer_row(j, t0, buffer, 0)
-            where = (tl.cast(row, tl.int64) + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE
-            where += tl.arange(0, VOCAB_TILE)[None, :]
-            e = tl.load(exponentials + where, mask=moved[:, None], other=0.0).to(tl.float32)
-            e *= tl.exp2((used - after) * LOG2E)[:, None]
-            tl.store(exponentials + where, e.to(exponentials.dtype.element_ty), mask=moved[:, None])
+            for part in tl.static_range(VOCAB_TILE // COLUMNS):
+                at = tl.cast(j, tl.int64) * (VOCAB_TILE // COLUMNS) + part
+                m = tl.load(partials.maximum + at * partials.stride + t, mask=inside, other=0.0)
+                used = tl.where(m - before > REACH, m, before)
+                where = (tl.cast(row, tl.int64) + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE
+                where += part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                e = tl.load(exponentials + where, mask=moved[:, None], other=0.0).to(tl.float32)
+                e *= tl.exp2((used - after) * LOG2E)[:, None]
+                tl.store(exponentials + where, e.to(exponentials.dtype.element_ty), mask=moved[:, None])

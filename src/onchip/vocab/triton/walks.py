@@ -115,7 +115,7 @@ def forward(
     hidden = call.hidden.reshape(tokens, run.hidden)
     picked = Picked(empty(), *((None, None) if k == 1 else (empty(k), empty(k, dtype=torch.int32))))
     sums = asked._replace(mean_logits=asked.mean_logits or smoothing)
-    partials = Partials.empty(run.vocab_tiles, len(rows), device, sums)
+    partials = Partials.empty(run.vocab, len(rows), device, sums, columns=launches.partial_columns(run, sums))
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
     numbers = None if len(rows) >= tokens else _numbers(run, len(rows))
@@ -131,6 +131,7 @@ def forward(
             warps=8,
             target_logit=picked.target_logit[first:],
             partials=partials,
+            tiles=len(partials.maximum),
             out=made,
             normalizer=None if chunk is None else chunk.normalizer[first:],
             BLOCK_T=16,
@@ -144,6 +145,7 @@ def forward(
                 **kept.known,
                 partials=partials,
                 TILES=16,
+                COLUMNS=partials.columns,
                 BLOCK_T=TOKEN_TILE,
             ).run()
             if picked.label is not None:
