@@ -134,6 +134,9 @@ def _source(launch):
     """The kernel with its arguments' types, and what Triton specialises on: 1, and multiples of 16."""
     signature, constants, attributes = {}, {}, {}
     for i, p in enumerate(launch.kernel.params):
+        if p.do_not_specialize:
+            signature[p.name] = "i32"
+            continue
         signature[p.name] = _type((i,), launch.arguments[p.name], constants, attributes, constant=p.is_constexpr)
     kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     return kind(launch.kernel, signature, constants, attributes)

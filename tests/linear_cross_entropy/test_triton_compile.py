@@ -111,21 +111,24 @@ def test_narrow_tiles():
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1, "reduction": "sum"}, {"dtype": torch.float16}], ids=str
 )
-@pytest.mark.parametrize("hidden", [520, 576, 640, 896, 1152])
-def test_in_turns(hidden, options):
+@pytest.mark.parametrize(
+    ("hidden", "vocab"), [(520, 20001), (576, 300), (576, 20001), (640, 1000), (896, 20001), (1152, 20001)]
+)
+def test_in_turns(hidden, vocab, options):
     """Forward computes the gradients of two chunks of tokens."""
     plan = triton_spec.TritonPlan(640, in_forward=True)
-    found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=20001, plan=plan, in_turns=True, **options)
+    found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=vocab, plan=plan, in_turns=True, **options)
     names = [x.kernel.__name__ for x in found]
-    assert names.count("weight_in_turns") == 4  # two pieces of the sum
+    pieces = 2 if vocab > 512 else 1  # of the sum
+    assert names.count("weight_in_turns") == 2 * pieces
     assert names.count("softmax_in_turns") == (2 if hidden <= 896 and "label_smoothing" not in options else 0)
     adds = [x.arguments["ADD"] for x in found if x.kernel.__name__ == "weight_in_turns"]
-    assert adds == [False, False, True, True]
+    assert adds == [False] * pieces + [True] * pieces
     made = [k for k in compile_all(found, HOPPER[0]) if k.kernel.endswith("in_turns")]
     assert_fits(made, HOPPER[1])
     for k in made:
         # A few numbers that each tile needs once: both groups that multiply have all registers that there are.
-        allowed = 24 if k.kernel == "softmax_in_turns" else 128 if k.constants["even_sum"] else 0
+        allowed = 24 if k.kernel == "softmax_in_turns" else 128 if k.constants["even_sum"] else 8
         assert k.stack <= allowed, (k.kernel, k.constants, k.stack)
         assert "wgmma.mma_async" in k.ptx
         assert not is_serialized(k.ptx)

@@ -313,7 +313,8 @@ def take_softmax(
             mine += 1
 
 
-@gluon.jit
+# A 1 would be a constant to the compiler, which has no place in `Work`.
+@gluon.jit(do_not_specialize=["first", "stride", "T", "V"])
 def softmax_in_turns(
     rows,  # [count, H] of positions from `first` on, in blocks of [TILE, STEP]
     weight,  # [V, H], the same
@@ -414,7 +415,7 @@ def take_weight(
             mine += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["first_row", "first_tile", "chunk_tiles", "V"])
 def weight_in_turns(
     exponentials,  # [rows, VOCAB_TILE] in blocks of [STEP, TILE]
     rows,  # [T, H], the same
