@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from linear_cross_entropy.ahead_of_time import compile_all
+from linear_cross_entropy.ahead_of_time import compile_all, is_serialized
 from onchip.fp8.triton_launches import quantize_launch
 from onchip.groups.problem import Options, Problem
 from onchip.groups.triton import fp8 as fp8_copies
@@ -82,6 +82,7 @@ def fp8_rows():
 LAUNCHES = {
     "swiglu": (lambda: forward(row_scale=SCALE), HOPPER),
     "gathered": (lambda: plain(bias=of(G, N), row_scale=SCALE, before=of(T, N), index=INDEX), HOPPER),
+    "weight, apart": (lambda: launches.weight_gradient(of(T, N), of(T, K), of(G, N, K), PLAN), HOPPER),
     "weight, gathered": (lambda: weight(b_index=INDEX, limit=T), HOPPER),
     "a100": (lambda: forward(row_scale=SCALE), AMPERE),
     "fp8, swiglu": (lambda: fp8(SWIGLU, (T, N // 2), before=of(T, N), bias=of(G, N), row_scale=SCALE), HOPPER),
@@ -108,6 +109,7 @@ def test_products(name):
     (found,) = compile_all([launch], device.capability)
     assert found.shared <= device.shared
     assert found.stack <= 8
+    assert not is_serialized(found.ptx, device.capability)
     if name == "fp8, quantised rows":
         return
     floats = launch.arguments.get("PRECISION") == "ieee"

@@ -3,7 +3,7 @@
 A `Launch` is run, or compiled ahead of time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,17 @@ from onchip.groups.triton.tiles import (
     product_config,
     stored_config,
 )
-from onchip.kernels.triton.launch import Device, Launch, Shared, block_descriptor, describe, descriptor
+from onchip.kernels.triton.launch import (
+    ALL_REGISTERS,
+    Device,
+    Launch,
+    Shared,
+    block_descriptor,
+    describe,
+    descriptor,
+    has_gluon,
+    shared_descriptor,
+)
 
 # Of what is done row by row.
 _COLUMNS = 1024
@@ -284,6 +294,11 @@ def weight_gradient(
     tma = device.capability >= 90 if tma is None else tma
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     groups, rows, columns = out.shape
+    three = a, b, out
+    plain = not add and a_index is None and b_index is None and {x.element_size() for x in three} == {2}
+    suited = plain and all(x.data_ptr() % 16 == 0 and suits(x.stride(), 2) for x in three)
+    if suited and config is None and tma and has_gluon(device.capability):
+        return _weight_gradient_apart(a, b, out, of_plan, device)
     cut = _gradient_cut(
         device,
         config,
@@ -307,6 +322,28 @@ def weight_gradient(
         "limit": limit,
     }
     return Launch(kernels.grouped_weight_gradient, (tiles,), given, cut.warps, cut.stages, shared=cut.shared)
+
+
+def _weight_gradient_apart(a: Tensor, b: Tensor, out: Tensor, of_plan: Tensor, device: Device) -> Launch:
+    from onchip.groups.triton import apart
+
+    step, height, width = apart.STEP.value, apart.ROWS.value, apart.COLUMNS.value
+    groups, rows, columns = out.shape
+    tiles = groups * -(-rows // height) * -(-columns // width)
+    programs = min(device.programs, tiles)
+    arguments = {
+        "a": ragged(a, height, step, shared_descriptor),
+        "b": ragged(b, width, step, shared_descriptor),
+        "out": shared_descriptor(out, out.shape, out.stride(), (1, height, apart.WIDTH.value)),
+        "plan": of_plan,
+        "counter": out.new_zeros(1, dtype=torch.int32),
+        "G": groups,
+        "A": rows,
+        "B": columns,
+        "GROUP": 8,
+        "PROGRAMS": programs,
+    }
+    return Launch(apart.weight_gradient_apart, (programs,), arguments, warps=8, registers=ALL_REGISTERS)
 
 
 def scaled_weight_gradient(
@@ -417,11 +454,11 @@ def suits(strides: Sequence[int], element_bytes: int) -> bool:
     return all(stride > 0 and stride * element_bytes % 16 == 0 for stride in others)
 
 
-def ragged(x: Any, columns: int, rows: int) -> Any:
+def ragged(x: Any, columns: int, rows: int, made: Callable[..., Any] = block_descriptor) -> Any:
     """A matrix in blocks of [rows, columns] that end where a group does: see kernels.py."""
     stride = x.stride(0)
     shape = 0x7FFF0000, 0x7FFF0000, _LAST, x.shape[1]
-    return block_descriptor(x, shape, (2**34 - stride, stride, stride, 1), (1, 1, rows, columns))
+    return made(x, shape, (2**34 - stride, stride, stride, 1), (1, 1, rows, columns))
 
 
 def precision(element_bytes: int) -> str:

@@ -182,16 +182,16 @@ def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], bl
     return made
 
 
-def shared_descriptor(x: Tensor, stride: int, rows: int, columns: int) -> Any:
-    """As `descriptor`, for kernels in Gluon, which say themselves how a block lies in shared memory."""
+def shared_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
+    """As `block_descriptor`, for kernels in Gluon, which say themselves how a block lies in shared memory."""
     from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped]
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
 
-    width = min(128, columns * x.element_size())
-    layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * x.element_size(), rank=2)
+    width, bits = min(128, block[-1] * x.element_size()), 8 * x.element_size()
     made = object.__new__(TensorDescriptor)
-    made.base, made.padding, made.layout = x, "zero", layout
-    made.shape, made.strides, made.block_shape = list(x.shape), [stride, 1], [rows, columns]
+    made.base, made.padding = x, "zero"
+    made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)
+    made.layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
     return made
 
 
@@ -292,6 +292,11 @@ def _interpreted() -> bool:
 def has_gluon(capability: int) -> bool:
     """Whether kernels in Gluon can run: they are written for Hopper, in what Triton 3.6 has of that language."""
     return capability == 90 and find_spec("triton") is not None and _triton() is not None
+
+
+# A thread's registers on average, of kernels in Gluon whose warps have different numbers: three groups of four warps
+# have all that a multiprocessor has.
+ALL_REGISTERS = 168
 
 
 class Device(NamedTuple):

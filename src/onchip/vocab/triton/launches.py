@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.kernels.triton.launch import Launch, Shared, descriptor, shared_descriptor
+from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, Shared, descriptor, shared_descriptor
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
@@ -23,8 +23,6 @@ VOCAB_TILE: int = blocks.VOCAB_TILE.value
 TOKEN_TILE = 128
 # Elements that a program takes at a time of what is no product.
 BLOCK = 1024
-# Of kernels in turns (turns.py): three groups of four warps have all registers of a multiprocessor.
-TURNS_REGISTERS = 168
 # A float16 buffer holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
 _FLOAT16_EXPONENTIAL = 32768.0
 
@@ -378,6 +376,11 @@ def softmax(
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
 
 
+def _blocks(x: Tensor, rows: int, columns: int) -> Any:
+    """A matrix in blocks for a kernel in Gluon; as in `Run.operand`, that of exponentials has no stride."""
+    return shared_descriptor(x, x.shape, (x.stride(0) or x.shape[1], 1), (rows, columns))
+
+
 def _softmax_in_turns(
     run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, vectors: Vectors
 ) -> Launch:
@@ -388,14 +391,14 @@ def _softmax_in_turns(
     still = steps if steps <= 9 else max(4, 11 - steps // 2)
     width = 32
     arguments = {
-        "rows": shared_descriptor(rows, rows.stride(0), IN_TURNS, turns.STEP.value),
-        "weight": shared_descriptor(run.weight, run.weight.stride(0), IN_TURNS, turns.STEP.value),
+        "rows": _blocks(rows, IN_TURNS, turns.STEP.value),
+        "weight": _blocks(run.weight, IN_TURNS, turns.STEP.value),
         "label": vectors.label,
         "factor": vectors.factor,
         "shift": vectors.shift,
         "maximum": partials.maximum,
         "others": partials.others,
-        "exponentials": None if kept is None else shared_descriptor(kept.matrix, VOCAB_TILE, IN_TURNS, width),
+        "exponentials": None if kept is None else _blocks(kept.matrix, IN_TURNS, width),
         "buffer": None if kept is None else kept.rows,
         "first": first,
         "stride": partials.stride,
@@ -405,7 +408,7 @@ def _softmax_in_turns(
         "PROGRAMS": run.programs,
         "WIDTH": width,
     }
-    return Launch(turns.softmax_in_turns, (run.programs,), arguments, registers=TURNS_REGISTERS, shared=run.known)
+    return Launch(turns.softmax_in_turns, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
 
 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -540,10 +543,9 @@ def _weight_in_turns(
 ) -> Launch:
     from onchip.vocab.triton import turns
 
-    matrix = buffer.matrix
     arguments = {
-        "exponentials": shared_descriptor(matrix, VOCAB_TILE, turns.STEP.value, IN_TURNS),
-        "rows": shared_descriptor(rows, rows.stride(0), turns.STEP.value, IN_TURNS),
+        "exponentials": _blocks(buffer.matrix, turns.STEP.value, IN_TURNS),
+        "rows": _blocks(rows, turns.STEP.value, IN_TURNS),
         "out": out,
         "inverse_grad_scale": inverse_grad_scale,
         "even_sum": even_sum,
@@ -559,7 +561,7 @@ def _weight_in_turns(
         "ADD": add,
         "WIDTH": 32,
     }
-    return Launch(turns.weight_in_turns, (run.programs,), arguments, registers=TURNS_REGISTERS, shared=run.known)
+    return Launch(turns.weight_in_turns, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
 
 
 def hidden_product(
