@@ -93,6 +93,13 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstre
   put(&e, sizeof(e));
   return result();
 }
+CUresult cuFuncGetParamInfo(CUfunction f, size_t i, size_t *offset, size_t *size) {
+  for (int j = 0; j < known; ++j) {
+    if (kernels[j].function != (uint64_t)f || i >= (size_t)kernels[j].count) continue;
+    return *size = kernels[j].sizes[i], *offset = 0, CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_VALUE;
+}
 CUresult cuGetErrorString(CUresult e, const char **s) { *s = "a made-up error"; return CUDA_SUCCESS; }
 CUresult cuGetErrorName(CUresult e, const char **s) { *s = "CUDA_ERROR_INVALID_VALUE"; return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = context; return CUDA_SUCCESS; }

@@ -107,13 +107,11 @@ class Driver:
         self.library, self.stream = library, 0x10
         self.launcher_cls = CudaLauncher
         self.utils = self
+        self.get_current_stream = lambda device: self.stream  # one object, as Triton's driver has it
         self.fill_tma_descriptor = CudaUtils().fill_tma_descriptor
 
     def get_current_device(self):
         return 0
-
-    def get_current_stream(self, device):
-        return self.stream
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
@@ -132,20 +130,20 @@ class Driver:
 @contextmanager
 def gpu():
     """Calls with tensors of the CPU's run on the GPU that isn't there, and are repeated from tapes."""
+    from triton.runtime import driver
+
     import onchip.torch  # noqa: F401 - whose modules are changed here
     from onchip.frontend import torch_tape
     from onchip.vocab.triton import setup
 
-    from triton.runtime import driver
-
     with ExitStack() as stack:
         made = Driver(Library(os.environ["FAKE_CUDA"]))
         stack.enter_context(mock.patch.object(driver, "_active", made))
-        stack.enter_context(mock.patch.object(torch_tape, "is_taped", lambda x: True))
+        stack.enter_context(mock.patch.object(torch_tape, "is_taped", return_value=True))
         stack.enter_context(mock.patch.object(setup, "_allocate", lambda x, n: x.new_empty(n, dtype=torch.uint8)))
         for name in ("device_refusal", "triton_refusal"):
             for module in [x for x in sys.modules.values() if x.__name__.startswith("onchip.") and hasattr(x, name)]:
-                stack.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
+                stack.enter_context(mock.patch.object(module, name, return_value=None))
         yield made
 
 

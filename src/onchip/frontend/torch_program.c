@@ -30,23 +30,43 @@ static struct {
   CUresult (*set_context)(CUcontext);
   CUresult (*device)(CUdevice *, int);
   CUresult (*retain)(CUcontext *, CUdevice);
+  CUresult (*param)(CUfunction, size_t, size_t *, size_t *);
 } driver;
 
 static PyObject *load(PyObject *module, PyObject *path) {
   static const char *const names[] = {
       "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuMemsetD8Async", "cuMemcpyDtoDAsync_v2", "cuGetErrorName",
-      "cuCtxGetCurrent",  "cuCtxSetCurrent",        "cuDeviceGet",     "cuDevicePrimaryCtxRetain"};
+      "cuCtxGetCurrent",  "cuCtxSetCurrent",        "cuDeviceGet",     "cuDevicePrimaryCtxRetain",
+      "cuFuncGetParamInfo"}; /* since CUDA 12.4 */
   const char *name = PyUnicode_AsUTF8(path);
   if (!name) return NULL;
   void *library = dlopen(name, RTLD_LAZY);
   if (!library) return PyErr_Format(PyExc_OSError, "%s", dlerror());
-  void *found[9];
-  for (int i = 0; i < 9; ++i) {
+  void *found[10];
+  for (int i = 0; i < 10; ++i) {
     found[i] = dlsym(library, names[i]);
     if (!found[i]) return PyErr_Format(PyExc_OSError, "%s has no %s", name, names[i]);
   }
   memcpy(&driver, found, sizeof(found));
   Py_RETURN_NONE;
+}
+
+/* takes(function, sizes): whether these are the bytes of the kernel's parameters */
+static PyObject *takes(PyObject *module, PyObject *args) {
+  unsigned long long function;
+  PyObject *sizes;
+  size_t offset, size;
+  if (!PyArg_ParseTuple(args, "KO!", &function, &PyTuple_Type, &sizes)) return NULL;
+  if (!driver.param) return PyErr_Format(PyExc_RuntimeError, "no driver is loaded");
+  Py_ssize_t count = PyTuple_GET_SIZE(sizes);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (driver.param((CUfunction)(uintptr_t)function, i, &offset, &size) != CUDA_SUCCESS) Py_RETURN_FALSE;
+    if (size != PyLong_AsSize_t(PyTuple_GET_ITEM(sizes, i))) {
+      if (PyErr_Occurred()) return NULL;
+      Py_RETURN_FALSE;
+    }
+  }
+  return PyBool_FromLong(driver.param((CUfunction)(uintptr_t)function, count, &offset, &size) != CUDA_SUCCESS);
 }
 
 enum { LAUNCH, FILL, COPY };
@@ -332,6 +352,7 @@ failed:
 
 static PyMethodDef methods[] = {
     {"load", load, METH_O, "Find the driver's functions in this library."},
+    {"takes", takes, METH_VARARGS, "Whether a kernel's parameters are of these sizes."},
     {"program", program, METH_VARARGS, "A program of maps and steps."},
     {NULL, NULL, 0, NULL},
 };

@@ -50,31 +50,32 @@ class Map(NamedTuple):
     padding: int
 
 
-class Launch(NamedTuple):
-    """A launch; its parameters are numbers as the kernel takes them, places and maps, of which `base` and the shape are
-    numbers and places.
-    """
+Param = tuple[str, int | Place | Map]
+"""Of a kernel, by Triton's name of its type: a number's bits, a place, or a map whose base and shape are such too."""
 
+
+class Launch(NamedTuple):
     kernel: Kernel
-    params: Sequence[tuple[str, "int | Place | Map"]]
-    """By type."""
+    params: "Sequence[Param]"
 
 
 class Fill(NamedTuple):
     """Zeros."""
 
-    to: Place
+    to: "int | Place"
     bytes: int
 
 
 class Copy(NamedTuple):
-    to: Place
-    source: Place
+    to: "int | Place"
+    source: "int | Place"
     bytes: int
 
 
 Step = Launch | Fill | Copy
 
+# What Triton adds to the parameters of each kernel: pointers to memory of its own, which there is none of.
+_SCRATCH = ("*i8", 0), ("*i8", 0)
 _INTEGERS = {f"{sign}{bits}": bits for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 
 
@@ -100,13 +101,30 @@ def is_place(kind: str) -> bool:
     return kind.startswith("*") or kind in ("i32", "i64", "u64")
 
 
+def _bytes(kind: str) -> int:
+    if kind == "nvTmaDesc":
+        return 128
+    if kind in _INTEGERS:
+        return max(8, _INTEGERS[kind]) // 8
+    return 8 if kind.startswith("*") or kind == "fp64" else 2 if kind in ("fp16", "bf16") else 4
+
+
+def launch(kernel: Kernel, params: Sequence[Param]) -> Launch:
+    """A launch with these parameters; LookupError if the kernel takes others, or it can't be known."""
+    made = extension()
+    params = *params, *_SCRATCH
+    if made is None or not made.takes(kernel.function, tuple([_bytes(kind) for kind, _ in params])):
+        raise LookupError(kernel)
+    return Launch(kernel, params)
+
+
 @lru_cache(maxsize=1)
 def extension() -> Any:
     """The extension with the driver loaded, or None where it can't be built."""
     try:
-        from triton import __version__
-        from triton.backends.nvidia.driver import include_dirs
-        from triton.runtime.build import compile_module_from_src
+        from triton import __version__  # type: ignore[import-untyped]
+        from triton.backends.nvidia.driver import include_dirs  # type: ignore[import-untyped]
+        from triton.runtime.build import compile_module_from_src  # type: ignore[import-untyped]
 
         if not __version__.startswith("3.6."):
             return None

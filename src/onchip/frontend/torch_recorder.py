@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.frontend import torch_program
-from onchip.frontend.torch_program import Copy, Fill, Kernel, Launch, Map, Place
-from onchip.frontend.torch_script import ALIGNED, Does, Line, Memory, Script, realigned, view
+from onchip.frontend.torch_program import Copy, Fill, Kernel, Map, Param, Place
+from onchip.frontend.torch_script import ALIGNED, Does, Line, Memory, Script, view
 
 Function = Callable[..., Any]
 Tensors = Sequence[Tensor | None]
@@ -21,6 +21,18 @@ _NEW = {
 }
 
 _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+class Tape(NamedTuple):
+    """Repeats an op for other tensors."""
+
+    run: Callable[..., Tensors]
+    conditions: Sequence[Callable[[], bool]]
+    """What must hold for it to be run."""
+    source: str = ""
+    """Of `run`, for people and tests."""
+    small: int = 0
+    """Bytes of the allocation that small memory shares."""
 
 
 class Attached(NamedTuple):
@@ -47,10 +59,10 @@ class Recorder(TorchDispatchMode):
         self.reason = ""
         self.operators: list[Attached] = []
         self._device = next(x.device for x in tensors if x is not None)
-        self._lines: list[str] = []
-        self._memory: dict[int, _Memory] = {}
-        self._all: list[_Memory] = []
-        self._constants: dict[str, Any] = {"_aligned": _aligned, "_view": _view}
+        self._lines: list[Line] = []
+        self._memory: dict[int, Memory] = {}
+        self._all: list[Memory] = []
+        self._constants: dict[str, Any] = {"_view": view}
         self._once: dict[str, tuple[str, set[int]]] = {}  # by code
         self._derived: dict[int, tuple[Any, _Code]] = {}  # by the object's id
         self._rows: dict[int, _Code] = {}
@@ -65,15 +77,18 @@ class Recorder(TorchDispatchMode):
         place = x.untyped_storage()._cdata
         known = self._memory.get(place)
         if known is None:
-            self._know(name, x, given=True)
+            self._know(x, name)
         elif known.geometry[-1] != x.data_ptr():  # the same tensor twice is always that: see `kind_of`
             self.refuse("two arguments share memory")
 
-    def _know(self, name: str, x: Tensor, *, given: bool = False) -> None:
-        made = self._memory[x.untyped_storage()._cdata] = _Memory(name, x, given=given)
+    def _know(self, x: Tensor, name: str = "") -> Memory:
+        """Memory that is new, or an argument's of this name."""
+        given, place = bool(name), x.untyped_storage()._cdata
+        made = self._memory[place] = Memory(name or f"m{len(self._all)}", x, given=given)
         self._all.append(made)
-        if x.is_cuda and not given and made.address % _ALIGNED:
+        if x.is_cuda and not given and made.address % ALIGNED:
             self.refuse("memory is not aligned as PyTorch's allocator does")
+        return made
 
     def refuse(self, reason: str) -> None:
         """Make no tape of this call."""
@@ -111,33 +126,46 @@ class Recorder(TorchDispatchMode):
         fresh = [x.untyped_storage()._cdata not in given for x in results]
         if not any(fresh) and not func._schema.is_mutable:
             return  # a view, which is made where it is used
-        self._uses, kind = set(), _NEW.get(name)
-        targets = [f"m{len(self._all) + sum(fresh[:i])}" if is_new else "_" for i, is_new in enumerate(fresh)]
+        kind = "copy" if name == "aten::clone" and _is_copy(results[0], args[0]) else _NEW.get(name)
         if kind is not None:
-            self._write(f"{targets[0]} = {self._allocation(results[0])}")
-        elif name == "aten::zero_":  # the method takes half as long
-            self._write(f"{self._tensor(args[0])}.zero_()")
+            self._allocate(results[0])
+            if kind == "zero":
+                self._fill(results[0])
+            elif kind == "copy":
+                self._copy(results[0], args[0])
+        elif name == "aten::zero_":
+            self._fill(args[0])
+        elif name == "aten::copy_" and _is_copy(*args[:2]):
+            self._copy(*args[:2])
         else:
+            self._uses = set()
             keywords = [f"{key}={self._with_tensors(value)}" for key, value in kwargs.items()]
             code = f"{self._constant(func)}({', '.join([*(self._with_tensors(x) for x in args), *keywords])})"
-            self._write(f"{', '.join(targets)}{',' if several else ''} = {code}" if any(fresh) else code)
-        for target, x, is_new in zip(targets, results, fresh, strict=True):
-            if not is_new:
-                continue
-            self._know(target, x)
-            self._uses = {int(target[1:])}
-            self._write(f"p_{target} = {target}.data_ptr()")
-            if kind is not None and x.is_cuda:
-                self._write(
-                    f"if p_{target} & {_ALIGNED - 1}: {target} = _aligned({target}); p_{target} = {target}.data_ptr()"
-                )
-            if kind == "zero":
-                self._write(f"{target}.zero_()")
+            made = [self._know(x) if is_new else None for x, is_new in zip(results, fresh, strict=True)]
+            targets = ", ".join("_" if m is None else m.name for m in made) + ("," if several else "")
+            self._write(Does.OPERATE, f"{targets} = {code}" if any(fresh) else code, made)
 
-    def _allocation(self, x: Tensor) -> str:
+    def _allocate(self, x: Tensor) -> None:
+        self._uses = set()
         shape, strides = self._with_tensors(tuple(x.shape)), self._with_tensors(x.stride())
         kind = f"dtype={self._constant(x.dtype)}, device={self._constant(x.device)}"
-        return f"{self._constant(torch.empty_strided)}({shape}, {strides}, {kind})"
+        made = self._know(x)
+        self._write(
+            Does.ALLOCATE, f"{made.name} = {self._constant(torch.empty_strided)}({shape}, {strides}, {kind})", [made]
+        )
+
+    def _fill(self, x: Tensor) -> None:
+        """Zeros; the method takes half as long as the operator."""
+        if x.numel() > 0:
+            self._uses = set()
+            step = Fill(self._place(x), x.nbytes) if x.is_contiguous() else None
+            self._write(Does.OPERATE, f"{self._tensor(x)}.zero_()", step=step)
+
+    def _copy(self, into: Tensor, source: Tensor) -> None:
+        if into.numel() > 0:
+            self._uses = set()
+            step = Copy(self._place(into), self._place(source), into.nbytes)
+            self._write(Does.OPERATE, f"{self._tensor(into)}.copy_({self._tensor(source)})", step=step)
 
     # What is launched.
 
@@ -147,9 +175,61 @@ class Recorder(TorchDispatchMode):
             return
         self._uses = set()
         code = ", ".join([self._with_addresses(x) for x in args])
-        self._write(f"{self._constant(function)}({code})")
+        self._write(Does.LAUNCH, f"{self._constant(function)}({code})")
 
-    def once(self, function: Function, *args: Any) -> Any:
+    def launch(
+        self, launcher: Function, before: Sequence[Any], values: Sequence[Any], kernel: Kernel, kinds: Sequence[Any]
+    ) -> None:
+        """Record a launch by Triton's launcher with these arguments, of which the first ones are not the kernel's.
+
+        `before` is as of `call`, its fourth the stream.  `kinds` are the types of the `values`, by Triton's names; a
+        map stands for what `make` makes of it.
+        """
+        if self.reason or 0 in kernel.grid:
+            return
+        self._uses = set()
+        try:
+            params = [x for kind, value in zip(kinds, values, strict=True) for x in self._params(kind, value)]
+            step = torch_program.launch(kernel, params)
+        except (LookupError, ValueError):  # of a type that isn't known
+            step = None
+        code = ", ".join([self._with_addresses(x) for x in (*before, *values)])
+        self._write(
+            Does.LAUNCH, f"{self._constant(launcher)}({code})", step=step, stream=self._with_addresses(before[3])
+        )
+
+    def _params(self, kind: Any, x: Any) -> list[Param]:
+        """An argument as what a kernel takes: nothing of what it was compiled for."""
+        x = self._derived.get(id(x), (x, x))[1]
+        if isinstance(kind, tuple):
+            parts = [_Code(f"{x.code}[{i}]", x.uses) for i in range(len(kind))] if isinstance(x, _Code) else x
+            return [y for pair in zip(kind, parts, strict=True) for y in self._params(*pair)]
+        if kind == "constexpr":
+            if isinstance(x, _Code):
+                self.refuse("a kernel is compiled for a number that follows from addresses")
+            return []
+        if kind == "nvTmaDesc":
+            base, *shape = (self._place(y) if isinstance(y, Tensor | _Code) else y for y in (x.base, *x.shape))
+            return [(kind, x._replace(base=base, shape=tuple(shape)))]
+        if isinstance(x, Tensor | _Code):
+            if not torch_program.is_place(kind):
+                raise LookupError(kind)
+            return [(kind, self._place(x))]
+        return [(kind, torch_program.number(kind, x))]
+
+    def _place(self, x: Any) -> int | Place:
+        """An address, or a number that follows from some."""
+        x = self._derived.get(id(x), (x, x))[1]
+        if isinstance(x, _Code):
+            self._uses |= x.uses
+            return Place(x.code)
+        memory = self._known(x)
+        if memory is None or x.data_ptr() == 0:
+            return 0
+        memory.addressed = True
+        return Place(f"p_{memory.name}", x.data_ptr() - memory.address)
+
+    def once(self, function: Function, *args: Any, does: Does = Does.COMPUTE) -> Any:
         """Stands among the arguments of `call` for what `function` makes of these, also with tensors for addresses; the
         same of the same arguments is made once.
         """
@@ -157,7 +237,7 @@ class Recorder(TorchDispatchMode):
         code = f"{self._constant(function)}({', '.join([self._with_addresses(x) for x in args])})"
         if code not in self._once and not self.reason:
             name = f"o{len(self._once)}"
-            self._write(f"{name} = {code}")
+            self._write(does, f"{name} = {code}")
             self._once[code] = name, self._uses
         self._uses = before
         return _Code(*self._once.get(code, ("None", set())))
@@ -173,7 +253,7 @@ class Recorder(TorchDispatchMode):
         self._uses = set()
         code = f"{self._constant(function)}({', '.join([self._with_addresses(x) for x in pieces])})"
         name = f"d{len(self._derived)}"
-        self._write(f"{name} = {code}")
+        self._write(Does.COMPUTE, f"{name} = {code}")
         self._rows[id(matrix)] = _Code(f"{name}[1]", self._uses)
         for x, i in ((matrix, 0), *((x, i) for i, x in enumerate(others, 2))):
             self._derived[id(x)] = x, _Code(f"{name}[{i}]", self._uses)
@@ -184,10 +264,8 @@ class Recorder(TorchDispatchMode):
 
     # Code.
 
-    def _write(self, line: str) -> None:
-        self._lines.append(line)
-        for i in self._uses:
-            self._all[i].used = len(self._lines) - 1
+    def _write(self, does: Does, code: str, makes: Sequence[Memory | None] = (), **more: Any) -> None:
+        self._lines.append(Line(does, code, self._uses, [self._all.index(m) for m in makes if m is not None], **more))
 
     def _constant(self, x: Any) -> str:
         name = f"c{id(x)}"
@@ -202,7 +280,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"{type(x).__name__} holds memory")
         return self._constant(x)
 
-    def _known(self, x: Tensor) -> _Memory | None:
+    def _known(self, x: Tensor) -> Memory | None:
         found = self._memory.get(x.untyped_storage()._cdata)
         if found is None:
             self.refuse("memory is neither an argument's nor an operator's result")
@@ -217,10 +295,13 @@ class Recorder(TorchDispatchMode):
             return x.code
         if id(x) in self._derived:
             return self._with_addresses(self._derived[id(x)][1])
+        if isinstance(x, Map):
+            return self._with_addresses(self.once(x.make, *x[1:], does=Does.MAP))
         if isinstance(x, Tensor):
             memory = self._known(x)
             if memory is None or x.data_ptr() == 0:
                 return "0"
+            memory.addressed = True
             more = x.data_ptr() - memory.address
             return f"p_{memory.name}{more:+d}" if more else f"p_{memory.name}"
         if isinstance(x, tuple | list):
@@ -252,18 +333,11 @@ class Recorder(TorchDispatchMode):
         )
         if self.reason:
             return self.reason
-        freed: dict[int, list[str]] = {}
-        for i, memory in enumerate(self._all):
-            if not memory.given and i not in self._uses:
-                freed.setdefault(memory.used, []).append(memory.name)
-        lines = [f"p_{m.name} = {m.name}.data_ptr()" for m in self._all if m.given]
-        for i, line in enumerate(self._lines):
-            lines.append(line)
-            if i in freed:
-                lines.append(f"del {', '.join(freed[i])}")
-        body = "\n".join(f"    {line}" for line in [*lines, f"return ({returned})"])
-        exec(compile(f"def tape({', '.join(self._names)}):\n{body}\n", "<onchip tape>", "exec"), self._constants)
-        return Tape(self._constants.pop("tape"), [*self._conditions])
+        script = Script(self._device, self._lines, self._all, self._uses)
+        body = "\n".join(f"    {line}" for line in [*script.write(), f"return ({returned})"])
+        source, names = f"def tape({', '.join(self._names)}):\n{body}\n", {**self._constants, **script.constants}
+        exec(compile(source, "<onchip tape>", "exec"), names)
+        return Tape(names.pop("tape"), [*self._conditions], source, script.small)
 
 
 class _Code:
@@ -280,3 +354,16 @@ def versions(tensors: Tensors) -> list[int | None]:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
+
+
+def _is_copy(into: Tensor, source: Tensor) -> bool:
+    """Whether a tensor gets no more than the bytes of another, from first to last."""
+    if (into.dtype, into.shape, into.device) != (source.dtype, source.shape, source.device):
+        return False
+    if into.is_conj() != source.is_conj() or into.is_neg() != source.is_neg() or _share(into, source):
+        return False
+    return into.is_contiguous() and source.is_contiguous()
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

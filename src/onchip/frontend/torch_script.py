@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onchip.frontend import torch_program
-from onchip.frontend.torch_program import Launch, Step
+from onchip.frontend.torch_program import Step
 
 ALIGNED = 512  # bytes: what allocations of the GPU's are multiples of
 SMALL = 1 << 20  # bytes; what is smaller may get a place in the one allocation
@@ -139,9 +139,9 @@ class Script:
             (number,) = line.makes
             name = f"p_{self._memory[number].name}"
             if name not in self._moved:
-                if self._unneeded:  # else it takes no more memory to allocate it before what waits
-                    self._run()
-                self._made.append(line.code)
+                if self._unneeded and self._memory[number].bytes >= SMALL:
+                    self._run()  # else it takes no more memory to allocate it before what waits
+                self._write(line)
             elif not self._native or number in self._computed:
                 self._made.append("{} = {} + {}".format(name, *self._moved[name]))
         elif self._native and line.step:
@@ -149,7 +149,14 @@ class Script:
         elif not (self._native and line.does is Does.MAP):
             if line.does is not Does.COMPUTE:
                 self._run()
-            self._made.append(line.code)
+            self._write(line)
+
+    def _write(self, line: Line) -> None:
+        self._made.append(line.code)
+        for m in [self._memory[i] for i in line.makes]:
+            self._made += m.lines
+            if m.addressed and line.does is Does.ALLOCATE and self._device.type == "cuda":
+                self._made.append(realigned(m.name))
 
     def _run(self) -> None:
         """Let what waits be done, and free what it needed last."""

@@ -16,46 +16,26 @@ of the first.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.core import configs
-
-Function = Callable[..., Any]
-Tensors = Sequence[Tensor | None]
+from onchip.frontend.torch_recorder import Recorder, Tape, Tensors
+from onchip.frontend.torch_script import ALIGNED
 
 # Kinds of calls that an op remembers: a training run has a handful, and one with a new length each step uses none.
 _MOST_KINDS = 64
 SEEN_ONCE = "it was called once"
-_ALIGNED = 512  # bytes: what allocations of the GPU's are multiples of
-_NEW = {
-    **dict.fromkeys(("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"), "empty"),
-    **dict.fromkeys(("aten::zeros", "aten::new_zeros", "aten::zeros_like"), "zero"),
-    "aten::empty_like": "empty",
-}
-
-_BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 _thread = threading.local()
 
 
-def recorder() -> "Recorder | None":
+def recorder() -> Recorder | None:
     """The one that records what this thread does, to be told of each launch."""
     return getattr(_thread, "recorder", None)
-
-
-class Tape(NamedTuple):
-    """Repeats an op for other tensors."""
-
-    run: Callable[..., Tensors]
-    conditions: Sequence[Callable[[], bool]]
-    """What must hold for it to be run."""
 
 
 class Tapes:
@@ -106,7 +86,7 @@ def kind_of(tensors: Tensors) -> Hashable:
             made.append(None)
             continue
         address = x.data_ptr()
-        made.append((x.dtype, x.shape, x.stride(), x.get_device(), address % _ALIGNED and address & -address))
+        made.append((x.dtype, x.shape, x.stride(), x.get_device(), address % ALIGNED and address & -address))
         if address:
             addresses.append(address)
     if len(set(addresses)) < len(addresses):
@@ -114,7 +94,7 @@ def kind_of(tensors: Tensors) -> Hashable:
     return tuple(made)
 
 
-def record(function: Callable[[], Tensors], tensors: Tensors) -> tuple[Tensors, "Tape | str"]:
+def record(function: Callable[[], Tensors], tensors: Tensors) -> tuple[Tensors, Tape | str]:
     """The results of `function()`, and what repeats it for other tensors of the same kind, or why nothing does."""
     made = Recorder(tensors)
     with _recording(made), made:
@@ -123,7 +103,7 @@ def record(function: Callable[[], Tensors], tensors: Tensors) -> tuple[Tensors, 
 
 
 @contextmanager
-def _recording(made: "Recorder") -> Iterator[None]:
+def _recording(made: Recorder) -> Iterator[None]:
     before, _thread.recorder = recorder(), made
     try:
         yield
