@@ -362,8 +362,8 @@ def _is_copy(into: Tensor, source: Tensor) -> bool:
         return False
     if into.is_conj() != source.is_conj() or into.is_neg() != source.is_neg() or _share(into, source):
         return False
-    return into.is_contiguous() and source.is_contiguous()
+    return bool(into.is_contiguous() and source.is_contiguous())
 
 
 def _share(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
