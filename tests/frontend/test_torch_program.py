@@ -3,6 +3,7 @@ ones.  And places in one allocation, and tapes whose launches are simulated on t
 """
 
 import ctypes
+import shutil
 import struct
 import sys
 from contextlib import nullcontext
@@ -23,6 +24,8 @@ from onchip.frontend.torch_script import ALIGNED, places
 # ----------------------------------------------------------------------------------- against Triton's own launcher
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a real libcuda can't have a made-up one")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="programs are compiled by gcc")
 @pytest.mark.parametrize("check", ["launches", "programs"])
 def test_on_a_gpu_that_is_not_there(check):
     assert fake_cuda.run(__file__, check).splitlines()[-1] == "as Triton does"
@@ -293,7 +296,6 @@ def test_launches_in_a_row_are_one_call(simulated):
     assert torch.equal(tape.run(x)[0], x + 6)
     assert simulated.log == [[1, 0, 0, 2, 0]]
     assert tape.small == 2 * ALIGNED - (ALIGNED - 32)
-    assert tape.source.count("c") > 0
 
 
 @pytest.mark.parametrize("kind", ["fp8e4nv", "i1"])

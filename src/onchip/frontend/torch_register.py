@@ -235,7 +235,7 @@ class Operator(Generic[C, O]):
             return [None] * len(self.differentiable)
         wanted = asked_for(ctx, ctx.grads, ctx.edges)
         tensors, link = self._taken(ctx)
-        theirs = [(i, tensors[place]) for i, place in self._adds if tensors[place] is not None]
+        theirs = [(i, x) for i, place in self._adds if (x := tensors[place]) is not None]
         kept: Any = None
         if self.fake_gradients is None or self.direct is not None or (self.collect is not None and not plain):
             kept = self._built(tensors, ctx.rest, plain=plain)  # else left packed: compiled autograd would trace this
