@@ -1,5 +1,6 @@
 """Tapes of the ops on a GPU: from the third call of a kind on, the bits and the memory are those of the first."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from losses import mixed_plan, plan_in_forward
 from onchip.core import configs
-from onchip.frontend import torch_tape
+from onchip.frontend import torch_program, torch_tape
 from onchip.torch import (
     cross_entropy,
     fp8_linear,
@@ -106,10 +107,15 @@ STEPS = {
 }
 
 
-@pytest.fixture
-def tapes(monkeypatch):
-    """How often a tape was made, run, or refused."""
-    counts = {"made": 0, "run": 0, "refused": []}
+@pytest.fixture(params=["programs", "Triton's launchers"])
+def tapes(monkeypatch, request):
+    """How often a tape was made, run, or refused, and the most bytes that one's small memory takes; by both ways."""
+    counts = {"made": 0, "run": 0, "refused": [], "small": 0, "programs": 0}
+    counts["way"] = request.param
+    if request.param == "programs":
+        assert torch_program.extension() is not None
+    else:
+        monkeypatch.setattr(torch_program, "extension", lambda: None)
 
     def record(function, tensors):
         made, tape = real(function, tensors)
@@ -117,6 +123,8 @@ def tapes(monkeypatch):
             counts["refused"].append(tape)
             return made, tape
         counts["made"] += 1
+        counts["small"] = max(counts["small"], tape.small)
+        counts["programs"] += "program" in tape.source
 
         def run(*tensors):
             counts["run"] += 1
@@ -148,6 +156,7 @@ def _check(step, tapes):
             assert torch.equal(a, b), seed
     assert not tapes["refused"]
     assert tapes["run"] >= 6
+    assert tapes["programs"] == 0 if tapes["way"] != "programs" else tapes["programs"] >= 1
     return step
 
 
@@ -171,7 +180,7 @@ def test_bits_of_other_plans(name, tapes):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_memory(name, tapes):
-    """The peak of a call from a tape is no higher than that of the first."""
+    """The peak of a call from a tape is no higher than that of the first, and what small memory shares."""
     # Bytes that were asked for: blocks of the allocator's cache may be up to a MiB larger.
     peaks = []
     for _ in range(4):
@@ -181,7 +190,26 @@ def test_memory(name, tapes):
         _bits(STEPS[name], 1)
         peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
     assert tapes["run"] > 0
-    assert peaks[3] <= peaks[0]
+    assert peaks[3] <= peaks[0] + tapes["small"]
+
+
+def test_another_thread(tapes):
+    """One that CUDA hasn't seen, and several at once."""
+    step = STEPS["linear_cross_entropy"]
+    expected = {seed: _bits(step, seed) for seed in (1, 2, 3, 4)}
+    before = tapes["run"]
+    with ThreadPoolExecutor(4) as pool:
+        for seed, made in zip(expected, pool.map(partial(_bits, step), expected), strict=True):
+            assert all(map(torch.equal, made, expected[seed]))
+    assert tapes["run"] > before
+
+
+def test_an_error_of_the_drivers_is_raised():
+    """Of a fill of more memory than there is."""
+    steps = [torch_program.Fill(torch_program.Place("x"), 1 << 50)]
+    program, _ = torch_program.build(steps, 0, {})
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: cuMemsetD8Async"):
+        program(torch.cuda.current_stream().cuda_stream, torch.empty(8, device="cuda").data_ptr())
 
 
 def test_streams_graphs_and_a_kept_graph(tapes):

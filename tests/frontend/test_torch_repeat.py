@@ -103,7 +103,7 @@ def toy(x, y=None, *, factor=2.0, memory=None, way="plain"):
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch_tape, "is_taped", lambda x: True)
-    monkeypatch.setattr(torch_tape, "_ALIGNED", 64)  # as memory of the CPU's is
+    monkeypatch.setattr(torch_tape, "ALIGNED", 64)  # as memory of the CPU's is
     configs.clear_cache()
     ran.clear()
 

@@ -8,7 +8,8 @@ import torch
 
 from onchip.core import configs
 from onchip.frontend import torch_tape
-from onchip.frontend.torch_tape import Tape, record
+from onchip.frontend.torch_recorder import Tape
+from onchip.frontend.torch_tape import record
 
 
 class Log(list):

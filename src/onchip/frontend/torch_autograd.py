@@ -20,7 +20,8 @@ def asked_for(ctx: Any, grads: Sequence[bool], places: Sequence[int]) -> list[bo
     """
     if torch.compiler.is_compiling():  # compiled autograd, which traces them all
         return list(grads)
-    return [wanted and _will_run(ctx.next_functions[i][0]) for i, wanted in zip(places, grads, strict=True)]
+    functions = ctx.next_functions  # which is made anew each time
+    return [wanted and _will_run(functions[i][0]) for i, wanted in zip(places, grads, strict=True)]
 
 
 def _will_run(node: Any) -> bool:

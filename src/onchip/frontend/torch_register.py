@@ -133,6 +133,9 @@ class Operator(Generic[C, O]):
             self.backward_op.register_fake(self._fake_gradients)
         self._differentiable = _fields([self.call.of_tensors[place].path for place in self._places])
         self._theirs = [name in self.adds_to.values() for name in self.kept.tensors]
+        self._consumed = [self.kept.tensors.index(name) for name in self.consumed]
+        # Places among the differentiable tensors and among the kept ones.
+        self._adds = [(self.differentiable.index(x), self.kept.tensors.index(y)) for x, y in self.adds_to.items()]
         self._tapes = Tapes() if self.launches else None  # of gradients
         self._node: Any = type(self.name, (_Node,), {})  # a class of its own for its name
 
@@ -219,8 +222,10 @@ class Operator(Generic[C, O]):
         ctx.grads, ctx.edges = saving.grads, saving.edges
         # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
         # that is no mistake.
-        ctx.theirs = [x if theirs else None for x, theirs in zip(saving.tensors, self._theirs, strict=True)]
-        mine = [None if theirs else x for x, theirs in zip(saving.tensors, self._theirs, strict=True)]
+        mine = saving.tensors
+        ctx.theirs = [(i, mine[i]) for _, i in self._adds if mine[i] is not None]
+        if ctx.theirs:
+            mine = [None if theirs else x for x, theirs in zip(mine, self._theirs, strict=True)]
         ctx.save_for_backward(*mine, output[-1])
 
     def backward(self, ctx: Any, upstream: Made, *, plain: bool) -> Made:
@@ -230,31 +235,30 @@ class Operator(Generic[C, O]):
             return [None] * len(self.differentiable)
         wanted = asked_for(ctx, ctx.grads, ctx.edges)
         tensors, link = self._taken(ctx)
-        theirs = {
-            self.differentiable.index(of): x
-            for of, memory in self.adds_to.items()
-            if (x := tensors[self.kept.tensors.index(memory)]) is not None
-        }
+        theirs = [(i, x) for i, place in self._adds if (x := tensors[place]) is not None]
         kept: Any = None
-        if self.fake_gradients is None or self.direct is not None or self.collect is not None:
+        if self.fake_gradients is None or self.direct is not None or (self.collect is not None and not plain):
             kept = self._built(tensors, ctx.rest, plain=plain)  # else left packed: compiled autograd would trace this
         if self.fake_gradients is None or (self.direct is not None and self.direct(kept)):
             with torch.no_grad():
-                made = self.gradients(kept, given, wanted)
+                made = self._collected(kept, self.gradients(kept, given, wanted), wanted)
         elif plain:
             with inside_operator(_first(given)):
                 made = self._repeated_gradients(tensors, ctx.rest, given, wanted)
-            for i, memory in theirs.items():
+            for i, memory in theirs:
                 if wanted[i]:  # nobody saw that it was written to
                     torch.autograd.graph.increment_version(memory)
         else:
             made = self.backward_op(*given, *tensors, *ctx.rest, wanted)
-            made = [made] if isinstance(made, Tensor) else made
-        if self.collect is not None:
-            made = self.collect(kept, made, wanted)
-        made = [x if want and i not in theirs else None for i, (x, want) in enumerate(zip(made, wanted, strict=True))]
+            made = self._collected(kept, [made] if isinstance(made, Tensor) else made, wanted)
+        made = [x if want else None for x, want in zip(made, wanted, strict=True)]
+        for i, _ in theirs:
+            made[i] = None
         # The link is an output that no caller has and that none can change in place (`loss /= 2`).
         return differentiable_once(self.op, made, *given, link)
+
+    def _collected(self, kept: Any, made: Made, wanted: Wanted) -> Made:
+        return made if self.collect is None else self.collect(kept, made, wanted)
 
     def _built(self, tensors: Made, rest: Sequence[Any], *, plain: bool) -> Any:
         return self.kept.build(tensors, rest) if plain else self.kept.unpack((*tensors, *rest))
@@ -263,7 +267,8 @@ class Operator(Generic[C, O]):
         """The gradients, by a tape where there is one."""
 
         def gradients() -> Made:
-            return self.gradients(self.kept.build(tensors, rest), given, wanted)
+            kept = self.kept.build(tensors, rest)
+            return self._collected(kept, self.gradients(kept, given, wanted), wanted)
 
         made = None
         if self._tapes is not None:
@@ -273,11 +278,12 @@ class Operator(Generic[C, O]):
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
         *saved, link = ctx.saved_tensors
-        tensors = [a if b is None else b for a, b in zip(saved, ctx.theirs, strict=True)]
-        if self.consumed and graph_is_kept():
-            for i, name in enumerate(self.kept.tensors):
-                x = tensors[i]
-                if name in self.consumed and x is not None:
+        tensors = saved
+        for i, x in ctx.theirs:
+            tensors[i] = x
+        if self._consumed and graph_is_kept():
+            for i in self._consumed:
+                if (x := tensors[i]) is not None:
                     tensors[i] = self.clone(x)
         return tensors, link
 

@@ -20,8 +20,9 @@ from torch.nn import Parameter
 from onchip.core import configs
 from onchip.frontend import torch_tape
 from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_recorder import Attached, Tape, versions
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
-from onchip.frontend.torch_tape import SEEN_ONCE, Attached, Tape, recorder, remember, versions
+from onchip.frontend.torch_tape import SEEN_ONCE, recorder, remember
 
 F = TypeVar("F", bound=Callable[..., Any])
 

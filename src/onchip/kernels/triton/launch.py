@@ -1,7 +1,7 @@
 """What it takes to call Triton's kernels: a device that can run them, and the launch.  Imports no Triton by itself."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from inspect import getclosurevars
@@ -15,6 +15,8 @@ from torch.nn import Parameter
 
 from onchip.core.configs import device_slug
 from onchip.frontend import torch_tape
+from onchip.frontend.torch_program import Kernel, Map
+from onchip.frontend.torch_recorder import Recorder
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -94,37 +96,39 @@ class Launch(NamedTuple):
         return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self.shared)
 
 
-def _record(tape: "torch_tape.Recorder", found: Any, grid: tuple[int, ...], values: Sequence[Any]) -> None:
+def _record(tape: Recorder, found: Any, grid: tuple[int, ...], values: Sequence[Any]) -> None:
     """Put a launch on a tape, as Triton 3.6 does it: with its launcher of C, which takes a map that the driver makes
-    of each descriptor.
+    of each descriptor, and the descriptor's shape and strides behind it.
     """
     triton, launcher = _triton(), found.run
     assert triton is not None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         tape.refuse("a kernel takes memory of Triton's")
         return
-    launch, arguments, maps = launcher.launch, list(values), iter(())
+    launch: Any = launcher.launch
+    maps: Iterator[Any] = iter(())
     if getattr(launch, "__closure__", None):
         around = getclosurevars(launch).nonlocals
         launch, maps = around["launcher"], iter(around["tensordesc_meta"])
-        arguments = []
-        for x in values:
-            if hasattr(x, "block_shape"):
-                arguments += _map_of(tape, triton.driver.active.utils.fill_tma_descriptor, x, next(maps))
-            else:
-                arguments.append(x)
-    stream = tape.once(triton.driver.active.get_current_stream, triton.driver.active.get_current_device())
-    flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+    arguments: list[Any] = []
+    kinds: list[Any] = []
+    for given, kind in zip(values, found.src.signature.values(), strict=True):
+        if hasattr(given, "block_shape"):
+            arguments += _map_of(tape, triton.driver.active.utils.fill_tma_descriptor, given, next(maps))
+            kinds += ["nvTmaDesc", *["i32"] * len(given.shape), *["i64"] * len(given.shape)]
+        else:
+            arguments.append(given)
+            kinds.append(kind)
+    device = triton.driver.active.get_current_device()
+    stream = tape.once(triton.driver.active.get_current_stream, device)
+    x, y, z = (*grid, 1, 1)[:3]
+    flags, (warps, ctas, shared) = (launcher.launch_cooperative_grid, launcher.launch_pdl), found.packed_metadata
     tape.require(_is_unwatched)
-    tape.call(
-        launch, *(*grid, 1, 1)[:3], stream, found.function, *flags, None, None, found.packed_metadata, None, None, None,
-        *arguments,
-    )  # fmt: skip
+    before = x, y, z, stream, found.function, *flags, None, None, found.packed_metadata, None, None, None
+    tape.launch(launch, before, arguments, Kernel(found.function, (x, y, z), warps, ctas, shared, *flags), kinds)
 
 
-def _map_of(
-    tape: "torch_tape.Recorder", make: Callable[..., Any], x: Any, known: Mapping[str, Any] | None
-) -> list[Any]:
+def _map_of(tape: Recorder, make: Callable[..., Any], x: Any, known: Mapping[str, Any] | None) -> list[Any]:
     """What a launcher takes in the place of a descriptor."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # type: ignore[import-untyped]
 
@@ -133,8 +137,7 @@ def _map_of(
         return []
     kind = known["swizzle"], known["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[known["elem_type"]], known["block_size"]
     shape = [tape.rows(x.base), *x.shape[1:]] if x.shape[0] == len(x.base) else x.shape
-    made = tape.once(make, x.base, *kind, shape, x.strides, int(x.padding == "nan"))
-    return [made, *shape, *x.strides]
+    return [Map(make, x.base, *kind, shape, x.strides, int(x.padding == "nan")), *shape, *x.strides]
 
 
 class _Compiled(NamedTuple):

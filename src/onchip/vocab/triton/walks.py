@@ -42,7 +42,7 @@ from onchip.vocab.triton.memory import TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
 
 # Labels that are sorted by one kernel.
-MOST_COUNTED = 16384
+MOST_COUNTED = 32768
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
