@@ -495,8 +495,11 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
 
 class OfSM90:
     @staticmethod
-    def apply(_input, weight, target):
-        return F.cross_entropy(F.linear(_input, weight), target)
+    def apply(_input, weight, target, ignore_index, reduction, bias, ce_weight, label_smoothing, softcap, z_loss):
+        assert (ignore_index, bias, ce_weight) == (IGNORED, None, None)
+        if softcap is not None:
+            raise NotImplementedError("no softcap here")
+        return F.cross_entropy(F.linear(_input, weight), target, reduction=reduction, label_smoothing=label_smoothing)
 
 
 class ByToken:
@@ -588,8 +591,22 @@ def test_peers_are_called_as_their_interfaces_want(framework, op, monkeypatch):
         problem = target.make_problem(dataclasses.replace(SMALL[op], options=options), "cpu", "float32")
         checked = target.check(target.reference(problem), "forward", steps_of(target, "liger", problem)["forward"]())
         assert right(checked) == ["loss"]
+        with pytest.raises(NotImplementedError, match="no softcap here"):
+            steps_of(target, "liger for Hopper", problem)["forward"]()
     if framework == "jax":
         problem = target.make_problem(SMALL[op], "cpu", "float32")
         for impl in peers:
             with pytest.raises(NotImplementedError, match="it has no ignore_index"):
                 target.steps(problem, impl)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "chunk"),
+    [(8192, 1024, 4096), (8192, 4096, 8192), (32768, 4096, 8192), (4096, 4096, 2048), (4090, 4096, 2048)],
+)
+def test_no_chunk_of_quack_has_as_many_tokens_as_columns(tokens, hidden, chunk):
+    problem = benchmark.Problem(None, "cpu", (torch.empty(tokens, hidden, device="meta"),))
+    assert implementation(LCE, "quack scaled-exp").config(problem, "forward") == {
+        "chunk_size": chunk,
+        "use_scaled_exp": True,
+    }

@@ -1,10 +1,12 @@
 """The benchmark's steps return what it checks, and it notices what is wrong."""
 
+import itertools
 import sys
 from types import ModuleType
 
 import jax
 import pytest
+import torch
 
 from onchip.bench.ops.grouped_matmul import JAX, RETURNED, TORCH
 from onchip.ops.grouped_matmul.cases import MODEL_CASES
@@ -59,3 +61,26 @@ def test_tokamax_is_called_as_it_wants(problems, monkeypatch):
         errors = JAX.check(problem, "wgrad", JAX.steps(problem, impl)["wgrad"]())
         assert all(error <= bound for error, bound in errors.values())
     assert asked == ["mosaic", "triton"]
+
+
+def test_quack_is_called_as_it_wants(problems, monkeypatch):
+    """A and B as its gemm has them: [rows, K] and [G, K, N], or [M, rows] and [rows, N] with cu_seqlens_k."""
+
+    def gemm(a, b, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned):
+        asked.append(tuned)
+        ends = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
+        groups = [slice(*pair) for pair in itertools.pairwise(ends)]
+        if cu_seqlens_m is None:
+            return torch.stack([a[:, rows] @ b[rows] for rows in groups])
+        return torch.cat([a[rows] @ w for rows, w in zip(groups, b, strict=True)])
+
+    asked = []
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", ModuleType("quack.gemm_interface"))
+    sys.modules["quack.gemm_interface"].gemm = gemm
+    problem = problems["torch"]
+    for impl in (impl for impl in TORCH.IMPLEMENTATIONS if impl.package == "quack-kernels"):
+        for mode, step in TORCH.steps(problem, impl).items():
+            errors = TORCH.check(problem, mode, step())
+            assert all(error <= bound for error, bound in errors.values())
+    assert asked == [tuned for tuned in (True, False) for _ in range(6)]

@@ -5,8 +5,8 @@ Modes are the product, the whole step and each of backward's two products alone.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from onchip.bench.harness import Op
@@ -34,6 +34,11 @@ class Problem:
     weight: Any  # [G, N, K]; in PyTorch a Parameter
     sizes: Any  # [G] int32
     grad_out: Any  # [T, N]
+
+    @cached_property
+    def turned(self) -> "Problem":
+        """With the weight as [G, K, N] in memory of its own; in JAX."""
+        return replace(self, weight=self.weight.swapaxes(1, 2))
 
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
@@ -77,7 +82,8 @@ class Benchmark(Op):
         return problem
 
     def check(self, reference: Problem, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
-        """The relative error of each result, against products of each group in float64."""
+        """The relative error of each result, against products of each group in float64; the gradient of a weight
+        [G, K, N] is [G, K, N]."""
         limits = bounds(reference.case, dtype_name(reference.x.dtype))
         with self.fw.in_float64():
             return {
@@ -94,6 +100,8 @@ class Benchmark(Op):
             a, b = {"out": (x, weight.T), "grad_x": (grad, weight), "grad_weight": (grad.T, x)}[name]
             right = a @ b
             made = wide(result[g] if name == "grad_weight" else result[mine])
+            if name == "grad_weight" and made.shape != right.shape:
+                made = made.T
             if made.shape != right.shape:
                 raise ValueError(f"{name} has shape {list(made.shape)} where {list(right.shape)} is right")
             error += float(((made - right) ** 2).sum())
@@ -112,34 +120,38 @@ def _own(fw: Any) -> list[Implementation]:
 def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
     on_gpu = gpu_only("tokamax", ("float32", *NARROW), "'onchip[peers-jax]'")
     backends = [
-        optional(f"tokamax {backend}", "tokamax", _tokamax, on_gpu, implementation=backend)
+        optional(f"tokamax {backend}", "tokamax", _tokamax, on_gpu, _turned_steps, implementation=backend)
         for backend in ("mosaic", "triton")
     ]
-    return (*_own(fw), Implementation("jax.lax.ragged_dot", _ragged_dot, package="jax"), *backends)
+    ragged_dot = Implementation("jax.lax.ragged_dot", _ragged_dot, package="jax", steps=_turned_steps)
+    return (*_own(fw), ragged_dot, *backends)
+
+
+def _turned_steps(problem: Problem, function: Callable[..., Any]) -> Mapping[str, Step]:
+    """Steps of a function of x, a weight [G, K, N] and the sizes."""
+    return JAX.plain_steps(problem.turned, function)
 
 
 def _ragged_dot() -> Callable[..., Any]:
     import jax
 
-    return lambda x, weight, sizes: jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
+    return jax.lax.ragged_dot
 
 
 def _tokamax(implementation: str) -> Callable[..., Any]:
-    from tokamax import ragged_dot
-
-    return lambda x, weight, sizes: ragged_dot(x, weight.swapaxes(1, 2), sizes, implementation=implementation)
+    return imported("tokamax:ragged_dot", implementation=implementation)
 
 
 def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
+    load, unavailable = partial(imported, "quack.gemm_interface:gemm"), gpu_only("quack-kernels", NARROW)
+    quack = partial(optional, package="quack-kernels", load=load, unavailable=unavailable, steps=_quack_steps)
     return (
         *_own(fw),
         _in_fp8(fw),
         optional("torch F.grouped_mm", "torch", _grouped_mm, gpu_only("torch", ("bfloat16",), "torch")),
-        optional(
-            "quack", "quack-kernels", partial(imported, "quack.gemm_interface:gemm"),
-            gpu_only("quack-kernels", ("bfloat16", "float16")), _quack_steps,
-        ),
-    )  # fmt: skip
+        quack("quack", tuned=True),
+        quack("quack, default config", tuned=False),
+    )
 
 
 # Of precision='fp8', an approximation: what fp8_linear is held to.
@@ -179,14 +191,20 @@ def _quack_steps(problem: Problem, gemm: Callable[..., Any]) -> Mapping[str, Ste
     def starts() -> Any:
         return torch.nn.functional.pad(problem.sizes.cumsum(0, dtype=torch.int32), (1, 0))
 
-    made: dict[str, Callable[[], Any]] = {
-        "forward": lambda: gemm(x, weight.mT, cu_seqlens_m=starts()),
-        "dgrad": lambda: gemm(g, weight, cu_seqlens_m=starts()),
-        "wgrad": lambda: gemm(g.T, x, cu_seqlens_k=starts()),
+    products: dict[str, Callable[[Any], Any]] = {
+        "forward": lambda starts: gemm(x, weight.mT, cu_seqlens_m=starts),
+        "dgrad": lambda starts: gemm(g, weight, cu_seqlens_m=starts),
+        "wgrad": lambda starts: gemm(g.T, x, cu_seqlens_k=starts),
     }
-    steps: dict[str, Step] = {mode: partial(lambda run: [run()], run) for mode, run in made.items()}
-    steps["forward+backward"] = lambda: [run() for run in made.values()]
-    return steps
+
+    def step(*modes: str) -> Step:
+        def run() -> list[Any]:
+            first = starts()
+            return [products[mode](first) for mode in modes]
+
+        return run
+
+    return {**{mode: step(mode) for mode in products}, "forward+backward": step(*products)}
 
 
 TORCH, JAX = (

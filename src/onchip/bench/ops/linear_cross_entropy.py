@@ -229,7 +229,21 @@ _LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 
 def _liger_for_hopper(stores_logits: bool) -> Loss:
     if stores_logits:
-        return imported(f"{_LIGER_SM90}:LigerFusedLinearCrossEntropySM90Function.apply")
+        stored = imported(f"{_LIGER_SM90}:LigerFusedLinearCrossEntropySM90Function.apply")
+
+        def whole(
+            hidden: Any,
+            weight: Any,
+            target: Any,
+            reduction: str = "mean",
+            label_smoothing: float = 0.0,
+            softcap: float | None = None,
+            z_loss: float = 0.0,
+        ) -> Any:
+            # By position; it says itself which of these it lacks.
+            return stored(hidden, weight, target, IGNORED, reduction, None, None, label_smoothing, softcap, z_loss)
+
+        return whole
     scaled = imported("liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply")
 
     def loss(hidden: Any, weight: Any, target: Any, reduction: str = "mean") -> Any:
@@ -283,8 +297,30 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
         optional("cut-cross-entropy", cce, load_cce, gpu_only(cce, NARROW), filter_eps="high"),
         optional("cut-cross-entropy, no filter", cce, load_cce, gpu_only(cce, NARROW), filter_eps=None),
         optional("quack base", quack, load_quack, gpu_only(quack, NARROW), chunk_size=4096, use_scaled_exp=False),
-        optional("quack scaled-exp", quack, load_quack, _hopper_only(quack), chunk_size=4096, use_scaled_exp=True),
+        Implementation(
+            "quack scaled-exp",
+            load_quack,
+            _hopper_only(quack),
+            package=quack,
+            steps=_quack_steps,
+            record=lambda problem, mode: _quack_scaled_exp(problem),
+        ),
     )
+
+
+def _quack_scaled_exp(problem: Problem) -> dict[str, Any]:
+    """Its options.  It takes no chunk of exactly H tokens: it can't tell a vector by token from one by column then."""
+    tokens, hidden = problem.arrays[0].shape
+
+    def taken(chunk: int) -> bool:
+        last = (tokens - 1) % chunk // 128 * 128 + 128  # padded to whole tiles
+        return hidden not in ((last, chunk) if tokens > chunk else (last,))
+
+    return {"chunk_size": next(filter(taken, (4096, 8192, 2048)), 4096), "use_scaled_exp": True}
+
+
+def _quack_steps(problem: Problem, loss: Loss) -> Mapping[str, Step]:
+    return TORCH.plain_steps(problem, partial(loss, **_quack_scaled_exp(problem)))
 
 
 # ---------------------------------------------------------------------------------------- a vocabulary that ranks share
