@@ -1,10 +1,14 @@
-"""The weight's gradient with warps of their own for copying, in Gluon, for Hopper.
+"""The products in 16 bits with a warp of its own for copying, in Gluon, for Hopper.
 
-A group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no loop across tiles whose
-number of steps is read from memory: at each end the tensor cores wait for the next tile's first blocks.  Here one warp
-copies blocks of the next tile while eight others end theirs, and a result leaves while the next tile is multiplied.
+One warp copies blocks of the next tile while eight others end theirs, and a result leaves while the next tile is
+multiplied.  Programs are persistent.
 
-Programs are persistent.  As groups take different times, each takes the next tile from a counter.
+For the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no
+loop across tiles whose number of steps is read from memory: at each end the tensor cores wait for the next tile's first
+blocks.  As groups take different times, each program takes the next tile from a counter.
+
+Of a SwiGLU over gate and up that lie apart, both are one block here, whose halves come from two places.  As two
+products of Triton's, ptxas waits for each step of one before the next.
 
 On an H100, in TFLOP/s, beside Triton's kernel with three small programs on a multiprocessor: 691 for 528 with 2048 rows
 a group (mixtral), 581 for 540 and 615 for 548 with 512 (deepseek-v3, qwen3-30b-a3b), 336 for 282 with 128.
@@ -21,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     warpgroup_mma_wait,
 )
 
-from onchip.groups.triton.kernels import HEAD, LAST, poison_of_group
+from onchip.groups.triton.kernels import CONCATENATED, HEAD, LAST, PLAIN, poison_of_group, tile_of
 from onchip.kernels.triton.tiles import place_tile
 
 # Rows of a step; and of a tile of the result, of which WIDTH columns at a time leave by way of shared memory.
@@ -33,6 +37,219 @@ STAGES = gl.constexpr(4)
 STEP_BYTES = gl.constexpr(64 * (128 + 256) * 2)
 # Of the warp that copies; the others have what it leaves.
 FEW_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def new_barriers(N: gl.constexpr):
+    """N pairs of barriers: what has come, and what may be written again."""
+    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(N):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    return full, empty
+
+
+@gluon.constexpr_function
+def products_layout():
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])
+
+
+@gluon.jit
+def next_step(
+    a_blocks, b_blocks, barriers, step, acc, use_acc: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr
+):
+    """acc + the product of a step's blocks, [ROWS, STEP] and [STEP, COLUMNS] or TURNED, once they have come."""
+    full, _ = barriers
+    s = step % STAGES
+    mbarrier.wait(full.index(s), (step // STAGES) & 1)
+    if A_TURNED:
+        a = a_blocks.index(s).reshape([STEP, ROWS]).permute((1, 0))
+    else:
+        a = a_blocks.index(s).reshape([ROWS, STEP])
+    if B_TURNED:
+        b = b_blocks.index(s).reshape([COLUMNS, STEP]).permute((1, 0))
+    else:
+        b = b_blocks.index(s).reshape([STEP, COLUMNS])
+    return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def multiply(a_blocks, b_blocks, barriers, first, steps, zeros, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr):
+    """The product of so many steps, from number `first` on.
+
+    The first step is apart from the loop, or ptxas would wait for each step before the next.
+    """
+    _, empty = barriers
+    acc = next_step(a_blocks, b_blocks, barriers, first, zeros, False, A_TURNED, B_TURNED)
+    for k in range(1, steps):
+        step = first + k
+        acc = next_step(a_blocks, b_blocks, barriers, step, acc, True, A_TURNED, B_TURNED)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    value = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1)
+    return value
+
+
+@gluon.jit
+def halves_of(value, C: gl.constexpr):
+    """The left and the right half of a tile with C columns."""
+    return gl.split(value.reshape([ROWS, 2, C // 2]).permute([0, 2, 1]))
+
+
+# ------------------------------------------------------------------------------------------------- the products of rows
+
+
+@gluon.jit
+def copy_rows(
+    x, weight, x_blocks, weight_blocks, barriers, plan, G, N, K,
+    GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """Copy the operands of this program's tiles, where there is room."""
+    full, empty = barriers
+    tiles_m = gl.load(plan)
+    tiles_n = gl.cdiv(N, COLUMNS)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+        i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
+        at = tile_of(plan, G, i)
+        g = gl.load(at)
+        first = gl.load(at + 1)
+        end = gl.load(at + 2)
+        for k in range(gl.cdiv(K, STEP)):
+            s = step % STAGES
+            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(s), STEP_BYTES)
+            row = LAST - (end - first)  # `load_rows` says why
+            tma.async_copy_global_to_shared(x, [LAST, end, row, k * STEP], full.index(s), x_blocks.index(s))
+            block = weight_blocks.index(s)
+            if GATED == CONCATENATED:
+                column = j * (COLUMNS // 2)
+                gate, up = block.slice(0, COLUMNS // 2, 1), block.slice(COLUMNS // 2, COLUMNS // 2, 1)
+                tma.async_copy_global_to_shared(weight, [g, column, k * STEP], full.index(s), gate)
+                tma.async_copy_global_to_shared(weight, [g, N // 2 + column, k * STEP], full.index(s), up)
+            elif TURNED:
+                tma.async_copy_global_to_shared(weight, [g, k * STEP, j * COLUMNS], full.index(s), block)
+            else:
+                tma.async_copy_global_to_shared(weight, [g, j * COLUMNS, k * STEP], full.index(s), block)
+            step += 1
+
+
+@gluon.jit
+def send_rows(value, into, staged, first, end, column, C: gl.constexpr):
+    """Store columns of a tile of rows, WIDTH at a time; the last piece leaves while what comes next is computed."""
+    if C > WIDTH:
+        left, right = halves_of(value, C)
+        send_rows(left, into, staged, first, end, column, C // 2)
+        send_rows(right, into, staged, first, end, column + C // 2, C // 2)
+    else:
+        tma.store_wait(0)
+        gl.thread_barrier()
+        staged.reshape([ROWS, C]).store(value.to(into.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(into, [LAST, end, LAST - (end - first), column], staged)
+
+
+@gluon.jit
+def multiply_rows(
+    x_blocks, weight_blocks, barriers, staged, bias, row_scale, out, product, plan, T, G, N, K,
+    GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """The products of this program's tiles, and what follows them."""
+    layout: gl.constexpr = products_layout()
+    zeros = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+    HALF: gl.constexpr = COLUMNS // 2
+    tiles_m = gl.load(plan)
+    tiles_n = gl.cdiv(N, COLUMNS)
+    steps = gl.cdiv(K, STEP)
+    done = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+        i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
+        at = tile_of(plan, G, i)
+        g = gl.load(at)
+        first = gl.load(at + 1)
+        end = gl.load(at + 2)
+        acc = multiply(x_blocks, weight_blocks, barriers, done, steps, zeros, False, not TURNED)
+        done += steps
+        if bias is not None:
+            c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+            n = j * COLUMNS + c
+            if GATED == CONCATENATED:
+                n = j * HALF + gl.where(c < HALF, c, N // 2 + c - HALF)
+            acc += gl.load(bias + g.to(gl.int64) * N + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+        acc += poison_of_group(plan, g)
+        if product is not None:
+            if GATED == CONCATENATED:
+                left, right = halves_of(acc, COLUMNS)
+                send_rows(left, product, staged, first, end, j * HALF, HALF)
+                send_rows(right, product, staged, first, end, N // 2 + j * HALF, HALF)
+            else:
+                send_rows(acc, product, staged, first, end, j * COLUMNS, COLUMNS)
+        if GATED == PLAIN:
+            result = acc
+        else:
+            if GATED == CONCATENATED:
+                gate, up = halves_of(acc, COLUMNS)
+            else:
+                gate, up = gl.split(acc.reshape([ROWS, HALF, 2]))
+            result = gate / (1 + gl.exp(-gate)) * up
+        if row_scale is not None:
+            t = first + gl.arange(0, ROWS, gl.SliceLayout(1, result.type.layout))
+            result *= gl.load(row_scale + t, mask=t < end, other=0.0).to(gl.float32)[:, None]
+        if GATED == PLAIN:
+            send_rows(result, out, staged, first, end, j * COLUMNS, COLUMNS)
+        else:
+            send_rows(result, out, staged, first, end, j * HALF, HALF)
+
+    # Rows past the last group.
+    total = gl.load(plan + 1)
+    tiles_c = gl.cdiv(N if GATED == PLAIN else N // 2, WIDTH)
+    left, right = halves_of(zeros, COLUMNS)
+    for tile in range(gl.program_id(0), gl.cdiv(T - total, ROWS) * tiles_c, PROGRAMS):
+        send_rows(left, out, staged, total + tile // tiles_c * ROWS, T, tile % tiles_c * WIDTH, WIDTH)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def product_apart(
+    x,  # [T, K] of 16-bit numbers, in blocks of [ROWS, STEP] that end where a group does
+    weight,  # [G, N, K], in blocks of [1, COLUMNS, STEP], of CONCATENATED half; TURNED: [G, K, N], [1, STEP, COLUMNS]
+    bias,  # [G, N]
+    row_scale,  # [T]
+    out,  # [T, N] out, with an activation [T, N / 2]; in blocks of [ROWS, WIDTH] that end where a group does
+    product,  # [T, N] out, the same: before activation and scale
+    plan,
+    T,
+    G,
+    N,
+    K,
+    GATED: gl.constexpr,
+    TURNED: gl.constexpr,
+    GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):
+    """`grouped_product` without index and FP8."""
+    x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
+    shape: gl.constexpr = [1, STEP, COLUMNS] if TURNED else [1, COLUMNS, STEP]
+    weight_blocks = gl.allocate_shared_memory(weight.dtype, [STAGES] + shape, weight.layout)
+    staged = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
+    barriers = new_barriers(STAGES)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (multiply_rows, (x_blocks, weight_blocks, barriers, staged, bias, row_scale, out, product, plan, T, G, N, K,
+                             GATED, TURNED, GROUP, PROGRAMS)),
+            (copy_rows, (x, weight, x_blocks, weight_blocks, barriers, plan, G, N, K, GATED, TURNED, GROUP, PROGRAMS)),
+        ],
+        [1],
+        [FEW_REGISTERS],
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the weight's gradient
 
 
 @gluon.jit
@@ -51,12 +268,13 @@ def count_steps(start, end):
 
 
 @gluon.jit
-def copy(
-    a, b, blocks, barriers, said, plan, counter, tiles, tiles_a, tiles_b, GROUP: gl.constexpr, PROGRAMS: gl.constexpr
-):
+def copy_tiles(
+    a, b, a_blocks, b_blocks, barriers, said, spoken, plan, counter, tiles, tiles_a, tiles_b,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
     """Take tiles, tell the others which, and copy their operands where there is room."""
-    a_blocks, b_blocks = blocks
-    full, empty, told, heard = barriers
+    full, empty = barriers
+    told, heard = spoken
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     n = 0
@@ -71,7 +289,7 @@ def copy(
             s = step % STAGES
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(s), STEP_BYTES)
-            row = LAST - (end - start) + k * STEP  # `load_rows` says why
+            row = LAST - (end - start) + k * STEP
             tma.async_copy_global_to_shared(a, [LAST, end, row, i * ROWS], full.index(s), a_blocks.index(s))
             tma.async_copy_global_to_shared(b, [LAST, end, row, j * COLUMNS], full.index(s), b_blocks.index(s))
             step += 1
@@ -82,8 +300,9 @@ def copy(
 
 
 @gluon.jit
-def hear_tile(said, told, heard, n):
-    """What `copy` says as number n."""
+def hear_tile(said, spoken, n):
+    """What `copy_tiles` says as number n."""
+    told, heard = spoken
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     mbarrier.wait(told.index(n % 2), (n // 2) & 1)
     tile = gl.max(said.index(n % 2).load(lanes), 0)
@@ -92,19 +311,12 @@ def hear_tile(said, told, heard, n):
 
 
 @gluon.jit
-def add_step(blocks, s, acc, use_acc: gl.constexpr):
-    """acc + a.T @ b of the step in stage s."""
-    a = blocks[0].index(s).reshape([STEP, ROWS]).permute((1, 0))
-    return warpgroup_mma(a, blocks[1].index(s).reshape([STEP, COLUMNS]), acc, use_acc=use_acc, is_async=True)
-
-
-@gluon.jit
-def store_pieces(value, out, staged, g, row, column, C: gl.constexpr):
-    """Store columns of a tile; the last piece leaves while what comes next is computed."""
+def send_gradient(value, out, staged, g, row, column, C: gl.constexpr):
+    """As `send_rows`."""
     if C > WIDTH:
-        left, right = gl.split(value.reshape([ROWS, 2, C // 2]).permute([0, 2, 1]))
-        store_pieces(left, out, staged, g, row, column, C // 2)
-        store_pieces(right, out, staged, g, row, column + C // 2, C // 2)
+        left, right = halves_of(value, C)
+        send_gradient(left, out, staged, g, row, column, C // 2)
+        send_gradient(right, out, staged, g, row, column + C // 2, C // 2)
     else:
         tma.store_wait(0)
         gl.thread_barrier()
@@ -115,30 +327,21 @@ def store_pieces(value, out, staged, g, row, column, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply(blocks, barriers, said, staged, out, plan, tiles, tiles_a, tiles_b, GROUP: gl.constexpr):
-    """The products of the tiles that `copy` says."""
-    full, empty, told, heard = barriers
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16])
-    zeros = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    step = 0
+def multiply_tiles(
+    a_blocks, b_blocks, barriers, said, spoken, staged, out, plan, tiles, tiles_a, tiles_b, GROUP: gl.constexpr
+):
+    """The products of the tiles that `copy_tiles` says."""
+    zeros = gl.zeros((ROWS, COLUMNS), gl.float32, products_layout())
+    done = 0
     n = 1
-    tile = hear_tile(said, told, heard, 0)
+    tile = hear_tile(said, spoken, 0)
     while tile < tiles:
         g, i, j, start, end = find_tile(plan, tile, tiles_a, tiles_b, GROUP)
-        # The first step apart from the loop, or ptxas would wait for each step before the next.
-        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        acc = add_step(blocks, step % STAGES, zeros, False)
-        for _k in range(1, count_steps(start, end)):
-            step += 1
-            mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-            acc = add_step(blocks, step % STAGES, acc, True)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        value = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index(step % STAGES), count=1)
-        step += 1
-        store_pieces(value + poison_of_group(plan, g), out, staged, g, i * ROWS, j * COLUMNS, COLUMNS)
-        tile = hear_tile(said, told, heard, n)
+        steps = count_steps(start, end)
+        value = multiply(a_blocks, b_blocks, barriers, done, steps, zeros, True, False) + poison_of_group(plan, g)
+        done += steps
+        send_gradient(value, out, staged, g, i * ROWS, j * COLUMNS, COLUMNS)
+        tile = hear_tile(said, spoken, n)
         n += 1
     tma.store_wait(0)
 
@@ -157,33 +360,24 @@ def weight_gradient_apart(
     PROGRAMS: gl.constexpr,
 ):
     """a.T @ b over each group's rows: 0 for a group without any."""
-    blocks = (
-        gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_shape, a.layout),
-        gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_shape, b.layout),
-    )
+    a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_shape, a.layout)
+    b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_shape, b.layout)
     staged = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
     said = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    for s in gl.static_range(2):
-        mbarrier.init(told.index(s), count=1)
-        mbarrier.init(heard.index(s), count=1)
+    barriers = new_barriers(STAGES)
+    spoken = new_barriers(2)
     fence_async_shared()
     gl.thread_barrier()
     tiles_a = gl.cdiv(A, ROWS)
     tiles_b = gl.cdiv(B, COLUMNS)
     tiles = G * tiles_a * tiles_b
-    barriers = (full, empty, told, heard)
     gl.warp_specialize(
         [
-            (multiply, (blocks, barriers, said, staged, out, plan, tiles, tiles_a, tiles_b, GROUP)),
-            (copy, (a, b, blocks, barriers, said, plan, counter, tiles, tiles_a, tiles_b, GROUP, PROGRAMS)),
+            (multiply_tiles, (a_blocks, b_blocks, barriers, said, spoken, staged, out, plan, tiles, tiles_a, tiles_b,
+                              GROUP)),
+            (copy_tiles, (a, b, a_blocks, b_blocks, barriers, said, spoken, plan, counter, tiles, tiles_a, tiles_b,
+                          GROUP, PROGRAMS)),
         ],
         [1],
         [FEW_REGISTERS],
-    )
+    )  # fmt: skip

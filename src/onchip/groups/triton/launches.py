@@ -41,6 +41,8 @@ _COLUMNS = 1024
 _INDICES = 1024
 # Elements of the table of tiles and groups that a program of the plan has in registers.
 _PLAN_ELEMENTS = 16384
+# Of a tile of the kernels in apart.py.
+_COLUMNS_APART = 256
 # See LAST in kernels.py.
 _LAST = 1 << 30
 
@@ -193,6 +195,14 @@ def product(
     strides = weight.stride()
     turned = strides[2] != 1
     four = x, weight, out, out if before is None else before
+    narrow = index is None and x_scales is None and {a.element_size() for a in four} == {2}
+    # A block of gate must not reach into up, and both are copied as rows.
+    whole = gated != 1 or (not turned and n // 2 % (_COLUMNS_APART // 2) == 0)
+    suited = narrow and whole and all(a.data_ptr() % 16 == 0 and suits(a.stride(), 2) for a in four)
+    if suited and config is None and tma and has_gluon(device.capability):
+        return _product_apart(
+            x, weight, bias, row_scale, out, before, of_plan, device, tokens=tokens, gated=gated, turned=turned
+        )
     cut = _product_cut(
         device,
         config,
@@ -235,6 +245,50 @@ def product(
         "T": tokens,
     }
     return Launch(kernels.grouped_product, (of_cut["PROGRAMS"],), given, cut.warps, cut.stages, shared=cut.shared)
+
+
+def _product_apart(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    out: Tensor,
+    before: Tensor | None,
+    of_plan: Tensor,
+    device: Device,
+    *,
+    tokens: int,
+    gated: int,
+    turned: bool,
+) -> Launch:
+    from onchip.groups.triton import apart
+
+    step, rows, columns, width = (size.value for size in (apart.STEP, apart.ROWS, apart.COLUMNS, apart.WIDTH))
+    groups, n, k = weight.shape
+    by_group, by_row, by_column = weight.stride()
+    if turned:
+        blocks = shared_descriptor(weight, (groups, k, n), (by_group, by_column, by_row), (1, step, columns))
+    else:
+        block = 1, columns // 2 if gated == 1 else columns, step
+        blocks = shared_descriptor(weight, (groups, n, k), weight.stride(), block)
+    arguments = {
+        "x": ragged(x, step, rows, shared_descriptor),
+        "weight": blocks,
+        "bias": None if bias is None else bias.contiguous(),
+        "row_scale": None if row_scale is None else row_scale.contiguous(),
+        "out": ragged(out, width, rows, shared_descriptor),
+        "product": None if before is None else ragged(before, width, rows, shared_descriptor),
+        "plan": of_plan,
+        "T": tokens,
+        "G": groups,
+        "N": n,
+        "K": k,
+        "GATED": gated,
+        "TURNED": turned,
+        "GROUP": 1 if tokens <= ROWS * groups else 8,
+        "PROGRAMS": device.programs,
+    }
+    return Launch(apart.product_apart, (device.programs,), arguments, warps=8, registers=ALL_REGISTERS)
 
 
 @until_cleared

@@ -41,8 +41,9 @@ from onchip.vocab.triton.launches import (
 from onchip.vocab.triton.memory import TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
 
-# Labels that are sorted by one kernel.
-MOST_COUNTED = 32768
+# Labels that are sorted by one kernel: on an H100 16384 took 0.10 ms and 32768 0.37, where PyTorch takes 0.05 and 0.06
+# and the host 0.16 more.
+MOST_COUNTED = 16384
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
