@@ -63,7 +63,7 @@ OWN = {
         "class_weight is padded": ({"class_weight": ones(16), "vocab_size": 15}, ValueError, "class_weight has shape [16]; it must be [V], [15]"),
         "sequences are split": ({"shift": True, "token_axes": (None, "data")}, ValueError, "shift=True needs whole sequences on each device, but token_axes split them along 'data'"),
         "stash": ({"strategy": "stash"}, ValueError, "xla: strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"),
-        "kernels": ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it runs on whole vocabularies; pass backend='xla'"),
+        "kernels": ({"backend": "triton"}, ValueError, "backend must be one of 'auto', 'xla', 'mosaic_gpu'; got 'triton'"),
         "bias is of a device": ({"bias": ones(4)}, ValueError, "bias has shape [4] but weight has V=16"),
     },
     sharded_linear_log_probs: VOCAB,
