@@ -36,6 +36,13 @@ from onchip.ops.linear_cross_entropy.spec import Precision
 from onchip.ops.linear_cross_entropy.torch_module import active_module, lora_operands
 from onchip.torch import LMHead, linear_cross_entropy
 
+# What PEFT may have put in the place of a head.
+OF_PEFT = (
+    "peft.tuners.lora.layer.Linear",
+    "peft.utils.other.ModulesToSaveWrapper",
+    "peft.utils.other.TrainableTokensWrapper",
+)
+
 
 @dataclass
 class Report:
@@ -207,8 +214,9 @@ def _head_refusal(head: Any) -> str | None:
     linear, head = _linear(head), _called(head)
     if not isinstance(linear, nn.Linear) or type(linear).forward not in (nn.Linear.forward, LMHead.forward):
         return f"is a {type(linear).__module__}.{type(linear).__name__}, not a plain nn.Linear"
-    if head is not linear and type(head).__name__ not in ("Linear", "ModulesToSaveWrapper", "TrainableTokensWrapper"):
-        return f"is PEFT's {type(head).__module__}.{type(head).__name__}, not plain LoRA"
+    kind = f"{type(head).__module__}.{type(head).__name__}"
+    if head is not linear and kind not in OF_PEFT:
+        return f"is PEFT's {kind}, not plain LoRA"
     if variants := getattr(head, "lora_variant", None):
         return f"has an adapter that is not plain LoRA: {', '.join(type(x).__name__ for x in variants.values())}"
     if linear.weight.dtype not in DTYPES:
