@@ -222,6 +222,15 @@ def test_arrays_of_an_explicit_mesh_are_split_as_the_call_says():
         assert jax.eval_shape(call, array(H, "data"), array(W, "model"), array(Y, "data")).shape == ()
 
 
+@pytest.mark.parametrize("op", SHARDED)
+def test_arrays_that_are_not_on_an_explicit_mesh(op):
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))
+    first = next(name for name in SHARDED[op] if "weight" in name)
+    message = f"{first} isn't on the mesh, whose axes are explicit; pass jax.device_put({first}, jax.sharding.NamedSharding(mesh, P('model', None)))"
+    call = partial(op, **SHARDED[op], mesh=mesh, vocab_axis="model")
+    assert_refused(op.__name__, call, ValueError, message)
+
+
 def test_inside_of_a_shard_map_over_another_axis():
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
