@@ -43,7 +43,7 @@ def platform() -> str:
 
 def check_layout(op: str, layout: Any) -> None:
     """Raise unless `layout` is one of the two."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         shown = repr(layout) if isinstance(layout, str) else type(layout).__name__
         raise ValueError(f"{op}: weight_layout must be one of {', '.join(map(repr, LAYOUTS))}; got {shown}")
 
