@@ -83,8 +83,15 @@ def with_gradients(op: str, forward: Callable[..., Any], backward: Callable[...,
         return run_backward(static, saved.needs, saved.like, saved.residuals, upstream), None
 
     call.defvjp(call_forward, call_backward, symbolic_zeros=True)
-    call.jitted = jit_forward, jit_backward  # type: ignore[attr-defined]
-    return call
+    # Outside of a jit, JAX 0.10's `shard_map` doesn't run a custom_vjp with symbolic zeros; inside of one it does.
+    call_jitted = jax.jit(call, static_argnums=0)
+
+    def called(static: Any, parameters: Any, constants: Any) -> Any:
+        in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return (call_jitted if in_shard_map else call)(static, parameters, constants)
+
+    called.jitted = jit_forward, jit_backward  # type: ignore[attr-defined]
+    return called
 
 
 def _like(primal: Any) -> jax.ShapeDtypeStruct | None:
