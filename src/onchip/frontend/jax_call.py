@@ -83,15 +83,17 @@ def with_gradients(op: str, forward: Callable[..., Any], backward: Callable[...,
         return run_backward(static, saved.needs, saved.like, saved.residuals, upstream), None
 
     call.defvjp(call_forward, call_backward, symbolic_zeros=True)
-    # Outside of a jit, JAX 0.10's `shard_map` doesn't run a custom_vjp with symbolic zeros; inside of one it does.
-    call_jitted = jax.jit(call, static_argnums=0)
+    call.jitted = jit_forward, jit_backward  # type: ignore[attr-defined]
+    call.whole = jax.jit(call, static_argnums=0)  # type: ignore[attr-defined]
+    return call
 
-    def called(static: Any, parameters: Any, constants: Any) -> Any:
-        in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        return (call_jitted if in_shard_map else call)(static, parameters, constants)
 
-    called.jitted = jit_forward, jit_backward  # type: ignore[attr-defined]
-    return called
+def callable_here(call: Any) -> Any:
+    """A function that `with_gradients` made, as it can be called where this is.
+
+    Outside of a jit, JAX 0.10's `shard_map` doesn't run a custom_vjp with symbolic zeros; inside of one it does.
+    """
+    return call.whole if jax.sharding.get_abstract_mesh().manual_axes else call
 
 
 def _like(primal: Any) -> jax.ShapeDtypeStruct | None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, Static, is_tracked, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, callable_here, is_tracked, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -242,7 +242,11 @@ def linear_cross_entropy(
     refused = refusals(problem, static.platform, weight_layout, strategy, shard)
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
-    outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, projection, constants)
+    outputs = (
+        Outputs.of_nothing(reduction, return_stats, total)
+        if empty
+        else callable_here(_op)(static, projection, constants)
+    )
     return outputs.shaped(target.shape)
 
 

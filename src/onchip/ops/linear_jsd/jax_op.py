@@ -16,7 +16,7 @@ from jax import lax
 
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_call import vary_alike, with_gradients
+from onchip.frontend.jax_call import callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     as_constant,
@@ -243,7 +243,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
     plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
     if total == 0:
         return jnp.zeros(shape if options.reduction == "none" else (), dtype)
-    made: jax.Array = _op(static, models, constants)
+    made: jax.Array = callable_here(_op)(static, models, constants)
     return made.reshape(shape) if options.reduction == "none" else made
 
 

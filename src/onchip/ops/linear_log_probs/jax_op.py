@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -248,7 +248,7 @@ def linear_log_probs(
     constants = constants_of(projection, plain, numbers)
     projection, constants = vary_alike((projection, constants), but=axis_name)
     static = Static(options, platform(), shard=shard)
-    outputs = of_no_tokens(dtype) if len(projection.hidden) == 0 else _op(static, projection, constants)
+    outputs = of_no_tokens(dtype) if len(projection.hidden) == 0 else callable_here(_op)(static, projection, constants)
     return returned(options, outputs, ids.shape, hidden.shape[:-1])
 
 
