@@ -141,14 +141,16 @@ def linear_cross_entropy(
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
-        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
+        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype; or one of the
+            two is float32 and the other of 16 bits: the product is of 16 bits then, and each gradient of its array's
+            dtype.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
             ignore_index or strategy="stash"; "mosaic_gpu" and "xla" run them.
         labels: another name of target, by keyword.
-        bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
+        bias: [V] of hidden's dtype or weight's.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  weight and bias are
             then this device's [V / n, H] (or [H, V / n]) and [V / n], in the order of the devices; all else is the same

@@ -96,10 +96,11 @@ def linear_jsd(
     Args:
         student_hidden: [..., Hs] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's
             float64 counts as float32 where JAX's 64-bit mode is off.
-        student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype.
+        student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype; or one of the two is
+            float32 and the other of 16 bits, as in `linear_cross_entropy`.
         teacher_hidden: [..., Ht], with the same leading dimensions; its dtype (but for float64) and Ht may
             differ from the student's.
-        teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype.
+        teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype, or so likewise.
         weight_layout: "vh" or "hv", of both weights.
         axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  Weights, biases and
             teacher_logits are then this device's [V / n, Hs] (or [Hs, V / n]), [V / n] and [..., V / n] of both models,

@@ -185,13 +185,15 @@ def linear_log_probs(
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.
-        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
+        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype; or one of the
+            two is float32 and the other of 16 bits: the product is of 16 bits then, and each gradient of its array's
+            dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
             position i + 1, and the last one has none, as if they were ignored.  Each device must hold
             whole sequences inside of `jax.shard_map`.
-        bias: [V] of hidden's dtype.
+        bias: [V] of hidden's dtype or weight's.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it leaves exact
             zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
         weight_layout, softcap, logit_scale, temperature: as in `linear_cross_entropy`, which also says what holds for
