@@ -1,6 +1,8 @@
+import numpy as np
 import pytest
 
 from onchip.core.backends import choose_backend
+from onchip.frontend.options import require_one_of
 
 REFUSALS = {"fast": "needs a bigger GPU", "plain": None}
 
@@ -24,3 +26,8 @@ def test_auto_with_nothing_left_gives_every_reason():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'fast', 'plain'; got 'slow'"):
         choose_backend("op", "slow", REFUSALS)
+    for array in (np.zeros((2, 3)), [1, 2], None):
+        with pytest.raises(ValueError, match="backend must be one of 'auto', 'fast', 'plain'; got"):
+            choose_backend("op", array, REFUSALS)
+        with pytest.raises(ValueError, match="op: reduction must be one of 'mean', 'sum'; got"):
+            require_one_of("op", "reduction", array, ("mean", "sum"))

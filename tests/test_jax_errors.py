@@ -70,7 +70,7 @@ EVERY = {
     "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a jax.Array"),
     "hidden is int": ({"hidden": ones((2, 12, 16), int)}, TypeError, "hidden must be float32"),
     "weight is float8": ({"weight": ones((70, 16), "float8_e4m3fn")}, TypeError, "weight must be float32, bfloat16, float16 or float64; got float8_e4m3fn"),
-    "dtypes differ": ({"weight": ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16; cast one of them"),
+    "dtypes differ": ({"hidden": ones((2, 12, 16), "float16"), "weight": ones((70, 16), "bfloat16")}, TypeError, "hidden is float16 but weight is bfloat16, and neither holds the other's numbers; cast one of them"),
     "bias dtype differs": ({"bias": ones(70, "bfloat16")}, TypeError, "hidden is float32 but bias is bfloat16"),
     "target is float": ({"target": ones((2, 12))}, TypeError, "target must hold integers; got float32"),
     "labels are float": (LABELS | {"labels": ones((2, 12))}, TypeError, "labels must hold integers; got float32"),

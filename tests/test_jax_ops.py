@@ -280,3 +280,34 @@ def test_normalizer_makes_accumulated_gradients_those_of_the_whole_batch(op):
         parts.append(gradients(partial(op.loss, normalizer=np.int64(count)), op)(*given, labels[i])[1])
     made = [a + b if axis is None else jnp.stack([a, b]) for a, b, axis in zip(*parts, axes, strict=True)]
     assert_same(made, list(whole))
+
+
+HEADS = {
+    "linear_cross_entropy": lambda h, w, b, y: linear_cross_entropy(h, w, y, b),
+    "linear_cross_entropy, soft": lambda h, w, b, y: linear_cross_entropy(h, w, jax.nn.one_hot(y, 70) * 0.9, b),
+    "linear_log_probs": lambda h, w, b, y: linear_log_probs(h, w, y, b).sum(),
+    "linear_jsd": lambda h, w, b, y: linear_jsd(h, w, h * 0 + 0.1, w * 0.5, student_bias=b),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("narrow", ["hidden", "weight"])
+def test_hidden_and_weight_of_different_dtypes(name, narrow):
+    """The product has 16 bits, as if the other were cast before, and each gradient its array's dtype."""
+    rng = np.random.default_rng(0)
+    h, w, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in LAYER)
+    y = jnp.asarray(rng.integers(70, size=(2, 12)), jnp.int32)
+    given = [h, w, b]
+    given[narrow == "weight"] = given[narrow == "weight"].astype(jnp.bfloat16)
+    given[2] = b.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def cast(h, w, b, y):
+        return HEADS[name](*(x.astype(jnp.bfloat16) for x in (h, w, b)), y)
+
+    steps = [jax.jit(jax.value_and_grad(f, (0, 1, 2))) for f in (HEADS[name], cast)]
+    (loss, found), (expected, others) = (f(*given, y) for f in steps)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert [g.dtype for g in found] == [x.dtype for x in given]
+    for g, other in zip(found, others, strict=True):
+        g, other = (np.asarray(x, np.float64) for x in (g, other))
+        assert np.linalg.norm(g - other) <= 2**-8 * np.linalg.norm(other)

@@ -178,8 +178,8 @@ OWN = {
     LCE: {
         "stash": ({"labels": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
         "nothing to shift along": ({"hidden": jnp.ones(16), "labels": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
-        "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its targets are ids; pass backend='xla'"),
-        "dtypes differ": ({"labels": K, "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16"),
+        "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend must be one of 'auto', 'xla', 'mosaic_gpu'; got 'triton'"),
+        "dtypes differ": ({"labels": K, "hidden": jnp.ones((2, 12, 16), "float16"), "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float16 but weight is bfloat16"),
     },
     CE: {
         "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with labels[..., 1:, :], those of the next positions"),

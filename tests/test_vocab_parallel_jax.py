@@ -445,6 +445,33 @@ def wrong_labels_are_nan_and_nothing_else():
     assert jnp.isnan(found).sum() == 1
 
 
+@check
+def outside_of_jit():
+    """Where JAX's own shard_map runs no custom_vjp with symbolic zeros: losses alone, and gradients."""
+    (h, w, b), y, _, _, _ = arrays()
+    th, tw = teacher()
+    ops = {
+        "linear_cross_entropy": lambda h, w, b, y, th, tw, **how: linear_cross_entropy(h, w, y, b, **how),
+        "linear_log_probs": lambda h, w, b, y, th, tw, **how: linear_log_probs(h, w, y, b, **how),
+        "linear_jsd": lambda h, w, b, y, th, tw, **how: linear_jsd(h, w, th, tw, student_bias=b, **how),
+    }
+    by_token, by_entry = P("data"), P("model")
+    specs = by_token, by_entry, by_entry, by_token, by_token, by_entry
+    given = h, w[:68], b[:68], y.clip(max=67), th, tw[:68]
+    for name, op in ops.items():
+        sums = {} if name == "linear_log_probs" else {"reduction": "sum"}
+        for tracked in (True, False):
+
+            def on_device(*x, op=op, sums=sums):
+                return jax.lax.psum(op(*x, axis_name="model", **sums).sum(), "data")
+
+            split = jax.shard_map(on_device, mesh=mesh_of(), in_specs=specs, out_specs=P(), check_vma=tracked)
+            whole = lambda *x, op=op, sums=sums: op(*x, **sums).sum()  # noqa: E731
+            assert_same(split(*given), whole(*given))
+            if tracked:
+                assert_same(jax.grad(split, (0, 1))(*given), jax.grad(whole, (0, 1))(*given))
+
+
 @slow
 def four_devices_and_a_chunk_of_the_vocabulary():
     """A device whose entries are all padding; and tokens that none has."""

@@ -63,7 +63,7 @@ OWN = {
         "class_weight is padded": ({"class_weight": ones(16), "vocab_size": 15}, ValueError, "class_weight has shape [16]; it must be [V], [15]"),
         "sequences are split": ({"shift": True, "token_axes": (None, "data")}, ValueError, "shift=True needs whole sequences on each device, but token_axes split them along 'data'"),
         "stash": ({"strategy": "stash"}, ValueError, "xla: strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"),
-        "kernels": ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it runs on whole vocabularies; pass backend='xla'"),
+        "kernels": ({"backend": "triton"}, ValueError, "backend must be one of 'auto', 'xla', 'mosaic_gpu'; got 'triton'"),
         "bias is of a device": ({"bias": ones(4)}, ValueError, "bias has shape [4] but weight has V=16"),
     },
     sharded_linear_log_probs: VOCAB,
@@ -220,6 +220,15 @@ def test_arrays_of_an_explicit_mesh_are_split_as_the_call_says():
             "sharded_linear_cross_entropy", lambda: jax.eval_shape(call, *given), ValueError, "target is sharded as"
         )
         assert jax.eval_shape(call, array(H, "data"), array(W, "model"), array(Y, "data")).shape == ()
+
+
+@pytest.mark.parametrize("op", SHARDED)
+def test_arrays_that_are_not_on_an_explicit_mesh(op):
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))
+    first = next(name for name in SHARDED[op] if "weight" in name)
+    message = f"{first} isn't on the mesh, whose axes are explicit; pass jax.device_put({first}, jax.sharding.NamedSharding(mesh, P('model', None)))"
+    call = partial(op, **SHARDED[op], mesh=mesh, vocab_axis="model")
+    assert_refused(op.__name__, call, ValueError, message)
 
 
 def test_inside_of_a_shard_map_over_another_axis():

@@ -71,7 +71,7 @@ def test_labels_out_of_range_are_nan(label, finite):
         ({"dtype": jnp.float64}, ValueError, "got float64"),
         ({"logit_soft_cap": 0.0}, ValueError, "softcap must be above 0; got 0.0; pass None for no softcap"),
         ({"w": w.T}, ValueError, "weight must be .H, V. with weight_layout='hv'"),
-        ({"w": w.astype(jnp.bfloat16)}, TypeError, "hidden is float32 but weight is bfloat16; cast one of them"),
+        ({"w": w.astype(jnp.bfloat16)}, TypeError, "x is float32 but w is bfloat16; cast one of them"),
         ({"labels": y[:5]}, ValueError, "labels has shape .5."),
         ({"labels": per_token}, TypeError, "labels must hold integers; got float32"),
     ],

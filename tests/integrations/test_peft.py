@@ -116,3 +116,17 @@ def test_a_head_of_another_kind_is_left_as_it_is():
     with pytest.warns(UserWarning, match="now has an adapter that is not plain LoRA"):
         step(later)
     assert not report.fused
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "VeraConfig"])
+def test_adapters_that_are_no_lora(kind):
+    """Some of PEFT's layers for them are called Linear too."""
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    options = {"feedforward_modules": []} if kind == "IA3Config" else {}
+    made = peft().get_peft_model(base, getattr(peft(), kind)(target_modules=["lm_head"], **options))
+    expected = step(made)
+    with pytest.warns(UserWarning, match="not patched: the head .* is PEFT's peft.tuners.*, not plain LoRA"):
+        report = patch(made)
+    assert not report.fused
+    assert_same(step(made), expected)

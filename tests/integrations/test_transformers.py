@@ -56,6 +56,7 @@ def assert_same(model, *args, losses=1, bound=1e-5, options=None, **more):
         torch.testing.assert_close(made.loss, expected.loss, rtol=0, atol=bound)
     unpatch(model)
     assert not {"forward", "_onchip"} & set(model.__dict__)
+    assert not model._forward_pre_hooks
     return made, expected
 
 
@@ -340,6 +341,23 @@ def test_a_model_that_cannot_be_fused_is_left_as_it_is(name):
     assert reason in report.reason
     assert str(report).startswith("not fused")
     assert model.forward == before
+
+
+def test_liger_after_the_patch():
+    """As Trainer applies it with use_liger_kernel=True: its forward runs, and stays."""
+    model = llama()
+    report = patch(model)
+    liger(model)
+    with pytest.warns(UserWarning, match="Liger has patched the forward of LlamaForCausalLM") as seen:
+        model(**batch())
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch())
+    assert str(report).startswith("not fused: Liger has patched")
+    unpatch(model)
+    assert model.forward.__module__.startswith("liger_kernel")
+    model(**batch()).loss.backward()
 
 
 @pytest.mark.parametrize(

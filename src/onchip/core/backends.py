@@ -12,13 +12,13 @@ def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) 
     Raises:
         ValueError: the name is unknown, the named backend refuses, or with "auto" all of them do.
     """
-    if requested == "auto":
+    if isinstance(requested, str) and requested == "auto":
         for name, reason in refusals.items():
             if reason is None:
                 return name
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise ValueError(f"{op}: no backend can run this call ({reasons})")
-    if requested not in tuple(refusals):  # not a look-up: that needs a value with a hash
+    if not isinstance(requested, str) or requested not in refusals:
         known = ", ".join(repr(name) for name in ("auto", *refusals))
         raise ValueError(f"{op}: backend must be one of {known}; got {requested!r}")
     reason = refusals[requested]

@@ -84,7 +84,16 @@ def with_gradients(op: str, forward: Callable[..., Any], backward: Callable[...,
 
     call.defvjp(call_forward, call_backward, symbolic_zeros=True)
     call.jitted = jit_forward, jit_backward  # type: ignore[attr-defined]
+    call.whole = jax.jit(call, static_argnums=0)  # type: ignore[attr-defined]
     return call
+
+
+def callable_here(call: Any) -> Any:
+    """A function that `with_gradients` made, as it can be called where this is.
+
+    Outside of a jit, JAX 0.10's `shard_map` doesn't run a custom_vjp with symbolic zeros; inside of one it does.
+    """
+    return call.whole if jax.sharding.get_abstract_mesh().manual_axes else call
 
 
 def _like(primal: Any) -> jax.ShapeDtypeStruct | None:

@@ -43,7 +43,7 @@ def platform() -> str:
 
 def check_layout(op: str, layout: Any) -> None:
     """Raise unless `layout` is one of the two."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         shown = repr(layout) if isinstance(layout, str) else type(layout).__name__
         raise ValueError(f"{op}: weight_layout must be one of {', '.join(map(repr, LAYOUTS))}; got {shown}")
 
@@ -109,11 +109,26 @@ def check_kinds(
 
 
 def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> None:
-    """Raise unless weight and bias have hidden's dtype; `whose` comes before their names."""
-    for name in (f"{whose}weight", f"{whose}bias"):
-        if name in arrays and dtype_of(arrays[name]) != dtype_of(arrays[f"{whose}hidden"]):
-            hidden, other = dtype_of(arrays[f"{whose}hidden"]), dtype_of(arrays[name])
-            raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {other}; cast one of them")
+    """Raise unless one of hidden and weight has the other's dtype or float32, and bias that of one of them; `whose`
+    comes before their names."""
+    if f"{whose}hidden" not in arrays:
+        return
+    hidden, weight = (dtype_of(arrays[f"{whose}{name}"]) for name in ("hidden", "weight"))
+    both, bias = {hidden, weight}, f"{whose}bias"
+    if len(both) > 1 and np.dtype(np.float32) not in both:
+        raise TypeError(
+            f"{op}: {whose}hidden is {hidden} but {whose}weight is {weight}, and neither holds the other's numbers; "
+            "cast one of them"
+        )
+    if bias in arrays and dtype_of(arrays[bias]) not in both:
+        raise TypeError(f"{op}: {whose}hidden is {hidden} but {bias} is {dtype_of(arrays[bias])}; cast one of them")
+
+
+def in_product_dtype(hidden: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
+    """Both in the dtype of their product: of the one with fewer digits, as the other has float32."""
+    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
+    dtype = hidden.dtype if weight.dtype == jnp.float32 else weight.dtype
+    return hidden.astype(dtype), weight.astype(dtype)
 
 
 def options_of(op: str, kind: Any, given: Mapping[str, Any], logits: int) -> Any:

@@ -151,11 +151,17 @@ def check_types(op: str, spread: Spread, given: Mapping[str, Any], specs: Mappin
             continue
         found: Any = jax.typeof(x).sharding
         wanted = tuple(spec) + (None,) * (len(x.shape) - len(spec))
-        if not found.mesh.empty and tuple(map(_names, found.spec)) != tuple(map(_names, wanted)):
+        if tuple(map(_names, found.spec)) == tuple(map(_names, wanted)):
+            continue
+        if found.mesh.empty:
             raise ValueError(
-                f"{op}: {name} is sharded as {found.spec}; it must be {P(*wanted)}: pass "
-                f"jax.sharding.reshard({name}, {P(*wanted)})"
+                f"{op}: {name} isn't on the mesh, whose axes are explicit; pass "
+                f"jax.device_put({name}, jax.sharding.NamedSharding(mesh, {P(*wanted)}))"
             )
+        raise ValueError(
+            f"{op}: {name} is sharded as {found.spec}; it must be {P(*wanted)}: pass "
+            f"jax.sharding.reshard({name}, {P(*wanted)})"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- the calls

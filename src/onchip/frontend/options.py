@@ -19,7 +19,7 @@ ScratchBytes = int | float | str | None
 
 def require_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise unless `value` is one of the words."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:  # an array has no truth value
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 

@@ -113,6 +113,10 @@ def fused_cross_entropy(
     dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
     if dtype.name not in DTYPES:
         raise ValueError(f"onchip.integrations.levanter: dtype must be None or one of {', '.join(DTYPES)}; got {dtype}")
+    if jnp.result_type(x) != jnp.result_type(w):
+        raise TypeError(
+            f"onchip.integrations.levanter: x is {jnp.result_type(x)} but w is {jnp.result_type(w)}; cast one of them"
+        )
     if return_argmax:
         out = linear_log_probs(
             x, w, labels, weight_layout="hv", ignore_index=NOTHING_IGNORED, softcap=logit_soft_cap, lse=True, top1=True

@@ -36,6 +36,13 @@ from onchip.ops.linear_cross_entropy.spec import Precision
 from onchip.ops.linear_cross_entropy.torch_module import active_module, lora_operands
 from onchip.torch import LMHead, linear_cross_entropy
 
+# What PEFT may have put in the place of a head.
+OF_PEFT = (
+    "peft.tuners.lora.layer.Linear",
+    "peft.utils.other.ModulesToSaveWrapper",
+    "peft.utils.other.TrainableTokensWrapper",
+)
+
 
 @dataclass
 class Report:
@@ -64,6 +71,7 @@ class _Patch:
     forward: Any  # the model's before
     own: bool  # which was the instance's own
     labels_at: int | None  # among forward's positional arguments
+    watch: Any  # the handle of the hook that looks for a patch over this one
     armed: bool = False
 
 
@@ -129,7 +137,8 @@ def patch(
         return report
     names = list(inspect.signature(type(base).forward).parameters)
     labels_at = names.index("labels") - 1 if "labels" in names else None
-    base.__dict__["_onchip"] = _Patch(options, report, base.forward, "forward" in base.__dict__, labels_at)
+    watch, own = base.register_forward_pre_hook(_look_for_liger), "forward" in base.__dict__
+    base.__dict__["_onchip"] = _Patch(options, report, base.forward, own, labels_at, watch)
     _patch_head(base)
     base.__dict__["forward"] = MethodType(wraps(type(base).forward)(_model_forward), base)
     return report
@@ -141,9 +150,11 @@ def unpatch(model: nn.Module) -> None:
     made = base.__dict__.pop("_onchip", None)
     if made is None:
         return
-    del base.__dict__["forward"]
-    if made.own:
-        base.__dict__["forward"] = made.forward
+    made.watch.remove()
+    if not _of_liger(base.forward):  # which was put over ours, and stays
+        del base.__dict__["forward"]
+        if made.own:
+            base.__dict__["forward"] = made.forward
     for module in base.modules():
         _restore(module)
 
@@ -170,18 +181,25 @@ def _try_options(options: Mapping[str, Any]) -> None:
 def _found(model: Any) -> tuple[bool, str]:
     """Whether the model can be fused, and what, or why not."""
     name, head = type(model).__name__, model.get_output_embeddings()
-    for forward in (model.forward, type(model).forward):
-        if "liger_kernel" in str(getattr(forward, "__module__", "")):
-            return False, (
-                f"Liger has patched the forward of {name}, which then computes the loss itself; load the model "
-                "without Liger's patch (use_liger_kernel=False), or do without onchip's"
-            )
+    if _of_liger(model.forward) or _of_liger(type(model).forward):
+        return False, _patched_by_liger(name)
     if head is None:
         return False, f"{name} has no output embeddings"
     if (refusal := _head_refusal(head)) is not None:
         return False, f"the head of {name} {refusal}"
     where = next((n for n, x in model.named_modules() if x is head), "head")
     return True, f"{where} {list(_linear(head).weight.shape)} of {name}"
+
+
+def _of_liger(forward: Any) -> bool:
+    return "liger_kernel" in str(getattr(forward, "__module__", ""))
+
+
+def _patched_by_liger(name: str) -> str:
+    return (
+        f"Liger has patched the forward of {name}, which then computes the loss itself; load the model without Liger's "
+        "patch (use_liger_kernel=False), or do without onchip's"
+    )
 
 
 def _linear(head: nn.Module) -> Any:
@@ -196,8 +214,9 @@ def _head_refusal(head: Any) -> str | None:
     linear, head = _linear(head), _called(head)
     if not isinstance(linear, nn.Linear) or type(linear).forward not in (nn.Linear.forward, LMHead.forward):
         return f"is a {type(linear).__module__}.{type(linear).__name__}, not a plain nn.Linear"
-    if head is not linear and type(head).__name__ not in ("Linear", "ModulesToSaveWrapper", "TrainableTokensWrapper"):
-        return f"is PEFT's {type(head).__module__}.{type(head).__name__}, not plain LoRA"
+    kind = f"{type(head).__module__}.{type(head).__name__}"
+    if head is not linear and kind not in OF_PEFT:
+        return f"is PEFT's {kind}, not plain LoRA"
     if variants := getattr(head, "lora_variant", None):
         return f"has an adapter that is not plain LoRA: {', '.join(type(x).__name__ for x in variants.values())}"
     if linear.weight.dtype not in DTYPES:
@@ -250,6 +269,14 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return made.forward(*args, **kwargs)
     finally:
         made.armed = False
+
+
+def _look_for_liger(model: Any, args: Any) -> None:
+    """Before a call: has Liger put its own forward in the place of ours, as Trainer's use_liger_kernel does?"""
+    report = model.__dict__["_onchip"].report
+    if report.fused and _of_liger(model.forward):
+        report.fused, report.reason = False, _patched_by_liger(type(model).__name__)
+        warn(report.reason)
 
 
 def _patch_head(model: Any) -> None:

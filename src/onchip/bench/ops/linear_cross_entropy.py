@@ -525,7 +525,6 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
         own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs"),
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8)),
         own("onchip, no bound", lambda fw, p: 1 << 60, "a budget for GPUs"),
-        own("onchip triton", not_on_cpu="it runs on GPUs", backend="triton"),
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
         *plain_peers("jax", partial(plain, fw)),
         Implementation("XLA, 16-bit logits, gathered", lambda: fw.narrow, xla_only_narrow, package="jax"),

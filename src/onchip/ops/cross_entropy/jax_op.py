@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -174,7 +174,9 @@ def cross_entropy(
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())
     empty = len(rows) == 0
-    outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, rows, constants)
+    outputs = (
+        Outputs.of_nothing(reduction, return_stats, total) if empty else callable_here(_op)(static, rows, constants)
+    )
     return outputs.shaped(target.shape)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend import topk
-from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     as_constant,
@@ -61,7 +61,7 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
     )
     rows, constants = vary_alike((rows, jax.lax.stop_gradient(constants)))
     none = Outputs.of_nothing(options.reduction, options.return_stats, dtype)
-    made = none if total == 0 else _op(Static(options, platform()), rows, constants)
+    made = none if total == 0 else callable_here(_op)(Static(options, platform()), rows, constants)
     return made.shaped(logits.shape[:-1])
 
 

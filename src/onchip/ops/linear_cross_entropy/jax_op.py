@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, Static, is_tracked, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, callable_here, is_tracked, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -36,20 +36,15 @@ from onchip.ops.linear_cross_entropy import jax_soft, spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
-from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.xla import walk as jax_xla
 from onchip.vocab.xla.loss import Constants, Outputs
 from onchip.vocab.xla.parallel import Shard, check_axis, refuse_typed_sharding, shard_of
 from onchip.vocab.xla.tiles import Projection
 
 # Best first, by platform.
-BACKENDS = {
-    "cpu": ("xla", "mosaic_gpu", "triton"),
-    "gpu": ("mosaic_gpu", "xla", "triton"),
-    "tpu": ("xla", "mosaic_gpu", "triton"),
-}
-Backend = Literal["auto", "mosaic_gpu", "xla", "triton"]
-MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
+BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
+Backend = Literal["auto", "mosaic_gpu", "xla"]
+MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
 
 
 class OfLayer(LossKeywords, total=False):
@@ -146,14 +141,16 @@ def linear_cross_entropy(
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
-        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
+        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype; or one of the
+            two is float32 and the other of 16 bits: the product is of 16 bits then, and each gradient of its array's
+            dtype.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
             ignore_index or strategy="stash"; "mosaic_gpu" and "xla" run them.
         labels: another name of target, by keyword.
-        bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
+        bias: [V] of hidden's dtype or weight's.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  weight and bias are
             then this device's [V / n, H] (or [H, V / n]) and [V / n], in the order of the devices; all else is the same
@@ -188,8 +185,7 @@ def linear_cross_entropy(
             the faster first.  With "xla" and reduction="none" a gradient of weight or bias is always made by
             "recompute".
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
-            the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
-            NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
+            the first of these that can run.
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
             differentiable has `linear_log_probs`.
 
@@ -232,7 +228,7 @@ def linear_cross_entropy(
     check_axis(OP, axis_name, vocab_size)
     if is_soft(target, hidden):
         refuse_soft(axis_name is not None)
-        return jax_soft.run(given, name, partial(_soft_refusals, weight_layout=weight_layout))
+        return jax_soft.run(given, name, partial(refusals, weight_layout=weight_layout, strategy="recompute"))
     assert not isinstance(target, TopK)
     options, numbers, total = checked(given, name, target)
     refuse_typed_sharding(OP, given)
@@ -248,7 +244,11 @@ def linear_cross_entropy(
     refused = refusals(problem, static.platform, weight_layout, strategy, shard)
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
-    outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, projection, constants)
+    outputs = (
+        Outputs.of_nothing(reduction, return_stats, total)
+        if empty
+        else callable_here(_op)(static, projection, constants)
+    )
     return outputs.shaped(target.shape)
 
 
@@ -289,7 +289,7 @@ def refusals(
     made = {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
     if shard is None:
         return made
-    split = {"triton": "it runs on whole vocabularies; pass backend='xla'"}
+    split: dict[str, str] = {}
     if strategy == "stash":
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
     if is_tracked(shard.axis):
@@ -303,11 +303,6 @@ def refusals(
             "backend='xla'"
         )
     return {name: split.get(name, reason) for name, reason in made.items()}
-
-
-def _soft_refusals(problem: Problem, platform: str, weight_layout: WeightLayout) -> dict[str, str | None]:
-    made = refusals(problem, platform, weight_layout, "recompute")
-    return made | ({"triton": "its targets are ids; pass backend='xla'"} if "triton" in made else {})
 
 
 def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:

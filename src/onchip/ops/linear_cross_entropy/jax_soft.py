@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend import topk
-from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     as_constant,
@@ -85,7 +85,7 @@ def run(given: Mapping[str, Any], name: str, refusals: Refusals) -> jax.Array | 
     if total == 0:
         made = Outputs.of_nothing(options.reduction, options.return_stats, dtype)
     else:
-        made = _op(static, projection, constants)
+        made = callable_here(_op)(static, projection, constants)
     found = made.shaped(hidden.shape[:-1])
     return _with_the_last(found, shape[-1] - hidden.shape[-2]) if options.shift else found
 

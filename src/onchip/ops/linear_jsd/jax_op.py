@@ -16,7 +16,7 @@ from jax import lax
 
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_call import vary_alike, with_gradients
+from onchip.frontend.jax_call import callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     as_constant,
@@ -96,10 +96,11 @@ def linear_jsd(
     Args:
         student_hidden: [..., Hs] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's
             float64 counts as float32 where JAX's 64-bit mode is off.
-        student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype.
+        student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype; or one of the two is
+            float32 and the other of 16 bits, as in `linear_cross_entropy`.
         teacher_hidden: [..., Ht], with the same leading dimensions; its dtype (but for float64) and Ht may
             differ from the student's.
-        teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype.
+        teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype, or so likewise.
         weight_layout: "vh" or "hv", of both weights.
         axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  Weights, biases and
             teacher_logits are then this device's [V / n, Hs] (or [Hs, V / n]), [V / n] and [..., V / n] of both models,
@@ -243,7 +244,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
     plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
     if total == 0:
         return jnp.zeros(shape if options.reduction == "none" else (), dtype)
-    made: jax.Array = _op(static, models, constants)
+    made: jax.Array = callable_here(_op)(static, models, constants)
     return made.reshape(shape) if options.reduction == "none" else made
 
 

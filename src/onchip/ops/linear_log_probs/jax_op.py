@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -185,13 +185,15 @@ def linear_log_probs(
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.
-        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
+        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype; or one of the
+            two is float32 and the other of 16 bits: the product is of 16 bits then, and each gradient of its array's
+            dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
             position i + 1, and the last one has none, as if they were ignored.  Each device must hold
             whole sequences inside of `jax.shard_map`.
-        bias: [V] of hidden's dtype.
+        bias: [V] of hidden's dtype or weight's.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it leaves exact
             zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
         weight_layout, softcap, logit_scale, temperature: as in `linear_cross_entropy`, which also says what holds for
@@ -248,7 +250,7 @@ def linear_log_probs(
     constants = constants_of(projection, plain, numbers)
     projection, constants = vary_alike((projection, constants), but=axis_name)
     static = Static(options, platform(), shard=shard)
-    outputs = of_no_tokens(dtype) if len(projection.hidden) == 0 else _op(static, projection, constants)
+    outputs = of_no_tokens(dtype) if len(projection.hidden) == 0 else callable_here(_op)(static, projection, constants)
     return returned(options, outputs, ids.shape, hidden.shape[:-1])
 
 

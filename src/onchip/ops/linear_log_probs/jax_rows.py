@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import IGNORED, Planned, Static, callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -125,7 +125,7 @@ def log_probs(
     plain = plain_labels(ids, vocab, int(ignore_index)).reshape(total, each)
     rows, constants = vary_alike((rows, (plain, Transform(**numbers))))
     choose_backend(LOGITS_OP, backend, dict.fromkeys(BACKENDS))
-    outputs = of_no_tokens(dtype) if total == 0 else _op(Static(options, platform()), rows, constants)
+    outputs = of_no_tokens(dtype) if total == 0 else callable_here(_op)(Static(options, platform()), rows, constants)
     return returned(options, outputs, ids.shape, shape)
 
 

@@ -1,4 +1,4 @@
-"""What the JAX backends with kernels of their own do around them, in plain JAX.
+"""What the 'mosaic_gpu' backend does around its kernels, in plain JAX.
 
 Tokens that are not ignored are compacted to the front, in the order of their labels: a *position* is an index among
 those.  P is the number of tokens rounded up to a multiple of 128.  The kernels reduce each tile of logits to a few

@@ -167,7 +167,7 @@ def gradient_tiles(
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
-    TURNED: tl.constexpr = False,
+    TURNED: tl.constexpr,
 ):
     """Recomputed logits' gradient, of the positions from `first` on, for a chunk of the vocabulary.
 
@@ -451,7 +451,7 @@ def hidden_gradient(
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
-    TURNED: tl.constexpr = False,
+    TURNED: tl.constexpr,
 ):
     """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), added up in float32.
 

@@ -120,7 +120,7 @@ def softmax_tiles(
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
-    TURNED: tl.constexpr = False,
+    TURNED: tl.constexpr,
 ):
     """The softmax of each tile of logits, which live in registers alone."""
     n = tl.minimum(tl.load(vectors.number) - first, T)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, is_tracked, varies_over, vary_alike
-from onchip.frontend.jax_inputs import is_array
+from onchip.frontend.jax_inputs import in_product_dtype, is_array
 from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
 from onchip.frontend.options import require_int
 from onchip.vocab.xla.tiles import Projection, Softmax
@@ -256,8 +256,8 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
 
 def layer_of(hidden: Any, weight: Any, bias: Any, layout: str) -> Projection:
     """Of a public function's arguments, with hidden [..., H] as it is."""
-    hidden, weight, bias = (None if x is None else jnp.asarray(x) for x in (hidden, weight, bias))
-    return Projection(hidden, weight, bias, layout.index("v"))
+    bias = None if bias is None else jnp.asarray(bias)
+    return Projection(*in_product_dtype(hidden, weight), bias, layout.index("v"))
 
 
 def on_mesh(

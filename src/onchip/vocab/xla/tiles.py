@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike
-from onchip.frontend.jax_inputs import accumulator
+from onchip.frontend.jax_inputs import accumulator, in_product_dtype
 from onchip.kernels.jax_products import product
 from onchip.vocab.memory import Problem
 
@@ -152,7 +152,7 @@ def over_vocab(
 @partial(jax.tree_util.register_dataclass, data_fields=["hidden", "weight", "bias"], meta_fields=["vocab_axis"])
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer: hidden [T, H], weight [V, H] or [H, V], and bias [V], all of one dtype.
+    """A linear layer: hidden [T, H] and weight [V, H] or [H, V] of one dtype, and bias [V] of that or float32.
 
     Also its gradients, and for each of these whether it is needed.
     """
@@ -165,8 +165,9 @@ class Projection:
     @staticmethod
     def of(hidden: Any, weight: Any, bias: Any, layout: str) -> "Projection":
         """Of a public function's arguments; `layout` is "vh" or "hv"."""
-        hidden = jnp.asarray(hidden).reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
-        return Projection(hidden, jnp.asarray(weight), None if bias is None else jnp.asarray(bias), layout.index("v"))
+        hidden, weight = in_product_dtype(hidden, weight)
+        hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+        return Projection(hidden, weight, None if bias is None else jnp.asarray(bias), layout.index("v"))
 
     @property
     def vocab(self) -> int:
