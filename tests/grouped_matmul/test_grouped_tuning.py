@@ -28,8 +28,11 @@ def of(*shape):
 
 
 def columns(kernel, tokens=512, k=128, **more):
-    """Of the tile that would be launched, on a device that is none."""
-    with mock.patch.object(launches, "describe", return_value=HOPPER):
+    """Of the tile that would be launched, on a device that is none, where Gluon's kernels can't run."""
+    with (
+        mock.patch.object(launches, "describe", return_value=HOPPER),
+        mock.patch.object(launches, "has_gluon", return_value=False),
+    ):
         if kernel == "weight_gradient":
             made = launches.weight_gradient(of(tokens, 256), of(tokens, k), of(2, 256, k), PLAN, **more)
             return made.arguments["BLOCK_B"]
