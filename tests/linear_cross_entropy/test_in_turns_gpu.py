@@ -1,0 +1,85 @@
+"""The kernels that take turns, on Hopper: without bias and statistics, which other tests have.
+
+Of sizes with few steps and many, all blocks still and some, tiles that end inside the vocabulary, the tokens or H.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from losses import mixed_plan, plan_in_forward
+from onchip.torch import linear_cross_entropy
+from onchip.vocab.triton import memory, setup
+
+pytestmark = pytest.mark.gpu
+# Where exponentials go: to two places and made again, to a chunk of tokens, or where the planner has them.
+PLANS = {"mixed": mixed_plan, "in forward": plan_in_forward, "planned": nullcontext}
+
+
+def problem(tokens, hidden, vocab, dtype, std=1.0):
+    g = torch.Generator("cuda").manual_seed(0)
+    h = (torch.randn(tokens, hidden, device="cuda", generator=g) * std).to(dtype).requires_grad_()
+    w = (torch.randn(vocab, hidden, device="cuda", generator=g) * hidden**-0.5).to(dtype).requires_grad_()
+    return h, w, torch.randint(vocab, (tokens,), device="cuda", generator=g)
+
+
+def errors(h, w, y, **options):
+    """Of the loss and both gradients, beside float64."""
+    loss = linear_cross_entropy(h, w, y, backend="triton", **options)
+    made = [loss, *torch.autograd.grad(loss, (h, w))]
+    a, b = (x.detach().double().requires_grad_() for x in (h, w))
+    loss = torch.nn.functional.cross_entropy(a @ b.T, y)
+    right = [loss, *torch.autograd.grad(loss, (a, b))]
+    return [float((x.double() - r).norm() / r.norm()) for x, r in zip(made, right, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "plan"),
+    # The weight's gradient holds the exponentials of H tokens, of which the mixed plan keeps 128 there.
+    [(h, plan) for h in (8, 64, 72, 576, 640, 768, 896, 1152) for plan in PLANS if h >= 128 or plan != "mixed"],
+)
+def test_right(hidden, dtype, plan):
+    h, w, y = problem(300, hidden, 20_001 if hidden == 640 else 600, dtype)
+    y[::7] = -100
+    with PLANS[plan]():
+        loss, of_hidden, of_weight = errors(h, w, y)
+    assert loss < 1e-5
+    assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_logits_far_above_the_targets(plan):
+    """Some of whose exponentials are moved to another shift, and some of whose halves of a tile aren't."""
+    h, w, y = problem(300, 576, 1000, torch.bfloat16, std=60.0)
+    with PLANS[plan]():
+        loss, of_hidden, of_weight = errors(h, w, y)
+    assert loss < 1e-5
+    assert max(of_hidden, of_weight) < 4e-3
+
+
+def test_as_tritons_kernels(monkeypatch):
+    """Of more tiles than programs; the same bits in each call, and without gradients."""
+    h, w, y = problem(5000, 640, 40_000, torch.bfloat16)
+    assert memory.takes_turns(640)
+
+    def run():
+        loss = linear_cross_entropy(h, w, y, backend="triton")
+        return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
+
+    first, second = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(h, w, y, backend="triton"), first[0])
+    monkeypatch.setattr(setup, "has_gluon", lambda capability: False)
+    monkeypatch.setattr("onchip.frontend.torch_tape.is_taped", lambda x: False)
+    for a, b in zip(run(), first, strict=True):
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 3e-3
+
+
+def test_all_ignored():
+    h, w, y = problem(200, 576, 600, torch.bfloat16)
+    loss = linear_cross_entropy(h, w, torch.full_like(y, -100), backend="triton")
+    assert float(loss.detach()) == 0
+    assert all(not x.any() for x in torch.autograd.grad(loss, (h, w)))
