@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.groups.triton.kernels import CONCATENATED, HEAD, LAST, PLAIN, poison_of_group, tile_of
-from onchip.kernels.triton.tiles import place_tile
+from onchip.kernels.triton.gluon import new_barriers, send
+from onchip.kernels.triton.tiles import halves, place_tile
 
 # Rows of a step; and of a tile of the result, of which WIDTH columns at a time leave by way of shared memory.
 STEP = gl.constexpr(64)
@@ -37,17 +38,6 @@ STAGES = gl.constexpr(4)
 STEP_BYTES = gl.constexpr(64 * (128 + 256) * 2)
 # Of the warp that copies; the others have what it leaves.
 FEW_REGISTERS = gl.constexpr(24)
-
-
-@gluon.jit
-def new_barriers(N: gl.constexpr):
-    """N pairs of barriers: what has come, and what may be written again."""
-    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(N):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    return full, empty
 
 
 @gluon.constexpr_function
@@ -92,12 +82,6 @@ def multiply(a_blocks, b_blocks, barriers, first, steps, zeros, A_TURNED: gl.con
     return value
 
 
-@gluon.jit
-def halves_of(value, C: gl.constexpr):
-    """The left and the right half of a tile with C columns."""
-    return gl.split(value.reshape([ROWS, 2, C // 2]).permute([0, 2, 1]))
-
-
 # ------------------------------------------------------------------------------------------------- the products of rows
 
 
@@ -137,22 +121,6 @@ def copy_rows(
 
 
 @gluon.jit
-def send_rows(value, into, staged, first, end, column, C: gl.constexpr):
-    """Store columns of a tile of rows, WIDTH at a time; the last piece leaves while what comes next is computed."""
-    if C > WIDTH:
-        left, right = halves_of(value, C)
-        send_rows(left, into, staged, first, end, column, C // 2)
-        send_rows(right, into, staged, first, end, column + C // 2, C // 2)
-    else:
-        tma.store_wait(0)
-        gl.thread_barrier()
-        staged.reshape([ROWS, C]).store(value.to(into.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(into, [LAST, end, LAST - (end - first), column], staged)
-
-
-@gluon.jit
 def multiply_rows(
     x_blocks, weight_blocks, barriers, staged, bias, row_scale, out, product, plan, T, G, N, K,
     GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
@@ -171,6 +139,7 @@ def multiply_rows(
         g = gl.load(at)
         first = gl.load(at + 1)
         end = gl.load(at + 2)
+        lead = (LAST, end, LAST - (end - first))
         acc = multiply(x_blocks, weight_blocks, barriers, done, steps, zeros, False, not TURNED)
         done += steps
         if bias is not None:
@@ -182,16 +151,16 @@ def multiply_rows(
         acc += poison_of_group(plan, g)
         if product is not None:
             if GATED == CONCATENATED:
-                left, right = halves_of(acc, COLUMNS)
-                send_rows(left, product, staged, first, end, j * HALF, HALF)
-                send_rows(right, product, staged, first, end, N // 2 + j * HALF, HALF)
+                left, right = halves(acc, ROWS, COLUMNS)
+                send(left, product, staged, lead, j * HALF, ROWS, HALF, WIDTH)
+                send(right, product, staged, lead, N // 2 + j * HALF, ROWS, HALF, WIDTH)
             else:
-                send_rows(acc, product, staged, first, end, j * COLUMNS, COLUMNS)
+                send(acc, product, staged, lead, j * COLUMNS, ROWS, COLUMNS, WIDTH)
         if GATED == PLAIN:
             result = acc
         else:
             if GATED == CONCATENATED:
-                gate, up = halves_of(acc, COLUMNS)
+                gate, up = halves(acc, ROWS, COLUMNS)
             else:
                 gate, up = gl.split(acc.reshape([ROWS, HALF, 2]))
             result = gate / (1 + gl.exp(-gate)) * up
@@ -199,16 +168,17 @@ def multiply_rows(
             t = first + gl.arange(0, ROWS, gl.SliceLayout(1, result.type.layout))
             result *= gl.load(row_scale + t, mask=t < end, other=0.0).to(gl.float32)[:, None]
         if GATED == PLAIN:
-            send_rows(result, out, staged, first, end, j * COLUMNS, COLUMNS)
+            send(result, out, staged, lead, j * COLUMNS, ROWS, COLUMNS, WIDTH)
         else:
-            send_rows(result, out, staged, first, end, j * HALF, HALF)
+            send(result, out, staged, lead, j * HALF, ROWS, HALF, WIDTH)
 
     # Rows past the last group.
     total = gl.load(plan + 1)
     tiles_c = gl.cdiv(N if GATED == PLAIN else N // 2, WIDTH)
-    left, right = halves_of(zeros, COLUMNS)
+    left, _ = halves(zeros, ROWS, COLUMNS)
     for tile in range(gl.program_id(0), gl.cdiv(T - total, ROWS) * tiles_c, PROGRAMS):
-        send_rows(left, out, staged, total + tile // tiles_c * ROWS, T, tile % tiles_c * WIDTH, WIDTH)
+        first = total + tile // tiles_c * ROWS
+        send(left, out, staged, (LAST, T, LAST - (T - first)), tile % tiles_c * WIDTH, ROWS, WIDTH, WIDTH)
     tma.store_wait(0)
 
 
@@ -311,22 +281,6 @@ def hear_tile(said, spoken, n):
 
 
 @gluon.jit
-def send_gradient(value, out, staged, g, row, column, C: gl.constexpr):
-    """As `send_rows`."""
-    if C > WIDTH:
-        left, right = halves_of(value, C)
-        send_gradient(left, out, staged, g, row, column, C // 2)
-        send_gradient(right, out, staged, g, row, column + C // 2, C // 2)
-    else:
-        tma.store_wait(0)
-        gl.thread_barrier()
-        staged.reshape([ROWS, C]).store(value.to(out.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(out, [g, row, column], staged)
-
-
-@gluon.jit
 def multiply_tiles(
     a_blocks, b_blocks, barriers, said, spoken, staged, out, plan, tiles, tiles_a, tiles_b, GROUP: gl.constexpr
 ):
@@ -340,7 +294,7 @@ def multiply_tiles(
         steps = count_steps(start, end)
         value = multiply(a_blocks, b_blocks, barriers, done, steps, zeros, True, False) + poison_of_group(plan, g)
         done += steps
-        send_gradient(value, out, staged, g, i * ROWS, j * COLUMNS, COLUMNS)
+        send(value, out, staged, (g, i * ROWS), j * COLUMNS, ROWS, COLUMNS, WIDTH)
         tile = hear_tile(said, spoken, n)
         n += 1
     tma.store_wait(0)

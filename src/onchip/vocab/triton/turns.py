@@ -30,7 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 from triton.language.core import _aggregate as aggregate  # type: ignore[import-untyped]
 
+from onchip.kernels.triton.gluon import new_barriers, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
+from onchip.kernels.triton.tiles import halves
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row
 
 # Of a block: along the result and along the sum.
@@ -89,20 +91,12 @@ class Work:
 def new_ring(of, STILL: gl.constexpr, SLOTS: gl.constexpr):
     """Shared memory for blocks of an operand, and of one with the same blocks."""
     blocks = gl.allocate_shared_memory(of.dtype, [STILL + SLOTS] + of.block_shape, of.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full, empty = new_barriers(SLOTS)
     still_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     still_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    store_turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(SLOTS):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    turn, store_turn = new_barriers(2)
     mbarrier.init(still_full, count=1)
     mbarrier.init(still_empty, count=2)
-    for w in gl.static_range(2):
-        mbarrier.init(turn.index(w), count=1)
-        mbarrier.init(store_turn.index(w), count=1)
     fence_async_shared()
     gl.thread_barrier()
     return Ring(blocks, full, empty, still_full, still_empty, turn, store_turn, STILL, SLOTS)
@@ -245,22 +239,6 @@ def products_layout():
 
 
 @gluon.jit
-def store_pieces(value, into, staged, line, column, C: gl.constexpr, WIDTH: gl.constexpr):
-    """Store columns of a tile by way of shared memory that has room for WIDTH of them."""
-    if C > WIDTH:
-        left, right = gl.split(value.reshape([TILE, 2, C // 2]).permute([0, 2, 1]))
-        store_pieces(left, into, staged, line, column, C // 2, WIDTH)
-        store_pieces(right, into, staged, line, column + C // 2, C // 2, WIDTH)
-    else:
-        gl.thread_barrier()
-        staged.store(value)
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(into, [line, column], staged)
-        tma.store_wait(0)
-
-
-@gluon.jit
 def take_softmax(
     ring, work, staged, per_token, partials, exponentials, buffer, n, V, scale,
     W: gl.constexpr, PROGRAMS: gl.constexpr, RAGGED: gl.constexpr, WIDTH: gl.constexpr,
@@ -308,7 +286,8 @@ def take_softmax(
                 value = (e * f[:, None]).to(exponentials.dtype)
                 wait_for_turn(ring.store_turn, mine, W)
                 if kept:
-                    store_pieces(value, exponentials, staged, line + j * lines, W * TILE, TILE, WIDTH)
+                    send(value, exponentials, staged, (line + j * lines,), W * TILE, TILE, TILE, WIDTH)
+                    tma.store_wait(0)  # the other group writes there next
                 mbarrier.arrive(ring.store_turn.index(1 - W), count=1)
             mine += 1
 
@@ -374,7 +353,7 @@ def add_pieces(
 ):
     """Add the columns of a tile to what is there, WIDTH of them at a time, or store them."""
     if C > WIDTH:
-        left, right = gl.split(value.reshape([TILE, 2, C // 2]).permute([0, 2, 1]))
+        left, right = halves(value, TILE, C)
         add_pieces(left, out, scale, even_sum, v, h, V, H, stride, ADD, C // 2, WIDTH)
         add_pieces(right, out, scale, even_sum, v, h + C // 2, V, H, stride, ADD, C // 2, WIDTH)
     else:

@@ -1,0 +1,45 @@
+"""What kernels in Gluon share, beside tiles.py: barriers in shared memory, and a tile that leaves by way of it.
+
+Gluon is Triton's language for kernels that say themselves how data lies and what waits for what.  Its interface is of
+Triton 3.6: see `launch.has_gluon`.
+"""
+
+from triton.experimental import gluon  # type: ignore[import-untyped]
+from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from onchip.kernels.triton.tiles import halves
+
+
+@gluon.jit
+def new_barriers(N: gl.constexpr):
+    """Two times N barriers, for one arrival each: of what has come, and of what may be written again."""
+    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(N):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    return full, empty
+
+
+@gluon.jit
+def send(value, into, staged, lead, column, R: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
+    """Store a tile [R, C] by way of `staged`, which has room for WIDTH columns, at the coordinates (*lead, column).
+
+    The last piece may still be on its way at the end: whoever writes to `staged` next has to wait for it, as this does.
+    """
+    if C > WIDTH:
+        left, right = halves(value, R, C)
+        send(left, into, staged, lead, column, R, C // 2, WIDTH)
+        send(right, into, staged, lead, column + C // 2, R, C // 2, WIDTH)
+    else:
+        tma.store_wait(0)
+        gl.thread_barrier()
+        staged.reshape([R, C]).store(value.to(into.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(into, lead + (column,), staged)
