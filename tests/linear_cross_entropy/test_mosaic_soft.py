@@ -130,8 +130,9 @@ def test_shared_memory_fits():
 
 def test_auto_takes_the_kernels(as_on_hopper):
     p = Problem(300, 192, 1088, "bfloat16", device="cuda", labels="float32")
-    assert jax_op._soft_refusals(p, "gpu", "vh")["mosaic_gpu"] is None
-    assert next(iter(jax_op._soft_refusals(p, "gpu", "vh"))) == "mosaic_gpu"
+    refusals = jax_op.refusals(p, "gpu", "vh", "recompute")
+    assert refusals["mosaic_gpu"] is None
+    assert next(iter(refusals)) == "mosaic_gpu"
 
 
 def test_refusals():

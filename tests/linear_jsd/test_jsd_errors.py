@@ -102,7 +102,7 @@ TEACHER = {"teacher_hidden": np.ones((4, 6), np.float32), "teacher_weight": np.o
 WRONG_IN_JAX = {
     "layout": (J | TEACHER | {"weight_layout": "vocab"}, ValueError, "weight_layout must be one of 'vh', 'hv'"),
     "other layout": (J | TEACHER | {"weight_layout": "hv"}, ValueError, "student_hidden has H=8 but student_weight has H=9"),
-    "dtypes": (J | TEACHER | {"student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "but student_weight is bfloat16; cast"),
+    "dtypes": (J | TEACHER | {"student_hidden": jnp.ones((4, 8), "float16"), "student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither holds the other's numbers"),
     "target float": (J | TEACHER | {"target": np.ones(4, np.float32)}, TypeError, "target must hold integers"),
     "target and labels": (J | TEACHER | {"target": np.ones(4, np.int32), "labels": np.ones(4, np.int32)}, TypeError, "labels is another name of target; pass one of them"),
     "labels float": (J | TEACHER | {"labels": np.ones(4, np.float32)}, TypeError, "labels must hold integers"),
