@@ -163,7 +163,7 @@ def kept_entries(kept, vocab, vocab_major, tokens):
 
 def hidden_product(
     weight, count, *, vocab_major, tokens, kept=None, in_scratch=None, recomputed=None, first=None, scale=None, add_to,
-    row=None, rest=None, second=None, halves=False, config=None,
+    row=None, second=None, halves=False, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -184,12 +184,8 @@ def hidden_product(
             product = e[:, part] @ w[part]
             product = product if scale is None else jnp.where(done[:, None], product * scale[:, None], 0)
             start = 0 if row is None else row[0]
-            whole = ref[...] if rest is None else jnp.concatenate([ref[...], rest[...]])
-            old = lax.dynamic_slice_in_dim(whole, start, tokens)
-            whole = lax.dynamic_update_slice_in_dim(whole, old + product, start, 0)
-            ref[...] = whole[: ref.shape[0]]
-            if rest is not None:
-                rest[...] = whole[ref.shape[0] :]
+            old = lax.dynamic_slice_in_dim(ref[...], start, tokens)
+            ref[...] = lax.dynamic_update_slice_in_dim(ref[...], old + product, start, 0)
 
 
 def weight_product(

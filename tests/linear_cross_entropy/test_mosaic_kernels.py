@@ -302,9 +302,8 @@ def test_products(vocab_major, interpreter):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [False], ids=["HV"])
 def test_gradient_again(vocab_major, interpreter):
-    """With bias, softcap, smoothing weighed by class, of rows behind others.
-
-    Half of the tokens' weight gradient is from kept exponentials.
+    """With bias, softcap, smoothing weighed by class, of rows behind others; half of the tokens' weight gradient is from
+    kept exponentials.
     """
     s = Small(vocab_major, vocab=448)
     rng = np.random.default_rng(1)

@@ -457,7 +457,6 @@ def hidden_product(
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
     row: Array | None = None,  # [1] int32: that the first token's is added to, where `add_to` has more of them
-    rest: Any = None,  # reference to further rows of what is added to; there are whole tiles of the first
     second: Any = None,  # the same for second halves of tiles
     halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
     config: MosaicConfig,
@@ -481,7 +480,6 @@ def hidden_product(
     assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
     adds = add_to is not None
     assert adds or interpret is not None  # which has no copies that add
-    assert rest is None or (adds and second is None and add_to.shape[0] % c.tile_m == 0)
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         n = lax.max(refs["count"][0], jnp.int32(1))
@@ -524,10 +522,6 @@ def hidden_product(
         strip = lambda n, width: product[:, n : n + width]  # noqa: E731
         m = p.m if row is None else refs["row"][0] + p.m
         send = send_to(refs["out"], m, p.n, BOX // 2, "add" if adds else None)
-        if rest is not None:
-            begin = add_to.shape[0]
-            first_send, send_rest = send, send_to(refs["rest"], m - begin, p.n, BOX // 2, "add")
-            send = lambda *block: lax.cond(m < begin, lambda: first_send(*block), lambda: send_rest(*block))  # noqa: E731
         if second is None:
             store(strip, send)
             return
@@ -538,8 +532,7 @@ def hidden_product(
     inputs: dict[str, Any] = {"weight": weight, "count": count, "first": first}
     if kept is not None:
         inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
-    inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}
-    inputs |= {"row": row, "rest": rest}
+    inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second, "row": row}
     inputs |= {"out": add_to} if adds else {}
     made = persistent_product(
         c,
