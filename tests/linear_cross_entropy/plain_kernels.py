@@ -132,10 +132,8 @@ def offset_sum(below, inside, class_weight):
 
 
 def gradient_tiles(
-    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, first_row=0,
-    config=None,
+    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, config=None
 ):  # fmt: skip
-    operands = operands._replace(rows=operands.rows[first_row:])
     rows, weight, label, factor, count, _, inner_scale, class_weight = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -163,7 +161,7 @@ def kept_entries(kept, vocab, vocab_major, tokens):
 
 def hidden_product(
     weight, count, *, vocab_major, tokens, kept=None, in_scratch=None, recomputed=None, first=None, scale=None, add_to,
-    row=None, second=None, halves=False, config=None,
+    second=None, halves=False, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -182,10 +180,7 @@ def hidden_product(
     for ref, part in ((add_to, slice(0, cut)), (second, slice(cut, size))):
         if ref is not None:
             product = e[:, part] @ w[part]
-            product = product if scale is None else jnp.where(done[:, None], product * scale[:, None], 0)
-            start = 0 if row is None else row[0]
-            old = lax.dynamic_slice_in_dim(ref[...], start, tokens)
-            ref[...] = lax.dynamic_update_slice_in_dim(ref[...], old + product, start, 0)
+            ref[...] += product if scale is None else jnp.where(done[:, None], product * scale[:, None], 0)
 
 
 def weight_product(

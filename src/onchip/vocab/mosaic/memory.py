@@ -198,7 +198,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
             "exponentials in scratch": _ELEMENT * vocab * rows,
             "hidden rows": hidden_rows * (1 + int(p.grad_weight)),
             "softmax of each tile": softmax,
-            "hidden gradient in float32": 4 * padded * p.hidden if p.grad_hidden else 0,
+            "hidden gradient in float32": 4 * (padded + rows) * p.hidden if p.grad_hidden else 0,
         }
         last = {"half of the weight gradient": _ELEMENT * half(p.vocab) * p.hidden if p.grad_weight else 0}
         return parts | max((chunk, last), key=lambda phase: sum(phase.values()))
@@ -212,6 +212,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     kept = {"hidden gradient in float32": 4 * c.kept * p.hidden if p.grad_hidden else 0}
     rest = {
         "hidden rows": hidden_rows,
+        "hidden rows of recomputed logits": _ELEMENT * recomputed * p.hidden if c.kept else 0,
         "recomputed logits' gradient": _ELEMENT * recomputed * group,
         "hidden gradient in float32": 4 * (1 + int(c.halves)) * recomputed * p.hidden if p.grad_hidden else 0,
     }

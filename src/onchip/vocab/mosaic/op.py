@@ -37,7 +37,7 @@ from onchip.vocab.mosaic.positions import (
     unfused,
 )
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write_rows
+from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write, write_rows
 
 Array = jax.Array
 SEQUENTIAL = True
@@ -170,10 +170,11 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         if needs.hidden:
             product: Any = partial(
                 kernels.hidden_product, weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials,
-                scale=relative, row=jnp.asarray(start, jnp.int32).reshape(1), halves=True,
-                config=tiles["hidden_product"],
+                scale=relative, halves=True, config=tiles["hidden_product"],
             )  # fmt: skip
-            sums = sums._replace(hidden=run_state(lambda ref: product(add_to=ref))(sums.hidden))
+            zeros = jnp.zeros((size, layer.hidden.shape[1]), jnp.float32)
+            part = unfused(run_state(lambda ref: product(add_to=ref))(zeros))
+            sums = sums._replace(hidden=write(sums.hidden, part, start))
         if needs.weight:
             scale = cut(row_scale, start, size)
             factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
@@ -288,9 +289,9 @@ def gradients(
     # Only now: hidden's float32 gradient is gone.
     source = source if grad_hidden is None else after(source, grad_hidden)
     rows = at.rows(source)
+    # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
+    rest = at.operands(at.rows(source[tail]), tail)
     rows = _scaled(rows, row_factor) if kept else rows
-    # Their factors are 1, so these are the hidden states; a part of `rows` would be a copy.
-    rest = at.operands(rows, tail)
     # Where exponentials are kept, all targets' terms and label smoothing's are added apart.
     at_target, even, even_rows = above.at_target, above.even, None
     if kept:
@@ -299,7 +300,7 @@ def gradients(
     def of_targets(rest: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(
             rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size,
-            first_row=kept, vocab_major=major, config=tiles["gradient_tiles"],
+            vocab_major=major, config=tiles["gradient_tiles"],
         )  # fmt: skip
         return made
 
