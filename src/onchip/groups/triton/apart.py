@@ -1,7 +1,7 @@
 """The products in 16 bits with a warp of its own for copying, in Gluon, for Hopper.
 
 One warp copies blocks of the next tile while eight others end theirs, and a result leaves while the next tile is
-multiplied.  Programs are persistent.
+multiplied.  Programs are persistent.  tests/test_gluon_protocols.py has a model of who waits for whom.
 
 For the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no
 loop across tiles whose number of steps is read from memory: at each end the tensor cores wait for the next tile's first

@@ -2,7 +2,8 @@
 
 A tile's end - exponentials, or adding to what is in memory - takes as long as a quarter of its product where H is 576.
 Triton's kernels do one after the other; here two groups of warps take turns: while one multiplies, the other ends its
-tile.  A third one, of a single warp, copies the operands.  This is the ping-pong schedule of CUTLASS.
+tile.  A third one, of a single warp, copies the operands.  This is the ping-pong schedule of CUTLASS;
+tests/test_gluon_protocols.py has a model of who waits for whom.
 
 Two tiles of 128 x 128 in turn read twice as much of L2 as one of 128 x 256.  So of one operand, which all tiles of a
 program share, the first STILL blocks stay in shared memory; the others come with the blocks of the operand that moves,
