@@ -86,6 +86,14 @@ def multiply(a_blocks, b_blocks, barriers, first, steps, zeros, A_TURNED: gl.con
 
 
 @gluon.jit
+def find_rows(plan, G, tile, tiles_m, tiles_n, GROUP: gl.constexpr):
+    """A tile's column of tiles, its group, its first row and the group's end."""
+    i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
+    at = tile_of(plan, G, i)
+    return j, gl.load(at), gl.load(at + 1), gl.load(at + 2)
+
+
+@gluon.jit
 def copy_rows(
     x, weight, x_blocks, weight_blocks, barriers, plan, G, N, K,
     GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
@@ -96,11 +104,7 @@ def copy_rows(
     tiles_n = gl.cdiv(N, COLUMNS)
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
-        i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
-        at = tile_of(plan, G, i)
-        g = gl.load(at)
-        first = gl.load(at + 1)
-        end = gl.load(at + 2)
+        j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
         for k in range(gl.cdiv(K, STEP)):
             s = step % STAGES
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
@@ -134,11 +138,7 @@ def multiply_rows(
     steps = gl.cdiv(K, STEP)
     done = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
-        i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
-        at = tile_of(plan, G, i)
-        g = gl.load(at)
-        first = gl.load(at + 1)
-        end = gl.load(at + 2)
+        j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
         lead = (LAST, end, LAST - (end - first))
         acc = multiply(x_blocks, weight_blocks, barriers, done, steps, zeros, False, not TURNED)
         done += steps
