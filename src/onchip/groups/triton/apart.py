@@ -26,13 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.groups.triton.kernels import CONCATENATED, HEAD, LAST, PLAIN, poison_of_group, tile_of
+from onchip.groups.triton.tiles import APART_COLUMNS
 from onchip.kernels.triton.gluon import new_barriers, send
 from onchip.kernels.triton.tiles import halves, place_tile
 
 # Rows of a step; and of a tile of the result, of which WIDTH columns at a time leave by way of shared memory.
 STEP = gl.constexpr(64)
 ROWS = gl.constexpr(128)
-COLUMNS = gl.constexpr(256)
+COLUMNS = gl.constexpr(APART_COLUMNS)
 WIDTH = gl.constexpr(128)
 STAGES = gl.constexpr(4)
 STEP_BYTES = gl.constexpr(64 * (128 + 256) * 2)

@@ -15,6 +15,7 @@ from onchip.frontend.torch_inputs import dtype_name
 from onchip.groups.problem import Options, Problem
 from onchip.groups.triton import kernels
 from onchip.groups.triton.tiles import (
+    APART_COLUMNS,
     FP8_DEPTH,
     ROWS,
     ProductConfig,
@@ -41,8 +42,6 @@ _COLUMNS = 1024
 _INDICES = 1024
 # Elements of the table of tiles and groups that a program of the plan has in registers.
 _PLAN_ELEMENTS = 16384
-# Of a tile of the kernels in apart.py.
-_COLUMNS_APART = 256
 # See LAST in kernels.py.
 _LAST = 1 << 30
 
@@ -195,11 +194,9 @@ def product(
     strides = weight.stride()
     turned = strides[2] != 1
     four = x, weight, out, out if before is None else before
-    narrow = index is None and x_scales is None and {a.element_size() for a in four} == {2}
     # A block of gate must not reach into up, and both are copied as rows.
-    whole = gated != 1 or (not turned and n // 2 % (_COLUMNS_APART // 2) == 0)
-    suited = narrow and whole and all(a.data_ptr() % 16 == 0 and suits(a.stride(), 2) for a in four)
-    if suited and config is None and tma and has_gluon(device.capability):
+    whole = gated != 1 or (not turned and n // 2 % (APART_COLUMNS // 2) == 0)
+    if whole and index is None and config is None and tma and _run_apart(device, four):
         return _product_apart(
             x, weight, bias, row_scale, out, before, of_plan, device, tokens=tokens, gated=gated, turned=turned
         )
@@ -245,6 +242,12 @@ def product(
         "T": tokens,
     }
     return Launch(kernels.grouped_product, (of_cut["PROGRAMS"],), given, cut.warps, cut.stages, shared=cut.shared)
+
+
+def _run_apart(device: Device, matrices: Sequence[Tensor]) -> bool:
+    """Whether the kernels of apart.py can read and write these: 16-bit numbers, all by TMA."""
+    suited = all(x.element_size() == 2 and x.data_ptr() % 16 == 0 and suits(x.stride(), 2) for x in matrices)
+    return suited and has_gluon(device.capability)
 
 
 def _product_apart(
@@ -348,10 +351,8 @@ def weight_gradient(
     tma = device.capability >= 90 if tma is None else tma
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     groups, rows, columns = out.shape
-    three = a, b, out
-    plain = not add and a_index is None and b_index is None and {x.element_size() for x in three} == {2}
-    suited = plain and all(x.data_ptr() % 16 == 0 and suits(x.stride(), 2) for x in three)
-    if suited and config is None and tma and has_gluon(device.capability):
+    indexed = a_index is not None or b_index is not None
+    if not add and not indexed and config is None and tma and _run_apart(device, (a, b, out)):
         return _weight_gradient_apart(a, b, out, of_plan, device)
     cut = _gradient_cut(
         device,

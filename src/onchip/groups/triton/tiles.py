@@ -13,6 +13,8 @@ PLAN_HEAD = 4
 group whose size can't be right."""
 ROWS = 128
 """Of a tile: one for all kernels that read a plan."""
+APART_COLUMNS = 256
+"""Of a tile of the kernels in apart.py."""
 
 
 def plan_tiles(p: Problem) -> int:

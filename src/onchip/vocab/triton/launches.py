@@ -387,7 +387,8 @@ def _softmax_in_turns(
     from onchip.vocab.triton import turns
 
     steps = -(-run.hidden // turns.STEP.value)
-    # Of 13 blocks; what needs two slots in each step needs more slots.
+    # Beside 32 columns on their way out there is room for 13 blocks.  All of H stays where four slots are left; of more H
+    # fewer blocks, since steps that need two slots need more of these: docs/internals/tried.md.
     still = steps if steps <= 9 else max(4, 11 - steps // 2)
     width = 32
     arguments = {
@@ -555,7 +556,7 @@ def _weight_in_turns(
         "buffer": buffer.rows,
         "out_stride": out.stride(0),
         "V": len(out),
-        "STILL": 4,
+        "STILL": 4,  # of the 14 blocks that there is room for: 2 to 6 differ by 3%
         "SLOTS": 10,
         "PROGRAMS": run.programs,
         "ADD": add,

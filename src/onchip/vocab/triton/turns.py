@@ -12,7 +12,7 @@ through a ring of SLOTS blocks.  Blocks have 64 numbers along the sum, and 128 a
 A program takes *columns*, each a block of 128 of the operand that stays with a range of the other's tiles.  The ranges
 are cut on the device, where the number of tokens is known, so that the last wave of programs is full.
 
-On an H100 the softmax of logits took 24% less with H = 576, 17% with 640, 16% with 768 and 6% with 896.  With more, L2
+On an H100 the softmax of logits took 22% less with H = 576, 17% with 640, 16% with 768 and 6% with 896.  With more, L2
 takes as long as the ends did.  Adding the weight's product of a chunk of tokens took 9 to 15% less, with 896 to 3200
 tokens and H of 896 to 1152.
 """
@@ -35,9 +35,10 @@ from onchip.kernels.triton.gluon import new_barriers, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
 from onchip.kernels.triton.tiles import halves
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row
+from onchip.vocab.triton.memory import IN_TURNS
 
 # Of a block: along the result and along the sum.
-TILE = gl.constexpr(128)
+TILE = gl.constexpr(IN_TURNS)
 STEP = gl.constexpr(64)
 BLOCK_BYTES = gl.constexpr(128 * 64 * 2)
 # Threads' registers: of both groups that multiply, and of the one that copies.
