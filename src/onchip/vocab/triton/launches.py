@@ -387,8 +387,8 @@ def _softmax_in_turns(
     from onchip.vocab.triton import turns
 
     steps = -(-run.hidden // turns.STEP.value)
-    # Beside 32 columns on their way out there is room for 13 blocks.  All of H stays where four slots are left; of more H
-    # fewer blocks, since steps that need two slots need more of these: docs/internals/tried.md.
+    # Beside 32 columns on their way out there is room for 13 blocks.  All of H stays where four slots are left; of
+    # more H fewer blocks do, since steps that need two slots need more of these: docs/internals/tried.md.
     still = steps if steps <= 9 else max(4, 11 - steps // 2)
     width = 32
     arguments = {
