@@ -1,4 +1,5 @@
-"""Who waits for whom in the kernels in Gluon, which no CPU can run: models of `turns.py` and `apart.py`.
+"""Who waits for whom in the kernels in Gluon, which no CPU can run: models of `turns.py`, `staggered.py`
+and `apart.py`.
 
 A model does what its kernel does with barriers and slots, step by step, in a random order of its warps and of copies
 under way.  It fails if a warp reads what isn't there, if a copy overwrites what is being read, or if all wait
@@ -161,6 +162,49 @@ def test_two_groups_in_turns(cut):
         columns = [chance.randint(1, 4) for _ in range(chance.randint(1, 3))]
         stored = in_turns(columns, *cut, chance)
         assert stored == [(n, w) for n in range(sum(columns)) for w in (0, 1)]
+
+
+def staggered(tiles, steps, stages, lag, chance):
+    """`staggered.copy` and two of `staggered.multiply`; gives how far the first group was ahead, in steps, at most."""
+    copies, ahead, at = [], [], [0, 0]
+    slots = Slots(stages, copies)
+    full, empty, behind = barriers(stages), [Barrier(2) for _ in range(stages)], Barrier()
+
+    def copy():
+        for step in range(tiles * steps):
+            yield from until(empty[step % stages], step // stages % 2 ^ 1)
+            full[step % stages].arrive(copies=1)
+            slots.copy(step % stages, step, full[step % stages])
+            yield
+
+    def multiply(w):
+        for tile in range(tiles):
+            step = tile * steps
+            if w == 1 and tile == 0:
+                yield from until(behind, 0)
+            for k in range(steps):
+                yield from until(full[(step + k) % stages], (step + k) // stages % 2)
+                slots.read((step + k) % stages, step + k)
+                at[w] = step + k
+                ahead.append(at[0] - at[1])
+                if w == 0 and tile == 0 and k == lag:
+                    behind.arrive()
+                yield
+                if k > 0:
+                    slots.release((step + k - 1) % stages)
+                    empty[(step + k - 1) % stages].arrive()
+            slots.release((step + steps - 1) % stages)
+            empty[(step + steps - 1) % stages].arrive()
+            yield
+
+    run([copy(), multiply(0), multiply(1)], copies, chance)
+    return max(ahead)
+
+
+def test_two_groups_of_a_tile():
+    for seed in range(60):
+        chance = random.Random(seed)
+        assert staggered(chance.randint(1, 5), chance.choice((3, 15, 16)), 4, 2, chance) >= 2
 
 
 def apart(steps_of, programs, stages, chance):

@@ -134,6 +134,21 @@ def test_in_turns(hidden, vocab, options):
         assert not is_serialized(k.ptx)
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize(("hidden", "vocab"), [(1000, 300), (1024, 20001), (2048, 20480)])
+def test_staggered(hidden, vocab, options):
+    """Some exponentials are kept, some recomputed; with smoothing, another kernel makes the sums."""
+    plan = triton_spec.TritonPlan(1000, 512, 256, 128, 128)
+    found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=vocab, plan=plan, in_turns=True, **options)
+    made = [k for k in compile_all(found, HOPPER[0]) if k.kernel.endswith("_staggered")]
+    assert {k.kernel for k in made} == {"gradient_staggered", "softmax_staggered"} - (
+        {"softmax_staggered"} if "label_smoothing" in options else set()
+    )
+    assert_fits(made, HOPPER[1])
+    assert_no_spills(made)
+    assert not any(is_serialized(k.ptx) for k in made)
+
+
 @pytest.mark.parametrize(
     ("device", "hidden", "options"),
     [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (CONSUMER, 512, "everything")],

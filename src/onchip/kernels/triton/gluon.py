@@ -16,13 +16,13 @@ from onchip.kernels.triton.tiles import halves
 
 
 @gluon.jit
-def new_barriers(N: gl.constexpr):
-    """Two times N barriers, for one arrival each: of what has come, and of what may be written again."""
+def new_barriers(N: gl.constexpr, READERS: gl.constexpr = 1):
+    """Two times N barriers: of what has come, and of what may be written again, once all READERS have arrived."""
     full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(N):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=READERS)
     return full, empty
 
 

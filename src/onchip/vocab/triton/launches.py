@@ -16,7 +16,7 @@ from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
-from onchip.vocab.triton.memory import IN_TURNS, adds_in_turns, takes_turns
+from onchip.vocab.triton.memory import IN_TURNS, adds_in_turns, staggers, takes_turns
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
@@ -105,6 +105,11 @@ class Run:
     def part(self, first: int, last: int, number: Tensor) -> "Run":
         """The same of the positions in [first, last), of which so many are of tokens."""
         return replace(self, tokens=last - first, vectors=self.vectors.part(first, last, number))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the kernels in Gluon can make its logits and what follows of them."""
+        return self.gluon and self.bias is None and self.options.softcap is None and self.weight.stride(1) == 1
 
     @property
     def outer_scale(self) -> float:
@@ -219,6 +224,11 @@ class Partials(NamedTuple):
     likeliest: Tensor | None  # int32: where that is
     stride: int  # from one tile to the next
     columns: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether they are maxima and sums alone."""
+        return self.offset_sum is None and self.moment is None and self.squares is None and self.below is None
 
     @staticmethod
     def empty(
@@ -346,8 +356,7 @@ def gather(
 def partial_columns(run: Run, asked: Asked) -> int:
     """Of the logits in a partial: as many as the kernel takes at a time that makes no more than what is asked for."""
     plain = not any((asked.entropy, asked.mean_logits, asked.sum_sq))
-    suits = run.gluon and run.bias is None and run.options.softcap is None and run.weight.stride(1) == 1
-    return IN_TURNS if plain and suits and takes_turns(run.hidden) else VOCAB_TILE
+    return IN_TURNS if plain and run.plain and takes_turns(run.hidden) else VOCAB_TILE
 
 
 def softmax(
@@ -360,6 +369,8 @@ def softmax(
     rows = rows[: run.tokens - first]  # beyond them lie another chunk's, whose scales may overflow
     if partials.columns == IN_TURNS:
         return _softmax_in_turns(run, rows, partials, kept, first, vectors)
+    if labels is None and run.plain and partials.plain and staggers(run.hidden):
+        return _softmax_staggered(run, rows, partials, kept, first, vectors)
     arguments = {
         **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
@@ -379,6 +390,38 @@ def softmax(
 def _blocks(x: Tensor, rows: int, columns: int) -> Any:
     """A matrix in blocks for a kernel in Gluon; as in `Run.operand`, that of exponentials has no stride."""
     return shared_descriptor(x, x.shape, (x.stride(0) or x.shape[1], 1), (rows, columns))
+
+
+def _softmax_staggered(
+    run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, vectors: Vectors
+) -> Launch:
+    from onchip.vocab.triton import staggered
+
+    arguments = {
+        **_staggered(run, rows, None if kept is None else kept.matrix),
+        "vectors": vectors,
+        "partials": partials,
+        "buffer": None if kept is None else kept.rows,
+        "first": first,
+        "T": len(rows),
+    }
+    return Launch(staggered.softmax_staggered, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
+
+
+def _staggered(run: Run, rows: Tensor, exponentials: Tensor | None) -> dict[str, Any]:
+    """What the kernels of staggered.py take alike."""
+    from onchip.vocab.triton import staggered
+
+    half, step, width = staggered.HALF.value, staggered.STEP.value, 128
+    return {
+        "rows": _blocks(rows, half, step),
+        "weight": _blocks(run.weight, VOCAB_TILE, step),
+        "exponentials": None if exponentials is None else _blocks(exponentials, half, width),
+        "GROUP": 16,
+        "PROGRAMS": run.programs,
+        "STAGES": 4,
+        "WIDTH": width,
+    }
 
 
 def _softmax_in_turns(
@@ -467,6 +510,22 @@ def gradient(
     labels: Labels | None = None,
 ) -> Launch:
     """The gradient of logits that are recomputed."""
+    # Where some targets' entries are added to the results, all are; several ids' are written apart.
+    at_target = terms.entry if buffer.kept == 0 and terms.ids == 1 else None
+    if labels is None and terms.entropy_scale is None and run.plain and staggers(run.hidden):
+        from onchip.vocab.triton import staggered
+
+        arguments = {
+            **_staggered(run, rows, buffer.matrix),
+            "buffer": buffer.rows,
+            "terms": terms,
+            "at_target": at_target,
+            "first": buffer.kept,
+            "first_tile": first_tile,
+            "chunk_tiles": tiles,
+        }
+        kernel = staggered.gradient_staggered
+        return Launch(kernel, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
     t = run.tiles["gradient_tiles"]
     arguments = {
         **buffer.known,
@@ -476,8 +535,7 @@ def gradient(
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
         "exponentials": run.operand(buffer.matrix, t.rows, VOCAB_TILE // t.parts),
-        # Where some targets' entries are added to the results, all are; several ids' are written apart.
-        "at_target": terms.entry if buffer.kept == 0 and terms.ids == 1 else None,
+        "at_target": at_target,
         "first": buffer.kept,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
