@@ -30,6 +30,8 @@ MOST_WEIGHT_CHUNKS = 11
 SMALLEST_SUMMED = 512
 # Columns of a tile of the kernels that take turns: turns.py.
 IN_TURNS = 128
+# The largest H for which hidden's gradient is made by the kernel of apart.py; 0: for none.
+MOST_APART = 4096
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ def takes_turns(hidden: int) -> bool:
 def adds_in_turns(hidden: int, tokens: int) -> bool:
     """Whether a chunk's product is added to the weight's float32 sum faster so."""
     return hidden <= 1152 and tokens <= 3200
+
+
+def hidden_apart(hidden: int) -> bool:
+    """Whether hidden's gradient is faster by the kernel of apart.py, where that can run."""
+    return 0 < hidden <= MOST_APART
 
 
 def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]:
