@@ -5,8 +5,8 @@ tests/test_gluon_protocols.py has a model of who waits for whom.
 
 A unit of work is a pair of products of 128 x 128 that share an operand: *wide* ones have 128 positions and 256 columns,
 and where H leaves 128 columns more, *tall* ones have these for 256 positions.  Each step of either takes three blocks
-of 16 KiB, so all units cost the same and none computes what is beyond H, up to a multiple of 128.  All are cut into the
-same number of slices of the vocabulary, so that they fill whole waves of programs.
+of 16 KiB, so all units cost the same and none computes what is beyond H, up to a multiple of 128.  Those
+of the last wave are cut into slices of the vocabulary, as in `hidden_gradient`: as many as leave few programs idle.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -75,10 +75,12 @@ def find_unit(unit, tiles_t, H):
 @gluon.jit
 def place(item, work, H):
     """The unit of an item of work, as in `find_unit`; its slice, the first step of that, and the last one's end."""
-    tiles_t, units, cut, steps = work
-    s = item // units
-    wide, i, j = find_unit(item % units, tiles_t, H)
-    return wide, i, j, s, s * steps // cut, (s + 1) * steps // cut
+    tiles_t, whole, rest, cut, steps = work
+    over = gl.maximum(item - whole, 0)
+    s = over // gl.maximum(rest, 1)
+    unit = gl.where(item < whole, item, whole + over - s * rest)
+    wide, i, j = find_unit(unit, tiles_t, H)
+    return wide, i, j, s, s * steps // cut, gl.where(item < whole, steps, (s + 1) * steps // cut)
 
 
 @gluon.jit
@@ -86,9 +88,9 @@ def copy(exponentials, weight, blocks, barriers, work, buffer, first, first_tile
     """Copy the operands of this program's units, where there is room."""
     full, empty = barriers
     of_exponentials, of_weight = blocks
-    tiles_t, units, cut, _ = work
+    tiles_t, whole, rest, cut, _ = work
     step = 0
-    for item in range(gl.program_id(0), units * cut, PROGRAMS):
+    for item in range(gl.program_id(0), whole + rest * cut, PROGRAMS):
         wide, i, j, _, begin, end = place(item, work, H)
         t = first + i * TILE
         # Past the last tile there may be no memory: the last one stands for it, and nothing is made of the product.
@@ -170,9 +172,9 @@ def add(value, out, product_scale, t, n, row, h, H, stride):
 def take_units(blocks, barriers, work, out, product_scale, n, first, slice_rows, H, stride, PROGRAMS: gl.constexpr):
     """The products of this program's units."""
     zeros = gl.zeros((TILE, TILE), gl.float32, products_layout())
-    _, units, cut, _ = work
+    _, whole, rest, cut, _ = work
     done = 0
-    for item in range(gl.program_id(0), units * cut, PROGRAMS):
+    for item in range(gl.program_id(0), whole + rest * cut, PROGRAMS):
         wide, i, j, s, begin, end = place(item, work, H)
         acc, acc_2 = multiply(blocks, barriers, wide, done, end - begin, zeros)
         done += end - begin
@@ -200,12 +202,13 @@ def hidden_apart(
     SLICES: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
-    """`hidden_gradient`, whose units are all cut into up to SLICES."""
+    """`hidden_gradient`; units of the last wave are cut into up to SLICES."""
     n = gl.minimum(gl.load(number), last)
     tiles_t = gl.cdiv(gl.maximum(n - first, 0), TILE)
     units = count_units(tiles_t, H)
     steps = chunk_tiles * (VOCAB_TILE // STEP)
-    work = (tiles_t, units, choose_cut(units, gl.minimum(steps, SLICES), PROGRAMS), steps)
+    rest = units % PROGRAMS
+    work = (tiles_t, units - rest, rest, choose_cut(units, gl.minimum(steps, SLICES), PROGRAMS), steps)
     of_exponentials = gl.allocate_shared_memory(
         exponentials.dtype, [BLOCKS * STAGES] + exponentials.block_shape, exponentials.layout
     )
