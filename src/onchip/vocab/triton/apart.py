@@ -5,8 +5,8 @@ tests/test_gluon_protocols.py has a model of who waits for whom.
 
 A unit of work is a pair of products of 128 x 128 that share an operand: *wide* ones have 128 positions and 256 columns,
 and where H leaves 128 columns more, *tall* ones have these for 256 positions.  Each step of either takes three blocks
-of 16 KiB, so all units cost the same and none computes what is beyond H, up to a multiple of 128.  Those
-of the last wave are cut into slices of the vocabulary, as in `hidden_gradient`: as many as leave few programs idle.
+of 16 KiB, so all units cost the same, and none computes what is beyond H up to a multiple of 128.  Those of the last
+wave are cut into slices of the vocabulary, as in `hidden_gradient`: into as many as leave few programs idle.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -43,7 +43,7 @@ def count_units(tiles_t, H):
 
 @gluon.jit
 def choose_cut(units, most, PROGRAMS: gl.constexpr):
-    """`memory.hidden_cut`: the number of slices, up to `most`, with which programs idle least, by more than 3%."""
+    """`memory.hidden_cut`."""
     best = 1
     least = gl.cdiv(units, PROGRAMS)
     for cut in range(2, most + 1):
@@ -66,7 +66,7 @@ def find_unit(unit, tiles_t, H):
     pair = unit // of_pair
     within = unit % of_pair - odd
     height = gl.minimum(tiles_t - 2 * pair, 2)
-    wide = (within >= 0).to(gl.int32)
+    wide = gl.where(within >= 0, 1, 0)
     i = 2 * pair + gl.where(within >= 0, within % height, 0)
     j = gl.where(within >= 0, within // height * 2, tiles_h - 1)
     return wide, i, j
