@@ -485,8 +485,12 @@ def _filling(hidden: int) -> set[int]:
     programs = RATES["h100"].programs
     if not hidden_apart(hidden):
         return {n * (programs // hidden_units(1, hidden)) * TOKEN_TILE for n in (1, 2, 3, 4, 6, 8)}
-    most = [n * programs // 2 for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)]
-    return {largest(lambda x, n=n: hidden_units(x, hidden) <= n, 1, n, 1) * TOKEN_TILE for n in most}
+    sizes = set()
+    for halves in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16):
+        most = halves * programs // 2
+        rows = most // hidden_units(2, hidden) * 2  # a unit may have two
+        sizes.add((rows + (hidden_units(rows + 1, hidden) <= most)) * TOKEN_TILE)
+    return sizes
 
 
 def _keep_what_fits(p: Problem, c: TritonPlan, budget: int) -> TritonPlan:
