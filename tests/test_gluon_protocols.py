@@ -268,3 +268,63 @@ def test_tiles_that_programs_take():
         chance = random.Random(seed)
         steps_of = [chance.choice((0, 1, 2, 3, 5, 9)) for _ in range(chance.randint(1, 14))]
         assert sorted(apart(steps_of, chance.randint(1, 4), 4, chance)) == [*range(len(steps_of))]
+
+
+def units(work, stages, chance):
+    """The vocabulary's `apart.copy` and `apart.multiply`, for units of so many steps that are wide or tall; gives what
+    was multiplied.
+    """
+    copies, done = [], []
+    slots = Slots(3 * stages, copies)
+    full, empty = barriers(stages), barriers(stages)
+
+    def copy():
+        step = 0
+        for u, (wide, steps) in enumerate(work):
+            for k in range(steps):
+                s = step % stages
+                yield from until(empty[s], step // stages % 2 ^ 1)
+                full[s].arrive(copies=3)
+                names = ("rows", "left", "right") if wide else ("rows", "next rows", "columns")
+                for b, name in enumerate(names):
+                    slots.copy(3 * s + b, (u, k, name), full[s])
+                step += 1
+                yield
+
+    def multiply():
+        step = 0
+        for u, (wide, steps) in enumerate(work):
+            reading = []
+            for k in range(steps):
+                s = step % stages
+                yield from until(full[s], step // stages % 2)
+                pairs = (3 * s, 3 * s + 2 - wide), (3 * s + 1 - wide, 3 * s + 2)
+                names = (
+                    (("rows", "left"), ("rows", "right")) if wide else (("rows", "columns"), ("next rows", "columns"))
+                )
+                for pair, of_pair in zip(pairs, names, strict=True):
+                    for slot, name in zip(pair, of_pair, strict=True):
+                        slots.read(slot, (u, k, name))
+                        reading.append(slot)
+                    yield
+                if k > 0:  # all but this step's
+                    for slot in reading[:4]:
+                        slots.release(slot)
+                    reading = reading[4:]
+                    empty[(step + stages - 1) % stages].arrive()
+                step += 1
+            for slot in reading:
+                slots.release(slot)
+            yield
+            empty[(step - 1) % stages].arrive()
+            done.append(u)
+
+    run([copy(), multiply()], copies, chance)
+    return done
+
+
+def test_units_of_two_products():
+    for seed in range(60):
+        chance = random.Random(seed)
+        work = [(chance.randrange(2), chance.choice((1, 2, 3, 4, 5, 13))) for _ in range(chance.randint(1, 8))]
+        assert units(work, 4, chance) == [*range(len(work))]

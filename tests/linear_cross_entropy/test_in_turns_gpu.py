@@ -64,6 +64,39 @@ def test_logits_far_above_the_targets(plan):
     assert max(of_hidden, of_weight) < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [600, 20_001])
+@pytest.mark.parametrize("tokens", [300, 700])
+@pytest.mark.parametrize("hidden", [128, 576, 640, 1024, 1152, 2048])
+@pytest.mark.parametrize("plan", [*PLANS, "in halves"])
+def test_hidden_apart(plan, hidden, tokens, vocab, dtype):
+    """With an odd number of tiles of positions, and an even one."""
+    assert memory.hidden_apart(hidden)
+    h, w, y = problem(tokens, hidden, vocab, dtype)
+    y[::7] = -100
+    with mixed_plan(halves=True) if plan == "in halves" else PLANS[plan]():
+        loss, of_hidden, of_weight = errors(h, w, y)
+    assert loss < 1e-5
+    assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
+
+
+def test_hidden_apart_as_tritons(monkeypatch):
+    """A frozen head, of more units than programs, with whole units and cut ones; the same bits in each call."""
+    h, w, y = problem(9000, 1152, 40_000, torch.bfloat16)
+    w.requires_grad_(False)
+
+    def run():
+        (made,) = torch.autograd.grad(linear_cross_entropy(h, w, y, backend="triton"), (h,))
+        return made
+
+    first = run()
+    assert torch.equal(run(), first)
+    monkeypatch.setattr("onchip.vocab.triton.launches.hidden_apart", lambda hidden: False)
+    monkeypatch.setattr("onchip.frontend.torch_tape.is_taped", lambda x: False)
+    right = run()
+    assert float((first.float() - right.float()).norm() / right.float().norm()) < 3e-3
+
+
 @pytest.mark.parametrize("hidden", [640, 1024])
 def test_as_tritons_kernels(monkeypatch, hidden):
     """Of more tiles than programs; the same bits in each call, and without gradients."""

@@ -149,6 +149,31 @@ def test_staggered(hidden, vocab, options):
     assert not any(is_serialized(k.ptx) for k in made)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden", [128, 576, 640, 1024, 1152])
+def test_hidden_apart(hidden, dtype):
+    """Of what is kept and computed again, and of a chunk of tokens."""
+    found = []
+    for plan in (replace(MIXED["plan"], halves=True), triton_spec.TritonPlan(128, in_forward=True)):
+        found += launches(HOPPER, hidden=hidden, dtype=dtype, plan=plan, in_turns=True)
+    assert "hidden_gradient" not in {x.kernel.__name__ for x in found}
+    made = compile_all([x for x in found if x.kernel.__name__ == "hidden_apart"], HOPPER[0])
+    assert {k.constants["product_scale"] for k in made} == {True, False}
+    assert_fits(made, HOPPER[1])
+    for k in made:
+        assert k.stack == 0
+        assert "wgmma.mma_async" in k.ptx
+        assert not is_serialized(k.ptx)
+
+
+def test_what_hidden_apart_does_not_take():
+    """A weight that lies turned, and an H that it isn't for."""
+    for more in ({"weight": turned(1000, 512)}, {"hidden": triton_spec.MOST_APART + 8}):
+        names = {x.kernel.__name__ for x in launches(HOPPER, in_turns=True, **more, **MIXED)}
+        assert "hidden_gradient" in names
+        assert "hidden_apart" not in names
+
+
 @pytest.mark.parametrize(
     ("device", "hidden", "options"),
     [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (CONSUMER, 512, "everything")],

@@ -148,7 +148,8 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
     from onchip.vocab.triton import launches
 
     p, outputs = problem, _outputs(kernel, problem)
-    run = replace(p.run, tiles={**p.run.tiles, kernel: launches.Tiles(**config)})
+    # The kernels in Gluon have no tiles to choose from.
+    run = replace(p.run, tiles={**p.run.tiles, kernel: launches.Tiles(**config)}, gluon=False)
     tiles = run.vocab_tiles
     launch = {
         "softmax_tiles": lambda: launches.softmax(run, p.rows, p.partials, p.buffer, 0),

@@ -16,7 +16,7 @@ from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
-from onchip.vocab.triton.memory import IN_TURNS, adds_in_turns, staggers, takes_turns
+from onchip.vocab.triton.memory import IN_TURNS, adds_in_turns, hidden_apart, staggers, takes_turns
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
@@ -88,7 +88,7 @@ class Run:
     # Where the weight is a shard of a vocabulary:
     whole_vocab: int | None = None  # how many entries that has
     elsewhere: int | None = None  # in place of an id that another shard has
-    gluon: bool = False  # whether the kernels of turns.py can run
+    gluon: bool = False  # whether the kernels of turns.py and apart.py can run
 
     @property
     def hidden(self) -> int:
@@ -637,15 +637,10 @@ def hidden_product(
     kept = min(buffer.kept, run.tokens)
     first, last = (kept, run.tokens) if product_scale is None else (0, kept)
     out = sums[first:] if product_scale is None else sums if slices > 1 else sums[:kept]
-    t = run.tiles["hidden_gradient"]
     rows = len(sums) // slices
-    arguments = {
+    common = {
         **buffer.known,
-        **run.weight_blocks(t.depth, t.columns),
-        "exponentials": run.operand(buffer.matrix, t.rows, t.depth),
-        "out": run.operand(out, t.rows, t.columns // t.parts),
         "out_stride": out.stride(0),
-        "out_rows": len(out),
         "product_scale": product_scale,
         "first": first,
         "last": last,
@@ -653,7 +648,30 @@ def hidden_product(
         "first_tile": first_tile,
         "chunk_tiles": tiles,
         "SLICES": max(slices, 2 if product_scale is not None or halves else 1),
+    }
+    if run.gluon and run.weight.stride(1) == 1 and hidden_apart(run.hidden):
+        return _hidden_apart(run, buffer, out, common)
+    t = run.tiles["hidden_gradient"]
+    arguments = {
+        **common,
+        **run.weight_blocks(t.depth, t.columns),
+        "exponentials": run.operand(buffer.matrix, t.rows, t.depth),
+        "out": run.operand(out, t.rows, t.columns // t.parts),
+        "out_rows": len(out),
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
     }
     return run.product("hidden_gradient", gradients.hidden_gradient, arguments)
+
+
+def _hidden_apart(run: Run, buffer: LogitBuffer, out: Tensor, common: Mapping[str, Any]) -> Launch:
+    from onchip.vocab.triton import apart
+
+    arguments = {
+        **common,
+        "exponentials": _blocks(buffer.matrix, apart.TILE.value, apart.STEP.value),
+        "weight": _blocks(run.weight, apart.STEP.value, apart.TILE.value),
+        "out": out,
+        "PROGRAMS": run.programs,
+    }
+    return Launch(apart.hidden_apart, (run.programs,), arguments, warps=8, registers=ALL_REGISTERS, shared=run.known)

@@ -30,6 +30,8 @@ MOST_WEIGHT_CHUNKS = 11
 SMALLEST_SUMMED = 512
 # Columns of a tile of the kernels that take turns: turns.py.
 IN_TURNS = 128
+# The largest H for which hidden's gradient is made by the kernel of apart.py; 0: for none.
+MOST_APART = 4096
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ def staggers(hidden: int) -> bool:
 def adds_in_turns(hidden: int, tokens: int) -> bool:
     """Whether a chunk's product is added to the weight's float32 sum faster so."""
     return hidden <= 1152 and tokens <= 3200
+
+
+def hidden_apart(hidden: int) -> bool:
+    """Whether hidden's gradient is faster by the kernel of apart.py, where that can run."""
+    return 0 < hidden <= MOST_APART
 
 
 def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]:
@@ -217,9 +224,37 @@ def more_digits(p: Problem) -> int:
     return p.tokens * p.hidden if p.grad_hidden and p.hidden_dtype != "float32" else 0
 
 
+def hidden_units(rows: int, hidden: int) -> int:
+    """Units of work of hidden's gradient, for so many rows of tiles: what a program takes at a time."""
+    if not hidden_apart(hidden):
+        return rows * -(-hidden // hidden_columns(hidden))
+    wide, odd = divmod(up(hidden, 128) // 128, 2)
+    return rows * wide + -(-rows // 2) * odd
+
+
+def hidden_cut(units: int, most: int, programs: int) -> int:
+    """The slices of the vocabulary that `apart.hidden_apart` cuts units of the last wave into, if so many are allowed.
+
+    It takes as long as if all were cut.  More slices are worth it if that saves 3%.
+    """
+    best, least = 1, -(-units // programs)
+    for cut in range(2, most + 1):
+        taken = -(-units * cut // programs)
+        if 103 * taken * best < 100 * least * cut:
+            best, least = cut, taken
+    return best
+
+
 def slices(tokens: int, hidden: int) -> int:
-    """Pieces of the vocabulary that a chunk's hidden gradient is summed in, where its tiles are too few."""
-    return max(1, RATES["h100"].programs // (-(-tokens // TOKEN_TILE) * -(-hidden // hidden_columns(hidden))))
+    """Pieces of the vocabulary that a chunk's hidden gradient is summed in, where its units don't fill whole waves.
+
+    Two need no memory of their own: 0 + a + b has the same bits in either order.
+    """
+    programs, units = RATES["h100"].programs, hidden_units(-(-tokens // TOKEN_TILE), hidden)
+    if not hidden_apart(hidden):
+        return max(1, programs // units)
+    cut = hidden_cut(units, max(4, programs // units), programs)
+    return cut if cut > 2 else 1
 
 
 def sum_bytes(p: Problem) -> int:
@@ -253,6 +288,21 @@ def evenness(tiles: int, rates: Rates, *, halves: bool = False) -> float:
     return waves(tiles, rates.programs, halves=halves) * rates.programs / max(1, tiles)
 
 
+def hidden_evenness(rows: int, hidden: int, most: int, rates: Rates) -> float:
+    """Time of hidden's gradient for so many rows of tiles, in up to `most` slices, over that of the same work spread
+    evenly, without what tiles have beyond H.
+    """
+    units = hidden_units(rows, hidden)
+    if hidden_apart(hidden):
+        cut, columns = hidden_cut(units, most, rates.programs), 256
+        time = evenness(units * cut, rates)
+    elif most > 2:
+        columns, time = hidden_columns(hidden), evenness(units * most, rates)
+    else:
+        columns, time = hidden_columns(hidden), evenness(units, rates, halves=most == 2)
+    return time * units * columns / (rows * hidden)
+
+
 def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by the cost model."""
     product = 2e-9 * p.tokens * p.hidden * p.vocab / rates.product
@@ -280,9 +330,10 @@ def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
         time += padded * _evenness(parts, blocks * columns / 256 / TOKEN_TILE, rates) + launch * len(parts)
     if p.grad_hidden:
         if kept:
-            time += share * padded * evenness(kept * blocks, rates, halves=True) + launch
+            time += share * product * hidden_evenness(kept, p.hidden, 2, rates) + launch
         if rows > kept:
-            time += recomputed * padded * evenness((rows - kept) * blocks, rates, halves=c.halves) + launch * len(cut)
+            uneven = hidden_evenness(rows - kept, p.hidden, 2 if c.halves else 1, rates)
+            time += recomputed * product * uneven + launch * len(cut)
             time += 1e-9 * rates.add * len(cut) * recomputed * p.tokens * p.hidden
         time += 1e-9 * rates.add * p.tokens * p.hidden + launch
     return time
@@ -300,8 +351,8 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
         share = n / sum(rows)
         time += launch + share * product * (evenness(n * tiles, rates) - 1)
         if p.grad_hidden:
-            cut = slices(n * TOKEN_TILE, p.hidden)
-            time += launch + share * padded * evenness(cut * n * blocks, rates, halves=cut == 1)
+            most = max(2, slices(n * TOKEN_TILE, p.hidden))
+            time += launch + share * product * hidden_evenness(n, p.hidden, most, rates)
         if p.grad_weight:
             time += launch + share * padded * evenness(2 * tiles * blocks, rates)
     if p.grad_weight:
@@ -429,12 +480,24 @@ def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
     fits = largest(lambda n: scratch_bytes(p, cut(n)) <= budget, TOKEN_TILE, rows, TOKEN_TILE)
     fewest = -(-rows // fits)
     sizes = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
-    wave = RATES["h100"].programs // -(-p.hidden // hidden_columns(p.hidden)) * TOKEN_TILE
-    sizes |= {size for n in (1, 2, 3, 4, 6, 8) if 0 < (size := n * wave) <= fits}
+    sizes |= {size for size in _filling(p.hidden) if 0 < size <= fits}
     if p.grad_weight:
         # One chunk needs no float32 sum: its exponentials may as well be kept.  And small ones don't pay for adding.
         sizes = {size for size in sizes if SMALLEST_SUMMED <= size < rows}
     yield from (cut(size) for size in sorted(sizes))
+
+
+def _filling(hidden: int) -> set[int]:
+    """Tokens whose hidden gradient fills whole waves, or halves of these where its units may be cut in two."""
+    programs = RATES["h100"].programs
+    if not hidden_apart(hidden):
+        return {n * (programs // hidden_units(1, hidden)) * TOKEN_TILE for n in (1, 2, 3, 4, 6, 8)}
+    sizes = set()
+    for halves in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16):
+        most = halves * programs // 2
+        rows = most // hidden_units(2, hidden) * 2  # a unit may have two
+        sizes.add((rows + (hidden_units(rows + 1, hidden) <= most)) * TOKEN_TILE)
+    return sizes
 
 
 def _keep_what_fits(p: Problem, c: TritonPlan, budget: int) -> TritonPlan:

@@ -1,10 +1,10 @@
 """The products that end in a tile of exponentials, with the two halves of a tile apart in time, in Gluon, for Hopper.
 
 A tile's end - exponentials, their sums, and 64 KiB to store - takes as long as an eighth of its product where H is
-1024.  Triton's kernels do one after the other.  Here two groups of four warps have one tile of 128 x 256: each has 64 of
-its rows, and both multiply by the same blocks of the weight.  A third group, of a single warp, copies the blocks.  The
-second group begins LAG steps late and stays behind, so that one multiplies while the other ends its half, as far as the
-ring of blocks reaches.
+1024.  Triton's kernels do one after the other.  Here two groups of four warps have one tile of 128 x 256: each has 64
+of its rows, and both multiply by the same blocks of the weight.  A third group, of a single warp, copies the blocks.
+The second group begins LAG steps late and stays behind, so that one multiplies while the other ends its half, as far as
+the ring of blocks reaches.
 
 Two groups that take turns with tiles of their own (turns.py) hide all of an end, but read twice as much of L2, which
 pays where H is small.  tests/test_gluon_protocols.py has a model of who waits for whom.
