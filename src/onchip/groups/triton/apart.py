@@ -83,6 +83,30 @@ def multiply(a_blocks, b_blocks, barriers, first, steps, zeros, A_TURNED: gl.con
     return value
 
 
+# ---------------------------------------------------------------------------------------------------- which tile is next
+
+
+@gluon.jit
+def tell_tile(said, spoken, n, tile):
+    """Say to the groups that multiply, as number n, which tile is copied next."""
+    told, heard = spoken
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(heard.index(n % 2), ((n // 2) & 1) ^ 1)
+    said.index(n % 2).store(gl.full([32], 0, gl.int32, lanes) + tile)
+    mbarrier.arrive(told.index(n % 2), count=1)
+
+
+@gluon.jit
+def hear_tile(said, spoken, n):
+    """What `tell_tile` says as number n."""
+    told, heard = spoken
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    mbarrier.wait(told.index(n % 2), (n // 2) & 1)
+    tile = gl.max(said.index(n % 2).load(lanes), 0)
+    mbarrier.arrive(heard.index(n % 2), count=1)
+    return tile
+
+
 # ------------------------------------------------------------------------------------------------- the products of rows
 
 
@@ -96,15 +120,19 @@ def find_rows(plan, G, tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def copy_rows(
-    x, weight, x_blocks, weight_blocks, barriers, plan, G, N, K,
+    x, weight, x_blocks, weight_blocks, barriers, said, spoken, counter, plan, G, N, K,
     GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Copy the operands of this program's tiles, where there is room."""
+    """Take tiles, tell the others which, and copy their operands where there is room."""
     full, empty = barriers
     tiles_m = gl.load(plan)
     tiles_n = gl.cdiv(N, COLUMNS)
     step = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    told = 0
+    tile = gl.program_id(0)
+    while tile < tiles_m * tiles_n:
+        tell_tile(said, spoken, told, tile)
+        told += 1
         j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
         for k in range(gl.cdiv(K, STEP)):
             s = step % STAGES
@@ -123,14 +151,16 @@ def copy_rows(
             else:
                 tma.async_copy_global_to_shared(weight, [g, j * COLUMNS, k * STEP], full.index(s), block)
             step += 1
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
+    tell_tile(said, spoken, told, tiles_m * tiles_n)
 
 
 @gluon.jit
 def multiply_rows(
-    x_blocks, weight_blocks, barriers, staged, bias, row_scale, out, product, plan, T, G, N, K,
+    x_blocks, weight_blocks, barriers, said, spoken, staged, bias, row_scale, out, product, plan, T, G, N, K,
     GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """The products of this program's tiles, and what follows them."""
+    """The products of the tiles that `copy_rows` says, and what follows them."""
     layout: gl.constexpr = products_layout()
     zeros = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     HALF: gl.constexpr = COLUMNS // 2
@@ -138,7 +168,9 @@ def multiply_rows(
     tiles_n = gl.cdiv(N, COLUMNS)
     steps = gl.cdiv(K, STEP)
     done = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    heard = 1
+    tile = hear_tile(said, spoken, 0)
+    while tile < tiles_m * tiles_n:
         j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
         lead = (LAST, end, LAST - (end - first))
         acc = multiply(x_blocks, weight_blocks, barriers, done, steps, zeros, False, not TURNED)
@@ -172,6 +204,8 @@ def multiply_rows(
             send(result, out, staged, lead, j * COLUMNS, ROWS, COLUMNS, WIDTH)
         else:
             send(result, out, staged, lead, j * HALF, ROWS, HALF, WIDTH)
+        tile = hear_tile(said, spoken, heard)
+        heard += 1
 
     # Rows past the last group.
     total = gl.load(plan + 1)
@@ -192,6 +226,7 @@ def product_apart(
     out,  # [T, N] out, with an activation [T, N / 2]; in blocks of [ROWS, WIDTH] that end where a group does
     product,  # [T, N] out, the same: before activation and scale
     plan,
+    counter,  # [1] int32: 0
     T,
     G,
     N,
@@ -206,14 +241,17 @@ def product_apart(
     shape: gl.constexpr = [1, STEP, COLUMNS] if TURNED else [1, COLUMNS, STEP]
     weight_blocks = gl.allocate_shared_memory(weight.dtype, [STAGES] + shape, weight.layout)
     staged = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
+    said = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = new_barriers(STAGES)
+    spoken = new_barriers(2)
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply_rows, (x_blocks, weight_blocks, barriers, staged, bias, row_scale, out, product, plan, T, G, N, K,
-                             GATED, TURNED, GROUP, PROGRAMS)),
-            (copy_rows, (x, weight, x_blocks, weight_blocks, barriers, plan, G, N, K, GATED, TURNED, GROUP, PROGRAMS)),
+            (multiply_rows, (x_blocks, weight_blocks, barriers, said, spoken, staged, bias, row_scale, out, product, plan,
+                             T, G, N, K, GATED, TURNED, GROUP, PROGRAMS)),
+            (copy_rows, (x, weight, x_blocks, weight_blocks, barriers, said, spoken, counter, plan, G, N, K, GATED,
+                         TURNED, GROUP, PROGRAMS)),
         ],
         [1],
         [FEW_REGISTERS],
@@ -245,15 +283,11 @@ def copy_tiles(
 ):  # fmt: skip
     """Take tiles, tell the others which, and copy their operands where there is room."""
     full, empty = barriers
-    told, heard = spoken
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     n = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        mbarrier.wait(heard.index(n % 2), ((n // 2) & 1) ^ 1)
-        said.index(n % 2).store(gl.full([32], 0, gl.int32, lanes) + tile)
-        mbarrier.arrive(told.index(n % 2), count=1)
+        tell_tile(said, spoken, n, tile)
         n += 1
         _, i, j, start, end = find_tile(plan, tile, tiles_a, tiles_b, GROUP)
         for k in range(count_steps(start, end)):
@@ -265,20 +299,7 @@ def copy_tiles(
             tma.async_copy_global_to_shared(b, [LAST, end, row, j * COLUMNS], full.index(s), b_blocks.index(s))
             step += 1
         tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
-    mbarrier.wait(heard.index(n % 2), ((n // 2) & 1) ^ 1)
-    said.index(n % 2).store(gl.full([32], 0, gl.int32, lanes) + tiles)
-    mbarrier.arrive(told.index(n % 2), count=1)
-
-
-@gluon.jit
-def hear_tile(said, spoken, n):
-    """What `copy_tiles` says as number n."""
-    told, heard = spoken
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    mbarrier.wait(told.index(n % 2), (n // 2) & 1)
-    tile = gl.max(said.index(n % 2).load(lanes), 0)
-    mbarrier.arrive(heard.index(n % 2), count=1)
-    return tile
+    tell_tile(said, spoken, n, tiles)
 
 
 @gluon.jit

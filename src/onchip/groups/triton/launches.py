@@ -282,13 +282,14 @@ def _product_apart(
         "out": ragged(out, width, rows, shared_descriptor),
         "product": None if before is None else ragged(before, width, rows, shared_descriptor),
         "plan": of_plan,
+        "counter": out.new_zeros(1, dtype=torch.int32),
         "T": tokens,
         "G": groups,
         "N": n,
         "K": k,
         "GATED": gated,
         "TURNED": turned,
-        "GROUP": 1 if tokens <= ROWS * groups else 8,
+        "GROUP": 8,
         "PROGRAMS": device.programs,
     }
     return Launch(apart.product_apart, (device.programs,), arguments, warps=8, registers=ALL_REGISTERS)
