@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onchip.core import configs
-from onchip.frontend import torch_tape
+from onchip.frontend import torch_recorder, torch_tape
 from onchip.frontend.torch_recorder import Tape
 from onchip.frontend.torch_tape import record
 
@@ -101,14 +101,17 @@ def test_what_follows_from_addresses_is_found_again():
 
 def test_memory_is_freed_after_its_last_use(monkeypatch):
     made, alive = [], []
-    real = torch.empty_strided
+    real = torch_recorder.allocator
 
-    def empty(*geometry, **kind):
-        made.append(weakref.ref(x := real(*geometry, **kind)))
-        alive.append(sum(ref() is not None for ref in made))
-        return x
+    def allocator(device):
+        def new(shape, strides, dtype):
+            made.append(weakref.ref(x := real(device)(shape, strides, dtype)))
+            alive.append(sum(ref() is not None for ref in made))
+            return x
 
-    monkeypatch.setattr(torch, "empty_strided", empty)
+        return new
+
+    monkeypatch.setattr(torch_recorder, "allocator", allocator)
 
     def function(x):
         for _ in range(4):

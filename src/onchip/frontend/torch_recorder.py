@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.frontend import torch_program
 from onchip.frontend.torch_program import Copy, Fill, Kernel, Map, Param, Place
-from onchip.frontend.torch_script import ALIGNED, Does, Line, Memory, Script, view
+from onchip.frontend.torch_script import ALIGNED, Does, Line, Memory, Script, allocator, view
 
 Function = Callable[..., Any]
 Tensors = Sequence[Tensor | None]
@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):
         self.reason = ""
         self.operators: list[Attached] = []
         self._device = next(x.device for x in tensors if x is not None)
+        self._new = allocator(self._device)
         self._lines: list[Line] = []
         self._memory: dict[int, Memory] = {}
         self._all: list[Memory] = []
@@ -147,12 +148,9 @@ class Recorder(TorchDispatchMode):
 
     def _allocate(self, x: Tensor) -> None:
         self._uses = set()
-        shape, strides = self._with_tensors(tuple(x.shape)), self._with_tensors(x.stride())
-        kind = f"dtype={self._constant(x.dtype)}, device={self._constant(x.device)}"
         made = self._know(x)
-        self._write(
-            Does.ALLOCATE, f"{made.name} = {self._constant(torch.empty_strided)}({shape}, {strides}, {kind})", [made]
-        )
+        code = f"{self._constant(self._new)}({tuple(x.shape)}, {x.stride()}, {self._constant(x.dtype)})"
+        self._write(Does.ALLOCATE, f"{made.name} = {code}", [made])
 
     def _fill(self, x: Tensor) -> None:
         """Zeros; the method takes half as long as the operator."""
