@@ -321,6 +321,8 @@ class Recorder(TorchDispatchMode):
         if memory is None or memory.geometry == (x.dtype, tuple(x.shape), x.stride(), x.data_ptr()):
             return "None" if memory is None else memory.name
         more = x.data_ptr() - memory.address if x.numel() else 0
+        if not memory.given and more == 0 and x.stride() == memory.geometry[2] == (1,) and x.nbytes == memory.bytes > 0:
+            return f"{memory.name}.view({self._constant(x.dtype)})"  # all of a row: 1 us in place of 3
         return f"_view({memory.name}, {self._with_tensors((x.dtype, tuple(x.shape), x.stride(), more))})"
 
     def finish(self, results: Tensors) -> Tape | str:

@@ -139,7 +139,7 @@ class Operator(Generic[C, O]):
         self._adds = [(self.differentiable.index(x), self.kept.tensors.index(y)) for x, y in self.adds_to.items()]
         self._tapes = Tapes() if self.launches else None  # of gradients
         self._node: Any = type(self.name, (_Node,), {})  # a class of its own for its name
-        self._apply: Any = super(torch.autograd.Function, self._node).apply
+        self._apply: Any = super(torch.autograd.Function, self._node).apply  # type: ignore[misc]
 
     def __call__(self, call: C) -> O:
         """The outputs of a call, connected to its tensors by autograd."""
@@ -238,7 +238,8 @@ class Operator(Generic[C, O]):
     def backward(self, ctx: Any, upstream: Made, *, plain: bool) -> Made:
         """The differentiable tensors' gradients, by the op's own function (`plain`) or by the registered operator."""
         given = upstream[: self.differentiable_outputs]
-        if all(x is None for x in given):
+        present = [x for x in given if x is not None]
+        if not present:
             return [None] * len(self.differentiable)
         wanted = asked_for(ctx, ctx.grads, ctx.edges)
         tensors, link = self._taken(ctx)
@@ -250,7 +251,7 @@ class Operator(Generic[C, O]):
             with torch.no_grad():
                 made = self._collected(kept, self.gradients(kept, given, wanted), wanted)
         elif plain:
-            with inside_operator(_first(given)):
+            with inside_operator(present[0]):
                 made = self._repeated_gradients(tensors, ctx.rest, given, wanted)
             for i, memory in theirs:
                 if wanted[i]:  # nobody saw that it was written to

@@ -79,7 +79,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         return None
     if forward_ad._current_level >= 0:
         return None
-    rest: list[Hashable] = [*kwargs]
+    rest: list[Any] = [*kwargs]
     for x in (*args, *kwargs.values()) if kwargs else args:
         kind = type(x)
         if kind in _PLAIN:
@@ -96,7 +96,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
     return torch.is_grad_enabled(), cast, tuple(rest), tensors
 
 
-def _add(x: Any, given: list[Tensor], rest: list[Hashable]) -> bool:
+def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
     """Add a tensor, or a tuple of tensors and plain values; False for all else."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:

@@ -87,7 +87,7 @@ def kind_of(tensors: Tensors) -> Hashable:
             made.append(None)
             continue
         address = x.data_ptr()
-        made += x.dtype, x.shape, x.stride(), x.get_device(), address % ALIGNED and address & -address
+        made.append((x.dtype, x.shape, x.stride(), x.get_device(), address % ALIGNED and address & -address))
         if address:
             addresses.append(address)
     if len(set(addresses)) < len(addresses):
