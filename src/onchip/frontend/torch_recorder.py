@@ -141,7 +141,8 @@ class Recorder(TorchDispatchMode):
         else:
             self._uses = set()
             keywords = [f"{key}={self._with_tensors(value)}" for key, value in kwargs.items()]
-            code = f"{self._constant(func)}({', '.join([*(self._with_tensors(x) for x in args), *keywords])})"
+            function = getattr(func, "_op", func)  # what an OpOverload calls
+            code = f"{self._constant(function)}({', '.join([*(self._with_tensors(x) for x in args), *keywords])})"
             made = [self._know(x) if is_new else None for x, is_new in zip(results, fresh, strict=True)]
             targets = ", ".join("_" if m is None else m.name for m in made) + ("," if several else "")
             self._write(Does.OPERATE, f"{targets} = {code}" if any(fresh) else code, made)
@@ -321,8 +322,10 @@ class Recorder(TorchDispatchMode):
         if memory is None or memory.geometry == (x.dtype, tuple(x.shape), x.stride(), x.data_ptr()):
             return "None" if memory is None else memory.name
         more = x.data_ptr() - memory.address if x.numel() else 0
-        if not memory.given and more == 0 and x.stride() == memory.geometry[2] == (1,) and x.nbytes == memory.bytes > 0:
-            return f"{memory.name}.view({self._constant(x.dtype)})"  # all of a row: 1 us in place of 3
+        if more == 0 and x.dtype == memory.geometry[0]:  # 0.6 us in place of 1.0
+            return f"{memory.name}.as_strided({tuple(x.shape)}, {x.stride()})"
+        if _is_all(x, memory):  # 0.5 us in place of 2.4
+            return f"{memory.name}.view({self._constant(x.dtype)})"
         return f"_view({memory.name}, {self._with_tensors((x.dtype, tuple(x.shape), x.stride(), more))})"
 
     def finish(self, results: Tensors) -> Tape | str:
@@ -350,6 +353,13 @@ class _Code:
 def versions(tensors: Tensors) -> list[int | None]:
     """How often each was changed in place; autograd doesn't count for those of inference mode."""
     return [None if x is None or x.is_inference() else x._version for x in tensors]
+
+
+def _is_all(x: Tensor, memory: Memory) -> bool:
+    """Whether a tensor is all of memory that was made as a row of another dtype."""
+    dtype, shape, strides, address = memory.geometry
+    whole = x.storage_offset() == 0 and x.data_ptr() == address and not memory.given
+    return bool(whole and x.stride() == strides == (1,) and x.nbytes == shape[0] * dtype.itemsize)
 
 
 def _is_tensor(x: Any) -> bool:

