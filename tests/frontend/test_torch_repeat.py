@@ -212,6 +212,9 @@ def test_nothing_is_repeated_where_operators_are_watched():
     torch.func.vmap(lambda a: a + torch.zeros(()).sum())(x.detach())
     with pytest.raises(RuntimeError):
         torch.func.grad(lambda a: toy(a, y).sum())(x.detach())
+    escaped = []
+    torch.func.vmap(lambda a: escaped.append(a) or a)(x.detach())
+    assert torch_repeat._kind((escaped[0], y), {}, []) is None
     torch.compiler.reset()
     compiled = torch.compile(lambda a, b: toy(a, b), fullgraph=True, backend="aot_eager")
     for _ in range(3):
@@ -232,6 +235,8 @@ def test_arguments_that_are_no_plain_values_are_never_remembered():
     given = []
     assert torch_repeat._kind((pair, "word"), {"n": None}, given) is not None
     assert given == [x, y]
+    kinds = [torch_repeat._kind(args, {}, []) for args in (((x,), y), ((x, y),), (x, y), ((x,), (y,)))]
+    assert len({*kinds}) == len(kinds)
 
 
 def test_an_output_that_was_changed_in_place_is_noticed():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onchip.core import configs
-from onchip.frontend import torch_tape
+from onchip.frontend import torch_recorder, torch_tape
 from onchip.frontend.torch_recorder import Tape
 from onchip.frontend.torch_tape import record
 
@@ -32,7 +32,11 @@ def _operators(x, w):
     copy = torch.empty(5, 2)
     copy.copy_(x.reshape(-1)[:10].view(5, 2))
     values, indices = (x * 3).sort(1)
+    row = torch.zeros(16, dtype=torch.uint8)
+    row.view(torch.float32).add_(x[0, 0])
     return [
+        row.view(torch.int32),
+        w.T,
         z,
         None,
         copy.view(torch.int32)[1:],
@@ -45,7 +49,7 @@ def _operators(x, w):
 
 def _arguments(seed):
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(4, 6, generator=g)[:, ::2], torch.randn(4, 3, generator=g)
+    return torch.randn(4, 6, generator=g)[:, ::2], torch.randn(5, 3, generator=g)[1:]
 
 
 def test_a_tape_does_what_the_function_does():
@@ -55,7 +59,7 @@ def test_a_tape_does_what_the_function_does():
         if made is not None:
             assert (made.dtype, made.shape, made.stride()) == (expected.dtype, expected.shape, expected.stride())
             assert torch.equal(made, expected)
-    assert tape(*other)[5].data_ptr() == other[1][1:].data_ptr()
+    assert tape(*other)[7].data_ptr() == other[1][1:].data_ptr()
 
 
 def test_a_launch_gets_the_addresses_of_the_new_tensors():
@@ -101,14 +105,17 @@ def test_what_follows_from_addresses_is_found_again():
 
 def test_memory_is_freed_after_its_last_use(monkeypatch):
     made, alive = [], []
-    real = torch.empty_strided
+    real = torch_recorder.allocator
 
-    def empty(*geometry, **kind):
-        made.append(weakref.ref(x := real(*geometry, **kind)))
-        alive.append(sum(ref() is not None for ref in made))
-        return x
+    def allocator(device):
+        def new(shape, strides, dtype):
+            made.append(weakref.ref(x := real(device)(shape, strides, dtype)))
+            alive.append(sum(ref() is not None for ref in made))
+            return x
 
-    monkeypatch.setattr(torch, "empty_strided", empty)
+        return new
+
+    monkeypatch.setattr(torch_recorder, "allocator", allocator)
 
     def function(x):
         for _ in range(4):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.frontend import torch_program
 from onchip.frontend.torch_program import Copy, Fill, Kernel, Map, Param, Place
-from onchip.frontend.torch_script import ALIGNED, Does, Line, Memory, Script, view
+from onchip.frontend.torch_script import ALIGNED, Does, Line, Memory, Script, allocator, view
 
 Function = Callable[..., Any]
 Tensors = Sequence[Tensor | None]
@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):
         self.reason = ""
         self.operators: list[Attached] = []
         self._device = next(x.device for x in tensors if x is not None)
+        self._new = allocator(self._device)
         self._lines: list[Line] = []
         self._memory: dict[int, Memory] = {}
         self._all: list[Memory] = []
@@ -140,19 +141,17 @@ class Recorder(TorchDispatchMode):
         else:
             self._uses = set()
             keywords = [f"{key}={self._with_tensors(value)}" for key, value in kwargs.items()]
-            code = f"{self._constant(func)}({', '.join([*(self._with_tensors(x) for x in args), *keywords])})"
+            function = getattr(func, "_op", func)  # what an OpOverload calls
+            code = f"{self._constant(function)}({', '.join([*(self._with_tensors(x) for x in args), *keywords])})"
             made = [self._know(x) if is_new else None for x, is_new in zip(results, fresh, strict=True)]
             targets = ", ".join("_" if m is None else m.name for m in made) + ("," if several else "")
             self._write(Does.OPERATE, f"{targets} = {code}" if any(fresh) else code, made)
 
     def _allocate(self, x: Tensor) -> None:
         self._uses = set()
-        shape, strides = self._with_tensors(tuple(x.shape)), self._with_tensors(x.stride())
-        kind = f"dtype={self._constant(x.dtype)}, device={self._constant(x.device)}"
         made = self._know(x)
-        self._write(
-            Does.ALLOCATE, f"{made.name} = {self._constant(torch.empty_strided)}({shape}, {strides}, {kind})", [made]
-        )
+        code = f"{self._constant(self._new)}({tuple(x.shape)}, {x.stride()}, {self._constant(x.dtype)})"
+        self._write(Does.ALLOCATE, f"{made.name} = {code}", [made])
 
     def _fill(self, x: Tensor) -> None:
         """Zeros; the method takes half as long as the operator."""
@@ -323,6 +322,10 @@ class Recorder(TorchDispatchMode):
         if memory is None or memory.geometry == (x.dtype, tuple(x.shape), x.stride(), x.data_ptr()):
             return "None" if memory is None else memory.name
         more = x.data_ptr() - memory.address if x.numel() else 0
+        if more == 0 and x.dtype == memory.geometry[0]:  # 0.6 us in place of 1.0
+            return f"{memory.name}.as_strided({tuple(x.shape)}, {x.stride()})"
+        if _is_all(x, memory):  # 0.5 us in place of 2.4
+            return f"{memory.name}.view({self._constant(x.dtype)})"
         return f"_view({memory.name}, {self._with_tensors((x.dtype, tuple(x.shape), x.stride(), more))})"
 
     def finish(self, results: Tensors) -> Tape | str:
@@ -350,6 +353,13 @@ class _Code:
 def versions(tensors: Tensors) -> list[int | None]:
     """How often each was changed in place; autograd doesn't count for those of inference mode."""
     return [None if x is None or x.is_inference() else x._version for x in tensors]
+
+
+def _is_all(x: Tensor, memory: Memory) -> bool:
+    """Whether a tensor is all of memory that was made as a row of another dtype."""
+    dtype, shape, strides, address = memory.geometry
+    whole = x.storage_offset() == 0 and x.data_ptr() == address and not memory.given
+    return bool(whole and x.stride() == strides == (1,) and x.nbytes == shape[0] * dtype.itemsize)
 
 
 def _is_tensor(x: Any) -> bool:

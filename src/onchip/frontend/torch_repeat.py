@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,7 +43,7 @@ def repeatable(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if type(kwargs.get("normalizer")) in (int, float):
+        if "normalizer" in kwargs and type(kwargs["normalizer"]) in (int, float):
             kwargs["normalizer"] = _normalizer(kwargs["normalizer"], args, kwargs)
         given: list[Tensor] = []
         kind = _kind(args, kwargs, given)
@@ -50,7 +51,7 @@ def repeatable(function: F) -> F:
             return function(*args, **kwargs)
         found = known.get(kind)
         if isinstance(found, _Known):
-            if all(holds() for holds in found.tape.conditions):
+            if torch_tape.may_run(found.tape):
                 return found.run(given)
         elif found is None:
             remember(known, kind)
@@ -78,13 +79,13 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         return None
     if forward_ad._current_level >= 0:
         return None
-    rest: list[Hashable] = [tuple(kwargs)]
-    for values in (args, kwargs.values()):
-        for x in values:
-            if type(x) in _PLAIN:
-                rest.append((type(x), x))
-            elif not _add(x, given, rest):
-                return None
+    rest: list[Any] = [*kwargs]
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(x)
+        if kind in _PLAIN:
+            rest += kind, x
+        elif not _add(x, given, rest):
+            return None
     if not given or not torch_tape.is_taped(given[0]):
         return None
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -95,35 +96,36 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
     return torch.is_grad_enabled(), cast, tuple(rest), tensors
 
 
-def _add(x: Any, given: list[Tensor], rest: list[Hashable]) -> bool:
-    """Add a tensor, or a NamedTuple of tensors and plain values; False for all else."""
-    if type(x) in (Tensor, Parameter):
+def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
+    """Add a tensor, or a tuple of tensors and plain values; False for all else."""
+    kind = type(x)
+    if kind is Tensor or kind is Parameter:
         given.append(x)
         rest.append(x.requires_grad)
         return True
     if not isinstance(x, tuple):
         return False
-    rest.append(type(x))
+    rest += kind, len(x)
     for y in x:
         if type(y) in _PLAIN:
-            rest.append((type(y), y))
+            rest += type(y), y
         elif not _add(y, given, rest):
             return False
     return True
 
 
 class _Known(NamedTuple):
-    """What repeats a call: places are among the tape's results and, behind these, the call's tensors."""
+    """What repeats a call: places are among the tape's results, behind these the call's tensors, and last None."""
 
     tape: Tape
     operator: Operator[Any, Any] | None
     """That attaches autograd; None where no gradient is needed."""
     outputs: int
     """How many of the tape's results, the first ones, are the operator's, with the link."""
-    inputs: Sequence[int | None]
-    """Places of the differentiable tensors."""
-    kept: Sequence[int | None]
-    """Places of what backward is given."""
+    inputs: Callable[[Made], Made]
+    """The differentiable tensors, of those at all places."""
+    kept: Callable[[Made], Made]
+    """What backward is given."""
     saving: Saving | None
     """All else of it, without tensors."""
     result: Callable[[Made], Any]
@@ -131,12 +133,12 @@ class _Known(NamedTuple):
 
     def run(self, given: Sequence[Tensor]) -> Any:
         with inside_operator(given[0]):
-            there = (*self.tape.run(*given), *given)
+            there = (*self.tape.run(*given), *given, None)
         if self.operator is not None and self.saving is not None:
             _, rest, grads, edges = self.saving
-            saving = Saving([None if i is None else there[i] for i in self.kept], rest, grads, edges)
-            inputs = [None if i is None else there[i] for i in self.inputs]
-            there = (*self.operator.connect(saving, there[: self.outputs], inputs), *there[self.outputs :])
+            saving, outputs = Saving(self.kept(there), rest, grads, edges), self.outputs
+            made = self.operator.connect(saving, there[:outputs], self.inputs(there), plain=True)
+            there = (*made, *there[outputs:])
         return self.result(there)
 
 
@@ -176,17 +178,23 @@ def _record(
         return result, tape
     places: list[Tensor | None] = [*fresh, *given]
     if not seen:
-        return result, _Known(tape, None, 0, (), (), None, _maker(result, places))
+        return result, _Known(tape, None, 0, tuple, tuple, None, _maker(result, places))
     ((operator, saving, inputs, before, after, _),) = seen
     maker = _maker(result, [*after, *places[len(before) :]])
     if saving is None:
-        return result, _Known(tape, None, 0, (), (), None, maker)
+        return result, _Known(tape, None, 0, tuple, tuple, None, maker)
     try:
         at = [_place(x, places[len(before) :], len(before)) for x in inputs]
         kept = [_place(x, places) for x in saving.tensors]
     except LookupError:
         return result, "a differentiable tensor is made of the arguments"
-    return result, _Known(tape, operator, len(before), at, kept, saving._replace(tensors=()), maker)
+    return result, _Known(tape, operator, len(before), _picker(at), _picker(kept), saving._replace(tensors=()), maker)
+
+
+def _picker(places: Sequence[int | None]) -> Callable[[Made], Made]:
+    """What picks these places; None: the last, where nothing is."""
+    of = [-1 if i is None else i for i in places]
+    return itemgetter(*of) if len(of) > 1 else lambda there: [there[i] for i in of]
 
 
 def _is_in(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:

