@@ -83,7 +83,7 @@ def multiply(a_blocks, b_blocks, barriers, first, steps, zeros, A_TURNED: gl.con
     return value
 
 
-# ---------------------------------------------------------------------------------------------------- which tile is next
+# --------------------------------------------------------------------------------------------------- which tile is next
 
 
 @gluon.jit
@@ -248,8 +248,8 @@ def product_apart(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply_rows, (x_blocks, weight_blocks, barriers, said, spoken, staged, bias, row_scale, out, product, plan,
-                             T, G, N, K, GATED, TURNED, GROUP, PROGRAMS)),
+            (multiply_rows, (x_blocks, weight_blocks, barriers, said, spoken, staged, bias, row_scale, out, product,
+                             plan, T, G, N, K, GATED, TURNED, GROUP, PROGRAMS)),
             (copy_rows, (x, weight, x_blocks, weight_blocks, barriers, said, spoken, counter, plan, G, N, K, GATED,
                          TURNED, GROUP, PROGRAMS)),
         ],
