@@ -289,7 +289,9 @@ def _product_apart(
         "K": k,
         "GATED": gated,
         "TURNED": turned,
-        "GROUP": 8,
+        # On an H100, with 128 rows a group on average, 2 took 3 to 11% less than 8 in five products of six and 4% more
+        # in the other; with 512, up to 7% more.
+        "GROUP": 2 if tokens <= ROWS * groups else 8,
         "PROGRAMS": device.programs,
     }
     return Launch(apart.product_apart, (device.programs,), arguments, warps=8, registers=ALL_REGISTERS)

@@ -128,15 +128,15 @@ def forward(
         part = run if numbers is None else run.part(first, last, numbers[i : i + 1])
         part.launch(
             softmax.merge_tiles,
-            (-(-part.tokens // 8),),
+            (-(-part.tokens // 16),),
             warps=8,
             target_logit=picked.target_logit[first:],
             partials=partials,
             tiles=len(partials.maximum),
             out=made,
             normalizer=None if chunk is None else chunk.normalizer[first:],
-            BLOCK_T=8,
-            BLOCK=512,
+            BLOCK_T=16,
+            BLOCK=256,
         ).run()
         if kept is not None:
             part.launch(
