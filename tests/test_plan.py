@@ -391,13 +391,14 @@ def test_onchip_on_an_h200_takes_what_its_note_says():
     found = measured("2026-11-23-h200-linear_cross_entropy.json", "onchip auto")
     ratios = []
     for case, (sizes, ms, size) in found.items():
-        if not case.endswith(apart) and "smoothing" not in case:
+        # Heads whose gradient of hidden comes of another kernel since then have other plans.
+        if not case.endswith(apart) and "smoothing" not in case and not triton_memory.hidden_apart(sizes["H"]):
             made = plan(tokens=sizes["T"], hidden=sizes["H"], vocab=sizes["V"], gpu="h200")
             ratios.append(ms / made.row("default").ms)
             assert total(made.row("default")) == pytest.approx(size, rel=0.05)
-    assert len(ratios) > 10
-    assert (min(ratios), max(ratios)) == (pytest.approx(0.89, abs=0.01), pytest.approx(1.08, abs=0.01))
-    assert "11% less to 8% more" in GPUS["h200"].source
+    assert len(ratios) > 8
+    assert (min(ratios), max(ratios)) == (pytest.approx(0.89, abs=0.01), pytest.approx(1.05, abs=0.01))
+    assert "11% less to 5% more" in GPUS["h200"].source
 
 
 @pytest.mark.parametrize(("case", "vocab"), [("llama3.1-8b", 128256), ("qwen3-8b", 151936)])

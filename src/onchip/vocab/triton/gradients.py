@@ -361,15 +361,16 @@ def column_sums(
     if count is not None:
         n = tl.minimum(tl.load(count), N)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    # One sum over a program's rows at the end: warps would wait for each other at each.
+    total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
     for start in range(tl.program_id(0) * BLOCK_T, n, PARTS * BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         at = t.to(tl.int64)[:, None] * x_stride_n + c.to(tl.int64)[None, :] * x_stride_h
         row = tl.load(x + at, mask=(t < n)[:, None] & (c < H)[None, :], other=0).to(tl.float32)
         if factor is not None:
             row *= tl.load(factor + t, mask=t < n, other=0.0)[:, None]
-        total += tl.sum(row, 0)
-    tl.store(out + tl.program_id(0) * H + c, total, mask=c < H)
+        total += row
+    tl.store(out + tl.program_id(0) * H + c, tl.sum(total, 0), mask=c < H)
 
 
 @triton.jit
