@@ -134,19 +134,38 @@ def test_in_turns(hidden, vocab, options):
         assert not is_serialized(k.ptx)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("hidden", "vocab"), [(1000, 300), (1024, 20001), (2048, 20480)])
-def test_staggered(hidden, vocab, options):
-    """Some exponentials are kept, some recomputed; with smoothing, another kernel makes the sums."""
-    plan = triton_spec.TritonPlan(1000, 512, 256, 128, 128)
-    found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=vocab, plan=plan, in_turns=True, **options)
+def test_staggered(hidden, vocab, dtype):
+    """Some exponentials are kept, some recomputed."""
+    found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=vocab, in_turns=True, dtype=dtype, **MIXED)
     made = [k for k in compile_all(found, HOPPER[0]) if k.kernel.endswith("_staggered")]
-    assert {k.kernel for k in made} == {"gradient_staggered", "softmax_staggered"} - (
-        {"softmax_staggered"} if "label_smoothing" in options else set()
-    )
+    assert {k.kernel for k in made} == {"gradient_staggered", "softmax_staggered"}
     assert_fits(made, HOPPER[1])
     assert_no_spills(made)
     assert not any(is_serialized(k.ptx) for k in made)
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({"bias": True}, set()),
+        ({"softcap": 30.0}, set()),
+        ({"weight": turned(1000, 1024)}, set()),
+        ({"labels": torch.float32}, set()),
+        ({"label_smoothing": 0.1}, set()),
+        ({"label_smoothing": 0.1, "class_weight": torch.ones(1000)}, set()),
+        ({"hidden": 4160}, set()),
+        ({"hidden": 896}, set()),
+        ({"return_stats": True}, {"gradient_staggered"}),
+        ({"class_weight": torch.ones(1000)}, {"gradient_staggered", "softmax_staggered"}),
+        ({"z_loss": 1e-4, "logit_scale": 0.5}, {"gradient_staggered", "softmax_staggered"}),
+    ],
+    ids=str,
+)
+def test_what_staggered_takes(options, taken):
+    found = launches(HOPPER, in_turns=True, **{"hidden": 1024} | MIXED | options)
+    assert {name for x in found if (name := x.kernel.__name__).endswith("_staggered")} == taken
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

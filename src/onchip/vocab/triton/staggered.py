@@ -226,15 +226,13 @@ def take_gradient(
         y = gl.load(vectors.label + t, mask=inside, other=-1)
         k_z = gl.load(vectors.factor + t, mask=inside, other=0.0)
         g = gl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None]) * r[:, None]
-        if terms.even is not None:
-            g -= gl.load(terms.even + t, mask=inside, other=0.0)[:, None]
         entry = gl.zeros_like(r) if at_target is None else gl.load(at_target + t, mask=inside, other=0.0)
         g = gl.where(column[None, :] == (y - v0)[:, None], entry[:, None], g)
         if RAGGED:
             # Without the branch, the compiler selects among 16-bit numbers, in twice as many instructions.
             if v0 + VOCAB_TILE > V:
                 g = gl.where((column < V - v0)[None, :], g, 0.0)
-        # Past the last token rows are 0, and so are r and `even`.
+        # Past the last token rows are 0, and so is r.
         row = buffer.recomputed_row + j * buffer.recomputed + t0 - first + W * HALF
         send(g.to(exponentials.dtype), exponentials, staged, (row,), 0, HALF, VOCAB_TILE, WIDTH)
     tma.store_wait(0)
@@ -260,7 +258,9 @@ def gradient_staggered(
     RAGGED: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """`gradient_tiles` of logits without bias, softcap and labels of every entry, and of no entropy."""
+    """`gradient_tiles` of logits without bias and softcap, and of a loss without smoothing, labels of every entry and
+    entropy.
+    """
     n = gl.load(vectors.number)
     tiles_t = gl.cdiv(gl.maximum(gl.maximum(n, 1) - first, 0), ROWS)
     steps = gl.cdiv(H, STEP)
