@@ -208,8 +208,8 @@ def test_two_groups_of_a_tile():
 
 
 def apart(steps_of, programs, stages, chance):
-    """`apart.copy_tiles` and `apart.multiply_tiles`, as `copy_rows` and `multiply_rows`, in so many programs, for tiles of
-    these steps; gives those done.
+    """`apart.copy_tiles` and `apart.multiply_tiles`, as `copy_rows` and `multiply_rows`, in so many programs, for tiles
+    of these steps; gives those done.
     """
     copies, done, counter, warps = [], [], [0], []
 
