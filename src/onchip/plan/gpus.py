@@ -8,9 +8,10 @@ from onchip.vocab.triton.memory import RATES, Rates
 # quantiser reads and writes: results/2026-11-22-h100-fp8_linear.json.
 _FP8_PRODUCT, _FP8_WEIGHT_PRODUCT, _FP8_QUANTISED = 1275.0, 975.0, 2.9
 
-# Of grouped products in bfloat16 on an H200: TFLOP/s, and TB/s of the groups' weights that are read or written beside;
-# of output, x's gradient and weight's.  Fitted to results/2026-11-23-h200-grouped_matmul-products.json, even groups.
-_GROUPED = ((840.0, 7.2), (800.0, 8.5), (672.0, 5.7))
+# Of grouped products in bfloat16 on an H100: TFLOP/s, and TB/s of the groups' weights that are read or written beside;
+# of output, x's gradient and weight's.  Fitted to the even groups of results/2026-11-24-h100-grouped_matmul*.json, which
+# are within 11%, 9% and 3%.
+_GROUPED = ((955.0, 4.6), (935.0, 5.0), (875.0, 4.4))
 
 
 class Gpu(NamedTuple):
@@ -86,6 +87,6 @@ def fp8_ms(gpu: str, outputs: int, weights: int, quantised: int) -> float | None
 
 def grouped_ms(gpu: str, multiplications: int, weight_bytes: int, *, gradients: bool) -> float:
     """Of grouped products with so many multiplications each: one, or three with gradients."""
-    products, memory = faster_products(gpu), GPUS[gpu].memory / GPUS["h200"].memory
+    products, memory = faster_products(gpu), faster_memory(gpu)
     of = _GROUPED if gradients else _GROUPED[:1]
     return 1e-9 * sum(2 * multiplications / (rate * products) + weight_bytes / (beside * memory) for rate, beside in of)

@@ -420,7 +420,7 @@ def _grouped_ms(asked: Asked, features: tuple[int, int]) -> float | None:
 
 
 def _grouped_mm_ms(asked: Asked, features: tuple[int, int]) -> float | None:
-    """PyTorch's own took about 1.1 times as long, on an H200 in bfloat16."""
+    """PyTorch's own took about 1.1 times as long, on an H100 in bfloat16."""
     ms = _grouped_ms(asked, features)
     return None if ms is None else 1.1 * ms
 
@@ -652,7 +652,7 @@ OPS: dict[str, Op] = {
         needs=(),
         takes=("in_features", "out_features", "experts", "rows"),
         layer=_GROUPED,
-        source="Times are predicted with rates measured on an H200, for groups of the same size. For another GPU they "
+        source="Times are predicted with rates measured on an H100, for groups of the same size. For another GPU they "
         "are scaled by the data sheets' TFLOP/s and memory bandwidth, which is a guess.",
     ),
     "collective_matmul": Op(
