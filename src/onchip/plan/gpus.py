@@ -9,7 +9,7 @@ from onchip.vocab.triton.memory import RATES, Rates
 _FP8_PRODUCT, _FP8_WEIGHT_PRODUCT, _FP8_QUANTISED = 1275.0, 975.0, 2.9
 
 # Of grouped products in bfloat16 on an H100: TFLOP/s, and TB/s of the groups' weights that are read or written beside;
-# of output, x's gradient and weight's.  Fitted to the even groups of results/2026-11-24-h100-grouped_matmul*.json, which
+# of output, x's gradient and weight's.  Fitted to even groups in results/2026-11-24-h100-grouped_matmul*.json, which
 # are within 11%, 9% and 3%.
 _GROUPED = ((955.0, 4.6), (935.0, 5.0), (875.0, 4.4))
 
