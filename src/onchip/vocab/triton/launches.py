@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, Shared, descriptor, shared_descriptor
+from onchip.kernels.triton.launch import Launch, Shared, descriptor
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
@@ -367,10 +367,12 @@ def softmax(
     label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
     vectors = vectors._replace(label=label, factor=factor, shift=shift)
     rows = rows[: run.tokens - first]  # beyond them lie another chunk's, whose scales may overflow
-    if partials.columns == IN_TURNS:
-        return _softmax_in_turns(run, rows, partials, kept, first, vectors)
-    if labels is None and run.plain and partials.plain and staggers(run.hidden):
-        return _softmax_staggered(run, rows, partials, kept, first, vectors)
+    in_turns = partials.columns == IN_TURNS
+    if in_turns or (labels is None and run.plain and partials.plain and staggers(run.hidden)):
+        from onchip.vocab.triton import gluon_launches
+
+        make = gluon_launches.softmax_in_turns if in_turns else gluon_launches.softmax_staggered
+        return make(run, rows, partials, kept, first, vectors)
     arguments = {
         **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
@@ -385,74 +387,6 @@ def softmax(
         "BLOCK_T": t.rows,
     }
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
-
-
-def _blocks(x: Tensor, rows: int, columns: int) -> Any:
-    """A matrix in blocks for a kernel in Gluon; as in `Run.operand`, that of exponentials has no stride."""
-    return shared_descriptor(x, x.shape, (x.stride(0) or x.shape[1], 1), (rows, columns))
-
-
-def _softmax_staggered(
-    run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, vectors: Vectors
-) -> Launch:
-    from onchip.vocab.triton import staggered
-
-    arguments = {
-        **_staggered(run, rows, None if kept is None else kept.matrix),
-        "vectors": vectors,
-        "partials": partials,
-        "buffer": None if kept is None else kept.rows,
-        "first": first,
-        "T": len(rows),
-    }
-    return Launch(staggered.softmax_staggered, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
-
-
-def _staggered(run: Run, rows: Tensor, exponentials: Tensor | None) -> dict[str, Any]:
-    """What the kernels of staggered.py take alike."""
-    from onchip.vocab.triton import staggered
-
-    half, step, width = staggered.HALF.value, staggered.STEP.value, 128
-    return {
-        "rows": _blocks(rows, half, step),
-        "weight": _blocks(run.weight, VOCAB_TILE, step),
-        "exponentials": None if exponentials is None else _blocks(exponentials, half, width),
-        "GROUP": 16,
-        "PROGRAMS": run.programs,
-        "STAGES": 4,
-        "WIDTH": width,
-    }
-
-
-def _softmax_in_turns(
-    run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, vectors: Vectors
-) -> Launch:
-    from onchip.vocab.triton import turns
-
-    steps = -(-run.hidden // turns.STEP.value)
-    # Beside 32 columns on their way out there is room for 13 blocks.  All of H stays where four slots are left; of
-    # more H fewer blocks do, since steps that need two slots need more of these: docs/internals/tried.md.
-    still = steps if steps <= 9 else max(4, 11 - steps // 2)
-    width = 32
-    arguments = {
-        "rows": _blocks(rows, IN_TURNS, turns.STEP.value),
-        "weight": _blocks(run.weight, IN_TURNS, turns.STEP.value),
-        "label": vectors.label,
-        "factor": vectors.factor,
-        "shift": vectors.shift,
-        "maximum": partials.maximum,
-        "others": partials.others,
-        "exponentials": None if kept is None else _blocks(kept.matrix, IN_TURNS, width),
-        "buffer": None if kept is None else kept.rows,
-        "first": first,
-        "stride": partials.stride,
-        "T": len(rows),
-        "STILL": still,
-        "SLOTS": 13 - still,
-        "PROGRAMS": run.programs,
-        "WIDTH": width,
-    }
-    return Launch(turns.softmax_in_turns, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
 
 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -513,19 +447,9 @@ def gradient(
     # Where some targets' entries are added to the results, all are; several ids' are written apart.
     at_target = terms.entry if buffer.kept == 0 and terms.ids == 1 else None
     if labels is None and terms.even is None and terms.entropy_scale is None and run.plain and staggers(run.hidden):
-        from onchip.vocab.triton import staggered
+        from onchip.vocab.triton import gluon_launches
 
-        arguments = {
-            **_staggered(run, rows, buffer.matrix),
-            "buffer": buffer.rows,
-            "terms": terms,
-            "at_target": at_target,
-            "first": buffer.kept,
-            "first_tile": first_tile,
-            "chunk_tiles": tiles,
-        }
-        kernel = staggered.gradient_staggered
-        return Launch(kernel, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
+        return gluon_launches.gradient_staggered(run, rows, terms, buffer, at_target, first_tile, tiles)
     t = run.tiles["gradient_tiles"]
     arguments = {
         **buffer.known,
@@ -560,7 +484,9 @@ def weight_product(
 ) -> Launch:
     of_chunk = buffer.rows.in_weight_grad == 0 and buffer.rows.recomputed == 0
     if run.gluon and of_chunk and out.dtype == torch.float32 and adds_in_turns(run.hidden, run.tokens):
-        return _weight_in_turns(
+        from onchip.vocab.triton import gluon_launches
+
+        return gluon_launches.weight_in_turns(
             run, buffer, rows, out, inverse_grad_scale, even_sum, first_tile, tiles, add=add, first_row=first_row
         )
     t = run.tiles["weight_gradient"]
@@ -585,42 +511,6 @@ def weight_product(
         "PARTS": parts,
     }
     return run.product("weight_gradient", gradients.weight_gradient, arguments)
-
-
-def _weight_in_turns(
-    run: Run,
-    buffer: LogitBuffer,
-    rows: Tensor,
-    out: Tensor,
-    inverse_grad_scale: Tensor | None,
-    even_sum: Tensor | None,
-    first_tile: int,
-    tiles: int,
-    *,
-    add: bool,
-    first_row: int,
-) -> Launch:
-    from onchip.vocab.triton import turns
-
-    arguments = {
-        "exponentials": _blocks(buffer.matrix, turns.STEP.value, IN_TURNS),
-        "rows": _blocks(rows, turns.STEP.value, IN_TURNS),
-        "out": out,
-        "inverse_grad_scale": inverse_grad_scale,
-        "even_sum": even_sum,
-        "first_row": first_row,
-        "first_tile": first_tile,
-        "chunk_tiles": tiles,
-        "buffer": buffer.rows,
-        "out_stride": out.stride(0),
-        "V": len(out),
-        "STILL": 4,  # of the 14 blocks that there is room for: 2 to 6 differ by 3%
-        "SLOTS": 10,
-        "PROGRAMS": run.programs,
-        "ADD": add,
-        "WIDTH": 32,
-    }
-    return Launch(turns.weight_in_turns, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
 
 
 def hidden_product(
@@ -650,7 +540,9 @@ def hidden_product(
         "SLICES": max(slices, 2 if product_scale is not None or halves else 1),
     }
     if run.gluon and run.weight.stride(1) == 1 and hidden_apart(run.hidden):
-        return _hidden_apart(run, buffer, out, common)
+        from onchip.vocab.triton import gluon_launches
+
+        return gluon_launches.hidden_apart(run, buffer, out, common)
     t = run.tiles["hidden_gradient"]
     arguments = {
         **common,
@@ -662,16 +554,3 @@ def hidden_product(
         "BLOCK_H": t.columns,
     }
     return run.product("hidden_gradient", gradients.hidden_gradient, arguments)
-
-
-def _hidden_apart(run: Run, buffer: LogitBuffer, out: Tensor, common: Mapping[str, Any]) -> Launch:
-    from onchip.vocab.triton import apart
-
-    arguments = {
-        **common,
-        "exponentials": _blocks(buffer.matrix, apart.TILE.value, apart.STEP.value),
-        "weight": _blocks(run.weight, apart.STEP.value, apart.TILE.value),
-        "out": out,
-        "PROGRAMS": run.programs,
-    }
-    return Launch(apart.hidden_apart, (run.programs,), arguments, warps=8, registers=ALL_REGISTERS, shared=run.known)

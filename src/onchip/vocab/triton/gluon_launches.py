@@ -1,0 +1,136 @@
+"""Launches of the kernels in Gluon; launches.py decides where they stand in for Triton's.
+
+Imported only where there is a Triton whose Gluon they are written in: see `launch.has_gluon`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
+from onchip.vocab.triton import apart, staggered, turns
+from onchip.vocab.triton.launches import VOCAB_TILE, LogitBuffer, Partials, Run, Terms, Vectors
+from onchip.vocab.triton.memory import IN_TURNS
+
+
+def softmax_in_turns(
+    run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, vectors: Vectors
+) -> Launch:
+    steps = -(-run.hidden // turns.STEP.value)
+    # Beside 32 columns on their way out there is room for 13 blocks.  All of H stays where four slots are left; of
+    # more H fewer blocks do, since steps that need two slots need more of these: docs/internals/tried.md.
+    still = steps if steps <= 9 else max(4, 11 - steps // 2)
+    width = 32
+    arguments = {
+        "rows": _blocks(rows, IN_TURNS, turns.STEP.value),
+        "weight": _blocks(run.weight, IN_TURNS, turns.STEP.value),
+        "label": vectors.label,
+        "factor": vectors.factor,
+        "shift": vectors.shift,
+        "maximum": partials.maximum,
+        "others": partials.others,
+        "exponentials": None if kept is None else _blocks(kept.matrix, IN_TURNS, width),
+        "buffer": None if kept is None else kept.rows,
+        "first": first,
+        "stride": partials.stride,
+        "T": len(rows),
+        "STILL": still,
+        "SLOTS": 13 - still,
+        "PROGRAMS": run.programs,
+        "WIDTH": width,
+    }
+    return Launch(turns.softmax_in_turns, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
+
+
+def softmax_staggered(
+    run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, vectors: Vectors
+) -> Launch:
+    arguments = {
+        **_staggered(run, rows, None if kept is None else kept.matrix),
+        "vectors": vectors,
+        "partials": partials,
+        "buffer": None if kept is None else kept.rows,
+        "first": first,
+        "T": len(rows),
+    }
+    return Launch(staggered.softmax_staggered, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
+
+
+def gradient_staggered(
+    run: Run, rows: Tensor, terms: Terms, buffer: LogitBuffer, at_target: Tensor | None, first_tile: int, tiles: int
+) -> Launch:
+    arguments = {
+        **_staggered(run, rows, buffer.matrix),
+        "buffer": buffer.rows,
+        "terms": terms,
+        "at_target": at_target,
+        "first": buffer.kept,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
+    }
+    return Launch(staggered.gradient_staggered, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
+
+
+def weight_in_turns(
+    run: Run,
+    buffer: LogitBuffer,
+    rows: Tensor,
+    out: Tensor,
+    inverse_grad_scale: Tensor | None,
+    even_sum: Tensor | None,
+    first_tile: int,
+    tiles: int,
+    *,
+    add: bool,
+    first_row: int,
+) -> Launch:
+    arguments = {
+        "exponentials": _blocks(buffer.matrix, turns.STEP.value, IN_TURNS),
+        "rows": _blocks(rows, turns.STEP.value, IN_TURNS),
+        "out": out,
+        "inverse_grad_scale": inverse_grad_scale,
+        "even_sum": even_sum,
+        "first_row": first_row,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
+        "buffer": buffer.rows,
+        "out_stride": out.stride(0),
+        "V": len(out),
+        "STILL": 4,  # of the 14 blocks that there is room for: 2 to 6 differ by 3%
+        "SLOTS": 10,
+        "PROGRAMS": run.programs,
+        "ADD": add,
+        "WIDTH": 32,
+    }
+    return Launch(turns.weight_in_turns, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
+
+
+def hidden_apart(run: Run, buffer: LogitBuffer, out: Tensor, common: Mapping[str, Any]) -> Launch:
+    arguments = {
+        **common,
+        "exponentials": _blocks(buffer.matrix, apart.TILE.value, apart.STEP.value),
+        "weight": _blocks(run.weight, apart.STEP.value, apart.TILE.value),
+        "out": out,
+        "PROGRAMS": run.programs,
+    }
+    return Launch(apart.hidden_apart, (run.programs,), arguments, warps=8, registers=ALL_REGISTERS, shared=run.known)
+
+
+def _staggered(run: Run, rows: Tensor, exponentials: Tensor | None) -> dict[str, Any]:
+    """What the kernels of staggered.py take alike."""
+    half, step, width = staggered.HALF.value, staggered.STEP.value, 128
+    return {
+        "rows": _blocks(rows, half, step),
+        "weight": _blocks(run.weight, VOCAB_TILE, step),
+        "exponentials": None if exponentials is None else _blocks(exponentials, half, width),
+        "GROUP": 16,
+        "PROGRAMS": run.programs,
+        "STAGES": 4,
+        "WIDTH": width,
+    }
+
+
+def _blocks(x: Tensor, rows: int, columns: int) -> Any:
+    """A matrix in blocks for a kernel in Gluon; as in `Run.operand`, that of exponentials has no stride."""
+    return shared_descriptor(x, x.shape, (x.stride(0) or x.shape[1], 1), (rows, columns))
