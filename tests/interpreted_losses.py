@@ -22,7 +22,7 @@ from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
-from onchip.vocab.triton import launches, walks
+from onchip.vocab.triton import gluon_launches, launches, walks
 from onchip.vocab.triton import memory as triton_memory
 from soft_labels import assert_right as assert_soft
 from soft_labels import class_weights, everything, right_stats
@@ -136,12 +136,15 @@ class InTurns:
 @check("near", "far above", "ragged")
 def by_halves_of_a_tile(name):
     std, vocab = {"near": (0.2, 512), "far above": (12.0, 700), "ragged": (6.0, 600)}[name]
-    by_name = {"partial_columns": lambda *_: triton_memory.IN_TURNS, "_softmax_in_turns": InTurns}
     given = AUTO.problem((140,), 24, vocab)
     given["hidden"] = (given["hidden"].detach() * std).requires_grad_()
     given[AUTO.ids][::9] = -100
     given.pop("bias")
-    with plan_in_forward(), mock.patch.multiple(launches, **by_name):
+    with (
+        plan_in_forward(),
+        mock.patch.object(launches, "partial_columns", return_value=triton_memory.IN_TURNS),
+        mock.patch.object(gluon_launches, "softmax_in_turns", InTurns),
+    ):
         loss = linear_cross_entropy(**given, z_loss=1e-4, backend="triton")
         loss.backward()
     expected = AUTO.oracle(given, {"loss": torch.ones(())}, z_loss=1e-4)
