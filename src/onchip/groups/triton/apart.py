@@ -89,9 +89,17 @@ def multiply(a_blocks, b_blocks, barriers, first, steps, zeros, A_TURNED: gl.con
 
 
 @gluon.jit
-def tell_tile(said, spoken, n, tile):
-    """Say to the groups that multiply, as number n, which tile is copied next."""
-    told, heard = spoken
+def new_speech():
+    """Two places for the number of a tile, in turn, and barriers: it was told, it was heard."""
+    said = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told, heard = new_barriers(2)
+    return said, told, heard
+
+
+@gluon.jit
+def tell_tile(speech, n, tile):
+    """Say to the warps that multiply, as number n, which tile is copied next."""
+    said, told, heard = speech
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(heard.index(n % 2), ((n // 2) & 1) ^ 1)
     said.index(n % 2).store(gl.full([32], 0, gl.int32, lanes) + tile)
@@ -99,9 +107,9 @@ def tell_tile(said, spoken, n, tile):
 
 
 @gluon.jit
-def hear_tile(said, spoken, n):
+def hear_tile(speech, n):
     """What `tell_tile` says as number n."""
-    told, heard = spoken
+    said, told, heard = speech
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     mbarrier.wait(told.index(n % 2), (n // 2) & 1)
     tile = gl.max(said.index(n % 2).load(lanes), 0)
@@ -122,7 +130,7 @@ def find_rows(plan, G, tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def copy_rows(
-    x, weight, x_blocks, weight_blocks, barriers, said, spoken, counter, plan, G, N, K,
+    x, weight, x_blocks, weight_blocks, barriers, speech, counter, plan, G, N, K,
     GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Take tiles, tell the others which, and copy their operands where there is room."""
@@ -133,7 +141,7 @@ def copy_rows(
     told = 0
     tile = gl.program_id(0)
     while tile < tiles_m * tiles_n:
-        tell_tile(said, spoken, told, tile)
+        tell_tile(speech, told, tile)
         told += 1
         j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
         for k in range(gl.cdiv(K, STEP)):
@@ -154,12 +162,12 @@ def copy_rows(
                 tma.async_copy_global_to_shared(weight, [g, j * COLUMNS, k * STEP], full.index(s), block)
             step += 1
         tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
-    tell_tile(said, spoken, told, tiles_m * tiles_n)
+    tell_tile(speech, told, tiles_m * tiles_n)
 
 
 @gluon.jit
 def multiply_rows(
-    x_blocks, weight_blocks, barriers, said, spoken, staged, bias, row_scale, out, product, plan, T, G, N, K,
+    x_blocks, weight_blocks, barriers, speech, staged, bias, row_scale, out, product, plan, T, G, N, K,
     GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """The products of the tiles that `copy_rows` says, and what follows them."""
@@ -171,7 +179,7 @@ def multiply_rows(
     steps = gl.cdiv(K, STEP)
     done = 0
     heard = 1
-    tile = hear_tile(said, spoken, 0)
+    tile = hear_tile(speech, 0)
     while tile < tiles_m * tiles_n:
         j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
         lead = (LAST, end, LAST - (end - first))
@@ -206,7 +214,7 @@ def multiply_rows(
             send(result, out, staged, lead, j * COLUMNS, ROWS, COLUMNS, WIDTH)
         else:
             send(result, out, staged, lead, j * HALF, ROWS, HALF, WIDTH)
-        tile = hear_tile(said, spoken, heard)
+        tile = hear_tile(speech, heard)
         heard += 1
 
     # Rows past the last group.
@@ -243,16 +251,15 @@ def product_apart(
     shape: gl.constexpr = [1, STEP, COLUMNS] if TURNED else [1, COLUMNS, STEP]
     weight_blocks = gl.allocate_shared_memory(weight.dtype, [STAGES] + shape, weight.layout)
     staged = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
-    said = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = new_barriers(STAGES)
-    spoken = new_barriers(2)
+    speech = new_speech()
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply_rows, (x_blocks, weight_blocks, barriers, said, spoken, staged, bias, row_scale, out, product,
+            (multiply_rows, (x_blocks, weight_blocks, barriers, speech, staged, bias, row_scale, out, product,
                              plan, T, G, N, K, GATED, TURNED, GROUP, PROGRAMS)),
-            (copy_rows, (x, weight, x_blocks, weight_blocks, barriers, said, spoken, counter, plan, G, N, K, GATED,
+            (copy_rows, (x, weight, x_blocks, weight_blocks, barriers, speech, counter, plan, G, N, K, GATED,
                          TURNED, GROUP, PROGRAMS)),
         ],
         [1],
@@ -280,7 +287,7 @@ def count_steps(start, end):
 
 @gluon.jit
 def copy_tiles(
-    a, b, a_blocks, b_blocks, barriers, said, spoken, plan, counter, tiles, tiles_a, tiles_b,
+    a, b, a_blocks, b_blocks, barriers, speech, plan, counter, tiles, tiles_a, tiles_b,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Take tiles, tell the others which, and copy their operands where there is room."""
@@ -289,7 +296,7 @@ def copy_tiles(
     n = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        tell_tile(said, spoken, n, tile)
+        tell_tile(speech, n, tile)
         n += 1
         _, i, j, start, end = find_tile(plan, tile, tiles_a, tiles_b, GROUP)
         for k in range(count_steps(start, end)):
@@ -301,25 +308,25 @@ def copy_tiles(
             tma.async_copy_global_to_shared(b, [LAST, end, row, j * COLUMNS], full.index(s), b_blocks.index(s))
             step += 1
         tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
-    tell_tile(said, spoken, n, tiles)
+    tell_tile(speech, n, tiles)
 
 
 @gluon.jit
 def multiply_tiles(
-    a_blocks, b_blocks, barriers, said, spoken, staged, out, plan, tiles, tiles_a, tiles_b, GROUP: gl.constexpr
+    a_blocks, b_blocks, barriers, speech, staged, out, plan, tiles, tiles_a, tiles_b, GROUP: gl.constexpr
 ):
     """The products of the tiles that `copy_tiles` says."""
     zeros = gl.zeros((ROWS, COLUMNS), gl.float32, products_layout())
     done = 0
     n = 1
-    tile = hear_tile(said, spoken, 0)
+    tile = hear_tile(speech, 0)
     while tile < tiles:
         g, i, j, start, end = find_tile(plan, tile, tiles_a, tiles_b, GROUP)
         steps = count_steps(start, end)
         value = multiply(a_blocks, b_blocks, barriers, done, steps, zeros, True, False) + poison_of_group(plan, g)
         done += steps
         send(value, out, staged, (g, i * ROWS), j * COLUMNS, ROWS, COLUMNS, WIDTH)
-        tile = hear_tile(said, spoken, n)
+        tile = hear_tile(speech, n)
         n += 1
     tma.store_wait(0)
 
@@ -341,9 +348,8 @@ def weight_gradient_apart(
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_shape, a.layout)
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_shape, b.layout)
     staged = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
-    said = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = new_barriers(STAGES)
-    spoken = new_barriers(2)
+    speech = new_speech()
     fence_async_shared()
     gl.thread_barrier()
     tiles_a = gl.cdiv(A, ROWS)
@@ -351,9 +357,9 @@ def weight_gradient_apart(
     tiles = G * tiles_a * tiles_b
     gl.warp_specialize(
         [
-            (multiply_tiles, (a_blocks, b_blocks, barriers, said, spoken, staged, out, plan, tiles, tiles_a, tiles_b,
+            (multiply_tiles, (a_blocks, b_blocks, barriers, speech, staged, out, plan, tiles, tiles_a, tiles_b,
                               GROUP)),
-            (copy_tiles, (a, b, a_blocks, b_blocks, barriers, said, spoken, plan, counter, tiles, tiles_a, tiles_b,
+            (copy_tiles, (a, b, a_blocks, b_blocks, barriers, speech, plan, counter, tiles, tiles_a, tiles_b,
                           GROUP, PROGRAMS)),
         ],
         [1],

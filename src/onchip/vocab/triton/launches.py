@@ -88,7 +88,7 @@ class Run:
     # Where the weight is a shard of a vocabulary:
     whole_vocab: int | None = None  # how many entries that has
     elsewhere: int | None = None  # in place of an id that another shard has
-    gluon: bool = False  # whether the kernels of turns.py and apart.py can run
+    gluon: bool = False  # whether kernels in Gluon can run
 
     @property
     def hidden(self) -> int:
