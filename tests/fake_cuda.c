@@ -2,6 +2,7 @@
 #include "cuda.h"
 #include <malloc.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 // PyTorch's memory of the CPU, aligned as that of a GPU: this library is loaded before all others.
@@ -23,9 +24,19 @@ static int known, failing = -1, logging = 1;
 static CUcontext context;
 static int retained;
 
+// What is captured of a stream, and a graph of it.
+static struct { CUstream stream; unsigned char data[1 << 20]; size_t size; } captured;
+static CUstream busy; // that somebody else is capturing
+static int made_graphs, launched_graphs, living_graphs, refusing;
+
 static void put(const void *data, size_t size) {
   if (used + size <= sizeof(log_)) memcpy(log_ + used, data, size);
   used += size;
+}
+static void note(CUstream stream, const void *data, size_t size) {
+  if (!captured.stream || stream != captured.stream) return put(data, size);
+  memcpy(captured.data + captured.size, data, size);
+  captured.size += size;
 }
 
 // What a test calls.
@@ -44,6 +55,9 @@ void fake_fail(int after) { failing = after; }
 void fake_logging(int on) { logging = on; }
 void fake_no_context(void) { context = NULL; }
 int fake_retained(void) { return retained; }
+void fake_busy(uint64_t stream) { busy = (CUstream)stream; }
+void fake_refuse_graphs(int on) { refusing = on; }
+void fake_graphs(int *into) { into[0] = made_graphs, into[1] = launched_graphs, into[2] = living_graphs; }
 
 static CUresult result(void) { return failing >= 0 && failing-- == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
 
@@ -55,12 +69,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, 
     if (kernels[i].function != (uint64_t)f) continue;
     e.bytes = c->numAttrs * sizeof(CUlaunchAttribute);
     for (int j = 0; j < kernels[i].count; ++j) e.bytes += kernels[i].sizes[j];
-    put(&e, sizeof(e));
-    put(c->attrs, c->numAttrs * sizeof(CUlaunchAttribute));
-    for (int j = 0; j < kernels[i].count; ++j) put(params[j], kernels[i].sizes[j]);
+    note(c->hStream, &e, sizeof(e));
+    note(c->hStream, c->attrs, c->numAttrs * sizeof(CUlaunchAttribute));
+    for (int j = 0; j < kernels[i].count; ++j) note(c->hStream, params[j], kernels[i].sizes[j]);
     return result();
   }
-  put(&e, sizeof(e));
+  note(c->hStream, &e, sizeof(e));
   return result();
 }
 
@@ -84,13 +98,61 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstream stream) {
   if (!logging) return CUDA_SUCCESS;
   Entry e = {ZERO, to, (uint64_t)stream, {size, value, 0}, {0}, 0, 0, 0};
-  put(&e, sizeof(e));
+  note(stream, &e, sizeof(e));
   return result();
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
   if (!logging) return CUDA_SUCCESS;
   Entry e = {COPY, to, (uint64_t)stream, {size, from, 0}, {0}, 0, 0, 0};
-  put(&e, sizeof(e));
+  note(stream, &e, sizeof(e));
+  return result();
+}
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+  static CUstreamCaptureMode now = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  CUstreamCaptureMode before = now;
+  return now = *mode, *mode = before, CUDA_SUCCESS;
+}
+CUresult cuStreamCreate(CUstream *s, unsigned int flags) { *s = malloc(1); return CUDA_SUCCESS; }
+CUresult cuStreamDestroy(CUstream s) { free(s); return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) {
+  *status = busy && s == busy ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamBeginCapture(CUstream s, CUstreamCaptureMode mode) {
+  if (mode != CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_ERROR_INVALID_VALUE;
+  captured.stream = s, captured.size = 0;
+  return CUDA_SUCCESS;
+}
+typedef struct { size_t size; unsigned char data[]; } Made;
+static Made *copy_of(const void *data, size_t size) {
+  Made *made = malloc(sizeof(Made) + size);
+  memcpy(made->data, data, made->size = size);
+  return made;
+}
+CUresult cuStreamEndCapture(CUstream s, CUgraph *graph) {
+  *graph = (CUgraph)copy_of(captured.data, captured.size);
+  captured.stream = NULL;
+  return CUDA_SUCCESS;
+}
+CUresult cuGraphInstantiateWithFlags(CUgraphExec *into, CUgraph graph, unsigned long long flags) {
+  if (refusing) return CUDA_ERROR_INVALID_VALUE;
+  ++made_graphs, ++living_graphs;
+  *into = (CUgraphExec)copy_of(((Made *)graph)->data, ((Made *)graph)->size);
+  return CUDA_SUCCESS;
+}
+CUresult cuGraphDestroy(CUgraph graph) { free(graph); return CUDA_SUCCESS; }
+CUresult cuGraphExecDestroy(CUgraphExec graph) { --living_graphs; free(graph); return CUDA_SUCCESS; }
+CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
+  Made *made = (Made *)graph;
+  ++launched_graphs;
+  for (size_t at = 0; at < made->size;) {
+    Entry e;
+    memcpy(&e, made->data + at, sizeof(e));
+    e.stream = (uint64_t)stream;
+    put(&e, sizeof(e));
+    put(made->data + at + sizeof(e), e.bytes);
+    at += sizeof(e) + e.bytes;
+  }
   return result();
 }
 CUresult cuFuncGetParamInfo(CUfunction f, size_t i, size_t *offset, size_t *size) {

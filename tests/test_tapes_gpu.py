@@ -232,6 +232,53 @@ def test_streams_graphs_and_a_kept_graph(tapes):
         assert all(map(torch.equal, torch.autograd.grad(loss, (hidden, weight), retain_graph=keep), expected))
 
 
+@pytest.mark.parametrize("name", ["mixed", "in_forward"])
+def test_graphs_of_the_same_memory(name, tapes, monkeypatch):
+    """Whose numbers change: eagerly, on another stream, captured by the caller, and after a call with other memory."""
+    programs, build = [], torch_program.build
+
+    def collect(*args):
+        made = build(*args)
+        programs.append(made[0])
+        return made
+
+    monkeypatch.setattr(torch_program, "build", collect)
+    given = {seed: (*_leaves(seed, (T, H), (V, H)), _target(seed)) for seed in range(1, 16)}
+    hidden, weight, target = (x.detach().clone() for x in given[1])
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def put(seed):
+        with torch.no_grad():
+            for x, y in zip((hidden, weight, target), given[seed], strict=True):
+                x.copy_(y)
+
+    def bits(*leaves):
+        loss = linear_cross_entropy(*(leaves or (hidden, weight, target)), scratch_bytes=1 << 24)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves[:2] or (hidden, weight))]
+
+    with mixed_plan() if name == "mixed" else plan_in_forward():
+        expected = {}
+        for seed in given:
+            configs.clear_cache()  # no tapes
+            expected[seed] = bits(*given[seed])
+
+        def check(made, seed):
+            assert all(map(torch.equal, made, expected[seed])), seed
+
+        for seed in given:
+            put(seed)
+            check(aside(bits) if seed == 9 else bits(), seed)
+            if seed == 11:
+                check(bits(*given[seed]), seed)
+        graph, captured = capture(bits)
+        put(2)
+        graph.replay()
+        check(captured, 2)
+        check(bits(), 2)
+    if tapes["way"] == "programs":
+        assert sum(x.graphs for x in programs) >= 1
+
+
 def test_weight_grad_out(tapes):
     hidden, weight = _leaves(1, (T, H), (V, H))
     out = torch.zeros(V, H, device="cuda")
