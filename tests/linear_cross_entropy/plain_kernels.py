@@ -132,8 +132,10 @@ def offset_sum(below, inside, class_weight):
 
 
 def gradient_tiles(
-    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, config=None
+    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, first_row=0,
+    config=None,
 ):  # fmt: skip
+    operands = operands._replace(rows=operands.rows[first_row:])
     rows, weight, label, factor, count, _, inner_scale, class_weight = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -161,7 +163,7 @@ def kept_entries(kept, vocab, vocab_major, tokens):
 
 def hidden_product(
     weight, count, *, vocab_major, tokens, kept=None, in_scratch=None, recomputed=None, first=None, scale=None, add_to,
-    second=None, halves=False, config=None,
+    row=None, rest=None, second=None, halves=False, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -180,7 +182,14 @@ def hidden_product(
     for ref, part in ((add_to, slice(0, cut)), (second, slice(cut, size))):
         if ref is not None:
             product = e[:, part] @ w[part]
-            ref[...] += product if scale is None else jnp.where(done[:, None], product * scale[:, None], 0)
+            product = product if scale is None else jnp.where(done[:, None], product * scale[:, None], 0)
+            start = 0 if row is None else row[0]
+            whole = ref[...] if rest is None else jnp.concatenate([ref[...], rest[...]])
+            old = lax.dynamic_slice_in_dim(whole, start, tokens)
+            whole = lax.dynamic_update_slice_in_dim(whole, old + product, start, 0)
+            ref[...] = whole[: ref.shape[0]]
+            if rest is not None:
+                rest[...] = whole[ref.shape[0] :]
 
 
 def weight_product(

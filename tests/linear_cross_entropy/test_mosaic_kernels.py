@@ -302,7 +302,10 @@ def test_products(vocab_major, interpreter):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [False], ids=["HV"])
 def test_gradient_again(vocab_major, interpreter):
-    """With bias, softcap, smoothing weighed by class; half of the tokens' weight gradient is from kept exponentials."""
+    """With bias, softcap, smoothing weighed by class, of rows behind others.
+
+    Half of the tokens' weight gradient is from kept exponentials.
+    """
     s = Small(vocab_major, vocab=448)
     rng = np.random.default_rng(1)
     inner, first, size, kept = 0.3, SPLIT, PADDED - SPLIT, 128
@@ -324,8 +327,11 @@ def test_gradient_again(vocab_major, interpreter):
     @jax.jit
     def run():
         again = kernels.gradient_tiles(
-            s.operands._replace(bias=s.bias, inner_scale=jnp.full(1, inner), class_weight=s.class_weight),
-            padded(lse, np.inf), s.scale, padded(at_target), size=size, even=padded(even), **common,
+            s.operands._replace(
+                rows=jnp.pad(s.rows, ((kept, 0), (0, 0)), constant_values=jnp.nan), bias=s.bias,
+                inner_scale=jnp.full(1, inner), class_weight=s.class_weight,
+            ),
+            padded(lse, np.inf), s.scale, padded(at_target), size=size, even=padded(even), first_row=kept, **common,
         )  # fmt: skip
         hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
         others = again[:, kept:] if vocab_major else again[kept:]

@@ -222,6 +222,11 @@ def test_many_tokens_have_their_gradients_made_in_forward():
     p = problem(32768, 1024, 151936)
     eighth = 4 * p.tokens * p.vocab // 8
     assert mosaic_spec.plan(p, "auto", eighth).by_tokens
+    # Half of both sums is in the memory of the gradients: that leaves room for chunks whose addition costs little.
+    large = problem(32768, 4096, 128256)
+    c = mosaic_spec.plan(large, "auto", 4 * large.tokens * large.vocab // 8)
+    assert c.by_tokens
+    assert c.token_chunk >= 2048
     # Not for an upstream gradient by token, and not by name.
     assert not mosaic_spec.plan(replace(p, per_token_loss=True), "auto", eighth).by_tokens
     assert not mosaic_spec.plan(p, "recompute", eighth).by_tokens

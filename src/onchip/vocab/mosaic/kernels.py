@@ -63,10 +63,14 @@ def _logits_tiles(
     name: str,
     config: MosaicConfig,
     interpret: Any,
+    first_row: int = 0,
 ) -> dict[str, Array]:
-    """A kernel over the tiles of the logits of so many entries, from that in `first` on if it is among `inputs`."""
+    """A kernel over the tiles of the logits of so many entries, from that in `first` on if it is among `inputs`.
+
+    The first position's hidden state is that of row `first_row`.
+    """
     c = config
-    tokens, hidden = operands.rows.shape
+    tokens, hidden = len(operands.label), operands.rows.shape[1]
     assert tokens % c.tile_m == 0
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
@@ -76,7 +80,7 @@ def _logits_tiles(
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
         v = s.j * c.tile_n + (refs["first"][0] if "first" in refs else 0)
-        load_block(refs["rows"], s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
+        load_block(refs["rows"], first_row + s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
         if vocab_major:
             load_block(refs["weight"], v, c.tile_n, h, c.tile_k, b, barrier)
         else:
@@ -252,12 +256,13 @@ def gradient_tiles(
     # from every entry but the target's
     labels: Labels | None = None,  # soft ones: taken, times `by_labels` and the class's weight, from the others too
     by_labels: Array | None = None,  # [T] float32
+    first_row: int = 0,  # rows of `operands` that are of other tokens, before those of these
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Array:
     """Recomputed logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
     c = config
-    dtype, tokens = operands.rows.dtype, len(operands.rows)
+    dtype, tokens = operands.rows.dtype, len(operands.label)
     vocab = vocab_of(operands.weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
@@ -310,6 +315,7 @@ def gradient_tiles(
         name="gradient_tiles",
         config=c,
         interpret=interpret,
+        first_row=first_row,
     )
     return made["out"]
 
@@ -450,6 +456,8 @@ def hidden_product(
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
+    row: Array | None = None,  # [1] int32: that the first token's is added to, where `add_to` has more of them
+    rest: Any = None,  # reference to further rows of what is added to; there are whole tiles of the first
     second: Any = None,  # the same for second halves of tiles
     halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
     config: MosaicConfig,
@@ -473,6 +481,7 @@ def hidden_product(
     assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
     adds = add_to is not None
     assert adds or interpret is not None  # which has no copies that add
+    assert rest is None or (adds and second is None and add_to.shape[0] % c.tile_m == 0)
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         n = lax.max(refs["count"][0], jnp.int32(1))
@@ -513,7 +522,12 @@ def hidden_product(
             factor = registers.load(refs["scale"].at[pl.ds(p.m, c.part_m)], 1)
             product = product * registers.spread(factor, shape, 1)
         strip = lambda n, width: product[:, n : n + width]  # noqa: E731
-        send = send_to(refs["out"], p.m, p.n, BOX // 2, "add" if adds else None)
+        m = p.m if row is None else refs["row"][0] + p.m
+        send = send_to(refs["out"], m, p.n, BOX // 2, "add" if adds else None)
+        if rest is not None:
+            begin = add_to.shape[0]
+            first_send, send_rest = send, send_to(refs["rest"], m - begin, p.n, BOX // 2, "add")
+            send = lambda *block: lax.cond(m < begin, lambda: first_send(*block), lambda: send_rest(*block))  # noqa: E731
         if second is None:
             store(strip, send)
             return
@@ -525,6 +539,7 @@ def hidden_product(
     if kept is not None:
         inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}
+    inputs |= {"row": row, "rest": rest}
     inputs |= {"out": add_to} if adds else {}
     made = persistent_product(
         c,

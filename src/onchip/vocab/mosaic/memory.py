@@ -156,6 +156,11 @@ def half(vocab: int) -> int:
     return vocab // 2 // VOCAB_TILE * VOCAB_TILE
 
 
+def half_of_tokens(tokens: int) -> int:
+    """Positions of the first half of a float32 sum of hidden's gradient, likewise."""
+    return tokens // 2 // TOKEN_TILE * TOKEN_TILE
+
+
 def capacity(p: Problem) -> int:
     """Tokens whose exponentials can be kept in the memory of the weight's gradient."""
     if not (p.grad_weight and _keeps(p)) or p.vocab < 2 * VOCAB_TILE:
@@ -192,15 +197,19 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     if c.by_tokens:
         padded = up(p.tokens, rows)
         parts["vectors"] += 256 * (padded - up(p.tokens, TOKEN_TILE))
-        # XLA puts the first half of the weight's sum where the gradient will be, and rounds it before it writes there.
+        # XLA puts the first halves of the sums where the gradients will be, and rounds them before it writes there.
         parts["weight gradient in float32"] = 4 * (p.vocab - half(p.vocab)) * p.hidden if p.grad_weight else 0
+        first = half_of_tokens(p.tokens)
+        parts["hidden gradient in float32"] = 4 * (padded - first) * p.hidden if p.grad_hidden else 0
         chunk = {
             "exponentials in scratch": _ELEMENT * vocab * rows,
             "hidden rows": hidden_rows * (1 + int(p.grad_weight)),
             "softmax of each tile": softmax,
-            "hidden gradient in float32": 4 * (padded + rows) * p.hidden if p.grad_hidden else 0,
         }
-        last = {"half of the weight gradient": _ELEMENT * half(p.vocab) * p.hidden if p.grad_weight else 0}
+        last = {
+            "half of the weight gradient": _ELEMENT * half(p.vocab) * p.hidden if p.grad_weight else 0,
+            "half of hidden's gradient": _ELEMENT * first * p.hidden if p.grad_hidden else 0,
+        }
         return parts | max((chunk, last), key=lambda phase: sum(phase.values()))
     recomputed = rows - c.kept
     # What is left for the last chunk may be a tile more than the others.
@@ -212,7 +221,6 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     kept = {"hidden gradient in float32": 4 * c.kept * p.hidden if p.grad_hidden else 0}
     rest = {
         "hidden rows": hidden_rows,
-        "hidden rows of recomputed logits": _ELEMENT * recomputed * p.hidden if c.kept else 0,
         "recomputed logits' gradient": _ELEMENT * recomputed * group,
         "hidden gradient in float32": 4 * (1 + int(c.halves)) * recomputed * p.hidden if p.grad_hidden else 0,
     }

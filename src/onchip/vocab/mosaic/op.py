@@ -20,7 +20,7 @@ from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
-from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, half, split_at, up
+from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, half, half_of_tokens, split_at, up
 from onchip.vocab.mosaic.positions import (
     LOWEST,
     NO_LABEL,
@@ -31,13 +31,14 @@ from onchip.vocab.mosaic.positions import (
     after,
     bias_gradient,
     gradient_of_first,
+    gradient_of_halves,
     gradient_with_last,
     rows_from,
     stored_tiles,
     unfused,
 )
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write, write_rows
+from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write_rows
 
 Array = jax.Array
 SEQUENTIAL = True
@@ -70,7 +71,7 @@ class Saved(NamedTuple):
 class Sums(NamedTuple):
     """Gradients that are made in forward, chunk by chunk of tokens, in float32; None is what isn't wanted."""
 
-    hidden: Any  # [P, H]: of the softmax alone, without each position's factor
+    hidden: Any  # of the first half of the positions and of the others: of the softmax alone, without their factors
     weight: Any  # of the first half of the vocabulary and of the second, for an upstream gradient of 1
     even: Array | None = None  # [H or more]: what is to be taken from it at each entry
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
@@ -91,29 +92,37 @@ def tiles_of(call: Call) -> dict[str, Any]:
 
 def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved | None]:
     """The statistics of each position, and what backward needs."""
-    # Pallas takes a second to import.
+    from onchip.vocab.mosaic import kernels  # Pallas takes a second to import
+
+    if plan.by_tokens:
+        return _forward_by_tokens(plan, wanted, needs, call)
+    at = Positions.of(call)
+    if plan.kept:
+        return _keeping(plan, wanted, at, at.rows(after(call.tokens.source, call.tokens.number)))
+    softmax_tiles: Any = partial(
+        kernels.softmax_tiles, None, vocab_major=at.layer.vocab_axis == 0, wanted=wanted,
+        config=tiles_of(call)["softmax_tiles"],
+    )  # fmt: skip
+    # Several parts are traced and lowered once: a kernel takes a second.
+    launch = jax.jit(softmax_tiles) if len(at.parts(plan)) > 1 else softmax_tiles
+    made: list[Any] = []
+    for rows, part in at.in_parts(plan, made):
+        made.append(at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part))
+    stats = at.joined(made)
+    return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
+
+
+def _keeping(plan: MosaicPlan, wanted: Wanted, at: Positions, rows: Array) -> tuple[TokenStats, Saved]:
+    """As `forward`, with exponentials kept; of the hidden states of all positions."""
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels, rebase
     from onchip.vocab.mosaic.blocks import REACH
 
-    if plan.by_tokens:
-        return _forward_by_tokens(plan, wanted, needs, call)
-    at, config = Positions.of(call), tiles_of(call)["softmax_tiles"]
+    call, config = at.call, tiles_of(at.call)["softmax_tiles"]
     layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
     softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
-
-    if not plan.kept:
-        # Several parts are traced and lowered once: a kernel takes a second.
-        launch = jax.jit(partial(softmax_tiles, None)) if len(at.parts(plan)) > 1 else partial(softmax_tiles, None)
-        made: list[Any] = []
-        for rows, part in at.in_parts(plan, made):
-            made.append(at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part))
-        stats = at.joined(made)
-        return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
-
     whole = slice(0, padded)
-    rows = at.rows(after(call.tokens.source, call.tokens.number))
     target = at.target_logit(rows, whole)
     # float16's exponents don't reach: there all tokens are rebased.
     far = rows.dtype == jnp.float16
@@ -160,21 +169,21 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     def chunk(i: Array, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
         start = i * size
         mine = rows_from(call, start, size)
-        found, kept = forward(one_chunk, wanted, needs, mine)
-        assert kept is not None
-        assert kept.base is not None
         here = Positions.of(mine)
-        rows, exponentials = here.rows(mine.tokens.source), kept.in_scratch
+        rows = here.rows(mine.tokens.source)
+        found, kept = _keeping(one_chunk, wanted, here, rows)
+        assert kept.base is not None
+        exponentials = kept.in_scratch
         relative = jnp.where(here.there, jnp.exp(kept.base - found.lse), 0) / _exponential_scale(rows.dtype)
         stats, sums = carry
         if needs.hidden:
             product: Any = partial(
                 kernels.hidden_product, weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials,
-                scale=relative, halves=True, config=tiles["hidden_product"],
+                scale=relative, row=jnp.asarray(start, jnp.int32).reshape(1), halves=True,
+                config=tiles["hidden_product"],
             )  # fmt: skip
-            zeros = jnp.zeros((size, layer.hidden.shape[1]), jnp.float32)
-            part = unfused(run_state(lambda ref: product(add_to=ref))(zeros))
-            sums = sums._replace(hidden=write(sums.hidden, part, start))
+            add_rows = lambda refs: product(add_to=refs[0], rest=refs[1] if len(refs) > 1 else None)  # noqa: E731
+            sums = sums._replace(hidden=run_state(add_rows)(sums.hidden))
         if needs.weight:
             scale = cut(row_scale, start, size)
             factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
@@ -189,7 +198,9 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
 
     zeros = layer.zeros(needs, padded)
     halves = jnp.split(zeros.weight, [half(layer.vocab)], layer.vocab_axis) if needs.weight else None
-    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(zeros.hidden, halves)
+    first = half_of_tokens(len(layer.hidden))
+    rows = jnp.split(zeros.hidden, [first] if first else []) if needs.hidden else None
+    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(rows, halves)
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
@@ -289,9 +300,9 @@ def gradients(
     # Only now: hidden's float32 gradient is gone.
     source = source if grad_hidden is None else after(source, grad_hidden)
     rows = at.rows(source)
-    # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
-    rest = at.operands(at.rows(source[tail]), tail)
     rows = _scaled(rows, row_factor) if kept else rows
+    # Their factors are 1, so these are the hidden states; a part of `rows` would be a copy.
+    rest = at.operands(rows, tail)
     # Where exponentials are kept, all targets' terms and label smoothing's are added apart.
     at_target, even, even_rows = above.at_target, above.even, None
     if kept:
@@ -300,7 +311,7 @@ def gradients(
     def of_targets(rest: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(
             rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size,
-            vocab_major=major, config=tiles["gradient_tiles"],
+            first_row=kept, vocab_major=major, config=tiles["gradient_tiles"],
         )  # fmt: skip
         return made
 
@@ -371,7 +382,7 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
     grad_hidden = grad_weight = None
     if needs.hidden:
         above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
-        grad_hidden = gradient_of_first(at, above, sums.hidden, targets=True, factor=above.factor)
+        grad_hidden = gradient_of_halves(at, above, sums.hidden)
     if needs.weight:
         factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
         axis, dtype = at.layer.vocab_axis, at.layer.weight.dtype

@@ -338,22 +338,40 @@ class Upstream(NamedTuple):
         return x if self.inverse_grad_scale is None else x * self.inverse_grad_scale
 
 
-def gradient_of_first(
-    positions: Positions, upstream: Upstream, sums: Array, *, targets: bool, factor: Array | None = None
-) -> Array:
+def gradient_of_first(positions: Positions, upstream: Upstream, sums: Array, *, targets: bool) -> Array:
     """hidden's gradient [T, H]: of the tokens with the first positions from `sums`, of all others 0.
 
-    With `targets` the sums lack the targets' terms, and with `factor` [P] that of each position.
+    With `targets` the sums lack the targets' terms.
     """
     tokens = positions.call.tokens
     mine = tokens.kept & (tokens.place < sums.shape[0])
     value = sums.at[tokens.place].get(mode="clip")
-    if factor is not None:
-        value *= factor[tokens.place][:, None]
     if targets:
         value += _targets_terms(positions, upstream, tokens.place)
     dtype = positions.gradient_dtype
     return jnp.where(mine[:, None], upstream.unscaled(value).astype(dtype), jnp.zeros((), dtype))
+
+
+def gradient_of_halves(positions: Positions, upstream: Upstream, sums: list[Array]) -> Array:
+    """hidden's gradient [T, H] from sums of the first positions and of the others, or of all in one, which lack the
+    positions' factors and the targets' terms.
+    """
+    tokens, dtype = positions.call.tokens, positions.gradient_dtype
+    *first, last = sums
+
+    def rounded(value: Array, at: Any) -> Array:
+        value = value * upstream.factor[at][:, None] + _targets_terms(positions, upstream, at)
+        return upstream.unscaled(value).astype(dtype)
+
+    begin = first[0].shape[0] if first else 0
+    if first:
+        # It is in the memory of the result: it has to be elsewhere before that is written.
+        first, last = unfused(([rounded(first[0], slice(0, begin))], last))
+    gradient = rounded(last.at[jnp.maximum(tokens.place - begin, 0)].get(mode="clip"), tokens.place)
+    if first:
+        early = (tokens.place < begin)[:, None]
+        gradient = jnp.where(early, first[0].at[tokens.place].get(mode="clip"), gradient)
+    return jnp.where(tokens.kept[:, None], gradient, jnp.zeros((), dtype))
 
 
 def gradient_with_last(gradient: Array, positions: Positions, upstream: Upstream, sums: Array) -> Array:
