@@ -54,6 +54,7 @@ size_t fake_take(unsigned char *into, size_t size) {
 void fake_fail(int after) { failing = after; }
 void fake_logging(int on) { logging = on; }
 void fake_no_context(void) { context = NULL; }
+void fake_context(uint64_t other) { context = (CUcontext)other; }
 int fake_retained(void) { return retained; }
 void fake_busy(uint64_t stream) { busy = (CUstream)stream; }
 void fake_refuse_graphs(int on) { refusing = on; }
@@ -144,6 +145,8 @@ CUresult cuGraphDestroy(CUgraph graph) { free(graph); return CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec graph) { --living_graphs; free(graph); return CUDA_SUCCESS; }
 CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
   Made *made = (Made *)graph;
+  CUresult failed = result();
+  if (failed != CUDA_SUCCESS) return failed;
   ++launched_graphs;
   for (size_t at = 0; at < made->size;) {
     Entry e;
@@ -153,7 +156,7 @@ CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
     put(made->data + at + sizeof(e), e.bytes);
     at += sizeof(e) + e.bytes;
   }
-  return result();
+  return CUDA_SUCCESS;
 }
 CUresult cuFuncGetParamInfo(CUfunction f, size_t i, size_t *offset, size_t *size) {
   for (int j = 0; j < known; ++j) {

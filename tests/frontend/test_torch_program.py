@@ -218,13 +218,22 @@ def graphs(gpu):
     library.c.fake_refuse_graphs(0)
     calls(10)
     assert number() == [3, 10, 1]
-    library.take()
+    library.c.fake_context(ctypes.c_uint64(0x5))  # another one
+    calls(2)
+    assert number() == [3, 10, 0]
+    calls(60)
+    assert number()[0] == 4
+    launched = number()[1]
     library.c.fake_fail(0)
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: cuGraphLaunch"):
-        run(0x77, 0x1000, 0x2000)
-    assert run.graphs == 4  # with the one that was refused
+    calls(1)  # the graph fails, its steps don't
+    assert number() == [4, launched, 0]
+    calls(1)
+    assert number() == [4, launched, 0]
+    assert run.graphs == 5  # with the one that was refused
+    calls(100)
+    assert number()[::2] == [5, 1]
     run = None
-    assert number() == [3, 11, 0]
+    assert number()[::2] == [5, 0]
 
 
 # --------------------------------------------------------------------------------------------------------- places

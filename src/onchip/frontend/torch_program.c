@@ -138,6 +138,7 @@ typedef struct {
   long repeats;   /* calls in a row with these */
   int graphs;     /* how many were made so far */
   CUgraphExec graph; /* of the steps with the last values, or NULL */
+  CUcontext context; /* of the call before */
 } Program;
 
 typedef struct {
@@ -212,11 +213,12 @@ static void forget(Program *p) {
 
 /* Whether a graph of the steps stands for them in this call.  Each graph that is made has to be waited for twice as long
    as the one before, so that memory that keeps moving costs next to nothing. */
-static int has_graph(Program *p, CUstream stream, const uint64_t *given) {
+static int has_graph(Program *p, CUcontext context, CUstream stream, const uint64_t *given) {
   CUstreamCaptureStatus status;
   if (p->steps < LEAST_STEPS) return 0;
-  if (memcmp(p->last, given, sizeof(*given) * p->slots)) {
+  if (p->context != context || memcmp(p->last, given, sizeof(*given) * p->slots)) {
     memcpy(p->last, given, sizeof(*given) * p->slots);
+    p->context = context;
     p->repeats = 0;
     forget(p);
     return 0;
@@ -241,9 +243,11 @@ static Failure run(Program *p, CUstream stream, const uint64_t *given) {
     TRY(driver.retain(&context, device), "cuDevicePrimaryCtxRetain", -1);
     TRY(driver.set_context(context), "cuCtxSetCurrent", -1);
   }
-  if (!has_graph(p, stream, given)) return run_steps(p, stream, given);
-  TRY(driver.launch_graph(p->graph, stream), "cuGraphLaunch", -1);
-  return (Failure){CUDA_SUCCESS, NULL, 0};
+  if (has_graph(p, context, stream, given)) {
+    if (driver.launch_graph(p->graph, stream) == CUDA_SUCCESS) return (Failure){CUDA_SUCCESS, NULL, 0};
+    forget(p); /* the steps tell what is wrong, if it isn't the graph */
+  }
+  return run_steps(p, stream, given);
 }
 
 /* program(stream, *values of the slots) */
