@@ -139,7 +139,7 @@ def gpu():
     with ExitStack() as stack:
         made = Driver(Library(os.environ["FAKE_CUDA"]))
         stack.enter_context(mock.patch.object(driver, "_active", made))
-        stack.enter_context(mock.patch.object(torch_tape, "is_taped", lambda x: True))
+        stack.enter_context(mock.patch.object(torch_tape, "is_taped", return_value=True))
         stack.enter_context(mock.patch.object(setup, "_allocate", lambda x, n: x.new_empty(n, dtype=torch.uint8)))
         for name in ("device_refusal", "triton_refusal"):
             for module in [x for x in sys.modules.values() if x.__name__.startswith("onchip.") and hasattr(x, name)]:
