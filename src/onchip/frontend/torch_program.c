@@ -89,9 +89,11 @@ static PyObject *takes(PyObject *module, PyObject *args) {
 
 enum { LAUNCH, FILL, COPY };
 enum { RANKS = 5 };
-/* A graph is made of so many steps at least, when the values were the same in so many calls after the first, and so
-   often at most. */
-enum { LEAST_STEPS = 8, FIRST_GRAPH = 3, MOST_GRAPHS = 16 };
+enum {
+  LEAST_STEPS = 8, /* of a graph: a layer has fewer, and shares its program with layers whose memory is elsewhere */
+  FIRST_GRAPH = 3, /* calls with the same values, after the first, before a graph is made; then twice as many each time */
+  MOST_GRAPHS = 16 /* of a program */
+};
 
 typedef struct {
   int slot; /* -1: none, the offset is all of it */
@@ -134,11 +136,11 @@ typedef struct {
   CUtensorMap *encoded; /* aligned */
   uint64_t *cells;
   void **params;
-  uint64_t *last; /* the values of the call before */
-  long repeats;   /* calls in a row with these */
-  int graphs;     /* how many were made so far */
-  CUgraphExec graph; /* of the steps with the last values, or NULL */
-  CUcontext context; /* of the call before */
+  uint64_t *last;    /* the values of the call before */
+  CUcontext context; /* and its context */
+  long repeats;      /* calls in a row with the same two */
+  CUgraphExec graph; /* of the steps with them, or NULL */
+  int graphs;        /* how many were begun so far */
 } Program;
 
 typedef struct {
@@ -211,8 +213,8 @@ static void forget(Program *p) {
   p->graph = NULL;
 }
 
-/* Whether a graph of the steps stands for them in this call.  Each graph that is made has to be waited for twice as long
-   as the one before, so that memory that keeps moving costs next to nothing. */
+/* Whether a graph of the steps stands for them in this call.  Memory that keeps moving costs next to nothing, since each
+   graph is waited for twice as long as the one before. */
 static int has_graph(Program *p, CUcontext context, CUstream stream, const uint64_t *given) {
   CUstreamCaptureStatus status;
   if (p->steps < LEAST_STEPS) return 0;

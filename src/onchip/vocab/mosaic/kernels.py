@@ -67,7 +67,7 @@ def _logits_tiles(
 ) -> dict[str, Array]:
     """A kernel over the tiles of the logits of so many entries, from that in `first` on if it is among `inputs`.
 
-    The first position's hidden state is that of row `first_row`.
+    The first position's hidden state is in row `first_row`.
     """
     c = config
     tokens, hidden = len(operands.label), operands.rows.shape[1]
@@ -256,7 +256,7 @@ def gradient_tiles(
     # from every entry but the target's
     labels: Labels | None = None,  # soft ones: taken, times `by_labels` and the class's weight, from the others too
     by_labels: Array | None = None,  # [T] float32
-    first_row: int = 0,  # rows of `operands` that are of other tokens, before those of these
+    first_row: int = 0,  # of the first token's hidden state, in `operands`
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Array:
@@ -456,8 +456,8 @@ def hidden_product(
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
-    row: Array | None = None,  # [1] int32: that the first token's is added to, where `add_to` has more of them
-    rest: Any = None,  # reference to further rows of what is added to; there are whole tiles of the first
+    row: Array | None = None,  # [1] int32: the row of `add_to` that the first token's is added to; None: 0
+    rest: Any = None,  # reference to the rows behind those of `add_to`, which then are whole tiles
     second: Any = None,  # the same for second halves of tiles
     halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
     config: MosaicConfig,

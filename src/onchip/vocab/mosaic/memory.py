@@ -151,7 +151,7 @@ def split_at(vocab: int, chunk: int) -> int:
     return max(0, vocab // VOCAB_TILE * VOCAB_TILE - chunk)
 
 
-def half(vocab: int) -> int:
+def half_of_vocab(vocab: int) -> int:
     """Entries of the first half of a float32 sum of the weight's gradient: no larger than the gradient."""
     return vocab // 2 // VOCAB_TILE * VOCAB_TILE
 
@@ -198,7 +198,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         padded = up(p.tokens, rows)
         parts["vectors"] += 256 * (padded - up(p.tokens, TOKEN_TILE))
         # XLA puts the first halves of the sums where the gradients will be, and rounds them before it writes there.
-        parts["weight gradient in float32"] = 4 * (p.vocab - half(p.vocab)) * p.hidden if p.grad_weight else 0
+        parts["weight gradient in float32"] = 4 * (p.vocab - half_of_vocab(p.vocab)) * p.hidden if p.grad_weight else 0
         first = half_of_tokens(p.tokens)
         parts["hidden gradient in float32"] = 4 * (padded - first) * p.hidden if p.grad_hidden else 0
         chunk = {
@@ -207,7 +207,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
             "softmax of each tile": softmax,
         }
         last = {
-            "half of the weight gradient": _ELEMENT * half(p.vocab) * p.hidden if p.grad_weight else 0,
+            "half of the weight gradient": _ELEMENT * half_of_vocab(p.vocab) * p.hidden if p.grad_weight else 0,
             "half of hidden's gradient": _ELEMENT * first * p.hidden if p.grad_hidden else 0,
         }
         return parts | max((chunk, last), key=lambda phase: sum(phase.values()))
@@ -311,7 +311,7 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
         strategy == "stash"
         and _keeps(p)
         and not p.split
-        and not (p.grad_weight and (p.per_token_loss or half(p.vocab) == 0))
+        and not (p.grad_weight and (p.per_token_loss or half_of_vocab(p.vocab) == 0))
     ):
         for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
             yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)

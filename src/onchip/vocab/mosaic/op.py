@@ -20,7 +20,16 @@ from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
-from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, half, half_of_tokens, split_at, up
+from onchip.vocab.mosaic.memory import (
+    VOCAB_TILE,
+    Group,
+    MosaicPlan,
+    groups,
+    half_of_tokens,
+    half_of_vocab,
+    split_at,
+    up,
+)
 from onchip.vocab.mosaic.positions import (
     LOWEST,
     NO_LABEL,
@@ -197,14 +206,14 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         return write_rows(stats, found, start), sums
 
     zeros = layer.zeros(needs, padded)
-    halves = jnp.split(zeros.weight, [half(layer.vocab)], layer.vocab_axis) if needs.weight else None
+    of_vocab = jnp.split(zeros.weight, [half_of_vocab(layer.vocab)], layer.vocab_axis) if needs.weight else None
     first = half_of_tokens(len(layer.hidden))
-    rows = jnp.split(zeros.hidden, [first] if first else []) if needs.hidden else None
-    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(rows, halves)
+    of_tokens = jnp.split(zeros.hidden, [first] if first else []) if needs.hidden else None
+    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(of_tokens, of_vocab)
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
-        label, middle = at.sorted_label, half(layer.vocab)
+        label, middle = at.sorted_label, half_of_vocab(layer.vocab)
         # Those of the other half are below 0, or as if they were none.
         labels = jnp.where(label < middle, label, NO_LABEL), jnp.where(label < NO_LABEL, label - middle, NO_LABEL)
 
