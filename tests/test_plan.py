@@ -46,7 +46,7 @@ def total(row):
     [
         (
             LLAMA[1:],
-            ["Eager PyTorch needs 22.4 GiB and 105 ms; onchip by default 990 MiB and", 'scratch_bytes="3.5GiB"'],
+            ["Eager PyTorch needs 22.4 GiB and 105 ms; onchip by default 986 MiB and", 'scratch_bytes="3.5GiB"'],
         ),
         ((*LLAMA[1:], "--all"), ["strategy", "recompute", "no bound", "hidden gradient in float32"]),
         ((*LLAMA[1:], "--framework", "jax"), ["JAX on one H100", "backend mosaic_gpu", "Plain JAX needs 11.8 GiB"]),
@@ -154,8 +154,9 @@ def test_the_plan_is_what_the_kernels_will_do(framework, backend, gradients):
         assert row.memory_parts == planner.parts(problem, c)
         assert total(row) == planner.scratch_bytes(problem, c)
         assert row.ms == planner.cost(problem, c)
-        assert row.products == (3 + (16384 - c.kept) / 16384 if gradients else 1)
-        assert row.recomputed_tokens == (16384 - c.kept if gradients else 0)
+        again = 16384 - c.kept if gradients and not getattr(c, "in_forward", False) else 0
+        assert row.products == (3 + again / 16384 if gradients else 1)
+        assert row.recomputed_tokens == again
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -390,27 +391,28 @@ def test_what_the_ops_replace_takes_what_was_measured(op, implementation, mode, 
 APART = ("frozen", "ignored", "autocast", "softcap", "z-loss", "per-token")
 
 
-def ratios(file, gpu, leave_out=lambda sizes: False):
+def ratios(file, gpu):
     """The least and the most of what cases took, over what is predicted; their memory is that of the plan."""
     made = []
-    for case, (sizes, ms, size) in measured(file, "onchip auto").items():
-        if not case.endswith(APART) and not leave_out(sizes):
-            default = plan(tokens=sizes["T"], hidden=sizes["H"], vocab=sizes["V"], gpu=gpu).row("default")
-            made.append(ms / default.ms)
-            assert total(default) == pytest.approx(size, rel=0.05)
-    assert len(made) > 8
-    return min(made), max(made)
+    for implementation, budget in (("onchip auto", ()), ("onchip, no bound", ("16GiB",))):
+        for case, (sizes, ms, size) in measured(file, implementation).items():
+            of_case = plan(tokens=sizes["T"], hidden=sizes["H"], vocab=sizes["V"], gpu=gpu, scratch=budget)
+            row = of_case.rows[-1] if budget else of_case.row("default")
+            # Chunks of tokens are added up by another kernel since then.
+            if not case.endswith(APART) and "more digits of the weight's gradient" not in row.memory_parts:
+                made.append(ms / row.ms)
+                assert total(row) == pytest.approx(size, rel=0.05), case
+    return min(made), max(made), len(made)
 
 
 def test_onchip_takes_what_the_notes_say():
-    # Heads whose gradient of hidden comes of another kernel since then have other plans.
-    of_h200 = ratios("2026-11-23-h200-linear_cross_entropy.json", "h200", lambda x: triton_memory.hidden_apart(x["H"]))
-    assert of_h200 == (pytest.approx(0.89, abs=0.01), pytest.approx(1.05, abs=0.01))
-    assert "11% less to 5% more" in GPUS["h200"].source
+    of_h200 = ratios("2026-11-23-h200-linear_cross_entropy.json", "h200")
     of_h100 = ratios("2026-11-24-h100-linear_cross_entropy.json", "h100")
-    assert of_h100 == (pytest.approx(0.86, abs=0.01), pytest.approx(1.03, abs=0.01))
+    assert of_h200 == (pytest.approx(0.91, abs=0.01), pytest.approx(1.08, abs=0.01), 12)
+    assert "9% less to 8% more" in GPUS["h200"].source
+    assert of_h100 == (pytest.approx(0.93, abs=0.01), pytest.approx(1.11, abs=0.01), 12)
     text = (RESULTS.parent / "docs" / "command_line.md").read_text()
-    assert "took 14% less to 3% more than" in text
+    assert "took 7% less to 11% more than" in text
 
 
 @pytest.mark.parametrize(("case", "vocab"), [("llama3.1-8b", 128256), ("qwen3-8b", 151936)])

@@ -153,7 +153,7 @@ def test_more_memory_never_costs_time(p):
         assert all(large <= planner.slack * 1.0031 * small for small, large in pairwise(times))
     c = triton_memory.plan(p, "auto", ENOUGH)
     if p.tokens >= 1024:  # nothing is computed again: the time of three products rather than four
-        assert c.kept == up(p.tokens, 128)
+        assert c.in_forward or c.kept == up(p.tokens, 128)
         recomputed = triton_memory.plan(p, "recompute", ENOUGH)
         assert triton_memory.predict(p, c) < triton_memory.predict(p, recomputed)
 

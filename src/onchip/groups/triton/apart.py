@@ -3,7 +3,6 @@
 One warp copies blocks of the next tile while eight others end theirs, and a result leaves while the next tile is
 multiplied.  Programs are persistent and take the next tile from a counter: groups take different times, and programs
 with lists of their own would drift apart, so that tiles of rows which share a weight would read it twice.
-tests/test_gluon_protocols.py has a model of who waits for whom.
 
 For the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no
 loop across tiles whose number of steps is read from memory: at each end the tensor cores wait for the next tile's first

@@ -35,6 +35,20 @@ def expm1(x):
     return tl.where(x > -0.3, series, tl.exp2(x * LOG2E) - 1)
 
 
+@triton.jit
+def split_float(x):
+    """A float32 rounded to its first 24 bits: the first 16 of them, as int16, and the next 8, as uint8."""
+    # To the nearest; a NaN of all ones, which is what GPUs make, would become a zero.
+    bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFFF7F) + 0x80
+    return (bits >> 16).to(tl.int16), ((bits >> 8) & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def join_float(first, digits):
+    """The float32 of what `split_float` made."""
+    return ((first.to(tl.int32) << 16) | (digits.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
+
+
 # Above this a probability is the largest of its row, and no other is.
 LEADING = tl.constexpr(0.75)
 

@@ -6,6 +6,8 @@ Matrices come through TMA descriptors where `TMA` (Hopper, rows of a multiple of
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from onchip.kernels.triton.maths import join_float, split_float
+
 # Triton's interpreter has no reduction through a descriptor.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -95,3 +97,26 @@ def add_columns(
         c = column + tl.arange(0, C)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
         tl.atomic_add(into + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def add_digits(
+    out, digits, stride, row, column, rows, columns, value,
+    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Add value [R, C] to the 24 bits of floats that are there, or store it: `maths.split_float`."""
+    if PARTS > 1:
+        left, right = halves(value, R, C)
+        add_digits(out, digits, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, ADD)
+        add_digits(out, digits, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, ADD)
+    else:
+        r = row + tl.arange(0, R)
+        c = column + tl.arange(0, C)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        at = r.to(tl.int64)[:, None] * stride + c[None, :]
+        if ADD:
+            there = tl.load(digits + at, mask=inside, other=0)
+            value += join_float(tl.load(out + at, mask=inside, other=0), there)
+        first, more = split_float(value)
+        tl.store(out + at, first, mask=inside)
+        tl.store(digits + at, more, mask=inside)

@@ -1,7 +1,6 @@
 """Hidden's gradient with a warp of its own for copying, in Gluon, for Hopper.
 
 One warp copies blocks of exponentials and of the weight while eight others multiply; programs are persistent.
-tests/test_gluon_protocols.py has a model of who waits for whom.
 
 A unit of work is a pair of products of 128 x 128 that share an operand: *wide* ones have 128 positions and 256 columns,
 and where H leaves 128 columns more, *tall* ones have these for 256 positions.  Each step of either takes three blocks

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
-from onchip.vocab.triton import apart, staggered, turns
-from onchip.vocab.triton.launches import VOCAB_TILE, LogitBuffer, Partials, Run, Terms, Vectors
+from onchip.vocab.triton import adding, apart, staggered, turns
+from onchip.vocab.triton.launches import VOCAB_TILE, LogitBuffer, Partials, Run, Sum, Terms, Vectors
 from onchip.vocab.triton.memory import IN_TURNS
 
 
@@ -72,38 +72,31 @@ def gradient_staggered(
     return Launch(staggered.gradient_staggered, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
 
 
-def weight_in_turns(
+def weight_added(
     run: Run,
     buffer: LogitBuffer,
     rows: Tensor,
-    out: Tensor,
+    into: Sum,
     inverse_grad_scale: Tensor | None,
     even_sum: Tensor | None,
-    first_tile: int,
-    tiles: int,
     *,
     add: bool,
-    first_row: int,
 ) -> Launch:
     arguments = {
-        "exponentials": _blocks(buffer.matrix, turns.STEP.value, IN_TURNS),
-        "rows": _blocks(rows, turns.STEP.value, IN_TURNS),
-        "out": out,
+        "exponentials": _blocks(buffer.matrix, staggered.STEP.value, staggered.ROWS.value),
+        "rows": _blocks(rows, staggered.STEP.value, staggered.ROWS.value),
+        "out": into.first,
+        "digits": into.digits,
         "inverse_grad_scale": inverse_grad_scale,
         "even_sum": even_sum,
-        "first_row": first_row,
-        "first_tile": first_tile,
-        "chunk_tiles": tiles,
         "buffer": buffer.rows,
-        "out_stride": out.stride(0),
-        "V": len(out),
-        "STILL": 4,  # of the 14 blocks that there is room for: 2 to 6 differ by 3%
-        "SLOTS": 10,
+        "out_stride": into.first.stride(0),
+        "GROUP": 4,
         "PROGRAMS": run.programs,
+        "STAGES": 4,
         "ADD": add,
-        "WIDTH": 32,
     }
-    return Launch(turns.weight_in_turns, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
+    return Launch(adding.weight_added, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
 
 
 def hidden_apart(run: Run, buffer: LogitBuffer, out: Tensor, common: Mapping[str, Any]) -> Launch:

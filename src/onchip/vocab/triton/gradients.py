@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, expm1, soft_gradient
-from onchip.kernels.triton.tiles import add_columns, load_block, place_tile, store_columns
+from onchip.kernels.triton.tiles import add_columns, add_digits, load_block, place_tile, store_columns
 from onchip.vocab.triton.blocks import (
     NO_LABEL,
     VOCAB_TILE,
@@ -128,16 +128,25 @@ def scale_rows(
     kept,
     H,
     BLOCK: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
-    """Multiply hidden's rows of the positions before `kept` by what their kept exponentials, or gradients, lack."""
+    """Multiply hidden's rows of the positions before `kept` by what their kept exponentials, or gradients, lack.
+
+    With SWAP their columns then lie as `adding.weight_added` takes them: of each 32, pair j of eight i is where
+    pair i of eight j was.
+    """
     t = tl.program_id(0)
     if (t < tl.load(count)) & (t < kept):
         r = tl.load(product_scale + t)
         for start in range(0, H, BLOCK):
             c = start + tl.arange(0, BLOCK)
-            at = rows + t.to(tl.int64) * H + c
-            h = tl.load(at, mask=c < H, other=0).to(tl.float32)
-            tl.store(at, (h * r).to(rows.dtype.element_ty), mask=c < H)
+            row = rows + t.to(tl.int64) * H
+            value = (tl.load(row + c, mask=c < H, other=0).to(tl.float32) * r).to(rows.dtype.element_ty)
+            to = c
+            if SWAP:
+                tl.debug_barrier()  # all has been read
+                to = c // 32 * 32 + c // 2 % 4 * 8 + c // 8 % 4 * 2 + c % 2
+            tl.store(row + to, value, mask=c < H)
 
 
 @triton.jit
@@ -290,11 +299,11 @@ def write_entries(
 def weight_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     rows,  # [T, H]
-    out,  # [V, H], or the rows from first_row on: out, or added to
+    out,  # [V, H], or added to; with digits the first 16 bits of a float32 as int16
+    digits,  # [V, H] uint8: the next 8; None: there are no more
     count,
     inverse_grad_scale,  # [] float32: what the product is multiplied by
     even_sum,  # [H] float32: what each row lacks
-    first_row,
     recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
     chunk_tiles,
@@ -334,8 +343,10 @@ def weight_gradient(
             acc -= tl.load(even_sum + columns, mask=columns < H, other=0.0)[None, :]
         if inverse_grad_scale is not None:
             acc *= tl.load(inverse_grad_scale)
-        v = vocab_tile * VOCAB_TILE + column - first_row
-        if ADD:
+        v = vocab_tile * VOCAB_TILE + column
+        if digits is not None:
+            add_digits(out, digits, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, 8, ADD)
+        elif ADD:
             add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
         else:
             value = acc.to(out.dtype if TMA else out.dtype.element_ty)

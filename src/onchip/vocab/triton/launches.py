@@ -16,7 +16,7 @@ from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
-from onchip.vocab.triton.memory import IN_TURNS, adds_in_turns, hidden_apart, staggers, takes_turns
+from onchip.vocab.triton.memory import IN_TURNS, hidden_apart, staggers, takes_turns
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
@@ -204,6 +204,13 @@ class LogitBuffer:
     @property
     def known(self) -> dict[str, Any]:
         return {"exponentials": self.matrix, "buffer": self.rows}
+
+
+class Sum(NamedTuple):
+    """A gradient up to factors: float32, or the first 16 bits of one, as int16, and the next 8."""
+
+    first: Tensor  # in the gradient's memory
+    digits: Tensor | None  # uint8; None with float32
 
 
 class Partials(NamedTuple):
@@ -480,15 +487,8 @@ def weight_product(
     tiles: int,
     *,
     add: bool,
-    first_row: int = 0,  # of the vocabulary, in `out`
+    digits: Tensor | None = None,  # [V, H] uint8, beside the first 16 bits of a float32 in `out`
 ) -> Launch:
-    of_chunk = buffer.rows.in_weight_grad == 0 and buffer.rows.recomputed == 0
-    if run.gluon and of_chunk and out.dtype == torch.float32 and adds_in_turns(run.hidden, run.tokens):
-        from onchip.vocab.triton import gluon_launches
-
-        return gluon_launches.weight_in_turns(
-            run, buffer, rows, out, inverse_grad_scale, even_sum, first_tile, tiles, add=add, first_row=first_row
-        )
     t = run.tiles["weight_gradient"]
     parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
     arguments = {
@@ -496,12 +496,11 @@ def weight_product(
         "exponentials": run.operand(buffer.matrix, t.depth, t.rows),
         "rows": run.operand(rows, t.depth, t.columns),
         "rows_stride": rows.stride(0),
-        "out": run.operand(out, t.rows, t.columns // parts),
+        "out": run.operand(out, t.rows, t.columns // parts) if digits is None else out,
+        "digits": digits,
         "out_stride": out.stride(0),
-        "V": len(out),
         "inverse_grad_scale": inverse_grad_scale,
         "even_sum": even_sum,
-        "first_row": first_row,
         "recomputed_from": recomputed_from,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
@@ -513,6 +512,31 @@ def weight_product(
     return run.product("weight_gradient", gradients.weight_gradient, arguments)
 
 
+def swaps_columns(run: Run) -> bool:
+    """Whether `add_weight` takes hidden's rows with pairs of columns swapped, for its kernel in Gluon."""
+    return run.gluon and run.hidden % 32 == 0
+
+
+def add_weight(
+    run: Run,
+    buffer: LogitBuffer,
+    rows: Tensor,  # by `scale_rows`, with SWAP as `swaps_columns` says
+    into: Sum,
+    inverse_grad_scale: Tensor | None,
+    even_sum: Tensor | None,  # [H] float32
+    *,
+    add: bool,
+) -> Launch:
+    """A chunk of tokens' part of the weight's sum: added to the chunks' before it, or the first one."""
+    if swaps_columns(run):
+        from onchip.vocab.triton import gluon_launches
+
+        return gluon_launches.weight_added(run, buffer, rows, into, inverse_grad_scale, even_sum, add=add)
+    return weight_product(
+        run, buffer, rows, into.first, inverse_grad_scale, even_sum, 0, 0, run.vocab_tiles, add=add, digits=into.digits
+    )
+
+
 def hidden_product(
     run: Run,
     buffer: LogitBuffer,
@@ -521,9 +545,14 @@ def hidden_product(
     halves: bool,
     first_tile: int,
     tiles: int,
+    *,
+    apart: bool | None = None,
     slices: int = 1,
 ) -> Launch:
-    """With `product_scale` of the positions that are kept, else of the others; in `slices` of sums."""
+    """With `product_scale` of the positions that are kept, else of the others; in `slices` of sums.
+
+    `apart`: whether by the kernel of apart.py, where that can run; None leaves it to H.
+    """
     kept = min(buffer.kept, run.tokens)
     first, last = (kept, run.tokens) if product_scale is None else (0, kept)
     out = sums[first:] if product_scale is None else sums if slices > 1 else sums[:kept]
@@ -539,7 +568,7 @@ def hidden_product(
         "chunk_tiles": tiles,
         "SLICES": max(slices, 2 if product_scale is not None or halves else 1),
     }
-    if run.gluon and run.weight.stride(1) == 1 and hidden_apart(run.hidden):
+    if run.gluon and run.weight.stride(1) == 1 and (hidden_apart(run.hidden) if apart is None else apart):
         from onchip.vocab.triton import gluon_launches
 
         return gluon_launches.hidden_apart(run, buffer, out, common)

@@ -5,8 +5,12 @@ of up to H tokens (two H where a float32 gradient meets 16-bit operands).  More 
 that aren't have their logits recomputed: so between three products and four there is a plan for every budget.
 
 With many more tokens than H it is better that forward takes them in chunks and computes the gradients right away, up to
-factors that backward multiplies by (`in_forward`): each row of hidden's, and the weight's as a float32 sum over the
-chunks.  Where the head is frozen that takes two products and no sum.
+factors that backward multiplies by (`in_forward`): each row of hidden's, and the weight's as a sum over the chunks.
+Where the head is frozen that takes two products and no sum.
+
+A sum that becomes a 16-bit gradient has 24 bits: the first 16 of a float32 in the memory of the gradient, the next 8 in
+scratch.  Each addition rounds it to 16 digits where the gradient has 8, so scratch that float32 would take for its
+second half is left for twice as many chunks' exponentials.
 """
 
 from collections.abc import Iterator
@@ -26,7 +30,7 @@ SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
 FORWARD_SCRATCH = 64 * MIB
 # Launches of weight's product: with more the host is kept busy, and the GPU is no faster.
 MOST_WEIGHT_CHUNKS = 11
-# Tokens of the smallest chunk whose product is added to the weight's float32 sum.
+# Tokens of the smallest chunk whose product is added to the weight's sum.
 SMALLEST_SUMMED = 512
 # Columns of a tile of the kernels that take turns: turns.py.
 IN_TURNS = 128
@@ -82,11 +86,6 @@ def staggers(hidden: int) -> bool:
     by 8 and 9% with H = 1024, 8 and 5% with 1152, 4 and 2% with 2048, 6 and 4% with 2560, and by 0 to 3% with 4096.
     """
     return 896 < hidden <= 4096
-
-
-def adds_in_turns(hidden: int, tokens: int) -> bool:
-    """Whether a chunk's product is added to the weight's float32 sum faster so."""
-    return hidden <= 1152 and tokens <= 3200
 
 
 def hidden_apart(hidden: int) -> bool:
@@ -152,12 +151,6 @@ def may_run_in_forward(p: Problem) -> bool:
     return p.any_grad and may_hold(p) and once and worth_it and not (p.grad_bias or entropy or p.sharded)
 
 
-def summed_tiles(p: Problem) -> int:
-    """Tiles of the vocabulary whose rows of the weight's float32 sum lie in the memory of its gradient."""
-    tiles = -(-p.vocab // VOCAB_TILE)
-    return tiles if p.weight_dtype == "float32" else p.vocab // 2 // VOCAB_TILE
-
-
 def capacity(p: Problem) -> int:
     """Tokens whose exponentials fit in the memory of the weight's gradient."""
     if not p.grad_weight or p.weight_grad_out or not may_hold(p):
@@ -194,12 +187,13 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax} | ids
     if c.in_forward:
         chunk = up(c.token_chunk, TOKEN_TILE)
+        _, sums = chunk_hidden(chunk, p.hidden)
         return parts | {
             "hidden rows": element * chunk * p.hidden,
             "exponentials in scratch": element * VOCAB_TILE * tiles * chunk,
-            "hidden gradient in float32": 4 * chunk * p.hidden * slices(chunk, p.hidden) if p.grad_hidden else 0,
-            "more digits of hidden's gradient": more_digits(p),
-            "weight gradient in float32": sum_bytes(p),
+            "hidden gradient in float32": 4 * chunk * p.hidden * sums if p.grad_hidden else 0,
+            "more digits of hidden's gradient": hidden_digits(p),
+            "more digits of the weight's gradient": weight_digits(p),
             "softmax of each tile": softmax,
             **ids,
         }
@@ -222,14 +216,22 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     }
 
 
-def more_digits(p: Problem) -> int:
+def hidden_digits(p: Problem) -> int:
     """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number."""
     return p.tokens * p.hidden if p.grad_hidden and p.hidden_dtype != "float32" else 0
 
 
-def hidden_units(rows: int, hidden: int) -> int:
-    """Units of work of hidden's gradient, for so many rows of tiles: what a program takes at a time."""
-    if not hidden_apart(hidden):
+def weight_digits(p: Problem) -> int:
+    """The same of the weight's."""
+    return p.vocab * p.hidden if p.grad_weight and p.weight_dtype != "float32" else 0
+
+
+def hidden_units(rows: int, hidden: int, apart: bool) -> int:
+    """Units of work of hidden's gradient, for so many rows of tiles: what a program takes at a time.
+
+    `apart`: by the kernel of apart.py.
+    """
+    if not apart:
         return rows * -(-hidden // hidden_columns(hidden))
     wide, odd = divmod(up(hidden, 128) // 128, 2)
     return rows * wide + -(-rows // 2) * odd
@@ -248,21 +250,24 @@ def hidden_cut(units: int, most: int, programs: int) -> int:
     return best
 
 
-def slices(tokens: int, hidden: int) -> int:
-    """Pieces of the vocabulary that a chunk's hidden gradient is summed in, where its units don't fill whole waves.
+def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[bool, int]:
+    """How a chunk's hidden gradient is made: whether by the kernel of apart.py, where that can run, which cuts the last
+    wave better; and in how many sums over slices of the vocabulary, where units don't fill whole waves.
 
-    Two need no memory of their own: 0 + a + b has the same bits in either order.
+    `room`: positions that there are sums for; by default as many as it takes.  Two slices need no memory of their own:
+    0 + a + b has the same bits in either order.
     """
-    programs, units = RATES["h100"].programs, hidden_units(-(-tokens // TOKEN_TILE), hidden)
-    if not hidden_apart(hidden):
-        return max(1, programs // units)
-    cut = hidden_cut(units, max(4, programs // units), programs)
-    return cut if cut > 2 else 1
-
-
-def sum_bytes(p: Problem) -> int:
-    """Bytes of the weight's float32 sum that have no place in the memory of its gradient."""
-    return 4 * max(0, p.vocab - VOCAB_TILE * summed_tiles(p)) * p.hidden if p.grad_weight else 0
+    rates, rows = RATES["h100"], -(-tokens // TOKEN_TILE)
+    whole = max(1, rates.programs // hidden_units(rows, hidden, False))
+    most = max(4, rates.programs // hidden_units(rows, hidden, True))
+    cut = hidden_cut(hidden_units(rows, hidden, True), most, rates.programs)
+    apart = hidden_apart(hidden)
+    if not apart:
+        # Of an H that tiles of 256 columns suit it takes up to 2% more.
+        tritons, others = (hidden_evenness(rows, hidden, x, n, rates) for x, n in ((False, max(2, whole)), (True, cut)))
+        apart = 1.03 * others < tritons
+    slices = whole if not apart else cut if cut > 2 else 1
+    return apart, slices if room is None else max(1, min(slices, room // tokens))
 
 
 # ---------------------------------------------------------------------------------------------------------- cost model
@@ -276,13 +281,13 @@ class Rates(NamedTuple):
     keep: float  # ps per logit: what storing its exponential adds
     again: float  # ps per logit: what the epilogue that makes the gradient adds to the product
     add: float  # ps per element of the hidden gradient that is added to, or scaled and rounded
-    accumulate: float  # ps per element of the weight's float32 sum that a product is added to
+    accumulate: float  # ps per byte of the weight's sum that a product is added to: what the former kernel took
     launch: float  # us per kernel: filling and draining the device
     programs: int  # multiprocessors
 
 
 RATES = {
-    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, accumulate=1.8, launch=15.0, programs=132),
+    "h100": Rates(product=745, softmax=0.2, keep=0.35, again=0.6, add=2.0, accumulate=0.5, launch=15.0, programs=132),
 }
 
 
@@ -291,12 +296,12 @@ def evenness(tiles: int, rates: Rates, *, halves: bool = False) -> float:
     return waves(tiles, rates.programs, halves=halves) * rates.programs / max(1, tiles)
 
 
-def hidden_evenness(rows: int, hidden: int, most: int, rates: Rates) -> float:
+def hidden_evenness(rows: int, hidden: int, apart: bool, most: int, rates: Rates) -> float:
     """Time of hidden's gradient for so many rows of tiles, in up to `most` slices, over that of the same work spread
     evenly, without what tiles have beyond H.
     """
-    units = hidden_units(rows, hidden)
-    if hidden_apart(hidden):
+    units = hidden_units(rows, hidden, apart)
+    if apart:
         cut, columns = hidden_cut(units, most, rates.programs), 256
         time = evenness(units * cut, rates)
     elif most > 2:
@@ -333,9 +338,9 @@ def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
         time += padded * _evenness(parts, blocks * columns / 256 / TOKEN_TILE, rates) + launch * len(parts)
     if p.grad_hidden:
         if kept:
-            time += share * product * hidden_evenness(kept, p.hidden, 2, rates) + launch
+            time += share * product * hidden_evenness(kept, p.hidden, hidden_apart(p.hidden), 2, rates) + launch
         if rows > kept:
-            uneven = hidden_evenness(rows - kept, p.hidden, 2 if c.halves else 1, rates)
+            uneven = hidden_evenness(rows - kept, p.hidden, hidden_apart(p.hidden), 2 if c.halves else 1, rates)
             time += recomputed * product * uneven + launch * len(cut)
             time += 1e-9 * rates.add * len(cut) * recomputed * p.tokens * p.hidden
         time += 1e-9 * rates.add * p.tokens * p.hidden + launch
@@ -349,17 +354,22 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
     padded = product * blocks * columns / max(1, p.hidden)
     rows = [-(-size // TOKEN_TILE) for size in _chunk_sizes(p.tokens, c.token_chunk)]
     launch = 1e-3 * rates.launch
-    time = logits * rates.keep + 1e-9 * rates.add * p.tokens * p.hidden
+    time = logits * rates.keep
+    room = rows[0] * chunk_hidden(rows[0] * TOKEN_TILE, p.hidden)[1]
     for n in rows:
         share = n / sum(rows)
         time += launch + share * product * (evenness(n * tiles, rates) - 1)
         if p.grad_hidden:
-            most = max(2, slices(n * TOKEN_TILE, p.hidden))
-            time += launch + share * product * hidden_evenness(n, p.hidden, most, rates)
+            apart, slices = chunk_hidden(n * TOKEN_TILE, p.hidden, room * TOKEN_TILE)
+            slower = 1.02 if apart and not hidden_apart(p.hidden) else 1.0
+            time += launch + share * product * slower * hidden_evenness(n, p.hidden, apart, max(2, slices), rates)
+            # Each sum is zeroed, and read once more.
+            time += 1e-9 * rates.add * share * p.tokens * p.hidden * (2 * slices - 1)
         if p.grad_weight:
             time += launch + share * padded * evenness(2 * tiles * blocks, rates)
     if p.grad_weight:
-        time += 1e-9 * rates.accumulate * p.vocab * p.hidden * len(rows)
+        element = 4 if p.weight_dtype == "float32" else 3
+        time += 1e-9 * rates.accumulate * element * p.vocab * p.hidden * (len(rows) - 1)
     return time
 
 
@@ -474,7 +484,7 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
 
 
 def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
-    """Chunks of tokens: even ones, from the fewest that fit on, and some whose hidden gradient fills whole waves."""
+    """Chunks of tokens: even ones, from the fewest that fit on, the largest, and some that fill whole waves."""
 
     def cut(tokens: int) -> TritonPlan:
         return TritonPlan(tokens, in_forward=True)
@@ -484,8 +494,9 @@ def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
     fewest = -(-rows // fits)
     sizes = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
     sizes |= {size for size in _filling(p.hidden) if 0 < size <= fits}
+    sizes |= {fits - n * TOKEN_TILE for n in range(8)}
     if p.grad_weight:
-        # One chunk needs no float32 sum: its exponentials may as well be kept.  And small ones don't pay for adding.
+        # One chunk needs no sum: its exponentials may as well be kept.  And small ones don't pay for adding.
         sizes = {size for size in sizes if SMALLEST_SUMMED <= size < rows}
     yield from (cut(size) for size in sorted(sizes))
 
@@ -494,12 +505,12 @@ def _filling(hidden: int) -> set[int]:
     """Tokens whose hidden gradient fills whole waves, or halves of these where its units may be cut in two."""
     programs = RATES["h100"].programs
     if not hidden_apart(hidden):
-        return {n * (programs // hidden_units(1, hidden)) * TOKEN_TILE for n in (1, 2, 3, 4, 6, 8)}
+        return {n * (programs // hidden_units(1, hidden, False)) * TOKEN_TILE for n in (1, 2, 3, 4, 6, 8)}
     sizes = set()
     for halves in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16):
         most = halves * programs // 2
-        rows = most // hidden_units(2, hidden) * 2  # a unit may have two
-        sizes.add((rows + (hidden_units(rows + 1, hidden) <= most)) * TOKEN_TILE)
+        rows = most // hidden_units(2, hidden, True) * 2  # a unit may have two
+        sizes.add((rows + (hidden_units(rows + 1, hidden, True) <= most)) * TOKEN_TILE)
     return sizes
 
 

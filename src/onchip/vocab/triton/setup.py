@@ -95,7 +95,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved
     make = empty if fake else aligned
     if config.in_forward:
         problem = layer.problem("cuda")
-        size = triton_spec.sum_bytes(problem) + triton_spec.more_digits(problem)
+        size = triton_spec.weight_digits(problem) + triton_spec.hidden_digits(problem)
         return Saved(
             hidden.new_empty(hidden.shape) if layer.grads[0] else blank(),
             make(weight, tuple(weight.shape), weight.dtype) if layer.grads[1] else blank(),
@@ -150,7 +150,6 @@ class TokenChunk(NamedTuple):
     rows: Tensor  # [tokens, H]
     buffer: "launches.LogitBuffer"
     sums: Tensor | None  # [tokens, H] float32, or as often as there are slices: hidden's gradient by position
-    slices: int  # of the vocabulary, that hidden's gradient may be cut in
     normalizer: Tensor  # [T] float32, by position, of all tokens
     left: "Sums"  # of all chunks
 
@@ -165,43 +164,36 @@ class TokenChunk(NamedTuple):
         padded = triton_spec.up(tokens, triton_spec.TOKEN_TILE)
         rows = padded * -(-layer.weight.shape[0] // VOCAB_TILE)
         exponentials = aligned(hidden, (rows, VOCAB_TILE), layer.dtype)
-        slices = triton_spec.slices(tokens, size)
+        _, slices = triton_spec.chunk_hidden(tokens, size)
         return TokenChunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
             LogitBuffer((exponentials,), exponentials, BufferRows(rows, 0, 0, 0, 0, padded, 0, 0)),
             hidden.new_empty((slices * tokens, size), dtype=torch.float32) if layer.grads[0] else None,
-            slices,
             hidden.new_empty(layer.number, dtype=torch.float32),
             Sums.of(layer, saved),
         )
 
 
-def _start(memory: Tensor, rows: int, columns: int) -> Tensor:
-    """The first bytes as a float32 matrix."""
-    size = 4 * rows * columns // memory.element_size()
-    return memory.view(-1)[:size].view(torch.float32).view(rows, columns)
-
-
 class Sums(NamedTuple):
     """What forward leaves of gradients that it computed up to factors, in the memory of `Saved`."""
 
-    hidden: Tensor  # [T, H], by token: float32, or int16 that are the first 16 bits
-    digits: Tensor | None  # [T, H] uint8: the next 8 bits
-    weight: tuple[Tensor, ...]  # float32 rows of the vocabulary, in two pieces; that in the gradient's memory first
+    hidden: "launches.Sum"  # [T, H], by token
+    weight: "launches.Sum"  # [V, H]
 
     @staticmethod
     def of(layer: Layer, saved: Saved) -> "Sums":
-        problem, (vocab, size) = layer.problem("cuda"), layer.weight.shape
-        scratch, weight = saved.scratch_memory.view(torch.uint8), tuple[Tensor, ...]()
-        split, rest = triton_spec.summed_tiles(problem) * VOCAB_TILE, triton_spec.sum_bytes(problem)
-        if layer.grads[1]:
-            first = min(split, vocab)
-            inside = _start(saved.weight_memory, first, size)
-            weight = inside, scratch[:rest].view(torch.float32).view(-1, size)
-        digits, hidden = triton_spec.more_digits(problem), saved.hidden_memory.view(-1)
-        if not digits:
-            return Sums(hidden, None, weight)
-        return Sums(hidden.view(torch.int16), scratch[rest : rest + digits], weight)
+        from onchip.vocab.triton.launches import Sum
+
+        problem, scratch = layer.problem("cuda"), saved.scratch_memory.view(torch.uint8)
+        of_weight, of_hidden = triton_spec.weight_digits(problem), triton_spec.hidden_digits(problem)
+
+        def put(memory: Tensor, start: int, size: int) -> Sum:
+            if not size:
+                return Sum(memory, None)
+            return Sum(memory.view(torch.int16), scratch[start : start + size].view(memory.shape))
+
+        hidden = saved.hidden_memory.view(-1, layer.hidden.shape[-1]) if layer.grads[0] else saved.hidden_memory
+        return Sums(put(hidden, of_weight, of_hidden), put(saved.weight_memory, 0, of_weight))
 
 
 def position_rows(layer: Layer, saved: Saved) -> Tensor:

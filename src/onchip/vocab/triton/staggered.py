@@ -7,7 +7,7 @@ The second group begins LAG steps late and stays behind, so that one multiplies 
 the ring of blocks reaches.
 
 Two groups that take turns with tiles of their own (turns.py) hide all of an end, but read twice as much of L2, which
-pays where H is small.  tests/test_gluon_protocols.py has a model of who waits for whom.
+pays where H is small.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -80,17 +80,22 @@ def copy(
 
 @gluon.jit
 def add_step(ring, step, acc, use_acc: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr):
-    """acc + a step of the product, once its blocks have come."""
-    row_blocks, weight_blocks, full, _, _ = ring
+    """acc + a step of the product, once its blocks have come; blocks of STEP rows are those of operands to be summed
+    over these.
+    """
+    own_blocks, common_blocks, full, _, _ = ring
     s = step % STAGES
     mbarrier.wait(full.index(s), (step // STAGES) & 1)
-    b = weight_blocks.index(s).permute((1, 0))
-    return warpgroup_mma(row_blocks.index(2 * s + W), b, acc, use_acc=use_acc, is_async=True)
+    a, b = own_blocks.index(2 * s + W), common_blocks.index(s)
+    if b.shape[0] == STEP:
+        return warpgroup_mma(a.permute((1, 0)), b, acc, use_acc=use_acc, is_async=True)
+    else:  # noqa: RET505
+        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
-def multiply(ring, step, steps, zeros, is_first, W: gl.constexpr, STAGES: gl.constexpr):
-    """The product of a group's half of a tile, whose first step has this number.  Of more than LAG steps.
+def begin_product(ring, step, steps, zeros, is_first, W: gl.constexpr, STAGES: gl.constexpr):
+    """The product of a group's half of a tile, whose first step has this number: all steps but the last are done.
 
     The first step stands apart from the loop, or ptxas would wait for each step before the next.
     """
@@ -105,8 +110,17 @@ def multiply(ring, step, steps, zeros, is_first, W: gl.constexpr, STAGES: gl.con
             mbarrier.arrive(behind, count=1, pred=is_first & (k == LAG))
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         mbarrier.arrive(empty.index((step + k - 1) % STAGES), count=1)
+    if W == 0:
+        mbarrier.arrive(behind, count=1, pred=is_first & (steps <= LAG))
+    return acc
+
+
+@gluon.jit
+def end_product(ring, end, acc, STAGES: gl.constexpr):
+    """Wait for the last step, the one before number `end`."""
+    _, _, _, empty, _ = ring
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + steps - 1) % STAGES), count=1)
+    mbarrier.arrive(empty.index((end - 1) % STAGES), count=1)
     return acc
 
 
@@ -129,8 +143,9 @@ def take_softmax(
         t0 = i * ROWS
         t = t0 + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         inside = t < n
-        x = multiply(ring, step, steps, zeros, step == 0, W, STAGES)
+        x = begin_product(ring, step, steps, zeros, step == 0, W, STAGES)
         step += steps
+        x = end_product(ring, step, x, STAGES)
         y = gl.load(vectors.label + t, mask=inside, other=-1)
         k_z = gl.load(vectors.factor + t, mask=inside, other=1.0)
         if RAGGED:
@@ -219,8 +234,9 @@ def take_gradient(
         v0 = (first_tile + j) * VOCAB_TILE
         t = t0 + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         inside = t < n
-        x = multiply(ring, step, steps, zeros, step == 0, W, STAGES)
+        x = begin_product(ring, step, steps, zeros, step == 0, W, STAGES)
         step += steps
+        x = end_product(ring, step, x, STAGES)
         lse_t = gl.load(terms.lse + t, mask=inside, other=0.0)
         r = gl.load(terms.row_scale + t, mask=inside, other=0.0)
         y = gl.load(vectors.label + t, mask=inside, other=-1)

@@ -6,6 +6,7 @@ None as an argument: there is none.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from onchip.kernels.triton.maths import join_float, split_float
 from onchip.vocab.triton.blocks import add_entries
 
 
@@ -32,10 +33,9 @@ def keep_hidden(
         if digits is None:
             tl.store(into + at, value, mask=c < H)
         else:
-            # To the nearest; a NaN of all ones would become a zero.
-            bits = tl.where(value == value, value.to(tl.int32, bitcast=True) + 0x80, 0x7FC00000)
-            tl.store(into + at, (bits >> 16).to(tl.int16), mask=c < H)
-            tl.store(digits + at, ((bits >> 8) & 0xFF).to(tl.uint8), mask=c < H)
+            first, more = split_float(value)
+            tl.store(into + at, first, mask=c < H)
+            tl.store(digits + at, more, mask=c < H)
 
 
 @triton.jit
@@ -65,8 +65,7 @@ def scale_hidden(
     inside = (c < H) & (at >= 0)
     value = tl.load(left + where, mask=inside, other=0)
     if digits is not None:
-        low = tl.load(digits + where, mask=inside, other=0).to(tl.int32)
-        value = ((value.to(tl.int32) << 16) | (low << 8)).to(tl.float32, bitcast=True)
+        value = join_float(value, tl.load(digits + where, mask=inside, other=0))
     value *= tl.load(row_scale + at, mask=at >= 0, other=0.0)
     if even is not None:
         value -= tl.load(even + at, mask=at >= 0, other=0.0) * tl.load(weight_sum + c, mask=c < H, other=0.0)
@@ -77,14 +76,18 @@ def scale_hidden(
 
 
 @triton.jit
-def scale_sum(
-    sums,  # [N] float32
-    out,  # [N] out; its memory may be that of sums, element by element
+def scale_weight(
+    left,  # [N] float32, or the first 16 bits as int16: the memory of out
+    digits,  # [N] uint8: the next 8 bits; None with float32
+    out,  # [N] out
     factor,  # [] float32
     N,
     BLOCK: tl.constexpr,
 ):
-    """Multiply and round."""
+    """Make the weight's gradient of what forward left of it."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(sums + i, mask=i < N, other=0.0) * tl.load(factor)
+    value = tl.load(left + i, mask=i < N, other=0)
+    if digits is not None:
+        value = join_float(value, tl.load(digits + i, mask=i < N, other=0))
+    value *= tl.load(factor)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)

@@ -1,20 +1,18 @@
-"""Products of short sums whose ends run under the next product, in Gluon, for Hopper.
+"""The softmax of logits of short sums, whose ends run under the next product, in Gluon, for Hopper.
 
-A tile's end - exponentials, or adding to what is in memory - takes as long as a quarter of its product where H is 576.
-Triton's kernels do one after the other; here two groups of warps take turns: while one multiplies, the other ends its
-tile.  A third one, of a single warp, copies the operands.  This is the ping-pong schedule of CUTLASS;
-tests/test_gluon_protocols.py has a model of who waits for whom.
+A tile's end - exponentials, their sums, and what is to be stored - takes as long as a quarter of its product where H is
+576.  Triton's kernels do one after the other; here two groups of warps take turns: while one multiplies, the other ends
+its tile.  A third one, of a single warp, copies the operands.  This is the ping-pong schedule of CUTLASS.
 
-Two tiles of 128 x 128 in turn read twice as much of L2 as one of 128 x 256.  So of one operand, which all tiles of a
-program share, the first STILL blocks stay in shared memory; the others come with the blocks of the operand that moves,
-through a ring of SLOTS blocks.  Blocks have 64 numbers along the sum, and 128 along the result.
+Two tiles of 128 x 128 in turn read twice as much of L2 as one of 128 x 256.  So of hidden's rows, which all tiles of a
+program share, the first STILL blocks stay in shared memory; the others come with the blocks of the weight, through a
+ring of SLOTS blocks.  Blocks have 64 numbers along the sum, and 128 along the result.
 
-A program takes *columns*, each a block of 128 of the operand that stays with a range of the other's tiles.  The ranges
-are cut on the device, where the number of tokens is known, so that the last wave of programs is full.
+A program takes *columns*, each a block of 128 rows of hidden with a range of the weight's tiles.  The ranges are cut on
+the device, where the number of tokens is known, so that the last wave of programs is full.
 
-On an H100 the softmax of logits took 22% less with H = 576, 17% with 640, 16% with 768 and 6% with 896.  With more, L2
-takes as long as the ends did.  Adding the weight's product of a chunk of tokens took 9 to 15% less, with 896 to 3200
-tokens and H of 896 to 1152.
+On an H100 it took 22% less with H = 576, 17% with 640, 16% with 768 and 6% with 896.  With more, L2 takes as long as
+the ends did.
 """
 
 from typing import Any
@@ -33,7 +31,6 @@ from triton.language.core import _aggregate as aggregate  # type: ignore[import-
 
 from onchip.kernels.triton.gluon import new_barriers, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
-from onchip.kernels.triton.tiles import halves
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row
 from onchip.vocab.triton.memory import IN_TURNS
 
@@ -125,12 +122,8 @@ def place(work, u):
 
 
 @gluon.jit
-def copy(ring, work, still, moving, lines, PROGRAMS: gl.constexpr, SUM_FIRST: gl.constexpr):
-    """Copy all operands, where there is room.
-
-    `still` and `moving` are [result, sum], or with SUM_FIRST [sum, result]; the latter are then exponentials, and
-    `lines` says where they are.
-    """
+def copy(ring, work, still, moving, PROGRAMS: gl.constexpr):
+    """Copy both operands, where there is room."""
     STILL: gl.constexpr = ring.STILL
     SLOTS: gl.constexpr = ring.SLOTS
     at = 0  # slots so far
@@ -141,10 +134,7 @@ def copy(ring, work, still, moving, lines, PROGRAMS: gl.constexpr, SUM_FIRST: gl
         mbarrier.wait(ring.still_empty, (n & 1) ^ 1)
         mbarrier.expect(ring.still_full, STILL * BLOCK_BYTES)
         for b in gl.static_range(STILL):
-            if SUM_FIRST:
-                tma.async_copy_global_to_shared(still, [b * STEP, i * TILE], ring.still_full, ring.blocks.index(b))
-            else:
-                tma.async_copy_global_to_shared(still, [i * TILE, b * STEP], ring.still_full, ring.blocks.index(b))
+            tma.async_copy_global_to_shared(still, [i * TILE, b * STEP], ring.still_full, ring.blocks.index(b))
         n += 1
         for half in range(2 * first, 2 * last):
             for k in range(work.steps):
@@ -153,28 +143,13 @@ def copy(ring, work, still, moving, lines, PROGRAMS: gl.constexpr, SUM_FIRST: gl
                 mbarrier.wait(ring.empty.index(slot), ((at // SLOTS) & 1) ^ 1)
                 if k >= STILL:
                     mbarrier.expect(full, 2 * BLOCK_BYTES)
-                    if SUM_FIRST:
-                        tma.async_copy_global_to_shared(
-                            still, [k * STEP, i * TILE], full, ring.blocks.index(STILL + slot)
-                        )
-                    else:
-                        tma.async_copy_global_to_shared(
-                            still, [i * TILE, k * STEP], full, ring.blocks.index(STILL + slot)
-                        )
+                    tma.async_copy_global_to_shared(still, [i * TILE, k * STEP], full, ring.blocks.index(STILL + slot))
                     at += 1
                     slot = at % SLOTS
                     mbarrier.wait(ring.empty.index(slot), ((at // SLOTS) & 1) ^ 1)
                 else:
                     mbarrier.expect(full, BLOCK_BYTES)
-                if SUM_FIRST:
-                    line = buffer_row(lines[0] + half // 2, k * STEP, lines[1], 0)
-                    tma.async_copy_global_to_shared(
-                        moving, [line, half % 2 * TILE], full, ring.blocks.index(STILL + slot)
-                    )
-                else:
-                    tma.async_copy_global_to_shared(
-                        moving, [half * TILE, k * STEP], full, ring.blocks.index(STILL + slot)
-                    )
+                tma.async_copy_global_to_shared(moving, [half * TILE, k * STEP], full, ring.blocks.index(STILL + slot))
                 at += 1
                 step += 1
 
@@ -189,17 +164,13 @@ def wait_for_turn(turn, mine, W: gl.constexpr):
 
 
 @gluon.jit
-def add_step(blocks, a, b, acc, use_acc, SUM_FIRST: gl.constexpr):
+def add_step(blocks, a, b, acc, use_acc):
     """acc + a step of the product, whose blocks are number a, of what stays, and b."""
-    still, moving = blocks.index(a), blocks.index(b)
-    if SUM_FIRST:
-        return warpgroup_mma(moving.permute((1, 0)), still, acc, use_acc=use_acc, is_async=True)
-    else:  # noqa: RET505
-        return warpgroup_mma(still, moving.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+    return warpgroup_mma(blocks.index(a), blocks.index(b).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
-def multiply(ring, work, zeros, mine, W: gl.constexpr, SUM_FIRST: gl.constexpr):
+def multiply(ring, work, zeros, mine, W: gl.constexpr):
     """The product of the group's tile number `mine`.
 
     The tile before, whose operands lie before this one's in the ring, is the other group's.  When that has its last
@@ -213,13 +184,13 @@ def multiply(ring, work, zeros, mine, W: gl.constexpr, SUM_FIRST: gl.constexpr):
     step = (2 * mine + W) * steps
     wait_for_turn(ring.turn, mine, W)
     mbarrier.wait(ring.full.index(step % SLOTS), (step // SLOTS) & 1)
-    acc = add_step(ring.blocks, 0, STILL + begin % SLOTS, zeros, False, SUM_FIRST)
+    acc = add_step(ring.blocks, 0, STILL + begin % SLOTS, zeros, False)
     for k in range(1, steps):
         moves = k >= STILL  # then it has two slots
         at = begin + k + gl.maximum(k - STILL + 1, 0)  # its last one
         mbarrier.wait(ring.full.index((step + k) % SLOTS), ((step + k) // SLOTS) & 1)
         a = gl.where(moves, STILL + (at + SLOTS - 1) % SLOTS, k)
-        acc = add_step(ring.blocks, a, STILL + at % SLOTS, acc, True, SUM_FIRST)
+        acc = add_step(ring.blocks, a, STILL + at % SLOTS, acc, True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         before = at - gl.where(moves, 2, 1)  # the last slot of the step before, which is done
         mbarrier.arrive(ring.empty.index((before + SLOTS) % SLOTS), count=1)
@@ -268,7 +239,7 @@ def take_softmax(
         mbarrier.wait(ring.still_full, n_columns & 1)
         n_columns += 1
         for j in range(first, last):
-            x = multiply(ring, work, zeros, mine, W, False)
+            x = multiply(ring, work, zeros, mine, W)
             if j == last - 1:
                 mbarrier.arrive(ring.still_empty, count=1)
             half = 2 * j + W
@@ -332,105 +303,13 @@ def softmax_in_turns(
     partials = (maximum, others, stride)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    NO: gl.constexpr = False
     gl.warp_specialize(
         [
             (take_softmax, (ring, work, staged, per_token, partials, exponentials, buffer, n, V, exponential_scale,
                             FIRST, PROGRAMS, RAGGED, WIDTH)),
             (take_softmax, (ring, work, staged, per_token, partials, exponentials, buffer, n, V, exponential_scale,
                             SECOND, PROGRAMS, RAGGED, WIDTH)),
-            (copy, (ring, work, rows, weight, 0, PROGRAMS, NO)),
-        ],
-        [4, 1],
-        [REGISTERS, FEW_REGISTERS],
-    )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------ adding the weight's product
-
-
-@gluon.jit
-def add_pieces(
-    value, out, scale, even_sum, v, h, V, H, stride, ADD: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr
-):
-    """Add the columns of a tile to what is there, WIDTH of them at a time, or store them."""
-    if C > WIDTH:
-        left, right = halves(value, TILE, C)
-        add_pieces(left, out, scale, even_sum, v, h, V, H, stride, ADD, C // 2, WIDTH)
-        add_pieces(right, out, scale, even_sum, v, h + C // 2, V, H, stride, ADD, C // 2, WIDTH)
-    else:
-        layout: gl.constexpr = value.type.layout
-        r = v + gl.arange(0, TILE, gl.SliceLayout(1, layout))
-        c = h + gl.arange(0, C, gl.SliceLayout(0, layout))
-        at = out + r.to(gl.int64)[:, None] * stride + c[None, :]
-        there = (r < V)[:, None] & (c < H)[None, :]
-        if even_sum is not None:
-            value -= gl.load(even_sum + c, mask=c < H, other=0.0)[None, :]
-        if scale is not None:
-            value *= gl.load(scale)
-        if ADD:
-            value += gl.load(at, mask=there, other=0.0)
-        gl.store(at, value, mask=there)
-
-
-@gluon.jit
-def take_weight(
-    ring, work, out, inverse_grad_scale, even_sum, first_row, first_tile, stride, V, H,
-    W: gl.constexpr, PROGRAMS: gl.constexpr, ADD: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """One group's tiles, as in `take_softmax`."""
-    layout: gl.constexpr = products_layout()
-    zeros = gl.zeros((TILE, TILE), gl.float32, layout)
-    mine = 0
-    n_columns = 0
-    for u in range(gl.program_id(0), work.columns * work.parts, PROGRAMS):
-        i, first, last = place(work, u)
-        mbarrier.wait(ring.still_full, n_columns & 1)
-        n_columns += 1
-        for j in range(first, last):
-            x = multiply(ring, work, zeros, mine, W, True)
-            if j == last - 1:
-                mbarrier.arrive(ring.still_empty, count=1)
-            v = (first_tile + j) * VOCAB_TILE + W * TILE - first_row
-            add_pieces(x, out, inverse_grad_scale, even_sum, v, i * TILE, V, H, stride, ADD, TILE, WIDTH)
-            mine += 1
-
-
-@gluon.jit(do_not_specialize=["first_row", "first_tile", "chunk_tiles", "V"])
-def weight_in_turns(
-    exponentials,  # [rows, VOCAB_TILE] in blocks of [STEP, TILE]
-    rows,  # [T, H], the same
-    out,  # [V, H] float32, or the rows from first_row on: out, or added to
-    number,  # [1] int32
-    inverse_grad_scale,  # [] float32: what the product is multiplied by
-    even_sum,  # [H] float32: what each row lacks
-    first_row,
-    first_tile,
-    chunk_tiles,
-    buffer,  # BufferRows
-    out_stride,
-    H,
-    V,
-    STILL: gl.constexpr,
-    SLOTS: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    ADD: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """`weight_gradient` of few tokens, in float32."""
-    steps = gl.cdiv(gl.maximum(gl.load(number), 1), STEP)
-    work = cut_work(gl.cdiv(H, TILE), chunk_tiles, steps, PROGRAMS)
-    ring = new_ring(rows, STILL, SLOTS)
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
-    YES: gl.constexpr = True
-    gl.warp_specialize(
-        [
-            (take_weight, (ring, work, out, inverse_grad_scale, even_sum, first_row, first_tile, out_stride, V, H,
-                           FIRST, PROGRAMS, ADD, WIDTH)),
-            (take_weight, (ring, work, out, inverse_grad_scale, even_sum, first_row, first_tile, out_stride, V, H,
-                           SECOND, PROGRAMS, ADD, WIDTH)),
-            (copy, (ring, work, rows, exponentials, (first_tile, buffer), PROGRAMS, YES)),
+            (copy, (ring, work, rows, weight, PROGRAMS)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

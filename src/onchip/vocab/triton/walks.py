@@ -38,7 +38,7 @@ from onchip.vocab.triton.launches import (
     TokenSoftmax,
     Vectors,
 )
-from onchip.vocab.triton.memory import TritonPlan, up
+from onchip.vocab.triton.memory import TritonPlan, chunk_hidden, up
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
 
 # Labels that are sorted by one kernel: on an H100 8192 took 0.04 ms, 16384 0.10 and 32768 0.37, where PyTorch takes
@@ -195,16 +195,17 @@ def _chunk_gradients(
     buffer, tiles = chunk.buffer, part.vocab_tiles
     normalizer = chunk.normalizer[first : first + part.tokens]
     if chunk.sums is not None:
-        chunk.sums.zero_()
-        yield launches.hidden_product(part, buffer, normalizer, chunk.sums, False, 0, tiles, slices=chunk.slices)
+        apart, slices = chunk_hidden(part.tokens, part.hidden, len(chunk.sums))
+        sums = chunk.sums[: slices * part.tokens].zero_()
+        yield launches.hidden_product(part, buffer, normalizer, sums, False, 0, tiles, apart=apart, slices=slices)
         yield part.launch(
             sum_kernels.keep_hidden,
             (part.tokens, -(-part.hidden // BLOCK)),
-            sums=chunk.sums,
-            slice_rows=len(chunk.rows),
-            into=chunk.left.hidden,
-            digits=chunk.left.digits,
-            SLICES=chunk.slices,
+            sums=sums,
+            slice_rows=part.tokens,
+            into=chunk.left.hidden.first,
+            digits=chunk.left.hidden.digits,
+            SLICES=slices,
             BLOCK=BLOCK,
         )
     if upstream is not None:
@@ -213,16 +214,10 @@ def _chunk_gradients(
         yield part.launch(
             gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
             product_scale=terms.product_scale, BLOCK=BLOCK,
+            SWAP=launches.swaps_columns(part),
         )  # fmt: skip
-        inverse, add, done = terms.inverse_grad_scale, first > 0, 0
-        rows = chunk.rows[: part.tokens]
-        for out in chunk.left.weight:
-            number = -(-len(out) // VOCAB_TILE)
-            if number > 0:
-                yield launches.weight_product(
-                    part, buffer, rows, out, inverse, even_sum, 0, done, number, add=add, first_row=done * VOCAB_TILE
-                )
-            done += number
+        rows, inverse = chunk.rows[: part.tokens], terms.inverse_grad_scale
+        yield launches.add_weight(part, buffer, rows, chunk.left.weight, inverse, even_sum, add=first > 0)
 
 
 def _ids(call: LinearCall) -> Tensor:
@@ -348,7 +343,7 @@ class Products:
             _ = self.even_sum  # of the rows as they are
             self.run.launch(
                 gradients.scale_rows, (self.run.tokens,), rows=self.rows, kept=self.kept,
-                product_scale=self.product_scale, BLOCK=BLOCK,
+                product_scale=self.product_scale, BLOCK=BLOCK, SWAP=False,
             ).run()  # fmt: skip
         if self.kept > 0 and self.sums is not None:
             tiles = self.run.vocab_tiles
@@ -498,32 +493,24 @@ def _scale_sums(
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
-        into = grads.weight.view(-1)
-        first, rest = (x.reshape(-1) for x in sums.weight)
-
-        def put(source: Tensor, start: int) -> None:
-            if len(source) > 0:
-                run.launch(
-                    sum_kernels.scale_sum, (-(-len(source) // BLOCK),), sums=source,
-                    out=into[start : start + len(source)], factor=factor, N=len(source), BLOCK=BLOCK,
-                ).run()  # fmt: skip
-
-        if into.dtype == torch.float32:
-            put(first, 0)
-        else:
-            # A 16-bit row takes the place of half of a float32 one before it: of those that were read already.
-            start, end = 0, min(len(first), 1024 * run.hidden)
-            while start < end:
-                put(first[:end].clone() if start == 0 else first[start:end], start)
-                start, end = end, min(len(first), 2 * end)
-        put(rest, len(first))
+        number = grads.weight.numel()
+        run.launch(
+            sum_kernels.scale_weight,
+            (-(-number // BLOCK),),
+            left=sums.weight.first,
+            digits=sums.weight.digits,
+            out=grads.weight,
+            factor=factor,
+            N=number,
+            BLOCK=BLOCK,
+        ).run()
         _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
     if grads.hidden is not None:
         run.launch(
             sum_kernels.scale_hidden,
             (run.tokens, -(-run.hidden // BLOCK)),
-            left=sums.hidden,
-            digits=sums.digits,
+            left=sums.hidden.first,
+            digits=sums.hidden.digits,
             label=terms.entry_label,
             at_target=terms.entry,
             row_scale=terms.row_scale,

@@ -1,0 +1,199 @@
+"""The weight's gradient of a chunk of tokens, added to that of others, in Gluon, for Hopper.
+
+Two groups of warps have one tile of 256 x 128, half of it each and the second one behind, and a third copies:
+staggered.py has that.  What is in memory already is brought to L2 under the product, a few rows with each step of it:
+all of it at once would hold up the operands.
+
+A thread of a product has pairs of columns, eight columns from one to the next.  Here columns of hidden's rows have been
+swapped, so that it has four pairs in a row: 16 bytes to load and to store.
+"""
+
+from triton.experimental import gluon  # type: ignore[import-untyped]
+from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
+    mbarrier,
+    tma,
+)
+
+from onchip.kernels.triton.gluon import join_floats, split_floats
+from onchip.kernels.triton.tiles import halves, place_tile
+from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
+from onchip.vocab.triton.staggered import ROWS, STEP, STEP_BYTES, begin_product, end_product, new_ring
+
+# Columns of a tile that are loaded and stored at a time.
+PIECE = gl.constexpr(64)
+# Threads' registers: of both groups that multiply, and of the one that copies.
+REGISTERS = gl.constexpr(232)
+FEW_REGISTERS = gl.constexpr(40)
+
+
+@gluon.constexpr_function
+def products_layout():
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+
+
+@gluon.constexpr_function
+def piece_layout():
+    """`products_layout` of PIECE columns, with those that were swapped in their places; a thread has eight in a row."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0], [64, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[128, 64],
+    )
+
+
+@gluon.jit
+def copy(
+    ring, exponentials, rows, out, digits, buffer, V, H, stride, tiles_v, tiles_h, steps,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """Copy the operands of this program's tiles, where there is room, and bring to L2 what the product is added to."""
+    own_blocks, common_blocks, full, empty, _ = ring
+    step = 0
+    for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
+        i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
+        for k in range(steps):
+            s = step % STAGES
+            line = buffer_row(i, k * STEP, buffer, 0)
+            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(s), STEP_BYTES)
+            tma.async_copy_global_to_shared(exponentials, [line, 0], full.index(s), own_blocks.index(2 * s))
+            tma.async_copy_global_to_shared(exponentials, [line, ROWS], full.index(s), own_blocks.index(2 * s + 1))
+            tma.async_copy_global_to_shared(rows, [k * STEP, j * ROWS], full.index(s), common_blocks.index(s))
+            step += 1
+            if ADD:
+                end = gl.minimum((k + 1) * VOCAB_TILE // steps, V - i * VOCAB_TILE)
+                for r in range(k * VOCAB_TILE // steps, end, 32):
+                    prefetch(out, i * VOCAB_TILE + r, i * VOCAB_TILE + end, j * ROWS, H, stride)
+                    if digits is not None:
+                        prefetch(digits, i * VOCAB_TILE + r, i * VOCAB_TILE + end, j * ROWS, H, stride)
+
+
+@gluon.jit
+def prefetch(x, row, end, column, H, stride):
+    """Have up to 32 rows brought to L2, of ROWS columns, by lines of 128 bytes, with one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    r = gl.minimum(row + gl.arange(0, 32, layout), end - 1).to(gl.int64)
+    per_line: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+    for line in gl.static_range(ROWS // per_line):
+        at = x + r * stride + gl.minimum(column + line * per_line, H - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def sum_at(v, h, V, H, stride):
+    """Where PIECE columns of a half of a tile are in the sum, and which of them are inside."""
+    layout: gl.constexpr = piece_layout()
+    r = v + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = h + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+    return r.to(gl.int64)[:, None] * stride + c[None, :], (r < V)[:, None] & (c < H)[None, :]
+
+
+@gluon.jit
+def load_piece(out, digits, v, h, V, H, stride):
+    """What is there, as it lies."""
+    at, there = sum_at(v, h, V, H, stride)
+    first = gl.load(out + at, mask=there, other=0)
+    return first, first if digits is None else gl.load(digits + at, mask=there, other=0)
+
+
+@gluon.jit
+def scale_piece(value, factor, even_sum, h, H):
+    """A piece of the products' tile as it is added."""
+    value = gl.convert_layout(value, piece_layout())
+    if even_sum is not None:
+        c = h + gl.arange(0, PIECE, gl.SliceLayout(0, piece_layout()))
+        value -= gl.load(even_sum + c, mask=c < H, other=0.0)[None, :]
+    return value if factor is None else value * factor
+
+
+@gluon.jit
+def join_piece(found, digits):
+    return found[0] if digits is None else join_floats(found[0], found[1])
+
+
+@gluon.jit
+def store_piece(value, out, digits, v, h, V, H, stride):
+    at, there = sum_at(v, h, V, H, stride)
+    if digits is None:
+        gl.store(out + at, value, mask=there)
+    else:
+        first, more = split_floats(value)
+        gl.store(out + at, first, mask=there)
+        gl.store(digits + at, more, mask=there)
+
+
+@gluon.jit
+def take_sums(
+    ring, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
+    W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """One group's halves of the tiles: rows of the weight from W * ROWS on."""
+    zeros = gl.zeros((ROWS, ROWS), gl.float32, products_layout())
+    factor = None if scale is None else gl.load(scale)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
+        i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
+        v = i * VOCAB_TILE + W * ROWS
+        h = j * ROWS
+        x = begin_product(ring, step, steps, zeros, step == 0, W, STAGES)
+        step += steps
+        if ADD and even_sum is None:  # with that there are no registers left
+            found = load_piece(out, digits, v, h, V, H, stride)  # under the last step
+        x = end_product(ring, step, x, STAGES)
+        # Where rows' columns were swapped, eight that a thread has follow each other.
+        x = x.reshape([ROWS, ROWS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, ROWS])
+        left, right = halves(x, ROWS, ROWS)
+        left = scale_piece(left, factor, even_sum, h, H)
+        if ADD and even_sum is not None:
+            found = load_piece(out, digits, v, h, V, H, stride)
+        if ADD:
+            left += join_piece(found, digits)
+        store_piece(left, out, digits, v, h, V, H, stride)
+        right = scale_piece(right, factor, even_sum, h + PIECE, H)
+        if ADD:
+            right += join_piece(load_piece(out, digits, v, h + PIECE, V, H, stride), digits)
+        store_piece(right, out, digits, v, h + PIECE, V, H, stride)
+
+
+@gluon.jit(do_not_specialize=["V"])
+def weight_added(
+    exponentials,  # [rows, VOCAB_TILE], in blocks of [STEP, ROWS]
+    rows,  # [T, H], the same; columns swapped as `scale_rows` does it
+    out,  # [V, H] float32, or the first 16 bits of one as int16: out, or added to
+    digits,  # [V, H] uint8: the next 8 bits; None with float32
+    number,  # [1] int32
+    inverse_grad_scale,  # [] float32: what the product is multiplied by
+    even_sum,  # [H] float32: what each row lacks
+    buffer,  # BufferRows
+    out_stride,
+    H,
+    V,
+    GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    """`weight_gradient` of a chunk of tokens, added to those of others.  A tile is VOCAB_TILE rows by ROWS columns."""
+    steps = gl.cdiv(gl.maximum(gl.load(number), 1), STEP)
+    tiles_v = gl.cdiv(V, VOCAB_TILE)
+    tiles_h = gl.cdiv(H, ROWS)
+    ring = new_ring(exponentials, rows, STAGES)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (take_sums, (ring, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v, tiles_h, steps,
+                         FIRST, GROUP, PROGRAMS, STAGES, ADD)),
+            (take_sums, (ring, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v, tiles_h, steps,
+                         SECOND, GROUP, PROGRAMS, STAGES, ADD)),
+            (copy, (ring, exponentials, rows, out, digits, buffer, V, H, out_stride, tiles_v, tiles_h, steps, GROUP,
+                    PROGRAMS, STAGES, ADD)),
+        ],
+        [4, 1],
+        [REGISTERS, FEW_REGISTERS],
+    )  # fmt: skip
