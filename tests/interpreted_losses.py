@@ -22,8 +22,8 @@ from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
-from onchip.vocab.triton import gluon_launches, launches, walks
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import walks
 from soft_labels import assert_right as assert_soft
 from soft_labels import class_weights, everything, right_stats
 from soft_labels import problem as soft_problem
@@ -107,51 +107,6 @@ IN_FORWARD = {
 def in_forward(name):
     with plan_in_forward():
         AUTO.assert_case(IN_FORWARD[name])
-
-
-class InTurns:
-    """What `softmax_in_turns` leaves, which can't be interpreted: maxima, sums and exponentials by halves of a tile."""
-
-    def __init__(self, run, rows, partials, kept, first, vectors):
-        self.given = run, rows, partials, kept, first, vectors
-
-    def run(self):
-        run, rows, partials, kept, first, vectors = self.given
-        n, width = max(0, min(int(vectors.number) - first, len(rows))), partials.columns
-        z = (rows[:n].float() @ run.weight.T.float()) * vectors.factor[:n, None]
-        for half in range(len(partials.maximum)):
-            x = z[:, half * width : (half + 1) * width]
-            x = torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
-            top = x.amax(1).clamp(min=-1e30)
-            e = (x - top[:, None]).exp()
-            e[vectors.label[:n, None] == half * width + torch.arange(width)] = 0
-            partials.maximum[half, :n], partials.others[half, :n] = top, e.sum(1)
-            above = top - vectors.shift[:n]
-            at = half // 2 * kept.rows.in_scratch
-            stored = torch.zeros(kept.rows.in_scratch, width)
-            stored[:n] = e * torch.where(above > 60, 1, above.exp())[:, None] * run.exponential_scale
-            kept.matrix[at : at + len(stored), half % 2 * width :][:, :width] = stored
-
-
-@check("near", "far above", "ragged")
-def by_halves_of_a_tile(name):
-    std, vocab = {"near": (0.2, 512), "far above": (12.0, 700), "ragged": (6.0, 600)}[name]
-    given = AUTO.problem((140,), 24, vocab)
-    given["hidden"] = (given["hidden"].detach() * std).requires_grad_()
-    given[AUTO.ids][::9] = -100
-    given.pop("bias")
-    with (
-        plan_in_forward(),
-        mock.patch.object(launches, "partial_columns", return_value=triton_memory.IN_TURNS),
-        mock.patch.object(gluon_launches, "softmax_in_turns", InTurns),
-    ):
-        loss = linear_cross_entropy(**given, z_loss=1e-4, backend="triton")
-        loss.backward()
-    expected = AUTO.oracle(given, {"loss": torch.ones(())}, z_loss=1e-4)
-    assert float(loss.detach()) == pytest.approx(float(expected.loss), rel=2e-6)
-    for leaf in ("hidden", "weight"):
-        right = torch.from_numpy(getattr(expected, f"grad_{leaf}"))
-        assert_near(leaf, given[leaf].grad, right, bound=RIGHT[AUTO.dtype])
 
 
 @check("linear_cross_entropy", "linear_log_probs")
@@ -595,9 +550,9 @@ def in_fp8_of_any_strides():
         assert all(torch.equal(p, q) for p, q in zip(*made, strict=True)), needs
 
 
-def four_slices(tokens, hidden):
+def four_slices(tokens, hidden, room=None):
     """Of the vocabulary: more than it has tiles, or fewer.  A GPU's are as many as it runs programs at once."""
-    return 4
+    return False, 4 if room is None else min(4, room // tokens)
 
 
 def every_backend(device):
@@ -626,6 +581,7 @@ if __name__ == "__main__":
         # (Not a Mock: torch.compile looks into it.)
         mock.patch.object(fp8_op, "refusals", every_backend),
         mock.patch.object(fp8_op.walk, "LOGITS", torch.float32),
-        mock.patch.object(triton_memory, "slices", four_slices),
+        mock.patch.object(triton_memory, "chunk_hidden", four_slices),
+        mock.patch.object(walks, "chunk_hidden", four_slices),
     ):
         main(CHECKS, sys.argv[1:])

@@ -231,9 +231,9 @@ def mixed_plan(**more):
     return _planned(side_effect=plan)
 
 
-def plan_in_forward():
-    """Forward computes the gradients, by chunks of 128 tokens; where the plan is made anew, in backward too."""
-    return _planned(return_value=triton_memory.TritonPlan(128, in_forward=True))
+def plan_in_forward(tokens=128):
+    """Forward computes the gradients, by chunks of tokens; where the plan is made anew, in backward too."""
+    return _planned(return_value=triton_memory.TritonPlan(tokens, in_forward=True))
 
 
 @contextmanager

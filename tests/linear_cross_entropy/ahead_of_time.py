@@ -130,7 +130,7 @@ def weights_read(found):
     return {getattr(x, "base", x).data_ptr() for x in weights}
 
 
-def _source(launch):
+def source_of(launch):
     """The kernel with its arguments' types, and what Triton specialises on: 1, and multiples of 16."""
     signature, constants, attributes = {}, {}, {}
     for i, p in enumerate(launch.kernel.params):
@@ -152,8 +152,9 @@ def _type(path, value, constants, attributes, *, constant=False):
     if isinstance(value, TensorDescriptor | GluonDescriptor):
         layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
         return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
-    if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-        attributes[path] = [["tt.divisibility", 16]]  # tensors as CUDA's allocations; slices may not be
+    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    if isinstance(number, int) and number % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
     if isinstance(value, torch.Tensor):
         return f"*{_TYPES[value.dtype]}"
     return {int: "i32", float: "fp32"}[type(value)]
@@ -163,7 +164,7 @@ def compile_all(found, capability):
     """Compile what differs among the launches."""
     sources = {}
     for launch in found:
-        source = _source(launch)
+        source = source_of(launch)
         key = (launch.kernel.__name__, str(source.signature), str(source.constants), str(launch.options))
         sources.setdefault(key, (source, launch))
     return [_compile(*pair, capability) for pair in sources.values()]

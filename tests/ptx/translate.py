@@ -1,0 +1,687 @@
+"""PTX to Python: each straight run of instructions of a kernel becomes a function of a warp and its block.
+
+A register is an array of 32 lanes.  Only what the kernels' PTX has is known; another instruction is an error that names
+it.  The meaning of each is that of NVIDIA's "Parallel Thread Execution ISA", version 8.7.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptx import machine
+from ptx.machine import LANES, PARAM_BASE, PARAM_STEP, SHARED_BASE
+
+BITS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
+TYPES = {
+    "b8": "u1", "u8": "u1", "s8": "i1", "b16": "u2", "u16": "u2", "s16": "i2", "f16": "f2", "b32": "u4", "u32": "u4",
+    "s32": "i4", "f32": "f4", "b64": "u8", "u64": "u8", "s64": "i8", "f64": "f8", "pred": "?",
+}  # fmt: skip
+LANE, ON = np.arange(LANES, dtype=np.uint32), np.ones(LANES, bool)
+COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">",
+           "hs": ">=", "neu": "!="}  # fmt: skip
+
+
+# What is done number by number, all of one type.
+ELEMENTWISE = {
+    "add": "{} + {}", "sub": "{} - {}", "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "min": "np.fmin({}, {})",
+    "max": "np.fmax({}, {})", "not": "~{}", "neg": "-{}", "abs": "np.abs({})", "ex2": "np.exp2({})",
+    "div": "_div({}, {})", "rem": "_rem({}, {})",
+}  # fmt: skip
+# What else an instruction's name may say.
+ROUNDING = {"rn", "ftz", "approx", "full"}
+MODIFIERS = {
+    **dict.fromkeys(ELEMENTWISE, ROUNDING),
+    **{name: set() for name in ("shl", "shr", "bfe", "selp", "mov", "prmt", "popc")},
+    "fma": ROUNDING,
+    "mul": {"lo", "hi", "wide", *ROUNDING},
+    "mad": {"lo", "wide"},
+    "cvt": {"rn", "rzi", "bf16", "bf16x2", "f16x2", *TYPES},
+    "setp": {*COMPARE, "and", "or"},
+    "ld": {"global", "shared", "param", "v2", "v4"},
+    "st": {"global", "shared", "v2", "v4"},
+    "atom": {"global", "gpu", "relaxed", "add", "f32", "v2"},
+    "shfl": {"sync", "idx", "up", "down", "bfly"},
+    "redux": {"sync", "add", "max", "min"},
+}
+
+
+class Program(NamedTuple):
+    """A kernel that `machine.run` can run."""
+
+    code: list[Any]
+    lines: list[str]
+    """The first instruction of each piece of code."""
+    registers: int
+    threads: int
+    params: dict[str, int]
+    """Numbers of the parameters."""
+
+
+class Statement(NamedTuple):
+    guard: str | None
+    negated: bool
+    name: str
+    operands: list[Any]  # strings, or lists of them
+    text: str
+
+
+def parse(text):
+    """(declared registers, parameters, threads, statements); a label is a string, a table of labels (name, labels)."""
+    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*", "", text, flags=re.M)
+    signature, _, body = text.partition(".entry")[2].partition(")")
+    params = {name: i for i, name in enumerate(re.findall(r"(\w+_param_\d+)", signature))}
+    threads = int(re.search(r"\.reqntid\s+(\d+)", body).group(1))
+    body = body[body.index("{") + 1 :]
+    declared, statements, scopes, count, at = {}, [], [{}], 0, 0
+    while True:
+        at = re.compile(r"\s*").match(body, at).end()
+        if body[at] == "{":
+            inner, depth, names = at + 1, 1, set()
+            while depth:
+                depth += {"{": 1, "}": -1}.get(body[inner], 0)
+                inner += 1
+            names |= set(re.findall(r"(?:^|[;{])\s*(\w+):", body[at:inner]))
+            count += 1
+            scopes.append({name: f"{name}#{count}" for name in names})
+            at += 1
+            continue
+        if body[at] == "}":
+            scopes.pop()
+            at += 1
+            if not scopes:
+                break
+            continue
+        label = re.compile(r"([$\w]+):").match(body, at)
+        if label:
+            at = label.end()
+            table = re.compile(r"\s*\.branchtargets([^;]*);").match(body, at)
+            if table:
+                at = table.end()
+                statements.append((label.group(1), [x.strip() for x in table.group(1).split(",")]))
+            else:
+                statements.append(scopes[-1].get(label.group(1), label.group(1)))
+            continue
+        end = body.index(";", at)
+        line = " ".join(body[at:end].split())
+        at = end + 1
+        if line.startswith(".reg"):
+            _, kind, names = line.split(None, 2)
+            for name in names.split(","):
+                name, _, several = name.strip().partition("<")
+                if several:
+                    for i in range(int(several.rstrip(">"))):
+                        declared[f"{name}{i}"] = kind[1:]
+                else:
+                    scopes[-1][name] = f"{name}#{count}"
+                    declared[f"{name}#{count}"] = kind[1:]
+            continue
+        if line.startswith("."):
+            continue
+        statements.append(_statement(line, scopes))
+    return declared, params, threads, statements
+
+
+def _statement(line, scopes):
+    guard = re.match(r"@(!?)([\w%]+)\s+(.*)", line)
+    rest = guard.group(3) if guard else line
+    name, _, operands = rest.partition(" ")
+    renamed = {k: v for scope in scopes for k, v in scope.items()}
+
+    def rename(word):
+        return re.sub(r"(?<![\w%$.])[A-Za-z_]\w*", lambda m: renamed.get(m.group(0), m.group(0)), word)
+
+    parts, depth, word = [], 0, ""
+    for c in operands:
+        if c == "," and depth == 0:
+            parts.append(word.strip())
+            word = ""
+            continue
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(c, 0)
+        word += c
+    if word.strip():
+        parts.append(word.strip())
+    made = [[rename(x.strip()) for x in p[1:-1].split(",")] if p.startswith("{") else rename(p) for p in parts]
+    return Statement(rename(guard.group(2)) if guard else None, bool(guard and guard.group(1)), name, made, line)
+
+
+def translate(text):
+    declared, params, threads, statements = parse(text)
+    return _Translator(declared, params, threads).translate(statements)
+
+
+class _Translator:
+    def __init__(self, declared, params, threads):
+        self.kinds = declared
+        self.numbers = {name: i for i, name in enumerate(declared)}
+        self.params, self.threads = params, threads
+        self.constants = {}
+        self.lanes = "ON"  # those that take part
+
+    def translate(self, statements):
+        pieces, labels, tables, lines = [[]], {}, {}, [""]
+
+        def begin():
+            if pieces[-1]:
+                pieces.append([])
+                lines.append("")
+
+        for s in statements:
+            if isinstance(s, str):
+                begin()
+                labels[s] = len(pieces) - 1
+            elif not isinstance(s, Statement):
+                tables[s[0]] = s[1]
+            else:
+                if _may_wait(s.name):
+                    begin()
+                pieces[-1].append(s)
+                lines[-1] = lines[-1] or s.text[:100]
+                if s.name.split(".")[0] in LEAVES or _may_wait(s.name):
+                    begin()
+        self.labels, self.tables, self.pieces = labels, tables, pieces
+        source = []
+        for i, piece in enumerate(pieces):
+            source += self.function(f"b{i}(w, block)", piece, i)
+            if not _leaves(piece):
+                source.append(f"    return {i + 1 if i + 1 < len(pieces) else -1}")
+            if self.is_skipped(i):
+                self.lanes = "_on"
+                source += self.function(f"b{i}_of(w, block, _on)", piece, i)
+                self.lanes = "ON"
+        scope = {**globals(), "machine": machine, **self.constants}
+        exec(compile("\n".join(source), "<ptx>", "exec"), scope)
+        return Program(
+            [scope[f"b{i}"] for i in range(len(pieces))], lines, len(self.numbers), self.threads, self.params
+        )
+
+    def function(self, head, piece, i):
+        return [f"def {head}:", "    R = w.R", *(f"    {line}" for s in piece for line in self.one(s, i))]
+
+    def is_skipped(self, i):
+        """Whether only some lanes of a warp may run this piece: the branch before it leads the others past it."""
+        branch = self.pieces[i - 1][-1] if i > 0 and self.pieces[i - 1] else None
+        past = branch is not None and branch.name == "bra" and branch.guard and self.labels[branch.operands[0]] == i + 1
+        return past and not any(_may_wait(s.name) or s.name.split(".")[0] in LEAVES for s in self.pieces[i])
+
+    # -------------------------------------------------------------------------------------------------------- operands
+
+    def constant(self, value, dtype):
+        name = f"K{len(self.constants)}"
+        for known, x in self.constants.items():
+            if x.dtype == dtype and x[0].tobytes() == np.array(value, dtype).tobytes():
+                return known
+        self.constants[name] = np.full(LANES, value, dtype)
+        self.constants[name].flags.writeable = False
+        return name
+
+    def read(self, x, kind):
+        """An operand as numbers of a kind."""
+        dtype = np.dtype(TYPES[kind])
+        negative = x.startswith("!")
+        x = x.lstrip("!")
+        if x in self.numbers:
+            own = np.dtype(BITS[self.kinds[x]])
+            said = f"R[{self.numbers[x]}]"
+            if own.itemsize > dtype.itemsize and dtype.kind != "b":
+                said = f"{said}.astype('u{dtype.itemsize}')"
+                own = np.dtype(f"u{dtype.itemsize}")
+            elif own.itemsize < dtype.itemsize:
+                raise KeyError(f"{x} is narrower than {kind}")
+            if own != dtype:
+                said = f"{said}.view('{dtype.str[1:]}')"
+            return f"(~{said})" if negative else said
+        return self.immediate(x, dtype)
+
+    def immediate(self, x, dtype):
+        special = {"%tid.x": "(LANE + np.uint32(32 * w.number))", "%laneid": "LANE", "%tid.y": None, "%tid.z": None}
+        for i, axis in enumerate("xyz"):
+            special[f"%ctaid.{axis}"] = f"np.full({LANES}, block.position[{i}], 'u4')"
+            special[f"%nctaid.{axis}"] = f"np.full({LANES}, block.grid[{i}], 'u4')"
+        special["%ntid.x"] = f"np.full({LANES}, {self.threads}, 'u4')"
+        if x in special:
+            return special[x] or self.constant(0, np.uint32)
+        if x in self.params:
+            return self.constant(PARAM_BASE + PARAM_STEP * self.params[x], np.uint64)
+        if x == "global_smem":
+            return self.constant(SHARED_BASE, dtype)
+        value = int(x[2:], 16) if x.startswith("0f") else int(x.rstrip("U"), 0)
+        bits = np.array([value & (2 ** (8 * dtype.itemsize) - 1)], np.uint64).astype(f"u{dtype.itemsize}")
+        return self.constant(bits.view(dtype)[0] if dtype.kind != "b" else bool(value), dtype)
+
+    def address(self, x):
+        """[base + offset], as 64-bit numbers."""
+        base, _, offset = x.strip("[]").partition("+")
+        base = base.strip()
+        if base in self.numbers:
+            said = f"R[{self.numbers[base]}]"
+            if self.kinds[base] == "b32":
+                said += ".astype('u8')"
+        elif base == "global_smem":
+            said = self.constant(SHARED_BASE, np.uint64)
+        else:
+            said = self.constant(int(base), np.uint64)
+        return f"({said} + {self.constant(int(offset), np.uint64)})" if offset.strip() else said
+
+    def write(self, s, register, value, kind=None):
+        """The lines that put a value, as an array of its own, where the guard says."""
+        if register == "_":
+            return [f"_ = {value}"]
+        own = np.dtype(BITS[self.kinds[register]])
+        number = self.numbers[register]
+        if kind is not None:
+            dtype = np.dtype(TYPES[kind])
+            if dtype.itemsize < own.itemsize:
+                value = f"({value}).astype('{'i' if dtype.kind == 'i' else 'u'}{own.itemsize}')"
+                dtype = np.dtype(f"{'i' if dtype.kind == 'i' else 'u'}{own.itemsize}")
+            if dtype != own:
+                value = f"({value}).view('{own.str[1:]}')"
+        if self.mask(s) == "ON":
+            return [f"R[{number}] = {value}"]
+        return [
+            f"_v = {value}",
+            f"R[{number}] = _v if R[{number}] is None else np.where({self.mask(s)}, _v, R[{number}])",
+        ]
+
+    def mask(self, s):
+        if s.guard is None:
+            return self.lanes
+        said = f"R[{self.numbers[s.guard]}]"
+        said = f"(~{said})" if s.negated else said
+        return said if self.lanes == "ON" else f"({said} & {self.lanes})"
+
+    # ---------------------------------------------------------------------------------------------------- instructions
+
+    def one(self, s, piece):
+        """The lines of an instruction."""
+        words = s.name.split(".")
+        if words[0] in MODIFIERS and not set(words[1:-1]) <= MODIFIERS[words[0]]:
+            raise NotImplementedError(s.text)
+        if words[0] in ELEMENTWISE:
+            said = ELEMENTWISE[words[0]].format(*(self.read(x, words[-1]) for x in s.operands[1:]))
+            return self.write(s, s.operands[0], said, words[-1])
+        known = getattr(self, f"i_{words[0]}", None)
+        if known is None:
+            raise NotImplementedError(s.text)
+        return known(s, words, *([piece] if words[0] in NEED_PIECE else []))
+
+    def i_mul(self, s, words):
+        kind = words[-1]
+        if words[1] == "wide":
+            wide = kind[0] + str(2 * int(kind[1:]))
+            a, b = (f"{self.read(x, kind)}.astype('{TYPES[wide]}')" for x in s.operands[1:3])
+            return self.write(s, s.operands[0], f"{a} * {b}", wide)
+        if words[1] == "hi":
+            wide = TYPES[kind[0] + str(2 * int(kind[1:]))]
+            a, b = (f"{self.read(x, kind)}.astype('{wide}')" for x in s.operands[1:3])
+            return self.write(s, s.operands[0], f"(({a} * {b}) >> {kind[1:]}).astype('{TYPES[kind]}')", kind)
+        a, b = (self.read(x, kind) for x in s.operands[1:3])
+        return self.write(s, s.operands[0], f"{a} * {b}", kind)
+
+    def i_mad(self, s, words):
+        kind = words[-1]
+        if words[1] == "wide":
+            wide = kind[0] + str(2 * int(kind[1:]))
+            a, b = (f"{self.read(x, kind)}.astype('{TYPES[wide]}')" for x in s.operands[1:3])
+            return self.write(s, s.operands[0], f"{a} * {b} + {self.read(s.operands[3], wide)}", wide)
+        a, b, c = (self.read(x, kind) for x in s.operands[1:4])
+        return self.write(s, s.operands[0], f"{a} * {b} + {c}", kind)
+
+    def i_fma(self, s, words):
+        a, b, c = (f"{self.read(x, 'f32')}.astype('f8')" for x in s.operands[1:4])
+        return self.write(s, s.operands[0], f"({a} * {b} + {c}).astype('f4')", "f32")
+
+    def i_popc(self, s, words):
+        return self.write(s, s.operands[0], f"np.bitwise_count({self.read(s.operands[1], words[-1])})", "u8")
+
+    def i_bfe(self, s, words):
+        kind = words[-1]
+        a = self.read(s.operands[1], kind)
+        position, length = (int(x) for x in s.operands[2:4])
+        width = int(kind[1:])
+        said = f"(({a} << {width - position - length}) >> {width - length})"
+        return self.write(s, s.operands[0], said, kind)
+
+    def i_shl(self, s, words):
+        return self._shift(s, words[-1], words[-1].replace("b", "u"), "<<")
+
+    def i_shr(self, s, words):
+        return self._shift(s, words[-1], words[-1].replace("b", "u"), ">>")
+
+    def _shift(self, s, kind, as_kind, sign):
+        a = self.read(s.operands[1], as_kind)
+        width = int(kind[1:])
+        if s.operands[2] in self.numbers:
+            by = self.read(s.operands[2], "u32")
+            return self.write(s, s.operands[0], f"_shift({a}, {by}, {sign == '<<'})", as_kind)
+        by = int(s.operands[2], 0)
+        if by >= width:
+            by = width - 1
+            if sign == "<<" or as_kind[0] == "u":
+                return self.write(s, s.operands[0], f"{a} ^ {a}", as_kind)
+        return self.write(s, s.operands[0], f"{a} {sign} {by}", as_kind)
+
+    def i_setp(self, s, words):
+        kind = words[-1]
+        a, b = (self.read(x, kind) for x in s.operands[1:3])
+        said = f"{a} {COMPARE[words[1]]} {b}"
+        if kind == "f32" and words[1] == "ne":
+            said = f"({said}) & ({a} == {a}) & ({b} == {b})"
+        if len(words) == 4 and words[2] in ("and", "or"):
+            said = f"({said}) {'&' if words[2] == 'and' else '|'} {self.read(s.operands[3], 'pred')}"
+        first, _, second = s.operands[0].partition("|")
+        made = self.write(s, first, said)
+        return made + self.write(s, second, f"~({said})") if second else made
+
+    def i_selp(self, s, words):
+        a, b = (self.read(x, words[-1]) for x in s.operands[1:3])
+        return self.write(s, s.operands[0], f"np.where({self.read(s.operands[3], 'pred')}, {a}, {b})", words[-1])
+
+    def i_mov(self, s, words):
+        to, what = s.operands
+        if isinstance(to, list):
+            width = int(words[-1][1:]) // len(to)
+            value = self.read(what, f"b{words[-1][1:]}")
+            made = []
+            for i, register in enumerate(to):
+                made += self.write(s, register, f"({value} >> {i * width}).astype('u{width // 8}')")
+            return made
+        if isinstance(what, list):
+            width, size = int(words[-1][1:]) // len(what), int(words[-1][1:]) // 8
+            parts = [f"({self.read(x, f'b{width}')}.astype('u{size}') << {i * width})" for i, x in enumerate(what)]
+            return self.write(s, to, " | ".join(parts))
+        if what == "%tid.x":
+            return self.write(s, to, "LANE + np.uint32(32 * w.number)")
+        return self.write(s, to, self.read(what, words[-1]), words[-1])
+
+    def i_cvta(self, s, words):
+        return self.write(s, s.operands[0], self.read(s.operands[1], "u64"))
+
+    def i_cvt(self, s, words):
+        to, source = words[-2], words[-1]
+        if to in ("bf16x2", "f16x2"):
+            high, low = (self.read(x, "f32") for x in s.operands[1:3])
+            return self.write(s, s.operands[0], f"_pack({high}, {low}, {to!r})")
+        value = s.operands[1]
+        if source == "bf16":
+            return self.write(s, s.operands[0], f"({self.read(value, 'b16')}.astype('u4') << 16)")
+        if to == "bf16":
+            return self.write(s, s.operands[0], f"_round({self.read(value, 'f32')}).astype('u2')")
+        x = self.read(value, source)
+        if to.startswith(("s", "u")) and source.startswith("f"):
+            return self.write(s, s.operands[0], f"np.trunc({x}).astype('{TYPES[to]}')", to)
+        return self.write(s, s.operands[0], f"{x}.astype('{TYPES[to]}')", to)
+
+    def i_prmt(self, s, words):
+        a, b = (self.read(x, "b32") for x in s.operands[1:3])
+        if s.operands[3] in self.numbers:
+            raise NotImplementedError(s.text)
+        return self.write(s, s.operands[0], f"_permute({a}, {b}, {int(s.operands[3].rstrip('U'), 0)})")
+
+    def i_shfl(self, s, words):
+        value, b, c = (self.read(x, "b32") for x in s.operands[1:4])
+        first, _, second = s.operands[0].partition("|")
+        made = [f"_s, _t = machine.shuffle({words[2]!r}, {value}, {b}, {c})", *self.write(s, first, "_s")]
+        return made + self.write(s, second, "_t") if second else made
+
+    def i_redux(self, s, words):
+        x = self.read(s.operands[1], words[-1])
+        how = {"add": "sum", "max": "max", "min": "min"}[words[2]]
+        return self.write(s, s.operands[0], f"np.full({LANES}, {x}.{how}(), '{TYPES[words[-1]]}')", words[-1])
+
+    def i_elect(self, s, words):
+        first, _, second = s.operands[0].partition("|")
+        made = self.write(s, first, f"np.full({LANES}, w.leader, 'u4')") if first != "_" else []
+        return made + self.write(s, second, "LANE == w.leader")
+
+    # ---------------------------------------------------------------------------------------------------------- memory
+
+    def i_ld(self, s, words):
+        kind = words[-1]
+        to = s.operands[0] if isinstance(s.operands[0], list) else [s.operands[0]]
+        if words[1] == "param":
+            name = s.operands[1].strip("[]")
+            return self.write(s, to[0], f"_param(block.params[{self.params[name]}], '{TYPES[kind]}')", kind)
+        made, size = [], np.dtype(TYPES[kind]).itemsize
+        if words[1] == "global":
+            made.append(
+                f"_x = block.memory.load({self.address(s.operands[1])}, {self.mask(s)}, '{TYPES[kind]}', {len(to)})"
+            )
+        else:
+            parts = (f"block.load_shared(_a + np.uint64({i * size}), _m, '{TYPES[kind]}')" for i in range(len(to)))
+            made += [f"_a = {self.address(s.operands[1])}", f"_m = {self.mask(s)}", f"_x = [{', '.join(parts)}]"]
+        for i, register in enumerate(to):
+            made += self.write(s, register, f"_x[{i}]", kind)
+        return made
+
+    def i_st(self, s, words):
+        kind = words[-1]
+        values = s.operands[1] if isinstance(s.operands[1], list) else [s.operands[1]]
+        size, values = np.dtype(TYPES[kind]).itemsize, [self.read(x, kind) for x in values]
+        if words[1] == "global":
+            return [f"block.memory.store({self.address(s.operands[0])}, {self.mask(s)}, [{', '.join(values)}])"]
+        made = [f"_a = {self.address(s.operands[0])}", f"_m = {self.mask(s)}"]
+        return made + [f"block.store_shared(w, _a + np.uint64({i * size}), _m, {x})" for i, x in enumerate(values)]
+
+    def i_atom(self, s, words):
+        kind = "f32" if words[-1] == "v2" else words[-1]
+        if words[1] != "global" or "add" not in words:
+            raise NotImplementedError(s.text)
+        many = isinstance(s.operands[0], list)
+        to, given = (s.operands[0], s.operands[2]) if many else ([s.operands[0]], [s.operands[2]])
+        values = ", ".join(self.read(x, kind) for x in given)
+        made = [f"_x = block.memory.add_to({self.address(s.operands[1])}, {self.mask(s)}, [{values}])"]
+        for i, register in enumerate(to):
+            made += self.write(s, register, f"_x[{i}]", kind)
+        return made
+
+    def i_prefetch(self, s, words):
+        return [f"block.memory.load({self.address(s.operands[0])}, {self.mask(s)}, 'u1')"]
+
+    def i_stmatrix(self, s, words):
+        values = ", ".join(self.read(x, "b32") for x in s.operands[1])
+        return [f"_stmatrix(w, block, {self.address(s.operands[0])}, [{values}], {'trans' in words})"]
+
+    def i_ldmatrix(self, s, words):
+        to = s.operands[0]
+        made = [f"_l = _ldmatrix(block, {self.address(s.operands[1])}, {len(to)}, {'trans' in words})"]
+        for i, register in enumerate(to):
+            made += self.write(s, register, f"_l[{i}]")
+        return made
+
+    # ------------------------------------------------------------------------------------------- warps and what waits
+
+    def i_bra(self, s, words, piece):
+        target = self.labels[s.operands[0]]
+        if s.guard is None:
+            return [f"return {target}"]
+        part = f"    b{piece + 1}_of(w, block, ~_m)", f"    return {target}"
+        if not self.is_skipped(piece + 1):
+            part = (f"    raise machine.Fault({('lanes of a warp part: ' + s.text)!r})",)
+        return [f"_m = {self.mask(s)}", "if _m.all():", f"    return {target}", "if _m.any():", *part]
+
+    def i_brx(self, s, words, piece):
+        targets = [self.labels[x] for x in self.tables[s.operands[1]]]
+        return [f"return {targets}[int({self.read(s.operands[0], 'u32')}[0])]"]
+
+    def i_ret(self, s, words):
+        return ["return -1"] if s.guard is None else [f"if {self.mask(s)}.all():", "    return -1"]
+
+    def i_bar(self, s, words, piece):
+        if words[1] == "warp":
+            return []
+        if s.guard is not None:
+            raise NotImplementedError(s.text)
+        count = "None" if len(s.operands) == 1 else f"int({self.read(s.operands[1], 'u32')}[0]) // {LANES}"
+        number = f"int({self.read(s.operands[0], 'u32')}[0])"
+        return [f"if not block.meet(w, {number}, {count}):", f"    return {piece}"]
+
+    i_barrier = i_bar
+
+    def i_mbarrier(self, s, words, piece):
+        what, m = words[1], self.mask(s)
+        if what == "init":
+            a, n = self.address(s.operands[0]), int(s.operands[1])
+            return [f"for _x in {a}[{m}]:", f"    block.barriers[int(_x)] = machine.Barrier({n})"]
+        if what == "inval":
+            return [f"for _x in {self.address(s.operands[0])}[{m}]:", "    del block.barriers[int(_x)]"]
+        if what == "arrive":
+            bytes_ = f"int({self.read(s.operands[2], 'u32')}[0])" if "expect_tx" in words else "0"
+            times = 1 if "expect_tx" in words or len(s.operands) < 3 else int(s.operands[2])
+            a = self.address(s.operands[1])
+            return [f"for _x in {a}[{m}]:", f"    block.barrier(_x).arrive({times}, {bytes_})"]
+        if what == "try_wait":
+            a, parity = self.address(s.operands[1]), self.read(s.operands[2], "u32")
+            return [
+                f"if not block.wait(w, {a}[0], int({parity}[0])):",
+                f"    return {piece}",
+                *self.write(s, s.operands[0], "ON"),
+            ]
+        raise NotImplementedError(s.text)
+
+    def i_fence(self, s, words):
+        return ["block.fence(w)"] if words[1] == "proxy" else []
+
+    def i_setmaxnreg(self, s, words):
+        return []
+
+    # ------------------------------------------------------------------------------------------------- TMA, products
+
+    def i_cp(self, s, words, piece):
+        if words[1] == "async" and words[2] == "bulk":
+            return self._bulk(s, words, piece)
+        if words[1] == "reduce":
+            return self._bulk(s, ["cp", *words[2:]], piece, add=True)
+        raise NotImplementedError(s.text)
+
+    def _bulk(self, s, words, piece, *, add=False):
+        if words[3] == "commit_group":
+            return ["w.commit_stores()"]
+        if words[3].startswith("wait_group"):
+            return [f"if not block.wait_stores(w, {int(s.operands[0])}):", f"    return {piece}"]
+        if words[3] != "tensor":
+            raise NotImplementedError(s.text)
+        loads = words[5].startswith("shared")
+        shared, tensor = (s.operands[0], s.operands[1]) if loads else (s.operands[1], s.operands[0])
+        inside = re.match(r"\[([^,]+),\s*\{(.*)\}\]", tensor)
+        coordinates = [f"int({self.read(x.strip(), 's32')}[_i])" for x in inside.group(2).split(",")][::-1]
+        tensor_map = f"{self.read(inside.group(1).strip(), 'u64')}[_i]"
+        made = [f"for _i in np.flatnonzero({self.mask(s)}):"]
+        where = f"({', '.join(coordinates)},), {self.address(shared)}[_i]"
+        if loads:
+            return [*made, f"    block.copy_in({tensor_map}, {where}, {self.address(s.operands[2])}[_i])"]
+        return [*made, f"    block.copy_out(w, {tensor_map}, {where}, add={add})"]
+
+    def i_wgmma(self, s, words):
+        what = words[1]
+        if what == "fence":
+            return []
+        if what == "commit_group":
+            return ["w.commit()"]
+        if what == "wait_group":
+            return [f"w.wait_products({int(s.operands[0])})"]
+        shape = re.match(r"m64n(\d+)k16", words[4])
+        if shape is None or words[5] != "f32" or words[6] not in ("bf16", "f16"):
+            raise NotImplementedError(s.text[:80])
+        key = tuple(self.numbers[x] for x in s.operands[0])
+        a, b, add, scale_a, scale_b, *transposed = s.operands[1:]
+        if (scale_a, scale_b) != ("1", "1"):
+            raise NotImplementedError(s.text[-80:])
+        a = f"[{', '.join(self.read(x, 'b32') for x in a)}]" if isinstance(a, list) else self.read(a, "u64")
+        transposed = [bool(int(x)) for x in transposed]
+        a_transposed, b_transposed = (False, *transposed)[-2:]
+        return [
+            f"machine.wgmma(w, block, {key}, {a}, {self.read(b, 'u64')}, bool({self.read(add, 'pred')}[0]), "
+            f"{shape.group(1)}, {words[6]!r}, {a_transposed}, {b_transposed})"
+        ]
+
+
+LEAVES = ("bra", "brx", "ret")
+NEED_PIECE = ("bra", "brx", "bar", "barrier", "mbarrier", "cp")
+
+
+def _may_wait(name):
+    return name.startswith(
+        ("bar.", "barrier.", "mbarrier.try_wait", "cp.async.bulk.wait_group")
+    ) and not name.startswith("bar.warp")
+
+
+def _leaves(piece):
+    """Whether all lanes go elsewhere at its end."""
+    return bool(piece) and piece[-1].name.split(".")[0] in LEAVES and piece[-1].guard is None
+
+
+# ------------------------------------------------------------------------------------- what instructions are made of
+
+
+def _param(x, dtype):
+    dtype = np.dtype(dtype)
+    bits = int(np.float32(x).view(np.uint32)) if isinstance(x, float) else int(x) & (2 ** (8 * dtype.itemsize) - 1)
+    return np.full(LANES, bits, f"u{dtype.itemsize}").view(dtype)
+
+
+def _div(a, b):
+    if a.dtype.kind == "f":
+        return a / b
+    b = np.where(b == 0, a.dtype.type(1), b)
+    return (np.sign(a) * np.sign(b) * (np.abs(a.astype("i8")) // np.abs(b.astype("i8")))).astype(a.dtype)
+
+
+def _rem(a, b):
+    return a - _div(a, b) * b
+
+
+def _shift(a, by, left):
+    width = 8 * a.dtype.itemsize
+    clamped = np.minimum(by, width - 1).astype(a.dtype)
+    made = a << clamped if left else a >> clamped
+    return np.where((by >= width) & (left or a.dtype.kind == "u"), a.dtype.type(0), made)
+
+
+def _round(x):
+    """float32 to the 16 bits of a bfloat16, to the nearest and even."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    made = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FFF, made).astype(np.uint32)
+
+
+def _pack(high, low, kind):
+    if kind == "bf16x2":
+        return (_round(high) << 16) | _round(low)
+    high, low = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (high, low))
+    return (high << 16) | low
+
+
+def _permute(a, b, selector):
+    together = np.stack([a, b], 1).view(np.uint8)
+    which = [(selector >> (4 * i)) & 15 for i in range(4)]
+    made = np.take(together, [x & 7 for x in which], 1)
+    for i, x in enumerate(which):
+        if x & 8:  # its sign
+            made[:, i] = (made[:, i] >> 7) * 255
+    return made.view(np.uint32)[:, 0]
+
+
+def _stmatrix(w, block, addresses, values, transposed):
+    for i, value in enumerate(values):
+        halves = value.copy().view(np.uint16).reshape(8, 8)  # row lane / 4, columns 2 (lane % 4) and one more
+        matrix = halves.T if transposed else halves
+        rows = addresses[8 * i : 8 * i + 8]
+        for c in range(0, 8, 2):
+            pair = np.zeros(LANES, np.uint32)
+            pair[:8] = matrix[:, c].astype(np.uint32) | (matrix[:, c + 1].astype(np.uint32) << 16)
+            at = np.zeros(LANES, np.uint64)
+            at[:8] = rows + np.uint64(2 * c)
+            block.store_shared(w, at, np.arange(LANES) < 8, pair)
+
+
+def _ldmatrix(block, addresses, count, transposed):
+    made = []
+    for i in range(count):
+        rows = addresses[8 * i : 8 * i + 8].astype(np.int64)
+        at = rows[:, None] + 2 * np.arange(8)[None, :]
+        matrix = block._shared(at.ravel(), 2, np.uint16).reshape(8, 8)
+        matrix = np.ascontiguousarray(matrix.T if transposed else matrix)
+        made.append(matrix.reshape(-1).view(np.uint32).copy())
+    return made

@@ -1,0 +1,149 @@
+"""The kernels in Gluon, and those around them, in the 16-bit types that they are for, without a GPU.
+
+Their PTX runs in an emulator of tests/ptx, which makes copies and products as late as the hardware may.
+"""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from emulated import emulating
+from grouped_matmul.grouped_common import Case, assert_same, oracle, problem, step, turned
+from losses import mixed_plan, plan_in_forward
+from onchip.torch import linear_cross_entropy
+from onchip.vocab.triton import memory, walks
+from ptx import machine
+
+GROUPED = ("product_apart", "weight_gradient_apart")
+GLUON = ("softmax_in_turns", "softmax_staggered", "gradient_staggered", "hidden_apart", "weight_added")
+
+
+def loss_problem(tokens, hidden, vocab, dtype=torch.bfloat16, weight_dtype=None, std=1.0):
+    h = (torch.randn(tokens, hidden) * std).to(dtype).requires_grad_()
+    w = (torch.randn(vocab, hidden) * hidden**-0.5).to(weight_dtype or dtype).requires_grad_()
+    y = torch.randint(vocab, (tokens,))
+    y[::7] = -100
+    return h, w, y
+
+
+def few_slices(tokens, hidden, room=None):
+    """Of the vocabulary, as for a GPU of 4 multiprocessors: an H100's would be read in 33 here."""
+    apart, slices = CHUNK_HIDDEN(tokens, hidden, room)
+    return apart, min(slices, 4)
+
+
+CHUNK_HIDDEN = memory.chunk_hidden
+
+
+@pytest.fixture(autouse=True)
+def few_sums(monkeypatch):
+    monkeypatch.setattr(memory, "chunk_hidden", few_slices)
+    monkeypatch.setattr(walks, "chunk_hidden", few_slices)
+
+
+def assert_right(made, h, w, y, bound, **options):
+    """The loss and both gradients, beside float64."""
+    a, b = (x.detach().double().requires_grad_() for x in (h, w))
+    if w.dtype != h.dtype:
+        b = w.detach().to(h.dtype).double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(a @ b.T, y, **options)
+    expected = [loss.detach(), *torch.autograd.grad(loss, (a, b))]
+    errors = [float((x.double() - r).norm() / r.norm()) for x, r in zip(made, expected, strict=True)]
+    assert errors[0] < 1e-5
+    assert max(errors[1:]) < bound, errors
+
+
+# Which kernels in Gluon each has to run.
+LOSSES = {
+    "one step of a product": (64, plan_in_forward(), {"softmax_in_turns", "weight_added"}, {}),
+    "nine steps, of four slots": (576, plan_in_forward(), {"softmax_in_turns", "hidden_apart", "weight_added"}, {}),
+    "far above the targets": (576, mixed_plan(), {"softmax_in_turns", "hidden_apart"}, {"std": 60.0}),
+    "smoothing": (1152, plan_in_forward(), {"hidden_apart", "weight_added"}, {"label_smoothing": 0.1}),
+    "float16": (1152, plan_in_forward(), {"softmax_staggered", "weight_added"}, {"dtype": torch.float16}),
+    "recomputed": (1024, mixed_plan(halves=True), {"softmax_staggered", "gradient_staggered"}, {}),
+    "columns that can't be swapped": (200, plan_in_forward(), set(), {}),
+    "a float32 weight": (640, plan_in_forward(), {"hidden_apart", "weight_added"}, {"weight_dtype": torch.float32}),
+}
+SLOW = ("one step of a product", "columns that can't be swapped", "a float32 weight")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in LOSSES])
+def test_losses(name):
+    hidden, plan, kernels, options = LOSSES[name]
+    given = {key: options[key] for key in ("dtype", "weight_dtype", "std") if key in options}
+    options = {key: x for key, x in options.items() if key not in given}
+    h, w, y = loss_problem(300, hidden, 300, **given)
+    with plan, emulating(GLUON) as done, torch.autocast("cpu", h.dtype, enabled=w.dtype != h.dtype):
+        loss = linear_cross_entropy(h, w, y, backend="triton", **options)
+        made = [loss.detach(), *torch.autograd.grad(loss, (h, w))]
+    assert_right(made, h, w, y, 4e-3 if h.dtype == torch.bfloat16 else 6e-4, **options)
+    assert {x.name for x in done} >= kernels
+    for x in {x.name: x for x in done}.values():
+        assert_same_bytes(x.again(seed=1), x.after)
+
+
+def assert_same_bytes(made, expected):
+    assert all(np.array_equal(a, b) for a, b in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", ["gnk", "gkn", "swiglu", "interleaved"])
+def test_grouped_products(case):
+    """With groups of more than a tile and less, none, and rows past the last one."""
+    options = {"activation": "swiglu", "gate_up": "interleaved" if case == "interleaved" else "concatenated"}
+    sizes = Case("", (130, 0, 17, 3), 256, 136, tail=5, bias=True, options=options if "l" in case else {})
+    arguments, grad = problem(sizes, torch.bfloat16)
+    if case == "gkn":
+        arguments = turned(arguments)
+    with emulating(GROUPED) as done:
+        made = step(arguments, grad, backend="triton")
+    assert {x.name for x in done} == set(GROUPED)
+    assert_same(made, oracle(arguments, grad), 6e-3)
+
+
+WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 complete, \[%r\d+\], %r\d+;"
+ARRIVE = r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];"
+# A kernel's PTX: what is replaced, which of them (of those that count: some only keep two groups apart), and by what.
+MISTAKES = {
+    "a fence is missing": ("softmax_staggered", r"fence\.proxy\.async\.shared::cta;", 1, ""),
+    "a staged block isn't waited for": ("softmax_in_turns", r"cp\.async\.bulk\.wait_group\.read\s+0;", 1, ""),
+    "the last product isn't waited for": ("weight_added", r"(wgmma\.wait_group\.sync\.aligned) 0;", 0, r"\1 1;"),
+    "no product is waited for": ("weight_added", r"(wgmma\.wait_group\.sync\.aligned) 1;", 0, r"\1 2;"),
+    "operands aren't waited for": ("weight_added", WAIT, 0, "mov.pred complete, -1;"),
+    "room isn't waited for": ("weight_added", WAIT, -1, "mov.pred complete, -1;"),
+    "room isn't told of": ("hidden_apart", ARRIVE, 0, ""),
+    "a turn isn't told of": ("softmax_in_turns", ARRIVE, 0, ""),
+    "digits change places": ("weight_added", r"(prmt\.b32.*), 0x7632;", 0, r"\1, 0x3276;"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def launches_of_two_losses():
+    """By the kernels' names; of those that add, one that does."""
+    found = {}
+    for hidden in (576, 1024):
+        h, w, y = loss_problem(700, hidden, 520)
+        with plan_in_forward(384), emulating(GLUON) as done:
+            linear_cross_entropy(h, w, y, backend="triton")
+        found |= {x.name: x for x in reversed(done) if x.launch.arguments.get("ADD", True)}
+    return found
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_emulator_sees_mistakes(mistake, launches_of_two_losses):
+    kernel, pattern, which, instead = MISTAKES[mistake]
+    launch = launches_of_two_losses[kernel]
+
+    def change(ptx):
+        place = list(re.finditer(pattern, ptx))[which]
+        return ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
+
+    def is_seen(seed):
+        try:
+            assert_same_bytes(launch.again(change, seed), launch.after)
+        except (machine.Fault, AssertionError):
+            return True
+        return False
+
+    assert any(is_seen(seed) for seed in range(4))
