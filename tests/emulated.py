@@ -4,7 +4,7 @@ What nobody wrote is NaN.
 """
 
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -75,13 +75,15 @@ def emulating(keep=(), seed=0):
     fills = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what torch.empty returns with NaN
     try:
-        with (
-            mock.patch.object(Launch, "run", run),
-            mock.patch.object(setup, "_allocate", noted),
-            mock.patch.object(setup, "device_refusal", return_value=None),
-            mock.patch.object(groups, "device_refusal", return_value=None),
-            mock.patch.object(groups, "check"),
-        ):
+        with ExitStack() as stack:
+            for module, name, instead in (
+                (Launch, "run", run),
+                (setup, "_allocate", noted),
+                (groups, "check", mock.Mock()),
+            ):
+                stack.enter_context(mock.patch.object(module, name, instead))
+            for module in [x for x in sys.modules.values() if "device_refusal" in vars(x)]:
+                stack.enter_context(mock.patch.object(module, "device_refusal", return_value=None))
             yield done
     finally:
         torch.use_deterministic_algorithms(fills)

@@ -4,6 +4,7 @@ Their PTX runs in an emulator of tests/ptx, which makes copies and products as l
 """
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ import torch
 
 from emulated import emulating
 from grouped_matmul.grouped_common import Case, assert_same, oracle, problem, step, turned
-from losses import mixed_plan, plan_in_forward
+from losses import losses, mixed_plan, plan_in_forward
+from onchip.ops.linear_jsd.cases import CHECK_CASES as JSD_CASES
+from onchip.ops.linear_jsd.checks import CHECKER as JSD
 from onchip.torch import linear_cross_entropy
 from onchip.vocab.triton import memory, walks
 from ptx import machine
+from shared import assert_within_bounds
 
 GROUPED = ("product_apart", "weight_gradient_apart")
 GLUON = ("softmax_in_turns", "softmax_staggered", "gradient_staggered", "hidden_apart", "weight_added")
@@ -100,6 +104,25 @@ def test_grouped_products(case):
         made = step(arguments, grad, backend="triton")
     assert {x.name for x in done} == set(GROUPED)
     assert_same(made, oracle(arguments, grad), 6e-3)
+
+
+WAYS = {str(loss): loss for loss in losses("triton", few=True)}
+QUICK = ("cross_entropy-inplace-none", "log_probs-entropy")
+
+
+@pytest.mark.parametrize("way", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in WAYS])
+def test_bfloat16(way):
+    """Triton's kernels, which its interpreter can't run in this type."""
+    case = next(x for x in WAYS[way].own_cases() if x.name.startswith("everything"))
+    with emulating():
+        WAYS[way].assert_case(replace(case, tokens=20, vocab=700), torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_jsd_in_bfloat16():
+    case = next(x for x in JSD_CASES if x.name == "everything")
+    with emulating():
+        assert_within_bounds(JSD.check_case(replace(case, tokens=20, vocab=300), torch.bfloat16, backend="triton"))
 
 
 WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 complete, \[%r\d+\], %r\d+;"

@@ -91,21 +91,23 @@ def test_hidden_apart_as_tritons(monkeypatch):
 
     first = run()
     assert torch.equal(run(), first)
-    monkeypatch.setattr("onchip.vocab.triton.launches.hidden_apart", lambda hidden: False)
+    monkeypatch.setattr("onchip.vocab.triton.walks.chunk_hidden", lambda *sizes: (False, 1))
     monkeypatch.setattr("onchip.frontend.torch_tape.is_taped", lambda x: False)
     right = run()
     assert float((first.float() - right.float()).norm() / right.float().norm()) < 3e-3
 
 
-@pytest.mark.parametrize("hidden", [640, 1024])
-def test_as_tritons_kernels(monkeypatch, hidden):
+@pytest.mark.parametrize("tokens", [None, 1024], ids=["planned", "in forward"])
+@pytest.mark.parametrize("hidden", [640, 1024, 2560])
+def test_as_tritons_kernels(monkeypatch, hidden, tokens):
     """Of more tiles than programs; the same bits in each call, and without gradients."""
     h, w, y = problem(5000, hidden, 40_000, torch.bfloat16)
     assert memory.takes_turns(hidden) or memory.staggers(hidden)
 
     def run():
-        loss = linear_cross_entropy(h, w, y, backend="triton")
-        return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
+        with nullcontext() if tokens is None else plan_in_forward(tokens):
+            loss = linear_cross_entropy(h, w, y, backend="triton")
+            return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
 
     first, second = run(), run()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

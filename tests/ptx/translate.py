@@ -26,18 +26,21 @@ COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
 ELEMENTWISE = {
     "add": "{} + {}", "sub": "{} - {}", "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "min": "np.fmin({}, {})",
     "max": "np.fmax({}, {})", "not": "~{}", "neg": "-{}", "abs": "np.abs({})", "ex2": "np.exp2({})",
-    "div": "_div({}, {})", "rem": "_rem({}, {})",
+    "lg2": "np.log2({})", "div": "_div({}, {})", "rem": "_rem({}, {})",
 }  # fmt: skip
+TO_INTEGERS = {"rzi": "trunc", "rni": "rint", "rmi": "floor", "rpi": "ceil"}
 # What else an instruction's name may say.
 ROUNDING = {"rn", "ftz", "approx", "full"}
 MODIFIERS = {
     **dict.fromkeys(ELEMENTWISE, ROUNDING),
+    "min": {"relu", "NaN"},
+    "max": {"NaN"},
     **{name: set() for name in ("shl", "shr", "bfe", "selp", "mov", "prmt", "popc")},
     "fma": ROUNDING,
     "mul": {"lo", "hi", "wide", *ROUNDING},
     "mad": {"lo", "wide"},
-    "cvt": {"rn", "rzi", "bf16", "bf16x2", "f16x2", *TYPES},
-    "setp": {*COMPARE, "and", "or"},
+    "cvt": {"rn", "ftz", *TO_INTEGERS, "bf16", "bf16x2", "f16x2", *TYPES},
+    "setp": {*COMPARE, "num", "nan", "and", "or"},
     "ld": {"global", "shared", "param", "v2", "v4"},
     "st": {"global", "shared", "v2", "v4"},
     "atom": {"global", "gpu", "relaxed", "add", "f32", "v2"},
@@ -295,16 +298,23 @@ class _Translator:
 
     def one(self, s, piece):
         """The lines of an instruction."""
-        words = s.name.split(".")
+        words = [x for x in s.name.split(".") if not x.startswith(("L1::", "L2::"))]  # how long caches keep it
         if words[0] in MODIFIERS and not set(words[1:-1]) <= MODIFIERS[words[0]]:
             raise NotImplementedError(s.text)
         if words[0] in ELEMENTWISE:
             said = ELEMENTWISE[words[0]].format(*(self.read(x, words[-1]) for x in s.operands[1:]))
+            if "relu" in words:
+                said = f"np.fmax({said}, 0)"
+            if "NaN" in words:
+                said = said.replace("fmax", "maximum").replace("fmin", "minimum")
             return self.write(s, s.operands[0], said, words[-1])
         known = getattr(self, f"i_{words[0]}", None)
         if known is None:
             raise NotImplementedError(s.text)
         return known(s, words, *([piece] if words[0] in NEED_PIECE else []))
+
+    def i_createpolicy(self, s, words):
+        return self.write(s, s.operands[0], "LANE", "u32")
 
     def i_mul(self, s, words):
         kind = words[-1]
@@ -365,9 +375,11 @@ class _Translator:
     def i_setp(self, s, words):
         kind = words[-1]
         a, b = (self.read(x, kind) for x in s.operands[1:3])
-        said = f"{a} {COMPARE[words[1]]} {b}"
+        said = numbers = f"({a} == {a}) & ({b} == {b})"
+        if words[1] != "num":
+            said = f"~({numbers})" if words[1] == "nan" else f"{a} {COMPARE[words[1]]} {b}"
         if kind == "f32" and words[1] == "ne":
-            said = f"({said}) & ({a} == {a}) & ({b} == {b})"
+            said = f"({said}) & {numbers}"
         if len(words) == 4 and words[2] in ("and", "or"):
             said = f"({said}) {'&' if words[2] == 'and' else '|'} {self.read(s.operands[3], 'pred')}"
         first, _, second = s.operands[0].partition("|")
@@ -409,8 +421,8 @@ class _Translator:
         if to == "bf16":
             return self.write(s, s.operands[0], f"_round({self.read(value, 'f32')}).astype('u2')")
         x = self.read(value, source)
-        if to.startswith(("s", "u")) and source.startswith("f"):
-            return self.write(s, s.operands[0], f"np.trunc({x}).astype('{TYPES[to]}')", to)
+        for how in set(words) & set(TO_INTEGERS):
+            x = f"np.{TO_INTEGERS[how]}({x})"
         return self.write(s, s.operands[0], f"{x}.astype('{TYPES[to]}')", to)
 
     def i_prmt(self, s, words):
