@@ -23,6 +23,7 @@ static struct { uint64_t function; int count; int sizes[256]; } kernels[512];
 static int known, failing = -1, logging = 1;
 static CUcontext context;
 static int retained;
+static void (*runner)(const Entry *, const unsigned char *); // does what is asked for: an emulator of a test's
 
 // What is captured of a stream, and a graph of it.
 static struct { CUstream stream; unsigned char data[1 << 20]; size_t size; } captured;
@@ -38,6 +39,16 @@ static void note(CUstream stream, const void *data, size_t size) {
   memcpy(captured.data + captured.size, data, size);
   captured.size += size;
 }
+static void run(const Entry *e, const unsigned char *data) {
+  if (!runner) return;
+  if (e->kind == LAUNCH) runner(e, data);
+  if (e->kind == ZERO) memset((void *)e->function, (int)e->grid[1], e->grid[0]);
+  if (e->kind == COPY) memcpy((void *)e->function, (void *)e->grid[1], e->grid[0]);
+  used = 0;
+}
+static void run_now(CUstream stream, const Entry *e) {
+  if (!captured.stream || stream != captured.stream) run(e, log_ + used - e->bytes);
+}
 
 // What a test calls.
 void fake_kernel(uint64_t function, int count, const int *sizes) {
@@ -51,6 +62,7 @@ size_t fake_take(unsigned char *into, size_t size) {
   used = 0;
   return there;
 }
+void fake_runner(void *f) { runner = f; }
 void fake_fail(int after) { failing = after; }
 void fake_logging(int on) { logging = on; }
 void fake_no_context(void) { context = NULL; }
@@ -73,6 +85,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, 
     note(c->hStream, &e, sizeof(e));
     note(c->hStream, c->attrs, c->numAttrs * sizeof(CUlaunchAttribute));
     for (int j = 0; j < kernels[i].count; ++j) note(c->hStream, params[j], kernels[i].sizes[j]);
+    run_now(c->hStream, &e);
     return result();
   }
   note(c->hStream, &e, sizeof(e));
@@ -100,12 +113,14 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstr
   if (!logging) return CUDA_SUCCESS;
   Entry e = {ZERO, to, (uint64_t)stream, {size, value, 0}, {0}, 0, 0, 0};
   note(stream, &e, sizeof(e));
+  run_now(stream, &e);
   return result();
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
   if (!logging) return CUDA_SUCCESS;
   Entry e = {COPY, to, (uint64_t)stream, {size, from, 0}, {0}, 0, 0, 0};
   note(stream, &e, sizeof(e));
+  run_now(stream, &e);
   return result();
 }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
@@ -154,6 +169,7 @@ CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
     e.stream = (uint64_t)stream;
     put(&e, sizeof(e));
     put(made->data + at + sizeof(e), e.bytes);
+    run(&e, made->data + at + sizeof(e));
     at += sizeof(e) + e.bytes;
   }
   return CUDA_SUCCESS;

@@ -68,6 +68,20 @@ class Library:
         self.sizes[function] = sizes
         self.c.fake_kernel(ctypes.c_uint64(function), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
 
+    def run_by(self, run) -> None:
+        """Have `run(function, grid, params)` called for each launch from now on; fills and copies happen too."""
+
+        def called(header, data):
+            _, function, _, *grid, _, _, _, _, attributes, _ = _HEADER.unpack(ctypes.string_at(header, _HEADER.size))
+            at, params = data + 72 * attributes, []
+            for n in self.sizes[function]:
+                params.append(ctypes.string_at(at, n))
+                at += n
+            run(function, tuple(grid), params)
+
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(called)  # kept, as C has it
+        self.c.fake_runner(self._run)
+
     def take(self) -> list[Entry]:
         """What was asked for since the last time."""
         size, at, made = self.c.fake_take(self._buffer, ctypes.c_size_t(len(self._buffer))), 0, []

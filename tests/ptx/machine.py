@@ -97,7 +97,8 @@ class Memory:
         found = self.load(addresses, mask, dtype, len(values))
         for data, lanes, at in self._parts(addresses, mask, dtype.itemsize, len(values)):
             for i, x in enumerate(values):
-                np.add.at(data.view(dtype), at + i, x[lanes])
+                for where, number in zip(at + i, x[lanes], strict=True):  # two lanes may add to one
+                    data.view(dtype)[where] += number
         return found
 
     def bytes_at(self, addresses):

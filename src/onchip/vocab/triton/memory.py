@@ -9,8 +9,8 @@ factors that backward multiplies by (`in_forward`): each row of hidden's, and th
 Where the head is frozen that takes two products and no sum.
 
 A sum that becomes a 16-bit gradient has 24 bits: the first 16 of a float32 in the memory of the gradient, the next 8 in
-scratch.  Each addition rounds it to 16 digits where the gradient has 8, so scratch that float32 would take for its
-second half is left for twice as many chunks' exponentials.
+scratch.  Each addition rounds it to 16 binary digits, where the gradient has 8 or 11.  Half of the scratch that float32
+would take beside the gradient's memory is left for larger chunks.
 """
 
 from collections.abc import Iterator

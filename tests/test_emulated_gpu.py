@@ -1,0 +1,25 @@
+"""Calls that tapes repeat, on a GPU that isn't there, whose kernels run: emulated_gpu.py, in a process for each."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import fake_cuda
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a real libcuda can't have a made-up one")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="programs are compiled by gcc")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "planned",
+        "cross_entropy",
+        "grouped_matmul",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixed", "in forward", "linear_log_probs")),
+    ],
+)
+def test_tapes_give_the_same_bits(call):
+    script = Path(__file__).with_name("emulated_gpu.py")
+    assert fake_cuda.run(str(script), call).splitlines()[-1] == "the same bits"
