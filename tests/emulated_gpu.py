@@ -80,7 +80,7 @@ def gpu():
 
 def calls():
     """What makes the tensors of a call, and the call of them, by name."""
-    from onchip.torch import cross_entropy, grouped_matmul, linear_cross_entropy, linear_log_probs
+    from onchip.torch import cross_entropy, fp8_linear, grouped_matmul, linear_cross_entropy, linear_log_probs
 
     def leaf(*shape, std=1.0):
         return (torch.randn(shape) * std).to(torch.bfloat16).requires_grad_()
@@ -94,11 +94,15 @@ def calls():
     def experts():
         return leaf(60, 128), leaf(3, 128, 128), torch.tensor([9, 0, 40])
 
+    def layer():
+        return leaf(128, 256), leaf(128, 256, std=0.1)
+
     return {
         **dict.fromkeys(("planned", "mixed", "in forward"), (head, linear_cross_entropy)),
         "linear_log_probs": (head, linear_log_probs),
         "cross_entropy": (logits, cross_entropy),
         "grouped_matmul": (experts, grouped_matmul),
+        "fp8_linear": (layer, fp8_linear),
     }
 
 

@@ -15,7 +15,7 @@ from grouped_matmul.grouped_common import Case, assert_same, oracle, problem, st
 from losses import losses, mixed_plan, plan_in_forward
 from onchip.ops.linear_jsd.cases import CHECK_CASES as JSD_CASES
 from onchip.ops.linear_jsd.checks import CHECKER as JSD
-from onchip.torch import linear_cross_entropy
+from onchip.torch import fp8_linear, linear_cross_entropy
 from onchip.vocab.triton import memory, walks
 from ptx import machine
 from shared import assert_within_bounds
@@ -116,6 +116,21 @@ def test_bfloat16(way):
     case = next(x for x in WAYS[way].own_cases() if x.name.startswith("everything"))
     with emulating():
         WAYS[way].assert_case(replace(case, tokens=20, vocab=700), torch.bfloat16)
+
+
+def test_fp8_linear():
+    """As the path for any device, whose numbers are quantised alike."""
+    x, w, _ = loss_problem(128, 256, 128)
+    grad = torch.randn(128, 128).bfloat16()
+
+    def step(backend):
+        out = fp8_linear(x, w, backend=backend)
+        grads = torch.autograd.grad(out, (x, w), grad)
+        return {"out": out.detach(), "grad_x": grads[0], "grad_weight": grads[1]}
+
+    with emulating():
+        made = step("triton")
+    assert_same(made, step("dequantize"), 2e-4)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import fake_cuda
         "planned",
         "cross_entropy",
         "grouped_matmul",
+        "fp8_linear",
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixed", "in forward", "linear_log_probs")),
     ],
 )

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from ml_dtypes import float8_e4m3fn
 
 LANES = 32
 SHARED_BASE = 1024  # where a block's shared memory begins: what is below is not its own
@@ -403,30 +404,32 @@ class Block:
 
 
 @lru_cache(maxsize=8192)
-def operand(descriptor, rows, transposed):
-    """Addresses of the 16-bit numbers [rows, 16] in shared memory that a descriptor of wgmma says where."""
+def operand(descriptor, rows, element, transposed):
+    """Addresses of the numbers [rows, 32 bytes] in shared memory that a descriptor of wgmma says where."""
     start, lead, stride = (((descriptor >> s) & 0x3FFF) << 4 for s in (0, 16, 32))
     width = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
     if width == 0:
         raise Fault("an operand without a pattern isn't known here")
-    r, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+    r, k = np.arange(rows)[:, None], np.arange(32 // element)[None, :]
     if transposed:  # what follows each other in memory is rows
         per = width // 2
         at = r % per * 2 + r // per * lead + k % 8 * width + k // 8 * stride
     else:
-        at = r // 8 * stride + r % 8 * width + k * 2
+        at = r // 8 * stride + r % 8 * width + k * element
     return swizzled(start + at, width)
 
 
 def as_float32(bits, kind):
-    return (
-        (bits.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else bits.view(np.float16).astype(np.float32)
-    )
+    if kind == "bf16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16 if kind == "f16" else float8_e4m3fn).astype(np.float32)
 
 
 def wgmma(w, block, key, a, b, add, n, kind, a_transposed, b_transposed):
-    """Issue a warp's 16 rows of a product of 64 x n x 16."""
-    row = 16 * (w.number % 4)
+    """Issue a warp's 16 rows of a product of 64 x n x 16, or 32 of 8 bits.  Sums are float32, as a tensor core's
+    aren't quite.
+    """
+    row, bits = 16 * (w.number % 4), np.uint8 if kind == "e4m3" else np.uint16
     if isinstance(a, list):
         # Registers: rows lane / 4 and 8 more, columns 2 (lane % 4) and 8 more.
         tile = np.zeros((16, 16), np.float32)
@@ -435,12 +438,12 @@ def wgmma(w, block, key, a, b, add, n, kind, a_transposed, b_transposed):
             for half in range(2):
                 tile[LANE // 4 + 8 * (i % 2), 2 * (LANE % 4) + 8 * (i // 2) + half] = halves[:, half]
     else:
-        at_a = operand(int(a[0]), 64, a_transposed)[row : row + 16]
-    at_b = operand(int(b[0]), n, b_transposed)
+        at_a = operand(int(a[0]), 64, bits().itemsize, a_transposed)[row : row + 16]
+    at_b = operand(int(b[0]), n, bits().itemsize, b_transposed)
 
     def multiply(registers):
-        left = tile if isinstance(a, list) else as_float32(block.read_asynchronously(at_a, np.uint16), kind)
-        product = left @ as_float32(block.read_asynchronously(at_b, np.uint16), kind).T
+        left = tile if isinstance(a, list) else as_float32(block.read_asynchronously(at_a, bits), kind)
+        product = left @ as_float32(block.read_asynchronously(at_b, bits), kind).T
         # Register 4 i + 2 h + c is row lane / 4 + 8 h, column 8 i + 2 (lane % 4) + c.
         parts = product.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, LANES)
         if add:

@@ -26,7 +26,7 @@ COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
 ELEMENTWISE = {
     "add": "{} + {}", "sub": "{} - {}", "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "min": "np.fmin({}, {})",
     "max": "np.fmax({}, {})", "not": "~{}", "neg": "-{}", "abs": "np.abs({})", "ex2": "np.exp2({})",
-    "lg2": "np.log2({})", "div": "_div({}, {})", "rem": "_rem({}, {})",
+    "lg2": "np.log2({})", "rcp": "1 / {}", "div": "_div({}, {})", "rem": "_rem({}, {})",
 }  # fmt: skip
 TO_INTEGERS = {"rzi": "trunc", "rni": "rint", "rmi": "floor", "rpi": "ceil"}
 # What else an instruction's name may say.
@@ -39,7 +39,7 @@ MODIFIERS = {
     "fma": ROUNDING,
     "mul": {"lo", "hi", "wide", *ROUNDING},
     "mad": {"lo", "wide"},
-    "cvt": {"rn", "ftz", *TO_INTEGERS, "bf16", "bf16x2", "f16x2", *TYPES},
+    "cvt": {"rn", "ftz", *TO_INTEGERS, "bf16", "bf16x2", "f16x2", "e4m3x2", "satfinite", *TYPES},
     "setp": {*COMPARE, "num", "nan", "and", "or"},
     "ld": {"global", "shared", "param", "v2", "v4"},
     "st": {"global", "shared", "v2", "v4"},
@@ -299,9 +299,15 @@ class _Translator:
     def one(self, s, piece):
         """The lines of an instruction."""
         words = [x for x in s.name.split(".") if not x.startswith(("L1::", "L2::"))]  # how long caches keep it
+        if s.name == "abs.bf16x2":
+            return self.write(s, s.operands[0], f"{self.read(s.operands[1], 'b32')} & 0x7FFF7FFF")
+        if s.name == "max.NaN.xorsign.abs.bf16x2":
+            return self.write(s, s.operands[0], f"_largest({', '.join(self.read(x, 'b32') for x in s.operands[1:])})")
         if words[0] in MODIFIERS and not set(words[1:-1]) <= MODIFIERS[words[0]]:
             raise NotImplementedError(s.text)
         if words[0] in ELEMENTWISE:
+            if words[-1] not in TYPES:
+                raise NotImplementedError(s.text)
             said = ELEMENTWISE[words[0]].format(*(self.read(x, words[-1]) for x in s.operands[1:]))
             if "relu" in words:
                 said = f"np.fmax({said}, 0)"
@@ -412,6 +418,9 @@ class _Translator:
 
     def i_cvt(self, s, words):
         to, source = words[-2], words[-1]
+        if to == "e4m3x2":
+            high, low = (f"_eight_bits({self.read(x, 'f32')})" for x in s.operands[1:3])
+            return self.write(s, s.operands[0], f"({high} << 8) | {low}")
         if to in ("bf16x2", "f16x2"):
             high, low = (self.read(x, "f32") for x in s.operands[1:3])
             return self.write(s, s.operands[0], f"_pack({high}, {low}, {to!r})")
@@ -593,8 +602,8 @@ class _Translator:
             return ["w.commit()"]
         if what == "wait_group":
             return [f"w.wait_products({int(s.operands[0])})"]
-        shape = re.match(r"m64n(\d+)k16", words[4])
-        if shape is None or words[5] != "f32" or words[6] not in ("bf16", "f16"):
+        shape = re.match(r"m64n(\d+)k(16|32)", words[4])
+        if shape is None or words[5] != "f32" or words[6] not in ("bf16", "f16", "e4m3") or words[7] != words[6]:
             raise NotImplementedError(s.text[:80])
         key = tuple(self.numbers[x] for x in s.operands[0])
         a, b, add, scale_a, scale_b, *transposed = s.operands[1:]
@@ -602,7 +611,7 @@ class _Translator:
             raise NotImplementedError(s.text[-80:])
         a = f"[{', '.join(self.read(x, 'b32') for x in a)}]" if isinstance(a, list) else self.read(a, "u64")
         transposed = [bool(int(x)) for x in transposed]
-        a_transposed, b_transposed = (False, *transposed)[-2:]
+        a_transposed, b_transposed = (False, False, *transposed)[-2:]
         return [
             f"machine.wgmma(w, block, {key}, {a}, {self.read(b, 'u64')}, bool({self.read(add, 'pred')}[0]), "
             f"{shape.group(1)}, {words[6]!r}, {a_transposed}, {b_transposed})"
@@ -663,6 +672,18 @@ def _pack(high, low, kind):
         return (_round(high) << 16) | _round(low)
     high, low = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (high, low))
     return (high << 16) | low
+
+
+def _eight_bits(x):
+    """float32 to E4M3; what is beyond its range is its largest number."""
+    return np.clip(x, -448, 448).astype(machine.float8_e4m3fn).view(np.uint8).astype(np.uint16)
+
+
+def _largest(a, b):
+    """Of two pairs of bfloat16 the larger magnitudes; a sign is that of the product."""
+    a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (a, b))
+    largest, sign = np.maximum(a & 0x7FFF, b & 0x7FFF), (a ^ b) & 0x8000
+    return np.where(largest > 0x7F80, 0x7FFF, largest | sign).astype(np.uint16).view(np.uint32)
 
 
 def _permute(a, b, selector):
