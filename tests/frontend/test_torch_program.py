@@ -3,12 +3,14 @@ ones.  And places in one allocation, and tapes whose launches are simulated on t
 """
 
 import ctypes
+import re
 import shutil
 import struct
 import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -52,7 +54,8 @@ def _steps():
         "linear_log_probs": lambda: (
             linear_log_probs(leaf(300, 256), leaf(1000, 256), torch.arange(300), entropy=True, backend="triton").entropy
         ),
-        "fp8_linear": lambda: fp8_linear(leaf(256, 256), leaf(384, 256), backend="triton"),
+        "fp8_linear": lambda: fp8_linear(leaf(256, 512), leaf(1024, 512), backend="triton"),
+        "fp8_linear, padded scales": lambda: fp8_linear(leaf(256, 256), leaf(384, 256), leaf(384), backend="triton"),
         "grouped_matmul": lambda: grouped_matmul(
             leaf(300, 256), leaf(4, 128, 256), torch.tensor([9, 100, 0, 90]), backend="triton"
         ),
@@ -90,6 +93,8 @@ def launches(gpu):
         assert len(seen) >= before + 2, name  # forward and backward
         for _, tape in seen[before:]:
             assert "program" in tape.source, name
+        if name.startswith("fp8_linear"):
+            assert re.findall(r"\bprogram\d+\(", seen[before][1].source) == [ANY], name  # what pads scales is a fill
 
 
 def _compare(recorder, by_triton, gpu):
@@ -399,6 +404,33 @@ def test_what_a_kernel_is_compiled_for_does_not_follow_from_addresses(simulated)
 
     x = torch.arange(8.0)
     assert "follows from addresses" in torch_tape.record(lambda: function(x), (x,))[1]
+
+
+@pytest.mark.parametrize(
+    ("taken", "views"),
+    [
+        (lambda made: [made.T * 2, made.T * 3], 0),
+        (lambda made: [made * 2, made.T * 3], 1),
+        (lambda made: [made.T * 2, made], 1),
+        (lambda made: [made.view(2, 2, 2)], 0),
+        (lambda made: [made[:1] * 2, made.T * 2], 2),
+        (lambda made: [made.view(torch.int32).T * 2], 0),
+    ],
+)
+def test_memory_is_made_as_it_is_first_taken(simulated, taken, views):
+    def function(x):
+        made = torch.empty(2, 4)
+        _launch(made, x, 1)
+        return taken(made)
+
+    x, other = torch.arange(8.0), torch.arange(8.0) * 3
+    _, tape = torch_tape.record(lambda: function(x), (x,))
+    assert len(re.findall(r"\.as_strided\(|\.view\(|_view\(", tape.source)) == views
+    expected = torch.empty(2, 4)
+    add(expected.data_ptr(), other.data_ptr(), 1)
+    for a, b in zip(tape.run(other), taken(expected), strict=True):
+        assert torch.equal(a, b)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
 
 
 def test_memory_is_freed_between_programs(simulated):
