@@ -40,7 +40,9 @@ class Attached(NamedTuple):
 
     operator: Any
     saving: Any
-    """What its node keeps; None: it has no node."""
+    """What its node keeps beside tensors; None: it has no node."""
+    kept: Tensors
+    """The tensors that its node keeps."""
     inputs: Tensors
     """The operator's differentiable tensors."""
     before: Tensors
@@ -99,9 +101,11 @@ class Recorder(TorchDispatchMode):
         """Let the tape be run only where this holds."""
         self._conditions[condition] = None
 
-    def attached(self, operator: Any, saving: Any, inputs: Tensors, before: Tensors, after: Tensors) -> None:
+    def attached(
+        self, operator: Any, saving: Any, kept: Tensors, inputs: Tensors, before: Tensors, after: Tensors
+    ) -> None:
         """Note that these outputs were connected to these inputs."""
-        self.operators.append(Attached(operator, saving, inputs, before, after, versions(after)))
+        self.operators.append(Attached(operator, saving, kept, inputs, before, after, versions(after)))
 
     # What operators do.
 
