@@ -28,7 +28,7 @@ from onchip.frontend.torch_script import ALIGNED, places
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a real libcuda can't have a made-up one")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="programs are compiled by gcc")
-@pytest.mark.parametrize("check", ["launches", "programs", "graphs"])
+@pytest.mark.parametrize("check", ["launches", "products", "programs", "graphs"])
 def test_on_a_gpu_that_is_not_there(check):
     assert fake_cuda.run(__file__, check).splitlines()[-1] == "as Triton does"
 
@@ -95,6 +95,39 @@ def launches(gpu):
             assert "program" in tape.source, name
         if name.startswith("fp8_linear"):
             assert re.findall(r"\bprogram\d+\(", seen[before][1].source) == [ANY], name  # what pads scales is a fill
+
+
+def products(gpu):
+    """A product of cuBLAS's gets what the tape allocated, and the caller's bias: no view is made and nothing copied."""
+    from onchip.fp8 import torch_products
+    from onchip.torch import fp8_linear
+
+    given, sources = [], []
+
+    def multiply(a, b, scale_a, _, __, scale_b, ___, ____, bias, dtype):
+        assert a.is_contiguous()
+        assert all(t.T.is_contiguous() for t in (b, *scale_a, *scale_b))
+        given.append(None if bias is None else bias.data_ptr())
+        return torch.zeros(len(a), b.shape[1], dtype=dtype)
+
+    def finish(self, results):
+        made = real(self, results)
+        sources.append(made.source)
+        return made
+
+    real, Recorder.finish = Recorder.finish, finish
+    torch_products.scaled_mm_refusal = lambda *_: None
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_mm_v2", multiply, "CPU")
+    for _ in range(4):
+        shapes = (64, 512), (640, 512), (640,)
+        x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+        out = fp8_linear(x, weight, bias, backend="scaled_mm")
+        assert given.pop() == bias.data_ptr()
+        out.backward(torch.ones_like(out))
+    forward, _ = sources
+    assert not re.search(r"as_strided|view", forward)
+    assert len(re.findall(r"\bprogram\d+\(", forward)) == 1  # zeros beside the weight's scales, and two launches
 
 
 def _compare(recorder, by_triton, gpu):
@@ -458,5 +491,5 @@ def test_memory_is_freed_between_programs(simulated):
 
 if __name__ == "__main__":
     with fake_cuda.gpu() as made_up:
-        {"launches": launches, "programs": programs, "graphs": graphs}[sys.argv[1]](made_up)
+        {"launches": launches, "products": products, "programs": programs, "graphs": graphs}[sys.argv[1]](made_up)
     print("as Triton does")
