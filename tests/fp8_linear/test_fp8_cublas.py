@@ -176,6 +176,8 @@ def strict_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, bias, output
         assert output_dtype != torch.float32
         assert bias.dtype == output_dtype
         assert bias.shape == (n,)
+        assert bias.is_contiguous()
+        assert bias.data_ptr() % 16 == 0
     x, y = (t.float() * s.repeat_interleave(128, 1)[:, :k] for t, s in ((a, scale_a), (b.T, of_b)))
     out = x @ y.T
     return (out if bias is None else out + bias.float()).to(output_dtype)
@@ -203,3 +205,19 @@ def test_layouts(by_block, size, bias, dtype, monkeypatch):
     assert torch_products.scaled_mm_product(a, b, by_block, None, torch.bfloat16, total) is total
     expected = torch_products.dequantized_product(a, b, by_block, None, torch.float32, None)
     assert_same(total - 0.5, expected, 1e-5)
+
+
+@pytest.mark.parametrize(("start", "copied"), [(0, False), (8, False), (1, True)])
+def test_a_bias_is_copied_where_cublas_cannot_read_it(start, copied, monkeypatch):
+    given = []
+
+    def scaled_mm(*operands, bias, **options):
+        given.append(bias)
+        return strict_scaled_mm(*operands, bias=bias, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    a, b = operands(64, 128, 256, True)
+    bias = torch.randn(144, dtype=torch.bfloat16)[start:][:128]
+    made = torch_products.scaled_mm_product(a, b, True, bias, torch.bfloat16, None)
+    assert (given[0] is not bias) == copied
+    assert_same(made.float(), torch_products.dequantized_product(a, b, True, bias, torch.bfloat16, None).float(), 2**-8)

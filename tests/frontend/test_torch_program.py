@@ -3,12 +3,14 @@ ones.  And places in one allocation, and tapes whose launches are simulated on t
 """
 
 import ctypes
+import re
 import shutil
 import struct
 import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from onchip.frontend.torch_script import ALIGNED, places
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a real libcuda can't have a made-up one")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="programs are compiled by gcc")
-@pytest.mark.parametrize("check", ["launches", "programs", "graphs"])
+@pytest.mark.parametrize("check", ["launches", "products", "programs", "graphs"])
 def test_on_a_gpu_that_is_not_there(check):
     assert fake_cuda.run(__file__, check).splitlines()[-1] == "as Triton does"
 
@@ -52,7 +54,8 @@ def _steps():
         "linear_log_probs": lambda: (
             linear_log_probs(leaf(300, 256), leaf(1000, 256), torch.arange(300), entropy=True, backend="triton").entropy
         ),
-        "fp8_linear": lambda: fp8_linear(leaf(256, 256), leaf(384, 256), backend="triton"),
+        "fp8_linear": lambda: fp8_linear(leaf(256, 512), leaf(1024, 512), backend="triton"),
+        "fp8_linear, padded scales": lambda: fp8_linear(leaf(256, 256), leaf(384, 256), leaf(384), backend="triton"),
         "grouped_matmul": lambda: grouped_matmul(
             leaf(300, 256), leaf(4, 128, 256), torch.tensor([9, 100, 0, 90]), backend="triton"
         ),
@@ -90,6 +93,41 @@ def launches(gpu):
         assert len(seen) >= before + 2, name  # forward and backward
         for _, tape in seen[before:]:
             assert "program" in tape.source, name
+        if name.startswith("fp8_linear"):
+            assert re.findall(r"\bprogram\d+\(", seen[before][1].source) == [ANY], name  # what pads scales is a fill
+
+
+def products(gpu):
+    """A product of cuBLAS's gets what the tape allocated, and the caller's bias: no view is made and nothing copied."""
+    from onchip.fp8 import torch_products
+    from onchip.torch import fp8_linear
+
+    given, sources = [], []
+
+    def multiply(a, b, scale_a, _, __, scale_b, ___, ____, bias, dtype):
+        assert a.is_contiguous()
+        assert all(t.T.is_contiguous() for t in (b, *scale_a, *scale_b))
+        given.append(None if bias is None else bias.data_ptr())
+        return torch.zeros(len(a), b.shape[1], dtype=dtype)
+
+    def finish(self, results):
+        made = real(self, results)
+        sources.append(made.source)
+        return made
+
+    real, Recorder.finish = Recorder.finish, finish
+    torch_products.scaled_mm_refusal = lambda *_: None
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_mm_v2", multiply, "CPU")
+    for _ in range(4):
+        shapes = (64, 512), (640, 512), (640,)
+        x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+        out = fp8_linear(x, weight, bias, backend="scaled_mm")
+        assert given.pop() == bias.data_ptr()
+        out.backward(torch.ones_like(out))
+    forward, _ = sources
+    assert not re.search(r"as_strided|view", forward)
+    assert len(re.findall(r"\bprogram\d+\(", forward)) == 1  # zeros beside the weight's scales, and two launches
 
 
 def _compare(recorder, by_triton, gpu):
@@ -401,6 +439,33 @@ def test_what_a_kernel_is_compiled_for_does_not_follow_from_addresses(simulated)
     assert "follows from addresses" in torch_tape.record(lambda: function(x), (x,))[1]
 
 
+@pytest.mark.parametrize(
+    ("taken", "views"),
+    [
+        (lambda made: [made.T * 2, made.T * 3], 0),
+        (lambda made: [made * 2, made.T * 3], 1),
+        (lambda made: [made.T * 2, made], 1),
+        (lambda made: [made.view(2, 2, 2)], 0),
+        (lambda made: [made[:1] * 2, made.T * 2], 2),
+        (lambda made: [made.view(torch.int32).T * 2], 0),
+    ],
+)
+def test_memory_is_made_as_it_is_first_taken(simulated, taken, views):
+    def function(x):
+        made = torch.empty(2, 4)
+        _launch(made, x, 1)
+        return taken(made)
+
+    x, other = torch.arange(8.0), torch.arange(8.0) * 3
+    _, tape = torch_tape.record(lambda: function(x), (x,))
+    assert len(re.findall(r"\.as_strided\(|\.view\(|_view\(", tape.source)) == views
+    expected = torch.empty(2, 4)
+    add(expected.data_ptr(), other.data_ptr(), 1)
+    for a, b in zip(tape.run(other), taken(expected), strict=True):
+        assert torch.equal(a, b)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+
+
 def test_memory_is_freed_between_programs(simulated):
     """A tape has no more at once than the function: what is large is not allocated before what was freed there."""
     size = 1 << 18
@@ -426,5 +491,5 @@ def test_memory_is_freed_between_programs(simulated):
 
 if __name__ == "__main__":
     with fake_cuda.gpu() as made_up:
-        {"launches": launches, "programs": programs, "graphs": graphs}[sys.argv[1]](made_up)
+        {"launches": launches, "products": products, "programs": programs, "graphs": graphs}[sys.argv[1]](made_up)
     print("as Triton does")

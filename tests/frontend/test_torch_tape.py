@@ -151,6 +151,14 @@ def test_what_is_not_repeated(function, reason):
     assert re.search(reason, tape)
 
 
+def test_operators_are_called_by_what_reads_arguments_faster():
+    aten, called = torch.ops.aten, torch_recorder._called
+    assert called(aten._scaled_mm_v2.default) is torch._scaled_mm_v2
+    assert called(aten.index_select.default) is torch.index_select
+    for func in (aten.add.Tensor, aten.sum.dim_IntList, aten.new_ones.default, twice._opoverload):
+        assert called(func) is func._op
+
+
 def test_arguments_that_share_memory():
     x = torch.zeros(6)
     assert "share memory" in record(lambda: [x[:3] + x[3:]], (x[:3], x[3:]))[1]

@@ -16,6 +16,7 @@ _CHUNK = 1 << 24
 _DEVICES = ("cpu", "cuda", "meta")
 # What cuBLAS wants the sizes of an FP8 product to be multiples of.
 _CUBLAS_MULTIPLE = 16
+_CUBLAS_ALIGNMENT = 16  # bytes
 
 
 def product_of(backend: str) -> Callable[..., Tensor]:
@@ -118,6 +119,9 @@ def scaled_mm_product(
     # cuBLAS adds a bias of the result's own 16-bit dtype; any other is added in float32, before the only rounding.
     in_product = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
     after = bias if in_product is None else None
+    more = len(b.data) - columns
+    if in_product is not None and (more or in_product.data_ptr() % _CUBLAS_ALIGNMENT):  # else there is nothing to copy
+        in_product = F.pad(in_product, (0, more))
     made = F.scaled_mm(
         a.data,
         b.data.T,
@@ -125,7 +129,7 @@ def scaled_mm_product(
         F.ScalingType.BlockWise1x128,
         b.scales.T,
         F.ScalingType.BlockWise128x128 if by_block else F.ScalingType.BlockWise1x128,
-        bias=None if in_product is None else F.pad(in_product, (0, len(b.data) - columns)),
+        bias=in_product,
         output_dtype=torch.float32 if add_to is not None or after is not None else dtype,
     )
     if made.shape != (rows, columns):

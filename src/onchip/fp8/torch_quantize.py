@@ -36,7 +36,7 @@ def empty(rows: int, columns: int, fmt: str, like: Tensor, *, by_block: bool = F
     if not by_block:
         return Quantized(data, like.new_empty((blocks(columns), rows), dtype=torch.float32))
     wide = up(blocks(columns), SCALE_MULTIPLE)
-    new = like.new_empty if wide == blocks(columns) else like.new_ones  # what pads them is never written
+    new = like.new_empty if wide == blocks(columns) else like.new_zeros  # what pads them is never written
     return Quantized(data, new((blocks(rows), wide), dtype=torch.float32))
 
 

@@ -127,7 +127,7 @@ class _Known(NamedTuple):
     kept: Callable[[Made], Made]
     """What backward is given."""
     saving: Saving | None
-    """All else of it, without tensors."""
+    """All else of it."""
     result: Callable[[Made], Any]
     """What the caller gets, of the tensors at all places."""
 
@@ -135,9 +135,8 @@ class _Known(NamedTuple):
         with inside_operator(given[0]):
             there = (*self.tape.run(*given), *given, None)
         if self.operator is not None and self.saving is not None:
-            _, rest, grads, edges = self.saving
-            saving, outputs = Saving(self.kept(there), rest, grads, edges), self.outputs
-            made = self.operator.connect(saving, there[:outputs], self.inputs(there), plain=True)
+            outputs, kept = self.outputs, self.kept(there)
+            made = self.operator.connect(self.saving, kept, there[:outputs], self.inputs(there), plain=True)
             there = (*made, *there[outputs:])
         return self.result(there)
 
@@ -164,8 +163,7 @@ def _record(
             outputs = made.after
             if versions(outputs) != made.versions:
                 tape.refuse("an output is changed in place")
-            if made.saving is not None:
-                fresh.extend(x for x in made.saving.tensors if x is not None and not _is_in(x, (*fresh, *given)))
+            fresh.extend(x for x in made.kept if x is not None and not _is_in(x, (*fresh, *given)))
         for x in _leaves(result):
             if not _is_in(x, (*outputs, *given, *fresh)):
                 if x.requires_grad:
@@ -179,16 +177,16 @@ def _record(
     places: list[Tensor | None] = [*fresh, *given]
     if not seen:
         return result, _Known(tape, None, 0, tuple, tuple, None, _maker(result, places))
-    ((operator, saving, inputs, before, after, _),) = seen
+    ((operator, saving, of_node, inputs, before, after, _),) = seen
     maker = _maker(result, [*after, *places[len(before) :]])
     if saving is None:
         return result, _Known(tape, None, 0, tuple, tuple, None, maker)
     try:
         at = [_place(x, places[len(before) :], len(before)) for x in inputs]
-        kept = [_place(x, places) for x in saving.tensors]
+        kept = [_place(x, places) for x in of_node]
     except LookupError:
         return result, "a differentiable tensor is made of the arguments"
-    return result, _Known(tape, operator, len(before), _picker(at), _picker(kept), saving._replace(tensors=()), maker)
+    return result, _Known(tape, operator, len(before), _picker(at), _picker(kept), saving, maker)
 
 
 def _picker(places: Sequence[int | None]) -> Callable[[Made], Made]:

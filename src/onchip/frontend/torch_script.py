@@ -34,6 +34,7 @@ class Memory:
         self.geometry = x.dtype, tuple(x.shape), x.stride(), x.data_ptr()
         self.storage = StorageWeakRef(x.untyped_storage())  # while it is there, no other storage gets this one's place
         self.addressed = False  # whether a line has its address
+        self.open = False  # whether its geometry may still become another
 
     @property
     def lines(self) -> list[str]:
