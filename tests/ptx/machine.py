@@ -267,7 +267,7 @@ class Block:
             self._do_one()
 
     def _do_one(self):
-        # Copies by one warp to global memory are taken in order; all else may overtake.
+        """A copy, or a warp's next product, that is under way ends."""
         w, copy = self.later.pop(self.chance.randrange(len(self.later)))
         if copy is None:
             if w.products and w.products[0]:
