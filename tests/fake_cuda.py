@@ -6,6 +6,7 @@ is either this GPU's or a real one's: `run` starts one for a script, which then 
 
 import ctypes
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,10 +16,18 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 KINDS = ("launch", "map", "zero", "copy")
 _HEADER = struct.Struct("<12Q")
+
+
+def possible(test):
+    """Skips a test where this GPU can't be."""
+    test = pytest.mark.skipif(shutil.which("gcc") is None, reason="programs are compiled by gcc")(test)
+    reason = "a process with a real libcuda can't have a made-up one"
+    return pytest.mark.skipif(torch.cuda.is_available(), reason=reason)(test)
 
 
 def build(folder: Path) -> Path:

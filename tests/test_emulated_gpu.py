@@ -1,16 +1,13 @@
 """Calls that tapes repeat, on a GPU that isn't there, whose kernels run: emulated_gpu.py, in a process for each."""
 
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import fake_cuda
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a real libcuda can't have a made-up one")
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="programs are compiled by gcc")
+@fake_cuda.possible
 @pytest.mark.parametrize(
     "call",
     [

@@ -4,7 +4,6 @@ ones.  And places in one allocation, and tapes whose launches are simulated on t
 
 import ctypes
 import re
-import shutil
 import struct
 import sys
 from contextlib import nullcontext
@@ -26,8 +25,7 @@ from onchip.frontend.torch_script import ALIGNED, places
 # ----------------------------------------------------------------------------------- against Triton's own launcher
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a real libcuda can't have a made-up one")
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="programs are compiled by gcc")
+@fake_cuda.possible
 @pytest.mark.parametrize("check", ["launches", "products", "programs", "graphs"])
 def test_on_a_gpu_that_is_not_there(check):
     assert fake_cuda.run(__file__, check).splitlines()[-1] == "as Triton does"
