@@ -323,26 +323,19 @@ class _Translator:
         return self.write(s, s.operands[0], "LANE", "u32")
 
     def i_mul(self, s, words):
+        """And mad, which adds a third operand."""
         kind = words[-1]
-        if words[1] == "wide":
-            wide = kind[0] + str(2 * int(kind[1:]))
-            a, b = (f"{self.read(x, kind)}.astype('{TYPES[wide]}')" for x in s.operands[1:3])
-            return self.write(s, s.operands[0], f"{a} * {b}", wide)
-        if words[1] == "hi":
-            wide = TYPES[kind[0] + str(2 * int(kind[1:]))]
-            a, b = (f"{self.read(x, kind)}.astype('{wide}')" for x in s.operands[1:3])
-            return self.write(s, s.operands[0], f"(({a} * {b}) >> {kind[1:]}).astype('{TYPES[kind]}')", kind)
         a, b = (self.read(x, kind) for x in s.operands[1:3])
-        return self.write(s, s.operands[0], f"{a} * {b}", kind)
-
-    def i_mad(self, s, words):
-        kind = words[-1]
-        if words[1] == "wide":
+        if words[1] in ("wide", "hi"):
             wide = kind[0] + str(2 * int(kind[1:]))
-            a, b = (f"{self.read(x, kind)}.astype('{TYPES[wide]}')" for x in s.operands[1:3])
-            return self.write(s, s.operands[0], f"{a} * {b} + {self.read(s.operands[3], wide)}", wide)
-        a, b, c = (self.read(x, kind) for x in s.operands[1:4])
-        return self.write(s, s.operands[0], f"{a} * {b} + {c}", kind)
+            a, b = (f"{x}.astype('{TYPES[wide]}')" for x in (a, b))
+            if words[1] == "hi":
+                return self.write(s, s.operands[0], f"(({a} * {b}) >> {kind[1:]}).astype('{TYPES[kind]}')", kind)
+            kind = wide
+        more = f" + {self.read(s.operands[3], kind)}" if words[0] == "mad" else ""
+        return self.write(s, s.operands[0], f"{a} * {b}{more}", kind)
+
+    i_mad = i_mul
 
     def i_fma(self, s, words):
         a, b, c = (f"{self.read(x, 'f32')}.astype('f8')" for x in s.operands[1:4])
