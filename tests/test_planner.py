@@ -141,6 +141,18 @@ def test_a_plan_fits_its_budget_and_the_problem(name, data, budget):
         assert planner.cost(p, c) >= 0
 
 
+@pytest.mark.parametrize("hidden", [64, 576, 1024, 4096])
+@pytest.mark.parametrize("grad_weight", [False, True])
+def test_small_chunks_of_tokens(hidden, grad_weight):
+    """Forward that takes the gradients has tokens in each chunk, however small the budget."""
+    p = Problem(4096, hidden, 50257, "bfloat16", device="cuda", grad_weight=grad_weight)
+    least = triton_memory.least_scratch(p, "auto")
+    for more in (0, 1, 8, 32, 64, 128, 256):
+        c = triton_memory.plan(p, "auto", least + more * MIB)
+        assert c.token_chunk > 0
+        assert triton_memory.scratch_bytes(p, c) <= least + more * MIB
+
+
 @pytest.mark.parametrize("p", TABLE, ids=lambda p: f"T{p.tokens} H{p.hidden} V{p.vocab}")
 def test_more_memory_never_costs_time(p):
     """But for what two plans may differ that pass for equally fast."""

@@ -498,7 +498,7 @@ def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
     if p.grad_weight:
         # One chunk needs no sum: its exponentials may as well be kept.  And small ones don't pay for adding.
         sizes = {size for size in sizes if SMALLEST_SUMMED <= size < rows}
-    yield from (cut(size) for size in sorted(sizes))
+    yield from (cut(size) for size in sorted(sizes) if size > 0)
 
 
 def _filling(hidden: int) -> set[int]:
