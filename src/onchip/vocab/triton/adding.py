@@ -1,8 +1,10 @@
 """The weight's gradient of a chunk of tokens, added to that of others, in Gluon, for Hopper.
 
 Two groups of warps have one tile of 256 x 128, half of it each and the second one behind, and a third copies:
-staggered.py has that.  What is in memory already is brought to L2 under the product, a few rows with each step of it:
-all of it at once would hold up the operands.
+staggered.py has that.  What a sum of 24 bits has in memory already comes by way of the ring, as one more step for each
+group: loaded by the groups themselves, it took as long as if nothing else had been going on.  float32 doesn't fit in a
+step.  It is loaded, and brought to L2 under the product, a few rows with each step of it: all of it at once would hold
+up the operands.
 
 A thread of a product has pairs of columns, eight columns from one to the next.  Here columns of hidden's rows have been
 swapped, so that it has four pairs in a row: 16 bytes to load and to store.
@@ -11,6 +13,7 @@ swapped, so that it has four pairs in a row: 16 bytes to load and to store.
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
+    fence_async_shared,
     mbarrier,
     tma,
 )
@@ -21,7 +24,10 @@ from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
 from onchip.vocab.triton.staggered import ROWS, STEP, STEP_BYTES, begin_product, end_product, new_ring
 
 # Columns of a tile that are loaded and stored at a time.
-PIECE = gl.constexpr(64)
+PIECE = gl.constexpr(32)
+PIECES = gl.constexpr(4)
+# Of a group's half of a tile, in 24 bits.
+SUM_BYTES = gl.constexpr(128 * 128 * 3)
 # Threads' registers: of both groups that multiply, and of the one that copies.
 REGISTERS = gl.constexpr(232)
 FEW_REGISTERS = gl.constexpr(40)
@@ -36,20 +42,22 @@ def products_layout():
 def piece_layout():
     """`products_layout` of PIECE columns, with those that were swapped in their places; a thread has eight in a row."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0], [64, 0]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [64, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[128, 64],
+        shape=[128, 32],
     )
 
 
 @gluon.jit
 def copy(
-    ring, exponentials, rows, out, digits, buffer, V, H, stride, tiles_v, tiles_h, steps,
+    ring, exponentials, rows, left, left_digits, out, buffer, V, H, stride, tiles_v, tiles_h, steps,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Copy the operands of this program's tiles, where there is room, and bring to L2 what the product is added to."""
+    """Copy the operands of this program's tiles, where there is room, then what their products are added to; of float32
+    bring that to L2.
+    """
     own_blocks, common_blocks, full, empty, _ = ring
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
@@ -63,12 +71,33 @@ def copy(
             tma.async_copy_global_to_shared(exponentials, [line, ROWS], full.index(s), own_blocks.index(2 * s + 1))
             tma.async_copy_global_to_shared(rows, [k * STEP, j * ROWS], full.index(s), common_blocks.index(s))
             step += 1
-            if ADD:
+            if ADD and left is None:
                 end = gl.minimum((k + 1) * VOCAB_TILE // steps, V - i * VOCAB_TILE)
                 for r in range(k * VOCAB_TILE // steps, end, 32):
                     prefetch(out, i * VOCAB_TILE + r, i * VOCAB_TILE + end, j * ROWS, H, stride)
-                    if digits is not None:
-                        prefetch(digits, i * VOCAB_TILE + r, i * VOCAB_TILE + end, j * ROWS, H, stride)
+        if left is not None:
+            firsts, digits = sum_blocks(ring, left, left_digits, STAGES)
+            for w in gl.static_range(2):
+                s = step % STAGES
+                v = i * VOCAB_TILE + w * ROWS
+                mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(s), SUM_BYTES)
+                for p in gl.static_range(PIECES):
+                    h = j * ROWS + p * PIECE
+                    tma.async_copy_global_to_shared(left, [v, h], full.index(s), firsts.index(PIECES * s + p))
+                    tma.async_copy_global_to_shared(left_digits, [v, h], full.index(s), digits.index(PIECES * s + p))
+                step += 1
+
+
+@gluon.jit
+def sum_blocks(ring, left, left_digits, STAGES: gl.constexpr):
+    """The ring as blocks of sums: PIECES for each stage."""
+    own_blocks, common_blocks, _, _, _ = ring
+    firsts = own_blocks._reinterpret(left.dtype, [PIECES * STAGES] + left.block_shape, left.layout)
+    digits = common_blocks._reinterpret(
+        left_digits.dtype, [PIECES * STAGES] + left_digits.block_shape, left_digits.layout
+    )
+    return firsts, digits
 
 
 @gluon.jit
@@ -94,14 +123,6 @@ def sum_at(v, h, V, H, stride):
 
 
 @gluon.jit
-def load_piece(out, digits, v, h, V, H, stride):
-    """What is there, as it lies."""
-    at, there = sum_at(v, h, V, H, stride)
-    first = gl.load(out + at, mask=there, other=0)
-    return first, first if digits is None else gl.load(digits + at, mask=there, other=0)
-
-
-@gluon.jit
 def scale_piece(value, factor, even_sum, h, H):
     """A piece of the products' tile as it is added."""
     value = gl.convert_layout(value, piece_layout())
@@ -109,11 +130,6 @@ def scale_piece(value, factor, even_sum, h, H):
         c = h + gl.arange(0, PIECE, gl.SliceLayout(0, piece_layout()))
         value -= gl.load(even_sum + c, mask=c < H, other=0.0)[None, :]
     return value if factor is None else value * factor
-
-
-@gluon.jit
-def join_piece(found, digits):
-    return found[0] if digits is None else join_floats(found[0], found[1])
 
 
 @gluon.jit
@@ -129,7 +145,7 @@ def store_piece(value, out, digits, v, h, V, H, stride):
 
 @gluon.jit
 def take_sums(
-    ring, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
+    ring, left, left_digits, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
     W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles: rows of the weight from W * ROWS on."""
@@ -142,28 +158,64 @@ def take_sums(
         h = j * ROWS
         x = begin_product(ring, step, steps, zeros, step == 0, W, STAGES)
         step += steps
-        if ADD and even_sum is None:  # with that there are no registers left
-            found = load_piece(out, digits, v, h, V, H, stride)  # under the last step
         x = end_product(ring, step, x, STAGES)
         # Where rows' columns were swapped, eight that a thread has follow each other.
         x = x.reshape([ROWS, ROWS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, ROWS])
-        left, right = halves(x, ROWS, ROWS)
-        left = scale_piece(left, factor, even_sum, h, H)
-        if ADD and even_sum is not None:
-            found = load_piece(out, digits, v, h, V, H, stride)
-        if ADD:
-            left += join_piece(found, digits)
-        store_piece(left, out, digits, v, h, V, H, stride)
-        right = scale_piece(right, factor, even_sum, h + PIECE, H)
-        if ADD:
-            right += join_piece(load_piece(out, digits, v, h + PIECE, V, H, stride), digits)
-        store_piece(right, out, digits, v, h + PIECE, V, H, stride)
+        pieces = quarters(x)
+        if left is not None:
+            if W == 1:
+                pass_sums(ring, step, STAGES)
+            added = ()
+            firsts, more = sum_blocks(ring, left, left_digits, STAGES)
+            s = (step + W) % STAGES
+            mbarrier.wait(ring[2].index(s), ((step + W) // STAGES) & 1)
+            for p in gl.static_range(PIECES):
+                x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
+                a = firsts.index(PIECES * s + p).load(piece_layout())
+                b = more.index(PIECES * s + p).load(piece_layout())
+                added = added + (x + join_floats(a, b),)  # type: ignore[assignment]
+            # A barrier doesn't wait for loads from shared memory to end, and copies overtake them: bits were lost.
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ring[3].index(s), count=1)
+            for p in gl.static_range(PIECES):
+                store_piece(added[p], out, digits, v, h + p * PIECE, V, H, stride)
+            if W == 0:
+                pass_sums(ring, step + 1, STAGES)
+            step += 2
+        else:
+            for p in gl.static_range(PIECES):
+                x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
+                if ADD:
+                    at, there = sum_at(v, h + p * PIECE, V, H, stride)
+                    x += gl.load(out + at, mask=there, other=0.0)
+                store_piece(x, out, digits, v, h + p * PIECE, V, H, stride)
+
+
+@gluon.jit
+def pass_sums(ring, step, STAGES: gl.constexpr):
+    """Let go of the other group's sums, once they have come: before that this would count for what was there."""
+    _, _, full, empty, _ = ring
+    s = step % STAGES
+    mbarrier.wait(full.index(s), (step // STAGES) & 1)
+    mbarrier.arrive(empty.index(s), count=1)
+
+
+@gluon.jit
+def quarters(x):
+    """x [ROWS, ROWS], by columns."""
+    left, right = halves(x, ROWS, ROWS)
+    a, b = halves(left, ROWS, ROWS // 2)
+    c, d = halves(right, ROWS, ROWS // 2)
+    return a, b, c, d
 
 
 @gluon.jit(do_not_specialize=["V"])
 def weight_added(
     exponentials,  # [rows, VOCAB_TILE], in blocks of [STEP, ROWS]
     rows,  # [T, H], the same; columns swapped as `scale_rows` does it
+    left,  # [V, H] int16, in blocks of [ROWS, PIECE]: `out`, to be added to; None with float32, and of the first chunk
+    left_digits,  # [V, H] uint8, the same: `digits`
     out,  # [V, H] float32, or the first 16 bits of one as int16: out, or added to
     digits,  # [V, H] uint8: the next 8 bits; None with float32
     number,  # [1] int32
@@ -187,12 +239,12 @@ def weight_added(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (take_sums, (ring, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v, tiles_h, steps,
-                         FIRST, GROUP, PROGRAMS, STAGES, ADD)),
-            (take_sums, (ring, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v, tiles_h, steps,
-                         SECOND, GROUP, PROGRAMS, STAGES, ADD)),
-            (copy, (ring, exponentials, rows, out, digits, buffer, V, H, out_stride, tiles_v, tiles_h, steps, GROUP,
-                    PROGRAMS, STAGES, ADD)),
+            (take_sums, (ring, left, left_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v,
+                         tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, ADD)),
+            (take_sums, (ring, left, left_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v,
+                         tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, ADD)),
+            (copy, (ring, exponentials, rows, left, left_digits, out, buffer, V, H, out_stride, tiles_v, tiles_h, steps,
+                    GROUP, PROGRAMS, STAGES, ADD)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

@@ -82,9 +82,12 @@ def weight_added(
     *,
     add: bool,
 ) -> Launch:
+    block = staggered.ROWS.value, adding.PIECE.value
     arguments = {
         "exponentials": _blocks(buffer.matrix, staggered.STEP.value, staggered.ROWS.value),
         "rows": _blocks(rows, staggered.STEP.value, staggered.ROWS.value),
+        "left": _blocks(into.first, *block) if add and into.digits is not None else None,
+        "left_digits": _blocks(into.digits, *block) if add and into.digits is not None else None,
         "out": into.first,
         "digits": into.digits,
         "inverse_grad_scale": inverse_grad_scale,

@@ -266,7 +266,8 @@ def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[boo
         # Of an H that tiles of 256 columns suit it takes up to 2% more.
         tritons, others = (hidden_evenness(rows, hidden, x, n, rates) for x, n in ((False, max(2, whole)), (True, cut)))
         apart = 1.03 * others < tritons
-    slices = whole if not apart else cut if cut > 2 else 1
+    slices = cut if apart else whole
+    slices = slices if slices > 2 else 1
     return apart, slices if room is None else max(1, min(slices, room // tokens))
 
 
@@ -281,7 +282,7 @@ class Rates(NamedTuple):
     keep: float  # ps per logit: what storing its exponential adds
     again: float  # ps per logit: what the epilogue that makes the gradient adds to the product
     add: float  # ps per element of the hidden gradient that is added to, or scaled and rounded
-    accumulate: float  # ps per byte of the weight's sum that a product is added to: what the former kernel took
+    accumulate: float  # ps per byte of the weight's sum that a product is added to: fitted to whole steps
     launch: float  # us per kernel: filling and draining the device
     programs: int  # multiprocessors
 
