@@ -1,15 +1,17 @@
-"""Times whole training steps of transformers' models with several losses: python tools/training_step.py [RESULTS.json]
+"""Times whole training steps of transformers' models with several losses:
+python tools/training_step.py [--model PATTERN] [--loss PATTERN] [--rounds N] [--out RESULTS.json]
 
 Random models, bfloat16, gradient checkpointing, AdamW; some with PEFT's LoRA, of rank 16.  The losses are transformers'
 own, Liger's patch of the loss alone, and onchip's patch with its default scratch memory and with less, one after the
 other from the same weights with the same batch: their losses after as many steps stand beside their times.
 """
 
+import argparse
 import gc
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -97,9 +99,10 @@ def made(kind: str, sizes: Mapping[str, Any], lora: list[str] | None) -> Any:
     return model.train()
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    for name, kind, sizes, shape, lora, steps in RUNS:
-        for loss_name, patch in LOSSES.items():
+def rows(models: str, losses: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """In each round all losses of a model, one after the other."""
+    for name, kind, sizes, shape, lora, steps in (run for run in RUNS if fnmatch(run[0], models)):
+        for loss_name, patch in rounds * [pair for pair in LOSSES.items() if fnmatch(pair[0], losses)]:
             model = made(kind, sizes, lora)
             ids = torch.randint(sizes["vocab_size"], shape, device="cuda")
             try:
@@ -114,12 +117,18 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="*", help="of the names in RUNS")
+    parser.add_argument("--loss", default="*", help="of the names in LOSSES")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each loss is run")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
     found = []
-    for row in rows():
+    for row in rows(given.model, given.loss, given.rounds):
         found.append(row)
         print(json.dumps(row), flush=True)
-        if len(sys.argv) > 1:
+        if given.out is not None:
             versions = {name: version(name) for name in ("torch", "transformers", "liger_kernel", "peft")}
             environment = {"gpu": torch.cuda.get_device_name(), **versions}
             document = {"environment": environment, "rows": found}
-            Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
