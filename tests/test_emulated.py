@@ -146,6 +146,7 @@ ARRIVE = r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];"
 # A kernel's PTX: what is replaced, which of them (of those that count: some only keep two groups apart), and by what.
 MISTAKES = {
     "a fence is missing": ("softmax_staggered", r"fence\.proxy\.async\.shared::cta;", 1, ""),
+    "sums are overtaken": ("weight_added", r"fence\.proxy\.async\.shared::cta;", -1, ""),
     "a staged block isn't waited for": ("softmax_in_turns", r"cp\.async\.bulk\.wait_group\.read\s+0;", 1, ""),
     "the last product isn't waited for": ("weight_added", r"(wgmma\.wait_group\.sync\.aligned) 0;", 0, r"\1 1;"),
     "no product is waited for": ("weight_added", r"(wgmma\.wait_group\.sync\.aligned) 1;", 0, r"\1 2;"),

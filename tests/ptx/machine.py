@@ -236,6 +236,7 @@ class Block:
         self.grid, self.position = grid, at
         self.shared = np.full(SHARED_BASE + shared, 0xFF, np.uint8)
         self.writer = np.zeros(SHARED_BASE + shared, np.uint8)  # the warp whose store TMA and products can't see yet
+        self.reader = np.zeros(SHARED_BASE + shared, np.uint8)  # the warp whose load may still be on its way
         self.barriers = {}
         self.meetings = {}  # number -> warps
         self.later = []  # copies that were issued and aren't done
@@ -305,11 +306,17 @@ class Block:
 
     # ------------------------------------------------------------------------------------------------- shared memory
 
-    def load_shared(self, addresses, mask, dtype):
-        size = np.dtype(dtype).itemsize
+    def load_shared(self, w, addresses, mask, dtype):
         made = np.zeros(LANES, dtype)
-        made[mask] = self._shared(addresses[mask], size, dtype)
+        made[mask] = self.read_shared(w, addresses[mask], dtype)
         return made
+
+    def read_shared(self, w, addresses, dtype):
+        """What a warp reads.  Neither the barrier behind it nor an arrival says that it has come: TMA may overtake it."""
+        size = np.dtype(dtype).itemsize
+        found = self._shared(addresses, size, dtype)
+        self.reader[(addresses.astype(np.int64)[:, None] + np.arange(size)).ravel()] = w.number + 1
+        return found
 
     def _shared(self, addresses, size, dtype):
         if len(addresses) and (addresses.min() < SHARED_BASE or addresses.max() + size > len(self.shared)):
@@ -327,6 +334,7 @@ class Block:
 
     def fence(self, w):
         self.writer[self.writer == w.number + 1] = 0
+        self.reader[self.reader == w.number + 1] = 0
 
     def read_asynchronously(self, at, dtype=np.uint8):
         """What TMA or a product reads."""
@@ -364,6 +372,8 @@ class Block:
         """Begin a copy to shared memory."""
         tensor_map, barrier = self.map_at(map_address), self.barrier(barrier_address)
         at = self._in_shared(tensor_map, int(address))
+        if self.reader[at].any():
+            raise Fault("TMA overwrites what was loaded without a fence behind it")
         self.shared[at] = 0xFF
 
         def copy():

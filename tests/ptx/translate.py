@@ -463,7 +463,7 @@ class _Translator:
                 f"_x = block.memory.load({self.address(s.operands[1])}, {self.mask(s)}, '{TYPES[kind]}', {len(to)})"
             )
         else:
-            parts = (f"block.load_shared(_a + np.uint64({i * size}), _m, '{TYPES[kind]}')" for i in range(len(to)))
+            parts = (f"block.load_shared(w, _a + np.uint64({i * size}), _m, '{TYPES[kind]}')" for i in range(len(to)))
             made += [f"_a = {self.address(s.operands[1])}", f"_m = {self.mask(s)}", f"_x = [{', '.join(parts)}]"]
         for i, register in enumerate(to):
             made += self.write(s, register, f"_x[{i}]", kind)
@@ -499,7 +499,7 @@ class _Translator:
 
     def i_ldmatrix(self, s, words):
         to = s.operands[0]
-        made = [f"_l = _ldmatrix(block, {self.address(s.operands[1])}, {len(to)}, {'trans' in words})"]
+        made = [f"_l = _ldmatrix(w, block, {self.address(s.operands[1])}, {len(to)}, {'trans' in words})"]
         for i, register in enumerate(to):
             made += self.write(s, register, f"_l[{i}]")
         return made
@@ -702,12 +702,12 @@ def _stmatrix(w, block, addresses, values, transposed):
             block.store_shared(w, at, np.arange(LANES) < 8, pair)
 
 
-def _ldmatrix(block, addresses, count, transposed):
+def _ldmatrix(w, block, addresses, count, transposed):
     made = []
     for i in range(count):
         rows = addresses[8 * i : 8 * i + 8].astype(np.int64)
         at = rows[:, None] + 2 * np.arange(8)[None, :]
-        matrix = block._shared(at.ravel(), 2, np.uint16).reshape(8, 8)
+        matrix = block.read_shared(w, at.ravel(), np.uint16).reshape(8, 8)
         matrix = np.ascontiguousarray(matrix.T if transposed else matrix)
         made.append(matrix.reshape(-1).view(np.uint32).copy())
     return made
