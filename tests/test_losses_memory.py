@@ -291,8 +291,8 @@ KERNELS = [
 @on_gpu
 @pytest.mark.parametrize(("way", "changes"), KERNELS, ids=str)
 def test_kernels_of_linear_losses(way, changes):
-    # More tokens than a 16-bit gradient can hold the exponentials of; than a float32 one, too.  Of four times as many as
-    # H, with any budget between, sums over chunks of tokens are faster than a mixed plan.
+    # More tokens than a 16-bit gradient can hold the exponentials of; than a float32 one, too.  Where these are 4 H,
+    # sums over chunks of tokens are faster than a mixed plan, whatever the budget.
     turned = {"turned": True} if "turned" in changes else {}
     hidden = 1536 if way == "mixed" else 1024
     sizes = {"tokens": 4096, "hidden": hidden, "vocab": 50257, "dtype": "bfloat16"}
