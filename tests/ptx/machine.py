@@ -312,7 +312,7 @@ class Block:
         return made
 
     def read_shared(self, w, addresses, dtype):
-        """What a warp reads.  Neither the barrier behind it nor an arrival says that it has come: TMA may overtake it."""
+        """What a warp reads.  No barrier and no arrival behind it says that it has come: TMA may overtake it."""
         size = np.dtype(dtype).itemsize
         found = self._shared(addresses, size, dtype)
         self.reader[(addresses.astype(np.int64)[:, None] + np.arange(size)).ravel()] = w.number + 1

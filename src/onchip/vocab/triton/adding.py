@@ -2,9 +2,9 @@
 
 Two groups of warps have one tile of 256 x 128, half of it each and the second one behind, and a third copies:
 staggered.py has that.  What a sum of 24 bits has in memory already comes by way of the ring, as one more step for each
-group: loaded by the groups themselves, it took as long as if nothing else had been going on.  float32 doesn't fit in a
-step.  It is loaded, and brought to L2 under the product, a few rows with each step of it: all of it at once would hold
-up the operands.
+group: the groups' own loads took as long as if there had been no product to hide them.  float32 doesn't fit in a step.
+It is loaded, and brought to L2 under the product, a few rows with each step of it: all of it at once would hold up the
+operands.
 
 A thread of a product has pairs of columns, eight columns from one to the next.  Here columns of hidden's rows have been
 swapped, so that it has four pairs in a row: 16 bytes to load and to store.
