@@ -149,8 +149,8 @@ def test_added_to_the_weights_sum(hidden, vocab, options, parameters):
         assert "wgmma.mma_async" in k.ptx
         assert not is_serialized(k.ptx)
         if name == "weight_added" and k.constants["ADD"]:
-            assert k.constants["left"] == (parameters is None)
-            assert ("prefetch.global.L2" in k.ptx) != k.constants["left"]
+            assert k.constants["old_sum"] == (parameters is None)
+            assert ("prefetch.global.L2" in k.ptx) != k.constants["old_sum"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

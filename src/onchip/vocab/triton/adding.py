@@ -52,7 +52,7 @@ def piece_layout():
 
 @gluon.jit
 def copy(
-    ring, exponentials, rows, left, left_digits, out, buffer, V, H, stride, tiles_v, tiles_h, steps,
+    ring, exponentials, rows, old_sum, old_digits, out, buffer, V, H, stride, tiles_v, tiles_h, steps,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Copy the operands of this program's tiles, where there is room, then what their products are added to; of float32
@@ -71,12 +71,12 @@ def copy(
             tma.async_copy_global_to_shared(exponentials, [line, ROWS], full.index(s), own_blocks.index(2 * s + 1))
             tma.async_copy_global_to_shared(rows, [k * STEP, j * ROWS], full.index(s), common_blocks.index(s))
             step += 1
-            if ADD and left is None:
+            if ADD and old_sum is None:
                 end = gl.minimum((k + 1) * VOCAB_TILE // steps, V - i * VOCAB_TILE)
                 for r in range(k * VOCAB_TILE // steps, end, 32):
                     prefetch(out, i * VOCAB_TILE + r, i * VOCAB_TILE + end, j * ROWS, H, stride)
-        if left is not None:
-            firsts, digits = sum_blocks(ring, left, left_digits, STAGES)
+        if old_sum is not None:
+            firsts, digits = sum_blocks(ring, old_sum, old_digits, STAGES)
             for w in gl.static_range(2):
                 s = step % STAGES
                 v = i * VOCAB_TILE + w * ROWS
@@ -84,19 +84,17 @@ def copy(
                 mbarrier.expect(full.index(s), SUM_BYTES)
                 for p in gl.static_range(PIECES):
                     h = j * ROWS + p * PIECE
-                    tma.async_copy_global_to_shared(left, [v, h], full.index(s), firsts.index(PIECES * s + p))
-                    tma.async_copy_global_to_shared(left_digits, [v, h], full.index(s), digits.index(PIECES * s + p))
+                    tma.async_copy_global_to_shared(old_sum, [v, h], full.index(s), firsts.index(PIECES * s + p))
+                    tma.async_copy_global_to_shared(old_digits, [v, h], full.index(s), digits.index(PIECES * s + p))
                 step += 1
 
 
 @gluon.jit
-def sum_blocks(ring, left, left_digits, STAGES: gl.constexpr):
+def sum_blocks(ring, old_sum, old_digits, STAGES: gl.constexpr):
     """The ring as blocks of sums: PIECES for each stage."""
     own_blocks, common_blocks, _, _, _ = ring
-    firsts = own_blocks._reinterpret(left.dtype, [PIECES * STAGES] + left.block_shape, left.layout)
-    digits = common_blocks._reinterpret(
-        left_digits.dtype, [PIECES * STAGES] + left_digits.block_shape, left_digits.layout
-    )
+    firsts = own_blocks._reinterpret(old_sum.dtype, [PIECES * STAGES] + old_sum.block_shape, old_sum.layout)
+    digits = common_blocks._reinterpret(old_digits.dtype, [PIECES * STAGES] + old_digits.block_shape, old_digits.layout)
     return firsts, digits
 
 
@@ -145,7 +143,7 @@ def store_piece(value, out, digits, v, h, V, H, stride):
 
 @gluon.jit
 def take_sums(
-    ring, left, left_digits, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
+    ring, old_sum, old_digits, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
     W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles: rows of the weight from W * ROWS on."""
@@ -162,13 +160,14 @@ def take_sums(
         # Where rows' columns were swapped, eight that a thread has follow each other.
         x = x.reshape([ROWS, ROWS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, ROWS])
         pieces = quarters(x)
-        if left is not None:
+        if old_sum is not None:
             if W == 1:
                 pass_sums(ring, step, STAGES)
             added = ()
-            firsts, more = sum_blocks(ring, left, left_digits, STAGES)
+            firsts, more = sum_blocks(ring, old_sum, old_digits, STAGES)
+            _, _, full, empty, _ = ring
             s = (step + W) % STAGES
-            mbarrier.wait(ring[2].index(s), ((step + W) // STAGES) & 1)
+            mbarrier.wait(full.index(s), ((step + W) // STAGES) & 1)
             for p in gl.static_range(PIECES):
                 x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
                 a = firsts.index(PIECES * s + p).load(piece_layout())
@@ -177,7 +176,7 @@ def take_sums(
             # A barrier doesn't wait for loads from shared memory to end, and copies overtake them: bits were lost.
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(ring[3].index(s), count=1)
+            mbarrier.arrive(empty.index(s), count=1)
             for p in gl.static_range(PIECES):
                 store_piece(added[p], out, digits, v, h + p * PIECE, V, H, stride)
             if W == 0:
@@ -214,8 +213,8 @@ def quarters(x):
 def weight_added(
     exponentials,  # [rows, VOCAB_TILE], in blocks of [STEP, ROWS]
     rows,  # [T, H], the same; columns swapped as `scale_rows` does it
-    left,  # [V, H] int16, in blocks of [ROWS, PIECE]: `out`, to be added to; None with float32, and of the first chunk
-    left_digits,  # [V, H] uint8, the same: `digits`
+    old_sum,  # [V, H] int16, in blocks of [ROWS, PIECE]: `out` as it is; None with float32, and of the first chunk
+    old_digits,  # [V, H] uint8, the same: `digits`
     out,  # [V, H] float32, or the first 16 bits of one as int16: out, or added to
     digits,  # [V, H] uint8: the next 8 bits; None with float32
     number,  # [1] int32
@@ -239,12 +238,12 @@ def weight_added(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (take_sums, (ring, left, left_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v,
-                         tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, ADD)),
-            (take_sums, (ring, left, left_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride, tiles_v,
-                         tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, ADD)),
-            (copy, (ring, exponentials, rows, left, left_digits, out, buffer, V, H, out_stride, tiles_v, tiles_h, steps,
-                    GROUP, PROGRAMS, STAGES, ADD)),
+            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
+                         tiles_v, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, ADD)),
+            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
+                         tiles_v, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, ADD)),
+            (copy, (ring, exponentials, rows, old_sum, old_digits, out, buffer, V, H, out_stride, tiles_v, tiles_h,
+                    steps, GROUP, PROGRAMS, STAGES, ADD)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

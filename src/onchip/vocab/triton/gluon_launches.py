@@ -86,8 +86,8 @@ def weight_added(
     arguments = {
         "exponentials": _blocks(buffer.matrix, staggered.STEP.value, staggered.ROWS.value),
         "rows": _blocks(rows, staggered.STEP.value, staggered.ROWS.value),
-        "left": _blocks(into.first, *block) if add and into.digits is not None else None,
-        "left_digits": _blocks(into.digits, *block) if add and into.digits is not None else None,
+        "old_sum": _blocks(into.first, *block) if add and into.digits is not None else None,
+        "old_digits": _blocks(into.digits, *block) if add and into.digits is not None else None,
         "out": into.first,
         "digits": into.digits,
         "inverse_grad_scale": inverse_grad_scale,
