@@ -51,7 +51,7 @@ check = registering(CHECKS)
 # Of the options that a way through the kernels is chosen by; the others are taken by the one or the other.
 BOTH = ("ragged", "masked vocab", "everything", "per token", "one class", "smoothed class weights")
 # The others are slow, as are the second ways.
-QUICK = ("ragged", "masked vocab", "everything", "softcap")
+QUICK = ("ragged", "everything", "softcap")
 
 
 def small(case):

@@ -11,11 +11,12 @@ import fake_cuda
 @pytest.mark.parametrize(
     "call",
     [
-        "planned",
         "cross_entropy",
-        "grouped_matmul",
         "fp8_linear",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixed", "in forward", "linear_log_probs")),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("planned", "mixed", "in forward", "linear_log_probs", "grouped_matmul")
+        ),
     ],
 )
 def test_tapes_give_the_same_bits(call):

@@ -153,7 +153,7 @@ def test_added_to_the_weights_sum(hidden, vocab, options, parameters):
             assert ("prefetch.global.L2" in k.ptx) != k.constants["old_sum"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("hidden", "vocab"), [(1000, 300), (1024, 20001), (2048, 20480)])
 def test_staggered(hidden, vocab, dtype):
     """Some exponentials are kept, some recomputed."""

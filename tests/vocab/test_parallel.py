@@ -610,6 +610,7 @@ def test_two_ranks(tmp_path):
     spawn(tmp_path, 2, CHECKS)
 
 
+@pytest.mark.slow
 def test_three_ranks(tmp_path):
     spawn(tmp_path, 3, {check.__name__: check for check in OF_NUMBERS})
 
