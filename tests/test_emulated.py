@@ -71,10 +71,10 @@ LOSSES = {
     "columns that can't be swapped": (200, plan_in_forward, set(), {}),
     "a float32 weight": (640, plan_in_forward, {"hidden_apart", "weight_added"}, {"weight_dtype": torch.float32}),
 }
-QUICK_LOSSES = ("nine steps, of four slots", "recomputed")
+FEW_LOSSES = ("nine steps, of four slots", "recomputed")
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in QUICK_LOSSES else [pytest.mark.slow]) for x in LOSSES])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FEW_LOSSES else [pytest.mark.slow]) for x in LOSSES])
 def test_losses(name):
     hidden, plan, kernels, options = LOSSES[name]
     given = {key: options[key] for key in ("dtype", "weight_dtype", "std") if key in options}

@@ -70,7 +70,10 @@ def test_configs_lower(config):
 def test_work_is_done_once(tiles_m, tiles_n, halves):
     programs, steps = 132, 5
     work = Work(jnp.int32(tiles_m), jnp.int32(tiles_n), jnp.int32(steps), programs, 8, halves)
-    i, j, first, count = (np.asarray(x) for x in jax.vmap(work.item)(jnp.arange(int(work.items))))
+    turns = [int(work.turns(jnp.int32(p))) for p in range(programs)]
+    numbers = [int(work.number(jnp.int32(t), jnp.int32(p))) for p in range(programs) for t in range(turns[p])]
+    assert sorted(numbers) == list(range(int(work.items)))
+    i, j, first, count = (np.asarray(x) for x in jax.vmap(work.item)(jnp.arange(int(work.items)))[:4])
     done = np.zeros((tiles_m, tiles_n, steps), int)
     for place in zip(i, j, first, count, strict=True):
         done[place[0], place[1], place[2] : place[2] + place[3]] += 1

@@ -14,30 +14,52 @@ from onchip.frontend.jax_inputs import accumulator
 
 def ends_of_sizes(sizes: Array, rows: int) -> tuple[Array, Array]:
     """Where groups of these sizes end, as `ends_until`: none is negative, and they fit into so many rows."""
-    # Sums that stop there can't overflow; what is wrong counts as too much.
+    # What is wrong counts as too much.  The first sum that is can't overflow; what those after it are doesn't matter.
     most = rows + 1
-    clipped = jnp.where(sizes < 0, most, jnp.minimum(sizes, most)).astype(jnp.int32)
-    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), clipped)
-    return ends_until(ends <= rows, ends)
+    clipped = jnp.where(sizes < 0, most, jnp.minimum(sizes, most)).astype(jnp.uint32)
+    ends = running_sums(clipped)
+    return ends_until(ends <= rows, ends.astype(jnp.int32))
 
 
 def ends_of_offsets(offsets: Array, rows: int) -> tuple[Array, Array]:
     """These ends, as `ends_until`: the first is 0 or more, none is below the one before, and they fit."""
     fits = (offsets >= starts_of(offsets)) & (offsets <= rows)
-    return ends_until(lax.associative_scan(jnp.logical_and, fits), jnp.clip(offsets, 0, rows).astype(jnp.int32))
+    return ends_until(fits, jnp.clip(offsets, 0, rows).astype(jnp.int32))
 
 
-def ends_until(right: Array, ends: Array) -> tuple[Array, Array]:
-    """Where groups end [G] int32, and whether they are right [G] bool: true, and from some group on false.
+def ends_until(fits: Array, ends: Array) -> tuple[Array, Array]:
+    """Where groups end [G] int32, and whether they are right [G] bool: up to the first that doesn't fit.
 
     From there on groups end where the last one ends that is right.
     """
+    index = jnp.arange(len(ends), dtype=jnp.int32)
+    right = index < jnp.min(jnp.where(fits, len(ends), index))
     return jnp.where(right, ends, jnp.where(right, ends, 0).max()), right
 
 
 def starts_of(ends: Array) -> Array:
     """Where each group begins."""
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+
+
+def running_sums(x: Array) -> Array:
+    """[G] of x's dtype: of the first, of the first two, ...; one operation of XLA's, where its own takes several."""
+    index = jnp.arange(len(x), dtype=jnp.int32)
+    return jnp.where(index <= index[:, None], x, 0).sum(1, dtype=x.dtype)
+
+
+def number_up_to(ascending: Array, x: Array) -> Array:
+    """For each of x [N] how many of `ascending` [G] are no larger, int32: `searchsorted` without its loop, whose turns
+    take a GPU longer than to compare each with each."""
+    return (ascending <= x[:, None]).sum(1, dtype=jnp.int32)
+
+
+def largest_first(sizes: Array) -> Array:
+    """The groups [G] int32, by size; of the same size in their order."""
+    index = jnp.arange(len(sizes), dtype=jnp.int32)
+    before = (sizes > sizes[:, None]) | ((sizes == sizes[:, None]) & (index < index[:, None]))
+    rank = before.sum(1, dtype=jnp.int32)
+    return jnp.where(rank == index[:, None], index, 0).sum(1, dtype=jnp.int32)
 
 
 def has_group(ends: Array, rows: int) -> Array:
@@ -52,11 +74,11 @@ def group_sums(x: Array, ends: Array, block: int = 128) -> Array:
         return jnp.zeros((len(ends), width), x.dtype)
     starts = starts_of(ends)
     first_block, blocks = starts // block, -(-ends // block) - starts // block
-    block_ends = jnp.cumsum(jnp.where(ends > starts, blocks, 0))
+    block_ends = running_sums(jnp.where(ends > starts, blocks, 0))
     item = jnp.arange(-(-rows // block) + len(ends))
-    group = jnp.searchsorted(block_ends, item, side="right").astype(jnp.int32)
+    group = number_up_to(block_ends, item)
     of = jnp.minimum(group, len(ends) - 1)
-    number = item - jnp.concatenate([jnp.zeros_like(block_ends[:1]), block_ends[:-1]])[of]
+    number = item - starts_of(block_ends)[of]
     row = ((first_block[of] + number) * block)[:, None] + jnp.arange(block)
     own = (row >= starts[of, None]) & (row < ends[of, None]) & (item < block_ends[-1])[:, None]
     partial = jnp.where(own[..., None], x[jnp.clip(row, 0, rows - 1)], 0).sum(1)
@@ -79,8 +101,9 @@ def rows_by_index(index: Array, ends: Array, rows: int) -> tuple[Array, Array]:
     [rows + 1] int32; of the same index in the order of the rows."""
     key = jnp.where(has_group(ends, len(index)), index, rows).astype(jnp.int32)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
-    limits = jnp.searchsorted(key[order], jnp.arange(rows + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
-    return order, limits
+    # Counted, since a search in the sorted keys is a loop of XLA's.
+    counts = jnp.zeros(rows + 1, jnp.int32).at[key].add(1)
+    return order, starts_of(jnp.cumsum(counts))
 
 
 def sum_rows(x: Array, index: Array, ends: Array, rows: int) -> Array:

@@ -16,7 +16,7 @@ from jax import Array, lax
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import accumulator
 from onchip.groups.problem import Options
-from onchip.groups.xla.groups import starts_of, sum_rows
+from onchip.groups.xla.groups import number_up_to, running_sums, starts_of, sum_rows
 from onchip.groups.xla.swiglu import activated
 from onchip.kernels.jax_products import product
 
@@ -48,9 +48,9 @@ def _blocks(ends: Array, rows: int) -> _Blocks:
         size *= 2
     size = min(size, rows)
     starts = starts_of(ends)
-    last = jnp.cumsum(-(-(ends - starts) // size))
+    last = running_sums(-(-(ends - starts) // size))
     item = jnp.arange(-(-rows // size) + groups, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, item, side="right"), groups - 1).astype(jnp.int32)
+    group = jnp.minimum(number_up_to(last, item), groups - 1)
     begin = starts[group] + (item - starts_of(last)[group]) * size
     return _Blocks(size, last[-1], group, begin, jnp.minimum(begin + size, ends[group]))
 

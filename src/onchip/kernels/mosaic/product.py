@@ -76,11 +76,12 @@ class MosaicConfig:
 
 
 class Step(NamedTuple):
-    """What a copy is for: row and column of tiles, and the step."""
+    """What a copy is for: row and column of tiles, the step, and what `look_up` found."""
 
     i: Any
     j: Any
     k: Any
+    found: Any
 
 
 class Part(NamedTuple):
@@ -93,6 +94,8 @@ class Part(NamedTuple):
     warpgroup: Any
     step: Any
     """The first that was summed: not 0 in the second half of a tile."""
+    found: Any
+    """What `look_up` found for the tile."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,16 @@ def send_to(
     return send
 
 
+class Item(NamedTuple):
+    """Row and column of tiles, the first step and the number of steps, and what was looked up for the tile."""
+
+    i: Any
+    j: Any
+    first: Any
+    steps: Any
+    found: Any
+
+
 class Work:
     """What there is to do: tiles of the result, the last few of them cut in two halves of the steps.
 
@@ -165,16 +178,30 @@ class Work:
         cut = jnp.where((2 * rest <= programs) & (steps > 1), rest, 0) if halves else jnp.int32(0)
         self.whole = tiles - cut
         self.items = tiles + cut
+        self.programs = programs
 
-    def item(self, number: Any) -> tuple[Any, Any, Any, Any]:
-        """Row and column of tiles, the first step and the number of steps."""
+    def number(self, turn: Any, program: Any) -> Any:
+        """A program's item of a turn.  Programs go from first to last, then from last to first: so it evens out where
+        items get shorter and shorter."""
+        turned = jnp.where(lax.rem(turn, jnp.int32(2)) == 0, program, self.programs - 1 - program)
+        return turn * self.programs + turned
+
+    def turns(self, program: Any) -> Any:
+        """How many a program has; in all but the last one there is an item for each."""
+        all_turns = ceil_div(self.items, self.programs)
+        return all_turns - jnp.where(self.number(all_turns - 1, program) < self.items, 0, 1)
+
+    def item(self, number: Any) -> Item:
+        """What an item is; past the last one, the last."""
+        number = jnp.minimum(number, self.items - 1)
         over = lax.max(number - self.whole, jnp.int32(0))
         second = lax.rem(over, jnp.int32(2))
         middle = lax.div(self.steps, jnp.int32(2))
         half = jnp.where(second == 1, self.steps - middle, middle)
         steps = jnp.where(number < self.whole, self.steps, half)
         tile = number - over + lax.div(over, jnp.int32(2))
-        return *place_tile(tile, self.tiles_m, self.tiles_n, self.group), second * middle, steps
+        i, j = place_tile(tile, self.tiles_m, self.tiles_n, self.group)
+        return Item(i, j, second * middle, steps, ())
 
 
 Refs = Mapping[str, Any]
@@ -242,7 +269,8 @@ def persistent_product(
     stored: Any = None,
     right_copies: int = 1,
     halves: bool = False,
-    steps_of: Callable[[Refs, Any, Any], Any] | None = None,
+    look_up: Callable[[Refs, Any, Any], tuple[Any, Any]] | None = None,
+    clean: tuple[Callable[[Refs, Step], Any], Callable[[Refs, Step, Any, Any, Any], None]] | None = None,
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
     barriers: Mapping[str, int] | None = None,
     promotion: Promotion | None = None,
@@ -264,7 +292,10 @@ def persistent_product(
         that has other columns than the accumulator says how many, in a third argument.
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
-    steps_of: of the references and a tile's row and column, its number of steps, at least 1, where tiles differ.
+    look_up: of the references and a tile's row and column, its number of steps, 0 too, where tiles differ, and
+        what copies and the epilogue then find in `found`.  It is called a tile ahead, so that nothing waits for memory.
+    clean: whether a step's operands have to be cleaned before they are multiplied, of the references and the step; and
+        what does a warpgroup's share of that, of these, the operands in shared memory and the warpgroup.
     scratch: shapes and dtypes of shared memory for the epilogue, which finds it among the references.
     barriers: numbers of barriers for copies that the epilogue issues, which it finds there too.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
@@ -285,9 +316,10 @@ def persistent_product(
     dtype_a, dtype_b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     brought = () if promotion is None else promotion.brought
     assert promotion is None or (left, right) == ("mk", "nk")
-    assert steps_of is None or not halves
+    assert look_up is None or not halves
+    assert clean is None or promotion is None
     own = dict(scratch or {})
-    found = (*own, *(barriers or {}))
+    own_names = (*own, *(barriers or {}))
     needed = c.shared_bytes(stores, jnp.dtype(dtype_a).itemsize, sum(brought))
     needed += sum(math.prod(shape) * jnp.dtype(of).itemsize for shape, of in own.values())
     if needed > SHARED_BYTES:
@@ -298,36 +330,49 @@ def persistent_product(
 
     def body(refs: Refs, a_smem: Any, b_smem: Any, full: Any, free: Any, *more: Any) -> None:
         vectors = more[: len(brought)]
-        refs = {**refs, **dict(zip(found, more[len(more) - len(found) :], strict=True))}
+        last = len(more) - (clean is not None)
+        refs = {**refs, **dict(zip(own_names, more[last - len(own_names) : last], strict=True))}
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("multiprocessor")
         tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
         work = Work(tiles_m, tiles_n, all_steps, programs, c.group, halves)
-        mine = ceil_div(work.items - program, programs)
+        mine = work.turns(program)
 
         def slot_of(number: Any) -> Any:
             return lax.rem(number, jnp.int32(c.stages))
 
-        def item(x: Any) -> tuple[Any, Any, Any, Any]:
-            i, j, first, steps = work.item(program + x * programs)
-            return i, j, first, steps if steps_of is None else steps_of(refs, i, j)
+        def item(x: Any) -> Item:
+            of = work.item(work.number(x, program))
+            if look_up is None:
+                return of
+            steps, found = look_up(refs, of.i, of.j)
+            return of._replace(steps=steps, found=found)
+
+        def each_tile(do: Callable[[Item, Any], Any]) -> None:
+            """Call `do` with each tile of this program and the number of steps before it."""
+
+            def one(x: Any, state: tuple[Any, Item]) -> tuple[Any, Item]:
+                before, of = state
+                ahead = item(x + 1)
+                do(of, before)
+                return before + of.steps, ahead
+
+            lax.fori_loop(0, mine, one, (jnp.int32(0), item(0)))
 
         def copy() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
-            def tile(x: Any, before: Any) -> Any:
-                i, j, first, steps = item(x)
-
+            def tile(of: Item, before: Any) -> None:
                 def step(k: Any, _: None) -> None:
                     slot = slot_of(before + k)
                     plgpu.barrier_wait(free.at[slot])
                     beside = [x.at[slot] for x in vectors]
-                    copies(refs, Step(i, j, first + k), a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
+                    which = Step(of.i, of.j, of.first + k, of.found)
+                    copies(refs, which, a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
 
-                lax.fori_loop(0, steps, step, None)
-                return before + steps
+                lax.fori_loop(0, of.steps, step, None)
 
-            lax.fori_loop(0, mine, tile, jnp.int32(0))
+            each_tile(tile)
             for slot in range(c.stages):  # until the last products have read theirs
                 plgpu.barrier_wait(free.at[slot])
 
@@ -347,16 +392,30 @@ def persistent_product(
                 a, b = (a[...], b[...]) if interpreted else (a, b)
                 return a.T if left.startswith("km") else a, b.T if right == "nk" else b
 
-            def place(i: Any, j: Any, step: Any) -> Part:
-                m = i * c.tile_m + (warpgroup * c.part_m if c.split == "m" else 0)
-                n = j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
-                return Part(i, j, m, n, warpgroup, step)
+            def place(of: Item) -> Part:
+                m = of.i * c.tile_m + (warpgroup * c.part_m if c.split == "m" else 0)
+                n = of.j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
+                return Part(of.i, of.j, m, n, warpgroup, of.first, of.found)
 
-            def tile(x: Any, before: Any) -> Any:
-                i, j, first, steps = item(x)
+            def cleaned(which: Step, slot: Any) -> None:
+                assert clean is not None
+                unclean, share = clean
+
+                @pl.when(unclean(refs, which))
+                def _() -> None:
+                    share(refs, which, a_smem.at[slot], b_smem.at[slot], warpgroup)
+                    plgpu.commit_smem()
+                    # Each multiplies what the other one has cleaned.
+                    plgpu.barrier_arrive(more[-1])
+                    plgpu.barrier_wait(more[-1])
+
+            def tile(of: Item, before: Any) -> None:
+                steps = of.steps
 
                 def step(k: Any, product: Callable[[Any], Any]) -> Any:
                     plgpu.barrier_wait(full.at[slot_of(before + k)])
+                    if clean is not None:
+                        cleaned(Step(of.i, of.j, of.first + k, of.found), slot_of(before + k))
                     result = product(slot_of(before + k))
 
                     # What the products before those in flight have read is free.
@@ -392,11 +451,9 @@ def persistent_product(
                     def _(late: int = late) -> None:
                         plgpu.barrier_arrive(free.at[slot_of(before + steps - late)])
 
-                epilogue(refs, place(i, j, first), value, storing(c.part_m, c.part_n))
-                return before + steps
+                epilogue(refs, place(of), value, storing(c.part_m, c.part_n))
 
-            def promoted_tile(promotion: Promotion, x: Any, before: Any) -> Any:
-                i, j, first, steps = item(x)
+            def promoted_tile(promotion: Promotion, of: Item, before: Any) -> None:
                 step = _promoted_step(c, promotion, warpgroup, (a_smem, b_smem), vectors, interpret)
 
                 def one(k: Any, results: Any) -> Any:
@@ -406,16 +463,15 @@ def persistent_product(
 
                 zeros = Registers(interpret).zeros((BOX, promotion.wave_n))
                 waves = _waves(c, promotion)
-                results = lax.fori_loop(0, steps, one, (zeros,) * len(waves))
-                at = place(i, j, first)
+                results = lax.fori_loop(0, of.steps, one, (zeros,) * len(waves))
+                at = place(of)
                 for (m, n), result in zip(waves, results, strict=True):
                     epilogue(refs, at._replace(m=at.m + m, n=at.n + n), result, storing(BOX, promotion.wave_n))
-                return before + steps
 
             def storing(m: int, n: int) -> Any:
                 return _storing(more[len(brought)].at[warpgroup], c, m, n, columns) if stores else None
 
-            lax.fori_loop(0, mine, tile if promotion is None else partial(promoted_tile, promotion), jnp.int32(0))
+            each_tile(tile if promotion is None else partial(promoted_tile, promotion))
             if stores:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -433,6 +489,8 @@ def persistent_product(
 
     shared.extend(plgpu.SMEM(*x) for x in own.values())
     shared.extend(plgpu.Barrier(num_arrivals=1, num_barriers=x) for x in (barriers or {}).values())
+    if clean is not None:
+        shared.append(plgpu.Barrier(num_arrivals=_MATH))
     grid = {"multiprocessor": programs}
     return launch(body, inputs, outputs, shared, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
 

@@ -58,3 +58,7 @@ class Registers:
     def columns(self, shape: tuple[int, int]) -> Any:
         """Each element's column."""
         return self._cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA)
+
+    def rows(self, shape: tuple[int, int]) -> Any:
+        """Each element's row."""
+        return self._cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA)
