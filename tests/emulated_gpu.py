@@ -7,7 +7,7 @@ of calls that aren't repeated.
 import struct
 import sys
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -94,6 +94,9 @@ def calls():
     def experts():
         return leaf(60, 128), leaf(3, 128, 128), torch.tensor([9, 0, 40])
 
+    def read_by_index():
+        return leaf(30, 128), leaf(3, 128, 128), torch.tensor([9, 0, 40]), torch.randint(30, (60,))
+
     def layer():
         return leaf(128, 256), leaf(128, 256, std=0.1)
 
@@ -102,6 +105,7 @@ def calls():
         "linear_log_probs": (head, linear_log_probs),
         "cross_entropy": (logits, cross_entropy),
         "grouped_matmul": (experts, grouped_matmul),
+        "rows": (read_by_index, lambda *given, **more: grouped_matmul(*given[:3], rows=given[3], **more)),
         "fp8_linear": (layer, fp8_linear),
     }
 
@@ -113,8 +117,10 @@ FRESH, SAME = 3, 2
 def main(name):
     import onchip.groups.triton.op
     from onchip.frontend import torch_tape
+    from onchip.groups.triton import launches
 
-    plan = {"mixed": mixed_plan, "in forward": plan_in_forward}.get(name, nullcontext)
+    copied = partial(mock.patch.object, launches, "copying_rows_pays", lambda n, activation: True)
+    plan = {"mixed": mixed_plan, "in forward": plan_in_forward, "rows": copied}.get(name, nullcontext)
     make, op = calls()[name]
 
     def step(seed, given):

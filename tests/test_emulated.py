@@ -14,6 +14,7 @@ import torch
 from emulated import emulating
 from grouped_matmul.grouped_common import Case, assert_same, oracle, problem, step, turned
 from losses import losses, mixed_plan, plan_in_forward
+from onchip.groups.triton import launches
 from onchip.ops.linear_jsd.cases import CHECK_CASES as JSD_CASES
 from onchip.ops.linear_jsd.checks import CHECKER as JSD
 from onchip.torch import fp8_linear, linear_cross_entropy
@@ -93,11 +94,14 @@ def assert_same_bytes(made, expected):
     assert all(np.array_equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
-@pytest.mark.parametrize("case", ["gnk", "gkn", "swiglu", "interleaved"])
-def test_grouped_products(case):
+@pytest.mark.parametrize("case", ["gnk", "gkn", "swiglu", "interleaved", "rows"])
+def test_grouped_products(case, monkeypatch):
     """With groups of more than a tile and less, none, and rows past the last one."""
     options = {"activation": "swiglu", "gate_up": "interleaved" if case == "interleaved" else "concatenated"}
     sizes = Case("", (130, 0, 17, 3), 256, 136, tail=5, bias=True, options=options if "l" in case else {})
+    if case == "rows":  # copied
+        monkeypatch.setattr(launches, "copying_rows_pays", lambda n, activation: True)
+        sizes = replace(sizes, source_rows=90)
     arguments, grad = problem(sizes, torch.bfloat16)
     if case == "gkn":
         arguments = turned(arguments)

@@ -15,7 +15,7 @@ import fake_cuda
         "fp8_linear",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("planned", "mixed", "in forward", "linear_log_probs", "grouped_matmul")
+            for x in ("planned", "mixed", "in forward", "linear_log_probs", "grouped_matmul", "rows")
         ),
     ],
 )

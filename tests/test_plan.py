@@ -261,6 +261,9 @@ def test_the_plan_of_grouped_matmul():
     }
     (row,) = plan("grouped_matmul", **sizes, rows=8192, gradients=False).rows
     assert total(row) == tiles + 4 * 65536
+    sizes["out_features"] = 4096
+    (row,) = plan("grouped_matmul", **sizes, rows=8192, gradients=False).rows
+    assert total(row) == tiles + 4 * 65536 + row.memory_parts["rows, copied"]
 
 
 def test_the_plan_of_collective_matmul():

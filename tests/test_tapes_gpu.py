@@ -91,6 +91,14 @@ def _grouped(seed):
     return grouped_matmul(x, weight, sizes), (x, weight)
 
 
+def _rows_of_experts(seed):
+    """Copied in forward too."""
+    x, weight = _leaves(seed, (T, H), (4, 4096, H))
+    sizes = torch.tensor([seed, 100, 0, 90], device="cuda")
+    rows = torch.randint(T, (2 * T,), device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    return grouped_matmul(x, weight, sizes, rows=rows, activation="swiglu"), (x, weight)
+
+
 STEPS = {
     "linear_cross_entropy": _head(linear_cross_entropy),
     "linear_cross_entropy-none": _head(linear_cross_entropy, reduction="none", z_loss=1e-3, label_smoothing=0.1),
@@ -104,6 +112,7 @@ STEPS = {
     "jsd": _jsd,
     "fp8_linear": _fp8,
     "grouped_matmul": _grouped,
+    "grouped_matmul-rows": _rows_of_experts,
 }
 
 

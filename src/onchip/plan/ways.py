@@ -13,7 +13,7 @@ from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers as fp8
 from onchip.fp8.numbers import quantized_bytes
 from onchip.groups import problem as grouped
-from onchip.groups.triton.tiles import plan_numbers
+from onchip.groups.triton.tiles import copying_rows_pays, plan_numbers
 from onchip.ops.collective_matmul.fp8_cost import fp8_cost
 from onchip.ops.linear_jsd import memory as jsd_memory
 from onchip.ops.linear_jsd import triton_memory as jsd_triton_memory
@@ -407,6 +407,8 @@ def _grouped_step(asked: Asked, name: str, backend: str) -> Step:
         if grad:
             parts["x's gradient before it is summed up"] = size * p.tokens * k
             parts["rows, sorted"] = 12 * p.tokens + 12 * (rows + 1)
+        elif size == 2 and GPUS[asked.gpu].capability == (9, 0) and copying_rows_pays(n, activation=False):
+            parts["rows, copied"] = size * p.tokens * k
     return Step(parts, sums, 0, {"tokens": p.tokens, "in_features": k, "out_features": n}, _grouped_ms(asked, (k, n)))
 
 

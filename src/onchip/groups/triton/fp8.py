@@ -40,13 +40,6 @@ def quantize_rows(p: Problem, x: Tensor, plan: Tensor, rows: Quantized | None, c
     quantize_launch(x, rows, columns, "e4m3", SCALE, tiles=tiles).run()
 
 
-def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x by an index of which what is past x's rows is nobody's."""
-    if len(x) == 0:
-        return x.new_zeros((len(index), x.shape[1]))
-    return x.index_select(0, index.clamp(max=len(x) - 1))
-
-
 def empty_weight(p: Problem, options: Options, like: Tensor, *, turned: bool) -> Quantized:
     """Memory for all groups' weights as the quantiser makes them, `turned` those for x's gradient.
 

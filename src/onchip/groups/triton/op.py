@@ -122,8 +122,10 @@ def _forward(call: Call) -> TritonOutputs:
 
 def _quantized(call: Call, made: TritonOutputs) -> tuple[Quantized, fp8.Weight]:
     """x and the weight in FP8 for the result; what their gradients need goes to `made`."""
+    from onchip.groups.triton import launches
+
     p, options = call.problem, call.options
-    x = call.cast_x if made.read is None else fp8.gathered(call.cast_x, made.read)
+    x = call.cast_x if made.read is None else launches.gathered(call.cast_x, made.read)
     rows = fp8.empty_rows(p, p.k, x)
     fp8.quantize_rows(p, x, made.plan, rows, operand(made.columns, made.column_scales))
     weight = fp8.empty_weight(p, options, x, turned=False)
@@ -190,6 +192,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             ).run()
         if kept.rows is not None and grad_x.numel() > 0:
             launches.sum_rows(into, None, kept.rows, grad_x, plan, p.groups).run()
+        del into  # before a copy of x's rows
     if wanted[1]:
         assert kept.x is not None
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
