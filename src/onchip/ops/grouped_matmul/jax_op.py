@@ -99,10 +99,9 @@ def grouped_matmul(
     Memory: kept for backward are the arguments, and with an activation, or where row_scale needs a gradient, y, T N
     numbers of x's dtype.  Beside it, of x's dtype: with `rows` a copy of the rows that are read, in backward again;
     with `scatter_rows` T rows of the result; in backward the gradient of y.  "mosaic_gpu" makes y in float32 first, if
-    the activation's gate and up are interleaved, its weight is "gkn", or F no multiple of 64 or below 128; and in
-    backward it has copies of up to 128 rows of each group of both operands of the weight's gradient.  There is no
-    array of G x T.  Under vmap the elements are computed one after the other, each as it would be alone; a weight that
-    they share gets a gradient for each before these are added up.
+    the activation's gate and up are interleaved, its weight is "gkn", or F no multiple of 64 or below 128.  There is
+    no array of G x T.  Under vmap the elements are computed one after the other, each as it would be alone; a weight
+    that they share gets a gradient for each before these are added up.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -120,11 +120,11 @@ def grouped_matmul(
     Memory: kept for backward are x and the weight, under autocast their copies, and with an activation, or where
     row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the
     result beside it; backward the gradient of y, T * N numbers, where there is an activation, a row scale or
-    scatter_rows; with rows T rows of x's gradient beside it; and 4 * (3 * (T / 128 + G) + 2 * G + 6) bytes for the plan
-    of tiles.  With precision="fp8" x and the weight are kept in FP8, (T + 128 G) K and G N K bytes and a 32nd more for
-    scales of x; beside it are as many again in forward, in backward the same of the gradient of y twice, and with rows
-    the T rows of x that are read.  "torch": a group's weight and rows in float32, and results and gradients in float32
-    until they are rounded.
+    scatter_rows; with rows T rows of x's gradient beside it, and on Hopper in 16 bits the T rows of x that are read,
+    before or after those; and 4 * (3 * (T / 128 + G) + 2 * G + 6) bytes for the plan of tiles.  With precision="fp8" x
+    and the weight are kept in FP8, (T + 128 G) K and G N K bytes and a 32nd more for scales of x; beside it are as many
+    again in forward, in backward the same of the gradient of y twice, and with rows the T rows of x that are read.
+    "torch": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
 
     Example:
         >>> import torch
