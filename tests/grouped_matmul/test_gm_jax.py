@@ -247,3 +247,13 @@ def test_only_what_is_needed_is_made():
     assert f"tensor<5x{N}x{K}xf32>, tensor<{N}x{K}xf32>" not in text
     kept = jax.vjp(lambda x, w: grouped_matmul(x, w, SIZES), p["x"], p["weight"])[1]
     assert {a.shape for a in jax.tree.leaves(kept)} <= {(T, K), (5, N, K), (5,), ()}
+
+
+def test_ends_of_sizes_whose_sum_wraps_around():
+    rows = 2**31 - 2
+    for sizes in ([2**30, 2**30, 2**30, 2**30, 3], [7, -1, 2**31 - 1, 2**31 - 1, 4], [rows, 0, 1, 2**31 - 1, 2**31 - 1]):
+        ends, right = groups.ends_of_sizes(jnp.array(sizes, jnp.int32), rows)
+        fits = np.cumsum(np.where(np.array(sizes) < 0, 2**31, sizes), dtype=np.int64) <= rows
+        expected = np.logical_and.accumulate(fits)
+        np.testing.assert_array_equal(right, expected)
+        np.testing.assert_array_equal(ends, np.cumsum(np.where(expected, sizes, 0)))
