@@ -88,6 +88,10 @@ def calls():
     def head(t=140, h=128, v=300):
         return leaf(t, h), leaf(v, h, std=h**-0.5), torch.randint(v, (t,))
 
+    def wide_head():
+        hidden, weight, target = head()
+        return hidden, weight.detach().float().requires_grad_(), target
+
     def logits():
         return leaf(20, 300), torch.randint(300, (20,))
 
@@ -105,6 +109,7 @@ def calls():
         "linear_log_probs": (head, linear_log_probs),
         "cross_entropy": (logits, cross_entropy),
         "grouped_matmul": (experts, grouped_matmul),
+        "autocast": (wide_head, linear_cross_entropy),
         "rows": (read_by_index, lambda *given, **more: grouped_matmul(*given[:3], rows=given[3], **more)),
         "fp8_linear": (layer, fp8_linear),
     }
@@ -119,8 +124,10 @@ def main(name):
     from onchip.frontend import torch_tape
     from onchip.groups.triton import launches
 
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     copied = partial(mock.patch.object, launches, "copying_rows_pays", lambda n, activation: True)
-    plan = {"mixed": mixed_plan, "in forward": plan_in_forward, "rows": copied}.get(name, nullcontext)
+    plans = {"mixed": mixed_plan, "in forward": plan_in_forward, "rows": copied, "autocast": autocast}
+    plan = plans.get(name, nullcontext)
     make, op = calls()[name]
 
     def step(seed, given):

@@ -23,7 +23,7 @@ from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
-from onchip.vocab.triton import walks
+from onchip.vocab.triton import setup, walks
 from soft_labels import assert_right as assert_soft
 from soft_labels import class_weights, everything, right_stats
 from soft_labels import problem as soft_problem
@@ -168,6 +168,33 @@ def a_weight_whose_columns_lie_in_rows(way):
     with mixed_plan() if way == "mixed" else nullcontext():
         expected, made = (loss.run(given | {"weight": w}) for w in (given["weight"], turned))
     assert_equal(loss, made, expected)
+
+
+@check("linear_cross_entropy", "linear_log_probs")
+def the_weight_is_copied_once(op):
+    """For autocast, where exponentials are kept; in forward and two backwards where logits are recomputed."""
+    loss = LOG_PROBS if op == "linear_log_probs" else AUTO
+    given = loss.problem((140,), 24, 300, ids=2 if loss.of_ids else None)
+    weight = given["weight"].detach()
+    narrow = weight.to(torch.float16).requires_grad_()
+    wide = narrow.detach().float().requires_grad_()
+    given["hidden"] = given["hidden"].detach().to(torch.float16).requires_grad_()
+    for options, times in [({}, 1)] if loss.of_ids else [({"strategy": "stash"}, 1), ({"strategy": "recompute"}, 3)]:
+        expected = loss.run(given | {"weight": narrow}, **options)
+        with (
+            torch.autocast("cpu", torch.float16),
+            mock.patch.object(setup, "product_weight", wraps=setup.product_weight) as copied,
+        ):
+            made = loss.call(given | {"weight": wide}, **options)
+            upstream = loss.upstream(made)
+            first, second = (
+                torch.autograd.grad([made[n] for n in upstream], wide, list(upstream.values()), retain_graph=retain)[0]
+                for retain in (True, False)
+            )
+        assert copied.call_count == times
+        assert torch.equal(first, second)
+        assert first.dtype == torch.float32
+        assert_near("grad_weight", first.half(), expected["grad_weight"].double(), bound=1e-3)
 
 
 @check("linear_cross_entropy", "linear_log_probs")
@@ -569,7 +596,8 @@ SLOW |= {
     "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",
     "in_fp8-ragged", "in_fp8-small", "compiled_with_a_budget_and_sizes_that_change-least", "repeated_labels-stash",
-    "memory_at_multiples_of_256_bytes-retained", "a_retained_graph-linear_log_probs-entropy",
+    "the_weight_is_copied_once-linear_log_probs", "memory_at_multiples_of_256_bytes-retained",
+    "a_retained_graph-linear_log_probs-entropy",
 }  # fmt: skip
 assert CHECKS.keys() >= SLOW
 

@@ -47,7 +47,7 @@ def _forward(call: SoftCall) -> Outputs:
 
     config, options = _plan(call), call.options
     tokens, saved = call.tokens(check_values=options.check_inputs), setup.make_saved(call, config)
-    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight)
+    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     made = labels.forward(run, call, config, saved, labels.labels_of(call.labels, options.label_smoothing))
     loss = soft.reduced(options, made.loss, tokens, call.hidden.shape[:-1])
     return Outputs(loss, *made[1:], saved)
@@ -78,7 +78,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     tokens = call.tokens(check_values=False)
     each = tokens.upstream(grad_loss, options.reduction)
     row, _ = scaled_rows(tokens, options, each, torch.float32)
-    run = setup.make_run(call, options, kept.saved.vectors, call.weight_grad_out, call.class_weight)
+    run = setup.make_run(
+        call, options, kept.saved.vectors, call.weight_grad_out, call.class_weight, weight=kept.saved.weight
+    )
     known = labels.LabelStats(row, kept.lse, kept.less, kept.mass)
     given = labels.labels_of(call.labels, options.label_smoothing)
     return labels.backward(run, call, kept.config, kept.saved, given, known, row, wanted, add_to=call.weight_grad_out)

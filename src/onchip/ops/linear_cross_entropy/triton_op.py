@@ -44,7 +44,7 @@ def _forward(call: Call) -> TritonOutputs:
     if options.check_inputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
-    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight)
+    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     token_weight = setup.flat(call.token_weight)
     out = walks.forward(run, call, config, saved, asked=Asked(entropy=options.return_stats), token_weight=token_weight)
     losses, correct = walks.losses(run, out, token_weight)
@@ -75,7 +75,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
-    run = setup.make_run(call, call.options, kept.saved.vectors, call.weight_grad_out, call.class_weight)
+    run = setup.make_run(
+        call, call.options, kept.saved.vectors, call.weight_grad_out, call.class_weight, weight=kept.saved.weight
+    )
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
     by_output = walks.loss_gradients(run, known, grad_loss, divisor, weight)

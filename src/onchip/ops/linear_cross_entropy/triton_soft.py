@@ -52,7 +52,9 @@ def _forward(call: SoftCall) -> TritonOutputs:
     config, options = setup.plan(call), call.options
     tokens = call.tokens(check_values=options.check_inputs)
     saved, given = setup.make_saved(call, config), as_kernels_take_it(call)
-    run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out, given.class_weight)
+    run = setup.make_run(
+        given, given.options, saved.vectors, call.weight_grad_out, given.class_weight, weight=saved.weight
+    )
     made = walks.forward(run, given, config, saved, asked=Asked(entropy=options.return_stats))
     losses = soft.token_losses(options, made.lse, made.log_prob, made.uniform_loss, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
@@ -76,7 +78,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     call = kept.call
     given = as_kernels_take_it(call)
-    run = setup.make_run(given, given.options, kept.saved.vectors, call.weight_grad_out, given.class_weight)
+    run = setup.make_run(
+        given, given.options, kept.saved.vectors, call.weight_grad_out, given.class_weight, weight=kept.saved.weight
+    )
     known, by_output = gradient_by_outputs(call, upstream, kept.lse, kept.log_prob)
     return walks.backward(run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
 

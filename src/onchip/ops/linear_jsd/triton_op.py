@@ -96,7 +96,7 @@ def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
         layer = call.layer(who)
         if layer is None:
             return Saved(*(call.first.new_empty(0) for _ in Saved._fields))
-        made = setup.make_saved(layer, config_of(call.head(who), plan), fake=fake)
+        made = setup.make_saved(layer, config_of(call.head(who), plan), keep_weight=False, fake=fake)
         return made._replace(vectors=made.vectors.new_empty(0))  # those of the call serve both models
 
     stats = call.first.new_empty((triton_memory.STATS, call.number), dtype=torch.float32)

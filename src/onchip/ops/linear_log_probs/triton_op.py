@@ -51,7 +51,7 @@ def _forward(call: Call) -> TritonOutputs:
     if call.options.check_inputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
-    run = setup.make_run(call, call.options, saved.vectors)
+    run = setup.make_run(call, call.options, saved.vectors, weight=saved.weight)
     asked = Asked(_stats(call), call.options.mean_logits, call.options.log_sum_sq_probs)
     out = walks.forward(run, call, config, saved, asked=asked)
     by_token = (out.entropy, out.lse, out.top1, out.mean_logits, out.log_sum_sq)
@@ -78,7 +78,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     by_output = walks.OutputGradients(
         None if log_prob is None else log_prob.view(shape), lse, entropy if _stats(call) else None
     )
-    run = setup.make_run(call, call.options, kept.saved.vectors)
+    run = setup.make_run(call, call.options, kept.saved.vectors, weight=kept.saved.weight)
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
     return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted)
 

@@ -79,10 +79,11 @@ class Saved(NamedTuple):
     weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
     scratch_memory: Tensor  # more of them
     vectors: Tensor  # `Vectors.packed`
+    weight: Tensor  # in the products' dtype, as kernels can read it, if that is a copy that is kept; else empty
 
 
-def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved:
-    """The tensors of `Saved`, not yet filled."""
+def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fake: bool = False) -> Saved:
+    """The tensors of `Saved`; all but the weight's copy not yet filled."""
     hidden, weight = layer.hidden, layer.weight
     tiles = -(-weight.shape[0] // VOCAB_TILE)
     vectors = hidden.new_empty(triton_spec.vector_elements(layer.number), dtype=torch.int32)
@@ -91,7 +92,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved
         return hidden.new_empty(0, dtype=layer.dtype)
 
     if not any(layer.grads):
-        return Saved(blank(), blank(), blank(), vectors)
+        return Saved(blank(), blank(), blank(), vectors, blank())
     make = empty if fake else aligned
     if config.in_forward:
         problem = layer.problem("cuda")
@@ -101,6 +102,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved
             make(weight, tuple(weight.shape), weight.dtype) if layer.grads[1] else blank(),
             make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype),
             vectors,
+            blank(),
         )
     weight_memory = blank()
     # A number, unless torch.compile made it a symbol: then some tokens may be kept there.
@@ -108,11 +110,15 @@ def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved
         # A chunk more than the gradient takes: each chunk of the gradient overwrites the previous chunk's exponentials
         # while reading its own.
         weight_memory = make(weight, (tiles * VOCAB_TILE + config.weight_chunk, weight.shape[1]), weight.dtype)
+    # Backward needs the copy too, which takes an H100 2% of a step under autocast; who recomputes wants nothing kept.
+    keeps = keep_weight and not (isinstance(config.kept, int) and config.kept == 0)
+    copy = product_weight(weight, layer.dtype) if keeps else weight
     return Saved(
         hidden.new_empty(hidden.shape, dtype=hidden.dtype if layer.grads[0] else layer.dtype),
         weight_memory,
         make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), layer.dtype),
         vectors,
+        blank() if copy is weight else copy,
     )
 
 
@@ -334,17 +340,24 @@ IN_PLACE: dict[str, Any] = {
 
 
 def make_run(
-    layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = None, class_weight: Tensor | None = None
+    layer: Layer,
+    options: Any,
+    vectors: Tensor,
+    out: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
 ) -> "launches.Run":
     """A linear layer as the walks take it, its kernels' tiles from the stored configs.
 
     `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
-    `class_weight`: [V] float32, contiguous.
+    `class_weight`: [V] float32, contiguous.  `weight`: that of `Saved`.
     """
     from onchip.vocab.triton import launches
 
     dtype, tokens = layer.dtype, layer.number
-    weight = product_weight(layer.weight, dtype)
+    if weight is None or weight.numel() == 0:
+        weight = product_weight(layer.weight, dtype)
     # The bias in the products' dtype first, as F.linear does under autocast.
     bias = None if layer.bias is None else layer.bias.to(dtype).float()
     slug, capability, programs, shared = describe(weight.device)

@@ -33,7 +33,7 @@ def _run(mine: Any, saved: Saved, class_weight: Tensor | None, out: Tensor | Non
     """Of the shard's own call."""
     shards: Shards = mine.shards
     part = parallel.class_weight_of_shard(class_weight, shards)
-    run = setup.make_run(mine, mine.options, saved.vectors, out, part)
+    run = setup.make_run(mine, mine.options, saved.vectors, out, part, weight=saved.weight)
     return replace(run, whole_vocab=shards.vocab, elsewhere=parallel.ELSEWHERE)
 
 
