@@ -54,6 +54,7 @@ def test_linear_cross_entropy(tmp_path):
     assert len(document["not_run"]) == 3
 
 
+@pytest.mark.slow
 def test_collective_matmul(tmp_path):
     document = only_run(tmp_path, "collective_matmul")
     impls = ("onchip auto", "torch, one collective", "the collective alone")

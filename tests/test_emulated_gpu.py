@@ -12,10 +12,12 @@ import fake_cuda
     "call",
     [
         "cross_entropy",
-        "fp8_linear",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("planned", "mixed", "in forward", "linear_log_probs", "grouped_matmul", "rows")
+            for x in (
+                *("planned", "mixed", "in forward", "linear_log_probs", "autocast"),
+                *("grouped_matmul", "rows", "fp8_linear"),
+            )
         ),
     ],
 )

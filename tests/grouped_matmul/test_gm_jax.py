@@ -251,7 +251,11 @@ def test_only_what_is_needed_is_made():
 
 def test_ends_of_sizes_whose_sum_wraps_around():
     rows = 2**31 - 2
-    for sizes in ([2**30, 2**30, 2**30, 2**30, 3], [7, -1, 2**31 - 1, 2**31 - 1, 4], [rows, 0, 1, 2**31 - 1, 2**31 - 1]):
+    for sizes in (
+        [2**30, 2**30, 2**30, 2**30, 3],
+        [7, -1, 2**31 - 1, 2**31 - 1, 4],
+        [rows, 0, 1, 2**31 - 1, 2**31 - 1],
+    ):
         ends, right = groups.ends_of_sizes(jnp.array(sizes, jnp.int32), rows)
         fits = np.cumsum(np.where(np.array(sizes) < 0, 2**31, sizes), dtype=np.int64) <= rows
         expected = np.logical_and.accumulate(fits)

@@ -36,7 +36,7 @@ def as_on_hopper(monkeypatch):
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
 
 
-QUICK = ("dense, everything", "dense, peaked", "dense, masked", "ids, everything, none", "ids, peaked")
+QUICK = ("dense, everything", "dense, masked", "ids, everything, none")
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,9 @@ def test_added_to_the_weights_sum(hidden, vocab, options, parameters):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(("hidden", "vocab"), [(1000, 300), (1024, 20001), (2048, 20480)])
+@pytest.mark.parametrize(
+    ("hidden", "vocab"), [(1000, 300), (1024, 20001), pytest.param(2048, 20480, marks=pytest.mark.slow)]
+)
 def test_staggered(hidden, vocab, dtype):
     """Some exponentials are kept, some recomputed."""
     found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=vocab, in_turns=True, dtype=dtype, **MIXED)

@@ -217,6 +217,7 @@ def kernels(rank, ranks):
         compare(LAYOUTS[0], rank, OPTIONS["everything"], {"backend": "triton"})
 
 
+@pytest.mark.slow
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     spawn(tmp_path, 2, {"kernels": kernels})

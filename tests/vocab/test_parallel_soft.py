@@ -479,6 +479,7 @@ def kernels(rank, ranks):
         cross_entropy(hidden, target, **logits)
 
 
+@pytest.mark.slow
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     spawn(tmp_path, 2, {"kernels": kernels})
