@@ -16,7 +16,7 @@ demo: $(VENV)/.for-demo
 test: $(VENV)/.for-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# With the variants that `make test` leaves out: some nine minutes more.
+# With the variants that `make test` leaves out: about as long again.
 test-all: $(VENV)/.for-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu and not browser' -n auto --dist loadfile --no-loadscope-reorder
 

@@ -7,9 +7,9 @@ to 7 rows of its first tile or step, like those past its end, are other groups':
 - `rows_product` cuts a group into tiles of tile_m rows and stores its own rows of each.  Rows without a group are one
   more group, of one step.
 - `weight_product` cuts it into steps of tile_k rows.  In the first and the last one other groups' rows are set to zero
-  in shared memory, so that whatever they hold stays out of the sums.  An empty group has no step.  Large
-  groups come first, so that all programs end together: with 128 groups of sizes as 1/rank in any order, one would have
-  1.3 times the average number of steps to do.
+  in shared memory, so that whatever they hold stays out of the sums.  An empty group has no step.  Large groups come
+  first, so that all programs end together: with 128 groups of sizes as 1/rank in any order, one would have 1.3 times
+  the average number of steps.
 
 Where groups and their tiles begin, XLA computes on the device.  `layer` and `weight_product` are called as those of
 `onchip.groups.xla.products`, where `fill` is explained.
@@ -316,8 +316,8 @@ def weight_product(
         row = s.found.row + s.k * c.tile_k + registers.rows(shape)
         own = (s.found.begin <= row) & (row < s.found.end)
         for ref, columns in ((a, c.tile_m), (b, c.tile_n)):
-            for column in range(0, columns // 2, BOX):
-                box = ref.at[:, pl.ds(warpgroup * (columns // 2) + column, BOX)]
+            for at in range(0, columns // 2, BOX):
+                box = ref.at[:, pl.ds(warpgroup * (columns // 2) + at, BOX)]
                 box[...] = jnp.where(own, registers.load_box(box).astype(jnp.float32), 0.0).astype(dtype)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
