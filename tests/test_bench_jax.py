@@ -1,5 +1,6 @@
 """What measures JAX."""
 
+import time
 from types import SimpleNamespace
 
 import jax
@@ -25,6 +26,19 @@ def test_time_is_until_the_results_are_there() -> None:
     short = jax_steps.Step(lambda x: [x + 1], (x,))
     timings = jax_steps.time_interleaved({"long": long, "short": short}, device="cpu", repeats=2)
     assert timings["long"].median_ms > 3 * timings["short"].median_ms > 0
+
+
+def test_steps_of_a_gpu_run_in_a_row_unless_they_take_long() -> None:
+    for milliseconds, device, times in ((2, "cpu", 1), (2, "cuda", 1 + 15), (40, "cuda", 1)):
+        calls: list[int] = []
+
+        def step(milliseconds: int = milliseconds, calls: list[int] = calls) -> list[int]:
+            time.sleep(milliseconds / 1e3)
+            calls.append(1)
+            return calls
+
+        assert jax_steps.time_once(step, device) >= milliseconds
+        assert max(1, times - 8) <= len(calls) <= times
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
