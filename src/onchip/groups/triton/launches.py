@@ -369,7 +369,8 @@ def weight_gradient(
     groups, rows, columns = out.shape
     whole = all(index is None or x.shape[1] % _ALIGNED == 0 for x, index in ((a, a_index), (b, b_index)))
     if whole and not add and config is None and tma and _run_apart(device, (a, b, out)):
-        # Copied first: read by an index, mixtral's took 1.8 times as long on an H100.
+        # Copied first: read by an index here and in forward, a step of mixtral's gate and up took 19.8 ms on an H100,
+        # with copies 15.0.
         a, b = (x if index is None else gathered(x, index) for x, index in ((a, a_index), (b, b_index)))
         return _weight_gradient_apart(a, b, out, of_plan, device)
     cut = _gradient_cut(
