@@ -1,10 +1,10 @@
 """The weight's gradient of a chunk of tokens, added to that of others, in Gluon, for Hopper.
 
 Two groups of warps have one tile of 256 x 128, half of it each and the second one behind, and a third copies:
-staggered.py has that.  What a sum of 24 bits has in memory already comes by way of the ring, as one more step for each
-group: the groups' own loads took as long as if there had been no product to hide them.  float32 doesn't fit in a step.
-It is loaded, and brought to L2 under the product, a few rows with each step of it: all of it at once would hold up the
-operands.
+`onchip.kernels.triton.staggered` has that.  What a sum of 24 bits has in memory already comes by way of the ring, as
+one more step for each group: the groups' own loads took as long as if there had been no product to hide them.  float32
+doesn't fit in a step.  It is loaded, and brought to L2 under the product, a few rows with each step of it: all of it at
+once would hold up the operands.
 
 A thread of a product has pairs of columns, eight columns from one to the next.  Here columns of hidden's rows have been
 swapped, so that it has four pairs in a row: 16 bytes to load and to store.
@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.kernels.triton.gluon import join_floats, split_floats
+from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import halves, place_tile
 from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
-from onchip.vocab.triton.staggered import ROWS, STEP, STEP_BYTES, begin_product, end_product, new_ring
+from onchip.vocab.triton.staggered import ROWS, STEP_BYTES
 
 # Columns of a tile that are loaded and stored at a time.
 PIECE = gl.constexpr(32)
@@ -58,18 +59,15 @@ def copy(
     """Copy the operands of this program's tiles, where there is room, then what their products are added to; of float32
     bring that to L2.
     """
-    own_blocks, common_blocks, full, empty, _ = ring
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
         i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
         for k in range(steps):
-            s = step % STAGES
             line = buffer_row(i, k * STEP, buffer, 0)
-            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(s), STEP_BYTES)
-            tma.async_copy_global_to_shared(exponentials, [line, 0], full.index(s), own_blocks.index(2 * s))
-            tma.async_copy_global_to_shared(exponentials, [line, ROWS], full.index(s), own_blocks.index(2 * s + 1))
-            tma.async_copy_global_to_shared(rows, [k * STEP, j * ROWS], full.index(s), common_blocks.index(s))
+            come, first_entries, last_entries, common = begin_copies(ring, step, STEP_BYTES, STAGES)
+            tma.async_copy_global_to_shared(exponentials, [line, 0], come, first_entries)
+            tma.async_copy_global_to_shared(exponentials, [line, ROWS], come, last_entries)
+            tma.async_copy_global_to_shared(rows, [k * STEP, j * ROWS], come, common)
             step += 1
             if ADD and old_sum is None:
                 end = gl.minimum((k + 1) * VOCAB_TILE // steps, V - i * VOCAB_TILE)
@@ -80,12 +78,11 @@ def copy(
             for w in gl.static_range(2):
                 s = step % STAGES
                 v = i * VOCAB_TILE + w * ROWS
-                mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(s), SUM_BYTES)
+                come, _, _, _ = begin_copies(ring, step, SUM_BYTES, STAGES)
                 for p in gl.static_range(PIECES):
                     h = j * ROWS + p * PIECE
-                    tma.async_copy_global_to_shared(old_sum, [v, h], full.index(s), firsts.index(PIECES * s + p))
-                    tma.async_copy_global_to_shared(old_digits, [v, h], full.index(s), digits.index(PIECES * s + p))
+                    tma.async_copy_global_to_shared(old_sum, [v, h], come, firsts.index(PIECES * s + p))
+                    tma.async_copy_global_to_shared(old_digits, [v, h], come, digits.index(PIECES * s + p))
                 step += 1
 
 
@@ -154,7 +151,7 @@ def take_sums(
         i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
         v = i * VOCAB_TILE + W * ROWS
         h = j * ROWS
-        x = begin_product(ring, step, steps, zeros, step == 0, W, STAGES)
+        x = begin_product(ring, step, steps, zeros, step == 0, "km", "kn", W, STAGES)
         step += steps
         x = end_product(ring, step, x, STAGES)
         # Where rows' columns were swapped, eight that a thread has follow each other.

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
+from onchip.kernels.triton.staggered import STEP
 from onchip.vocab.triton import adding, apart, staggered, turns
 from onchip.vocab.triton.launches import VOCAB_TILE, LogitBuffer, Partials, Run, Sum, Terms, Vectors
 from onchip.vocab.triton.memory import IN_TURNS
@@ -84,8 +85,8 @@ def weight_added(
 ) -> Launch:
     block = staggered.ROWS.value, adding.PIECE.value
     arguments = {
-        "exponentials": _blocks(buffer.matrix, staggered.STEP.value, staggered.ROWS.value),
-        "rows": _blocks(rows, staggered.STEP.value, staggered.ROWS.value),
+        "exponentials": _blocks(buffer.matrix, STEP.value, staggered.ROWS.value),
+        "rows": _blocks(rows, STEP.value, staggered.ROWS.value),
         "old_sum": _blocks(into.first, *block) if add and into.digits is not None else None,
         "old_digits": _blocks(into.digits, *block) if add and into.digits is not None else None,
         "out": into.first,
@@ -115,7 +116,7 @@ def hidden_apart(run: Run, buffer: LogitBuffer, out: Tensor, common: Mapping[str
 
 def _staggered(run: Run, rows: Tensor, exponentials: Tensor | None) -> dict[str, Any]:
     """What the kernels of staggered.py take alike."""
-    half, step, width = staggered.HALF.value, staggered.STEP.value, 128
+    half, step, width = staggered.HALF.value, STEP.value, 128
     return {
         "rows": _blocks(rows, half, step),
         "weight": _blocks(run.weight, VOCAB_TILE, step),

@@ -1,10 +1,8 @@
 """The products that end in a tile of exponentials, with the two halves of a tile apart in time, in Gluon, for Hopper.
 
 A tile's end - exponentials, their sums, and 64 KiB to store - takes as long as an eighth of its product where H is
-1024.  Triton's kernels do one after the other.  Here two groups of four warps have one tile of 128 x 256: each has 64
-of its rows, and both multiply by the same blocks of the weight.  A third group, of a single warp, copies the blocks.
-The second group begins LAG steps late and stays behind, so that one multiplies while the other ends its half, as far as
-the ring of blocks reaches.
+1024.  Triton's kernels do one after the other.  Here it runs under the other half's product:
+`onchip.kernels.triton.staggered` has that.  A tile is 128 x 256, and each group has 64 of its rows.
 
 Two groups that take turns with tiles of their own (turns.py) hide all of an end, but read twice as much of L2, which
 pays where H is small.
@@ -12,27 +10,18 @@ pays where H is small.
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
-from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.gluon import new_barriers, send
+from onchip.kernels.triton.gluon import send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
+from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import place_tile
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row
 
-# Rows of a tile, and of a group's half of it; of a step along the sum.
+# Rows of a tile, and of a group's half of it.
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
-STEP = gl.constexpr(64)
 STEP_BYTES = gl.constexpr((128 + 256) * 64 * 2)
-# Steps that the second group begins later.
-LAG = gl.constexpr(2)
 # Threads' registers: of both groups that multiply, and of the one that copies.
 REGISTERS = gl.constexpr(240)
 FEW_REGISTERS = gl.constexpr(24)
@@ -44,84 +33,22 @@ def products_layout():
 
 
 @gluon.jit
-def new_ring(rows, weight, STAGES: gl.constexpr):
-    """Blocks of both operands, a barrier for each stage that it is full and that it is empty, and one of the lag."""
-    row_blocks = gl.allocate_shared_memory(rows.dtype, [2 * STAGES] + rows.block_shape, rows.layout)
-    weight_blocks = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_shape, weight.layout)
-    full, empty = new_barriers(STAGES, 2)
-    behind = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(behind, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    return row_blocks, weight_blocks, full, empty, behind
-
-
-@gluon.jit
 def copy(
     ring, rows, weight, first, first_tile, tiles_t, tiles_v, steps,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the operands of this program's tiles, where there is room."""
-    row_blocks, weight_blocks, full, empty, _ = ring
     step = 0
     for tile in range(gl.program_id(0), tiles_t * tiles_v, PROGRAMS):
         i, j = place_tile(tile, tiles_t, tiles_v, GROUP)
         t = first + i * ROWS
         v = (first_tile + j) * VOCAB_TILE
         for k in range(steps):
-            s = step % STAGES
-            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(s), STEP_BYTES)
-            tma.async_copy_global_to_shared(rows, [t, k * STEP], full.index(s), row_blocks.index(2 * s))
-            tma.async_copy_global_to_shared(rows, [t + HALF, k * STEP], full.index(s), row_blocks.index(2 * s + 1))
-            tma.async_copy_global_to_shared(weight, [v, k * STEP], full.index(s), weight_blocks.index(s))
+            come, first_rows, last_rows, columns = begin_copies(ring, step, STEP_BYTES, STAGES)
+            tma.async_copy_global_to_shared(rows, [t, k * STEP], come, first_rows)
+            tma.async_copy_global_to_shared(rows, [t + HALF, k * STEP], come, last_rows)
+            tma.async_copy_global_to_shared(weight, [v, k * STEP], come, columns)
             step += 1
-
-
-@gluon.jit
-def add_step(ring, step, acc, use_acc: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr):
-    """acc + a step of the product, once its blocks have come; blocks of STEP rows are those of operands to be summed
-    over these.
-    """
-    own_blocks, common_blocks, full, _, _ = ring
-    s = step % STAGES
-    mbarrier.wait(full.index(s), (step // STAGES) & 1)
-    a, b = own_blocks.index(2 * s + W), common_blocks.index(s)
-    if b.shape[0] == STEP:
-        return warpgroup_mma(a.permute((1, 0)), b, acc, use_acc=use_acc, is_async=True)
-    else:  # noqa: RET505
-        return warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
-
-
-@gluon.jit
-def begin_product(ring, step, steps, zeros, is_first, W: gl.constexpr, STAGES: gl.constexpr):
-    """The product of a group's half of a tile, whose first step has this number: all steps but the last are done.
-
-    The first step stands apart from the loop, or ptxas would wait for each step before the next.
-    """
-    _, _, _, empty, behind = ring
-    if W == 1:
-        if is_first:
-            mbarrier.wait(behind, 0)
-    acc = add_step(ring, step, zeros, False, W, STAGES)
-    for k in range(1, steps):
-        acc = add_step(ring, step + k, acc, True, W, STAGES)
-        if W == 0:
-            mbarrier.arrive(behind, count=1, pred=is_first & (k == LAG))
-        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-        mbarrier.arrive(empty.index((step + k - 1) % STAGES), count=1)
-    if W == 0:
-        mbarrier.arrive(behind, count=1, pred=is_first & (steps <= LAG))
-    return acc
-
-
-@gluon.jit
-def end_product(ring, end, acc, STAGES: gl.constexpr):
-    """Wait for the last step, the one before number `end`."""
-    _, _, _, empty, _ = ring
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index((end - 1) % STAGES), count=1)
-    return acc
 
 
 # ---------------------------------------------------------------------------------------------------------- the softmax
@@ -143,7 +70,7 @@ def take_softmax(
         t0 = i * ROWS
         t = t0 + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         inside = t < n
-        x = begin_product(ring, step, steps, zeros, step == 0, W, STAGES)
+        x = begin_product(ring, step, steps, zeros, step == 0, "mk", "nk", W, STAGES)
         step += steps
         x = end_product(ring, step, x, STAGES)
         y = gl.load(vectors.label + t, mask=inside, other=-1)
@@ -234,7 +161,7 @@ def take_gradient(
         v0 = (first_tile + j) * VOCAB_TILE
         t = t0 + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         inside = t < n
-        x = begin_product(ring, step, steps, zeros, step == 0, W, STAGES)
+        x = begin_product(ring, step, steps, zeros, step == 0, "mk", "nk", W, STAGES)
         step += steps
         x = end_product(ring, step, x, STAGES)
         lse_t = gl.load(terms.lse + t, mask=inside, other=0.0)
