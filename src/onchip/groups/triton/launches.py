@@ -278,8 +278,9 @@ def _product_apart(
     turned: bool,
 ) -> Launch:
     from onchip.groups.triton import apart
+    from onchip.kernels.triton.staggered import STEP
 
-    step, rows, columns, width = (size.value for size in (apart.STEP, apart.ROWS, apart.COLUMNS, apart.WIDTH))
+    step, rows, columns, width = (size.value for size in (STEP, apart.HALF, apart.COLUMNS, apart.WIDTH))
     groups, n, k = weight.shape
     by_group, by_row, by_column = weight.stride()
     if turned:
@@ -307,7 +308,7 @@ def _product_apart(
         "GROUP": 2 if tokens <= ROWS * groups else 8,
         "PROGRAMS": device.programs,
     }
-    return Launch(apart.product_apart, (device.programs,), arguments, warps=8, registers=ALL_REGISTERS)
+    return Launch(apart.product_apart, (device.programs,), arguments, registers=ALL_REGISTERS)
 
 
 @until_cleared
@@ -400,15 +401,16 @@ def weight_gradient(
 
 def _weight_gradient_apart(a: Tensor, b: Tensor, out: Tensor, of_plan: Tensor, device: Device) -> Launch:
     from onchip.groups.triton import apart
+    from onchip.kernels.triton.staggered import STEP
 
-    step, height, width = apart.STEP.value, apart.ROWS.value, apart.COLUMNS.value
+    step, half, width = STEP.value, apart.HALF.value, apart.COLUMNS.value
     groups, rows, columns = out.shape
-    tiles = groups * -(-rows // height) * -(-columns // width)
+    tiles = groups * -(-rows // apart.ROWS.value) * -(-columns // width)
     programs = min(device.programs, tiles)
     arguments = {
-        "a": ragged(a, height, step, shared_descriptor),
+        "a": ragged(a, half, step, shared_descriptor),
         "b": ragged(b, width, step, shared_descriptor),
-        "out": shared_descriptor(out, out.shape, out.stride(), (1, height, apart.WIDTH.value)),
+        "out": shared_descriptor(out, out.shape, out.stride(), (1, half, apart.WIDTH.value)),
         "plan": of_plan,
         "counter": out.new_zeros(1, dtype=torch.int32),
         "G": groups,
@@ -417,7 +419,7 @@ def _weight_gradient_apart(a: Tensor, b: Tensor, out: Tensor, of_plan: Tensor, d
         "GROUP": 8,
         "PROGRAMS": programs,
     }
-    return Launch(apart.weight_gradient_apart, (programs,), arguments, warps=8, registers=ALL_REGISTERS)
+    return Launch(apart.weight_gradient_apart, (programs,), arguments, registers=ALL_REGISTERS)
 
 
 def scaled_weight_gradient(
