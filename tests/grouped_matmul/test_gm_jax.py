@@ -210,25 +210,41 @@ def test_scan_and_checkpoint():
     assert_same(run[0](p["x"], p["weight"]), run[1](p["x"], p["weight"]))
 
 
-def test_vmap_is_a_loop():
-    """Bit for bit, each with its own sizes: wrong ones are one's own."""
+@pytest.mark.parametrize("order", ["vmap", "grad of vmap", "vmap of grad", "vmap of the weight"])
+def test_vmap_is_refused(order):
+    """What the error names instead works."""
     p = problem(x=(3, T, K))
-    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.array([3, -1, 0, 0, 0])])
+    sizes = jnp.stack([SIZES, SIZES[::-1], SIZES])
 
     def loss(x, w, sizes):
         return jnp.square(grouped_matmul(x, w, sizes)).sum()
 
-    gradients = jax.value_and_grad(loss, (0, 1))
-    mapped = jax.jit(jax.vmap(gradients, (0, None, 0)))(p["x"], p["weight"], sizes)
-    each = [jax.jit(gradients)(p["x"][i], p["weight"], sizes[i]) for i in range(3)]
-    assert np.isfinite(mapped[0][:2]).all()
-    assert np.isnan(mapped[0][2])
-    for a, *b in zip(*map(jax.tree.leaves, (mapped, *each)), strict=True):
-        np.testing.assert_array_equal(a, jnp.stack(b))
+    weights = jnp.stack([p["weight"]] * 3)
+    calls = {
+        "vmap": lambda: jax.vmap(loss, (0, None, 0))(p["x"], p["weight"], sizes),
+        "grad of vmap": lambda: jax.grad(lambda w: jax.vmap(loss, (0, None, 0))(p["x"], w, sizes).sum())(p["weight"]),
+        "vmap of grad": lambda: jax.jit(jax.vmap(jax.grad(loss), (0, None, 0)))(p["x"], p["weight"], sizes),
+        "vmap of the weight": lambda: jax.vmap(loss, (None, 0, None))(p["x"][0], weights, SIZES),
+    }
+    with pytest.raises(
+        NotImplementedError, match=r"grouped_matmul: vmap is not supported: its 3 elements .*jax\.lax\.map"
+    ):
+        calls[order]()
+    mapped = jax.lax.map(lambda a: jax.grad(loss, (0, 1))(a[0], p["weight"], a[1]), (p["x"], sizes))
+    whole = [size - int(of.sum()) for size, of in zip([T] * 3, sizes, strict=True)]
+    assert whole == [T - int(SIZES.sum())] * 3
+    # Of one call: each element's rows without a group are one more group, whose weight doesn't matter.
+    padded = jnp.concatenate([p["weight"], p["weight"][:1]])
+    below = jnp.concatenate([jnp.append(of, rest) for of, rest in zip(sizes, whole, strict=True)])
 
-    # The other way round a weight that all share gets the sum.
-    all_of = jax.grad(lambda w: jax.vmap(loss, (0, None, 0))(p["x"][:2], w, sizes[:2]).sum())
-    assert_same(jax.jit(all_of)(p["weight"]), each[0][1][1] + each[1][1][1])
+    def of_all(x, w):
+        out = grouped_matmul(x.reshape(3 * T, K), jnp.tile(jnp.concatenate([w, padded[-1:]]), (3, 1, 1)), below)
+        there = (jnp.arange(T) < T - whole[0])[None, :, None]
+        return jnp.square(jnp.where(there, out.reshape(3, T, -1), 0)).sum()
+
+    made = jax.grad(of_all, (0, 1))(p["x"], p["weight"])
+    assert_same(made[1], mapped[1].sum(0))
+    assert_same(made[0], mapped[0])
 
 
 def test_derivatives_of_first_order_by_reverse_mode_only():

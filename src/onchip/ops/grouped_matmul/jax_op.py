@@ -4,6 +4,7 @@ Those are `layer`, `weight_product` and `sum_rows` of `onchip.groups.xla.product
 `onchip.groups.mosaic.products`.  Gathers and the activation's gradient are XLA's for both.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -94,14 +95,14 @@ def grouped_matmul(
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
         ValueError: a wrong shape, option, size or index, or a backend that can't serve the call.
-        NotImplementedError: differentiated twice.
+        NotImplementedError: differentiated twice, or under vmap: put the elements' rows below each other, as groups of
+            one call, or use `jax.lax.map`.
 
     Memory: kept for backward are the arguments, and with an activation, or where row_scale needs a gradient, y, T N
     numbers of x's dtype.  Beside it, of x's dtype: with `rows` a copy of the rows that are read, in backward again;
     with `scatter_rows` T rows of the result; in backward the gradient of y.  "mosaic_gpu" makes y in float32 first, if
     the activation's gate and up are interleaved, its weight is "gkn", or F no multiple of 64 or below 128.  There is
-    no array of G x T.  Under vmap the elements are computed one after the other, each as it would be alone; a weight
-    that they share gets a gradient for each before these are added up.
+    no array of G x T.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -242,7 +243,7 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[
             out = engine.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill.astype(x.dtype)
         return out, y
 
-    out, y = jax.custom_batching.sequential_vmap(run)(layer, at)
+    out, y = _unmapped(run)(layer, at)
     return out, _Saved(layer, at, y) if any(needs) else None
 
 
@@ -278,7 +279,22 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
             grad_weight = engine.weight_product(*operands, ends, fills)
         return _Layer(grad_x, grad_weight, grad_bias, grad_scale)
 
-    return jax.custom_batching.sequential_vmap(run)(saved, grad_out)  # type: ignore[no-any-return]
+    made: _Layer = _unmapped(run)(saved, grad_out)
+    return made
+
+
+def _unmapped(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, but for vmap."""
+    mapped = jax.custom_batching.custom_vmap(run)
+
+    @mapped.def_vmap
+    def refuse(size: int, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"{OP}: vmap is not supported: its {size} elements would run one after the other. Put their rows below "
+            "each other, as groups of one call; or use jax.lax.map"
+        )
+
+    return mapped
 
 
 def _limits(static: _Static, at: _Rows) -> tuple[JaxArray, JaxArray]:
