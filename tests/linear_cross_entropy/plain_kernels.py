@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onchip.kernels.mosaic.product import BOX
 from onchip.ops.linear_cross_entropy import jax_op, jax_soft
-from onchip.vocab.mosaic import kernels, rebase
+from onchip.vocab.mosaic import kernels, rebase, sums
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.blocks import REACH
 from onchip.vocab.mosaic.positions import LOWEST, NO_LABEL, Partials
+from onchip.vocab.mosaic.sums import Sum
 
 TILE = 128  # tokens
 WIDE = 256  # vocabulary entries
@@ -162,8 +164,8 @@ def kept_entries(kept, vocab, vocab_major, tokens):
 
 
 def hidden_product(
-    weight, count, *, vocab_major, tokens, kept=None, in_scratch=None, recomputed=None, first=None, scale=None, add_to,
-    row=None, rest=None, second=None, halves=False, config=None,
+    weight, count, *, vocab_major, tokens, kept=None, in_scratch=None, recomputed=None, first=None, scale=None,
+    add_to=None, second=None, halves=False, slices=1, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -178,29 +180,31 @@ def hidden_product(
     size, done = e.shape[1], tokens_done(tokens, count)
     w = lax.dynamic_slice_in_dim(rows_of(weight, vocab_major, padded + size), first, size, 0)
     e = jnp.where(done[:, None], e.astype(jnp.float32), 0)
+
+    def product(part, where_not_done):
+        made = e[:, part] @ w[part] * (1 if scale is None else scale[:, None])
+        return jnp.where(done[:, None], made, where_not_done)
+
+    if add_to is None:
+        each = -(-size // TILE // slices) * TILE
+        return jnp.concatenate([product(slice(i * each, (i + 1) * each), jnp.nan) for i in range(slices)])
     cut = size if second is None else size // 2
     for ref, part in ((add_to, slice(0, cut)), (second, slice(cut, size))):
         if ref is not None:
-            product = e[:, part] @ w[part]
-            product = product if scale is None else jnp.where(done[:, None], product * scale[:, None], 0)
-            start = 0 if row is None else row[0]
-            whole = ref[...] if rest is None else jnp.concatenate([ref[...], rest[...]])
-            old = lax.dynamic_slice_in_dim(whole, start, tokens)
-            whole = lax.dynamic_update_slice_in_dim(whole, old + product, start, 0)
-            ref[...] = whole[: ref.shape[0]]
-            if rest is not None:
-                rest[...] = whole[ref.shape[0] :]
+            ref[...] += product(part, 0)
+    return None
 
 
 def weight_product(
     out, rows, count, *, vocab_major, first, size, skip=0, number=None, kept=None, in_spare=False, kept_tokens=None,
-    in_scratch=None, recomputed=None, rest=None, even=None, inverse_grad_scale=None, after=None, config=None,
+    in_scratch=None, recomputed=None, begins=None, even=None, inverse_grad_scale=None, after=None, config=None,
 ):  # fmt: skip
+    total, out = (out, out.first) if isinstance(out, Sum) else (None, out)
     before = skip + (0 if number is None else number[0] * size)
     first = first + before
     tokens, kept_tokens = len(rows), len(rows) if kept_tokens is None else kept_tokens
     axis = 0 if vocab_major else 1
-    vocab = out.shape[axis] + (0 if rest is None else rest.shape[axis])
+    vocab = out.shape[axis]
     parts = []
     if kept_tokens:
         assert in_spare or size <= kept.shift
@@ -217,13 +221,27 @@ def weight_product(
     product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
-    if out.dtype == jnp.float32:  # a sum
-        sums = in_matrix(product if vocab_major else product.T, vocab, vocab_major)
-        for ref, part in zip((out, rest), jnp.split(sums, [out.shape[axis]], axis), strict=True):
-            ref[...] += part
+    if total is not None:
+        add_to_sum(total, in_matrix(product if vocab_major else product.T, vocab, vocab_major), begins[0], config)
         return
     old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
     out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
+
+
+def add_to_sum(total, product, begins, config):
+    """As the kernel does it, for the whole matrix as one tile's part after the other."""
+    columns = product.shape[1]
+    old = Sum(total.first[...], total.digits[...]).value(config)
+    new = jnp.pad(jnp.where(begins, 0, old) + product, ((0, 0), (0, -columns % config.tile_n)))
+    firsts, digits = [], []
+    for tile in range(0, new.shape[1], config.tile_n):
+        blocks = [new[:, n : n + BOX] for n in range(tile, tile + config.tile_n, BOX)]
+        for pair in range(0, len(blocks), 2):
+            *first, words = sums.as_stored(blocks[pair : pair + 2], total.first.dtype)
+            firsts += first
+            digits.append(words)
+    total.first[...] = jnp.concatenate(firsts, 1)[:, :columns]
+    total.digits[...] = jnp.concatenate(digits, 1)
 
 
 def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, vocab, config):

@@ -4,6 +4,7 @@ The first finds illegal operands (test_mosaic_op.py lowers the whole op), the se
 notices a missing commit_smem or wgmma_wait, and the interpreter's products are not WGMMA's.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,6 +18,7 @@ from onchip.kernels.mosaic.product import MosaicConfig, Work, place_tile
 from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic.blocks import Kept, tanh
 from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands
+from onchip.vocab.mosaic.sums import Sum
 from onchip.vocab.xla.tiles import Wanted
 from tanh import assert_is_tanh
 
@@ -300,6 +302,82 @@ def test_products(vocab_major, interpreter):
     assert relative(np.asarray(hidden)[: s.n], expected) < 1e-6
     gradient = gradient if vocab_major else gradient.T
     assert relative(gradient, values.T @ s.rows64) < 2**-8
+
+
+@LAYOUTS
+def test_slices_of_the_vocabulary(vocab_major, interpreter):
+    """The last one is longer than what is left of the entries; of 256 tokens 150 count."""
+    s, slices = Small(vocab_major, vocab=448), 3
+    values = np.zeros((TOKENS, PADDED))
+    values[: s.n] = s.exponentials
+    made = jax.jit(
+        lambda: kernels.hidden_product(
+            s.weight, s.count, vocab_major=vocab_major, tokens=TOKENS, scale=s.scale, slices=slices, config=CONFIG,
+            recomputed=s.matrix(values, (PADDED, TOKENS), 0), interpret=interpreter,
+        )
+    )()  # fmt: skip
+    made = np.asarray(made, np.float64).reshape(slices, TOKENS, HIDDEN)[:, : s.n]
+    values = np.asarray(jnp.asarray(values[: s.n, : s.vocab], jnp.bfloat16), np.float64)
+    each = -(-s.vocab // (CONFIG.tile_k * slices)) * CONFIG.tile_k
+    for i, part in enumerate(made):
+        mine = slice(i * each, (i + 1) * each)
+        assert relative(part, values[:, mine] @ s.weight64[mine] * s.scale[: s.n, None]) < 1e-6
+
+
+ADDING = MosaicConfig(stages=2, group=2)
+
+
+@pytest.mark.parametrize(
+    ("vocab_major", "tile_n"),
+    [(True, 192), pytest.param(True, 256, marks=pytest.mark.slow), pytest.param(False, 256, marks=pytest.mark.slow)],
+)
+def test_sums_of_24_bits(vocab_major, tile_n, interpreter):
+    """Of two chunks of tokens, in a matrix of no whole tiles; NaN stays NaN."""
+    s, config = Small(vocab_major, vocab=448), replace(ADDING, tile_n=tile_n)
+    values = np.zeros((TOKENS, PADDED))
+    values[: s.n] = s.exponentials
+    in_scratch = s.matrix(values, (PADDED, TOKENS), 0)
+    rows = s.rows.at[0, 3].set(jnp.nan)
+
+    @jax.jit
+    def run():
+        total = Sum(*(reference_to(jnp.full_like(x, jnp.nan)) for x in Sum.empty(s.weight, config)))
+        for scale in (1, 2):
+            kernels.weight_product(
+                total, rows * scale, s.count, vocab_major=vocab_major, first=at(0), size=PADDED, kept_tokens=0,
+                in_scratch=in_scratch, begins=jnp.full(1, scale == 1), config=config, interpret=interpreter,
+            )  # fmt: skip
+        return Sum(*(jax.freeze(x) for x in total)).value(config)
+
+    made = np.asarray(run(), np.float64)
+    made = made if vocab_major else made.T
+    values = np.asarray(jnp.asarray(values[: s.n, : s.vocab], jnp.bfloat16), np.float64)
+    expected = 3 * values.T @ s.rows64
+    # Twice rounded to 16 binary digits.
+    assert np.isnan(made[:, 3]).all()
+    made, expected = np.delete(made, 3, 1), np.delete(expected, 3, 1)
+    assert 1e-7 < relative(made, expected) < 2**-17
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("vocab_major", "hidden", "tile_n"), [(True, 1152, 192), (True, 1024, 256), (False, 1024, 256)]
+)
+def test_sums_lower(vocab_major, hidden, tile_n, dtype):
+    config, vocab, tokens = replace(ADDING, stages=4, tile_n=tile_n), 2112, 512
+
+    def run(rows, in_scratch, count):
+        total = Sum(
+            *map(reference_to, Sum.empty(jnp.zeros((vocab, hidden) if vocab_major else (hidden, vocab), dtype), config))
+        )
+        kernels.weight_product(
+            total, rows, count, vocab_major=vocab_major, first=at(0), size=2304, kept_tokens=0, in_scratch=in_scratch,
+            begins=count > 5, config=config,
+        )  # fmt: skip
+        return jax.freeze(total.first), jax.freeze(total.digits)
+
+    scratch = (2304, tokens) if vocab_major else (tokens, 2304)
+    compile_only(run, ((tokens, hidden), dtype), (scratch, dtype), ((1,), jnp.int32))
 
 
 @pytest.mark.slow

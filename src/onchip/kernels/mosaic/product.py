@@ -75,6 +75,10 @@ class MosaicConfig:
         return self.stages * step + (_MATH * self.staging_slots * BOX * 128 if stores else 0)
 
 
+Refs = Mapping[str, Any]
+"""References to a kernel's inputs and outputs by their names."""
+
+
 class Step(NamedTuple):
     """What a copy is for: row and column of tiles, the step, and what `look_up` found."""
 
@@ -113,6 +117,18 @@ class Promotion:
     enter: Callable[[Any, Any, Any], Any]
     """The result [BOX, wave_n] so far, the step's product, and what was loaded; returns the result."""
     wave_n: int = 128
+
+
+@dataclass(frozen=True)
+class Addends:
+    """What a tile's product is added to: it comes to shared memory as the operands do, in one more step for each
+    warpgroup.  Loads by the warpgroups themselves would wait for device memory."""
+
+    copies: Callable[[Refs, Step, int, Any, Any, Any], None]
+    """As `copies` of `persistent_product`, and as many of them; the third is the warpgroup that they are for."""
+    add: Callable[[Refs, Any, Any, Any], Any]
+    """Of the references, the product, and the shared memory of the left and of the right operand, what the epilogue is
+    given."""
 
 
 def ceil_div(x: Any, y: Any) -> Any:
@@ -204,10 +220,6 @@ class Work:
         return Item(i, j, second * middle, steps, ())
 
 
-Refs = Mapping[str, Any]
-"""References to a kernel's inputs and outputs by their names."""
-
-
 def launch(
     body: Callable[..., None],
     inputs: Mapping[str, Any],
@@ -274,6 +286,7 @@ def persistent_product(
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
     barriers: Mapping[str, int] | None = None,
     promotion: Promotion | None = None,
+    addends: Addends | None = None,
     name: str,
     interpret: Any = None,
 ) -> dict[str, Any]:
@@ -288,8 +301,9 @@ def persistent_product(
         right operand.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
         `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
-        columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.  A value
-        that has other columns than the accumulator says how many, in a third argument.
+        columns [n, n + width) are strip(n, width), of a value of BOX rows maybe as a list of its blocks: called in
+        order, while strips before it are on their way.  A value that has other columns than the accumulator says how
+        many, in a third argument.
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     look_up: of the references and a tile's row and column, its number of steps, 0 too, where tiles differ, and
@@ -300,6 +314,7 @@ def persistent_product(
     barriers: numbers of barriers for copies that the epilogue issues, which it finds there too.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
         and the epilogue is called for each wave, with the wave's place and its result.
+    addends: what a tile's product is added to before the epilogue, which is given the sum.
     """
     c = config
     stores = stored is not None
@@ -317,6 +332,7 @@ def persistent_product(
     brought = () if promotion is None else promotion.brought
     assert promotion is None or (left, right) == ("mk", "nk")
     assert look_up is None or not halves
+    assert addends is None or not (halves or promotion)
     assert clean is None or promotion is None
     own = dict(scratch or {})
     own_names = (*own, *(barriers or {}))
@@ -355,7 +371,7 @@ def persistent_product(
                 before, of = state
                 ahead = item(x + 1)
                 do(of, before)
-                return before + of.steps, ahead
+                return before + of.steps + (0 if addends is None else _MATH), ahead
 
             lax.fori_loop(0, mine, one, (jnp.int32(0), item(0)))
 
@@ -371,6 +387,12 @@ def persistent_product(
                     copies(refs, which, a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
 
                 lax.fori_loop(0, of.steps, step, None)
+                if addends is not None:
+                    which = Step(of.i, of.j, of.first + of.steps, of.found)
+                    for w in range(_MATH):
+                        slot = slot_of(before + of.steps + w)
+                        plgpu.barrier_wait(free.at[slot])
+                        addends.copies(refs, which, w, a_smem.at[slot], b_smem.at[slot], full.at[slot])
 
             each_tile(tile)
             for slot in range(c.stages):  # until the last products have read theirs
@@ -451,7 +473,27 @@ def persistent_product(
                     def _(late: int = late) -> None:
                         plgpu.barrier_arrive(free.at[slot_of(before + steps - late)])
 
+                if addends is not None:
+                    value = added(addends, value, before + steps)
                 epilogue(refs, place(of), value, storing(c.part_m, c.part_n))
+
+            def added(addends: Addends, value: Any, first: Any) -> Any:
+                """With the addends in the stages of the steps from number `first` on, of which each warpgroup frees
+                the other's too, in order."""
+
+                def pass_by(slot: Any) -> None:
+                    # Before it has come this would count for what was there.
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_arrive(free.at[slot])
+
+                pl.when(warpgroup == 1)(lambda: pass_by(slot_of(first)))
+                slot = slot_of(first + warpgroup)
+                plgpu.barrier_wait(full.at[slot])
+                total = addends.add(refs, value, a_smem.at[slot], b_smem.at[slot])
+                plgpu.commit_smem()  # copies would overtake loads that a barrier alone doesn't wait for
+                plgpu.barrier_arrive(free.at[slot])
+                pl.when(warpgroup == 0)(lambda: pass_by(slot_of(first + 1)))
+                return total
 
             def promoted_tile(promotion: Promotion, of: Item, before: Any) -> None:
                 step = _promoted_step(c, promotion, warpgroup, (a_smem, b_smem), vectors, interpret)
@@ -566,7 +608,8 @@ def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 blocks = [(staging.at[i // columns], i) for i in range(0, size, columns)]
                 for block, i in blocks:
-                    block[...] = value[m : m + BOX, i : i + columns]
+                    listed = isinstance(value, list)
+                    block[...] = value[i // columns] if listed else value[m : m + BOX, i : i + columns]
                 # Once for all of them: it waits for every store of the warpgroup.
                 plgpu.commit_smem()
                 for block, i in blocks:

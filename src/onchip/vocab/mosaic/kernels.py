@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 
 from onchip.kernels.mosaic.product import (
     BOX,
+    Addends,
     MosaicConfig,
     Part,
     Refs,
@@ -47,6 +48,7 @@ from onchip.vocab.mosaic.blocks import (
     vocab_of,
 )
 from onchip.vocab.mosaic.positions import LOWEST, Labels, Operands, Partials
+from onchip.vocab.mosaic.sums import WORDS, Sum, added, store_sum
 from onchip.vocab.xla.tiles import Wanted
 
 
@@ -321,8 +323,8 @@ def gradient_tiles(
 
 
 def weight_product(
-    out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory; or to
-    # the first entries of a float32 sum, to which the product is added
+    out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory; or a
+    # `Sum` of references, to which the product of the whole vocabulary is added
     rows: Array,  # [T, H]
     count: Array,  # [1] int32
     *,
@@ -336,29 +338,27 @@ def weight_product(
     kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
     in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
-    rest: Any = None,  # reference to that sum's other entries; there are whole tiles of the first
+    begins: Array | None = None,  # [1] bool, of a `Sum`: whether it isn't written yet
     even: Array | None = None,  # [H or more, in whole tiles] float32: what is taken from each entry's row before
     inverse_grad_scale: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
     config: MosaicConfig,
     interpret: Any = None,
 ) -> None:
-    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once; a float32 `out` is added to.
+    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once.
 
     The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
     """
     c = config
     tokens, hidden = rows.shape
-    begin_rest = vocab_of(out, vocab_major)
-    vocab = begin_rest if rest is None else begin_rest + vocab_of(rest, vocab_major)
+    total = out if isinstance(out, Sum) else None
+    out = out if total is None else total.first
+    vocab = vocab_of(out, vocab_major)
     last_kept = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
-    adds = out.dtype == jnp.float32
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
     assert size % tile_v == 0
-    assert rest is None or begin_rest % tile_v == 0
-    assert not adds or interpret is None  # which has no copies that add
     assert kept_tokens % c.tile_k == last_kept % c.tile_k == 0
     if kept_tokens > 0:
         assert kept is not None
@@ -408,26 +408,44 @@ def weight_product(
         first = refs["first"][0] + before(refs)
         v = (p.m if vocab_major else p.n) + first
 
-        def send_into(name: str, v: Any) -> Callable[[Any, int, int], None]:
-            row, column = (v, p.n) if vocab_major else (p.m, v)
-            return send_to(refs[name], row, column, *((BOX // 2, "add") if adds else (BOX,)))
-
+        row, column = (v, p.n) if vocab_major else (p.m, v)
+        send = send_to(refs["out"], row, column, BOX)
+        if total is not None:
+            store_sum(product, send, send_to(refs["digits"], row, p.j * WORDS, BOX), rows.dtype, store)
+            return
         if even is not None:
             h, length, over = (p.n, c.part_n, 0) if vocab_major else (p.m, c.part_m, 1)
             product = product - registers.spread(registers.load(refs["even"].at[pl.ds(h, length)], over), shape, over)
         if inverse_grad_scale is not None:
             product = product * refs["inverse_grad_scale"][0]
-        send = send_into("out", v)
-        if rest is not None:
-            first_send, send_rest = send, send_into("rest", v - begin_rest)
-            send = lambda *block: lax.cond(v < begin_rest, lambda: first_send(*block), lambda: send_rest(*block))  # noqa: E731
         store(lambda n, width: product[:, n : n + width].astype(out.dtype), send)
 
+    def copy_sum(refs: Refs, s: Step, w: int, a: Any, b: Any, barrier: Any) -> None:
+        """A warpgroup's part of a tile of the sum, in the places of the operands."""
+        row = s.i * c.tile_m + w * BOX
+        load_block(refs["out"], row, BOX, s.j * c.tile_n, c.tile_n, b, barrier)
+        if not vocab_major:
+            load_block(refs["digits"], row, BOX, s.j * WORDS, WORDS, a, barrier)
+            return
+        for box in range(WORDS // BOX):
+            load_block(refs["digits"], row, BOX, s.j * WORDS + box * BOX, BOX, a.at[box], barrier)
+
+    def add_sum(refs: Refs, product: Any, a: Any, b: Any) -> list[Any]:
+        words = lambda i: a.at[i if vocab_major else (slice(None), pl.ds(i * BOX, BOX))]  # noqa: E731
+        return added(product, b, words, refs["begins"][0] != 0, registers)
+
+    addends = None
+    if total is not None:
+        assert (c.tile_m, c.part_m, c.tile_k) == (WORDS, BOX, BOX)
+        assert begins is not None
+        assert (skip, number, even, inverse_grad_scale) == (0, None, None, None)
+        addends = Addends(copy_sum, add_sum)
     inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first, "number": number}
     if kept is not None and in_spare:
         inputs["spare"] = kept.spare
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
-    inputs |= {"even": even, "rest": rest}
+    inputs |= {"even": even, "digits": None if total is None else total.digits}
+    inputs |= {"begins": None if begins is None else begins.astype(jnp.int32)}
     persistent_product(
         c,
         rows.dtype,
@@ -439,6 +457,7 @@ def weight_product(
         inputs=inputs | {"after": after},
         outputs={},
         stored=out.dtype,
+        addends=addends,
         name="weight_product",
         interpret=interpret,
     )
@@ -455,15 +474,15 @@ def hidden_product(
     recomputed: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
-    add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
-    row: Array | None = None,  # [1] int32: the row of `add_to` that the first token's is added to; None: 0
-    rest: Any = None,  # reference to the rows behind those of `add_to`, which then are whole tiles
+    add_to: Any = None,  # reference to [T, H] float32 that the product is added to
     second: Any = None,  # the same for second halves of tiles
     halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
+    slices: int = 1,  # of the vocabulary, without `add_to`: each has a product of its own
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Array | None:
-    """exponentials @ weight over all of the vocabulary, or a chunk of it: [T, H] float32, or None with `add_to`.
+    """exponentials @ weight over all of the vocabulary, or a chunk of it: None with `add_to`, else [slices * T, H]
+    float32, one slice's below the other's, in which tiles past the last token are not written.
 
     With `halves` the tiles of the last wave are cut in two along the vocabulary where that fills the device better, as
     in the Triton kernel: two blocks add to a tile of zeros then, and 0 + a + b has the same bits in either order.  With
@@ -480,16 +499,23 @@ def hidden_product(
     kept_tokens = tokens if in_scratch is None else tokens - in_scratch.shape[1 if vocab_major else 0]
     assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
     adds = add_to is not None
-    assert adds or interpret is not None  # which has no copies that add
-    assert rest is None or (adds and second is None and add_to.shape[0] % c.tile_m == 0)
+    assert not adds or (interpret is None and slices == 1)  # the interpreter has no copies that add
+    assert slices == 1 or tokens % c.tile_m == 0
 
-    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+    def tiles_and_steps(refs: Refs) -> tuple[Any, Any]:
+        """Of the rows of one slice; past the last entry operands are 0."""
         n = lax.max(refs["count"][0], jnp.int32(1))
         entries = lax.min(vocab - refs["first"][0], jnp.int32(size))
-        return ceil_div(n, c.tile_m), -(-hidden // c.tile_n), ceil_div(entries, c.tile_k)
+        return ceil_div(n, c.tile_m), ceil_div(entries, c.tile_k * slices)
+
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        tiles_m, steps = tiles_and_steps(refs)
+        return tiles_m * slices, -(-hidden // c.tile_n), steps
 
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
-        v, t, h = s.k * c.tile_k, s.i * c.tile_m, s.j * c.tile_n
+        tiles_m, steps = tiles_and_steps(refs)
+        v = (lax.div(s.i, tiles_m) * steps + s.k) * c.tile_k
+        t, h = lax.rem(s.i, tiles_m) * c.tile_m, s.j * c.tile_n
 
         def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
@@ -518,20 +544,18 @@ def hidden_product(
             load_block(refs["weight"], h, c.tile_n, first + v, c.tile_k, b, barrier)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
+        tiles_m, _ = tiles_and_steps(refs)
+        of_slice = lax.div(p.i, tiles_m)
+        row = p.m - of_slice * tiles_m * c.tile_m
         if scale is not None:
-            factor = registers.load(refs["scale"].at[pl.ds(p.m, c.part_m)], 1)
+            factor = registers.load(refs["scale"].at[pl.ds(row, c.part_m)], 1)
             product = product * registers.spread(factor, shape, 1)
         strip = lambda n, width: product[:, n : n + width]  # noqa: E731
-        m = p.m if row is None else refs["row"][0] + p.m
-        send = send_to(refs["out"], m, p.n, BOX // 2, "add" if adds else None)
-        if rest is not None:
-            begin = add_to.shape[0]
-            first_send, send_rest = send, send_to(refs["rest"], m - begin, p.n, BOX // 2, "add")
-            send = lambda *block: lax.cond(m < begin, lambda: first_send(*block), lambda: send_rest(*block))  # noqa: E731
+        send = send_to(refs["out"], of_slice * tokens + row, p.n, BOX // 2, "add" if adds else None)
         if second is None:
             store(strip, send)
             return
-        send_second = send_to(refs["second"], p.m, p.n, BOX // 2, "add")
+        send_second = send_to(refs["second"], row, p.n, BOX // 2, "add")
         store(strip, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
 
     first = jnp.zeros(1, jnp.int32) if first is None else first
@@ -539,7 +563,6 @@ def hidden_product(
     if kept is not None:
         inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}
-    inputs |= {"row": row, "rest": rest}
     inputs |= {"out": add_to} if adds else {}
     made = persistent_product(
         c,
@@ -550,7 +573,7 @@ def hidden_product(
         copies,
         epilogue,
         inputs=inputs,
-        outputs={} if adds else {"out": jax.ShapeDtypeStruct((tokens, hidden), jnp.float32)},
+        outputs={} if adds else {"out": jax.ShapeDtypeStruct((slices * tokens, hidden), jnp.float32)},
         stored=jnp.float32,
         halves=halves,
         name="hidden_product",

@@ -2,9 +2,9 @@
 
 The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
 more, as far as there is room; the other tokens' logits are recomputed in backward.  Or tokens go in chunks, whose
-exponentials are in scratch for as long as it takes to make of them hidden's gradient and what they add to a float32
-weight's gradient; a frozen weight always goes so.  The formulas are of what XLA allocates for a jitted step beyond its
-arguments and results.
+exponentials are in scratch for as long as it takes to make of them hidden's gradient and what they add to the weight's,
+a sum of 24 bits (sums.py); a frozen weight always goes so.  The formulas are of what XLA allocates for a jitted step
+beyond its arguments and results.
 """
 
 from collections.abc import Iterator
@@ -151,14 +151,22 @@ def split_at(vocab: int, chunk: int) -> int:
     return max(0, vocab // VOCAB_TILE * VOCAB_TILE - chunk)
 
 
-def half_of_vocab(vocab: int) -> int:
-    """Entries of the first half of a float32 sum of the weight's gradient: no larger than the gradient."""
-    return vocab // 2 // VOCAB_TILE * VOCAB_TILE
+def hidden_slices(tokens: int, hidden: int) -> int:
+    """Of the vocabulary, for the hidden gradient of so many tokens: so many that its tiles fill the device, if that
+    saves 3%.  It takes as long as if all tiles were cut in so many.
+    """
+    tiles = -(-tokens // TOKEN_TILE) * -(-hidden // hidden_tile(hidden))
+    best, least = 1, waves(tiles, _PROGRAMS)
+    for slices in range(2, 9):
+        taken = waves(tiles * slices, _PROGRAMS) / slices
+        if 1.03 * taken < least:
+            best, least = slices, taken
+    return best
 
 
-def half_of_tokens(tokens: int) -> int:
-    """Positions of the first half of a float32 sum of hidden's gradient, likewise."""
-    return tokens // 2 // TOKEN_TILE * TOKEN_TILE
+def digits_bytes(p: Problem) -> int:
+    """Of what 16 bits lack of the weight's sum: 8 more of each number, of whole tiles."""
+    return VOCAB_TILE * -(-p.hidden // hidden_tile(p.hidden)) * up(p.vocab, VOCAB_TILE)
 
 
 def capacity(p: Problem) -> int:
@@ -197,20 +205,15 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     if c.by_tokens:
         padded = up(p.tokens, rows)
         parts["vectors"] += 256 * (padded - up(p.tokens, TOKEN_TILE))
-        # XLA puts the first halves of the sums where the gradients will be, and rounds them before it writes there.
-        parts["weight gradient in float32"] = 4 * (p.vocab - half_of_vocab(p.vocab)) * p.hidden if p.grad_weight else 0
-        first = half_of_tokens(p.tokens)
-        parts["hidden gradient in float32"] = 4 * (padded - first) * p.hidden if p.grad_hidden else 0
-        chunk = {
-            "exponentials in scratch": _ELEMENT * vocab * rows,
-            "hidden rows": hidden_rows * (1 + int(p.grad_weight)),
-            "softmax of each tile": softmax,
-        }
-        last = {
-            "half of the weight gradient": _ELEMENT * half_of_vocab(p.vocab) * p.hidden if p.grad_weight else 0,
-            "half of hidden's gradient": _ELEMENT * first * p.hidden if p.grad_hidden else 0,
-        }
-        return parts | max((chunk, last), key=lambda phase: sum(phase.values()))
+        # The first 16 bits of both sums are where the gradients will be.
+        parts["more digits of the weight's gradient"] = digits_bytes(p) if p.grad_weight else 0
+        parts["more digits of hidden's gradient"] = p.tokens * p.hidden if p.grad_hidden else 0
+        parts["exponentials in scratch"] = _ELEMENT * vocab * rows
+        # Of each slice, and as XLA scatters them; the rows are those of the weight's product, scaled.
+        sums = 4 * (hidden_slices(rows, p.hidden) + 1) * rows * p.hidden if p.grad_hidden else 0
+        softmax_of_chunk = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
+        gradients = {"hidden rows": hidden_rows * int(p.grad_weight), "hidden gradient in float32": sums}
+        return parts | max((softmax_of_chunk, gradients), key=lambda phase: sum(phase.values()))
     recomputed = rows - c.kept
     # What is left for the last chunk may be a tile more than the others.
     group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
@@ -239,16 +242,18 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     # Of a product that makes such tiles the steps, by the work of the largest.
     depth = _DEPTH * VOCAB_TILE / tile
     if c.by_tokens:
-        tiles, number = c.token_chunk // TOKEN_TILE, -(-p.tokens // c.token_chunk)
-        work = waves(tiles * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
-        if p.grad_hidden:
-            work += waves(tiles * columns, _PROGRAMS, halves=True) * p.vocab / depth
-        if p.grad_weight:
-            work += waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * c.token_chunk / depth
-        # The sum of the weight's gradient is set to zero, added to, and read and rounded at the end.
-        moved = 12 + 8 * number * min(1.0, _HIDDEN_ADDITION / c.token_chunk) if p.grad_weight else 0
+        slices, number, work = hidden_slices(c.token_chunk, p.hidden), -(-p.tokens // c.token_chunk), 0.0
+        for times, tokens in ((number - 1, c.token_chunk), (1, p.tokens - (number - 1) * c.token_chunk)):
+            tiles = -(-tokens // TOKEN_TILE)
+            work += times * waves(tiles * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
+            if p.grad_hidden:
+                work += times * waves(tiles * columns * slices, _PROGRAMS) / slices * p.vocab / depth
+            if p.grad_weight:
+                work += times * waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * tiles * TOKEN_TILE / depth
+        # The sum of the weight's gradient is added to, and read and rounded at the end.
+        moved = 5 + 6 * (number - 1) * min(1.0, _HIDDEN_ADDITION / c.token_chunk) if p.grad_weight else 0
         moved *= 1e-9 * p.vocab * p.hidden / _MEMORY
-        return number * (work * _STEP + 1e-3 * 10 * _LAUNCH) + moved
+        return work * _STEP + 1e-3 * 10 * _LAUNCH * number + moved
     recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)
     work = waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
@@ -307,12 +312,7 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     rows = up(p.tokens, TOKEN_TILE)
     # In forward nobody knows what a gradient by each token's loss is: hidden's can be multiplied by it later.
     # And where the vocabulary is split over devices no chunk's softmax is known before all are.
-    if (
-        strategy == "stash"
-        and _keeps(p)
-        and not p.split
-        and not (p.grad_weight and (p.per_token_loss or half_of_vocab(p.vocab) == 0))
-    ):
+    if strategy == "stash" and _keeps(p) and not p.split and not (p.grad_weight and p.per_token_loss):
         for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
             yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
     kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient

@@ -20,19 +20,18 @@ from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
+from onchip.vocab.mosaic.bits import split
 from onchip.vocab.mosaic.memory import (
     VOCAB_TILE,
     Group,
     MosaicPlan,
     groups,
-    half_of_tokens,
-    half_of_vocab,
+    hidden_slices,
     split_at,
     up,
 )
 from onchip.vocab.mosaic.positions import (
     LOWEST,
-    NO_LABEL,
     Operands,
     Partials,
     Positions,
@@ -40,7 +39,7 @@ from onchip.vocab.mosaic.positions import (
     after,
     bias_gradient,
     gradient_of_first,
-    gradient_of_halves,
+    gradient_of_sums,
     gradient_with_last,
     rows_from,
     stored_tiles,
@@ -78,10 +77,10 @@ class Saved(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients that are made in forward, chunk by chunk of tokens, in float32; None is what isn't wanted."""
+    """Gradients that are made in forward, chunk by chunk of tokens, in 24 bits; None is what isn't wanted."""
 
-    hidden: Any  # of the first half of the positions and of the others: of the softmax alone, without their factors
-    weight: Any  # of the first half of the vocabulary and of the second, for an upstream gradient of 1
+    hidden: Any  # by token, the first 16 bits and the next 8: of the softmax alone, without the tokens' factors
+    weight: Any  # a `Sum` of the softmax alone, without the targets' terms, for an upstream gradient of 1
     even: Array | None = None  # [H or more]: what is to be taken from it at each entry
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
@@ -168,12 +167,14 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     """Chunk by chunk of positions, whose exponentials are used up at once."""
     from jax.experimental.pallas import run_state
 
-    from onchip.vocab.mosaic import kernels, rebase
+    from onchip.vocab.mosaic import kernels
+    from onchip.vocab.mosaic.sums import Sum
 
     at, tiles, size = Positions.of(call), tiles_of(call), plan.token_chunk
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
     row_scale, _ = call.scaled_rows(jnp.ones(()))
     padded, one_chunk = len(at.label), replace(plan, by_tokens=False, kept_in_scratch=size)
+    slices = hidden_slices(size, layer.hidden.shape[1])
 
     def chunk(i: Array, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
         start = i * size
@@ -186,13 +187,18 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         relative = jnp.where(here.there, jnp.exp(kept.base - found.lse), 0) / _exponential_scale(rows.dtype)
         stats, sums = carry
         if needs.hidden:
-            product: Any = partial(
-                kernels.hidden_product, weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials,
-                scale=relative, row=jnp.asarray(start, jnp.int32).reshape(1), halves=True,
-                config=tiles["hidden_product"],
+            made: Any = kernels.hidden_product(
+                weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials, scale=relative,
+                slices=slices, config=tiles["hidden_product"],
             )  # fmt: skip
-            add_rows = lambda refs: product(add_to=refs[0], rest=refs[1] if len(refs) > 1 else None)  # noqa: E731
-            sums = sums._replace(hidden=run_state(add_rows)(sums.hidden))
+            parts = split(jnp.sum(made.reshape(slices, size, -1), 0), rows.dtype)
+            # No two are the same; beyond the last token there is none.
+            token = jnp.where(here.there, mine.tokens.source, len(layer.hidden) + jnp.arange(size))
+            written = [
+                old.at[token].set(new.astype(old.dtype), mode="drop", unique_indices=True)
+                for old, new in zip(sums.hidden, parts, strict=True)
+            ]
+            sums = sums._replace(hidden=written)
         if needs.weight:
             scale = cut(row_scale, start, size)
             factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
@@ -200,28 +206,18 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             add = partial(
                 kernels.weight_product, rows=_scaled(rows, factor), count=here.number, vocab_major=major,
                 first=jnp.zeros(1, jnp.int32), size=up(layer.vocab, VOCAB_TILE), kept_tokens=0,
-                in_scratch=exponentials, config=tiles["weight_product"],
+                in_scratch=exponentials, begins=jnp.reshape(i == 0, 1), config=tiles["weight_product"],
             )  # fmt: skip
-            sums = sums._replace(weight=run_state(lambda refs: add(refs[0], rest=refs[1]))(sums.weight))
+            sums = sums._replace(weight=run_state(add)(sums.weight))
         return write_rows(stats, found, start), sums
 
-    zeros = layer.zeros(needs, padded)
-    of_vocab = jnp.split(zeros.weight, [half_of_vocab(layer.vocab)], layer.vocab_axis) if needs.weight else None
-    first = half_of_tokens(len(layer.hidden))
-    of_tokens = jnp.split(zeros.hidden, [first] if first else []) if needs.hidden else None
-    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(of_tokens, of_vocab)
+    of_weight = Sum.empty(weight, tiles["weight_product"]) if needs.weight else None
+    of_hidden = [lax.empty(layer.hidden.shape, dtype) for dtype in (layer.hidden.dtype, jnp.uint8)]
+    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(of_hidden if needs.hidden else None, of_weight)
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
-        label, middle = at.sorted_label, half_of_vocab(layer.vocab)
-        # Those of the other half are below 0, or as if they were none.
-        labels = jnp.where(label < middle, label, NO_LABEL), jnp.where(label < NO_LABEL, label - middle, NO_LABEL)
-
-        def add_targets(refs: Any) -> None:
-            for ref, label in zip(refs, labels, strict=True):
-                rebase.add_targets(ref, layer.hidden, call.tokens.source, label, above.at_target, vocab_major=major)
-
-        sums = Sums(sums.hidden, run_state(add_targets)(sums.weight), _even_rows(at, above), above.inverse_grad_scale)
+        sums = Sums(sums.hidden, sums.weight, _even_rows(at, above), above.inverse_grad_scale)
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=unfused(sums))
 
 
@@ -387,19 +383,25 @@ def gradients(
 
 def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
     """Of the sums that forward has made."""
+    from jax.experimental.pallas import run_state
+
+    from onchip.vocab.mosaic import rebase
+
     at, sums = Positions.of(saved.call), saved.sums
-    grad_hidden = grad_weight = None
-    if needs.hidden:
-        above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
-        grad_hidden = gradient_of_halves(at, above, sums.hidden)
+    above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
+    grad_hidden = gradient_of_sums(at, above, *sums.hidden) if needs.hidden else None
+    grad_weight = None
     if needs.weight:
         factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
-        axis, dtype = at.layer.vocab_axis, at.layer.weight.dtype
-        even = 0 if sums.even is None else jnp.expand_dims(sums.even[: at.layer.hidden.shape[1]], axis)
-        first, last = sums.weight
-        # The first half is in the memory of the result: it has to be elsewhere before that is written.
-        first, last = unfused((((first - even) * factor).astype(dtype), last))
-        grad_weight = jnp.concatenate([first, ((last - even) * factor).astype(dtype)], axis)
+        axis, hidden, source = at.layer.vocab_axis, at.layer.hidden, saved.call.tokens.source
+        even = 0 if sums.even is None else jnp.expand_dims(sums.even[: hidden.shape[1]], axis)
+        total = sums.weight.value(tiles_of(saved.call)["weight_product"])
+        grad_weight = unfused(((total - even) * factor).astype(at.layer.weight.dtype))
+        term = above.unscaled(above.at_target)
+        add = partial(
+            rebase.add_targets, hidden=hidden, token=source, label=at.sorted_label, term=term, vocab_major=axis == 0
+        )
+        grad_weight = unfused(run_state(add)(grad_weight))
     return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core import configs
+from onchip.vocab.mosaic.bits import join
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, Wanted, cut_rows, select_tokens
@@ -352,26 +353,12 @@ def gradient_of_first(positions: Positions, upstream: Upstream, sums: Array, *, 
     return jnp.where(mine[:, None], upstream.unscaled(value).astype(dtype), jnp.zeros((), dtype))
 
 
-def gradient_of_halves(positions: Positions, upstream: Upstream, sums: list[Array]) -> Array:
-    """hidden's gradient [T, H] from sums of the first positions and of the others, or of all in one, which lack the
-    positions' factors and the targets' terms.
-    """
+def gradient_of_sums(positions: Positions, upstream: Upstream, first: Array, digits: Array) -> Array:
+    """hidden's gradient [T, H] from that in 24 bits, which lacks the tokens' factors and the targets' terms."""
     tokens, dtype = positions.call.tokens, positions.gradient_dtype
-    *first, last = sums
-
-    def rounded(value: Array, at: Any) -> Array:
-        value = value * upstream.factor[at][:, None] + _targets_terms(positions, upstream, at)
-        return upstream.unscaled(value).astype(dtype)
-
-    begin = first[0].shape[0] if first else 0
-    if first:
-        # It is in the memory of the result: it has to be elsewhere before that is written.
-        first, last = unfused(([rounded(first[0], slice(0, begin))], last))
-    gradient = rounded(last.at[jnp.maximum(tokens.place - begin, 0)].get(mode="clip"), tokens.place)
-    if first:
-        early = (tokens.place < begin)[:, None]
-        gradient = jnp.where(early, first[0].at[tokens.place].get(mode="clip"), gradient)
-    return jnp.where(tokens.kept[:, None], gradient, jnp.zeros((), dtype))
+    value = join(first, digits.astype(jnp.uint32)) * upstream.factor.at[tokens.place].get(mode="clip")[:, None]
+    value = upstream.unscaled(value + _targets_terms(positions, upstream, tokens.place))
+    return jnp.where(tokens.kept[:, None], value.astype(dtype), jnp.zeros((), dtype))
 
 
 def gradient_with_last(gradient: Array, positions: Positions, upstream: Upstream, sums: Array) -> Array:
