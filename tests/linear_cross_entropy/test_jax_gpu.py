@@ -69,11 +69,12 @@ def test_class_weights_that_keep_exponentials(size, layout, dtype, monkeypatch):
 @HALF
 @LAYOUTS
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("overflow", [0, 256, 768])
+@pytest.mark.parametrize("overflow", [0, 256, 768, 1024])
 def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
-    """Of 1024 tokens the first 256 are kept in the memory of the weight's gradient."""
+    """Of 1024 tokens the first 256 are kept in the memory of the weight's gradient, or all in scratch."""
     some_again = {"halves": halves, "recompute_chunks": 2} if overflow < 768 else {}
     plan = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=overflow, **some_again)
+    plan = MosaicPlan("stash", 1024, chunk=4096, kept_in_scratch=1024) if overflow == 1024 else plan
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     assert_right(MOSAIC_CASES[0], dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 

@@ -88,6 +88,18 @@ def in_forward(size, tokens=512):
     return MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "layout", "options"),
+    [("bfloat16", "vh", {"label_smoothing": 0.1, "z_loss": 1e-3}), ("float16", "hv", {"reduction": "none"})],
+    ids=str,
+)
+def test_all_kept_in_scratch(dtype, layout, options, monkeypatch):
+    plan = MosaicPlan("stash", 512, chunk=2304, kept_in_scratch=512)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    case = replace(LONG, token_temperature=True, options=options)
+    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
 @pytest.mark.parametrize(("dtype", "layout", "size"), [("bfloat16", "vh", 384), ("float16", "hv", 128)])
 def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size))
@@ -165,7 +177,7 @@ def test_labels_out_of_range_and_ignored(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("differentiate", [True, False])
-def test_four_functions_from_the_public_one_to_a_kernel(differentiate, monkeypatch):
+def test_functions_from_the_public_one_to_a_kernel(differentiate, monkeypatch):
     found = []
 
     def recorded(kernel):
@@ -178,7 +190,9 @@ def test_four_functions_from_the_public_one_to_a_kernel(differentiate, monkeypat
     jax.eval_shape(jax.grad(op, (0, 1)) if differentiate else op, hidden, weight, labels)
     rule = "call_forward" if differentiate else "call"
     assert found
-    assert {tuple(x) for x in found} == {("linear_cross_entropy", rule, "forward", "forward")}
+    # Where exponentials are kept, a fifth, which a chunk of tokens shares.
+    keeping = ("_keeping",) if differentiate else ()
+    assert {tuple(x) for x in found} == {("linear_cross_entropy", rule, "forward", "forward", *keeping)}
 
 
 def test_forward_in_chunks_of_tokens(monkeypatch):

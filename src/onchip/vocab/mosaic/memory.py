@@ -81,7 +81,7 @@ class Group:
 
 def groups(vocab: int, c: MosaicPlan, *, recomputed: bool) -> list[Group]:
     """All of the vocabulary, in order; in as few groups as there can be where no logits are recomputed."""
-    end = split_at(vocab, c.chunk) if c.kept else up(vocab, VOCAB_TILE)
+    end = split_at(vocab, c.chunk) if c.kept_in_gradient else up(vocab, VOCAB_TILE)
     number, rest = divmod(end, c.chunk)
     together = c.recompute_chunks if recomputed else max(number, 1)
     times, more = divmod(number, together)
@@ -90,7 +90,7 @@ def groups(vocab: int, c: MosaicPlan, *, recomputed: bool) -> list[Group]:
         made.append(Group(0, tuple(start)))
     if times:
         made.append(Group(rest + more * c.chunk, ((c.chunk, together),), times))
-    if c.kept:
+    if c.kept_in_gradient:
         made.append(Group(end, ((up(vocab, VOCAB_TILE) - end, 1),), in_spare=True))
     return made
 
@@ -217,11 +217,12 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     recomputed = rows - c.kept
     # What is left for the last chunk may be a tile more than the others.
     group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
-    spare = vocab - split_at(p.vocab, c.chunk) if c.kept else 0
+    spare = vocab - split_at(p.vocab, c.chunk) if c.kept_in_gradient else 0
     parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept_in_gradient + vocab * c.kept_in_scratch)
     # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
     forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    kept = {"hidden gradient in float32": 4 * c.kept * p.hidden if p.grad_hidden else 0}
+    slices = 1 if c.kept_in_gradient else hidden_slices(c.kept, p.hidden)
+    kept = {"hidden gradient in float32": 4 * slices * c.kept * p.hidden if p.grad_hidden else 0}
     rest = {
         "hidden rows": hidden_rows,
         "recomputed logits' gradient": _ELEMENT * recomputed * group,
@@ -261,7 +262,9 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     for group in recomputed_groups:
         work += group.times * waves(recomputed // TOKEN_TILE * (group.size // VOCAB_TILE), _PROGRAMS) * steps
     if p.grad_hidden:
-        work += waves(c.kept // TOKEN_TILE * columns, _PROGRAMS, halves=True) * p.vocab / depth
+        slices = 1 if c.kept_in_gradient else hidden_slices(c.kept, p.hidden)
+        tiles = c.kept // TOKEN_TILE * columns * slices
+        work += waves(tiles, _PROGRAMS, halves=slices == 1) / slices * p.vocab / depth
         work += waves(recomputed // TOKEN_TILE * columns, _PROGRAMS, halves=c.halves) * p.vocab / depth
     if p.grad_weight:
         work += chunks * waves(c.chunk // TOKEN_TILE * columns, _PROGRAMS) * rows / depth
@@ -316,6 +319,9 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
         for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
             yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
     kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient
+    if kept:
+        # All in scratch: the weight's gradient in one launch.
+        yield MosaicPlan("stash", p.tokens, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows)
     # More than that fits no budget; and a few dozen are enough.
     most = min(rows - kept, budget // (_ELEMENT * p.vocab)) if kept else 0
     for in_scratch in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):

@@ -284,10 +284,20 @@ def gradients(
     row_factor = jnp.ones(padded, jnp.float32)
     if kept:
         assert saved.base is not None
-        out = exponentials.in_weight_grad
         from_base = jnp.where(at.there, jnp.exp(saved.base - above.lse), 0)[:kept]
         relative = above.factor[:kept] * from_base / _exponential_scale(weight.dtype)
         row_factor = row_factor.at[:kept].set(relative)
+    if kept and exponentials is None:  # all in scratch
+        slices = hidden_slices(kept, layer.hidden.shape[1])
+        if needs.hidden:
+            made: Any = kernels.hidden_product(
+                weight, at.number, vocab_major=major, tokens=kept, recomputed=in_scratch, scale=relative,
+                slices=slices, config=tiles["hidden_product"],
+            )  # fmt: skip
+            sums = jnp.sum(made.reshape(slices, kept, -1), 0)
+            grad_hidden = gradient_of_first(at, above, sums, targets=True)
+    elif kept:
+        out = exponentials.in_weight_grad
         if needs.hidden:
 
             def whole(state: Any) -> None:
@@ -299,7 +309,7 @@ def gradients(
 
             out, sums = run_state(whole)((out, jnp.zeros((kept, layer.hidden.shape[1]), jnp.float32)))
             grad_hidden = gradient_of_first(at, above, sums, targets=True)
-    elif needs.weight:
+    if out is None and needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
     # Only now: hidden's float32 gradient is gone.
