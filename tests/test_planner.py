@@ -115,7 +115,9 @@ def assert_sound(p, c):
         assert c.kept_in_gradient == 0 or (p.grad_weight and not p.weight_grad_out)
     elif isinstance(c, mosaic_memory.MosaicPlan):
         assert c.kept_in_gradient in (0, mosaic_memory.capacity(p))
-        assert c.by_tokens == (c.kept_in_scratch > 0 and c.kept_in_gradient == 0)
+        # With none in the gradient's memory all are in scratch, at once or chunk by chunk.
+        if c.by_tokens or (c.kept_in_scratch > 0 and c.kept_in_gradient == 0):
+            assert (c.kept_in_gradient, c.kept_in_scratch) == (0, up(p.tokens, 128))
         assert not c.by_tokens or c.token_chunk % 128 == 0
     else:
         for head in (p.student, p.teacher):
