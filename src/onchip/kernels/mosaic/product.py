@@ -300,10 +300,10 @@ def persistent_product(
         the vectors of `promotion`; it issues one copy for each of them, or for each box, and `right_copies` of the
         right operand.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
-        `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
-        columns [n, n + width) are strip(n, width), of a value of BOX rows maybe as a list of its blocks: called in
-        order, while strips before it are on their way.  A value that has other columns than the accumulator says how
-        many, in a third argument.
+        `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value.
+        strip(n, width) gives its columns [n, n + width), or, if the value has BOX rows, a list of their blocks; it is
+        called in order, while earlier strips are on their way.  A value with other columns than the accumulator says
+        how many in a third argument.
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     look_up: of the references and a tile's row and column, its number of steps, 0 too, where tiles differ, and

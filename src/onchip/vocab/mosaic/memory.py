@@ -28,9 +28,9 @@ _DEPTH = 64  # of a step
 _MEMORY = 3.0  # TB/s that are read and written
 # Steps that the epilogue of a tile of logits costs; an H200's trace.
 _EPILOGUE = 2.5
-# Adding a product of fewer tokens to a float32 sum takes as long as to read and write that; of more, less, in
-# proportion.
-_HIDDEN_ADDITION = 800
+# Adding a product of fewer tokens to the weight's sum takes as long as reading and writing that; of more, less, in
+# proportion: the product hides it.
+_ADDITION_TOKENS = 800
 # Milliseconds in which every program takes a step.
 _STEP = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
 
@@ -252,7 +252,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
             if p.grad_weight:
                 work += times * waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * tiles * TOKEN_TILE / depth
         # The sum of the weight's gradient is added to, and read and rounded at the end.
-        moved = 5 + 6 * (number - 1) * min(1.0, _HIDDEN_ADDITION / c.token_chunk) if p.grad_weight else 0
+        moved = 5 + 6 * (number - 1) * min(1.0, _ADDITION_TOKENS / c.token_chunk) if p.grad_weight else 0
         moved *= 1e-9 * p.vocab * p.hidden / _MEMORY
         return work * _STEP + 1e-3 * 10 * _LAUNCH * number + moved
     recomputed = rows - c.kept
