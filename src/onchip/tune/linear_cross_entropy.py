@@ -155,7 +155,7 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
         "softmax_tiles": lambda: launches.softmax(run, p.rows, p.partials, p.buffer, 0),
         "gradient_tiles": lambda: launches.gradient(run, p.rows, p.terms, p.buffer, 0, tiles),
         "weight_gradient": lambda: launches.weight_product(
-            run, p.buffer, p.rows, p.grad_weight, None, None, 0, 0, tiles, add=False
+            run, p.buffer, p.rows, launches.Sum(p.grad_weight), None, None, 0, 0, tiles, add=False
         ),
         "hidden_gradient": lambda: launches.hidden_product(
             run, p.buffer, p.terms.product_scale, p.sums, False, 0, tiles

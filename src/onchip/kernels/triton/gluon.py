@@ -79,3 +79,61 @@ def split_floats(x):
         """,
         "=r,=r,=r,r,r,r,r", [x], dtype=(gl.int16, gl.uint8), is_pure=True, pack=4,
     )  # fmt: skip
+
+
+@gluon.jit
+def join_pairs(first_a, first_b, digits):
+    """`maths.join_pair`."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low;
+        shl.b32 low, $12, 4;
+        prmt.b32 $0, $8, low, 0x1040; and.b32 $0, $0, 0xfffff000;
+        prmt.b32 $1, $8, low, 0x3250; and.b32 $1, $1, 0xfffff000;
+        prmt.b32 $2, $9, low, 0x1060; and.b32 $2, $2, 0xfffff000;
+        prmt.b32 $3, $9, low, 0x3270; and.b32 $3, $3, 0xfffff000;
+        prmt.b32 $4, $10, $12, 0x1040; and.b32 $4, $4, 0xfffff000;
+        prmt.b32 $5, $10, $12, 0x3250; and.b32 $5, $5, 0xfffff000;
+        prmt.b32 $6, $11, $12, 0x1060; and.b32 $6, $6, 0xfffff000;
+        prmt.b32 $7, $11, $12, 0x3270; and.b32 $7, $7, 0xfffff000;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r", [first_a, first_b, digits],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def split_pairs(a, b):
+    """`maths.split_pair`."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, low, high;
+        min.s32 a0, $5, 0x7ffff7ff; add.s32 a0, a0, 0x800;
+        min.s32 a1, $6, 0x7ffff7ff; add.s32 a1, a1, 0x800;
+        min.s32 a2, $7, 0x7ffff7ff; add.s32 a2, a2, 0x800;
+        min.s32 a3, $8, 0x7ffff7ff; add.s32 a3, a3, 0x800;
+        min.s32 b0, $9, 0x7ffff7ff; add.s32 b0, b0, 0x800;
+        min.s32 b1, $10, 0x7ffff7ff; add.s32 b1, b1, 0x800;
+        min.s32 b2, $11, 0x7ffff7ff; add.s32 b2, b2, 0x800;
+        min.s32 b3, $12, 0x7ffff7ff; add.s32 b3, b3, 0x800;
+        prmt.b32 $0, a0, a1, 0x7632;
+        prmt.b32 $1, a2, a3, 0x7632;
+        prmt.b32 $2, b0, b1, 0x7632;
+        prmt.b32 $3, b2, b3, 0x7632;
+        prmt.b32 low, a0, a1, 0x0051;
+        prmt.b32 high, a2, a3, 0x0051;
+        prmt.b32 a0, low, high, 0x5410;
+        prmt.b32 low, b0, b1, 0x0051;
+        prmt.b32 high, b2, b3, 0x0051;
+        prmt.b32 b0, low, high, 0x5410;
+        shr.u32 a0, a0, 4;
+        and.b32 a0, a0, 0x0f0f0f0f;
+        and.b32 b0, b0, 0xf0f0f0f0;
+        or.b32 $4, a0, b0;
+        }
+        """,
+        "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [a, b], dtype=(gl.int16, gl.int16, gl.uint8), is_pure=True, pack=4,
+    )  # fmt: skip

@@ -49,6 +49,23 @@ def join_float(first, digits):
     return ((first.to(tl.int32) << 16) | (digits.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def split_pair(a, b):
+    """Two float32 rounded to their first 20 bits: the first 16 of each, as int16, and the next 4 of both, as uint8."""
+    a = tl.minimum(a.to(tl.int32, bitcast=True), 0x7FFFF7FF) + 0x800
+    b = tl.minimum(b.to(tl.int32, bitcast=True), 0x7FFFF7FF) + 0x800
+    digits = ((a >> 12) & 0xF) | ((b >> 8) & 0xF0)
+    return (a >> 16).to(tl.int16), (b >> 16).to(tl.int16), digits.to(tl.uint8)
+
+
+@triton.jit
+def join_pair(first_a, first_b, digits):
+    """The two of what `split_pair` made."""
+    a = (first_a.to(tl.int32) << 16) | ((digits.to(tl.int32) & 0xF) << 12)
+    b = (first_b.to(tl.int32) << 16) | ((digits.to(tl.int32) & 0xF0) << 8)
+    return a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True)
+
+
 # Above this a probability is the largest of its row, and no other is.
 LEADING = tl.constexpr(0.75)
 

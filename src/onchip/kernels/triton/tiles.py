@@ -6,7 +6,7 @@ Matrices come through TMA descriptors where `TMA` (Hopper, rows of a multiple of
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import join_float, split_float
+from onchip.kernels.triton.maths import join_float, join_pair, split_float, split_pair
 
 # Triton's interpreter has no reduction through a descriptor.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -102,13 +102,35 @@ def add_columns(
 @triton.jit
 def add_digits(
     out, digits, stride, row, column, rows, columns, value,
-    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Add value [R, C] to the 24 bits of floats that are there, or store it: `maths.split_float`."""
+    """Add value [R, C] to the 24 bits of floats that are there, or store it: `maths.split_float`.
+
+    PAIRED: to 20 bits, `maths.split_pair`, of two rows 64 apart; R and `row` are multiples of 128.
+    """
     if PARTS > 1:
         left, right = halves(value, R, C)
-        add_digits(out, digits, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, ADD)
-        add_digits(out, digits, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, ADD)
+        add_digits(out, digits, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, ADD, PAIRED)
+        add_digits(out, digits, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, ADD, PAIRED)
+    elif PAIRED:
+        upper, lower = tl.split(tl.permute(tl.reshape(value, (R // 128, 2, 64, C)), (0, 2, 3, 1)))
+        upper, lower = tl.reshape(upper, (R // 2, C)), tl.reshape(lower, (R // 2, C))
+        pair = row // 2 + tl.arange(0, R // 2)
+        r = pair // 64 * 128 + pair % 64
+        c = column + tl.arange(0, C)
+        inside = c < columns
+        of_upper, of_lower = (r < rows)[:, None] & inside[None, :], (r + 64 < rows)[:, None] & inside[None, :]
+        at = r.to(tl.int64)[:, None] * stride + c[None, :]
+        at_digits = pair.to(tl.int64)[:, None] * stride + c[None, :]
+        if ADD:
+            old_upper = tl.load(out + at, mask=of_upper, other=0)
+            old_lower = tl.load(out + at + 64 * stride, mask=of_lower, other=0)
+            a, b = join_pair(old_upper, old_lower, tl.load(digits + at_digits, mask=inside[None, :], other=0))
+            upper, lower = upper + a, lower + b
+        first_upper, first_lower, more = split_pair(upper, lower)
+        tl.store(out + at, first_upper, mask=of_upper)
+        tl.store(out + at + 64 * stride, first_lower, mask=of_lower)
+        tl.store(digits + at_digits, more, mask=inside[None, :])
     else:
         r = row + tl.arange(0, R)
         c = column + tl.arange(0, C)

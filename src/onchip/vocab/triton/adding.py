@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     tma,
 )
 
-from onchip.kernels.triton.gluon import join_floats, split_floats
+from onchip.kernels.triton.gluon import join_floats, join_pairs, split_floats, split_pairs
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import halves, place_tile
 from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
@@ -27,8 +27,6 @@ from onchip.vocab.triton.staggered import ROWS, STEP_BYTES
 # Columns of a tile that are loaded and stored at a time.
 PIECE = gl.constexpr(32)
 PIECES = gl.constexpr(4)
-# Of a group's half of a tile, in 24 bits.
-SUM_BYTES = gl.constexpr(128 * 128 * 3)
 # Threads' registers: of both groups that multiply, and of the one that copies.
 REGISTERS = gl.constexpr(232)
 FEW_REGISTERS = gl.constexpr(40)
@@ -48,6 +46,18 @@ def piece_layout():
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[128, 32],
+    )
+
+
+@gluon.constexpr_function
+def half_layout():
+    """`piece_layout` of the first 64 rows; a thread has the same of the other 64."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
     )
 
 
@@ -75,6 +85,7 @@ def copy(
                     prefetch(out, i * VOCAB_TILE + r, i * VOCAB_TILE + end, j * ROWS, H, stride)
         if old_sum is not None:
             firsts, digits = sum_blocks(ring, old_sum, old_digits, STAGES)
+            SUM_BYTES: gl.constexpr = PIECES * PIECE * (2 * ROWS + old_digits.block_shape[0])
             for w in gl.static_range(2):
                 s = step % STAGES
                 v = i * VOCAB_TILE + w * ROWS
@@ -82,17 +93,25 @@ def copy(
                 for p in gl.static_range(PIECES):
                     h = j * ROWS + p * PIECE
                     tma.async_copy_global_to_shared(old_sum, [v, h], come, firsts.index(PIECES * s + p))
-                    tma.async_copy_global_to_shared(old_digits, [v, h], come, digits.index(PIECES * s + p))
+                    d = v // ROWS * old_digits.block_shape[0]
+                    tma.async_copy_global_to_shared(old_digits, [d, h], come, digits.index(in_stage(s, digits) + p))
                 step += 1
 
 
 @gluon.jit
 def sum_blocks(ring, old_sum, old_digits, STAGES: gl.constexpr):
-    """The ring as blocks of sums: PIECES for each stage."""
+    """The ring as blocks of sums, of which each stage has PIECES; the digits of two rows may share a byte."""
     own_blocks, common_blocks, _, _, _ = ring
     firsts = own_blocks._reinterpret(old_sum.dtype, [PIECES * STAGES] + old_sum.block_shape, old_sum.layout)
-    digits = common_blocks._reinterpret(old_digits.dtype, [PIECES * STAGES] + old_digits.block_shape, old_digits.layout)
+    number: gl.constexpr = PIECES * ROWS // old_digits.block_shape[0]
+    digits = common_blocks._reinterpret(old_digits.dtype, [number * STAGES] + old_digits.block_shape, old_digits.layout)
     return firsts, digits
+
+
+@gluon.jit
+def in_stage(s, digits):
+    """The first of a stage's blocks of digits."""
+    return s * (PIECES * ROWS // digits.shape[1])
 
 
 @gluon.jit
@@ -109,12 +128,25 @@ def prefetch(x, row, end, column, H, stride):
 
 
 @gluon.jit
-def sum_at(v, h, V, H, stride):
-    """Where PIECE columns of a half of a tile are in the sum, and which of them are inside."""
-    layout: gl.constexpr = piece_layout()
-    r = v + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+def sum_at(v, h, V, H, stride, layout: gl.constexpr, N: gl.constexpr):
+    """Where N rows of PIECE columns are in the sum, and which of them are inside."""
+    r = v + gl.arange(0, N, gl.SliceLayout(1, layout))
     c = h + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
     return r.to(gl.int64)[:, None] * stride + c[None, :], (r < V)[:, None] & (c < H)[None, :]
+
+
+@gluon.jit
+def split_rows(x):
+    """The upper and the lower half of a piece."""
+    upper, lower = gl.split(x.reshape([2, ROWS // 2, PIECE]).permute((1, 2, 0)))
+    layout: gl.constexpr = half_layout()
+    return gl.convert_layout(upper, layout, assert_trivial=True), gl.convert_layout(lower, layout, assert_trivial=True)
+
+
+@gluon.jit
+def join_rows(upper, lower):
+    x = gl.join(upper, lower).permute((2, 0, 1)).reshape([ROWS, PIECE])
+    return gl.convert_layout(x, piece_layout(), assert_trivial=True)
 
 
 @gluon.jit
@@ -128,10 +160,28 @@ def scale_piece(value, factor, even_sum, h, H):
 
 
 @gluon.jit
-def store_piece(value, out, digits, v, h, V, H, stride):
-    at, there = sum_at(v, h, V, H, stride)
+def add_piece(value, firsts, digits):
+    """A piece and that of the sum, of these blocks in shared memory."""
+    first = firsts.load(piece_layout())
+    if digits.shape[0] < ROWS:
+        upper, lower = split_rows(first)
+        a, b = join_pairs(upper, lower, digits.load(half_layout()))
+        return value + join_rows(a, b)
+    else:  # noqa: RET505 - Triton would compile what follows too
+        return value + join_floats(first, digits.load(piece_layout()))
+
+
+@gluon.jit
+def store_piece(value, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
+    at, there = sum_at(v, h, V, H, stride, piece_layout(), ROWS)
     if digits is None:
         gl.store(out + at, value, mask=there)
+    elif PAIRED:
+        upper, lower = split_rows(value)
+        a, b, more = split_pairs(upper, lower)
+        gl.store(out + at, join_rows(a, b), mask=there)
+        at, there = sum_at(v // 2, h, gl.cdiv(V, ROWS) * (ROWS // 2), H, stride, half_layout(), ROWS // 2)
+        gl.store(digits + at, more, mask=there)
     else:
         first, more = split_floats(value)
         gl.store(out + at, first, mask=there)
@@ -142,6 +192,7 @@ def store_piece(value, out, digits, v, h, V, H, stride):
 def take_sums(
     ring, old_sum, old_digits, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
     W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles: rows of the weight from W * ROWS on."""
     zeros = gl.zeros((ROWS, ROWS), gl.float32, products_layout())
@@ -167,15 +218,14 @@ def take_sums(
             mbarrier.wait(full.index(s), ((step + W) // STAGES) & 1)
             for p in gl.static_range(PIECES):
                 x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
-                a = firsts.index(PIECES * s + p).load(piece_layout())
-                b = more.index(PIECES * s + p).load(piece_layout())
-                added = added + (x + join_floats(a, b),)  # type: ignore[assignment]
+                x = add_piece(x, firsts.index(PIECES * s + p), more.index(in_stage(s, more) + p))
+                added = added + (x,)  # type: ignore[assignment]
             # A barrier doesn't wait for loads from shared memory to end, and copies overtake them: bits were lost.
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(empty.index(s), count=1)
             for p in gl.static_range(PIECES):
-                store_piece(added[p], out, digits, v, h + p * PIECE, V, H, stride)
+                store_piece(added[p], out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
             if W == 0:
                 pass_sums(ring, step + 1, STAGES)
             step += 2
@@ -183,9 +233,9 @@ def take_sums(
             for p in gl.static_range(PIECES):
                 x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
                 if ADD:
-                    at, there = sum_at(v, h + p * PIECE, V, H, stride)
+                    at, there = sum_at(v, h + p * PIECE, V, H, stride, piece_layout(), ROWS)
                     x += gl.load(out + at, mask=there, other=0.0)
-                store_piece(x, out, digits, v, h + p * PIECE, V, H, stride)
+                store_piece(x, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
 
 
 @gluon.jit
@@ -211,9 +261,9 @@ def weight_added(
     exponentials,  # [rows, VOCAB_TILE], in blocks of [STEP, ROWS]
     rows,  # [T, H], the same; columns swapped as `scale_rows` does it
     old_sum,  # [V, H] int16, in blocks of [ROWS, PIECE]: `out` as it is; None with float32, and of the first chunk
-    old_digits,  # [V, H] uint8, the same: `digits`
+    old_digits,  # the same: `digits`
     out,  # [V, H] float32, or the first 16 bits of one as int16: out, or added to
-    digits,  # [V, H] uint8: the next 8 bits; None with float32
+    digits,  # [V, H] uint8: the next 8 bits; or [pairs of rows, H]: the next 4 of both; None with float32
     number,  # [1] int32
     inverse_grad_scale,  # [] float32: what the product is multiplied by
     even_sum,  # [H] float32: what each row lacks
@@ -225,6 +275,7 @@ def weight_added(
     PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr,
     ADD: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     """`weight_gradient` of a chunk of tokens, added to those of others.  A tile is VOCAB_TILE rows by ROWS columns."""
     steps = gl.cdiv(gl.maximum(gl.load(number), 1), STEP)
@@ -236,9 +287,9 @@ def weight_added(
     gl.warp_specialize(
         [
             (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
-                         tiles_v, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, ADD)),
+                         tiles_v, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, ADD, PAIRED)),
             (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
-                         tiles_v, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, ADD)),
+                         tiles_v, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, ADD, PAIRED)),
             (copy, (ring, exponentials, rows, old_sum, old_digits, out, buffer, V, H, out_stride, tiles_v, tiles_h,
                     steps, GROUP, PROGRAMS, STAGES, ADD)),
         ],

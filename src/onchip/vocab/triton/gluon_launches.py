@@ -83,12 +83,12 @@ def weight_added(
     *,
     add: bool,
 ) -> Launch:
-    block = staggered.ROWS.value, adding.PIECE.value
+    rows_of_digits = staggered.ROWS.value // (2 if into.paired else 1)
     arguments = {
         "exponentials": _blocks(buffer.matrix, STEP.value, staggered.ROWS.value),
         "rows": _blocks(rows, STEP.value, staggered.ROWS.value),
-        "old_sum": _blocks(into.first, *block) if add and into.digits is not None else None,
-        "old_digits": _blocks(into.digits, *block) if add and into.digits is not None else None,
+        "old_sum": None,
+        "old_digits": None,
         "out": into.first,
         "digits": into.digits,
         "inverse_grad_scale": inverse_grad_scale,
@@ -99,7 +99,11 @@ def weight_added(
         "PROGRAMS": run.programs,
         "STAGES": 4,
         "ADD": add,
+        "PAIRED": into.paired,
     }
+    if add and into.digits is not None:
+        arguments["old_sum"] = _blocks(into.first, staggered.ROWS.value, adding.PIECE.value)
+        arguments["old_digits"] = _blocks(into.digits, rows_of_digits, adding.PIECE.value)
     return Launch(adding.weight_added, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)
 
 

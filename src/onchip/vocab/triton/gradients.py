@@ -300,7 +300,7 @@ def weight_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     rows,  # [T, H]
     out,  # [V, H], or added to; with digits the first 16 bits of a float32 as int16
-    digits,  # [V, H] uint8: the next 8; None: there are no more
+    digits,  # [V, H] uint8: the next 8; with PAIRED [pairs of rows, H]: the next 4 of both; None: there are no more
     count,
     inverse_grad_scale,  # [] float32: what the product is multiplied by
     even_sum,  # [H] float32: what each row lacks
@@ -314,6 +314,7 @@ def weight_gradient(
     H,
     V,
     ADD: tl.constexpr,
+    PAIRED: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -345,7 +346,7 @@ def weight_gradient(
             acc *= tl.load(inverse_grad_scale)
         v = vocab_tile * VOCAB_TILE + column
         if digits is not None:
-            add_digits(out, digits, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, 8, ADD)
+            add_digits(out, digits, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, 8, ADD, PAIRED)
         elif ADD:
             add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
         else:

@@ -207,10 +207,14 @@ class LogitBuffer:
 
 
 class Sum(NamedTuple):
-    """A gradient up to factors: float32, or the first 16 bits of one, as int16, and the next 8."""
+    """A gradient up to factors: float32, or the first 16 bits of one, as int16, and the next 8 or 4."""
 
-    first: Tensor  # in the gradient's memory
-    digits: Tensor | None  # uint8; None with float32
+    first: Tensor  # [N, H], in the gradient's memory
+    digits: Tensor | None = None  # [N, H] uint8; or of pairs of rows, 64 apart, 4 bits for each; None with float32
+
+    @property
+    def paired(self) -> bool:
+        return self.digits is not None and len(self.digits) < len(self.first)
 
 
 class Partials(NamedTuple):
@@ -479,7 +483,7 @@ def weight_product(
     run: Run,
     buffer: LogitBuffer,
     rows: Tensor,
-    out: Tensor,
+    into: Sum,  # or a gradient without digits
     inverse_grad_scale: Tensor | None,
     even_sum: Tensor | None,  # [H] float32
     recomputed_from: int,
@@ -487,8 +491,8 @@ def weight_product(
     tiles: int,
     *,
     add: bool,
-    digits: Tensor | None = None,  # [V, H] uint8, beside the first 16 bits of a float32 in `out`
 ) -> Launch:
+    out, digits = into
     t = run.tiles["weight_gradient"]
     parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
     arguments = {
@@ -505,6 +509,7 @@ def weight_product(
         "first_tile": first_tile,
         "chunk_tiles": tiles,
         "ADD": add,
+        "PAIRED": into.paired,
         "BLOCK_V": t.rows,
         "BLOCK_H": t.columns,
         "PARTS": parts,
@@ -532,9 +537,7 @@ def add_weight(
         from onchip.vocab.triton import gluon_launches
 
         return gluon_launches.weight_added(run, buffer, rows, into, inverse_grad_scale, even_sum, add=add)
-    return weight_product(
-        run, buffer, rows, into.first, inverse_grad_scale, even_sum, 0, 0, run.vocab_tiles, add=add, digits=into.digits
-    )
+    return weight_product(run, buffer, rows, into, inverse_grad_scale, even_sum, 0, 0, run.vocab_tiles, add=add)
 
 
 def hidden_product(

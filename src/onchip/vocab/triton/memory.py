@@ -32,6 +32,8 @@ FORWARD_SCRATCH = 64 * MIB
 MOST_WEIGHT_CHUNKS = 11
 # Tokens of the smallest chunk whose product is added to the weight's sum.
 SMALLEST_SUMMED = 512
+# Rows of the weight's sum whose first half shares bytes of digits with the second half.
+PAIRS = 128
 # Columns of a tile of the kernels that take turns: turns.py.
 IN_TURNS = 128
 
@@ -222,8 +224,10 @@ def hidden_digits(p: Problem) -> int:
 
 
 def weight_digits(p: Problem) -> int:
-    """The same of the weight's."""
-    return p.vocab * p.hidden if p.grad_weight and p.weight_dtype != "float32" else 0
+    """The same of the weight's sum; 4 more bits, of pairs of rows, if it becomes bfloat16."""
+    if not p.grad_weight or p.weight_dtype == "float32":
+        return 0
+    return (up(p.vocab, PAIRS) // 2 if p.weight_dtype == "bfloat16" else p.vocab) * p.hidden
 
 
 def hidden_units(rows: int, hidden: int, apart: bool) -> int:
@@ -369,8 +373,8 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
         if p.grad_weight:
             time += launch + share * padded * evenness(2 * tiles * blocks, rates)
     if p.grad_weight:
-        element = 4 if p.weight_dtype == "float32" else 3
-        time += 1e-9 * rates.accumulate * element * p.vocab * p.hidden * (len(rows) - 1)
+        moved = weight_digits(p) + (4 if p.weight_dtype == "float32" else 2) * p.vocab * p.hidden
+        time += 1e-9 * rates.accumulate * moved * (len(rows) - 1)
     return time
 
 

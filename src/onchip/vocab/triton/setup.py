@@ -195,8 +195,9 @@ class Sums(NamedTuple):
 
         def put(memory: Tensor, start: int, size: int) -> Sum:
             if not size:
-                return Sum(memory, None)
-            return Sum(memory.view(torch.int16), scratch[start : start + size].view(memory.shape))
+                return Sum(memory)
+            digits = scratch[start : start + size].view(-1, memory.shape[1])
+            return Sum(memory.view(torch.int16), digits)
 
         hidden = saved.hidden_memory.view(-1, layer.hidden.shape[-1]) if layer.grads[0] else saved.hidden_memory
         return Sums(put(hidden, of_weight, of_hidden), put(saved.weight_memory, 0, of_weight))

@@ -6,7 +6,7 @@ None as an argument: there is none.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import join_float, split_float
+from onchip.kernels.triton.maths import join_float, join_pair, split_float
 from onchip.vocab.triton.blocks import add_entries
 
 
@@ -91,3 +91,29 @@ def scale_weight(
         value = join_float(value, tl.load(digits + i, mask=i < N, other=0))
     value *= tl.load(factor)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)
+
+
+@triton.jit
+def scale_pairs(
+    left,  # [V, H] int16: the first 16 bits of a float32; the memory of out
+    digits,  # [pairs of rows, H] uint8: the next 4 of both
+    out,  # [V, H] out
+    factor,  # [] float32
+    V,
+    H,
+    BLOCK: tl.constexpr,
+):
+    """`scale_weight` of sums of 20 bits."""
+    pair = tl.program_id(0)
+    r = pair // 64 * 128 + pair % 64
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = (c < H) & (r < V)
+    there_too = there & (r + 64 < V)
+    at = r.to(tl.int64) * H + c
+    at_too = at + 64 * H
+    more = tl.load(digits + pair.to(tl.int64) * H + c, mask=there, other=0)
+    a, b = tl.load(left + at, mask=there, other=0), tl.load(left + at_too, mask=there_too, other=0)
+    a, b = join_pair(a, b, more)
+    x = tl.load(factor)
+    tl.store(out + at, (a * x).to(out.dtype.element_ty), mask=there)
+    tl.store(out + at_too, (b * x).to(out.dtype.element_ty), mask=there_too)

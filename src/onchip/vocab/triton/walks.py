@@ -34,6 +34,7 @@ from onchip.vocab.triton.launches import (
     Partials,
     Picked,
     Run,
+    Sum,
     Terms,
     TokenSoftmax,
     Vectors,
@@ -386,7 +387,7 @@ class Products:
         assert self.grads.weight is not None
         out, inverse = self.grads.weight[: self.run.vocab], self.inverse_grad_scale
         made = launches.weight_product(
-            self.run, self.buffer, self.rows, out, inverse, self.even_sum, 0, 0, 0, add=self.grads.add
+            self.run, self.buffer, self.rows, Sum(out), inverse, self.even_sum, 0, 0, 0, add=self.grads.add
         )
         return made.fixed()
 
@@ -493,10 +494,13 @@ def _scale_sums(
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
-        number = grads.weight.numel()
+        kernel, number = sum_kernels.scale_weight, grads.weight.numel()
+        grid: tuple[int, ...] = (-(-number // BLOCK),)
+        if sums.weight.paired:
+            kernel, grid = sum_kernels.scale_pairs, (len(sums.weight.digits), -(-run.hidden // BLOCK))
         run.launch(
-            sum_kernels.scale_weight,
-            (-(-number // BLOCK),),
+            kernel,
+            grid,
             left=sums.weight.first,
             digits=sums.weight.digits,
             out=grads.weight,
