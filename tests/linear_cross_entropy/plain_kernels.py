@@ -236,8 +236,9 @@ def add_to_sum(total, product, begins, config):
     firsts, digits = [], []
     for tile in range(0, new.shape[1], config.tile_n):
         blocks = [new[:, n : n + BOX] for n in range(tile, tile + config.tile_n, BOX)]
-        for pair in range(0, len(blocks), 2):
-            *first, words = sums.as_stored(blocks[pair : pair + 2], total.first.dtype)
+        together = 16 // sums.digit_bits(total.first.dtype)
+        for start in range(0, len(blocks), together):
+            *first, words = sums.as_stored(blocks[start : start + together], total.first.dtype)
             firsts += first
             digits.append(words)
     total.first[...] = jnp.concatenate(firsts, 1)[:, :columns]

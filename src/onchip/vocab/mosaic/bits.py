@@ -1,4 +1,6 @@
-"""float32 numbers in 24 bits: the first 16 as a number of a dtype that has 16, whatever it is, and the next 8."""
+"""float32 numbers in 24 or 20 bits: the first 16 as a number of a dtype that has 16, whatever it is, and the next 8 or 4,
+their digits.
+"""
 
 from typing import Any
 
@@ -6,16 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def join(first: Any, digits: Any) -> Any:
-    """`digits` are uint32 below 256."""
-    return lax.bitcast_convert_type(to_bits(first) << 16 | digits << 8, jnp.float32)
+def join(first: Any, digits: Any, number: int = 8) -> Any:
+    """`digits` are uint32 of so many bits."""
+    return lax.bitcast_convert_type(to_bits(first) << 16 | digits << (16 - number), jnp.float32)
 
 
-def split(x: Any, dtype: Any) -> tuple[Any, Any]:
-    """x rounded to 24 bits; NaN stays NaN."""
-    rounded = jnp.minimum(lax.bitcast_convert_type(x, jnp.int32), 0x7FFFFF7F) + 0x80
+def split(x: Any, dtype: Any, number: int = 8) -> tuple[Any, Any]:
+    """x rounded to so many bits more than 16; NaN stays NaN."""
+    half = 1 << (15 - number)
+    rounded = jnp.minimum(lax.bitcast_convert_type(x, jnp.int32), 0x7FFFFFFF - half) + half
     bits = lax.bitcast_convert_type(rounded, jnp.uint32)
-    return from_bits(bits >> 16, dtype), (bits >> 8) & 0xFF
+    return from_bits(bits >> 16, dtype), (bits >> (16 - number)) & ((1 << number) - 1)
 
 
 def to_bits(x: Any) -> Any:

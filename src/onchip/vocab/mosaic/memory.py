@@ -165,8 +165,9 @@ def hidden_slices(tokens: int, hidden: int) -> int:
 
 
 def digits_bytes(p: Problem) -> int:
-    """Of what 16 bits lack of the weight's sum: 8 more of each number, of whole tiles."""
-    return VOCAB_TILE * -(-p.hidden // hidden_tile(p.hidden)) * up(p.vocab, VOCAB_TILE)
+    """Of what 16 bits lack of the weight's sum: 4 more of each number if it is bfloat16, else 8, of whole tiles."""
+    of_tile = VOCAB_TILE // (2 if p.dtype == "bfloat16" else 1)
+    return of_tile * -(-p.hidden // hidden_tile(p.hidden)) * up(p.vocab, VOCAB_TILE)
 
 
 def capacity(p: Problem) -> int:
@@ -252,8 +253,11 @@ def predict(p: Problem, c: MosaicPlan) -> float:
             if p.grad_weight:
                 work += times * waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * tiles * TOKEN_TILE / depth
         # The sum of the weight's gradient is added to, and read and rounded at the end.
-        moved = 5 + 6 * (number - 1) * min(1.0, _ADDITION_TOKENS / c.token_chunk) if p.grad_weight else 0
-        moved *= 1e-9 * p.vocab * p.hidden / _MEMORY
+        moved = 0.0
+        if p.grad_weight:
+            of_sum = _ELEMENT * p.vocab * p.hidden + digits_bytes(p)
+            additions = 2 * (number - 1) * min(1.0, _ADDITION_TOKENS / c.token_chunk)
+            moved = 1e-9 * (of_sum * (1 + additions) + _ELEMENT * p.vocab * p.hidden) / _MEMORY
         return work * _STEP + 1e-3 * 10 * _LAUNCH * number + moved
     recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)

@@ -1,9 +1,9 @@
-"""The weight's gradient as a sum over chunks of tokens, in 24 bits.
+"""The weight's gradient as a sum over chunks of tokens, in 20 bits if it is bfloat16, in 24 if it is float16.
 
-The first 16 bits of each float32 are a matrix like the weight, and may be in the memory of its gradient.  The next 8
-are *digits*: in 16-bit words, of which one has those of neighbouring blocks of BOX columns, the first's in its lower
-byte.  A tile of the product has WORDS columns of them.  Both are of the weight's dtype, since they come to shared
-memory in the places of the product's operands, and stand for bits alone.
+The first 16 bits of each float32 are a matrix like the weight, and may be in the memory of its gradient.  The next 4 or
+8 are *digits*: in 16-bit words, of which one has those of 4 or 2 neighbouring blocks of BOX columns, the first's in its
+lowest bits.  Both matrices are of the weight's dtype, since they come to shared memory in the places of the product's
+operands, and stand for bits alone.
 """
 
 from collections.abc import Callable
@@ -18,30 +18,40 @@ from onchip.vocab.mosaic.bits import from_bits, join, split, to_bits
 
 Send = Callable[[Any, int, int], None]
 """What copies a block from shared memory to a place in a matrix."""
-WORDS = 128
-"""Columns of digits that a tile has, of 192 or 256 columns."""
+_COLUMNS = 256
+"""Of a tile, at most."""
+
+
+def digit_bits(dtype: Any) -> int:
+    """Of each number: with the first 16 they make 12 or 16 binary digits, where the gradient has 8 or 11."""
+    return 4 if dtype == jnp.bfloat16 else 8
+
+
+def words(dtype: Any) -> int:
+    """Columns of digits that a tile has."""
+    return _COLUMNS * digit_bits(dtype) // 16
 
 
 class Sum(NamedTuple):
     """A sum, or references to it."""
 
     first: Any  # [rows, columns]
-    digits: Any  # [rows, WORDS for each tile of the columns]
+    digits: Any  # [rows, `words` for each tile of the columns]
 
     @staticmethod
     def empty(like: Array, config: MosaicConfig) -> "Sum":
         """Of a matrix like this one, not yet written."""
         rows, columns = like.shape
-        digits = rows, -(-columns // config.tile_n) * WORDS
+        digits = rows, -(-columns // config.tile_n) * words(like.dtype)
         return Sum(lax.empty(like.shape, like.dtype), lax.empty(digits, like.dtype))
 
     def value(self, config: MosaicConfig) -> Array:
         """[rows, columns] float32."""
         rows, columns = self.first.shape
-        words = to_bits(self.digits).reshape(rows, -1, WORDS // BOX, 1, BOX)
-        of_blocks = (words >> jnp.array([0, 8], jnp.uint32)[:, None]) & 0xFF
-        digits = of_blocks.reshape(rows, -1, 2 * WORDS)[..., : config.tile_n].reshape(rows, -1)[:, :columns]
-        made: Array = join(self.first, digits)
+        bits = digit_bits(self.first.dtype)
+        of_words = to_bits(self.digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, bits, jnp.uint32)[:, None]
+        of_tiles = (of_words & ((1 << bits) - 1)).reshape(rows, -1, _COLUMNS)
+        made: Array = join(self.first, of_tiles[..., : config.tile_n].reshape(rows, -1)[:, :columns], bits)
         return made
 
 
@@ -51,27 +61,29 @@ def added(product: Any, first: Any, words: Callable[[int], Any], begins: Any, re
     words: of a number, the reference to that block of digits.  begins: whether nothing has been written there.
     """
     blocks: list[Any] = []
+    bits = digit_bits(first.dtype)
     for n in range(0, product.shape[1], BOX):
-        pair, second = divmod(n // BOX, 2)
-        if not second:
-            word = to_bits(registers.load_box(words(pair)))
-        old = join(registers.load_box(first.at[:, n : n + BOX]), word >> 8 if second else word & 0xFF)
+        block, shift = divmod(n // BOX * bits, 16)
+        if shift == 0:
+            word = to_bits(registers.load_box(words(block)))
+        old = join(registers.load_box(first.at[:, n : n + BOX]), (word >> shift) & ((1 << bits) - 1), bits)
         blocks.append(product[:, n : n + BOX] + jnp.where(begins, 0.0, old))
     return blocks
 
 
 def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, store: Callable[..., None]) -> None:
     """Store what `added` returns: `first` and `digits` send blocks to the matrices of these names."""
+    together = 16 // digit_bits(dtype)
     places: list[tuple[Send, int]] = []
-    for pair in range(0, len(blocks), 2):
-        places += [(first, n * BOX) for n in range(pair, min(pair + 2, len(blocks)))]
-        places.append((digits, pair // 2 * BOX))
+    for start in range(0, len(blocks), together):
+        places += [(first, n * BOX) for n in range(start, min(start + together, len(blocks)))]
+        places.append((digits, start // together * BOX))
     made: list[Any] = []
 
     def strip(n: int, width: int) -> list[Any]:
         while len(made) * BOX < n + width:
-            pair = len(made) // 3 * 2
-            made.extend(as_stored(blocks[pair : pair + 2], dtype))
+            start = len(made) // (together + 1) * together
+            made.extend(as_stored(blocks[start : start + together], dtype))
         return made[n // BOX : (n + width) // BOX]
 
     def send(block: Any, m: int, n: int) -> None:
@@ -82,6 +94,10 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, store: C
 
 
 def as_stored(blocks: list[Any], dtype: Any) -> list[Any]:
-    """The first 16 bits of each of one or two blocks of float32, and their digits."""
-    firsts, digits = zip(*(split(x, dtype) for x in blocks), strict=True)
-    return [*firsts, from_bits(digits[0] | digits[1] << 8 if len(digits) > 1 else digits[0], dtype)]
+    """The first 16 bits of each of the blocks of float32 whose digits share words, and these."""
+    bits = digit_bits(dtype)
+    firsts, digits = zip(*(split(x, dtype, bits) for x in blocks), strict=True)
+    word = digits[0]
+    for i, more in enumerate(digits[1:], 1):
+        word = word | more << (i * bits)
+    return [*firsts, from_bits(word, dtype)]
