@@ -76,7 +76,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
     run = setup.make_run(
-        call, call.options, kept.saved.vectors, call.weight_grad_out, call.class_weight, weight=kept.saved.weight
+        call,
+        call.options,
+        kept.saved.vectors,
+        call.weight_grad_out,
+        call.class_weight,
+        weight=setup.weight_in_backward(call, kept.config, kept.saved),
     )
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)

@@ -79,7 +79,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call = kept.call
     given = as_kernels_take_it(call)
     run = setup.make_run(
-        given, given.options, kept.saved.vectors, call.weight_grad_out, given.class_weight, weight=kept.saved.weight
+        given,
+        given.options,
+        kept.saved.vectors,
+        call.weight_grad_out,
+        given.class_weight,
+        weight=setup.weight_in_backward(given, kept.config, kept.saved),
     )
     known, by_output = gradient_by_outputs(call, upstream, kept.lse, kept.log_prob)
     return walks.backward(run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)

@@ -78,7 +78,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     by_output = walks.OutputGradients(
         None if log_prob is None else log_prob.view(shape), lse, entropy if _stats(call) else None
     )
-    run = setup.make_run(call, call.options, kept.saved.vectors, weight=kept.saved.weight)
+    run = setup.make_run(
+        call, call.options, kept.saved.vectors, weight=setup.weight_in_backward(call, kept.config, kept.saved)
+    )
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
     return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted)
 

@@ -1,5 +1,5 @@
-"""float32 numbers in 24 or 20 bits: the first 16 as a number of a dtype that has 16, whatever it is, and the next 8 or 4,
-their digits.
+"""float32 numbers in 24 or 20 bits: the first 16 as a number of a dtype that has 16, whatever it is, and the rest as
+digits, of 8 bits or 4.
 """
 
 from typing import Any

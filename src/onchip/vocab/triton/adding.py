@@ -1,10 +1,8 @@
 """The weight's gradient of a chunk of tokens, added to that of others, in Gluon, for Hopper.
 
 Two groups of warps have one tile of 256 x 128, half of it each and the second one behind, and a third copies:
-`onchip.kernels.triton.staggered` has that.  What a sum of 24 bits has in memory already comes by way of the ring, as
-one more step for each group: the groups' own loads took as long as if there had been no product to hide them.  float32
-doesn't fit in a step.  It is loaded, and brought to L2 under the product, a few rows with each step of it: all of it at
-once would hold up the operands.
+`onchip.kernels.triton.staggered` has that.  What a sum has in memory already comes by way of the ring, as one more step
+for each group: the groups' own loads took as long as if there had been no product to hide them.
 
 A thread of a product has pairs of columns, eight columns from one to the next.  Here columns of hidden's rows have been
 swapped, so that it has four pairs in a row: 16 bytes to load and to store.
@@ -63,12 +61,10 @@ def half_layout():
 
 @gluon.jit
 def copy(
-    ring, exponentials, rows, old_sum, old_digits, out, buffer, V, H, stride, tiles_v, tiles_h, steps,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+    ring, exponentials, rows, old_sum, old_digits, buffer, tiles_v, tiles_h, steps,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the operands of this program's tiles, where there is room, then what their products are added to; of float32
-    bring that to L2.
-    """
+    """Copy the operands of this program's tiles, where there is room, then what their products are added to."""
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
         i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
@@ -79,10 +75,6 @@ def copy(
             tma.async_copy_global_to_shared(exponentials, [line, ROWS], come, last_entries)
             tma.async_copy_global_to_shared(rows, [k * STEP, j * ROWS], come, common)
             step += 1
-            if ADD and old_sum is None:
-                end = gl.minimum((k + 1) * VOCAB_TILE // steps, V - i * VOCAB_TILE)
-                for r in range(k * VOCAB_TILE // steps, end, 32):
-                    prefetch(out, i * VOCAB_TILE + r, i * VOCAB_TILE + end, j * ROWS, H, stride)
         if old_sum is not None:
             firsts, digits = sum_blocks(ring, old_sum, old_digits, STAGES)
             SUM_BYTES: gl.constexpr = PIECES * PIECE * (2 * ROWS + old_digits.block_shape[0])
@@ -112,19 +104,6 @@ def sum_blocks(ring, old_sum, old_digits, STAGES: gl.constexpr):
 def in_stage(s, digits):
     """The first of a stage's blocks of digits."""
     return s * (PIECES * ROWS // digits.shape[1])
-
-
-@gluon.jit
-def prefetch(x, row, end, column, H, stride):
-    """Have up to 32 rows brought to L2, of ROWS columns, by lines of 128 bytes, with one warp."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    r = gl.minimum(row + gl.arange(0, 32, layout), end - 1).to(gl.int64)
-    per_line: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
-    for line in gl.static_range(ROWS // per_line):
-        at = x + r * stride + gl.minimum(column + line * per_line, H - 1)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit
@@ -174,9 +153,7 @@ def add_piece(value, firsts, digits):
 @gluon.jit
 def store_piece(value, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
     at, there = sum_at(v, h, V, H, stride, piece_layout(), ROWS)
-    if digits is None:
-        gl.store(out + at, value, mask=there)
-    elif PAIRED:
+    if PAIRED:
         upper, lower = split_rows(value)
         a, b, more = split_pairs(upper, lower)
         gl.store(out + at, join_rows(a, b), mask=there)
@@ -191,8 +168,7 @@ def store_piece(value, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
 @gluon.jit
 def take_sums(
     ring, old_sum, old_digits, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
-    W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
-    PAIRED: gl.constexpr,
+    W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles: rows of the weight from W * ROWS on."""
     zeros = gl.zeros((ROWS, ROWS), gl.float32, products_layout())
@@ -232,9 +208,6 @@ def take_sums(
         else:
             for p in gl.static_range(PIECES):
                 x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
-                if ADD:
-                    at, there = sum_at(v, h + p * PIECE, V, H, stride, piece_layout(), ROWS)
-                    x += gl.load(out + at, mask=there, other=0.0)
                 store_piece(x, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
 
 
@@ -260,10 +233,10 @@ def quarters(x):
 def weight_added(
     exponentials,  # [rows, VOCAB_TILE], in blocks of [STEP, ROWS]
     rows,  # [T, H], the same; columns swapped as `scale_rows` does it
-    old_sum,  # [V, H] int16, in blocks of [ROWS, PIECE]: `out` as it is; None with float32, and of the first chunk
+    old_sum,  # [V, H] int16, in blocks of [ROWS, PIECE]: `out` as it is; None of the first chunk
     old_digits,  # the same: `digits`
-    out,  # [V, H] float32, or the first 16 bits of one as int16: out, or added to
-    digits,  # [V, H] uint8: the next 8 bits; or [pairs of rows, H]: the next 4 of both; None with float32
+    out,  # [V, H] int16: the first 16 bits of a float32: out, or added to
+    digits,  # [V, H] uint8: the next 8 bits; with PAIRED [pairs of rows, H]: the next 4 of both
     number,  # [1] int32
     inverse_grad_scale,  # [] float32: what the product is multiplied by
     even_sum,  # [H] float32: what each row lacks
@@ -274,7 +247,6 @@ def weight_added(
     GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr,
-    ADD: gl.constexpr,
     PAIRED: gl.constexpr,
 ):
     """`weight_gradient` of a chunk of tokens, added to those of others.  A tile is VOCAB_TILE rows by ROWS columns."""
@@ -287,11 +259,11 @@ def weight_added(
     gl.warp_specialize(
         [
             (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
-                         tiles_v, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, ADD, PAIRED)),
+                         tiles_v, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, PAIRED)),
             (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
-                         tiles_v, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, ADD, PAIRED)),
-            (copy, (ring, exponentials, rows, old_sum, old_digits, out, buffer, V, H, out_stride, tiles_v, tiles_h,
-                    steps, GROUP, PROGRAMS, STAGES, ADD)),
+                         tiles_v, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, PAIRED)),
+            (copy, (ring, exponentials, rows, old_sum, old_digits, buffer, tiles_v, tiles_h, steps, GROUP, PROGRAMS,
+                    STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

@@ -83,6 +83,7 @@ def weight_added(
     *,
     add: bool,
 ) -> Launch:
+    assert into.digits is not None
     rows_of_digits = staggered.ROWS.value // (2 if into.paired else 1)
     arguments = {
         "exponentials": _blocks(buffer.matrix, STEP.value, staggered.ROWS.value),
@@ -98,10 +99,9 @@ def weight_added(
         "GROUP": 4,
         "PROGRAMS": run.programs,
         "STAGES": 4,
-        "ADD": add,
         "PAIRED": into.paired,
     }
-    if add and into.digits is not None:
+    if add:
         arguments["old_sum"] = _blocks(into.first, staggered.ROWS.value, adding.PIECE.value)
         arguments["old_digits"] = _blocks(into.digits, rows_of_digits, adding.PIECE.value)
     return Launch(adding.weight_added, (run.programs,), arguments, registers=ALL_REGISTERS, shared=run.known)

@@ -365,10 +365,11 @@ def column_sums(
     N,
     H,
     PARTS: tl.constexpr,
+    OPERAND: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of the rows, each times its factor, in parts."""
+    """Sums of the rows, as operands, each times its factor, in parts."""
     n = N
     if count is not None:
         n = tl.minimum(tl.load(count), N)
@@ -378,7 +379,7 @@ def column_sums(
     for start in range(tl.program_id(0) * BLOCK_T, n, PARTS * BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         at = t.to(tl.int64)[:, None] * x_stride_n + c.to(tl.int64)[None, :] * x_stride_h
-        row = tl.load(x + at, mask=(t < n)[:, None] & (c < H)[None, :], other=0).to(tl.float32)
+        row = tl.load(x + at, mask=(t < n)[:, None] & (c < H)[None, :], other=0).to(OPERAND).to(tl.float32)
         if factor is not None:
             row *= tl.load(factor + t, mask=t < n, other=0.0)[:, None]
         total += row
@@ -572,6 +573,7 @@ def finish_hidden(
     kept,
     half_rows,
     IDS: tl.constexpr,
+    OPERAND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Round the hidden gradient, and put each row in its token's place; 0 for ignored tokens.
@@ -588,7 +590,7 @@ def finish_hidden(
         e = tl.load(even + at, mask=(at >= 0) & (at < kept), other=0.0)
         value -= e * tl.load(weight_sum + c, mask=c < H, other=0.0)
     if at_target is not None:
-        value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
+        value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS, OPERAND)
     if inverse_grad_scale is not None:
         value *= tl.load(inverse_grad_scale)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)

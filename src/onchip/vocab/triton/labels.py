@@ -90,7 +90,7 @@ def backward(
     """As `walks.backward`: turn `saved` into hidden's gradient, and return those of weight and bias."""
     run, grads = _cut(run), Gradients.of(call, saved, wanted, add_to)
     if run.tokens > 0:
-        scale = float16_scale(row * (1 + known.mass), run.vectors, run.weight.dtype)
+        scale = float16_scale(row * (1 + known.mass), run.vectors, run.dtype)
         row = row.contiguous() if scale is None else row * scale
         nothing = torch.zeros_like(row)
         terms = Terms(

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch, Shared, descriptor
@@ -76,7 +77,8 @@ class Vectors(NamedTuple):
 class Run:
     """A linear layer and a loss of its logits: sizes, options, the tokens' vectors, and how the kernels are cut."""
 
-    weight: Tensor  # [V, H] in the products' dtype
+    weight: Tensor  # [V, H] in the products' dtype; without products in another one too
+    dtype: torch.dtype  # the products'
     bias: Tensor | None  # [V] float32
     tokens: int
     options: Any  # of a loss
@@ -119,7 +121,7 @@ class Run:
 
     @property
     def exponential_scale(self) -> float:
-        return _FLOAT16_EXPONENTIAL if self.weight.dtype == torch.float16 else 1.0
+        return _FLOAT16_EXPONENTIAL if self.dtype == torch.float16 else 1.0
 
     def operand(self, x: Tensor, rows: int, columns: int) -> Any:
         """A matrix as a kernel takes it: a descriptor of blocks [rows, columns], or the tensor for its pointer."""
@@ -151,6 +153,7 @@ class Run:
             "exponential_scale": self.exponential_scale,
             "inverse_exponential_scale": 1 / self.exponential_scale,
             "RAGGED": self.vocab % VOCAB_TILE > 0,
+            "OPERAND": tl.float16 if self.dtype == torch.float16 else tl.bfloat16,
             **self.vectors.known,
         }
         return Shared(known)
@@ -358,7 +361,7 @@ def gather(
         outer_scale=run.outer_scale / (run.options.temperature if temperature is None else 1.0),
         rows=rows,
         first=first,
-        SHIFT=run.weight.dtype != torch.float16,  # whose exponents don't reach
+        SHIFT=run.dtype != torch.float16,  # whose exponents don't reach
         BLOCK=BLOCK,
         PAD=TOKEN_TILE,
     )

@@ -8,9 +8,9 @@ With many more tokens than H it is better that forward takes them in chunks and 
 factors that backward multiplies by (`in_forward`): each row of hidden's, and the weight's as a sum over the chunks.
 Where the head is frozen that takes two products and no sum.
 
-A sum that becomes a 16-bit gradient has 24 bits: the first 16 of a float32 in the memory of the gradient, the next 8 in
-scratch.  Each addition rounds it to 16 binary digits, where the gradient has 8 or 11.  Half of the scratch that float32
-would take beside the gradient's memory is left for larger chunks.
+The weight's sum has 20 bits where products are of bfloat16, else 24: the first 16 of a float32 in the memory of the
+gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, where the operands have 8 or 11.  What
+float32 would take beyond that is left for larger chunks: of scratch, or of a float32 gradient's own memory.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,8 @@ from onchip.vocab.memory import Problem, logits_bytes, needs
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256
+# Bytes of a tile's exponentials of one token.
+EXPONENTIALS_ROW = 2 * VOCAB_TILE
 # Tiles of the vocabulary in the smallest chunk of the gradients, and in the smallest that costs little.
 SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
 FORWARD_SCRATCH = 64 * MIB
@@ -192,10 +194,10 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
         _, sums = chunk_hidden(chunk, p.hidden)
         return parts | {
             "hidden rows": element * chunk * p.hidden,
-            "exponentials in scratch": element * VOCAB_TILE * tiles * chunk,
+            "exponentials in scratch": element * VOCAB_TILE * tiles * max(0, chunk - room_in_gradient(p)),
             "hidden gradient in float32": 4 * chunk * p.hidden * sums if p.grad_hidden else 0,
             "more digits of hidden's gradient": hidden_digits(p),
-            "more digits of the weight's gradient": weight_digits(p),
+            "more digits of the weight's gradient": 0 if p.weight_dtype == "float32" else weight_digits(p),
             "softmax of each tile": softmax,
             **ids,
         }
@@ -224,10 +226,23 @@ def hidden_digits(p: Problem) -> int:
 
 
 def weight_digits(p: Problem) -> int:
-    """The same of the weight's sum; 4 more bits, of pairs of rows, if it becomes bfloat16."""
-    if not p.grad_weight or p.weight_dtype == "float32":
+    """The same of the weight's sum; 4 more bits, of pairs of rows, where the products are of bfloat16."""
+    if not p.grad_weight:
         return 0
-    return (up(p.vocab, PAIRS) // 2 if p.weight_dtype == "bfloat16" else p.vocab) * p.hidden
+    return (up(p.vocab, PAIRS) // 2 if p.dtype == "bfloat16" else p.vocab) * p.hidden
+
+
+def sum_bytes(p: Problem) -> int:
+    """Of the weight's sum, with those digits, in whole rows of exponentials."""
+    return up(2 * p.vocab * p.hidden + weight_digits(p), EXPONENTIALS_ROW) if p.grad_weight else 0
+
+
+def room_in_gradient(p: Problem) -> int:
+    """Tokens of a chunk whose exponentials find room beside the weight's sum, in the memory of a float32 gradient."""
+    if not p.grad_weight or p.weight_dtype != "float32":
+        return 0
+    each = EXPONENTIALS_ROW * TOKEN_TILE * -(-p.vocab // VOCAB_TILE)
+    return (4 * p.vocab * p.hidden - sum_bytes(p)) // each * TOKEN_TILE
 
 
 def hidden_units(rows: int, hidden: int, apart: bool) -> int:
@@ -373,8 +388,7 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
         if p.grad_weight:
             time += launch + share * padded * evenness(2 * tiles * blocks, rates)
     if p.grad_weight:
-        moved = weight_digits(p) + (4 if p.weight_dtype == "float32" else 2) * p.vocab * p.hidden
-        time += 1e-9 * rates.accumulate * moved * (len(rows) - 1)
+        time += 1e-9 * rates.accumulate * sum_bytes(p) * (len(rows) - 1)
     return time
 
 

@@ -96,7 +96,9 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
     make = empty if fake else aligned
     if config.in_forward:
         problem = layer.problem("cuda")
-        size = triton_spec.weight_digits(problem) + triton_spec.hidden_digits(problem)
+        size = triton_spec.hidden_digits(problem)
+        if weight.dtype != torch.float32:
+            size += triton_spec.weight_digits(problem)
         return Saved(
             hidden.new_empty(hidden.shape) if layer.grads[0] else blank(),
             make(weight, tuple(weight.shape), weight.dtype) if layer.grads[1] else blank(),
@@ -127,7 +129,7 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
-_MULTIPLE = 2 * VOCAB_TILE  # bytes of a row of exponentials
+_MULTIPLE = triton_spec.EXPONENTIALS_ROW
 
 
 def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -162,18 +164,23 @@ class TokenChunk(NamedTuple):
     @staticmethod
     def empty(layer: Layer, saved: Saved, tokens: int) -> "TokenChunk":
         """For at most so many tokens."""
-        from onchip.vocab.triton.blocks import BufferRows
-        from onchip.vocab.triton.launches import LogitBuffer
-
-        hidden, size = layer.hidden, layer.hidden.shape[-1]
+        hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
         tokens = min(tokens, layer.number)
-        padded = triton_spec.up(tokens, triton_spec.TOKEN_TILE)
-        rows = padded * -(-layer.weight.shape[0] // VOCAB_TILE)
-        exponentials = aligned(hidden, (rows, VOCAB_TILE), layer.dtype)
+        padded, row = (
+            triton_spec.up(tokens, triton_spec.TOKEN_TILE),
+            VOCAB_TILE * -(-layer.weight.shape[0] // VOCAB_TILE),
+        )
+        in_gradient = min(padded, triton_spec.room_in_gradient(problem))
+        beside = hidden.new_empty(0, dtype=layer.dtype)
+        if in_gradient:
+            memory, start = saved.weight_memory.view(-1).view(torch.uint8), triton_spec.sum_bytes(problem)
+            beside = memory[start : start + 2 * row * in_gradient].view(layer.dtype)
+        in_scratch = padded - in_gradient
+        scratch = aligned(hidden, (row * in_scratch,), layer.dtype) if in_scratch else beside[:0]
         _, slices = triton_spec.chunk_hidden(tokens, size)
         return TokenChunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
-            LogitBuffer((exponentials,), exponentials, BufferRows(rows, 0, 0, 0, 0, padded, 0, 0)),
+            _spanning((beside, scratch, beside[:0]), stride=in_gradient, tiles=(in_gradient, in_scratch, 0)),
             hidden.new_empty((slices * tokens, size), dtype=torch.float32) if layer.grads[0] else None,
             hidden.new_empty(layer.number, dtype=torch.float32),
             Sums.of(layer, saved),
@@ -191,16 +198,20 @@ class Sums(NamedTuple):
         from onchip.vocab.triton.launches import Sum
 
         problem, scratch = layer.problem("cuda"), saved.scratch_memory.view(torch.uint8)
-        of_weight, of_hidden = triton_spec.weight_digits(problem), triton_spec.hidden_digits(problem)
-
-        def put(memory: Tensor, start: int, size: int) -> Sum:
-            if not size:
-                return Sum(memory)
-            digits = scratch[start : start + size].view(-1, memory.shape[1])
-            return Sum(memory.view(torch.int16), digits)
-
-        hidden = saved.hidden_memory.view(-1, layer.hidden.shape[-1]) if layer.grads[0] else saved.hidden_memory
-        return Sums(put(hidden, of_weight, of_hidden), put(saved.weight_memory, 0, of_weight))
+        hidden = Sum(saved.hidden_memory)
+        if layer.grads[0]:
+            hidden = Sum(saved.hidden_memory.view(-1, layer.hidden.shape[-1]))
+        weight, size = Sum(saved.weight_memory), triton_spec.weight_digits(problem)
+        if size and saved.weight_memory.dtype == torch.float32:  # with all digits in the gradient's memory
+            memory, of_first = weight.first.view(-1).view(torch.uint8), 2 * weight.first.numel()
+            first = memory[:of_first].view(torch.int16).view(weight.first.shape)
+            weight = Sum(first, memory[of_first : of_first + size].view(-1, first.shape[1]))
+        elif size:
+            weight = Sum(weight.first.view(torch.int16), scratch[:size].view(-1, weight.first.shape[1]))
+            scratch = scratch[size:]
+        if size := triton_spec.hidden_digits(problem):
+            hidden = Sum(hidden.first.view(torch.int16), scratch[:size].view(hidden.first.shape))
+        return Sums(hidden, weight)
 
 
 def position_rows(layer: Layer, saved: Saved) -> Tensor:
@@ -211,22 +222,36 @@ def position_rows(layer: Layer, saved: Saved) -> Tensor:
 
 def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
-    from onchip.vocab.triton.blocks import BufferRows
-    from onchip.vocab.triton.launches import LogitBuffer
-
     nothing = saved.scratch_memory[:0]
     weight_grad = saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing
     scratch = saved.scratch_memory
     again = aligned(nothing, (recomputed * config.vocab_chunk,), layer.dtype) if recomputed else nothing
-    given = weight_grad, scratch, again
     stride = layer.weight.shape[1] * layer.weight.element_size() // layer.dtype.itemsize
-    spread = partial(
-        _spread,
-        sizes=tuple([x.numel() * x.element_size() for x in given]),
-        row=VOCAB_TILE * layer.dtype.itemsize,
+    return _spanning(
+        (weight_grad, scratch, again),
         shift=config.weight_chunk // VOCAB_TILE * stride,
         stride=stride,
         tiles=(config.kept_in_gradient, config.kept_in_scratch, recomputed),
+    )
+
+
+def _spanning(
+    given: tuple[Tensor, Tensor, Tensor], *, shift: int = 0, stride: int, tiles: tuple[int, int, int]
+) -> "launches.LogitBuffer":
+    """The buffer in these pieces: of the weight's gradient, of scratch, and of what is recomputed.
+
+    shift, stride: in the first, rows before the first tile's, and from one tile to the next.  tiles: tokens in each.
+    """
+    from onchip.vocab.triton.blocks import BufferRows
+    from onchip.vocab.triton.launches import LogitBuffer
+
+    spread = partial(
+        _spread,
+        sizes=tuple([x.numel() * x.element_size() for x in given]),
+        row=VOCAB_TILE * given[0].itemsize,
+        shift=shift,
+        stride=stride,
+        tiles=tiles,
         make=BufferRows,
     )
     address, number, rows = spread(*[x.data_ptr() for x in given])
@@ -340,6 +365,11 @@ IN_PLACE: dict[str, Any] = {
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
+def weight_in_backward(layer: Layer, config: TritonPlan, saved: Saved) -> Tensor:
+    """As `make_run` takes it: where forward has computed the gradients, no products are left that need a copy."""
+    return layer.weight if config.in_forward else saved.weight
+
+
 def make_run(
     layer: Layer,
     options: Any,
@@ -352,7 +382,7 @@ def make_run(
     """A linear layer as the walks take it, its kernels' tiles from the stored configs.
 
     `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
-    `class_weight`: [V] float32, contiguous.  `weight`: that of `Saved`.
+    `class_weight`: [V] float32, contiguous.  `weight`: that of `Saved`, or of `weight_in_backward`.
     """
     from onchip.vocab.triton import launches
 
@@ -372,7 +402,7 @@ def make_run(
     tma = capability >= 90 and aligned_rows
     gluon = tma and has_gluon(capability)
     return launches.Run(
-        weight, bias, tokens, options, unpacked, tiles, programs, tma=tma, class_weight=class_weight, gluon=gluon
+        weight, dtype, bias, tokens, options, unpacked, tiles, programs, tma=tma, class_weight=class_weight, gluon=gluon
     )
 
 

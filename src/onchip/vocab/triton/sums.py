@@ -55,6 +55,7 @@ def scale_hidden(
     weight_stride_h,
     H,
     IDS: tl.constexpr,
+    OPERAND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Make hidden's gradient of what forward left of it; 0 for ignored tokens."""
@@ -69,7 +70,7 @@ def scale_hidden(
     value *= tl.load(row_scale + at, mask=at >= 0, other=0.0)
     if even is not None:
         value -= tl.load(even + at, mask=at >= 0, other=0.0) * tl.load(weight_sum + c, mask=c < H, other=0.0)
-    value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
+    value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS, OPERAND)
     if inverse_grad_scale is not None:
         value *= tl.load(inverse_grad_scale)
     tl.store(out + where, value, mask=c < H)
@@ -77,43 +78,30 @@ def scale_hidden(
 
 @triton.jit
 def scale_weight(
-    left,  # [N] float32, or the first 16 bits as int16: the memory of out
-    digits,  # [N] uint8: the next 8 bits; None with float32
-    out,  # [N] out
+    left,  # [V, H] int16: the first 16 bits of a float32
+    digits,  # [V, H] uint8: the next 8 bits; with PAIRED [pairs of rows, H]: the next 4 of both
+    out,  # [V, H] out
     factor,  # [] float32
-    N,
+    first,  # row of digits
+    V,
+    H,
+    PAIRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Make the weight's gradient of what forward left of it."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(left + i, mask=i < N, other=0)
-    if digits is not None:
-        value = join_float(value, tl.load(digits + i, mask=i < N, other=0))
-    value *= tl.load(factor)
-    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)
-
-
-@triton.jit
-def scale_pairs(
-    left,  # [V, H] int16: the first 16 bits of a float32; the memory of out
-    digits,  # [pairs of rows, H] uint8: the next 4 of both
-    out,  # [V, H] out
-    factor,  # [] float32
-    V,
-    H,
-    BLOCK: tl.constexpr,
-):
-    """`scale_weight` of sums of 20 bits."""
-    pair = tl.program_id(0)
-    r = pair // 64 * 128 + pair % 64
+    row = first + tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = (c < H) & (r < V)
-    there_too = there & (r + 64 < V)
-    at = r.to(tl.int64) * H + c
-    at_too = at + 64 * H
-    more = tl.load(digits + pair.to(tl.int64) * H + c, mask=there, other=0)
-    a, b = tl.load(left + at, mask=there, other=0), tl.load(left + at_too, mask=there_too, other=0)
-    a, b = join_pair(a, b, more)
-    x = tl.load(factor)
-    tl.store(out + at, (a * x).to(out.dtype.element_ty), mask=there)
-    tl.store(out + at_too, (b * x).to(out.dtype.element_ty), mask=there_too)
+    scale = tl.load(factor)
+    more = tl.load(digits + row.to(tl.int64) * H + c, mask=c < H, other=0)
+    if PAIRED:
+        v = row // 64 * 128 + row % 64
+        at, there = v.to(tl.int64) * H + c, (c < H) & (v < V)
+        also = there & (v + 64 < V)
+        upper, lower = tl.load(left + at, mask=there, other=0), tl.load(left + at + 64 * H, mask=also, other=0)
+        upper, lower = join_pair(upper, lower, more)
+        tl.store(out + at, (upper * scale).to(out.dtype.element_ty), mask=there)
+        tl.store(out + at + 64 * H, (lower * scale).to(out.dtype.element_ty), mask=also)
+    else:
+        at = row.to(tl.int64) * H + c
+        value = join_float(tl.load(left + at, mask=c < H, other=0), more)
+        tl.store(out + at, (value * scale).to(out.dtype.element_ty), mask=c < H)

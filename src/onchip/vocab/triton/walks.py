@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
@@ -39,7 +38,7 @@ from onchip.vocab.triton.launches import (
     TokenSoftmax,
     Vectors,
 )
-from onchip.vocab.triton.memory import TritonPlan, chunk_hidden, up
+from onchip.vocab.triton.memory import PAIRS, TritonPlan, chunk_hidden, up
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
 
 # Labels that are sorted by one kernel: on an H100 8192 took 0.04 ms, 16384 0.10 and 32768 0.37, where PyTorch takes
@@ -494,20 +493,7 @@ def _scale_sums(
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
-        kernel, number = sum_kernels.scale_weight, grads.weight.numel()
-        grid: tuple[int, ...] = (-(-number // BLOCK),)
-        if sums.weight.paired:
-            kernel, grid = sum_kernels.scale_pairs, (len(sums.weight.digits), -(-run.hidden // BLOCK))
-        run.launch(
-            kernel,
-            grid,
-            left=sums.weight.first,
-            digits=sums.weight.digits,
-            out=grads.weight,
-            factor=factor,
-            N=number,
-            BLOCK=BLOCK,
-        ).run()
+        _scale_weight(run, sums.weight, grads.weight, factor)
         _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
     if grads.hidden is not None:
         run.launch(
@@ -525,6 +511,37 @@ def _scale_sums(
             IDS=terms.ids,
             BLOCK=BLOCK,
         ).run()
+
+
+def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None) -> None:
+    """Make the weight's gradient of its sum, which begins where that does."""
+    pair = 2 if left.paired else 1
+
+    def scale(first: int, last: int, left: Sum) -> None:
+        rows = up(last, PAIRS) // 2 - first // 2 if left.paired else last - first
+        run.launch(
+            sum_kernels.scale_weight,
+            (rows, -(-run.hidden // BLOCK)),
+            left=left.first,
+            digits=left.digits,
+            out=out,
+            factor=factor,
+            first=first // pair,
+            PAIRED=left.paired,
+            BLOCK=BLOCK,
+        ).run()
+
+    last = run.vocab
+    if out.dtype == torch.float32:
+        # Twice as long as the first 16 bits: from the end on, by halves, what is written has been read.
+        assert left.digits is not None
+        left = left._replace(digits=left.digits.clone())
+        while last > PAIRS:
+            first = up(-(-last // 2), PAIRS)
+            scale(first, last, left)
+            last = first
+        left = left._replace(first=left.first[:last].clone())
+    scale(0, last, left)
 
 
 def _target_terms(
@@ -547,7 +564,6 @@ def _target_terms(
         inverse_grad_scale=terms.inverse_grad_scale,
         N=number,
         IDS=terms.ids,
-        OPERAND=tl.float16 if run.weight.dtype == torch.float16 else tl.bfloat16,
         TOKENS=4,  # with 16 it took 0.63 ms instead of 0.04 at T4096 H4096 on an H100
         BLOCK=BLOCK,
     )
@@ -618,7 +634,7 @@ def position_terms(
         BLOCK_T=block_t,
         BLOCK_K=block_k,
     ).run()
-    grad_scale = float16_scale(size, run.vectors, run.weight.dtype)
+    grad_scale = float16_scale(size, run.vectors, run.dtype)
     if grad_scale is not None:
         packed[: sum(sizes[:5])] *= grad_scale
         terms = terms._replace(inverse_grad_scale=1 / grad_scale)
