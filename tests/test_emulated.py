@@ -91,6 +91,19 @@ def test_losses(name):
         assert_same_bytes(x.again(seed=1), x.after)
 
 
+@pytest.mark.slow
+def test_a_sum_is_added_to_the_callers():
+    h, w, y = loss_problem(300, 576, 300)
+    total = torch.randn(w.shape)
+    before = total.clone()
+    with plan_in_forward(), emulating(GLUON) as done:
+        loss = linear_cross_entropy(h, w, y, backend="triton", weight_grad_out=total)
+        loss.backward()
+    assert "weight_added" in {x.name for x in done}
+    assert w.grad is None
+    assert_right([loss.detach(), h.grad, total - before], h, w, y, 4e-3)
+
+
 def assert_same_bytes(made, expected):
     assert all(np.array_equal(a, b) for a, b in zip(made, expected, strict=True))
 

@@ -271,6 +271,7 @@ KERNELS = [
     ("in forward", {}),
     ("in forward", {"grad_weight": False, "smoothing": 0.1}),
     ("in forward", WIDE),
+    ("in forward", {"weight_grad_out": True}),
     ("in forward", {"grad_weight": False, "per_token_loss": True}),
     ("mixed", {"stats": True}),
     ("auto", COPIED),

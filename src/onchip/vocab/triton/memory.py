@@ -149,7 +149,7 @@ def may_run_in_forward(p: Problem) -> bool:
     all tokens for the weight's.
     """
     entropy = bool(p.ids and p.stats)
-    once = not (p.grad_weight and (p.per_token_loss or p.ids or p.weight_grad_out))
+    once = not (p.grad_weight and (p.per_token_loss or p.ids))
     # With fewer logits there is little to save, and no model has another H: neither was measured.
     worth_it = p.vocab >= 64 * VOCAB_TILE and p.hidden % 64 == 0
     return p.any_grad and may_hold(p) and once and worth_it and not (p.grad_bias or entropy or p.sharded)
@@ -197,7 +197,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
             "exponentials in scratch": element * VOCAB_TILE * tiles * max(0, chunk - room_in_gradient(p)),
             "hidden gradient in float32": 4 * chunk * p.hidden * sums if p.grad_hidden else 0,
             "more digits of hidden's gradient": hidden_digits(p),
-            "more digits of the weight's gradient": 0 if p.weight_dtype == "float32" else weight_digits(p),
+            "the weight's sum" if p.weight_grad_out else "more digits of the weight's gradient": sum_in_scratch(p),
             "softmax of each tile": softmax,
             **ids,
         }
@@ -237,9 +237,18 @@ def sum_bytes(p: Problem) -> int:
     return up(2 * p.vocab * p.hidden + weight_digits(p), EXPONENTIALS_ROW) if p.grad_weight else 0
 
 
+def sum_in_scratch(p: Problem) -> int:
+    """Bytes of that sum which aren't in the memory of the gradient: none where that is float32, and all where the
+    gradient will be added to the caller's.
+    """
+    if p.weight_grad_out:
+        return sum_bytes(p)
+    return 0 if p.weight_dtype == "float32" else weight_digits(p)
+
+
 def room_in_gradient(p: Problem) -> int:
     """Tokens of a chunk whose exponentials find room beside the weight's sum, in the memory of a float32 gradient."""
-    if not p.grad_weight or p.weight_dtype != "float32":
+    if not p.grad_weight or p.weight_grad_out or p.weight_dtype != "float32":
         return 0
     each = EXPONENTIALS_ROW * TOKEN_TILE * -(-p.vocab // VOCAB_TILE)
     return (4 * p.vocab * p.hidden - sum_bytes(p)) // each * TOKEN_TILE

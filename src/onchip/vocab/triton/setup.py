@@ -96,12 +96,11 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
     make = empty if fake else aligned
     if config.in_forward:
         problem = layer.problem("cuda")
-        size = triton_spec.hidden_digits(problem)
-        if weight.dtype != torch.float32:
-            size += triton_spec.weight_digits(problem)
+        size = triton_spec.sum_in_scratch(problem) + triton_spec.hidden_digits(problem)
+        gradient = layer.grads[1] and not problem.weight_grad_out
         return Saved(
             hidden.new_empty(hidden.shape) if layer.grads[0] else blank(),
-            make(weight, tuple(weight.shape), weight.dtype) if layer.grads[1] else blank(),
+            make(weight, tuple(weight.shape), weight.dtype) if gradient else blank(),
             make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype),
             vectors,
             blank(),
@@ -198,19 +197,20 @@ class Sums(NamedTuple):
         from onchip.vocab.triton.launches import Sum
 
         problem, scratch = layer.problem("cuda"), saved.scratch_memory.view(torch.uint8)
-        hidden = Sum(saved.hidden_memory)
+        shape, in_scratch = layer.weight.shape, triton_spec.sum_in_scratch(problem)
+        hidden, weight = Sum(saved.hidden_memory), Sum(saved.weight_memory)
         if layer.grads[0]:
-            hidden = Sum(saved.hidden_memory.view(-1, layer.hidden.shape[-1]))
-        weight, size = Sum(saved.weight_memory), triton_spec.weight_digits(problem)
-        if size and saved.weight_memory.dtype == torch.float32:  # with all digits in the gradient's memory
-            memory, of_first = weight.first.view(-1).view(torch.uint8), 2 * weight.first.numel()
-            first = memory[:of_first].view(torch.int16).view(weight.first.shape)
-            weight = Sum(first, memory[of_first : of_first + size].view(-1, first.shape[1]))
-        elif size:
-            weight = Sum(weight.first.view(torch.int16), scratch[:size].view(-1, weight.first.shape[1]))
-            scratch = scratch[size:]
+            hidden = Sum(saved.hidden_memory.view(-1, shape[1]))
         if size := triton_spec.hidden_digits(problem):
-            hidden = Sum(hidden.first.view(torch.int16), scratch[:size].view(hidden.first.shape))
+            hidden = Sum(hidden.first.view(torch.int16), scratch[in_scratch:][:size].view(hidden.first.shape))
+        if layer.grads[1]:
+            first, of_first = saved.weight_memory.view(-1).view(torch.uint8), 2 * shape[0] * shape[1]
+            if problem.weight_grad_out:
+                first = scratch
+            # Both in one memory, if that of the gradient isn't as large as the first 16 bits.
+            digits = scratch if len(first) == of_first else first[of_first:]
+            digits = digits[: triton_spec.weight_digits(problem)]
+            weight = Sum(first[:of_first].view(torch.int16).view(shape), digits.view(-1, shape[1]))
         return Sums(hidden, weight)
 
 

@@ -77,15 +77,23 @@ def scale_hidden(
 
 
 @triton.jit
+def _store_scaled(at, value, there, ADD: tl.constexpr):
+    if ADD:
+        value += tl.load(at, mask=there, other=0.0)
+    tl.store(at, value.to(at.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def scale_weight(
     left,  # [V, H] int16: the first 16 bits of a float32
     digits,  # [V, H] uint8: the next 8 bits; with PAIRED [pairs of rows, H]: the next 4 of both
-    out,  # [V, H] out
+    out,  # [V, H] out, or added to
     factor,  # [] float32
     first,  # row of digits
     V,
     H,
     PAIRED: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Make the weight's gradient of what forward left of it."""
@@ -99,9 +107,9 @@ def scale_weight(
         also = there & (v + 64 < V)
         upper, lower = tl.load(left + at, mask=there, other=0), tl.load(left + at + 64 * H, mask=also, other=0)
         upper, lower = join_pair(upper, lower, more)
-        tl.store(out + at, (upper * scale).to(out.dtype.element_ty), mask=there)
-        tl.store(out + at + 64 * H, (lower * scale).to(out.dtype.element_ty), mask=also)
+        _store_scaled(out + at, upper * scale, there, ADD)
+        _store_scaled(out + at + 64 * H, lower * scale, also, ADD)
     else:
         at = row.to(tl.int64) * H + c
         value = join_float(tl.load(left + at, mask=c < H, other=0), more)
-        tl.store(out + at, (value * scale).to(out.dtype.element_ty), mask=c < H)
+        _store_scaled(out + at, value * scale, c < H, ADD)

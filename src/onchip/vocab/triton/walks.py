@@ -493,7 +493,7 @@ def _scale_sums(
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
-        _scale_weight(run, sums.weight, grads.weight, factor)
+        _scale_weight(run, sums.weight, grads.weight, factor, add=grads.add)
         _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
     if grads.hidden is not None:
         run.launch(
@@ -513,8 +513,8 @@ def _scale_sums(
         ).run()
 
 
-def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None) -> None:
-    """Make the weight's gradient of its sum, which begins where that does."""
+def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, add: bool) -> None:
+    """Make the weight's gradient of its sum, which begins where that does, or add it to the caller's."""
     pair = 2 if left.paired else 1
 
     def scale(first: int, last: int, left: Sum) -> None:
@@ -528,11 +528,12 @@ def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None) -> No
             factor=factor,
             first=first // pair,
             PAIRED=left.paired,
+            ADD=add,
             BLOCK=BLOCK,
         ).run()
 
     last = run.vocab
-    if out.dtype == torch.float32:
+    if out.dtype == torch.float32 and not add:
         # Twice as long as the first 16 bits: from the end on, by halves, what is written has been read.
         assert left.digits is not None
         left = left._replace(digits=left.digits.clone())
