@@ -35,6 +35,7 @@ OPTIONS = {
     "all of labels": {"labels": torch.float32, "bias": True, "softcap": 5.0, "class_weight": torch.ones(1000)},
     "statistics of labels": {"labels": torch.bfloat16, "class_weight": torch.ones(1000), "return_stats": True},
     "in forward": {"plan": triton_spec.TritonPlan(128, in_forward=True), "softcap": 5.0},
+    "in forward, added": {"plan": triton_spec.TritonPlan(128, in_forward=True), "weight_grad_out": True},
 }  # fmt: skip
 
 
@@ -217,7 +218,7 @@ def test_what_hidden_apart_does_not_take():
 
 @pytest.mark.parametrize(
     ("device", "hidden", "options"),
-    [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (CONSUMER, 512, "everything")],
+    [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (AMPERE, 512, "in forward"), (CONSUMER, 512, "everything")],
     ids=str,
 )
 def test_pointers(device, hidden, options):
