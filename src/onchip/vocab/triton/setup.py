@@ -164,18 +164,15 @@ class TokenChunk(NamedTuple):
     def empty(layer: Layer, saved: Saved, tokens: int) -> "TokenChunk":
         """For at most so many tokens."""
         hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
-        tokens = min(tokens, layer.number)
-        padded, row = (
-            triton_spec.up(tokens, triton_spec.TOKEN_TILE),
-            VOCAB_TILE * -(-layer.weight.shape[0] // VOCAB_TILE),
-        )
+        tokens, vocab = min(tokens, layer.number), triton_spec.up(layer.weight.shape[0], VOCAB_TILE)
+        padded = triton_spec.up(tokens, triton_spec.TOKEN_TILE)
         in_gradient = min(padded, triton_spec.room_in_gradient(problem))
+        in_scratch = padded - in_gradient
         beside = hidden.new_empty(0, dtype=layer.dtype)
         if in_gradient:
-            memory, start = saved.weight_memory.view(-1).view(torch.uint8), triton_spec.sum_bytes(problem)
-            beside = memory[start : start + 2 * row * in_gradient].view(layer.dtype)
-        in_scratch = padded - in_gradient
-        scratch = aligned(hidden, (row * in_scratch,), layer.dtype) if in_scratch else beside[:0]
+            memory, start = saved.weight_memory.view(-1).view(layer.dtype), triton_spec.sum_bytes(problem) // 2
+            beside = memory[start : start + vocab * in_gradient]
+        scratch = aligned(hidden, (vocab * in_scratch,), layer.dtype) if in_scratch else beside[:0]
         _, slices = triton_spec.chunk_hidden(tokens, size)
         return TokenChunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
