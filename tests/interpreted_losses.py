@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import every_loss
+from bits import assert_rounds, triton_bits
 from fp8_linear import fp8_interpreter
 from interpreter import main, registering
 from linear_cross_entropy import lce_fp8_cases as fp8_cases
@@ -535,6 +536,11 @@ def labels_sorted_by_counting():
 @check()
 def tanh_at_any_size():
     assert_is_tanh(partial(triton_tanh, device="cpu"))
+
+
+@check(12, 16)
+def floats_of_few_digits(digits):
+    assert_rounds(partial(triton_bits, device="cpu", paired=digits == 12), digits)
 
 
 # ------------------------------------------------------------------------------------------------------ products in FP8

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bits import assert_rounds, triton_bits
 from loss_checks import RIGHT, everything
 from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from onchip.oracle.torch import computed
@@ -466,6 +467,11 @@ def test_small_losses_of_long_rows_keep_their_digits(reduction):
     (g,) = torch.autograd.grad(value, given["logits"], torch.ones_like(value))
     g = g * (200 if reduction == "mean" else 1)
     assert float((g[i, y] / torch.expm1(-loss) - 1).abs().max()) < 3e-5
+
+
+@pytest.mark.parametrize("digits", [12, 16])
+def test_floats_of_few_digits(digits):
+    assert_rounds(partial(triton_bits, device="cuda", paired=digits == 12), digits)
 
 
 def test_tanh_at_any_size():

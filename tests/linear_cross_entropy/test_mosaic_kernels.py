@@ -14,8 +14,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from bits import assert_rounds
 from onchip.kernels.mosaic.product import MosaicConfig, Work, place_tile
 from onchip.vocab.mosaic import kernels, rebase
+from onchip.vocab.mosaic.bits import join, split
 from onchip.vocab.mosaic.blocks import Kept, tanh
 from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands
 from onchip.vocab.mosaic.sums import Sum
@@ -365,6 +367,11 @@ def test_sums(vocab_major, tile_n, dtype, bound, interpreter):
     assert np.isnan(made[:, 3]).all()
     made, expected = np.delete(made, 3, 1), np.delete(expected, 3, 1)
     assert bound / 100 < relative(made, expected) < bound
+
+
+@pytest.mark.parametrize("number", [4, 8])
+def test_floats_of_few_digits(number):
+    assert_rounds(lambda x: np.asarray(join(*split(jnp.asarray(x), jnp.bfloat16, number), number)), 8 + number)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
