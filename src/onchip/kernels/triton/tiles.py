@@ -113,6 +113,7 @@ def add_digits(
         add_digits(out, digits, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, ADD, PAIRED)
         add_digits(out, digits, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, ADD, PAIRED)
     elif PAIRED:
+        tl.static_assert(R % 128 == 0)
         upper, lower = tl.split(tl.permute(tl.reshape(value, (R // 128, 2, 64, C)), (0, 2, 3, 1)))
         upper, lower = tl.reshape(upper, (R // 2, C)), tl.reshape(lower, (R // 2, C))
         pair = row // 2 + tl.arange(0, R // 2)

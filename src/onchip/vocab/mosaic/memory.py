@@ -3,8 +3,8 @@
 The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
 more, as far as there is room; the other tokens' logits are recomputed in backward.  Or tokens go in chunks, whose
 exponentials are in scratch for as long as it takes to make of them hidden's gradient and what they add to the weight's,
-a sum of 24 bits (sums.py); a frozen weight always goes so.  The formulas are of what XLA allocates for a jitted step
-beyond its arguments and results.
+a sum of 20 or 24 bits (sums.py); a frozen weight always goes so.  The formulas are of what XLA allocates for a jitted
+step beyond its arguments and results.
 """
 
 from collections.abc import Iterator

@@ -77,7 +77,7 @@ class Saved(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients that are made in forward, chunk by chunk of tokens, in 24 bits; None is what isn't wanted."""
+    """Gradients that are made in forward, chunk by chunk of tokens, in 20 or 24 bits; None is what isn't wanted."""
 
     hidden: Any  # by token, the first 16 bits and the next 8: of the softmax alone, without the tokens' factors
     weight: Any  # a `Sum` of the softmax alone, without the targets' terms, for an upstream gradient of 1
