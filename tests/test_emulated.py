@@ -92,6 +92,18 @@ def test_losses(name):
 
 
 @pytest.mark.slow
+def test_a_retained_graph_of_a_float32_weight():
+    """Whose gradient takes the place of its sum."""
+    h, w, y = loss_problem(300, 640, 300, weight_dtype=torch.float32)
+    with plan_in_forward(), emulating(GLUON), torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(h, w, y, backend="triton")
+        first = torch.autograd.grad(loss, (h, w), retain_graph=True)
+        second = torch.autograd.grad(loss, (h, w))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_right([loss.detach(), *first], h, w, y, 4e-3)
+
+
+@pytest.mark.slow
 def test_a_sum_is_added_to_the_callers():
     h, w, y = loss_problem(300, 576, 300)
     total = torch.randn(w.shape)
