@@ -106,6 +106,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The weight's."""
     gradients: bool
     """Whether it is of forward and backward, or of forward alone."""
+    frozen: bool
+    """Whether the weight needs no gradient."""
+    weight_grad_out: bool
+    """Whether its gradient is added to a tensor of the caller's."""
     tensor_parallel: int
     """Ranks that share the vocabulary, or of collective_matmul the layers."""
     sequence_parallel: bool
@@ -147,6 +151,8 @@ def plan(
     dtype: str = "bfloat16",
     weight_dtype: str | None = None,
     gradients: bool = True,
+    frozen: bool = False,
+    weight_grad_out: bool = False,
     entropy: bool = False,
     device: str = "cuda",
     gpu: str | None = None,
@@ -179,6 +185,8 @@ def plan(
         dtype: of the inputs: "float32", "bfloat16" or "float16".
         weight_dtype: the weight's, where autocast casts it; by default as `dtype`.
         gradients: of forward and backward with all gradients, or False: of forward alone.
+        frozen: of linear_cross_entropy and linear_log_probs, whether the weight needs no gradient.
+        weight_grad_out: of linear_cross_entropy in PyTorch, whether that is given.
         entropy: of linear_log_probs, whether the entropy is asked for too.
         device: "cuda" or "cpu".
         gpu: whose time to predict: "h100" (the default), "h200", "a100", "l40s", "4090" or "b200".
@@ -213,7 +221,8 @@ def plan(
     require_one_of("plan", "op", op, tuple(OPS))
     known = OPS[op]
     _check_words(op, framework, precision, device, gpu, dtype, weight_dtype)
-    flags = {"gradients": gradients, "entropy": entropy, "every_budget": every_budget}
+    of_weight = {"frozen": frozen, "weight_grad_out": weight_grad_out}
+    flags = {"gradients": gradients, "entropy": entropy, "every_budget": every_budget, **of_weight}
     for name, flag in {**flags, "sequence_parallel": sequence_parallel}.items():
         require_bool("plan", name, flag)
     if isinstance(scratch, str) or not isinstance(scratch, Sequence):
@@ -223,7 +232,12 @@ def plan(
     sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "tensor_parallel": tensor_parallel, **of_op}
     for name, size in sizes.items():
         require_positive_int("plan", name, size)
-    _check_taken(op, {"hidden": hidden, "vocab": vocab, **of_op, "entropy": entropy or None})
+    options = {"entropy": entropy, **of_weight}
+    _check_taken(op, {"hidden": hidden, "vocab": vocab, **of_op, **{n: x or None for n, x in options.items()}})
+    if frozen + weight_grad_out > gradients:
+        raise ValueError("plan: frozen and weight_grad_out are of calls with gradients, and there is no call with both")
+    if weight_grad_out and framework == "jax":
+        raise ValueError("plan: in JAX linear_cross_entropy has no weight_grad_out; leave it out")
     found = _found(model, config)
     hidden = hidden or (found.hidden if found else None)
     vocab = vocab or (found.vocab if found else None)
@@ -258,6 +272,8 @@ def plan(
         softcap=known.softcap and found is not None and found.softcap is not None,
         stats=entropy,
         ids=known.ids,
+        grad_weight=not frozen,
+        weight_grad_out=weight_grad_out,
     )
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
     asked = Asked(
@@ -302,6 +318,8 @@ def plan(
         dtype=dtype,
         weight_dtype=weight_dtype or dtype,
         gradients=gradients,
+        frozen=frozen,
+        weight_grad_out=weight_grad_out,
         tensor_parallel=tensor_parallel,
         sequence_parallel=sequence_parallel,
         link=link_rate(asked.gpu, link) if sent else None,

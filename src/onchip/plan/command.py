@@ -37,6 +37,12 @@ def run_plan(
     dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
     weight_dtype: Annotated[str | None, words("The weight's dtype, if autocast casts it.", *DTYPE_BYTES)] = None,
     forward: Annotated[bool, typer.Option("--forward", help="Of forward alone, without gradients.")] = False,
+    frozen: Annotated[
+        bool, typer.Option("--frozen", help="Of linear_cross_entropy and linear_log_probs: the weight is frozen.")
+    ] = False,
+    weight_grad_out: Annotated[
+        bool, typer.Option("--weight-grad-out", help="Of linear_cross_entropy in PyTorch: that is given.")
+    ] = False,
     entropy: Annotated[bool, typer.Option("--entropy", help="Of linear_log_probs: with the entropy.")] = False,
     gpu: Annotated[str | None, words("Whose times to predict. Default: h100.", *GPUS)] = None,
     device: Annotated[str, words("What to plan for, not what is here.", "cuda", "cpu")] = "cuda",
@@ -102,6 +108,8 @@ def run_plan(
         dtype=dtype,
         weight_dtype=weight_dtype,
         gradients=not forward,
+        frozen=frozen,
+        weight_grad_out=weight_grad_out,
         entropy=entropy,
         device=device,
         gpu=gpu,

@@ -78,7 +78,8 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     precision = "" if plan.precision == "full" else f", precision {plan.precision}"
     of = f"{plan.model}: " if plan.model else ""
     dtype = plan.dtype if plan.weight_dtype == plan.dtype else f"{plan.dtype}, weight in {plan.weight_dtype}"
-    say(f"{plan.op}, {passes}{precision}")
+    weight = ", the weight frozen" if plan.frozen else ", with weight_grad_out" if plan.weight_grad_out else ""
+    say(f"{plan.op}, {passes}{weight}{precision}")
     say(f"{of}{sizes}, {dtype}")
     say(f"{FRAMEWORKS[plan.framework]} on {where}, backend {plan.backend}")
     say("")

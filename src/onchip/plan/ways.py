@@ -191,6 +191,11 @@ def _problem(asked: Asked) -> Problem:
     return p if asked.gradients else replace(p, grad_hidden=False, grad_weight=False)
 
 
+def _products(asked: Asked) -> int:
+    """That the call can't do without: the logits', hidden's gradient and the weight's."""
+    return 1 if not asked.gradients else 2 + asked.problem.grad_weight
+
+
 def _kernels(
     planner: Planner[Any],
     p: Any,
@@ -220,7 +225,7 @@ def _triton_way(asked: Asked) -> Way:
     p, of_gpu = _problem(asked), rates(asked.gpu)
     strategies = ("auto", "stash", "recompute") if asked.gradients and not p.ids else ("auto",)
     predict = partial(triton_memory.predict, rates=of_gpu)
-    return _kernels(triton_memory.PLANNER, p, (1, 3, 1), predict, _triton_sizes, strategies)
+    return _kernels(triton_memory.PLANNER, p, (1, _products(asked), 1), predict, _triton_sizes, strategies)
 
 
 def _triton_sizes(c: triton_memory.TritonPlan) -> dict[str, int]:
@@ -233,7 +238,8 @@ def _mosaic_way(asked: Asked) -> Way:
     def predict(p: Problem, c: MosaicPlan) -> float:
         return mosaic_memory.predict(p, c) / faster_products(asked.gpu)
 
-    return _kernels(mosaic_memory.PLANNER, _problem(asked), (1, 3, 1), predict, _mosaic_sizes, strategies)
+    products = 1, _products(asked), 1
+    return _kernels(mosaic_memory.PLANNER, _problem(asked), products, predict, _mosaic_sizes, strategies)
 
 
 def _mosaic_sizes(c: MosaicPlan) -> dict[str, int]:
@@ -246,12 +252,12 @@ def _of_products(module: Any) -> Callable[[Asked], Way]:
     def way(asked: Asked) -> Way:
         p, planner = _problem(asked), module.PLANNER
         strategies = ("stash", "recompute") if asked.gradients else ("forward",)
-        number = {"forward": 1, "stash": 3, "recompute": 4}
+        number = _products(asked)
 
         def step(strategy: str, budget: int | None) -> Step:
             c: Config = planner.plan(p, strategy, budget)
-            again = p.tokens if strategy == "recompute" else 0
-            return Step(planner.parts(p, c), number[strategy], again, _cut(c), None)
+            again = strategy == "recompute"
+            return Step(planner.parts(p, c), number + again, p.tokens if again else 0, _cut(c), None)
 
         chosen = partial(module.choose_strategy, p, "auto")
         return Way(step, partial(planner.least, p), partial(planner.default, p), strategies, chosen)
@@ -276,7 +282,8 @@ def _log_probs_of_products(planner: Planner[Config], *, both_walks: bool) -> Cal
             planner.require(p, strategy, budget)
             plans = [planner.plan(p, walk, budget) for walk in walks]
             parts = max((planner.parts(p, c) for c in plans), key=lambda parts: sum(parts.values()))
-            return Step(parts, 4 if asked.gradients else 1, p.tokens if asked.gradients else 0, _cut(plans[-1]), None)
+            again = asked.gradients
+            return Step(parts, _products(asked) + again, p.tokens if again else 0, _cut(plans[-1]), None)
 
         return Way(step, lambda _: planner.least(p, strategy), lambda _: planner.default(p, strategy))
 
@@ -293,11 +300,11 @@ def _fp8_way(asked: Asked) -> Way:
         quantised = (DTYPE_BYTES[p.dtype] + 1 + asked.gradients) * p.vocab * p.hidden + (
             6 if p.any_grad else 4
         ) * logits
-        outputs, weights = (2 * product, product) if p.any_grad else (product, 0)
+        outputs, weights = (2 * product, product * p.grad_weight) if p.any_grad else (product, 0)
         # Smaller chunks than the default's were not measured.
         measured = triton and chunk >= min(p.tokens, fp8_memory.DEFAULT_CHUNK)
         ms = fp8_ms(asked.gpu, outputs, weights, quantised) if measured else None
-        return Step(fp8_memory.scratch_parts(p, chunk), 3 if p.any_grad else 1, 0, {"tokens": chunk}, ms)
+        return Step(fp8_memory.scratch_parts(p, chunk), _products(asked), 0, {"tokens": chunk}, ms)
 
     planner = fp8_memory.PLANNER
     return Way(step, lambda _: planner.least(p, ""), lambda _: fp8_memory.scratch_bytes(p, fp8_memory.plan(p, None)))
@@ -480,7 +487,7 @@ def _has_rates(asked: Asked) -> bool:
 def _gradient_bytes(asked: Asked) -> int:
     """Of those that are returned: where they come after the peak, their memory was part of it."""
     p = asked.problem
-    of_weight = DTYPE_BYTES[p.weight_dtype] * p.vocab * p.hidden
+    of_weight = DTYPE_BYTES[p.weight_dtype] * p.vocab * p.hidden * p.grad_weight
     return DTYPE_BYTES[p.hidden_dtype] * p.tokens * p.hidden + of_weight if asked.gradients else 0
 
 
@@ -532,7 +539,7 @@ _XLA = _Measured(_JIT, "the loss of hidden @ weight.T in 16 bits, under jax.jit"
 
 
 def _plain_loss(asked: Asked) -> Plain:
-    products = 3 if asked.gradients else 1
+    products = _products(asked)
     if asked.framework == "jax":
         return _XLA.plain(asked, products) if _has_rates(asked) else _XLA.unknown()
     return _LOSS.plain(asked, products, after_peak=_gradient_bytes(asked))
@@ -542,7 +549,7 @@ def _plain_log_probs(asked: Asked) -> Plain:
     if asked.framework == "jax":
         return Plain(_JIT, "jax.nn.log_softmax of the logits")
     measured = _ENTROPY if asked.entropy else _LOG_PROBS
-    return measured.plain(asked, 3 if asked.gradients else 1, after_peak=_gradient_bytes(asked))
+    return measured.plain(asked, _products(asked), after_peak=_gradient_bytes(asked))
 
 
 def _plain_cross_entropy(asked: Asked) -> Plain:
@@ -598,6 +605,7 @@ OPS: dict[str, Op] = {
             },
         },
         plain=_plain_loss,
+        takes=("frozen", "weight_grad_out"),
     ),
     "linear_log_probs": Op(
         backends={
@@ -608,7 +616,7 @@ OPS: dict[str, Op] = {
             ("jax", "full"): {"xla": Backend(_never, _log_probs_of_products(xla_memory.PLANNER, both_walks=False))},
         },
         plain=_plain_log_probs,
-        takes=("entropy",),
+        takes=("entropy", "frozen"),
         ids=1,
     ),
     "cross_entropy": Op(
