@@ -236,7 +236,7 @@ def add_to_sum(total, product, begins, config):
     firsts, digits = [], []
     for tile in range(0, new.shape[1], config.tile_n):
         blocks = [new[:, n : n + BOX] for n in range(tile, tile + config.tile_n, BOX)]
-        together = 16 // sums.digit_bits(total.first.dtype)
+        together = 16 // sums.bits_of(total.first.dtype)
         for start in range(0, len(blocks), together):
             *first, words = sums.as_stored(blocks[start : start + together], total.first.dtype)
             firsts += first

@@ -186,7 +186,8 @@ def plan(
         weight_dtype: the weight's, where autocast casts it; by default as `dtype`.
         gradients: of forward and backward with all gradients, or False: of forward alone.
         frozen: of linear_cross_entropy and linear_log_probs, whether the weight needs no gradient.
-        weight_grad_out: of linear_cross_entropy in PyTorch, whether that is given.
+        weight_grad_out: of linear_cross_entropy in PyTorch, whether backward adds the weight's gradient to a tensor of
+            the caller's.
         entropy: of linear_log_probs, whether the entropy is asked for too.
         device: "cuda" or "cpu".
         gpu: whose time to predict: "h100" (the default), "h200", "a100", "l40s", "4090" or "b200".
@@ -234,8 +235,10 @@ def plan(
         require_positive_int("plan", name, size)
     options = {"entropy": entropy, **of_weight}
     _check_taken(op, {"hidden": hidden, "vocab": vocab, **of_op, **{n: x or None for n, x in options.items()}})
-    if frozen + weight_grad_out > gradients:
-        raise ValueError("plan: frozen and weight_grad_out are of calls with gradients, and there is no call with both")
+    if frozen and weight_grad_out:
+        raise ValueError("plan: a frozen weight has no gradient to add; leave frozen or weight_grad_out out")
+    if not gradients and (frozen or weight_grad_out):
+        raise ValueError("plan: forward alone has no gradients; leave frozen and weight_grad_out out")
     if weight_grad_out and framework == "jax":
         raise ValueError("plan: in JAX linear_cross_entropy has no weight_grad_out; leave it out")
     found = _found(model, config)

@@ -41,7 +41,11 @@ def run_plan(
         bool, typer.Option("--frozen", help="Of linear_cross_entropy and linear_log_probs: the weight is frozen.")
     ] = False,
     weight_grad_out: Annotated[
-        bool, typer.Option("--weight-grad-out", help="Of linear_cross_entropy in PyTorch: that is given.")
+        bool,
+        typer.Option(
+            "--weight-grad-out",
+            help="Of linear_cross_entropy in PyTorch: the weight's gradient is added to a tensor of yours.",
+        ),
     ] = False,
     entropy: Annotated[bool, typer.Option("--entropy", help="Of linear_log_probs: with the entropy.")] = False,
     gpu: Annotated[str | None, words("Whose times to predict. Default: h100.", *GPUS)] = None,

@@ -80,6 +80,13 @@ class Problem:
         return f"T={self.tokens}, H={self.hidden}, V={self.vocab} in {self.dtype}"
 
 
+def digit_bits(dtype: str) -> int:
+    """Of each number of the weight's sum over chunks of tokens, beyond the first 16 bits of its float32: with them it
+    has 12 binary digits where bfloat16 operands have 8, and 16 where float16's have 11.
+    """
+    return 4 if dtype == "bfloat16" else 8
+
+
 def logits_bytes(p: Problem) -> int:
     """Bytes of the float32 logits, which no op stores."""
     return 4 * p.tokens * p.vocab

@@ -14,7 +14,7 @@ from onchip.core.sizes import MIB
 from onchip.core.sizes import up as up
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, even_chunk, largest, waves
-from onchip.vocab.memory import Problem, logits_bytes, needs
+from onchip.vocab.memory import Problem, digit_bits, logits_bytes, needs
 
 TOKEN_TILE, VOCAB_TILE = 128, 256
 FORWARD_SCRATCH = 64 * MIB
@@ -165,9 +165,9 @@ def hidden_slices(tokens: int, hidden: int) -> int:
 
 
 def digits_bytes(p: Problem) -> int:
-    """Of what 16 bits lack of the weight's sum: 4 more of each number if it is bfloat16, else 8, of whole tiles."""
-    of_tile = VOCAB_TILE // (2 if p.dtype == "bfloat16" else 1)
-    return of_tile * -(-p.hidden // hidden_tile(p.hidden)) * up(p.vocab, VOCAB_TILE)
+    """Of what 16 bits lack of the weight's sum, in whole tiles."""
+    of_row = VOCAB_TILE * digit_bits(p.dtype) // 8
+    return of_row * -(-p.hidden // hidden_tile(p.hidden)) * up(p.vocab, VOCAB_TILE)
 
 
 def capacity(p: Problem) -> int:

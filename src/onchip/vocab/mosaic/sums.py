@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from onchip.kernels.mosaic.product import BOX, MosaicConfig
 from onchip.kernels.mosaic.registers import Registers
+from onchip.vocab.memory import digit_bits
 from onchip.vocab.mosaic.bits import from_bits, join, split, to_bits
 
 Send = Callable[[Any, int, int], None]
@@ -22,14 +23,14 @@ _COLUMNS = 256
 """Of a tile, at most."""
 
 
-def digit_bits(dtype: Any) -> int:
-    """Of each number: with the first 16 they make 12 or 16 binary digits, where the gradient has 8 or 11."""
-    return 4 if dtype == jnp.bfloat16 else 8
+def bits_of(dtype: Any) -> int:
+    """`digit_bits` of a dtype of JAX's."""
+    return digit_bits(jnp.dtype(dtype).name)
 
 
 def words(dtype: Any) -> int:
     """Columns of digits that a tile has."""
-    return _COLUMNS * digit_bits(dtype) // 16
+    return _COLUMNS * bits_of(dtype) // 16
 
 
 class Sum(NamedTuple):
@@ -48,7 +49,7 @@ class Sum(NamedTuple):
     def value(self, config: MosaicConfig) -> Array:
         """[rows, columns] float32."""
         rows, columns = self.first.shape
-        bits = digit_bits(self.first.dtype)
+        bits = bits_of(self.first.dtype)
         of_words = to_bits(self.digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, bits, jnp.uint32)[:, None]
         of_tiles = (of_words & ((1 << bits) - 1)).reshape(rows, -1, _COLUMNS)
         made: Array = join(self.first, of_tiles[..., : config.tile_n].reshape(rows, -1)[:, :columns], bits)
@@ -61,7 +62,7 @@ def added(product: Any, first: Any, words: Callable[[int], Any], begins: Any, re
     words: of a number, the reference to that block of digits.  begins: whether nothing has been written there.
     """
     blocks: list[Any] = []
-    bits = digit_bits(first.dtype)
+    bits = bits_of(first.dtype)
     for n in range(0, product.shape[1], BOX):
         block, shift = divmod(n // BOX * bits, 16)
         if shift == 0:
@@ -73,7 +74,7 @@ def added(product: Any, first: Any, words: Callable[[int], Any], begins: Any, re
 
 def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, store: Callable[..., None]) -> None:
     """Store what `added` returns: `first` and `digits` send blocks to the matrices of these names."""
-    together = 16 // digit_bits(dtype)
+    together = 16 // bits_of(dtype)
     places: list[tuple[Send, int]] = []
     for start in range(0, len(blocks), together):
         places += [(first, n * BOX) for n in range(start, min(start + together, len(blocks)))]
@@ -95,7 +96,7 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, store: C
 
 def as_stored(blocks: list[Any], dtype: Any) -> list[Any]:
     """The first 16 bits of each of the blocks of float32 whose digits share words, and these."""
-    bits = digit_bits(dtype)
+    bits = bits_of(dtype)
     firsts, digits = zip(*(split(x, dtype, bits) for x in blocks), strict=True)
     word = digits[0]
     for i, more in enumerate(digits[1:], 1):

@@ -139,9 +139,9 @@ def scale_piece(value, factor, even_sum, h, H):
 
 
 @gluon.jit
-def add_piece(value, firsts, digits):
+def add_piece(value, first_bits, digits):
     """A piece and that of the sum, of these blocks in shared memory."""
-    first = firsts.load(piece_layout())
+    first = first_bits.load(piece_layout())
     if digits.shape[0] < ROWS:
         upper, lower = split_rows(first)
         a, b = join_pairs(upper, lower, digits.load(half_layout()))

@@ -21,7 +21,7 @@ from onchip.core.sizes import DTYPE_BYTES, MIB
 from onchip.core.sizes import up as up
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, even_chunk, largest, waves
-from onchip.vocab.memory import Problem, logits_bytes, needs
+from onchip.vocab.memory import Problem, digit_bits, logits_bytes, needs
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256
@@ -226,10 +226,10 @@ def hidden_digits(p: Problem) -> int:
 
 
 def weight_digits(p: Problem) -> int:
-    """The same of the weight's sum; 4 more bits, of pairs of rows, where the products are of bfloat16."""
+    """The same of the weight's sum; where they are 4 bits, two rows share bytes."""
     if not p.grad_weight:
         return 0
-    return (up(p.vocab, PAIRS) // 2 if p.dtype == "bfloat16" else p.vocab) * p.hidden
+    return (p.vocab if digit_bits(p.dtype) == 8 else up(p.vocab, PAIRS) // 2) * p.hidden
 
 
 def sum_bytes(p: Problem) -> int:

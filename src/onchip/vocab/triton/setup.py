@@ -23,7 +23,7 @@ from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 from onchip.vocab.rows.launches import flat as flat
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
-from onchip.vocab.triton.memory import VOCAB_TILE, TritonPlan
+from onchip.vocab.triton.memory import EXPONENTIALS_ROW, VOCAB_TILE, TritonPlan
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
@@ -128,19 +128,16 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
-_MULTIPLE = triton_spec.EXPONENTIALS_ROW
-
-
 def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled, from a multiple of 512 bytes on and near the others.
+    """Not yet filled, from a whole row of exponentials on, 512 bytes, and near the others.
 
     PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.
     """
     size = math.prod(shape) * dtype.itemsize
     memory = _allocate(like, size)
-    if memory.data_ptr() % _MULTIPLE:
-        memory = _allocate(like, size + _MULTIPLE)
-        memory = memory[-memory.data_ptr() % _MULTIPLE :]
+    if memory.data_ptr() % EXPONENTIALS_ROW:
+        memory = _allocate(like, size + EXPONENTIALS_ROW)
+        memory = memory[-memory.data_ptr() % EXPONENTIALS_ROW :]
     return memory[:size].view(dtype).view(shape)
 
 
@@ -201,13 +198,11 @@ class Sums(NamedTuple):
         if size := triton_spec.hidden_digits(problem):
             hidden = Sum(hidden.first.view(torch.int16), scratch[in_scratch:][:size].view(hidden.first.shape))
         if layer.grads[1]:
-            first, of_first = saved.weight_memory.view(-1).view(torch.uint8), 2 * shape[0] * shape[1]
-            if problem.weight_grad_out:
-                first = scratch
-            # Both in one memory, if that of the gradient isn't as large as the first 16 bits.
-            digits = scratch if len(first) == of_first else first[of_first:]
-            digits = digits[: triton_spec.weight_digits(problem)]
-            weight = Sum(first[:of_first].view(torch.int16).view(shape), digits.view(-1, shape[1]))
+            of_first, of_digits = 2 * shape[0] * shape[1], triton_spec.weight_digits(problem)
+            memory = scratch if problem.weight_grad_out else saved.weight_memory.view(-1).view(torch.uint8)
+            # A 16-bit gradient has no room for the digits.
+            digits = scratch if in_scratch == of_digits else memory[of_first:]
+            weight = Sum(memory[:of_first].view(torch.int16).view(shape), digits[:of_digits].view(-1, shape[1]))
         return Sums(hidden, weight)
 
 
