@@ -32,9 +32,9 @@ from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
+from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
-from onchip.vocab.triton.walks import Products, chunks, float16_scale
 
 # Tiles of a token's row that a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8
