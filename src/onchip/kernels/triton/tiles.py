@@ -99,6 +99,16 @@ def add_columns(
         tl.atomic_add(into + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside, sem="relaxed")
 
 
+# Rows that share the bytes of their digits with as many rows after them.
+PAIR_ROWS = tl.constexpr(64)
+
+
+@triton.jit
+def upper_row(pair):
+    """Of a pair of rows, by the row of its digits."""
+    return pair // PAIR_ROWS * (2 * PAIR_ROWS) + pair % PAIR_ROWS
+
+
 @triton.jit
 def add_digits(
     out, digits, stride, row, column, rows, columns, value,
@@ -106,31 +116,32 @@ def add_digits(
 ):  # fmt: skip
     """Add value [R, C] to the 24 bits of floats that are there, or store it: `maths.split_float`.
 
-    PAIRED: to 20 bits, `maths.split_pair`, of two rows 64 apart; R and `row` are multiples of 128.
+    PAIRED: to 20 bits, `maths.split_pair`, of rows PAIR_ROWS apart; R and `row` are multiples of twice as many.
     """
     if PARTS > 1:
         left, right = halves(value, R, C)
         add_digits(out, digits, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, ADD, PAIRED)
         add_digits(out, digits, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, ADD, PAIRED)
     elif PAIRED:
-        tl.static_assert(R % 128 == 0)
-        upper, lower = tl.split(tl.permute(tl.reshape(value, (R // 128, 2, 64, C)), (0, 2, 3, 1)))
+        tl.static_assert(R % (2 * PAIR_ROWS) == 0)
+        halved: tl.constexpr = (R // (2 * PAIR_ROWS), 2, PAIR_ROWS, C)
+        upper, lower = tl.split(tl.permute(tl.reshape(value, halved), (0, 2, 3, 1)))
         upper, lower = tl.reshape(upper, (R // 2, C)), tl.reshape(lower, (R // 2, C))
         pair = row // 2 + tl.arange(0, R // 2)
-        r = pair // 64 * 128 + pair % 64
+        r = upper_row(pair)
         c = column + tl.arange(0, C)
         inside = c < columns
-        of_upper, of_lower = (r < rows)[:, None] & inside[None, :], (r + 64 < rows)[:, None] & inside[None, :]
+        of_upper, of_lower = (r < rows)[:, None] & inside[None, :], (r + PAIR_ROWS < rows)[:, None] & inside[None, :]
         at = r.to(tl.int64)[:, None] * stride + c[None, :]
         at_digits = pair.to(tl.int64)[:, None] * stride + c[None, :]
         if ADD:
             old_upper = tl.load(out + at, mask=of_upper, other=0)
-            old_lower = tl.load(out + at + 64 * stride, mask=of_lower, other=0)
+            old_lower = tl.load(out + at + PAIR_ROWS * stride, mask=of_lower, other=0)
             a, b = join_pair(old_upper, old_lower, tl.load(digits + at_digits, mask=inside[None, :], other=0))
             upper, lower = upper + a, lower + b
         first_upper, first_lower, more = split_pair(upper, lower)
         tl.store(out + at, first_upper, mask=of_upper)
-        tl.store(out + at + 64 * stride, first_lower, mask=of_lower)
+        tl.store(out + at + PAIR_ROWS * stride, first_lower, mask=of_lower)
         tl.store(digits + at_digits, more, mask=inside[None, :])
     else:
         r = row + tl.arange(0, R)

@@ -34,7 +34,7 @@ FORWARD_SCRATCH = 64 * MIB
 MOST_WEIGHT_CHUNKS = 11
 # Tokens of the smallest chunk whose product is added to the weight's sum.
 SMALLEST_SUMMED = 512
-# Rows of the weight's sum whose first half shares bytes of digits with the second half.
+# Rows of the weight's sum whose first half shares bytes of digits with the second half: twice tiles.PAIR_ROWS.
 PAIRS = 128
 # Columns of a tile of the kernels that take turns: turns.py.
 IN_TURNS = 128

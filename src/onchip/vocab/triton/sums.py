@@ -7,6 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import join_float, join_pair, split_float
+from onchip.kernels.triton.tiles import PAIR_ROWS, upper_row
 from onchip.vocab.triton.blocks import add_entries
 
 
@@ -102,13 +103,13 @@ def scale_weight(
     scale = tl.load(factor)
     more = tl.load(digits + row.to(tl.int64) * H + c, mask=c < H, other=0)
     if PAIRED:
-        v = row // 64 * 128 + row % 64
+        v = upper_row(row)
         at, there = v.to(tl.int64) * H + c, (c < H) & (v < V)
-        also = there & (v + 64 < V)
-        upper, lower = tl.load(left + at, mask=there, other=0), tl.load(left + at + 64 * H, mask=also, other=0)
+        also = there & (v + PAIR_ROWS < V)
+        upper, lower = tl.load(left + at, mask=there, other=0), tl.load(left + at + PAIR_ROWS * H, mask=also, other=0)
         upper, lower = join_pair(upper, lower, more)
         _store_scaled(out + at, upper * scale, there, ADD)
-        _store_scaled(out + at + 64 * H, lower * scale, also, ADD)
+        _store_scaled(out + at + PAIR_ROWS * H, lower * scale, also, ADD)
     else:
         at = row.to(tl.int64) * H + c
         value = join_float(tl.load(left + at, mask=c < H, other=0), more)
