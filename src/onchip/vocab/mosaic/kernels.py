@@ -48,7 +48,7 @@ from onchip.vocab.mosaic.blocks import (
     vocab_of,
 )
 from onchip.vocab.mosaic.positions import LOWEST, Labels, Operands, Partials
-from onchip.vocab.mosaic.sums import Sum, added, store_sum, words
+from onchip.vocab.mosaic.sums import Sum, added, store_sum, word_columns
 from onchip.vocab.xla.tiles import Wanted
 
 
@@ -411,7 +411,7 @@ def weight_product(
         row, column = (v, p.n) if vocab_major else (p.m, v)
         send = send_to(refs["out"], row, column, BOX)
         if total is not None:
-            store_sum(product, send, send_to(refs["digits"], row, p.j * digits, BOX), rows.dtype, store)
+            store_sum(product, send, send_to(refs["digits"], row, p.j * width, BOX), rows.dtype, store)
             return
         if even is not None:
             h, length, over = (p.n, c.part_n, 0) if vocab_major else (p.m, c.part_m, 1)
@@ -426,20 +426,20 @@ def weight_product(
         load_block(refs["out"], row, BOX, s.j * c.tile_n, c.tile_n, b, barrier)
         if not vocab_major:
             # A copy fills all columns: where words have fewer, the next tile's come with them.
-            load_block(refs["digits"], row, BOX, s.j * digits, c.tile_m, a, barrier)
+            load_block(refs["digits"], row, BOX, s.j * width, c.tile_m, a, barrier)
             return
         # As many copies as a step has, of whole blocks of words or of halves of one.
-        rows_at_once = BOX * digits // c.tile_m
+        rows_at_once = BOX * width // c.tile_m
         for i in range(c.tile_m // BOX):
             block, r = divmod(i * rows_at_once, BOX)
             into = a.at[block, pl.ds(r, rows_at_once)]
-            load_block(refs["digits"], row + r, rows_at_once, s.j * digits + block * BOX, BOX, into, barrier)
+            load_block(refs["digits"], row + r, rows_at_once, s.j * width + block * BOX, BOX, into, barrier)
 
     def add_sum(refs: Refs, product: Any, a: Any, b: Any) -> list[Any]:
         block = lambda i: a.at[i if vocab_major else (slice(None), pl.ds(i * BOX, BOX))]  # noqa: E731
         return added(product, b, block, refs["begins"][0] != 0, registers)
 
-    addends, digits = None, words(rows.dtype)
+    addends, width = None, word_columns(rows.dtype)
     if total is not None:
         assert (c.tile_m, c.part_m, c.tile_k) == (2 * BOX, BOX, BOX)
         assert begins is not None

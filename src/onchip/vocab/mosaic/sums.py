@@ -28,8 +28,8 @@ def bits_of(dtype: Any) -> int:
     return digit_bits(jnp.dtype(dtype).name)
 
 
-def words(dtype: Any) -> int:
-    """Columns of digits that a tile has."""
+def word_columns(dtype: Any) -> int:
+    """Of the digits of a tile."""
     return _COLUMNS * bits_of(dtype) // 16
 
 
@@ -37,13 +37,13 @@ class Sum(NamedTuple):
     """A sum, or references to it."""
 
     first: Any  # [rows, columns]
-    digits: Any  # [rows, `words` for each tile of the columns]
+    digits: Any  # [rows, `word_columns` for each tile of the columns]
 
     @staticmethod
     def empty(like: Array, config: MosaicConfig) -> "Sum":
         """Of a matrix like this one, not yet written."""
         rows, columns = like.shape
-        digits = rows, -(-columns // config.tile_n) * words(like.dtype)
+        digits = rows, -(-columns // config.tile_n) * word_columns(like.dtype)
         return Sum(lax.empty(like.shape, like.dtype), lax.empty(digits, like.dtype))
 
     def value(self, config: MosaicConfig) -> Array:
