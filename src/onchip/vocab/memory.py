@@ -175,7 +175,8 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
         return scratch_bytes(p, Config(strategy, tokens, vocab)) <= budget
 
     def vocab_chunk(tokens: int) -> int:
-        return even_chunk(p.vocab, largest(lambda size: fits(tokens, size), least_vocab, p.vocab))
+        most = largest(lambda size: fits(tokens, size), least_vocab, p.vocab)
+        return max(least_vocab, even_chunk(p.vocab, most))
 
     if strategy == "stash":
         # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
