@@ -110,6 +110,13 @@ def in_forward(name):
         AUTO.assert_case(IN_FORWARD[name])
 
 
+@check(*IN_FORWARD)
+def a_longer_first_chunk(name):
+    """Some of whose exponentials wait in the memory of the weight's gradient: of 136 columns, those of 128 tokens."""
+    with plan_in_forward(first=256):
+        AUTO.assert_case(replace(IN_FORWARD[name], hidden=136, tokens=400))
+
+
 @check("linear_cross_entropy", "linear_log_probs")
 def a_frozen_weight(name):
     """Hidden's gradient is left in 24 bits, which backward multiplies and rounds, also of a retained graph."""

@@ -231,9 +231,14 @@ def mixed_plan(**more):
     return _planned(side_effect=plan)
 
 
-def plan_in_forward(tokens=128):
-    """Forward computes the gradients, by chunks of tokens; where the plan is made anew, in backward too."""
-    return _planned(return_value=triton_memory.TritonPlan(tokens, in_forward=True))
+def plan_in_forward(tokens=128, first=0):
+    """Forward computes the gradients, by chunks of tokens, of which the first may be larger; where the plan is made
+    anew, in backward too.
+    """
+    rows = 256 if first else 0
+    return _planned(
+        return_value=triton_memory.TritonPlan(tokens, weight_chunk=rows, in_forward=True, first_chunk=first)
+    )
 
 
 @contextmanager

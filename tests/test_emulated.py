@@ -68,11 +68,14 @@ LOSSES = {
     "far above the targets": (576, mixed_plan, {"softmax_in_turns", "hidden_apart"}, {"std": 60.0}),
     "smoothing": (1152, plan_in_forward, {"hidden_apart", "weight_added"}, {"label_smoothing": 0.1}),
     "float16": (1152, plan_in_forward, {"softmax_staggered", "weight_added"}, {"dtype": torch.float16}),
+    "a longer first chunk": (128, partial(plan_in_forward, first=256), {"softmax_in_turns", "weight_added"}, {}),
+    "a longer first chunk in float16": (1024, partial(plan_in_forward, first=256), {"weight_added"},
+                                        {"dtype": torch.float16, "label_smoothing": 0.1}),
     "recomputed": (1024, partial(mixed_plan, halves=True), {"softmax_staggered", "gradient_staggered"}, {}),
     "columns that can't be swapped": (200, plan_in_forward, set(), {}),
     "a float32 weight": (640, plan_in_forward, {"hidden_apart", "weight_added"}, {"weight_dtype": torch.float32}),
     "a float32 weight, recomputed": (640, mixed_plan, {"hidden_apart"}, {"weight_dtype": torch.float32}),
-}
+}  # fmt: skip
 FEW_LOSSES = ("recomputed",)
 
 

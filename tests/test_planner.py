@@ -103,7 +103,13 @@ def assert_sound(p, c):
     assert held % 128 == 0 <= held <= up(p.tokens, 128)
     if isinstance(c, triton_memory.TritonPlan) and c.in_forward:
         assert triton_memory.may_run_in_forward(p)
-        assert c.token_chunk % 128 == held == c.vocab_chunk == c.weight_chunk == 0
+        assert c.token_chunk % 128 == held == c.vocab_chunk == 0
+        assert sum(c.token_chunks(p.tokens)) == p.tokens
+        if c.first_chunk:
+            assert triton_memory.capacity(p) > 0
+            assert c.first_chunk % 128 == 0 < c.token_chunk < c.first_chunk < p.tokens
+        assert c.weight_chunk % 256 == 0
+        assert (c.weight_chunk > 0) == (c.first_chunk > 0)
         return
     weight_chunk = c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.weight_chunk
     vocab_chunk = c.recompute_chunks * c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.vocab_chunk

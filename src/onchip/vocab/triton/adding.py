@@ -61,13 +61,14 @@ def half_layout():
 
 @gluon.jit
 def copy(
-    ring, exponentials, rows, old_sum, old_digits, buffer, tiles_v, tiles_h, steps,
+    ring, exponentials, rows, old_sum, old_digits, buffer, first_tile, tiles_v, tiles_h, steps,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the operands of this program's tiles, where there is room, then what their products are added to."""
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
         i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
+        i += first_tile
         for k in range(steps):
             line = buffer_row(i, k * STEP, buffer, 0)
             come, first_entries, last_entries, common = begin_copies(ring, step, STEP_BYTES, STAGES)
@@ -167,7 +168,7 @@ def store_piece(value, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
 
 @gluon.jit
 def take_sums(
-    ring, old_sum, old_digits, out, digits, scale, even_sum, V, H, stride, tiles_v, tiles_h, steps,
+    ring, old_sum, old_digits, out, digits, scale, even_sum, V, H, stride, first_tile, tiles_v, tiles_h, steps,
     W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles: rows of the weight from W * ROWS on."""
@@ -176,6 +177,7 @@ def take_sums(
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
         i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
+        i += first_tile
         v = i * VOCAB_TILE + W * ROWS
         h = j * ROWS
         x = begin_product(ring, step, steps, zeros, step == 0, "km", "kn", W, STAGES)
@@ -229,7 +231,7 @@ def quarters(x):
     return a, b, c, d
 
 
-@gluon.jit(do_not_specialize=["V"])
+@gluon.jit(do_not_specialize=["first_tile", "chunk_tiles", "V"])
 def weight_added(
     exponentials,  # [rows, VOCAB_TILE], in blocks of [STEP, ROWS]
     rows,  # [T, H], the same; columns swapped as `scale_rows` does it
@@ -241,6 +243,8 @@ def weight_added(
     inverse_grad_scale,  # [] float32: what the product is multiplied by
     even_sum,  # [H] float32: what each row lacks
     buffer,  # BufferRows
+    first_tile,  # of the vocabulary, and how many
+    chunk_tiles,
     out_stride,
     H,
     V,
@@ -251,7 +255,6 @@ def weight_added(
 ):
     """`weight_gradient` of a chunk of tokens, added to those of others.  A tile is VOCAB_TILE rows by ROWS columns."""
     steps = gl.cdiv(gl.maximum(gl.load(number), 1), STEP)
-    tiles_v = gl.cdiv(V, VOCAB_TILE)
     tiles_h = gl.cdiv(H, ROWS)
     ring = new_ring(exponentials, rows, STAGES)
     FIRST: gl.constexpr = 0
@@ -259,11 +262,11 @@ def weight_added(
     gl.warp_specialize(
         [
             (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
-                         tiles_v, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, PAIRED)),
+                         first_tile, chunk_tiles, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, PAIRED)),
             (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
-                         tiles_v, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, PAIRED)),
-            (copy, (ring, exponentials, rows, old_sum, old_digits, buffer, tiles_v, tiles_h, steps, GROUP, PROGRAMS,
-                    STAGES)),
+                         first_tile, chunk_tiles, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, PAIRED)),
+            (copy, (ring, exponentials, rows, old_sum, old_digits, buffer, first_tile, chunk_tiles, tiles_h, steps,
+                    GROUP, PROGRAMS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

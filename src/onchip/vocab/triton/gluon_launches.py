@@ -80,6 +80,8 @@ def weight_added(
     into: Sum,
     inverse_grad_scale: Tensor | None,
     even_sum: Tensor | None,
+    first_tile: int,
+    tiles: int,
     *,
     add: bool,
 ) -> Launch:
@@ -95,6 +97,8 @@ def weight_added(
         "inverse_grad_scale": inverse_grad_scale,
         "even_sum": even_sum,
         "buffer": buffer.rows,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
         "out_stride": into.first.stride(0),
         "GROUP": 4,
         "PROGRAMS": run.programs,

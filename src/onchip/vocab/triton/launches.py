@@ -17,7 +17,7 @@ from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
-from onchip.vocab.triton.memory import IN_TURNS, hidden_apart, staggers, takes_turns
+from onchip.vocab.triton.memory import IN_TURNS, hidden_apart, staggers, takes_turns, up
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
@@ -253,13 +253,20 @@ class Partials(NamedTuple):
         *,
         labels: bool = False,
         columns: int = VOCAB_TILE,
+        memory: Tensor | None = None,  # bytes to take it from
     ) -> "Partials":
-        tiles = -(-vocab // VOCAB_TILE) * (VOCAB_TILE // columns)
+        tiles, stats = -(-vocab // VOCAB_TILE) * (VOCAB_TILE // columns), labels and asked.entropy
+        each = tiles * up(positions, 4)  # so that all of them are aligned alike
 
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
-            return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
+            nonlocal memory
+            if not wanted:
+                return None
+            if memory is None:
+                return torch.empty((tiles, positions), dtype=dtype, device=device)
+            block, memory = memory[: 4 * each], memory[4 * each :]
+            return block.view(dtype)[: tiles * positions].view(tiles, positions)
 
-        stats = labels and asked.entropy
         return Partials(
             make(True),
             make(True),
@@ -532,6 +539,8 @@ def add_weight(
     into: Sum,
     inverse_grad_scale: Tensor | None,
     even_sum: Tensor | None,  # [H] float32
+    first_tile: int,
+    tiles: int,
     *,
     add: bool,
 ) -> Launch:
@@ -539,8 +548,9 @@ def add_weight(
     if swaps_columns(run):
         from onchip.vocab.triton import gluon_launches
 
-        return gluon_launches.weight_added(run, buffer, rows, into, inverse_grad_scale, even_sum, add=add)
-    return weight_product(run, buffer, rows, into, inverse_grad_scale, even_sum, 0, 0, run.vocab_tiles, add=add)
+        make = gluon_launches.weight_added
+        return make(run, buffer, rows, into, inverse_grad_scale, even_sum, first_tile, tiles, add=add)
+    return weight_product(run, buffer, rows, into, inverse_grad_scale, even_sum, 0, first_tile, tiles, add=add)
 
 
 def hidden_product(

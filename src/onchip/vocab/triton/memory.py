@@ -4,9 +4,11 @@ The weight's gradient is V * H elements that exist anyway: until they are comput
 of up to H tokens (two H where a float32 gradient meets 16-bit operands).  More tokens can be kept in scratch, and those
 that aren't have their logits recomputed: so between three products and four there is a plan for every budget.
 
-With many more tokens than H it is better that forward takes them in chunks and computes the gradients right away, up to
+With more tokens than H it is better that forward takes them in chunks and computes the gradients right away, up to
 factors that backward multiplies by (`in_forward`): each row of hidden's, and the weight's as a sum over the chunks.
-Where the head is frozen that takes two products and no sum.
+Until the first chunk's part of that sum is made, the memory of a 16-bit gradient can hold exponentials of its own: so
+the first chunk may have H tokens more than the others, and fewer are left to add (`first_chunk`).  Where the head is
+frozen it takes two products and no sum.
 
 The weight's sum has 20 bits where products are of bfloat16, else 24: the first 16 of a float32 in the memory of the
 gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, where the operands have 8 or 11.  What
@@ -59,10 +61,18 @@ class TritonPlan:
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
     in_forward: bool = False
     """Whether forward computes the gradients, up to factors, chunk by chunk of tokens; the fields above are then 0."""
+    first_chunk: int = 0
+    """With `in_forward`, tokens of the first chunk where it is larger, since the memory of the weight's gradient holds
+    some of its exponentials; that gradient is then computed `weight_chunk` rows at a time."""
 
     @property
     def kept(self) -> int:
         return self.kept_in_gradient + self.kept_in_scratch
+
+    def token_chunks(self, tokens: int) -> list[int]:
+        """How many each has."""
+        first = min(self.first_chunk or self.token_chunk, tokens)
+        return [first, *_chunk_sizes(tokens - first, self.token_chunk)]
 
 
 def vector_elements(tokens: int) -> int:
@@ -173,12 +183,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     element = DTYPE_BYTES[p.dtype]
     tiles = -(-p.vocab // VOCAB_TILE)
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
-    # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    # three sums for labels, and four numbers more of these
-    of_labels = (3 + 4 * int(p.stats)) * int(p.labels != "")
-    numbers = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats + of_labels
-    of_tile = 2 if numbers == 2 and takes_turns(p.hidden) else 1
-    softmax = 4 * of_tile * tiles * c.token_chunk * numbers
+    softmax = softmax_bytes(p, c.token_chunk)
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
     if p.labels:
@@ -190,19 +195,16 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     if not p.any_grad:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax} | ids
     if c.in_forward:
-        chunk = up(c.token_chunk, TOKEN_TILE)
-        _, sums = chunk_hidden(chunk, p.hidden)
+        by_chunk = [_chunk_parts(p, c, size, first=i == 0) for i, size in enumerate(c.token_chunks(p.tokens)[:2])]
+        largest_chunk = max(by_chunk, key=lambda x: sum(x.values()))
         return parts | {
-            "hidden rows": element * chunk * p.hidden,
-            "exponentials in scratch": element * VOCAB_TILE * tiles * max(0, chunk - room_in_gradient(p)),
-            "hidden gradient in float32": 4 * chunk * p.hidden * sums if p.grad_hidden else 0,
+            "one more chunk of the weight's gradient": bytes_beyond(p, c),
             "more digits of hidden's gradient": hidden_digits(p),
             "the weight's sum" if p.weight_grad_out else "more digits of the weight's gradient": sum_in_scratch(p),
-            "softmax of each tile": softmax,
+            **largest_chunk,
             **ids,
         }
     rows = up(p.tokens, TOKEN_TILE)
-    more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.kept_in_gradient else 0
     again = element * max(0, rows - c.kept) * c.vocab_chunk
     summed = min(rows, c.kept) + 2 * max(0, rows - c.kept) if c.halves else p.tokens
     # Ranks add up their sums in order of tokens, beside those in order of positions.
@@ -211,12 +213,76 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     later = again + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
     return parts | {
         "hidden rows": 0 if p.grad_hidden else element * p.tokens * p.hidden,
-        "one more chunk of the weight's gradient": DTYPE_BYTES[p.weight_dtype] * more * p.hidden,
+        "one more chunk of the weight's gradient": bytes_beyond(p, c),
         "exponentials in scratch": element * VOCAB_TILE * tiles * c.kept_in_scratch,
         "logits' gradient, recomputed": again,
         "hidden gradient in float32": hidden_sums,
         "softmax of each tile": max(0, softmax - later),
         **ids,
+    }
+
+
+def softmax_bytes(p: Problem, tokens: int) -> int:
+    """Of what the softmax of so many tokens leaves for each tile."""
+    # maximum and sum; an offset for label smoothing; moment and argmax for statistics
+    # three sums for labels, and four numbers more of these
+    of_labels = (3 + 4 * int(p.stats)) * int(p.labels != "")
+    numbers = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats + of_labels
+    of_tile = 2 if numbers == 2 and takes_turns(p.hidden) else 1
+    return 4 * of_tile * -(-p.vocab // VOCAB_TILE) * up(tokens, 4) * numbers
+
+
+def rows_beyond(p: Problem, c: TritonPlan) -> int:
+    """Of the memory of the weight's gradient, where that holds exponentials: each chunk of the gradient overwrites the
+    previous chunk's exponentials while reading its own.
+    """
+    return up(p.vocab, VOCAB_TILE) + c.weight_chunk - p.vocab if c.kept_in_gradient or c.first_chunk else 0
+
+
+def bytes_beyond(p: Problem, c: TritonPlan) -> int:
+    return DTYPE_BYTES[p.weight_dtype] * rows_beyond(p, c) * p.hidden
+
+
+def in_gradient(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
+    """Tokens of a chunk whose exponentials are in the memory of the weight's gradient."""
+    return min(up(tokens, TOKEN_TILE), capacity(p) if first and c.first_chunk else room_in_gradient(p))
+
+
+def lent(p: Problem, c: TritonPlan, *, first: bool) -> int:
+    """Bytes that a chunk's softmax and sums may use since nothing else does yet, or any more: those of the digits of
+    the weight's sum before there is one, and then those beyond the gradient's end.
+    """
+    if not c.first_chunk:
+        return 0
+    return weight_digits(p) if first else bytes_beyond(p, c)
+
+
+def sums_room(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int | None:
+    """Positions that a chunk has sums of hidden's gradient for; None: as many as it takes."""
+    return max(tokens, lent(p, c, first=True) // (4 * p.hidden)) if first and c.first_chunk else None
+
+
+def sums_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
+    """Of the sums of hidden's gradient of a chunk, in float32."""
+    slices = chunk_hidden(tokens, p.hidden, sums_room(p, c, tokens, first=first))[1] if p.grad_hidden else 0
+    return 4 * tokens * p.hidden * slices
+
+
+def work_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
+    """Of what the softmax of a chunk leaves for each tile, and later, in the same memory, of those sums."""
+    return max(softmax_bytes(p, tokens), sums_bytes(p, c, tokens, first=first))
+
+
+def _chunk_parts(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> dict[str, int]:
+    """Bytes of one chunk of tokens where forward computes its gradients."""
+    element, rows = DTYPE_BYTES[p.dtype], up(tokens, TOKEN_TILE) - in_gradient(p, c, tokens, first=first)
+    work, sums = work_bytes(p, c, tokens, first=first), sums_bytes(p, c, tokens, first=first)
+    own = work > lent(p, c, first=first)
+    return {
+        "hidden rows": element * tokens * p.hidden,
+        "exponentials in scratch": element * rows * up(p.vocab, VOCAB_TILE),
+        "hidden gradient in float32": sums * own,
+        "softmax of each tile": (work - sums) * own,
     }
 
 
@@ -381,21 +447,24 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
     columns = hidden_columns(p.hidden)
     tiles, blocks = -(-p.vocab // VOCAB_TILE), -(-p.hidden // columns)
     padded = product * blocks * columns / max(1, p.hidden)
-    rows = [-(-size // TOKEN_TILE) for size in _chunk_sizes(p.tokens, c.token_chunk)]
+    rows = [-(-size // TOKEN_TILE) for size in c.token_chunks(p.tokens)]
     launch = 1e-3 * rates.launch
     time = logits * rates.keep
-    room = rows[0] * chunk_hidden(rows[0] * TOKEN_TILE, p.hidden)[1]
-    for n in rows:
-        share = n / sum(rows)
+    for i, n in enumerate(rows):
+        share, tokens = n / sum(rows), n * TOKEN_TILE
         time += launch + share * product * (evenness(n * tiles, rates) - 1)
         if p.grad_hidden:
-            apart, slices = chunk_hidden(n * TOKEN_TILE, p.hidden, room * TOKEN_TILE)
+            room = sums_room(p, c, tokens, first=i == 0) or sums_bytes(p, c, c.token_chunk, first=False) // (
+                4 * p.hidden
+            )
+            apart, slices = chunk_hidden(tokens, p.hidden, room)
             slower = 1.02 if apart and not hidden_apart(p.hidden) else 1.0
             time += launch + share * product * slower * hidden_evenness(n, p.hidden, apart, max(2, slices), rates)
             # Each sum is zeroed, and read once more.
             time += 1e-9 * rates.add * share * p.tokens * p.hidden * (2 * slices - 1)
         if p.grad_weight:
-            time += launch + share * padded * evenness(2 * tiles * blocks, rates)
+            cut = _chunk_sizes(_columns(p), c.weight_chunk if i == 0 and c.first_chunk else _columns(p))
+            time += launch * len(cut) + share * padded * _evenness(cut, blocks * columns / 256 / TOKEN_TILE, rates)
     if p.grad_weight:
         time += 1e-9 * rates.accumulate * sum_bytes(p) * (len(rows) - 1)
     return time
@@ -527,6 +596,26 @@ def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
         # One chunk needs no sum: its exponentials may as well be kept.  And small ones don't pay for adding.
         sizes = {size for size in sizes if SMALLEST_SUMMED <= size < rows}
     yield from (cut(size) for size in sorted(sizes) if size > 0)
+    if p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype:
+        yield from _longer_first(p, budget)
+
+
+def _longer_first(p: Problem, budget: int) -> Iterator[TritonPlan]:
+    """Chunks of tokens of which the first has as many more as it takes for the others to be even."""
+    rows, per_tile = up(p.tokens, TOKEN_TILE), VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
+    # Rows of the weight's gradient whose tiles fill two and four waves.
+    for tiles in {max(1, n * RATES["h100"].programs // per_tile) for n in (2, 4)}:
+        for size in range(SMALLEST_SUMMED, rows, TOKEN_TILE):
+
+            def cut(first: int, size: int = size, tiles: int = tiles) -> TritonPlan:
+                return TritonPlan(size, weight_chunk=tiles * VOCAB_TILE, in_forward=True, first_chunk=first)
+
+            if scratch_bytes(p, cut(size)) > budget:
+                break
+            most = largest(lambda n: scratch_bytes(p, cut(n)) <= budget, size, rows - size, TOKEN_TILE)
+            first = rows - -(-(rows - most) // size) * size
+            if size < first < p.tokens:
+                yield cut(first)
 
 
 def _filling(hidden: int) -> set[int]:
@@ -561,6 +650,6 @@ PLANNER: Planner[TritonPlan] = Planner(
     default_scratch,
     needs,
     slack=1.007,
-    many_launches=lambda p, c: p.grad_weight and c.weight_chunk * MOST_WEIGHT_CHUNKS < p.vocab and not c.in_forward,
+    many_launches=lambda p, c: p.grad_weight and 0 < c.weight_chunk * MOST_WEIGHT_CHUNKS < p.vocab,
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

@@ -98,9 +98,10 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
         problem = layer.problem("cuda")
         size = triton_spec.sum_in_scratch(problem) + triton_spec.hidden_digits(problem)
         gradient = layer.grads[1] and not problem.weight_grad_out
+        rows = weight.shape[0] + triton_spec.rows_beyond(problem, config)
         return Saved(
             hidden.new_empty(hidden.shape) if layer.grads[0] else blank(),
-            make(weight, tuple(weight.shape), weight.dtype) if gradient else blank(),
+            make(weight, (rows, weight.shape[1]), weight.dtype) if gradient else blank(),
             make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype),
             vectors,
             blank(),
@@ -153,30 +154,40 @@ class TokenChunk(NamedTuple):
 
     rows: Tensor  # [tokens, H]
     buffer: "launches.LogitBuffer"
-    sums: Tensor | None  # [tokens, H] float32, or as often as there are slices: hidden's gradient by position
-    normalizer: Tensor  # [T] float32, by position, of all tokens
+    work: Tensor  # bytes: of what the softmax leaves for each tile, then of hidden's gradient by position, in float32
+    normalizer: Tensor  # [tokens] float32, by position
     left: "Sums"  # of all chunks
+    weight_tiles: int  # tiles of the vocabulary whose weight gradient is made at a time
 
     @staticmethod
-    def empty(layer: Layer, saved: Saved, tokens: int) -> "TokenChunk":
-        """For at most so many tokens."""
+    def empty(layer: Layer, config: TritonPlan, saved: Saved, tokens: int, *, first: bool) -> "TokenChunk":
+        """For at most so many tokens; `first`: of all."""
         hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
-        tokens, vocab = min(tokens, layer.number), triton_spec.up(layer.weight.shape[0], VOCAB_TILE)
-        padded = triton_spec.up(tokens, triton_spec.TOKEN_TILE)
-        in_gradient = min(padded, triton_spec.room_in_gradient(problem))
-        in_scratch = padded - in_gradient
+        vocab, left = triton_spec.up(layer.weight.shape[0], VOCAB_TILE), Sums.of(layer, saved)
+        in_gradient = triton_spec.in_gradient(problem, config, tokens, first=first)
+        in_scratch = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - in_gradient
+        weight_tiles = vocab // VOCAB_TILE
         beside = hidden.new_empty(0, dtype=layer.dtype)
+        shift, stride = 0, in_gradient
         if in_gradient:
-            memory, start = saved.weight_memory.view(-1).view(layer.dtype), triton_spec.sum_bytes(problem) // 2
-            beside = memory[start : start + vocab * in_gradient]
+            beside = saved.weight_memory.view(-1).view(layer.dtype)
+            if config.first_chunk:
+                weight_tiles = config.weight_chunk // VOCAB_TILE
+                shift, stride = weight_tiles * size, size
+            else:
+                beside = beside[triton_spec.sum_bytes(problem) // 2 :][: vocab * in_gradient]
         scratch = aligned(hidden, (vocab * in_scratch,), layer.dtype) if in_scratch else beside[:0]
-        _, slices = triton_spec.chunk_hidden(tokens, size)
+        needed = triton_spec.work_bytes(problem, config, tokens, first=first)
+        lent = left.weight.digits if first else saved.weight_memory[layer.weight.shape[0] :]
+        if lent is None or triton_spec.lent(problem, config, first=first) < needed:
+            lent = hidden.new_empty(needed, dtype=torch.uint8)
         return TokenChunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
-            _spanning((beside, scratch, beside[:0]), stride=in_gradient, tiles=(in_gradient, in_scratch, 0)),
-            hidden.new_empty((slices * tokens, size), dtype=torch.float32) if layer.grads[0] else None,
-            hidden.new_empty(layer.number, dtype=torch.float32),
-            Sums.of(layer, saved),
+            _spanning((beside, scratch, beside[:0]), shift=shift, stride=stride, tiles=(in_gradient, in_scratch, 0)),
+            lent.view(-1).view(torch.uint8),
+            hidden.new_empty(tokens, dtype=torch.float32),
+            left,
+            weight_tiles,
         )
 
 

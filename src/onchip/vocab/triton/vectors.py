@@ -69,13 +69,16 @@ def loss_factor(
 def chunk_numbers(
     number,
     numbers,  # [N] int32 out
+    FIRST,
     SIZE,
     N,
     BLOCK: tl.constexpr,
 ):
-    """How many of each chunk of SIZE positions are of tokens."""
+    """How many positions of each chunk are of tokens: one of FIRST, and others of SIZE."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(numbers + i, tl.minimum(tl.maximum(tl.load(number) - i * SIZE, 0), SIZE), mask=i < N)
+    before = tl.where(i == 0, 0, FIRST + (i - 1) * SIZE)
+    size = tl.where(i == 0, FIRST, SIZE)
+    tl.store(numbers + i, tl.minimum(tl.maximum(tl.load(number) - before, 0), size), mask=i < N)
 
 
 @triton.jit

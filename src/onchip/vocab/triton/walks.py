@@ -12,7 +12,8 @@ multiplies and rounds them.
 Nothing here waits for the device: how many tokens are not ignored is known to the kernels alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from onchip.vocab.triton.launches import (
     BLOCK,
     TOKEN_TILE,
     VOCAB_TILE,
+    LogitBuffer,
     Partials,
     Picked,
     Run,
@@ -51,6 +53,26 @@ class OutputGradients(NamedTuple):
     entropy: Tensor | None = None  # [T] float32
     even: Tensor | None = None  # [T] float32: of all entries, times their class weights
     rest: Tensor | None = None  # [T, K] float32: of the ids' own entries beside
+
+
+class ForwardMemory(NamedTuple):
+    """What forward fills in and uses up, for one chunk of tokens after another."""
+
+    rows: Tensor  # [tokens, H] of hidden, by position
+    kept: LogitBuffer | None
+    partials: Partials
+    chunk: setup.TokenChunk | None  # where it computes gradients
+
+    @staticmethod
+    def empty(
+        run: Run, call: LinearCall, config: TritonPlan, saved: Saved, asked: Asked, tokens: int, *, first: bool
+    ) -> "ForwardMemory":
+        """For at most so many tokens; `first`: of all."""
+        chunk = setup.TokenChunk.empty(call, config, saved, tokens, first=first) if config.in_forward else None
+        rows, kept = setup.rows_and_buffer(call, config, saved) if chunk is None else (chunk.rows, chunk.buffer)
+        columns, work = launches.partial_columns(run, asked), None if chunk is None else chunk.work
+        partials = Partials.empty(run.vocab, len(rows), rows.device, asked, columns=columns, memory=work)
+        return ForwardMemory(rows, kept, partials, chunk)
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -96,55 +118,55 @@ def forward(
     run.vectors.packed.zero_()
     if tokens == 0:
         return made
-    chunk = setup.TokenChunk.empty(call, saved, config.token_chunk) if config.in_forward else None
-    rows, kept = setup.rows_and_buffer(call, config, saved) if chunk is None else (chunk.rows, chunk.buffer)
     temperature = call.token_temperature
     if temperature is not None:
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
     hidden = call.hidden.reshape(tokens, run.hidden)
     picked = Picked(empty(), *((None, None) if k == 1 else (empty(k), empty(k, dtype=torch.int32))))
     sums = asked._replace(mean_logits=asked.mean_logits or smoothing)
-    partials = Partials.empty(run.vocab, len(rows), device, sums, columns=launches.partial_columns(run, sums))
+    sizes, memory = config.token_chunks(tokens), None
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
-    numbers = None if len(rows) >= tokens else _numbers(run, len(rows))
+    numbers = None if len(sizes) == 1 else _numbers(run, sizes)
     upstream = None
-    for i, first in enumerate(range(0, tokens, len(rows))):
-        last = min(first + len(rows), tokens)
-        launches.gather(run, hidden, ids, ignore_index, temperature, picked, rows, first).run()
-        launches.softmax(run, rows, partials, kept, first).run()
+    for i, (last, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
+        first = last - size
+        if memory is None or (i == 1 and config.first_chunk):
+            memory = None  # given back before that of the other chunks is taken
+            memory = ForwardMemory.empty(run, call, config, saved, sums, size, first=i == 0)
+        launches.gather(run, hidden, ids, ignore_index, temperature, picked, memory.rows, first).run()
+        launches.softmax(run, memory.rows, memory.partials, memory.kept, first).run()
         part = run if numbers is None else run.part(first, last, numbers[i : i + 1])
         part.launch(
             softmax.merge_tiles,
             (-(-part.tokens // 16),),
             warps=8,
             target_logit=picked.target_logit[first:],
-            partials=partials,
-            tiles=len(partials.maximum),
+            partials=memory.partials,
+            tiles=len(memory.partials.maximum),
             out=made,
-            normalizer=None if chunk is None else chunk.normalizer[first:],
+            normalizer=None if memory.chunk is None else memory.chunk.normalizer,
             BLOCK_T=16,
             BLOCK=256,
         ).run()
-        if kept is not None:
+        if memory.kept is not None:
             part.launch(
                 softmax.rebase_exponentials,
-                (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE),
+                (-(-run.vocab_tiles // 16), memory.kept.kept // TOKEN_TILE),
                 warps=8,
-                **kept.known,
-                partials=partials,
+                **memory.kept.known,
+                partials=memory.partials,
                 TILES=16,
-                COLUMNS=partials.columns,
+                COLUMNS=memory.partials.columns,
                 BLOCK_T=TOKEN_TILE,
             ).run()
             if picked.label is not None:
                 label = picked.label[first:last]
-                launches.write(part, kept, label, None, (0, kept.kept), 0, run.vocab_tiles).run()
-            if chunk is not None:
+                launches.write(part, memory.kept, label, None, (0, memory.kept.kept), 0, run.vocab_tiles).run()
+            if memory.chunk is not None:
                 if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
                     upstream = loss_gradients(run, made, None, None, token_weight, reduction="sum")
-                for launch in _chunk_gradients(part, call, chunk, made, upstream, first):
-                    launch.run()
+                _chunk_gradients(part, call, memory.chunk, made, upstream, first)
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -160,12 +182,13 @@ def forward(
     return made
 
 
-def _numbers(run: Run, size: int) -> Tensor:
-    """[chunks] int32: of the positions of each chunk, how many are of tokens."""
-    count = -(-run.tokens // size)
-    numbers = torch.empty(count, dtype=torch.int32, device=run.weight.device)
-    grid = (-(-count // BLOCK),)
-    run.launch(vectors.chunk_numbers, grid, numbers=numbers, SIZE=size, N=count, BLOCK=BLOCK).run()
+def _numbers(run: Run, sizes: Sequence[int]) -> Tensor:
+    """[chunks] int32: of the positions of each chunk, how many are of tokens.  From the second on they are even."""
+    numbers = torch.empty(len(sizes), dtype=torch.int32, device=run.weight.device)
+    run.launch(
+        vectors.chunk_numbers, (-(-len(sizes) // BLOCK),), numbers=numbers, FIRST=sizes[0], SIZE=sizes[1],
+        N=len(sizes), BLOCK=BLOCK,
+    ).run()  # fmt: skip
     return numbers
 
 
@@ -176,17 +199,19 @@ def _chunk_gradients(
     known: TokenSoftmax,
     upstream: OutputGradients | None,  # for the weight's
     first: int,
-) -> Iterator[Launch]:
-    """What takes the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
+) -> None:
+    """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
     previous chunks'.
     """
     buffer, tiles = chunk.buffer, part.vocab_tiles
-    normalizer = chunk.normalizer[first : first + part.tokens]
-    if chunk.sums is not None:
-        apart, slices = chunk_hidden(part.tokens, part.hidden, len(chunk.sums))
-        sums = chunk.sums[: slices * part.tokens].zero_()
-        yield launches.hidden_product(part, buffer, normalizer, sums, False, 0, tiles, apart=apart, slices=slices)
-        yield part.launch(
+    normalizer = chunk.normalizer[: part.tokens]
+    if call.grads[0]:
+        sums = chunk.work[: len(chunk.work) // (4 * part.hidden) * 4 * part.hidden].view(torch.float32)
+        sums = sums.view(-1, part.hidden)
+        apart, slices = chunk_hidden(part.tokens, part.hidden, len(sums))
+        sums = sums[: slices * part.tokens].zero_()
+        launches.hidden_product(part, buffer, normalizer, sums, False, 0, tiles, apart=apart, slices=slices).run()
+        part.launch(
             sum_kernels.keep_hidden,
             (part.tokens, -(-part.hidden // BLOCK)),
             sums=sums,
@@ -195,17 +220,20 @@ def _chunk_gradients(
             digits=chunk.left.hidden.digits,
             SLICES=slices,
             BLOCK=BLOCK,
-        )
+        ).run()
     if upstream is not None:
         terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
         even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
-        yield part.launch(
+        part.launch(
             gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
             product_scale=terms.product_scale, BLOCK=BLOCK,
             SWAP=launches.swaps_columns(part),
-        )  # fmt: skip
+        ).run()  # fmt: skip
         rows, inverse = chunk.rows[: part.tokens], terms.inverse_grad_scale
-        yield launches.add_weight(part, buffer, rows, chunk.left.weight, inverse, even_sum, add=first > 0)
+        into = chunk.left.weight
+        product = launches.add_weight(part, buffer, rows, into, inverse, even_sum, 0, tiles, add=first > 0).fixed()
+        for start, number in chunks(0, tiles, chunk.weight_tiles):
+            product.again(first_tile=start, chunk_tiles=number).run()
 
 
 def _ids(call: LinearCall) -> Tensor:
