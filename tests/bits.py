@@ -24,12 +24,14 @@ def assert_rounds(function, digits):
 
 
 @triton.jit
-def through_bits(x, out, PAIRED: tl.constexpr, HALF: tl.constexpr):
+def through_bits(x, out, first_bits, PAIRED: tl.constexpr, ROUNDED: tl.constexpr, HALF: tl.constexpr):
     at = tl.program_id(0) * 2 * HALF + tl.arange(0, HALF)
     a, b = tl.load(x + at), tl.load(x + at + HALF)
     if PAIRED:
-        first, second, digits = triton_maths.split_pair(a, b)
-        a, b = triton_maths.join_pair(first, second, digits)
+        first, second, digits = triton_maths.split_pair(a, b, ROUNDED)
+        a, b = triton_maths.join_pair(first, second, digits, ROUNDED)
+        tl.store(first_bits + at, first)
+        tl.store(first_bits + at + HALF, second)
     else:
         first, digits = triton_maths.split_float(a)
         second, more = triton_maths.split_float(b)
@@ -38,9 +40,14 @@ def through_bits(x, out, PAIRED: tl.constexpr, HALF: tl.constexpr):
     tl.store(out + at + HALF, b)
 
 
-def triton_bits(x, device, *, paired):
+def triton_bits(x, device, *, paired, rounded=False):
     """For `assert_rounds`."""
     given = torch.from_numpy(x).to(device)
-    out = torch.empty_like(given)
-    through_bits[(len(x) // 1024,)](given, out, PAIRED=paired, HALF=512)
+    out, first_bits = torch.empty_like(given), torch.empty_like(given, dtype=torch.int16)
+    through_bits[(len(x) // 1024,)](given, out, first_bits, PAIRED=paired, ROUNDED=rounded, HALF=512)
+    if rounded:
+        # As PyTorch does it; what the 20 bits make a half is rounded up.
+        made, expected = first_bits.view(torch.bfloat16).float(), given.bfloat16().float()
+        near = (made - given).abs() <= 1.15 * (expected - given).abs()
+        assert (near | (made == expected) | (made.isnan() & expected.isnan())).all()
     return out.cpu().numpy()

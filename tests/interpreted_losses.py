@@ -545,9 +545,10 @@ def tanh_at_any_size():
     assert_is_tanh(partial(triton_tanh, device="cpu"))
 
 
-@check(12, 16)
-def floats_of_few_digits(digits):
-    assert_rounds(partial(triton_bits, device="cpu", paired=digits == 12), digits)
+@check(12, 16, "rounded")
+def floats_of_few_digits(way):
+    digits = 16 if way == 16 else 12
+    assert_rounds(partial(triton_bits, device="cpu", paired=digits == 12, rounded=way == "rounded"), digits)
 
 
 # ------------------------------------------------------------------------------------------------------ products in FP8

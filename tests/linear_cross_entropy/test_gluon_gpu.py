@@ -4,6 +4,7 @@ Of sizes with few steps and many, all blocks still and some, tiles that end insi
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ from onchip.torch import linear_cross_entropy
 from onchip.vocab.triton import memory, setup
 
 pytestmark = pytest.mark.gpu
-# Where exponentials go: to two places and made again, to a chunk of tokens, or where the planner has them.
-PLANS = {"mixed": mixed_plan, "in forward": plan_in_forward, "planned": nullcontext}
+# Where exponentials go: to two places and made again, to a chunk of tokens, the first of which may have two places, or
+# where the planner has them.
+PLANS = {
+    "mixed": mixed_plan,
+    "in forward": plan_in_forward,
+    "longer first": partial(plan_in_forward, first=256),
+    "planned": nullcontext,
+}
 
 
 def problem(tokens, hidden, vocab, dtype, std=1.0):
@@ -24,13 +31,13 @@ def problem(tokens, hidden, vocab, dtype, std=1.0):
     return h, w, torch.randint(vocab, (tokens,), device="cuda", generator=g)
 
 
-def errors(h, w, y, **options):
+def errors(h, w, y, upstream=1.0):
     """Of the loss and both gradients, beside float64."""
-    loss = linear_cross_entropy(h, w, y, backend="triton", **options)
-    made = [loss, *torch.autograd.grad(loss, (h, w))]
+    loss = linear_cross_entropy(h, w, y, backend="triton")
+    made = [loss, *torch.autograd.grad(upstream * loss, (h, w))]
     a, b = (x.detach().double().requires_grad_() for x in (h, w))
     loss = torch.nn.functional.cross_entropy(a @ b.T, y)
-    right = [loss, *torch.autograd.grad(loss, (a, b))]
+    right = [loss, *torch.autograd.grad(upstream * loss, (a, b))]
     return [float((x.double() - r).norm() / r.norm()) for x, r in zip(made, right, strict=True)]
 
 
@@ -42,7 +49,7 @@ def errors(h, w, y, **options):
         (h, plan)
         for h in (8, 64, 72, 576, 640, 768, 896, 1000, 1024, 1152, 2048)
         for plan in PLANS
-        if h >= 128 or plan != "mixed"
+        if h >= 128 or plan not in ("mixed", "longer first")
     ],
 )
 def test_right(hidden, dtype, plan):
@@ -52,6 +59,15 @@ def test_right(hidden, dtype, plan):
         loss, of_hidden, of_weight = errors(h, w, y)
     assert loss < 1e-5
     assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
+
+
+@pytest.mark.parametrize("upstream", [0.25, 0.3])
+@pytest.mark.parametrize("hidden", [200, 640])
+def test_an_upstream_gradient(hidden, upstream):
+    """Forward has rounded the weight's gradient for that of 1."""
+    h, w, y = problem(300, hidden, 600, torch.bfloat16)
+    with plan_in_forward():
+        assert max(errors(h, w, y, upstream)[1:]) < 4e-3
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -104,36 +104,29 @@ def join_pairs(first_a, first_b, digits):
     )  # fmt: skip
 
 
+def _split_pairs(*, rounded: bool) -> str:
+    """The instructions of `split_pairs`."""
+    first, second = [f"a{i}" for i in range(4)], [f"b{i}" for i in range(4)]
+    lines = [f"min.s32 {x}, ${5 + i}, 0x7ffff7ff; add.s32 {x}, {x}, 0x800;" for i, x in enumerate(first + second)]
+    for into, (w, x, y, z) in (("a", first), ("b", second)):
+        lines.append(f"prmt.b32 low, {w}, {x}, 0x0051; prmt.b32 high, {y}, {z}, 0x0051;")
+        lines.append(f"prmt.b32 {into}, low, high, 0x5410;")
+    lines.append("shr.u32 a, a, 4; and.b32 a, a, 0x0f0f0f0f; and.b32 b, b, 0xf0f0f0f0; or.b32 $4, a, b;")
+    if rounded:
+        lines += [f"min.s32 {x}, {x}, 0x7fff7fff; add.s32 {x}, {x}, 0x8000;" for x in first + second]
+    for i, (w, x, y, z) in enumerate((first, second)):
+        lines.append(f"prmt.b32 ${2 * i}, {w}, {x}, 0x7632; prmt.b32 ${2 * i + 1}, {y}, {z}, 0x7632;")
+    return "{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, a, b, low, high; " + " ".join(lines) + " }"
+
+
+_SPLIT = gl.constexpr(_split_pairs(rounded=False))
+_SPLIT_AND_ROUND = gl.constexpr(_split_pairs(rounded=True))
+
+
 @gluon.jit
-def split_pairs(a, b):
+def split_pairs(a, b, ROUND: gl.constexpr):
     """`maths.split_pair`."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, low, high;
-        min.s32 a0, $5, 0x7ffff7ff; add.s32 a0, a0, 0x800;
-        min.s32 a1, $6, 0x7ffff7ff; add.s32 a1, a1, 0x800;
-        min.s32 a2, $7, 0x7ffff7ff; add.s32 a2, a2, 0x800;
-        min.s32 a3, $8, 0x7ffff7ff; add.s32 a3, a3, 0x800;
-        min.s32 b0, $9, 0x7ffff7ff; add.s32 b0, b0, 0x800;
-        min.s32 b1, $10, 0x7ffff7ff; add.s32 b1, b1, 0x800;
-        min.s32 b2, $11, 0x7ffff7ff; add.s32 b2, b2, 0x800;
-        min.s32 b3, $12, 0x7ffff7ff; add.s32 b3, b3, 0x800;
-        prmt.b32 $0, a0, a1, 0x7632;
-        prmt.b32 $1, a2, a3, 0x7632;
-        prmt.b32 $2, b0, b1, 0x7632;
-        prmt.b32 $3, b2, b3, 0x7632;
-        prmt.b32 low, a0, a1, 0x0051;
-        prmt.b32 high, a2, a3, 0x0051;
-        prmt.b32 a0, low, high, 0x5410;
-        prmt.b32 low, b0, b1, 0x0051;
-        prmt.b32 high, b2, b3, 0x0051;
-        prmt.b32 b0, low, high, 0x5410;
-        shr.u32 a0, a0, 4;
-        and.b32 a0, a0, 0x0f0f0f0f;
-        and.b32 b0, b0, 0xf0f0f0f0;
-        or.b32 $4, a0, b0;
-        }
-        """,
-        "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [a, b], dtype=(gl.int16, gl.int16, gl.uint8), is_pure=True, pack=4,
+        _SPLIT_AND_ROUND if ROUND else _SPLIT, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [a, b],
+        dtype=(gl.int16, gl.int16, gl.uint8), is_pure=True, pack=4,
     )  # fmt: skip

@@ -50,19 +50,27 @@ def join_float(first, digits):
 
 
 @triton.jit
-def split_pair(a, b):
-    """Two float32 rounded to their first 20 bits: the first 16 of each, as int16, and the next 4 of both, as uint8."""
+def split_pair(a, b, ROUND: tl.constexpr):
+    """Two float32 rounded to their first 20 bits: the first 16 of each, as int16, and the next 4 of both, as uint8.
+
+    ROUND: the first 16 bits are then those of the nearest bfloat16, half of the last place rounded up.
+    """
     a = tl.minimum(a.to(tl.int32, bitcast=True), 0x7FFFF7FF) + 0x800
     b = tl.minimum(b.to(tl.int32, bitcast=True), 0x7FFFF7FF) + 0x800
     digits = ((a >> 12) & 0xF) | ((b >> 8) & 0xF0)
+    if ROUND:
+        a, b = tl.minimum(a, 0x7FFF7FFF) + 0x8000, tl.minimum(b, 0x7FFF7FFF) + 0x8000
     return (a >> 16).to(tl.int16), (b >> 16).to(tl.int16), digits.to(tl.uint8)
 
 
 @triton.jit
-def join_pair(first_a, first_b, digits):
+def join_pair(first_a, first_b, digits, ROUNDED: tl.constexpr):
     """The two of what `split_pair` made."""
-    a = (first_a.to(tl.int32) << 16) | ((digits.to(tl.int32) & 0xF) << 12)
-    b = (first_b.to(tl.int32) << 16) | ((digits.to(tl.int32) & 0xF0) << 8)
+    of_a, of_b = digits.to(tl.int32) & 0xF, digits.to(tl.int32) >> 4
+    a = (first_a.to(tl.int32) << 16) | (of_a << 12)
+    b = (first_b.to(tl.int32) << 16) | (of_b << 12)
+    if ROUNDED:  # 1 of the first bits' last place, where the first of the digits is set
+        a, b = a - ((of_a & 8) << 13), b - ((of_b & 8) << 13)
     return a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True)
 
 

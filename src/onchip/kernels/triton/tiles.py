@@ -111,17 +111,19 @@ def upper_row(pair):
 
 @triton.jit
 def add_digits(
-    out, digits, stride, row, column, rows, columns, value,
+    out, digits, stride, row, column, rows, columns, value, factor,
     R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Add value [R, C] to the 24 bits of floats that are there, or store it: `maths.split_float`.
 
-    PAIRED: to 20 bits, `maths.split_pair`, of rows PAIR_ROWS apart; R and `row` are multiples of twice as many.
+    PAIRED: to 20 bits, `maths.split_pair`, of rows PAIR_ROWS apart; R and `row` are multiples of twice as many.  With a
+    `factor` the sum is multiplied by it, and its first 16 bits are the nearest bfloat16.
     """
     if PARTS > 1:
         left, right = halves(value, R, C)
-        add_digits(out, digits, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, ADD, PAIRED)
-        add_digits(out, digits, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, ADD, PAIRED)
+        add_digits(out, digits, stride, row, column, rows, columns, left, factor, R, C // 2, PARTS // 2, ADD, PAIRED)
+        column += C // 2
+        add_digits(out, digits, stride, row, column, rows, columns, right, factor, R, C // 2, PARTS // 2, ADD, PAIRED)
     elif PAIRED:
         tl.static_assert(R % (2 * PAIR_ROWS) == 0)
         halved: tl.constexpr = (R // (2 * PAIR_ROWS), 2, PAIR_ROWS, C)
@@ -137,9 +139,11 @@ def add_digits(
         if ADD:
             old_upper = tl.load(out + at, mask=of_upper, other=0)
             old_lower = tl.load(out + at + PAIR_ROWS * stride, mask=of_lower, other=0)
-            a, b = join_pair(old_upper, old_lower, tl.load(digits + at_digits, mask=inside[None, :], other=0))
+            a, b = join_pair(old_upper, old_lower, tl.load(digits + at_digits, mask=inside[None, :], other=0), False)
             upper, lower = upper + a, lower + b
-        first_upper, first_lower, more = split_pair(upper, lower)
+        if factor is not None:
+            upper, lower = upper * factor, lower * factor
+        first_upper, first_lower, more = split_pair(upper, lower, factor is not None)
         tl.store(out + at, first_upper, mask=of_upper)
         tl.store(out + at + PAIR_ROWS * stride, first_lower, mask=of_lower)
         tl.store(digits + at_digits, more, mask=inside[None, :])

@@ -16,7 +16,7 @@ from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.memory import TritonPlan
+from onchip.vocab.triton.memory import TritonPlan, rounds_in_forward
 from onchip.vocab.triton.setup import Saved
 
 
@@ -46,12 +46,20 @@ def _forward(call: Call) -> TritonOutputs:
     saved = setup.make_saved(call, config)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     token_weight = setup.flat(call.token_weight)
-    out = walks.forward(run, call, config, saved, asked=Asked(entropy=options.return_stats), token_weight=token_weight)
+    number = run.vectors.number
+    out = walks.forward(
+        run,
+        call,
+        config,
+        saved,
+        asked=Asked(entropy=options.return_stats),
+        token_weight=token_weight,
+        divisor=lambda: _divisor(call, number),
+    )
     losses, correct = walks.losses(run, out, token_weight)
     loss = losses.view(shape)
     if options.reduction != "none":
-        number, mean = run.vectors.number, options.reduction == "mean"
-        loss = reduce_losses(losses, number, _divisor(call, number), mean=mean)
+        loss = reduce_losses(losses, number, _divisor(call, number), mean=options.reduction == "mean")
     made = (out.lse, out.log_prob, out.entropy, correct, out.top1)
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 
@@ -88,7 +96,10 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     by_output = walks.loss_gradients(run, known, grad_loss, divisor, weight)
     factor = None
     if kept.config.in_forward and call.options.reduction != "none":
-        factor = walks.loss_factor(run, grad_loss, divisor)
+        # What forward rounded is divided already.
+        rounded = rounds_in_forward(call.problem("cuda"))
+        mean = call.options.reduction == "mean" and not rounded
+        factor = walks.loss_factor(run, grad_loss, None if rounded else divisor, mean=mean)
     return walks.backward(
         run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
     )

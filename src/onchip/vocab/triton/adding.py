@@ -152,11 +152,14 @@ def add_piece(value, first_bits, digits):
 
 
 @gluon.jit
-def store_piece(value, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
+def store_piece(value, factor, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
+    """A piece of the sum, or, with a factor, of the gradient."""
     at, there = sum_at(v, h, V, H, stride, piece_layout(), ROWS)
+    if factor is not None:
+        value *= factor
     if PAIRED:
         upper, lower = split_rows(value)
-        a, b, more = split_pairs(upper, lower)
+        a, b, more = split_pairs(upper, lower, factor is not None)
         gl.store(out + at, join_rows(a, b), mask=there)
         at, there = sum_at(v // 2, h, gl.cdiv(V, ROWS) * (ROWS // 2), H, stride, half_layout(), ROWS // 2)
         gl.store(digits + at, more, mask=there)
@@ -168,12 +171,13 @@ def store_piece(value, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
 
 @gluon.jit
 def take_sums(
-    ring, old_sum, old_digits, out, digits, scale, even_sum, V, H, stride, first_tile, tiles_v, tiles_h, steps,
+    ring, old_sum, old_digits, out, digits, scale, factor, even_sum, V, H, stride, first_tile, tiles_v, tiles_h, steps,
     W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles: rows of the weight from W * ROWS on."""
     zeros = gl.zeros((ROWS, ROWS), gl.float32, products_layout())
-    factor = None if scale is None else gl.load(scale)
+    of_product = None if scale is None else gl.load(scale)
+    of_sum = None if factor is None else gl.load(factor)
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
         i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
@@ -195,7 +199,7 @@ def take_sums(
             s = (step + W) % STAGES
             mbarrier.wait(full.index(s), ((step + W) // STAGES) & 1)
             for p in gl.static_range(PIECES):
-                x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
+                x = scale_piece(pieces[p], of_product, even_sum, h + p * PIECE, H)
                 x = add_piece(x, firsts.index(PIECES * s + p), more.index(in_stage(s, more) + p))
                 added = added + (x,)  # type: ignore[assignment]
             # A barrier doesn't wait for loads from shared memory to end, and copies overtake them: bits were lost.
@@ -203,14 +207,14 @@ def take_sums(
             gl.thread_barrier()
             mbarrier.arrive(empty.index(s), count=1)
             for p in gl.static_range(PIECES):
-                store_piece(added[p], out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
+                store_piece(added[p], of_sum, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
             if W == 0:
                 pass_sums(ring, step + 1, STAGES)
             step += 2
         else:
             for p in gl.static_range(PIECES):
-                x = scale_piece(pieces[p], factor, even_sum, h + p * PIECE, H)
-                store_piece(x, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
+                x = scale_piece(pieces[p], of_product, even_sum, h + p * PIECE, H)
+                store_piece(x, of_sum, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
 
 
 @gluon.jit
@@ -241,6 +245,7 @@ def weight_added(
     digits,  # [V, H] uint8: the next 8 bits; with PAIRED [pairs of rows, H]: the next 4 of both
     number,  # [1] int32
     inverse_grad_scale,  # [] float32: what the product is multiplied by
+    factor,  # [] float32: and of the last chunk what the sum is, whose first 16 bits are then the nearest bfloat16
     even_sum,  # [H] float32: what each row lacks
     buffer,  # BufferRows
     first_tile,  # of the vocabulary, and how many
@@ -261,9 +266,9 @@ def weight_added(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
+            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, factor, even_sum, V, H, out_stride,
                          first_tile, chunk_tiles, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, PAIRED)),
-            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, even_sum, V, H, out_stride,
+            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, factor, even_sum, V, H, out_stride,
                          first_tile, chunk_tiles, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, PAIRED)),
             (copy, (ring, exponentials, rows, old_sum, old_digits, buffer, first_tile, chunk_tiles, tiles_h, steps,
                     GROUP, PROGRAMS, STAGES)),

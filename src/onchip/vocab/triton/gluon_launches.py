@@ -84,6 +84,7 @@ def weight_added(
     tiles: int,
     *,
     add: bool,
+    factor: Tensor | None,
 ) -> Launch:
     assert into.digits is not None
     rows_of_digits = staggered.ROWS.value // (2 if into.paired else 1)
@@ -95,6 +96,7 @@ def weight_added(
         "out": into.first,
         "digits": into.digits,
         "inverse_grad_scale": inverse_grad_scale,
+        "factor": factor,
         "even_sum": even_sum,
         "buffer": buffer.rows,
         "first_tile": first_tile,

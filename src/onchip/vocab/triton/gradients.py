@@ -303,6 +303,7 @@ def weight_gradient(
     digits,  # [V, H] uint8: the next 8; with PAIRED [pairs of rows, H]: the next 4 of both; None: there are no more
     count,
     inverse_grad_scale,  # [] float32: what the product is multiplied by
+    factor,  # [] float32: what the sum with digits is, in the end
     even_sum,  # [H] float32: what each row lacks
     recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
@@ -346,7 +347,8 @@ def weight_gradient(
             acc *= tl.load(inverse_grad_scale)
         v = vocab_tile * VOCAB_TILE + column
         if digits is not None:
-            add_digits(out, digits, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, 8, ADD, PAIRED)
+            of_sum = None if factor is None else tl.load(factor)
+            add_digits(out, digits, out_stride, v, j * BLOCK_H, V, H, acc, of_sum, BLOCK_V, BLOCK_H, 8, ADD, PAIRED)
         elif ADD:
             add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
         else:

@@ -501,6 +501,7 @@ def weight_product(
     tiles: int,
     *,
     add: bool,
+    factor: Tensor | None = None,  # [] float32: what the sum with digits is multiplied by in the end
 ) -> Launch:
     out, digits = into
     t = run.tiles["weight_gradient"]
@@ -514,6 +515,7 @@ def weight_product(
         "digits": digits,
         "out_stride": out.stride(0),
         "inverse_grad_scale": inverse_grad_scale,
+        "factor": factor,
         "even_sum": even_sum,
         "recomputed_from": recomputed_from,
         "first_tile": first_tile,
@@ -543,14 +545,19 @@ def add_weight(
     tiles: int,
     *,
     add: bool,
+    factor: Tensor | None = None,  # [] float32
 ) -> Launch:
-    """A chunk of tokens' part of the weight's sum: added to the chunks' before it, or the first one."""
+    """A chunk of tokens' part of the weight's sum: added to the chunks' before it, or the first one.  With `factor`,
+    the last one: the gradient is left in place of the first 16 bits, as the nearest bfloat16.
+    """
     if swaps_columns(run):
         from onchip.vocab.triton import gluon_launches
 
         make = gluon_launches.weight_added
-        return make(run, buffer, rows, into, inverse_grad_scale, even_sum, first_tile, tiles, add=add)
-    return weight_product(run, buffer, rows, into, inverse_grad_scale, even_sum, 0, first_tile, tiles, add=add)
+        return make(run, buffer, rows, into, inverse_grad_scale, even_sum, first_tile, tiles, add=add, factor=factor)
+    return weight_product(
+        run, buffer, rows, into, inverse_grad_scale, even_sum, 0, first_tile, tiles, add=add, factor=factor
+    )
 
 
 def hidden_product(

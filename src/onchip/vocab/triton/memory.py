@@ -312,6 +312,13 @@ def sum_in_scratch(p: Problem) -> int:
     return 0 if p.weight_dtype == "float32" else weight_digits(p)
 
 
+def rounds_in_forward(p: Problem) -> bool:
+    """Whether the last chunk of tokens leaves the weight's gradient itself for an upstream gradient of 1, and digits by
+    which it can be multiplied by another: of a sum whose first 16 bits are as many as the gradient has.
+    """
+    return p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype == "bfloat16"
+
+
 def room_in_gradient(p: Problem) -> int:
     """Tokens of a chunk whose exponentials find room beside the weight's sum, in the memory of a float32 gradient."""
     if not p.grad_weight or p.weight_grad_out or p.weight_dtype != "float32":

@@ -90,27 +90,32 @@ def scale_weight(
     digits,  # [V, H] uint8: the next 8 bits; with PAIRED [pairs of rows, H]: the next 4 of both
     out,  # [V, H] out, or added to
     factor,  # [] float32
-    first,  # row of digits
+    first,  # rows of digits: the first, and the last and one
+    last,
     V,
     H,
     PAIRED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make the weight's gradient of what forward left of it."""
-    row = first + tl.program_id(0)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Make the weight's gradient of what forward left of it.  ROUNDED: with a factor of 1 that is the gradient."""
     scale = tl.load(factor)
-    more = tl.load(digits + row.to(tl.int64) * H + c, mask=c < H, other=0)
-    if PAIRED:
-        v = upper_row(row)
-        at, there = v.to(tl.int64) * H + c, (c < H) & (v < V)
-        also = there & (v + PAIR_ROWS < V)
-        upper, lower = tl.load(left + at, mask=there, other=0), tl.load(left + at + PAIR_ROWS * H, mask=also, other=0)
-        upper, lower = join_pair(upper, lower, more)
-        _store_scaled(out + at, upper * scale, there, ADD)
-        _store_scaled(out + at + PAIR_ROWS * H, lower * scale, also, ADD)
-    else:
-        at = row.to(tl.int64) * H + c
-        value = join_float(tl.load(left + at, mask=c < H, other=0), more)
-        _store_scaled(out + at, value * scale, c < H, ADD)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if ROUNDED:
+        last = tl.where(scale == 1, first, last)
+    for row in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        more = tl.load(digits + tl.cast(row, tl.int64) * H + c, mask=c < H, other=0)
+        if PAIRED:
+            v = upper_row(row)
+            at, there = v.to(tl.int64) * H + c, (c < H) & (v < V)
+            also = there & (v + PAIR_ROWS < V)
+            upper = tl.load(left + at, mask=there, other=0)
+            lower = tl.load(left + at + PAIR_ROWS * H, mask=also, other=0)
+            upper, lower = join_pair(upper, lower, more, ROUNDED)
+            _store_scaled(out + at, upper * scale, there, ADD)
+            _store_scaled(out + at + PAIR_ROWS * H, lower * scale, also, ADD)
+        else:
+            at = tl.cast(row, tl.int64) * H + c
+            value = join_float(tl.load(left + at, mask=c < H, other=0), more)
+            _store_scaled(out + at, value * scale, c < H, ADD)

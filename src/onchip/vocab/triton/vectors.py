@@ -55,14 +55,15 @@ def loss_gradients(
 
 @triton.jit
 def loss_factor(
-    grad_loss,  # []
+    grad_loss,  # []; None: 1
     number,
     divisor,  # [] float32
     factor,  # [] float32 out
     MEAN: tl.constexpr,
 ):
     """The gradient by the sum of the losses, of that by what `reduce_losses` made of them."""
-    tl.store(factor, divided(tl.load(grad_loss).to(tl.float32), number, divisor, MEAN))
+    g = tl.full((), 1.0, tl.float32) if grad_loss is None else tl.load(grad_loss).to(tl.float32)
+    tl.store(factor, divided(g, number, divisor, MEAN))
 
 
 @triton.jit

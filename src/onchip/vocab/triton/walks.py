@@ -36,13 +36,15 @@ from onchip.vocab.triton.launches import (
     Terms,
     TokenSoftmax,
 )
-from onchip.vocab.triton.memory import PAIRS, TritonPlan, chunk_hidden, up
+from onchip.vocab.triton.memory import PAIRS, TritonPlan, chunk_hidden, rounds_in_forward, up
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
 
 # Labels that are sorted by one kernel: on an H100 8192 took 0.04 ms, 16384 0.10 and 32768 0.37, where PyTorch takes
 # 0.05 and the host 0.16 more.
 MOST_COUNTED = 8192
+# Programs that go through rows of the weight's gradient: enough to fill any device, and few to find nothing to do.
+MOST_PROGRAMS = 4096
 
 
 class OutputGradients(NamedTuple):
@@ -86,11 +88,12 @@ def forward(
     *,
     asked: Asked,
     token_weight: Tensor | None = None,  # [T] float32
+    divisor: Callable[[], Tensor | None] = lambda: None,  # of the loss: [] float32, once it is known which tokens count
 ) -> TokenSoftmax:
     """The log-probabilities of each token's ids, lse, and what is asked for; with the entropy top1 as well.
 
     Where gradients are wanted, `saved` is filled in for backward.  Where the plan is to compute the weight's here, it
-    is that of the sum of the losses with this `token_weight`.
+    is that of the sum of the losses with this `token_weight`, or, where `rounds_in_forward`, of the loss.
     """
     ids = _ids(call)
     (tokens, k), device = ids.shape, ids.device
@@ -166,7 +169,10 @@ def forward(
             if memory.chunk is not None:
                 if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
                     upstream = loss_gradients(run, made, None, None, token_weight, reduction="sum")
-                _chunk_gradients(part, call, memory.chunk, made, upstream, first)
+                factor = None
+                if last == tokens and rounds_in_forward(call.problem("cuda")):
+                    factor = loss_factor(run, None, divisor(), mean=run.options.reduction == "mean")
+                _chunk_gradients(part, call, memory.chunk, made, upstream, factor, add=first > 0)
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -198,7 +204,9 @@ def _chunk_gradients(
     chunk: setup.TokenChunk,
     known: TokenSoftmax,
     upstream: OutputGradients | None,  # for the weight's
-    first: int,
+    factor: Tensor | None,  # of the weight's, for the last chunk
+    *,
+    add: bool,
 ) -> None:
     """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
     previous chunks'.
@@ -231,7 +239,8 @@ def _chunk_gradients(
         ).run()  # fmt: skip
         rows, inverse = chunk.rows[: part.tokens], terms.inverse_grad_scale
         into = chunk.left.weight
-        product = launches.add_weight(part, buffer, rows, into, inverse, even_sum, 0, tiles, add=first > 0).fixed()
+        product = launches.add_weight(part, buffer, rows, into, inverse, even_sum, 0, tiles, add=add, factor=factor)
+        product = product.fixed()
         for start, number in chunks(0, tiles, chunk.weight_tiles):
             product.again(first_tile=start, chunk_tiles=number).run()
 
@@ -293,13 +302,10 @@ def loss_gradients(
     return made
 
 
-def loss_factor(run: Run, grad_loss: Tensor, divisor: Tensor | None) -> Tensor:
-    """[] float32: the gradient by the sum of the losses, of that by the loss that `reduce_losses` made."""
-    factor = torch.empty((), device=grad_loss.device)
-    run.launch(
-        vectors.loss_factor, (1,), grad_loss=grad_loss, divisor=divisor, factor=factor,
-        MEAN=run.options.reduction == "mean",
-    ).run()  # fmt: skip
+def loss_factor(run: Run, grad_loss: Tensor | None, divisor: Tensor | None, *, mean: bool) -> Tensor:
+    """[] float32: the gradient by the sum of the losses, of that (None: 1) by the loss that `reduce_losses` made."""
+    factor = torch.empty((), device=run.weight.device)
+    run.launch(vectors.loss_factor, (1,), grad_loss=grad_loss, divisor=divisor, factor=factor, MEAN=mean).run()
     return factor
 
 
@@ -316,7 +322,7 @@ def backward(
     wanted: Sequence[bool],
     *,
     add_to: Tensor | None = None,
-    factor: Tensor | None = None,  # [] or [1] float32
+    factor: Tensor | None = None,  # [] float32
     start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Turn `saved` into the gradients of hidden and weight, and return those that are in none of its memory: the
@@ -388,7 +394,8 @@ def _scale_sums(
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
-        _scale_weight(run, sums.weight, grads.weight, factor, add=grads.add)
+        rounded = rounds_in_forward(call.problem("cuda"))
+        _scale_weight(run, sums.weight, grads.weight, factor, rounded=rounded, add=grads.add)
         _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
     if grads.hidden is not None:
         run.launch(
@@ -408,21 +415,23 @@ def _scale_sums(
         ).run()
 
 
-def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, add: bool) -> None:
+def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, rounded: bool, add: bool) -> None:
     """Make the weight's gradient of its sum, which begins where that does, or add it to the caller's."""
-    pair = 2 if left.paired else 1
 
     def scale(first: int, last: int, left: Sum) -> None:
-        rows = up(last, PAIRS) // 2 - first // 2 if left.paired else last - first
+        if left.paired:
+            first, last = first // 2, up(last, PAIRS) // 2
         run.launch(
             sum_kernels.scale_weight,
-            (rows, -(-run.hidden // BLOCK)),
+            (min(last - first, MOST_PROGRAMS), -(-run.hidden // BLOCK)),
             left=left.first,
             digits=left.digits,
             out=out,
             factor=factor,
-            first=first // pair,
+            first=first,
+            last=last,
             PAIRED=left.paired,
+            ROUNDED=rounded,
             ADD=add,
             BLOCK=BLOCK,
         ).run()
