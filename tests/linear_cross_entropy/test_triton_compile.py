@@ -157,8 +157,10 @@ def test_added_to_the_weights_sum(hidden, vocab, options, parameters):
     ("hidden", "vocab"), [(1000, 300), (1024, 20001), pytest.param(2048, 20480, marks=pytest.mark.slow)]
 )
 def test_staggered(hidden, vocab, dtype):
-    """Some exponentials are kept, some recomputed."""
+    """Some exponentials are kept, some recomputed; of a smoothed loss all are kept."""
     found = launches(HOPPER, hidden=hidden, tokens=1000, vocab=vocab, in_turns=True, dtype=dtype, **MIXED)
+    smoothed = {"plan": triton_spec.TritonPlan(128, in_forward=True), "label_smoothing": 0.1}
+    found += launches(HOPPER, hidden=hidden, tokens=1000, vocab=vocab, in_turns=True, dtype=dtype, **smoothed)
     made = [k for k in compile_all(found, HOPPER[0]) if k.kernel.endswith("_staggered")]
     assert {k.kernel for k in made} == {"gradient_staggered", "softmax_staggered"}
     assert_fits(made, HOPPER[1])
@@ -176,7 +178,7 @@ SOFTMAX, GRADIENT = "softmax_staggered", "gradient_staggered"
         ({"softcap": 30.0}, ()),
         ({"weight": turned(1000, 1024)}, ()),
         ({"labels": torch.float32}, ()),
-        ({"label_smoothing": 0.1}, ()),
+        ({"label_smoothing": 0.1}, (SOFTMAX,)),
         ({"label_smoothing": 0.1, "class_weight": torch.ones(1000)}, ()),
         ({"hidden": 4160}, ()),
         ({"hidden": 896}, ()),

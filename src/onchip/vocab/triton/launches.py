@@ -241,8 +241,8 @@ class Partials(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether they are maxima and sums alone."""
-        return self.offset_sum is None and self.moment is None and self.squares is None and self.below is None
+        """Whether they are maxima and sums alone, of exponentials and of logits."""
+        return self.moment is None and self.squares is None and self.below is None
 
     @staticmethod
     def empty(
@@ -389,7 +389,8 @@ def softmax(
     vectors = vectors._replace(label=label, factor=factor, shift=shift)
     rows = rows[: run.tokens - first]  # beyond them lie another chunk's, whose scales may overflow
     in_turns = partials.columns == IN_TURNS
-    if in_turns or (labels is None and run.plain and partials.plain and staggers(run.hidden)):
+    weighed = run.class_weight is not None and partials.offset_sum is not None
+    if in_turns or (labels is None and run.plain and partials.plain and not weighed and staggers(run.hidden)):
         from onchip.vocab.triton import gluon_launches
 
         make = gluon_launches.softmax_in_turns if in_turns else gluon_launches.softmax_staggered

@@ -80,6 +80,11 @@ def take_softmax(
         top = gl.maximum(gl.max(x, 1), LOWEST)
         at = j.to(gl.int64) * partials.stride + t
         gl.store(partials.maximum + at, top * k_z, mask=inside)
+        if partials.offset_sum is not None:
+            offset = x - top[:, None]
+            if RAGGED:
+                offset = gl.where((column < V - j * VOCAB_TILE)[None, :], offset, 0.0)
+            gl.store(partials.offset_sum + at, gl.sum(offset, 1) * k_z, mask=inside)
         k_2 = k_z * LOG2E
         e = gl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
         e = gl.where(column[None, :] == (y - j * VOCAB_TILE)[:, None], 0.0, e)
@@ -114,7 +119,7 @@ def softmax_staggered(
     RAGGED: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """`softmax_tiles` of logits without bias and softcap, and without statistics."""
+    """`softmax_tiles` of logits without bias and softcap, and without statistics and class weights."""
     n = gl.minimum(gl.load(vectors.number) - first, T)
     # At least one block where exponentials are kept: see `softmax_tiles`.
     tiles_t = gl.cdiv(gl.maximum(n, 0 if exponentials is None else 1), ROWS)
