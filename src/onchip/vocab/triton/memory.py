@@ -657,6 +657,6 @@ PLANNER: Planner[TritonPlan] = Planner(
     default_scratch,
     needs,
     slack=1.007,
-    many_launches=lambda p, c: p.grad_weight and 0 < c.weight_chunk * MOST_WEIGHT_CHUNKS < p.vocab,
+    many_launches=lambda p, c: p.grad_weight and c.weight_chunk * MOST_WEIGHT_CHUNKS < p.vocab and not c.in_forward,
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
