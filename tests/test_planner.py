@@ -121,10 +121,17 @@ def assert_sound(p, c):
         assert c.kept_in_gradient == 0 or (p.grad_weight and not p.weight_grad_out)
     elif isinstance(c, mosaic_memory.MosaicPlan):
         assert c.kept_in_gradient in (0, mosaic_memory.capacity(p))
-        # With none in the gradient's memory all are in scratch, at once or chunk by chunk.
+        # With none in the gradient's memory all are in scratch, at once or chunk by chunk; or of the first such chunk.
         if c.by_tokens or (c.kept_in_scratch > 0 and c.kept_in_gradient == 0):
-            assert (c.kept_in_gradient, c.kept_in_scratch) == (0, up(p.tokens, 128))
-        assert not c.by_tokens or c.token_chunk % 128 == 0
+            assert c.kept == up(p.tokens, 128)
+        assert not c.by_tokens or (c.first_chunk > 0) == (c.kept_in_gradient > 0)
+        if c.by_tokens:
+            assert c.token_chunk % 128 == c.first_chunk % 128 == 0
+            assert sum(c.token_chunks(p.tokens)) == p.tokens <= c.positions(p.tokens)
+        if c.first_chunk:
+            assert c.by_tokens
+            assert max(c.kept_in_gradient, c.token_chunk) < c.first_chunk < p.tokens
+            assert 2 * c.chunk <= p.vocab
     else:
         for head in (p.student, p.teacher):
             assert jsd_triton_memory.config_of(head, c).kept_in_gradient <= triton_memory.capacity(head)

@@ -68,8 +68,11 @@ def labels_of(labels, tokens, padded):
     return lax.dynamic_slice_in_dim(values, labels.first[0], tokens, 0)
 
 
-def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, labels=None, config):
+def softmax_tiles(
+    into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, labels=None, first_row=0, config=None,
+):  # fmt: skip
     kept, partials = into or (None, None)
+    operands = operands._replace(rows=operands.rows[first_row : first_row + len(operands.label)])
     rows, weight, label, factor, count, *_ = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
@@ -222,17 +225,25 @@ def weight_product(
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
     if total is not None:
-        add_to_sum(total, in_matrix(product if vocab_major else product.T, vocab, vocab_major), begins[0], config)
+        assert begins is None or not kept_tokens
+        add_to_sum(total, product if vocab_major else product.T, begins, first[0], axis, config)
         return
     old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
     out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
 
 
-def add_to_sum(total, product, begins, config):
-    """As the kernel does it, for the whole matrix as one tile's part after the other."""
-    columns = product.shape[1]
-    old = Sum(total.first[...], total.digits[...]).value(config)
-    new = jnp.pad(jnp.where(begins, 0, old) + product, ((0, 0), (0, -columns % config.tile_n)))
+def add_to_sum(total, product, begins, first, axis, config):
+    """As the kernel does it, for all rows as one tile's part after the other; the chunk begins with entry `first`."""
+    words = total.digits.shape[1] // -(-total.first.shape[1] // config.tile_n)
+    whole, columns = product.shape[axis], product.shape[1]
+    starts = first, first if axis == 0 else first // config.tile_n * words
+    sizes = whole, whole if axis == 0 else whole // config.tile_n * words
+    # What is beyond the last entry is written nowhere.
+    pads = ([(0, size if a == axis else 0) for a in range(2)] for size in sizes)
+    wide = [jnp.pad(ref[...], pad) for ref, pad in zip(total, pads, strict=True)]
+    part = [lax.dynamic_slice_in_dim(*x, axis) for x in zip(wide, starts, sizes, strict=True)]
+    new = product + (0 if begins is None else jnp.where(begins[0], 0, Sum(*part).value(config)))
+    new = jnp.pad(new, ((0, 0), (0, -columns % config.tile_n)))
     firsts, digits = [], []
     for tile in range(0, new.shape[1], config.tile_n):
         blocks = [new[:, n : n + BOX] for n in range(tile, tile + config.tile_n, BOX)]
@@ -241,8 +252,10 @@ def add_to_sum(total, product, begins, config):
             *first, words = sums.as_stored(blocks[start : start + together], total.first.dtype)
             firsts += first
             digits.append(words)
-    total.first[...] = jnp.concatenate(firsts, 1)[:, :columns]
-    total.digits[...] = jnp.concatenate(digits, 1)
+    made = jnp.concatenate(firsts, 1)[:, :columns], jnp.concatenate(digits, 1)
+    for ref, old, new, start in zip(total, wide, made, starts, strict=True):
+        new = lax.dynamic_update_slice_in_dim(old, new, start, axis)
+        ref[...] = new[: ref.shape[0], : ref.shape[1]]
 
 
 def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, vocab, config):

@@ -94,6 +94,21 @@ def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
 
 @HALF
 @LAYOUTS
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-3}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("first", [256, 640])
+def test_a_larger_first_chunk(first, options, ignored, layout, dtype, monkeypatch):
+    """Of whose tokens the first 256 are kept in the memory of the weight's gradient."""
+    plan = MosaicPlan(
+        "stash", 384, kept_in_gradient=256, chunk=768, kept_in_scratch=768, by_tokens=True, first_chunk=first
+    )
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    case = replace(MOSAIC_CASES[0], logit_std=3.0, ignored=ignored, options=options)
+    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
+
+
+@HALF
+@LAYOUTS
 def test_a_vocabulary_split_over_the_devices_that_there_are(layout, dtype):
     """With padding; against plain JAX in float32."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -138,7 +153,14 @@ def inputs(tokens, hidden, vocab, layout="vh"):
 @pytest.mark.parametrize("wanted", [(0, 1), (0,)])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "budget"),
-    [(4096, 1024, None), (4096, 1024, 64 << 20), (4096, 1024, 160 << 20), (4096, 1024, 1 << 40), (16384, 512, None)],
+    [
+        (4096, 1024, None),
+        (4096, 1024, 64 << 20),
+        (4096, 1024, 160 << 20),
+        (4096, 1024, 1 << 40),
+        (16384, 512, None),
+        (8192, 2048, 210 << 20),  # a larger first chunk
+    ],
 )
 def test_memory_is_what_the_formula_says(tokens, hidden, budget, wanted, layout):
     """And the same inputs give the same bits."""

@@ -84,8 +84,11 @@ def test_class_weights(dtype, layout, options, kept, by_tokens, monkeypatch):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
-def in_forward(size, tokens=512):
-    return MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
+def in_forward(size, tokens=512, first=0):
+    """The first chunk may be larger: 128 tokens' exponentials are in the memory of the weight's gradient then."""
+    plan = MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
+    larger = {"first_chunk": first, "kept_in_gradient": 128, "kept_in_scratch": tokens - 128, "chunk": 512}
+    return replace(plan, **larger) if first else plan
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,29 @@ def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "layout", "size", "first", "changes"),
+    [
+        ("bfloat16", "vh", 128, 256, {"vocab": 2368, "options": {"z_loss": 1e-3, "label_smoothing": 0.1}}),
+        ("float16", "hv", 128, 256, {"vocab": 2368, "token_weight": True, "token_temperature": True}),
+        pytest.param("bfloat16", "hv", 256, 384, {"options": {"softcap": 5.0}}, marks=pytest.mark.slow),
+        pytest.param("float16", "vh", 128, 384, {"logit_std": 60.0}, marks=pytest.mark.slow),
+        # All of its exponentials are in the gradient's memory.
+        pytest.param("bfloat16", "vh", 256, 128, {"ignored": 0.5}, marks=pytest.mark.slow),
+        # Of the chunks the second has few tokens, and the last none; or all have none.
+        pytest.param("bfloat16", "vh", 128, 256, {"ignored": 0.4}, marks=pytest.mark.slow),
+        ("bfloat16", "hv", 128, 256, {"ignored": 0.9}),
+        pytest.param("bfloat16", "vh", 128, 256, {"ignored": 1.0}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "vh", 128, 256, {"tokens": 700, "hidden": 192}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_larger_first_chunk(dtype, layout, size, first, changes, monkeypatch):
+    """Of 2368 entries its part of the weight's gradient is made in chunks of 256, three of 512, and the last 576."""
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size, first=first))
+    assert_right(replace(LONG, **changes), dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
 @pytest.mark.parametrize("layout", ["vh", "hv"])
 def test_bias_gradient_leaves_out_tiles_that_nobody_wrote(layout, monkeypatch):
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 512, chunk=512))
@@ -114,13 +140,14 @@ def test_bias_gradient_leaves_out_tiles_that_nobody_wrote(layout, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "reduction"),
+    ("wanted", "reduction", "first"),
     [
-        ((0,), "none"),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (((1,), "mean"), ((0,), "mean"), ((1,), "none"))),
+        ((0,), "none", 0),
+        *(pytest.param(*x, 0, marks=pytest.mark.slow) for x in (((1,), "mean"), ((0,), "mean"), ((1,), "none"))),
+        pytest.param((1,), "mean", 128, marks=pytest.mark.slow),
     ],
 )
-def test_one_gradient_made_in_forward(wanted, reduction, monkeypatch):
+def test_one_gradient_made_in_forward(wanted, reduction, first, monkeypatch):
     """The same as that of logits that are recomputed; hidden's also of losses by token."""
     hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
     labels = labels.at[0, :9].set(-100)
@@ -134,7 +161,7 @@ def test_one_gradient_made_in_forward(wanted, reduction, monkeypatch):
         return
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 256, chunk=512))
     expected = gradient()
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(128, 256))
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(128, 256, first))
     assert jnp.linalg.norm(gradient() - expected) <= 1e-2 * jnp.linalg.norm(expected)
 
 

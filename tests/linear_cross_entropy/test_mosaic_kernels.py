@@ -369,6 +369,52 @@ def test_sums(vocab_major, tile_n, dtype, bound, interpreter):
     assert bound / 100 < relative(made, expected) < bound
 
 
+@pytest.mark.parametrize(
+    ("vocab_major", "dtype", "bound"),
+    [
+        (True, jnp.bfloat16, 2**-13),
+        pytest.param(False, jnp.bfloat16, 2**-13, marks=SLOW),
+        pytest.param(True, jnp.float16, 2**-17, marks=SLOW),
+        pytest.param(False, jnp.float16, 2**-17, marks=SLOW),
+    ],
+)
+def test_sums_that_begin_in_the_memory_of_exponentials(vocab_major, dtype, bound, interpreter):
+    """Of the first 128 tokens' exponentials, with the others' in scratch: a chunk of entries after the other, of which
+    each overwrites the previous one's; then the same once more is added.
+    """
+    s, kept = Small(vocab_major, vocab=448, dtype=dtype), 128
+    values = np.zeros((TOKENS, PADDED))
+    values[: s.n] = s.exponentials / s.exponentials.max()
+    stash = s.matrix(values[:kept, :SPLIT], (s.vocab, HIDDEN), SHIFT)
+    spare = s.matrix(values[:kept, SPLIT:], (PADDED - SPLIT, kept), 0)
+    in_scratch = s.matrix(values[kept:], (PADDED, TOKENS - kept), 0)
+    whole = s.matrix(values, (PADDED, TOKENS), 0)
+    config = replace(ADDING, tile_n=192 if vocab_major else 128)
+    common = {"vocab_major": vocab_major, "config": config, "interpret": interpreter}
+
+    @jax.jit
+    def run():
+        first, digits = Sum.empty(s.weight, config)
+        total = Sum(reference_to(stash.astype(first.dtype)), reference_to(jnp.full_like(digits, jnp.nan)))
+        begin = partial(
+            kernels.weight_product, total, s.rows, s.count, kept=Kept(None, spare, SHIFT, SPLIT), kept_tokens=kept,
+            in_scratch=in_scratch, **common,
+        )  # fmt: skip
+        for number in range(SPLIT // SHIFT):
+            begin(first=at(0), size=SHIFT, number=at(number))
+        begin(first=at(SPLIT), size=PADDED - SPLIT, in_spare=True)
+        once = Sum(*(x[...] for x in total)).value(config)
+        add = partial(kernels.weight_product, total, s.rows, s.count, kept_tokens=0, in_scratch=whole, **common)
+        for first, size in ((0, 256), (256, 512)):  # in chunks too
+            add(first=at(first), size=size, begins=jnp.zeros(1, bool))
+        return once, Sum(*(jax.freeze(x) for x in total)).value(config)
+
+    expected = np.asarray(jnp.asarray(values[: s.n, : s.vocab], dtype), np.float64).T @ s.rows64
+    for times, made in enumerate(run(), 1):
+        made = np.asarray(made if vocab_major else made.T, np.float64)
+        assert bound / 100 < relative(made, times * expected) < bound
+
+
 @pytest.mark.parametrize("number", [4, 8])
 def test_floats_of_few_digits(number):
     assert_rounds(lambda x: np.asarray(join(*split(jnp.asarray(x), jnp.bfloat16, number), number)), 8 + number)

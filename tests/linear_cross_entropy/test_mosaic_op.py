@@ -99,6 +99,34 @@ def test_gradients_made_in_forward_lower(layout, argnums, as_on_hopper, monkeypa
     assert "stablehlo.copy" not in text
 
 
+@pytest.mark.parametrize(
+    ("layout", "dtype", "argnums"),
+    [
+        ("vh", jnp.bfloat16, (0, 1)),
+        ("hv", jnp.float16, (0, 1)),
+        pytest.param("vh", jnp.float16, (1,), marks=pytest.mark.slow),
+        pytest.param("hv", jnp.bfloat16, (0, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_larger_first_chunk_lowers(layout, dtype, argnums, as_on_hopper, monkeypatch):
+    c = mosaic_spec.MosaicPlan(
+        "stash", 256, kept_in_gradient=256, chunk=768, kept_in_scratch=896, by_tokens=True, first_chunk=512
+    )
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
+    text = lowered(1100, 256, 4096, layout=layout, dtype=dtype, argnums=argnums)
+    kinds = sum(len(group.chunks) for group in mosaic_spec.groups(4096, c, recomputed=False))
+    assert kinds == 3
+    # Softmax and rebase of what is in the weight gradient's memory, of what is in scratch, and of another chunk's; the
+    # weight's product for each kind of chunk of the vocabulary, and of another chunk; the targets' terms.
+    hidden = 0 in argnums
+    assert launches(text) == 6 + kinds + 1 + 1 + 2 * hidden
+    # Two arrays of the first softmax and rebase, one of each of the others; two of hidden's product in that
+    # memory, and of each weight's; and the targets' terms but for columns.
+    assert written_in_place(text) == 2 * (2 + 1 + 1) + 2 * hidden + 2 * (kinds + 1) + (layout == "vh")
+    assert "stablehlo.copy" not in text
+
+
 WEIGHTS = jnp.linspace(0, 2, 1088)
 EVERYTHING = {
     "bias": True, "argnums": (0, 1, 3), "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "return_stats": True,
@@ -230,6 +258,22 @@ def test_many_tokens_have_their_gradients_made_in_forward():
     # Not for an upstream gradient by token, and not by name.
     assert not mosaic_spec.plan(replace(p, per_token_loss=True), "auto", eighth).by_tokens
     assert not mosaic_spec.plan(p, "recompute", eighth).by_tokens
+
+
+@pytest.mark.parametrize("changes", [{"grad_weight": False}, {"per_token_loss": True}, {"grad_bias": True}], ids=str)
+def test_the_first_chunk_has_tokens_in_the_memory_of_the_weight_gradient_too(changes):
+    p = problem(8192, 2048, 128256)
+    eighth = 4 * p.tokens * p.vocab // 8
+    c = mosaic_spec.plan(p, "auto", eighth)
+    assert c.token_chunks(p.tokens) == [3072, *[1024] * 5]
+    assert c.kept_in_gradient == p.hidden
+    equal = replace(c, first_chunk=0, kept_in_gradient=0, kept_in_scratch=8192, chunk=p.vocab)
+    assert mosaic_spec.predict(p, c) < 0.98 * mosaic_spec.predict(p, equal)
+    # What is in the gradient's memory takes none, but for the last entries' and for hidden's gradient.
+    more = mosaic_spec.scratch_bytes(p, c) - mosaic_spec.scratch_bytes(p, equal)
+    assert 0 < more < 2 * c.kept_in_gradient * c.chunk + 10 * c.first_chunk * p.hidden
+    # Not where it isn't a sum over chunks that the gradient is made as.
+    assert mosaic_spec.plan(replace(p, **changes), "auto", eighth).first_chunk == 0
 
 
 def test_too_much_shared_memory(as_on_hopper, monkeypatch):

@@ -116,6 +116,7 @@ def softmax_tiles(
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
     exponential_scale: float = 1.0,
     labels: Labels | None = None,  # soft ones, in the place of `operands.label`
+    first_row: int = 0,  # of the first token's hidden state, in `operands`
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Partials | None:
@@ -125,7 +126,7 @@ def softmax_tiles(
     softcap exponentials are kept times its derivative.  With soft labels nothing is kept.
     """
     c, (kept, partials) = config, into or (None, None)
-    dtype, tokens = operands.rows.dtype, len(operands.rows)
+    dtype, tokens = operands.rows.dtype, len(operands.label)
     vocab = vocab_of(operands.weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
@@ -237,6 +238,7 @@ def softmax_tiles(
         name="softmax_tiles",
         config=c,
         interpret=interpret,
+        first_row=first_row,
     )
     if partials is None:
         return Partials(**made)
@@ -324,7 +326,7 @@ def gradient_tiles(
 
 def weight_product(
     out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory; or a
-    # `Sum` of references, to which the product of the whole vocabulary is added
+    # `Sum` of references, with exponentials in the memory of its first bits, that the product is the beginning of
     rows: Array,  # [T, H]
     count: Array,  # [1] int32
     *,
@@ -338,14 +340,14 @@ def weight_product(
     kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
     in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
-    begins: Array | None = None,  # [1] bool, of a `Sum`: whether it isn't written yet
+    begins: Array | None = None,  # [1] bool: the product is added to that `Sum`, unless nothing of it is written yet
     even: Array | None = None,  # [H or more, in whole tiles] float32: what is taken from each entry's row before
     inverse_grad_scale: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
     config: MosaicConfig,
     interpret: Any = None,
 ) -> None:
-    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once.
+    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once, or with `begins` added.
 
     The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
     """
@@ -367,6 +369,10 @@ def weight_product(
     def before(refs: Refs) -> Any:
         """Entries of the group before the chunk."""
         return skip if number is None else skip + refs["number"][0] * size
+
+    def of_digits(column: Any) -> Any:
+        """Where those of a tile begin, of the column that it begins with."""
+        return lax.div(column, jnp.int32(c.tile_n)) * width
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         steps = ceil_div(lax.max(refs["count"][0], jnp.int32(1)), c.tile_k)
@@ -411,7 +417,8 @@ def weight_product(
         row, column = (v, p.n) if vocab_major else (p.m, v)
         send = send_to(refs["out"], row, column, BOX)
         if total is not None:
-            store_sum(product, send, send_to(refs["digits"], row, p.j * width, BOX), rows.dtype, store)
+            blocks = product if begins is not None else [product[:, n : n + BOX] for n in range(0, c.part_n, BOX)]
+            store_sum(blocks, send, send_to(refs["digits"], row, of_digits(column), BOX), rows.dtype, store)
             return
         if even is not None:
             h, length, over = (p.n, c.part_n, 0) if vocab_major else (p.m, c.part_m, 1)
@@ -422,18 +429,20 @@ def weight_product(
 
     def copy_sum(refs: Refs, s: Step, w: int, a: Any, b: Any, barrier: Any) -> None:
         """A warpgroup's part of a tile of the sum, in the places of the operands."""
-        row = s.i * c.tile_m + w * BOX
-        load_block(refs["out"], row, BOX, s.j * c.tile_n, c.tile_n, b, barrier)
+        v = refs["first"][0] + before(refs)
+        row, column = s.i * c.tile_m + w * BOX, s.j * c.tile_n
+        row, column = (row + v, column) if vocab_major else (row, column + v)
+        load_block(refs["out"], row, BOX, column, c.tile_n, b, barrier)
         if not vocab_major:
             # A copy fills all columns: where words have fewer, the next tile's come with them.
-            load_block(refs["digits"], row, BOX, s.j * width, c.tile_m, a, barrier)
+            load_block(refs["digits"], row, BOX, of_digits(column), c.tile_m, a, barrier)
             return
         # As many copies as a step has, of whole blocks of words or of halves of one.
         rows_at_once = BOX * width // c.tile_m
         for i in range(c.tile_m // BOX):
             block, r = divmod(i * rows_at_once, BOX)
             into = a.at[block, pl.ds(r, rows_at_once)]
-            load_block(refs["digits"], row + r, rows_at_once, s.j * width + block * BOX, BOX, into, barrier)
+            load_block(refs["digits"], row + r, rows_at_once, of_digits(column) + block * BOX, BOX, into, barrier)
 
     def add_sum(refs: Refs, product: Any, a: Any, b: Any) -> list[Any]:
         block = lambda i: a.at[i if vocab_major else (slice(None), pl.ds(i * BOX, BOX))]  # noqa: E731
@@ -442,9 +451,9 @@ def weight_product(
     addends, width = None, word_columns(rows.dtype)
     if total is not None:
         assert (c.tile_m, c.part_m, c.tile_k) == (2 * BOX, BOX, BOX)
-        assert begins is not None
-        assert (skip, number, even, inverse_grad_scale) == (0, None, None, None)
-        addends = Addends(copy_sum, add_sum)
+        assert (even, inverse_grad_scale) == (None, None)
+        assert begins is None or kept_tokens == 0, "a sum and exponentials can't be in the same memory"
+        addends = None if begins is None else Addends(copy_sum, add_sum)
     inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first, "number": number}
     if kept is not None and in_spare:
         inputs["spare"] = kept.spare

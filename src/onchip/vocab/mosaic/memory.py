@@ -3,8 +3,9 @@
 The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
 more, as far as there is room; the other tokens' logits are recomputed in backward.  Or tokens go in chunks, whose
 exponentials are in scratch for as long as it takes to make of them hidden's gradient and what they add to the weight's,
-a sum of 20 or 24 bits (sums.py); a frozen weight always goes so.  The formulas are of what XLA allocates for a jitted
-step beyond its arguments and results.
+a sum of 20 or 24 bits (sums.py); a frozen weight always goes so.  The first such chunk may have up to H tokens more,
+whose exponentials are in the memory of the weight's gradient until its part of that is computed: fewer chunks are left
+to add.  The formulas are of what XLA allocates for a jitted step beyond its arguments and results.
 """
 
 from collections.abc import Iterator
@@ -55,10 +56,24 @@ class MosaicPlan:
     """Chunks for which the other tokens' logits are recomputed at a time: those have few tiles."""
     by_tokens: bool = False
     """Whether gradients are made in forward, a chunk of tokens after the other."""
+    first_chunk: int = 0
+    """With `by_tokens`, tokens of the first chunk where it is larger, since some of its exponentials are kept in the
+    memory of the weight's gradient; that is then computed for a `chunk` at a time."""
 
     @property
     def kept(self) -> int:
         return self.kept_in_gradient + self.kept_in_scratch
+
+    def token_chunks(self, tokens: int) -> list[int]:
+        """With `by_tokens`, how many tokens each has."""
+        first = min(self.first_chunk or self.token_chunk, tokens)
+        rest, last = divmod(tokens - first, self.token_chunk)
+        return [first, *[self.token_chunk] * rest, *[last] * (last > 0)]
+
+    def positions(self, tokens: int) -> int:
+        """Of so many tokens, in whole tiles, or with `by_tokens` in whole chunks."""
+        more = max(0, tokens - self.first_chunk)
+        return self.first_chunk + up(more, self.token_chunk if self.by_tokens else TOKEN_TILE)
 
 
 @dataclass(frozen=True)
@@ -187,13 +202,7 @@ def _keeps(p: Problem) -> bool:
 def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     """Peak temporary memory in bytes, part by part."""
     rows = up(c.token_chunk, TOKEN_TILE)
-    hidden_rows = _ELEMENT * rows * p.hidden
-    # maximum and sum; an offset for label smoothing; moment and argmax for statistics; with labels of every entry
-    # always argmax, and two sums of those, with and without weights of classes
-    partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats)
-    if p.labels:
-        partials += 2 + (2 * int(p.class_weight) if p.stats else 1)
-    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * partials
+    hidden_rows, softmax = _ELEMENT * rows * p.hidden, _softmax_bytes(p, rows)
     # Of each id its logit and gradient, and places in a chunk.
     vectors = (256 + 64 * p.ids) * up(p.tokens, TOKEN_TILE)
     vectors += 4 * up(p.vocab, VOCAB_TILE) * (1 + int(p.class_weight)) + MIB
@@ -204,22 +213,21 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
     vocab = up(p.vocab, VOCAB_TILE)
     if c.by_tokens:
-        padded = up(p.tokens, rows)
-        parts["vectors"] += 256 * (padded - up(p.tokens, TOKEN_TILE))
+        parts["vectors"] += 256 * (c.positions(p.tokens) - up(p.tokens, TOKEN_TILE))
         # The first 16 bits of both sums are where the gradients will be.
         parts["more digits of the weight's gradient"] = digits_bytes(p) if p.grad_weight else 0
         parts["more digits of hidden's gradient"] = p.tokens * p.hidden if p.grad_hidden else 0
-        parts["exponentials in scratch"] = _ELEMENT * vocab * rows
-        # Of each slice, and as XLA scatters them; the rows are those of the weight's product, scaled.
-        sums = 4 * (hidden_slices(rows, p.hidden) + 1) * rows * p.hidden if p.grad_hidden else 0
-        softmax_of_chunk = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-        gradients = {"hidden rows": hidden_rows * int(p.grad_weight), "hidden gradient in float32": sums}
-        return parts | max((softmax_of_chunk, gradients), key=lambda phase: sum(phase.values()))
+        chunks = {c.first_chunk: c.kept_in_gradient, rows: 0}
+        made = {size: _token_chunk_parts(p, c, size, in_gradient) for size, in_gradient in chunks.items()}
+        largest = max(made, key=lambda size: sum(made[size].values()))
+        # XLA lays buffers of two sizes out with gaps: on an H200 13 MB more than the larger chunk's were needed where a
+        # sum of the other one's is 21, and 0.4 where it is 6.
+        parts["gaps"] = 4 * sum(size for size in made if size != largest) * p.hidden
+        return parts | made[largest]
     recomputed = rows - c.kept
     # What is left for the last chunk may be a tile more than the others.
     group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
-    spare = vocab - split_at(p.vocab, c.chunk) if c.kept_in_gradient else 0
-    parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept_in_gradient + vocab * c.kept_in_scratch)
+    parts["exponentials in scratch"] = _scratch_exponentials(p, c, c.kept_in_gradient, c.kept_in_scratch)
     # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
     forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
     slices = 1 if c.kept_in_gradient else hidden_slices(c.kept, p.hidden)
@@ -230,6 +238,36 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         "hidden gradient in float32": 4 * (1 + int(c.halves)) * recomputed * p.hidden if p.grad_hidden else 0,
     }
     return parts | max((forward, kept, rest), key=lambda phase: sum(phase.values()))
+
+
+def _softmax_bytes(p: Problem, rows: int) -> int:
+    """Of what the softmax of so many tokens leaves for each tile."""
+    # maximum and sum; an offset for label smoothing; moment and argmax for statistics; with labels of every entry
+    # always argmax, and two sums of those, with and without weights of classes
+    partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats)
+    if p.labels:
+        partials += 2 + (2 * int(p.class_weight) if p.stats else 1)
+    return 4 * -(-p.vocab // VOCAB_TILE) * rows * partials
+
+
+def _scratch_exponentials(p: Problem, c: MosaicPlan, in_gradient: int, in_scratch: int) -> int:
+    """Bytes of the exponentials in scratch of so many tokens, and of those for which the gradient's memory has no
+    room.
+    """
+    vocab = up(p.vocab, VOCAB_TILE)
+    return _ELEMENT * (in_gradient * (vocab - split_at(p.vocab, c.chunk)) + in_scratch * vocab)
+
+
+def _token_chunk_parts(p: Problem, c: MosaicPlan, rows: int, in_gradient: int) -> dict[str, int]:
+    """Bytes of one chunk of tokens that gradients are made of in forward."""
+    hidden_rows = _ELEMENT * rows * p.hidden
+    # One, or one of each slice, and as XLA scatters them; the rows are those of the weight's product, scaled.
+    number = 1 + (1 if in_gradient else hidden_slices(rows, p.hidden))
+    sums = 4 * number * rows * p.hidden if p.grad_hidden else 0
+    softmax = {"hidden rows": hidden_rows, "softmax of each tile": _softmax_bytes(p, rows)}
+    gradients = {"hidden rows": hidden_rows * int(p.grad_weight), "hidden gradient in float32": sums}
+    exponentials = _scratch_exponentials(p, c, in_gradient, rows - in_gradient)
+    return {"exponentials in scratch": exponentials} | max((softmax, gradients), key=lambda phase: sum(phase.values()))
 
 
 def predict(p: Problem, c: MosaicPlan) -> float:
@@ -244,21 +282,28 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     # Of a product that makes such tiles the steps, by the work of the largest.
     depth = _DEPTH * VOCAB_TILE / tile
     if c.by_tokens:
-        slices, number, work = hidden_slices(c.token_chunk, p.hidden), -(-p.tokens // c.token_chunk), 0.0
-        for times, tokens in ((number - 1, c.token_chunk), (1, p.tokens - (number - 1) * c.token_chunk)):
-            tiles = -(-tokens // TOKEN_TILE)
-            work += times * waves(tiles * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
+        each, work = c.token_chunks(p.tokens), 0.0
+        number, launches = len(each), 10 * len(each)
+        for i, tokens in enumerate(each):
+            tiles, first = -(-tokens // TOKEN_TILE), i == 0 and c.first_chunk > 0
+            work += waves(tiles * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
             if p.grad_hidden:
-                work += times * waves(tiles * columns * slices, _PROGRAMS) / slices * p.vocab / depth
+                slices = 1 if first else hidden_slices(c.token_chunk, p.hidden)
+                work += waves(tiles * columns * slices, _PROGRAMS, halves=first) / slices * p.vocab / depth
             if p.grad_weight:
-                work += times * waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * tiles * TOKEN_TILE / depth
+                cut = [(p.vocab, 1)]
+                if first:
+                    cut = [chunk for group in groups(p.vocab, c, recomputed=False) for chunk in group.chunks]
+                of_weight = sum(n * waves(-(-size // TOKEN_TILE) * columns, _PROGRAMS) for size, n in cut)
+                work += of_weight * tiles * TOKEN_TILE / depth
+                launches += sum(n for _, n in cut) - 1
         # The sum of the weight's gradient is added to, and read and rounded at the end.
         moved = 0.0
         if p.grad_weight:
             of_sum = _ELEMENT * p.vocab * p.hidden + digits_bytes(p)
             additions = 2 * (number - 1) * min(1.0, _ADDITION_TOKENS / c.token_chunk)
             moved = 1e-9 * (of_sum * (1 + additions) + _ELEMENT * p.vocab * p.hidden) / _MEMORY
-        return work * _STEP + 1e-3 * 10 * _LAUNCH * number + moved
+        return work * _STEP + 1e-3 * _LAUNCH * launches + moved
     recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)
     work = waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
@@ -322,6 +367,7 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     if strategy == "stash" and _keeps(p) and not p.split and not (p.grad_weight and p.per_token_loss):
         for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
             yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
+        yield from _longer_first(p, budget)
     kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient
     if kept:
         # All in scratch: the weight's gradient in one launch.
@@ -343,6 +389,25 @@ def _token_chunks(rows: int, most: int) -> list[int]:
     """Sizes of a chunk of tokens: some small ones, and the fewest even chunks."""
     even = {up(-(-rows // number), TOKEN_TILE) for number in range(1, 65)}
     return sorted(size for size in even | {TOKEN_TILE} if size <= max(most, TOKEN_TILE))
+
+
+def _longer_first(p: Problem, budget: int) -> Iterator[MosaicPlan]:
+    """Chunks of tokens of which the first has so many more that as few others as possible are left."""
+    rows, kept = up(p.tokens, TOKEN_TILE), capacity(p)
+    if not kept:
+        return
+    columns = -(-p.hidden // hidden_tile(p.hidden))
+    # Entries whose tiles of the weight's gradient fill two and four waves.
+    for chunk in {_PROGRAMS * n // columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4)}:
+        cut = replace(_cut(p, "stash", max(chunk, VOCAB_TILE)), kept_in_scratch=rows - kept, by_tokens=True)
+        for size in range(TOKEN_TILE, rows - kept, TOKEN_TILE):
+            if _ELEMENT * p.vocab * size > budget:
+                break
+            for first in range(rows - size, max(size, kept), -size):
+                plan = replace(cut, token_chunk=size, first_chunk=first)
+                if scratch_bytes(p, plan) <= budget:
+                    yield plan
+                    break
 
 
 def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:

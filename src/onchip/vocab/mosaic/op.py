@@ -130,30 +130,31 @@ def _keeping(plan: MosaicPlan, wanted: Wanted, at: Positions, rows: Array) -> tu
     call, config = at.call, tiles_of(at.call)["softmax_tiles"]
     layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
     softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
-    whole = slice(0, padded)
-    target = at.target_logit(rows, whole)
+    target = at.target_logit(rows, slice(0, padded))
     # float16's exponents don't reach: there all tokens are rebased.
     far = rows.dtype == jnp.float16
     shift = jnp.where(at.there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
     scale = _exponential_scale(rows.dtype)
+    # Neither hidden states nor partial results of several parts are copied.
     taken, rooms = [], _rooms(layer, plan)
     for i, (part, kept) in enumerate(rooms):
-        operands = at.operands(rows[part], part)
-        empty = Partials.empty(config.parts(layer.vocab), len(operands.rows), wanted)
-        keep = partial(softmax_tiles, operands=operands, shift=shift[part], exponential_scale=scale)
+        operands = at.operands(rows, part)
+        empty = Partials.empty(config.parts(layer.vocab), len(operands.label), wanted)
+        keep = partial(
+            softmax_tiles, operands=operands, shift=shift[part], exponential_scale=scale, first_row=part.start
+        )
         kept, partials = run_state(keep)((kept, empty))
-        taken.append(partials)
+        taken.append((part, partials))
         rooms[i] = part, kept
     if plan.kept < padded:
         part = slice(plan.kept, padded)
-        taken.append(softmax_tiles(None, at.operands(rows[part], part)))
-    partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *taken)
-    stats = at.joined([at.stats(partials, target, whole)])
-    top = jnp.where(at.there, jnp.max(partials.maximum, 0), LOWEST)
+        taken.append((part, softmax_tiles(None, at.operands(rows, part), first_row=part.start)))
+    stats = at.joined([at.stats(partials, target[part], part) for part, partials in taken])
+    top = jnp.where(at.there, jnp.concatenate([jnp.max(partials.maximum, 0) for _, partials in taken]), LOWEST)
     base = jnp.where(top - shift > REACH, stats.lse, shift)
     for i, (part, kept) in enumerate(rooms):
         move = partial(
-            rebase.rebase_exponentials, maximum=taken[i].maximum, before=shift[part], after=base[part],
+            rebase.rebase_exponentials, maximum=taken[i][1].maximum, before=shift[part], after=base[part],
             count=at.number_in(part), vocab_major=major, vocab=layer.vocab, config=config,
         )  # fmt: skip
         rooms[i] = part, run_state(move)(kept)
@@ -164,34 +165,36 @@ def _keeping(plan: MosaicPlan, wanted: Wanted, at: Positions, rows: Array) -> tu
 
 
 def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved]:
-    """Chunk by chunk of positions, whose exponentials are used up at once."""
+    """Chunk by chunk of positions, whose exponentials are used up at once.
+
+    Some of the first chunk's may be in the memory of the weight's gradient: its part of the sum overwrites them.
+    """
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels
     from onchip.vocab.mosaic.sums import Sum
 
-    at, tiles, size = Positions.of(call), tiles_of(call), plan.token_chunk
+    at, tiles = Positions.of(call), tiles_of(call)
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
     row_scale, _ = call.scaled_rows(jnp.ones(()))
-    padded, one_chunk = len(at.label), replace(plan, by_tokens=False, kept_in_scratch=size)
-    slices = hidden_slices(size, layer.hidden.shape[1])
+    others = replace(plan, kept_in_gradient=0, kept_in_scratch=plan.token_chunk, chunk=up(layer.vocab, VOCAB_TILE))
 
-    def chunk(i: Array, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
-        start = i * size
+    def chunk(start: Array | int, one: MosaicPlan, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
+        size = one.kept
         mine = rows_from(call, start, size)
         here = Positions.of(mine)
         rows = here.rows(mine.tokens.source)
-        found, kept = _keeping(one_chunk, wanted, here, rows)
+        found, kept = _keeping(one, wanted, here, rows)
         assert kept.base is not None
-        exponentials = kept.in_scratch
+        in_gradient = kept.kept
         relative = jnp.where(here.there, jnp.exp(kept.base - found.lse), 0) / _exponential_scale(rows.dtype)
         stats, sums = carry
         if needs.hidden:
-            made: Any = kernels.hidden_product(
-                weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials, scale=relative,
-                slices=slices, config=tiles["hidden_product"],
-            )  # fmt: skip
-            parts = split(jnp.sum(made.reshape(slices, size, -1), 0), rows.dtype)
+            if in_gradient is None:
+                made = _hidden_in_slices(here, kept.in_scratch, relative)
+            else:
+                in_gradient, made = _hidden_of_kept(here, in_gradient, kept.in_scratch, relative)
+            parts = split(made, rows.dtype)
             # No two are the same; beyond the last token there is none.
             token = jnp.where(here.there, mine.tokens.source, len(layer.hidden) + jnp.arange(size))
             written = [
@@ -203,18 +206,33 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             scale = cut(row_scale, start, size)
             factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
             factor = relative * jnp.where(here.there, factor, 0)
-            add = partial(
-                kernels.weight_product, rows=_scaled(rows, factor), count=here.number, vocab_major=major,
-                first=jnp.zeros(1, jnp.int32), size=up(layer.vocab, VOCAB_TILE), kept_tokens=0,
-                in_scratch=exponentials, begins=jnp.reshape(i == 0, 1), config=tiles["weight_product"],
-            )  # fmt: skip
-            sums = sums._replace(weight=run_state(add)(sums.weight))
+            total, scaled = sums.weight, _scaled(rows, factor)
+            if in_gradient is not None:
+                total = total._replace(first=in_gradient.in_weight_grad)
+
+            def add(total: Any) -> None:
+                for group in groups(layer.vocab, one, recomputed=False):
+                    product = partial(
+                        kernels.weight_product, total, scaled, here.number, vocab_major=major,
+                        first=jnp.full(1, group.first, jnp.int32), kept=in_gradient, in_spare=group.in_spare,
+                        kept_tokens=one.kept_in_gradient, in_scratch=kept.in_scratch,
+                        begins=jnp.reshape(start == 0, 1) if in_gradient is None else None,
+                        config=tiles["weight_product"],
+                    )  # fmt: skip
+                    _of_chunks(group, product)
+
+            sums = sums._replace(weight=run_state(add)(total))
         return write_rows(stats, found, start), sums
 
     of_weight = Sum.empty(weight, tiles["weight_product"]) if needs.weight else None
     of_hidden = [lax.empty(layer.hidden.shape, dtype) for dtype in (layer.hidden.dtype, jnp.uint8)]
     carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(of_hidden if needs.hidden else None, of_weight)
-    stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
+    carry = vary_alike(carry, at.number)
+    begin, size = plan.first_chunk, plan.token_chunk
+    if begin:
+        carry = chunk(0, replace(plan, kept_in_scratch=begin - plan.kept_in_gradient), carry)
+    number = (len(at.label) - begin) // size
+    stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(begin + i * size, others, carry), carry)
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
         sums = Sums(sums.hidden, sums.weight, _even_rows(at, above), above.inverse_grad_scale)
@@ -288,27 +306,14 @@ def gradients(
         relative = above.factor[:kept] * from_base / _exponential_scale(weight.dtype)
         row_factor = row_factor.at[:kept].set(relative)
     if kept and exponentials is None:  # all in scratch
-        slices = hidden_slices(kept, layer.hidden.shape[1])
         if needs.hidden:
-            made: Any = kernels.hidden_product(
-                weight, at.number, vocab_major=major, tokens=kept, recomputed=in_scratch, scale=relative,
-                slices=slices, config=tiles["hidden_product"],
-            )  # fmt: skip
-            sums = jnp.sum(made.reshape(slices, kept, -1), 0)
+            sums = _hidden_in_slices(at, in_scratch, relative)
             grad_hidden = gradient_of_first(at, above, sums, targets=True)
     elif kept:
-        out = exponentials.in_weight_grad
         if needs.hidden:
-
-            def whole(state: Any) -> None:
-                kernels.hidden_product(
-                    weight, jnp.minimum(at.number, kept), vocab_major=major, tokens=kept,
-                    kept=replace(exponentials, in_weight_grad=state[0]), in_scratch=in_scratch, scale=relative,
-                    add_to=state[1], halves=True, config=tiles["hidden_product"],
-                )  # fmt: skip
-
-            out, sums = run_state(whole)((out, jnp.zeros((kept, layer.hidden.shape[1]), jnp.float32)))
+            exponentials, sums = _hidden_of_kept(at, exponentials, in_scratch, relative)
             grad_hidden = gradient_of_first(at, above, sums, targets=True)
+        out = exponentials.in_weight_grad
     if out is None and needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
@@ -348,17 +353,13 @@ def gradients(
         recomputed = recompute(state, begin, group.size) if recomputed_rows else None
         if not needs.weight:
             return
-        skip = 0
-        for size, times in group.chunks:
-            product = partial(
-                kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
-                skip=skip, kept=exponentials, in_spare=group.in_spare, kept_tokens=plan.kept_in_gradient,
-                in_scratch=in_scratch, recomputed=recomputed, even=even_rows,
-                inverse_grad_scale=above.inverse_grad_scale, after=grad_hidden if kept else None,
-                config=tiles["weight_product"],
-            )  # fmt: skip
-            _repeat(times, product)
-            skip += size * times
+        product = partial(
+            kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin,
+            kept=exponentials, in_spare=group.in_spare, kept_tokens=plan.kept_in_gradient, in_scratch=in_scratch,
+            recomputed=recomputed, even=even_rows, inverse_grad_scale=above.inverse_grad_scale,
+            after=grad_hidden if kept else None, config=tiles["weight_product"],
+        )  # fmt: skip
+        _of_chunks(group, product)
 
     def walk(state: dict[str, Any]) -> None:
         for group in groups(layer.vocab, plan, recomputed=recomputed_rows > 0):
@@ -389,6 +390,41 @@ def gradients(
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
     grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
     return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
+
+
+def _hidden_in_slices(at: Positions, in_scratch: Any, scale: Array) -> Array:
+    """Of exponentials that are all in scratch, times each position's `scale`: [those, H] float32."""
+    from onchip.vocab.mosaic import kernels
+
+    layer, tokens = at.layer, len(scale)
+    slices = hidden_slices(tokens, layer.hidden.shape[1])
+    made: Any = kernels.hidden_product(
+        layer.weight, at.number, vocab_major=layer.vocab_axis == 0, tokens=tokens, recomputed=in_scratch, scale=scale,
+        slices=slices, config=tiles_of(at.call)["hidden_product"],
+    )  # fmt: skip
+    return jnp.sum(made.reshape(slices, tokens, -1), 0)
+
+
+def _hidden_of_kept(at: Positions, exponentials: Any, in_scratch: Array | None, scale: Array) -> tuple[Any, Array]:
+    """As `_hidden_in_slices`, where the first positions' exponentials are in the memory of the weight's gradient: with
+    `exponentials` as they are after it, so that nothing is written there before.
+    """
+    from jax.experimental.pallas import run_state
+
+    from onchip.vocab.mosaic import kernels
+
+    layer, tokens = at.layer, len(scale)
+
+    def whole(state: Any) -> None:
+        kernels.hidden_product(
+            layer.weight, jnp.minimum(at.number, tokens), vocab_major=layer.vocab_axis == 0, tokens=tokens,
+            kept=replace(exponentials, in_weight_grad=state[0]), in_scratch=in_scratch, scale=scale,
+            add_to=state[1], halves=True, config=tiles_of(at.call)["hidden_product"],
+        )  # fmt: skip
+
+    zeros = jnp.zeros((tokens, layer.hidden.shape[1]), jnp.float32)
+    out, sums = run_state(whole)((exponentials.in_weight_grad, zeros))
+    return replace(exponentials, in_weight_grad=out), sums
 
 
 def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
@@ -433,6 +469,14 @@ def _repeat(times: int, do: Callable[..., None]) -> None:
         do(number=jnp.zeros(1, jnp.int32))
     else:
         lax.fori_loop(0, times, lambda i, _: do(number=jnp.asarray(i, jnp.int32).reshape(1)), None)
+
+
+def _of_chunks(group: Group, product: Callable[..., None]) -> None:
+    """The product of each chunk of a group."""
+    skip = 0
+    for size, times in group.chunks:
+        _repeat(times, partial(product, size=size, skip=skip))
+        skip += size * times
 
 
 def _column_sums(recomputed: Array, there: Array, major: bool) -> Array:

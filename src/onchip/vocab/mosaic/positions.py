@@ -15,7 +15,7 @@ from jax import lax
 
 from onchip.core import configs
 from onchip.vocab.mosaic.bits import join
-from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
+from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, Wanted, cut_rows, select_tokens
 
@@ -27,7 +27,7 @@ NO_LABEL = 2**31 - 1
 
 
 def select(plan: Any, labels: Array) -> Tokens:
-    return select_tokens(labels, plan.token_chunk if plan.by_tokens else TOKEN_TILE, by_label=True)
+    return select_tokens(labels, max(1, plan.positions(len(labels))), by_label=True)
 
 
 class Operands(NamedTuple):
@@ -270,7 +270,7 @@ def stored_tiles(call: Call, heuristics: Mapping[str, Mapping[str, int]]) -> dic
     }
 
 
-def rows_from(call: Call, start: Array, size: int) -> Call:
+def rows_from(call: Call, start: Array | int, size: int) -> Call:
     """So many rows of a call, from `start` on, but for what its loss is reduced with."""
     tokens, temperature = call.tokens, call.transform.temperature
     by_row = temperature if temperature is not None and temperature.ndim else None
