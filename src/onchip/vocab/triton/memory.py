@@ -471,7 +471,7 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
             time += 1e-9 * rates.add * share * p.tokens * p.hidden * (2 * slices - 1)
         if p.grad_weight:
             cut = _chunk_sizes(_columns(p), c.weight_chunk if i == 0 and c.first_chunk else _columns(p))
-            time += launch * len(cut) + share * padded * _evenness(cut, blocks * columns / 256 / TOKEN_TILE, rates)
+            time += launch * len(cut) + share * padded * _evenness(cut, blocks / TOKEN_TILE, rates)
     if p.grad_weight:
         time += 1e-9 * rates.accumulate * sum_bytes(p) * (len(rows) - 1)
     return time
