@@ -612,7 +612,7 @@ def _longer_first(p: Problem, budget: int) -> Iterator[TritonPlan]:
     rows, per_tile = up(p.tokens, TOKEN_TILE), VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
     # Rows of the weight's gradient whose tiles fill two and four waves.
     for tiles in {max(1, n * RATES["h100"].programs // per_tile) for n in (2, 4)}:
-        for size in range(SMALLEST_SUMMED, rows, TOKEN_TILE):
+        for size in range(SMALLEST_SUMMED, rows, up(rows // 128, TOKEN_TILE)):  # of any number of tokens as many
 
             def cut(first: int, size: int = size, tiles: int = tiles) -> TritonPlan:
                 return TritonPlan(size, weight_chunk=tiles * VOCAB_TILE, in_forward=True, first_chunk=first)
