@@ -257,9 +257,12 @@ def lent(p: Problem, c: TritonPlan, *, first: bool) -> int:
     return weight_digits(p) if first else bytes_beyond(p, c)
 
 
-def sums_room(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int | None:
-    """Positions that a chunk has sums of hidden's gradient for; None: as many as it takes."""
-    return max(tokens, lent(p, c, first=True) // (4 * p.hidden)) if first and c.first_chunk else None
+def sums_room(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
+    """Positions that a chunk has sums of hidden's gradient for: the last one as many as the others."""
+    if first and c.first_chunk:
+        return max(tokens, lent(p, c, first=True) // (4 * p.hidden))
+    size = min(c.token_chunk, p.tokens)
+    return size * chunk_hidden(size, p.hidden)[1]
 
 
 def sums_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
@@ -461,10 +464,7 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
         share, tokens = n / sum(rows), n * TOKEN_TILE
         time += launch + share * product * (evenness(n * tiles, rates) - 1)
         if p.grad_hidden:
-            room = sums_room(p, c, tokens, first=i == 0) or sums_bytes(p, c, c.token_chunk, first=False) // (
-                4 * p.hidden
-            )
-            apart, slices = chunk_hidden(tokens, p.hidden, room)
+            apart, slices = chunk_hidden(tokens, p.hidden, sums_room(p, c, tokens, first=i == 0))
             slower = 1.02 if apart and not hidden_apart(p.hidden) else 1.0
             time += launch + share * product * slower * hidden_evenness(n, p.hidden, apart, max(2, slices), rates)
             # Each sum is zeroed, and read once more.
