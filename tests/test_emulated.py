@@ -107,6 +107,18 @@ def test_a_retained_graph_of_a_float32_weight():
     assert_right([loss.detach(), *first], h, w, y, 4e-3)
 
 
+@pytest.mark.parametrize("first", [0, 256])
+def test_chunks_without_tokens(first):
+    """Which add nothing; the last of them rounds."""
+    h, w, y = loss_problem(500, 64, 300)
+    y[20:] = -100
+    with plan_in_forward(first=first), emulating(GLUON) as done:
+        loss = linear_cross_entropy(h, w, y, backend="triton")
+        made = [loss.detach(), *torch.autograd.grad(loss, (h, w))]
+    assert "weight_added" in {x.name for x in done}
+    assert_right(made, h, w, y, 4e-3)
+
+
 @pytest.mark.slow
 def test_a_sum_is_added_to_the_callers():
     h, w, y = loss_problem(300, 576, 300)

@@ -259,7 +259,11 @@ def weight_added(
     PAIRED: gl.constexpr,
 ):
     """`weight_gradient` of a chunk of tokens, added to those of others.  A tile is VOCAB_TILE rows by ROWS columns."""
-    steps = gl.cdiv(gl.maximum(gl.load(number), 1), STEP)
+    count = gl.load(number)
+    steps = gl.cdiv(gl.maximum(count, 1), STEP)
+    if old_sum is not None:
+        if factor is None:  # of no tokens there is nothing to add
+            chunk_tiles = gl.where(count > 0, chunk_tiles, 0)
     tiles_h = gl.cdiv(H, ROWS)
     ring = new_ring(exponentials, rows, STAGES)
     FIRST: gl.constexpr = 0

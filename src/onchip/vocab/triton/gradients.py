@@ -325,7 +325,10 @@ def weight_gradient(
     TMA: tl.constexpr,
 ):
     """exponentials.T @ rows for a chunk of the vocabulary, each element rounded once."""
-    steps = tl.cdiv(tl.maximum(tl.load(count), 1), BLOCK_K)
+    number = tl.load(count)
+    steps = tl.cdiv(tl.maximum(number, 1), BLOCK_K)
+    if ADD and digits is not None and factor is None:
+        chunk_tiles = tl.where(number > 0, chunk_tiles, 0)  # of no tokens there is nothing to add
     tiles_v = chunk_tiles * VOCAB_TILE // BLOCK_V
     tiles_h = tl.cdiv(H, BLOCK_H)
     for tile in tl.range(tl.program_id(0), tiles_v * tiles_h, PROGRAMS, flatten=True):
