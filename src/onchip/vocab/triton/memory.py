@@ -34,8 +34,10 @@ SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
 FORWARD_SCRATCH = 64 * MIB
 # Launches of weight's product: with more the host is kept busy, and the GPU is no faster.
 MOST_WEIGHT_CHUNKS = 11
-# Tokens of the smallest chunk whose product is added to the weight's sum.
-SMALLEST_SUMMED = 512
+# Tokens of the smallest chunk whose product is added to the weight's sum, and of the smallest after a longer first one:
+# seven of 512 after 4608 took an H200 1% less than computing 37% of Llama 3.1 8B's logits again, but where most tokens
+# are ignored nothing is computed again, and the last chunk still goes through the sum.
+SMALLEST_SUMMED, SMALLEST_AFTER_FIRST = 512, 1024
 # Rows of the weight's sum whose first half shares bytes of digits with the second half: twice tiles.PAIR_ROWS.
 PAIRS = 128
 # Columns of a tile of the kernels that take turns: turns.py.
@@ -612,7 +614,7 @@ def _longer_first(p: Problem, budget: int) -> Iterator[TritonPlan]:
     rows, per_tile = up(p.tokens, TOKEN_TILE), VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
     # Rows of the weight's gradient whose tiles fill two and four waves.
     for tiles in {max(1, n * RATES["h100"].programs // per_tile) for n in (2, 4)}:
-        for size in range(SMALLEST_SUMMED, rows, up(rows // 128, TOKEN_TILE)):  # of any number of tokens as many
+        for size in range(SMALLEST_AFTER_FIRST, rows, up(rows // 128, TOKEN_TILE)):  # of any number of tokens as many
 
             def cut(first: int, size: int = size, tiles: int = tiles) -> TritonPlan:
                 return TritonPlan(size, weight_chunk=tiles * VOCAB_TILE, in_forward=True, first_chunk=first)

@@ -178,13 +178,13 @@ class TokenChunk(NamedTuple):
                 beside = beside[triton_spec.sum_bytes(problem) // 2 :][: vocab * in_gradient]
         scratch = aligned(hidden, (vocab * in_scratch,), layer.dtype) if in_scratch else beside[:0]
         needed = triton_spec.work_bytes(problem, config, tokens, first=first)
-        lent = left.weight.digits if first else saved.weight_memory[layer.weight.shape[0] :]
-        if lent is None or triton_spec.lent(problem, config, first=first) < needed:
-            lent = hidden.new_empty(needed, dtype=torch.uint8)
+        work = left.weight.digits if first else saved.weight_memory[layer.weight.shape[0] :]
+        if work is None or triton_spec.lent(problem, config, first=first) < needed:
+            work = hidden.new_empty(needed, dtype=torch.uint8)
         return TokenChunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
             _spanning((beside, scratch, beside[:0]), shift=shift, stride=stride, tiles=(in_gradient, in_scratch, 0)),
-            lent.view(-1).view(torch.uint8),
+            work.view(-1).view(torch.uint8),
             hidden.new_empty(tokens, dtype=torch.float32),
             left,
             weight_tiles,
