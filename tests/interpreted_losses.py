@@ -24,6 +24,7 @@ from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import planner as triton_planner
 from onchip.vocab.triton import setup, walks
 from soft_labels import assert_right as assert_soft
 from soft_labels import class_weights, everything, right_stats
@@ -151,7 +152,7 @@ def a_retained_graph(name):
     loss = AUTO if name == str(AUTO) else LOSSES[name]
     given = loss.problem((300,) if loss is AUTO else (24,), 136, 250, ids=2 if loss.of_ids else None)
     scratch = triton_memory.TritonPlan(24, 256, 256, kept_in_scratch=128)
-    with mixed_plan() if loss is AUTO else mock.patch.object(triton_memory, "plan", return_value=scratch):
+    with mixed_plan() if loss is AUTO else mock.patch.object(triton_planner, "plan", return_value=scratch):
         made = loss.call(given)
         upstream = loss.upstream(made)
         leaves = [x for x in given.values() if x.requires_grad]
@@ -212,7 +213,7 @@ def forward_in_chunks_of_tokens(op):
     given[loss.ids][::9] = -100
     given = {name: x.detach() for name, x in given.items()}
     options = {"softcap": 5.0} | ({} if loss.of_ids else {"label_smoothing": 0.1, "z_loss": 1e-3})
-    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128)):
+    with mock.patch.object(triton_planner, "plan", return_value=triton_memory.TritonPlan(128)):
         right(loss, given, **options)
 
 
@@ -303,7 +304,7 @@ def soft_labels_of_every_entry(how):
         given["bias"].requires_grad_(how == "bias alone")
         plan = plan if how == "bias alone" else triton_memory.TritonPlan(128)
     bound = RIGHT[torch.float16]
-    with mock.patch.object(triton_memory, "plan", return_value=plan):
+    with mock.patch.object(triton_planner, "plan", return_value=plan):
         if how == "statistics":
             right_soft_stats(LCE, given)
             return

@@ -22,6 +22,7 @@ from onchip.ops.linear_log_probs import checks as llp_checks
 from onchip.oracle.torch import as_array, computed
 from onchip.torch import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import planner as triton_planner
 from onchip.vocab.triton import setup as triton_setup
 from shared import assert_within_bounds
 
@@ -213,7 +214,7 @@ def losses(backend="torch", device="cpu", *, few=False):
 def _planned(**way):
     """The kernels' plan is another one; no tape outlives it."""
     configs.clear_cache()
-    with mock.patch.object(triton_memory, "plan", **way) as planned:
+    with mock.patch.object(triton_planner, "plan", **way) as planned:
         yield planned
     configs.clear_cache()
 

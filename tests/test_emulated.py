@@ -18,7 +18,7 @@ from onchip.groups.triton import launches
 from onchip.ops.linear_jsd.cases import CHECK_CASES as JSD_CASES
 from onchip.ops.linear_jsd.checks import CHECKER as JSD
 from onchip.torch import fp8_linear, linear_cross_entropy
-from onchip.vocab.triton import memory, walks
+from onchip.vocab.triton import memory, tiling, walks
 from ptx import machine
 from shared import assert_within_bounds
 
@@ -40,7 +40,7 @@ def few_slices(tokens, hidden, room=None):
     return apart, min(slices, 4)
 
 
-CHUNK_HIDDEN = memory.chunk_hidden
+CHUNK_HIDDEN = tiling.chunk_hidden
 
 
 @pytest.fixture(autouse=True)

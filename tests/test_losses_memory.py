@@ -16,6 +16,7 @@ from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.memory import Problem
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import planner as triton_planner
 
 # What matrix products and the allocator take beyond the formula.
 SLACK = {"cpu": 6 * MIB, "cuda": MIB}
@@ -238,7 +239,7 @@ def test_pytorchs_products_on_a_gpu(strategy, changes):
 
 def mixed_budget(p):
     """Scratch with which some tokens' exponentials are kept in the weight's gradient, some in scratch, some nowhere."""
-    formula, plan = triton_memory.scratch_bytes, triton_memory.plan
+    formula, plan = triton_planner.scratch_bytes, triton_planner.plan
     first, last = (formula(p, plan(p, s, 1 << 50)) for s in ("recompute", "stash"))
     for i in range(1, 256):
         try:
@@ -300,16 +301,16 @@ def test_kernels_of_linear_losses(way, changes):
     p = Problem(**sizes | {n: x for n, x in changes.items() if n != "turned"}, device="cuda")
     strategy = "auto" if way in ("mixed", "forward") else way
     if way == "in forward":
-        budget = triton_memory.scratch_bytes(p, triton_memory.TritonPlan(1024, in_forward=True)) + MIB
+        budget = triton_planner.scratch_bytes(p, triton_memory.TritonPlan(1024, in_forward=True)) + MIB
         strategy = "auto"
     elif way == "mixed":
         budget = mixed_budget(p)
     elif way == "forward":
-        budget = triton_memory.scratch_bytes(p, triton_memory.TritonPlan(1024))
+        budget = triton_planner.scratch_bytes(p, triton_memory.TritonPlan(1024))
     else:
-        budget = triton_memory.least_scratch(p, strategy) + 64 * MIB
-    plan = triton_memory.plan(p, strategy, budget)
-    formula = triton_memory.scratch_bytes(p, plan)
+        budget = triton_planner.least_scratch(p, strategy) + 64 * MIB
+    plan = triton_planner.plan(p, strategy, budget)
+    formula = triton_planner.scratch_bytes(p, plan)
     assert formula <= budget
     assert plan.in_forward or way != "in forward"
     assert_held(step_of(p, "triton", budget, strategy=strategy, **turned), formula, "cuda")

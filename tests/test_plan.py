@@ -21,7 +21,7 @@ from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import planner as triton_planner
 from onchip.vocab.xla import memory as xla_memory
 from shared import run_cli, run_json
 
@@ -127,7 +127,7 @@ def test_the_function_needs_no_package_of_the_command_line():
 # --------------------------------------------------------------------------------------------- what the ops will do
 
 PLANNERS = {
-    "torch": memory.PLANNER, "xla": xla_memory.PLANNER, "triton": triton_memory.PLANNER,
+    "torch": memory.PLANNER, "xla": xla_memory.PLANNER, "triton": triton_planner.PLANNER,
     "mosaic_gpu": mosaic_memory.PLANNER,
 }  # fmt: skip
 
@@ -216,7 +216,8 @@ def test_the_plans_of_the_other_ops_are_what_they_will_do():
         return [(planner.parts(p, c), products(c) if callable(products) else products) for c in plans]
 
     again = lambda c: 3 + (8192 - c.kept) / 8192  # noqa: E731
-    assert parts("linear_log_probs", "triton", entropy=True) == planned(triton_memory.PLANNER, log_probs, "auto", again)
+    triton = planned(PLANNERS["triton"], log_probs, "auto", again)
+    assert parts("linear_log_probs", "triton", entropy=True) == triton
     xla = planned(PLANNERS["xla"], log_probs, "recompute", 4)
     assert parts("linear_log_probs", "xla", framework="jax", entropy=True) == xla
     walks = [planned(PLANNERS["torch"], log_probs, walk, 4) for walk in ("forward", "recompute")]

@@ -18,6 +18,8 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import planner as triton_planner
+from onchip.vocab.triton import tiling
 from onchip.vocab.xla import memory as xla_memory
 
 ENOUGH = 1 << 50
@@ -75,8 +77,8 @@ PLANNERS = {
     "torch, ids": (memory.PLANNER, linear(**anywhere, ids=st.integers(1, 64)), TILES[::2]),
     "xla": (xla_memory.PLANNER, linear(tokens=1, **anywhere), TILES),
     "xla, ids": (xla_memory.PLANNER, linear(tokens=1, **anywhere, ids=st.integers(1, 64)), TILES[::2]),
-    "triton": (triton_memory.PLANNER, linear(**weights, weight_grad_out=st.booleans()), ("auto", *TILES[1:])),
-    "triton, ids": (triton_memory.PLANNER, linear(ids=st.integers(1, 64)), ("auto",)),
+    "triton": (triton_planner.PLANNER, linear(**weights, weight_grad_out=st.booleans()), ("auto", *TILES[1:])),
+    "triton, ids": (triton_planner.PLANNER, linear(ids=st.integers(1, 64)), ("auto",)),
     "mosaic": (mosaic_memory.PLANNER, linear(tokens=1, hidden=128, of=64), ("auto", *TILES[1:])),
     "fp8": (fp8_memory.PLANNER, linear(devices=("cpu", "cuda")), ("",)),
     "rows": (row_memory.PLANNER, rows, ("",)),
@@ -161,33 +163,33 @@ def test_a_plan_fits_its_budget_and_the_problem(name, data, budget):
 def test_small_chunks_of_tokens(hidden, grad_weight):
     """Forward that takes the gradients has tokens in each chunk, however small the budget."""
     p = Problem(4096, hidden, 50257, "bfloat16", device="cuda", grad_weight=grad_weight)
-    least = triton_memory.least_scratch(p, "auto")
+    least = triton_planner.least_scratch(p, "auto")
     for more in (0, 1, 8, 32, 64, 128, 256):
-        c = triton_memory.plan(p, "auto", least + more * MIB)
+        c = triton_planner.plan(p, "auto", least + more * MIB)
         assert c.token_chunk > 0
-        assert triton_memory.scratch_bytes(p, c) <= least + more * MIB
+        assert triton_planner.scratch_bytes(p, c) <= least + more * MIB
 
 
 @pytest.mark.parametrize("p", TABLE, ids=lambda p: f"T{p.tokens} H{p.hidden} V{p.vocab}")
 def test_more_memory_never_costs_time(p):
     """But for what two plans may differ that pass for equally fast."""
-    for planner in (triton_memory.PLANNER, mosaic_memory.PLANNER):
+    for planner in (triton_planner.PLANNER, mosaic_memory.PLANNER):
         if planner is mosaic_memory.PLANNER and p.tokens > 1024:
             continue  # slow to plan
         least = planner.least(p, "auto")
         budgets = sorted((least, 2 * least, least + 64 * MIB, least + 256 * MIB, least + 1024 * MIB, ENOUGH))
         times = [planner.cost(p, planner.plan(p, "auto", budget)) for budget in budgets]
         assert all(large <= planner.slack * 1.0031 * small for small, large in pairwise(times))
-    c = triton_memory.plan(p, "auto", ENOUGH)
+    c = triton_planner.plan(p, "auto", ENOUGH)
     if p.tokens >= 1024:  # nothing is computed again: the time of three products rather than four
         assert c.in_forward or c.kept == up(p.tokens, 128)
-        recomputed = triton_memory.plan(p, "recompute", ENOUGH)
-        assert triton_memory.predict(p, c) < triton_memory.predict(p, recomputed)
+        recomputed = triton_planner.plan(p, "recompute", ENOUGH)
+        assert triton_planner.predict(p, c) < triton_planner.predict(p, recomputed)
 
 
 def test_strategies_of_the_triton_backend():
     p = Problem(4096, 2560, 262144, "bfloat16", device="cuda")
-    plan, least = triton_memory.plan, triton_memory.least_scratch
+    plan, least = triton_planner.plan, triton_planner.least_scratch
     assert plan(p, "stash", ENOUGH).kept == 4096
     assert plan(p, "stash", ENOUGH).kept_in_gradient == triton_memory.capacity(p) == 2560
     assert plan(p, "recompute", ENOUGH).kept == 0
@@ -200,16 +202,16 @@ def test_strategies_of_the_triton_backend():
 
 def test_larger_budgets_hold_more_tokens_and_forward_takes_more_at_a_time():
     p = Problem(16384, 4096, 128256, "bfloat16", device="cuda", grad_bias=True)  # no gradients in forward
-    low, high = (triton_memory.least_scratch(p, s) for s in ("recompute", "stash"))
-    held = [triton_memory.plan(p, "auto", low + i * (high - low) // 8).kept for i in range(9)]
+    low, high = (triton_planner.least_scratch(p, s) for s in ("recompute", "stash"))
+    held = [triton_planner.plan(p, "auto", low + i * (high - low) // 8).kept for i in range(9)]
     assert held == sorted(held)
     assert len(set(held)) > 4
-    assert triton_memory.plan(p, "auto", 2 * high).kept == 16384
+    assert triton_planner.plan(p, "auto", 2 * high).kept == 16384
     forward = replace(p, grad_hidden=False, grad_weight=False, grad_bias=False)
-    sizes = [triton_memory.plan(forward, "auto", budget * MIB).token_chunk for budget in (16, 64, 256, 4096)]
+    sizes = [triton_planner.plan(forward, "auto", budget * MIB).token_chunk for budget in (16, 64, 256, 4096)]
     assert sizes == sorted(sizes)
     assert sizes[-1] == 16384
-    assert triton_memory.scratch_bytes(forward, triton_memory.plan(forward)) <= triton_memory.FORWARD_SCRATCH
+    assert triton_planner.scratch_bytes(forward, triton_planner.plan(forward)) <= triton_planner.FORWARD_SCRATCH
 
 
 @pytest.mark.parametrize("name", ["triton", "mosaic"])
@@ -312,13 +314,13 @@ def test_chunks_are_the_fewest_and_even(total, most):
 @pytest.mark.parametrize("shared", [232448, 166912, 101376])
 @pytest.mark.parametrize("hidden", [1, 640, 4096])
 def test_heuristic_tiles_are_whole(shared, hidden):
-    for kernel, t in triton_memory.heuristic_tiles(shared, hidden).items():
+    for kernel, t in tiling.heuristic_tiles(shared, hidden).items():
         rows = 256 if kernel == "weight_gradient" else 128
         assert rows % t["rows"] == 128 % t["depth"] == t["columns"] % t["parts"] == 0, kernel
 
 
 def test_tiles_are_half_as_wide_where_that_saves_a_tenth():
-    columns = [triton_memory.heuristic_tiles(232448, h)["hidden_gradient"]["columns"] for h in (576, 1024, 1152, 1408)]
+    columns = [tiling.heuristic_tiles(232448, h)["hidden_gradient"]["columns"] for h in (576, 1024, 1152, 1408)]
     assert columns == [128, 256, 128, 256]
 
 

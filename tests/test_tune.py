@@ -31,7 +31,7 @@ from onchip.tune import linear_cross_entropy_jax as jax_tuning
 from onchip.tune.harness import Config, Machine
 from onchip.tune.run import run_tune, tuned_configs
 from onchip.vocab.mosaic import memory as mosaic_spec
-from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton import tiling
 from shared import run_cli, run_json
 
 ROUGH, FINAL = 2 + harness.ROUGH_REPEATS, 2 + harness.FINAL_REPEATS
@@ -464,7 +464,7 @@ def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("module", "heuristics"),
     [
-        (tuning, triton_spec.heuristic_tiles(tuning.HOPPER_SHARED)),
+        (tuning, tiling.heuristic_tiles(tuning.HOPPER_SHARED)),
         (jax_tuning, mosaic_spec.heuristic_tiles()),
         (
             fp8_tuning,

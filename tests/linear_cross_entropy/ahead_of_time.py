@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.torch import TopK, linear_cross_entropy
 from onchip.vocab.triton import launches as triton_launches
-from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton import setup as triton_setup
 
 PRODUCTS = ("softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient")
@@ -58,7 +58,7 @@ def recording(device, *, tiles=None, plan=None, in_turns=False):
     """
     capability, shared = device
     found = []
-    heuristic_tiles = triton_spec.heuristic_tiles
+    heuristic_tiles = tiling.heuristic_tiles
     make_run = triton_launches.Run
 
     def wanted(_, hidden):
@@ -69,8 +69,8 @@ def recording(device, *, tiles=None, plan=None, in_turns=False):
 
     with (
         mock.patch.object(triton_setup, "refusal", return_value=None),
-        mock.patch.object(triton_spec, "heuristic_tiles", wanted),
-        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else lambda *_, **__: plan),
+        mock.patch.object(tiling, "heuristic_tiles", wanted),
+        mock.patch.object(planner, "plan", side_effect=planner.plan if plan is None else lambda *_, **__: plan),
         mock.patch.object(triton_launches, "Run", run),
         mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),
     ):

@@ -11,7 +11,7 @@ import torch
 
 from losses import mixed_plan, plan_in_forward
 from onchip.torch import linear_cross_entropy
-from onchip.vocab.triton import memory, setup
+from onchip.vocab.triton import setup, tiling
 
 pytestmark = pytest.mark.gpu
 # Where exponentials go: to two places and made again, to a chunk of tokens, the first of which may have two places, or
@@ -87,7 +87,7 @@ def test_logits_far_above_the_targets(plan):
 @pytest.mark.parametrize("plan", [*PLANS, "in halves"])
 def test_hidden_apart(plan, hidden, tokens, vocab, dtype):
     """With an odd number of tiles of positions, and an even one."""
-    assert memory.hidden_apart(hidden)
+    assert tiling.hidden_apart(hidden)
     h, w, y = problem(tokens, hidden, vocab, dtype)
     y[::7] = -100
     with mixed_plan(halves=True) if plan == "in halves" else PLANS[plan]():
@@ -118,7 +118,7 @@ def test_hidden_apart_as_tritons(monkeypatch):
 def test_as_tritons_kernels(monkeypatch, hidden, tokens):
     """Of more tiles than programs; the same bits in each call, and without gradients."""
     h, w, y = problem(5000, hidden, 40_000, torch.bfloat16)
-    assert memory.takes_turns(hidden) or memory.staggers(hidden)
+    assert tiling.takes_turns(hidden) or tiling.staggers(hidden)
 
     def run():
         with nullcontext() if tokens is None else plan_in_forward(tokens):
@@ -133,6 +133,19 @@ def test_as_tritons_kernels(monkeypatch, hidden, tokens):
     monkeypatch.setattr("onchip.frontend.torch_tape.is_taped", lambda x: False)
     for a, b in zip(run(), first, strict=True):
         assert float((a.float() - b.float()).norm() / b.float().norm()) < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden", [200, 640, 1024])
+@pytest.mark.parametrize("plan", ["in forward", "longer first"])
+def test_chunks_without_tokens(plan, hidden, dtype):
+    """The last ones, since positions are of the tokens that aren't ignored."""
+    h, w, y = problem(900, hidden, 600, dtype)
+    y[torch.randperm(900, device="cuda")[100:]] = -100
+    with PLANS[plan]():
+        loss, of_hidden, of_weight = errors(h, w, y, 0.5)
+    assert loss < 1e-5
+    assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
 def test_all_ignored():

@@ -5,7 +5,7 @@ from types import FunctionType, SimpleNamespace
 import numpy as np
 import pytest
 
-from onchip.vocab.triton import apart, blocks, memory
+from onchip.vocab.triton import apart, blocks, tiling
 
 TILE, STEP, VOCAB_TILE = 128, 64, 256
 NUMBERS = SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, where=lambda c, a, b: a if c else b)
@@ -56,14 +56,14 @@ def test_each_block_has_each_step_once(hidden):
 @pytest.mark.parametrize("hidden", [128, 576, 640, 1152])
 def test_the_planner_counts_the_same_units_and_slices(hidden):
     for rows in (1, 2, 5, 8, 23, 64, 200):
-        units = memory.hidden_units(rows, hidden, True)
+        units = tiling.hidden_units(rows, hidden, True)
         assert count_units(rows, hidden) == units
         for most in (1, 2, 4, 9):
-            cut = memory.hidden_cut(units, most, 132)
+            cut = tiling.hidden_cut(units, most, 132)
             assert choose_cut(units, most, 132) == cut
             work = cut_work(rows, hidden, 1000, most, 132)
             waves = work[1] // 132 + -(-work[2] * cut // 132) / cut
-            evenness = memory.hidden_evenness(rows, hidden, True, most, memory.RATES["h100"])
+            evenness = tiling.hidden_evenness(rows, hidden, True, most)
             padded = units * TILE * 256 / (rows * TILE * hidden)
             assert evenness == pytest.approx(padded * waves * 132 / units)
 

@@ -26,6 +26,7 @@ from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.mosaic.memory import MosaicPlan
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import planner as triton_planner
 from onchip.vocab.xla import memory as xla_memory
 
 
@@ -224,8 +225,8 @@ def _kernels(
 def _triton_way(asked: Asked) -> Way:
     p, of_gpu = _problem(asked), rates(asked.gpu)
     strategies = ("auto", "stash", "recompute") if asked.gradients and not p.ids else ("auto",)
-    predict = partial(triton_memory.predict, rates=of_gpu)
-    return _kernels(triton_memory.PLANNER, p, (1, _products(asked), 1), predict, _triton_sizes, strategies)
+    predict = partial(triton_planner.predict, rates=of_gpu)
+    return _kernels(triton_planner.PLANNER, p, (1, _products(asked), 1), predict, _triton_sizes, strategies)
 
 
 def _triton_sizes(c: triton_memory.TritonPlan) -> dict[str, int]:

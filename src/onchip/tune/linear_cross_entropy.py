@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.sizes import DTYPE_BYTES, up
 from onchip.frontend.options import LossOptions
 from onchip.tune.harness import worst_error
 from onchip.tune.vocab_chunk import CASES, DEFAULT_CASES, DTYPES, LSE, SHIFT, chunk_of  # noqa: F401 - an op has them
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import memory as triton_spec
-from onchip.vocab.triton import setup
-from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
+from onchip.vocab.triton import setup, tiling
+from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
 
 if TYPE_CHECKING:
     from onchip.vocab.triton import launches
 
 # The shared memory per block of the devices that the kernels are written for, in bytes.
 HOPPER_SHARED = 232448
-KERNELS = tuple(triton_spec.heuristic_tiles(HOPPER_SHARED))
+KERNELS = tuple(tiling.heuristic_tiles(HOPPER_SHARED))
 
 
 def candidates(kernel: str) -> list[dict[str, int]]:
@@ -37,7 +37,7 @@ def candidates(kernel: str) -> list[dict[str, int]]:
     Blocks of tokens have 128 rows, no more: exponentials change their place at multiples of 128 tokens, and a block in
     two places would be read from one.  Only the weight's gradient has no tokens in its rows.
     """
-    first = triton_spec.heuristic_tiles(HOPPER_SHARED)[kernel]
+    first = tiling.heuristic_tiles(HOPPER_SHARED)[kernel]
     groups = (4, 8, 16, 32)
     # depth, stages, parts
     cuts = [(cut, group) for cut in ((64, 4, 2), (64, 3, 1), (128, 2, 2)) for group in groups]

@@ -109,6 +109,11 @@ def even_chunk(total: int, largest: int, unit: int = 64) -> int:
     return min(largest, up(-(-total // -(-total // largest)), unit))
 
 
+def in_chunks(total: int, size: int) -> list[int]:
+    """How large chunks of `total` are: all but the last are whole."""
+    return [size] * (total // size) + ([total % size] if total % size else [])
+
+
 def waves(tiles: int, programs: int, *, halves: bool = False) -> float:
     """How often the programs take a tile, where those of the last wave may be cut in halves."""
     whole, rest = divmod(tiles, programs)

@@ -38,7 +38,7 @@ from onchip.oracle.checks import UNIT_ROUNDOFF, dtype_name, op_in
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.mosaic import memory as mosaic_memory
-from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import planner as triton_planner
 from onchip.vocab.xla import memory as xla_memory
 
 Loss = Callable[..., Any]
@@ -143,7 +143,7 @@ def _plan(
         backend = choose_backend("linear_cross_entropy", backend, refusals)
         plan = op_in(fw, "linear_cross_entropy", "MODULES")[backend].plan(p, strategy, scratch)
     elif refusals["triton"] is None:
-        backend, plan = "triton", triton_memory.plan(p, strategy, scratch)
+        backend, plan = "triton", triton_planner.plan(p, strategy, scratch)
     else:
         strategy = memory.choose_strategy(_at_worst(fw, p), strategy, scratch)
         backend, plan = "torch", memory.plan(p, strategy, scratch)

@@ -13,7 +13,8 @@ from onchip.ops.linear_jsd.memory import Head, Problem, logits_bytes
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, largest
 from onchip.vocab.triton import memory as triton_memory
-from onchip.vocab.triton.memory import RATES, TOKEN_TILE, VOCAB_TILE, Rates, evenness
+from onchip.vocab.triton.planner import RATES, Rates
+from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE, evenness
 
 # Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
@@ -99,16 +100,16 @@ def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
         product = 2e-9 * p.tokens * h.hidden * p.vocab / rates.product
         for size in chunks:
             cut = -(-size // TOKEN_TILE)
-            time += product * cut * TOKEN_TILE / max(1, p.tokens) * evenness(cut * tiles, rates)
+            time += product * cut * TOKEN_TILE / max(1, p.tokens) * evenness(cut * tiles, rates.programs)
         if again:
             columns = min(c.vocab_chunk // VOCAB_TILE, tiles)
             cut = round(again * p.tokens) // TOKEN_TILE * columns
-            time += again * product * evenness(cut, rates) + launch * 3 * -(-tiles // columns)
+            time += again * product * evenness(cut, rates.programs) + launch * 3 * -(-tiles // columns)
         blocks = -(-h.hidden // 256)
         if h.grad_weight:
             part = min(c.weight_chunk // VOCAB_TILE, tiles)
             cut = part * VOCAB_TILE // TOKEN_TILE * blocks
-            time += product * evenness(cut, rates) + launch * -(-tiles // part)
+            time += product * evenness(cut, rates.programs) + launch * -(-tiles // part)
         if h.grad_hidden:
             time += product + 1e-9 * rates.add * p.tokens * h.hidden
     return time

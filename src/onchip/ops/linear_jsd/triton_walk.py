@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onchip.core.sizes import up
 from onchip.frontend.options import LossOptions
 from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
@@ -31,10 +32,11 @@ from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gather
-from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
+from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
+from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
 
 # Tiles of a token's row that a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8

@@ -12,7 +12,7 @@ from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descripto
 from onchip.kernels.triton.staggered import STEP
 from onchip.vocab.triton import adding, apart, staggered, turns
 from onchip.vocab.triton.launches import VOCAB_TILE, LogitBuffer, Partials, Run, Sum, Terms, Vectors
-from onchip.vocab.triton.memory import IN_TURNS
+from onchip.vocab.triton.tiling import IN_TURNS
 
 
 def softmax_in_turns(

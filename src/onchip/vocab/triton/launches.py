@@ -12,12 +12,13 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from onchip.core.sizes import up
 from onchip.kernels.triton.launch import Launch, Shared, descriptor
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
-from onchip.vocab.triton.memory import IN_TURNS, hidden_apart, staggers, takes_turns, up
+from onchip.vocab.triton.tiling import IN_TURNS, hidden_apart, staggers, takes_turns
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.

@@ -9,12 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from onchip.core.sizes import up
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import gradients, launches, setup
 from onchip.vocab.triton.launches import BLOCK, TOKEN_TILE, VOCAB_TILE, LogitBuffer, Run, Sum, Terms, Vectors
-from onchip.vocab.triton.memory import TritonPlan, up
+from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Gradients, Saved
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import configs
+from onchip.core.sizes import up
 from onchip.frontend import torch_tape
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
@@ -23,7 +24,9 @@ from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 from onchip.vocab.rows.launches import flat as flat
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
-from onchip.vocab.triton.memory import EXPONENTIALS_ROW, VOCAB_TILE, TritonPlan
+from onchip.vocab.triton import planner, tiling
+from onchip.vocab.triton.memory import TritonPlan
+from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, VOCAB_TILE
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
@@ -63,10 +66,10 @@ def plan(call: LinearCall, **more: Any) -> TritonPlan:
 def _plan(call: LinearCall, **more: Any) -> TritonPlan:
     problem = call.problem("cuda", **more)
     if call.compiled and call.budget is None:
-        return triton_spec.plan_for_symbols(problem, call.options.strategy)
+        return planner.plan_for_symbols(problem, call.options.strategy)
     if call.compiled:
         problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
-    return triton_spec.plan(problem, call.options.strategy, call.budget)
+    return planner.plan(problem, call.options.strategy, call.budget)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -163,9 +166,9 @@ class TokenChunk(NamedTuple):
     def empty(layer: Layer, config: TritonPlan, saved: Saved, tokens: int, *, first: bool) -> "TokenChunk":
         """For at most so many tokens; `first`: of all."""
         hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
-        vocab, left = triton_spec.up(layer.weight.shape[0], VOCAB_TILE), Sums.of(layer, saved)
+        vocab, left = up(layer.weight.shape[0], VOCAB_TILE), Sums.of(layer, saved)
         in_gradient = triton_spec.in_gradient(problem, config, tokens, first=first)
-        in_scratch = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - in_gradient
+        in_scratch = up(tokens, tiling.TOKEN_TILE) - in_gradient
         weight_tiles = vocab // VOCAB_TILE
         beside = hidden.new_empty(0, dtype=layer.dtype)
         shift, stride = 0, in_gradient
@@ -396,7 +399,7 @@ def make_run(
     bias = None if layer.bias is None else layer.bias.to(dtype).float()
     slug, capability, programs, shared = describe(weight.device)
     vocab, hidden = weight.shape
-    tiles = _tiles(slug, DTYPES[dtype], tokens, vocab, hidden, shared, triton_spec.heuristic_tiles)
+    tiles = _tiles(slug, DTYPES[dtype], tokens, vocab, hidden, shared, tiling.heuristic_tiles)
     rows_at = hidden, max(weight.stride())
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:

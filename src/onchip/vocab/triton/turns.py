@@ -32,7 +32,7 @@ from triton.language.core import _aggregate as aggregate  # type: ignore[import-
 from onchip.kernels.triton.gluon import new_barriers, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row
-from onchip.vocab.triton.memory import IN_TURNS
+from onchip.vocab.triton.tiling import IN_TURNS
 
 # Of a block: along the result and along the sum.
 TILE = gl.constexpr(IN_TURNS)

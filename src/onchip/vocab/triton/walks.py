@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.sizes import up
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked
@@ -36,9 +37,10 @@ from onchip.vocab.triton.launches import (
     Terms,
     TokenSoftmax,
 )
-from onchip.vocab.triton.memory import PAIRS, TritonPlan, chunk_hidden, rounds_in_forward, up
+from onchip.vocab.triton.memory import PAIRS, TritonPlan, rounds_in_forward
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
+from onchip.vocab.triton.tiling import chunk_hidden
 
 # Labels that are sorted by one kernel: on an H100 8192 took 0.04 ms, 16384 0.10 and 32768 0.37, where PyTorch takes
 # 0.05 and the host 0.16 more.
