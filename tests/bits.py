@@ -28,7 +28,7 @@ def through_bits(x, out, first_bits, PAIRED: tl.constexpr, ROUNDED: tl.constexpr
     at = tl.program_id(0) * 2 * HALF + tl.arange(0, HALF)
     a, b = tl.load(x + at), tl.load(x + at + HALF)
     if PAIRED:
-        first, second, digits = triton_maths.split_pair(a, b, ROUNDED)
+        first, second, digits = triton_maths.split_pair(a, b, triton_maths.HALF_A_PLACE if ROUNDED else None)
         a, b = triton_maths.join_pair(first, second, digits, ROUNDED)
         tl.store(first_bits + at, first)
         tl.store(first_bits + at + HALF, second)

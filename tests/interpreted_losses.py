@@ -118,6 +118,17 @@ def a_longer_first_chunk(name):
         AUTO.assert_case(replace(IN_FORWARD[name], hidden=136, tokens=400))
 
 
+@check("256", "264")
+def exponentials_where_digits_will_be(hidden):
+    """Of a longer first chunk: of 640 tokens the gradient's memory holds 256, that of its digits 128, which may be more
+    than they take.
+    """
+    given = replace(IN_FORWARD["few tokens left"], hidden=int(hidden), tokens=900, vocab=700)
+    with plan_in_forward(first=640):
+        AUTO.assert_case(replace(given, ignored=0.1))
+        AUTO.assert_case(replace(given, ignored=0.5))
+
+
 @check("linear_cross_entropy", "linear_log_probs")
 def a_frozen_weight(name):
     """Hidden's gradient is left in 24 bits, which backward multiplies and rounds, also of a retained graph."""

@@ -72,6 +72,8 @@ LOSSES = {
     "a longer first chunk": (128, partial(plan_in_forward, first=256), {"softmax_in_turns", "weight_added"}, {}),
     "smoothing, longer first chunk": (1024, partial(plan_in_forward, first=256), {"softmax_staggered", "weight_added"},
                                       {"dtype": torch.float16, "label_smoothing": 0.1}),
+    "exponentials in digits' memory": (256, partial(plan_in_forward, first=640), {"softmax_in_turns", "weight_added"},
+                                       {"dtype": torch.float16, "tokens": 700}),
     "recomputed": (1024, partial(mixed_plan, halves=True), {"softmax_staggered", "gradient_staggered"}, {}),
     "columns that can't be swapped": (200, plan_in_forward, set(), {}),
     "a float32 weight": (640, plan_in_forward, {"hidden_apart", "weight_added"}, {"weight_dtype": torch.float32}),
@@ -83,9 +85,9 @@ FEW_LOSSES = ("recomputed",)
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FEW_LOSSES else [pytest.mark.slow]) for x in LOSSES])
 def test_losses(name):
     hidden, plan, kernels, options = LOSSES[name]
-    given = {key: options[key] for key in ("dtype", "weight_dtype", "std") if key in options}
+    given = {key: options[key] for key in ("tokens", "dtype", "weight_dtype", "std") if key in options}
     options = {key: x for key, x in options.items() if key not in given}
-    h, w, y = loss_problem(300, hidden, 300, **given)
+    h, w, y = loss_problem(given.pop("tokens", 300), hidden, 300, **given)
     with plan(), emulating(GLUON) as done, torch.autocast("cpu", h.dtype, enabled=w.dtype != h.dtype):
         loss = linear_cross_entropy(h, w, y, backend="triton", **options)
         made = [loss.detach(), *torch.autograd.grad(loss, (h, w))]
@@ -109,7 +111,7 @@ def test_a_retained_graph_of_a_float32_weight():
 
 @pytest.mark.parametrize("first", [0, 256])
 def test_chunks_without_tokens(first):
-    """Which add nothing; the last of them rounds."""
+    """Which add nothing; the one before them rounds."""
     h, w, y = loss_problem(500, 64, 300)
     y[20:] = -100
     with plan_in_forward(first=first), emulating(GLUON) as done:

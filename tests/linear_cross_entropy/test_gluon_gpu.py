@@ -148,6 +148,20 @@ def test_chunks_without_tokens(plan, hidden, dtype):
     assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
+@pytest.mark.parametrize("ignored", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden", [512, 640, 1024, 2048])
+def test_exponentials_where_digits_will_be(hidden, dtype, ignored):
+    """Of the first chunk: in the gradient's memory, that of its digits and scratch."""
+    tokens = hidden + hidden // 4 + 700
+    h, w, y = problem(tokens, hidden, 20_001, dtype)
+    y[torch.rand(tokens, device="cuda") < ignored] = -100
+    with plan_in_forward(256, first=hidden + hidden // 4 + 200):
+        loss, of_hidden, of_weight = errors(h, w, y)
+    assert loss < 1e-5
+    assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
+
+
 def test_all_ignored():
     h, w, y = problem(200, 576, 600, torch.bfloat16)
     loss = linear_cross_entropy(h, w, torch.full_like(y, -100), backend="triton")

@@ -76,11 +76,11 @@ def test_the_product(hidden, tokens, slices, apart_by):
     vocab, first_tile, tiles = 700, 1, 2
     padded = -(-tokens // TILE) * TILE
     in_gradient, in_scratch = 128, 128
-    recomputed = padded - in_gradient - in_scratch
+    in_third = padded - in_gradient - in_scratch
     scratch_row = 7 + 3 * 200 + 50
-    recomputed_row = scratch_row + 3 * in_scratch + 30
+    third_row = scratch_row + 3 * in_scratch + 30
     buffer = blocks.BufferRows(
-        recomputed_row + tiles * recomputed, 7, 200, in_gradient, scratch_row, in_scratch, recomputed_row, recomputed
+        third_row + tiles * in_third, 7, 200, in_gradient, scratch_row, in_scratch, third_row, in_third
     )
     matrix = np.full((buffer.rows, VOCAB_TILE), np.nan)
     values = rng.standard_normal((padded, tiles * VOCAB_TILE))

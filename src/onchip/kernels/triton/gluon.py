@@ -113,7 +113,7 @@ def _split_pairs(*, rounded: bool) -> str:
         lines.append(f"prmt.b32 {into}, low, high, 0x5410;")
     lines.append("shr.u32 a, a, 4; and.b32 a, a, 0x0f0f0f0f; and.b32 b, b, 0xf0f0f0f0; or.b32 $4, a, b;")
     if rounded:
-        lines += [f"min.s32 {x}, {x}, 0x7fff7fff; add.s32 {x}, {x}, 0x8000;" for x in first + second]
+        lines += [f"min.s32 {x}, {x}, 0x7fff7fff; add.s32 {x}, {x}, $13;" for x in first + second]
     for i, (w, x, y, z) in enumerate((first, second)):
         lines.append(f"prmt.b32 ${2 * i}, {w}, {x}, 0x7632; prmt.b32 ${2 * i + 1}, {y}, {z}, 0x7632;")
     return "{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, a, b, low, high; " + " ".join(lines) + " }"
@@ -124,9 +124,16 @@ _SPLIT_AND_ROUND = gl.constexpr(_split_pairs(rounded=True))
 
 
 @gluon.jit
-def split_pairs(a, b, ROUND: gl.constexpr):
+def split_pairs(a, b, half):
     """`maths.split_pair`."""
-    return gl.inline_asm_elementwise(
-        _SPLIT_AND_ROUND if ROUND else _SPLIT, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [a, b],
-        dtype=(gl.int16, gl.int16, gl.uint8), is_pure=True, pack=4,
-    )  # fmt: skip
+    if half is None:
+        return gl.inline_asm_elementwise(
+            _SPLIT, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [a, b],
+            dtype=(gl.int16, gl.int16, gl.uint8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:  # noqa: RET505 - Triton would compile what follows too
+        halves = gl.full(a.shape, 0, gl.int32, a.type.layout) + half
+        return gl.inline_asm_elementwise(
+            _SPLIT_AND_ROUND, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, halves],
+            dtype=(gl.int16, gl.int16, gl.uint8), is_pure=True, pack=4,
+        )  # fmt: skip

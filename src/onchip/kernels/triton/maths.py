@@ -49,17 +49,22 @@ def join_float(first, digits):
     return ((first.to(tl.int32) << 16) | (digits.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
 
 
+# Of a float32's first 16 bits.
+HALF_A_PLACE = tl.constexpr(0x8000)
+
+
 @triton.jit
-def split_pair(a, b, ROUND: tl.constexpr):
+def split_pair(a, b, half):
     """Two float32 rounded to their first 20 bits: the first 16 of each, as int16, and the next 4 of both, as uint8.
 
-    ROUND: the first 16 bits are then those of the nearest bfloat16, half of the last place rounded up.
+    `half`: HALF_A_PLACE makes the first 16 bits those of the nearest bfloat16, half of the last place rounded up; 0 or
+    None leaves them.
     """
     a = tl.minimum(a.to(tl.int32, bitcast=True), 0x7FFFF7FF) + 0x800
     b = tl.minimum(b.to(tl.int32, bitcast=True), 0x7FFFF7FF) + 0x800
     digits = ((a >> 12) & 0xF) | ((b >> 8) & 0xF0)
-    if ROUND:
-        a, b = tl.minimum(a, 0x7FFF7FFF) + 0x8000, tl.minimum(b, 0x7FFF7FFF) + 0x8000
+    if half is not None:
+        a, b = tl.minimum(a, 0x7FFF7FFF) + half, tl.minimum(b, 0x7FFF7FFF) + half
     return (a >> 16).to(tl.int16), (b >> 16).to(tl.int16), digits.to(tl.uint8)
 
 

@@ -111,19 +111,21 @@ def upper_row(pair):
 
 @triton.jit
 def add_digits(
-    out, digits, stride, row, column, rows, columns, value, factor,
+    out, digits, stride, row, column, rows, columns, value, factor, half,
     R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Add value [R, C] to the 24 bits of floats that are there, or store it: `maths.split_float`.
 
     PAIRED: to 20 bits, `maths.split_pair`, of rows PAIR_ROWS apart; R and `row` are multiples of twice as many.  With a
-    `factor` the sum is multiplied by it, and its first 16 bits are the nearest bfloat16.
+    `factor` the sum is multiplied by it, and `half` is that function's.
     """
     if PARTS > 1:
         left, right = halves(value, R, C)
-        add_digits(out, digits, stride, row, column, rows, columns, left, factor, R, C // 2, PARTS // 2, ADD, PAIRED)
-        column += C // 2
-        add_digits(out, digits, stride, row, column, rows, columns, right, factor, R, C // 2, PARTS // 2, ADD, PAIRED)
+        C_2: tl.constexpr = C // 2
+        FEWER: tl.constexpr = PARTS // 2
+        add_digits(out, digits, stride, row, column, rows, columns, left, factor, half, R, C_2, FEWER, ADD, PAIRED)
+        column += C_2
+        add_digits(out, digits, stride, row, column, rows, columns, right, factor, half, R, C_2, FEWER, ADD, PAIRED)
     elif PAIRED:
         tl.static_assert(R % (2 * PAIR_ROWS) == 0)
         halved: tl.constexpr = (R // (2 * PAIR_ROWS), 2, PAIR_ROWS, C)
@@ -143,7 +145,7 @@ def add_digits(
             upper, lower = upper + a, lower + b
         if factor is not None:
             upper, lower = upper * factor, lower * factor
-        first_upper, first_lower, more = split_pair(upper, lower, factor is not None)
+        first_upper, first_lower, more = split_pair(upper, lower, half)
         tl.store(out + at, first_upper, mask=of_upper)
         tl.store(out + at + PAIR_ROWS * stride, first_lower, mask=of_lower)
         tl.store(digits + at_digits, more, mask=inside[None, :])

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 from onchip.kernels.triton.gluon import join_floats, join_pairs, split_floats, split_pairs
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import halves, place_tile
-from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
+from onchip.vocab.triton.blocks import VOCAB_TILE, at_the_end, buffer_row
 from onchip.vocab.triton.staggered import ROWS, STEP_BYTES
 
 # Columns of a tile that are loaded and stored at a time.
@@ -152,14 +152,14 @@ def add_piece(value, first_bits, digits):
 
 
 @gluon.jit
-def store_piece(value, factor, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
-    """A piece of the sum, or, with a factor, of the gradient."""
+def store_piece(value, factor, half, out, digits, v, h, V, H, stride, PAIRED: gl.constexpr):
+    """A piece of the sum times the factor; `half` is that of `maths.split_pair`."""
     at, there = sum_at(v, h, V, H, stride, piece_layout(), ROWS)
     if factor is not None:
         value *= factor
     if PAIRED:
         upper, lower = split_rows(value)
-        a, b, more = split_pairs(upper, lower, factor is not None)
+        a, b, more = split_pairs(upper, lower, half)
         gl.store(out + at, join_rows(a, b), mask=there)
         at, there = sum_at(v // 2, h, gl.cdiv(V, ROWS) * (ROWS // 2), H, stride, half_layout(), ROWS // 2)
         gl.store(digits + at, more, mask=there)
@@ -171,13 +171,17 @@ def store_piece(value, factor, out, digits, v, h, V, H, stride, PAIRED: gl.const
 
 @gluon.jit
 def take_sums(
-    ring, old_sum, old_digits, out, digits, scale, factor, even_sum, V, H, stride, first_tile, tiles_v, tiles_h, steps,
+    ring, old_sum, old_digits, out, digits, scale, factor, following, even_sum, V, H, stride, first_tile, tiles_v,
+    tiles_h, steps,
     W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles: rows of the weight from W * ROWS on."""
     zeros = gl.zeros((ROWS, ROWS), gl.float32, products_layout())
     of_product = None if scale is None else gl.load(scale)
-    of_sum = None if factor is None else gl.load(factor)
+    of_sum = None
+    half = None
+    if factor is not None:
+        of_sum, half = at_the_end(factor, following)
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_h, PROGRAMS):
         i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
@@ -207,14 +211,14 @@ def take_sums(
             gl.thread_barrier()
             mbarrier.arrive(empty.index(s), count=1)
             for p in gl.static_range(PIECES):
-                store_piece(added[p], of_sum, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
+                store_piece(added[p], of_sum, half, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
             if W == 0:
                 pass_sums(ring, step + 1, STAGES)
             step += 2
         else:
             for p in gl.static_range(PIECES):
                 x = scale_piece(pieces[p], of_product, even_sum, h + p * PIECE, H)
-                store_piece(x, of_sum, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
+                store_piece(x, of_sum, half, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)
 
 
 @gluon.jit
@@ -245,7 +249,8 @@ def weight_added(
     digits,  # [V, H] uint8: the next 8 bits; with PAIRED [pairs of rows, H]: the next 4 of both
     number,  # [1] int32
     inverse_grad_scale,  # [] float32: what the product is multiplied by
-    factor,  # [] float32: and of the last chunk what the sum is, whose first 16 bits are then the nearest bfloat16
+    factor,  # [] float32: and in the end the sum, whose first 16 bits are then the nearest bfloat16
+    following,  # [1] int32: tokens of the next chunk; of none, that is now
     even_sum,  # [H] float32: what each row lacks
     buffer,  # BufferRows
     first_tile,  # of the vocabulary, and how many
@@ -261,19 +266,18 @@ def weight_added(
     """`weight_gradient` of a chunk of tokens, added to those of others.  A tile is VOCAB_TILE rows by ROWS columns."""
     count = gl.load(number)
     steps = gl.cdiv(gl.maximum(count, 1), STEP)
-    if old_sum is not None:
-        if factor is None:  # of no tokens there is nothing to add
-            chunk_tiles = gl.where(count > 0, chunk_tiles, 0)
+    if old_sum is not None:  # of no tokens there is nothing to add
+        chunk_tiles = gl.where(count > 0, chunk_tiles, 0)
     tiles_h = gl.cdiv(H, ROWS)
     ring = new_ring(exponentials, rows, STAGES)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, factor, even_sum, V, H, out_stride,
-                         first_tile, chunk_tiles, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, PAIRED)),
-            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, factor, even_sum, V, H, out_stride,
-                         first_tile, chunk_tiles, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, PAIRED)),
+            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, factor, following, even_sum, V, H,
+                         out_stride, first_tile, chunk_tiles, tiles_h, steps, FIRST, GROUP, PROGRAMS, STAGES, PAIRED)),
+            (take_sums, (ring, old_sum, old_digits, out, digits, inverse_grad_scale, factor, following, even_sum, V, H,
+                         out_stride, first_tile, chunk_tiles, tiles_h, steps, SECOND, GROUP, PROGRAMS, STAGES, PAIRED)),
             (copy, (ring, exponentials, rows, old_sum, old_digits, buffer, first_tile, chunk_tiles, tiles_h, steps,
                     GROUP, PROGRAMS, STAGES)),
         ],

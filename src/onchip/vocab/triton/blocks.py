@@ -8,8 +8,9 @@ one block of positions; per tile and position the forward kernel stores the maxi
 [tiles, T], and on request the exponentials.
 
 Exponentials, or the gradient of the logits, are rows of VOCAB_TILE columns, one for each tile and position, in up to
-three places (`BufferRows`): the memory of the weight's gradient, scratch, and, where backward recomputes them, a buffer
-for one chunk of the vocabulary.  One descriptor spans all three: rows are counted from the lowest of their addresses.
+three places (`BufferRows`): the memory of the weight's gradient, scratch, and a third one: where backward recomputes
+them, a buffer for one chunk of the vocabulary, and where forward adds the weight's gradient up, the memory of the sum's
+digits.  One descriptor spans all three: rows are counted from the lowest of their addresses.
 
 What is kept is exp(z - shift), where each token's shift is known beforehand: its target's logit plus 30.  Floats of 16
 bits with an 8-bit exponent hold that as exactly as anything, unless a logit is more than 90 above the target's;
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import tanh
+from onchip.kernels.triton.maths import HALF_A_PLACE, tanh
 from onchip.kernels.triton.tiles import load_block
 
 VOCAB_TILE = tl.constexpr(256)
@@ -53,8 +54,8 @@ class BufferRows(NamedTuple):
     in_weight_grad: Any  # positions, the first ones, in multiples of the blocks that they are handled in
     scratch_row: Any
     in_scratch: Any  # positions, the next ones
-    recomputed_row: Any
-    recomputed: Any  # positions, the others: for the tiles of one chunk of the vocabulary
+    third_row: Any
+    in_third: Any  # positions, the others: where they are recomputed, for the tiles of one chunk of the vocabulary
 
 
 @triton.jit
@@ -63,9 +64,24 @@ def buffer_row(j, t, buffer, first_tile):
     in_weight_grad = buffer.weight_grad_row + j * buffer.weight_grad_stride + t
     after = t - buffer.in_weight_grad
     in_scratch = buffer.scratch_row + j * buffer.in_scratch + after
-    recomputed = buffer.recomputed_row + (j - first_tile) * buffer.recomputed + after - buffer.in_scratch
+    in_third = buffer.third_row + (j - first_tile) * buffer.in_third + after - buffer.in_scratch
     kept = tl.where(t < buffer.in_weight_grad, in_weight_grad, in_scratch)
-    return tl.where(t < buffer.in_weight_grad + buffer.in_scratch, kept, recomputed)
+    return tl.where(t < buffer.in_weight_grad + buffer.in_scratch, kept, in_third)
+
+
+@triton.jit
+def has_row(t, buffer):
+    """Whether there are rows of the positions from t on, a multiple of their blocks.  Forward recomputes none."""
+    return t < buffer.in_weight_grad + buffer.in_scratch + buffer.in_third
+
+
+@triton.jit
+def at_the_end(factor, following):
+    """What the weight's sum is multiplied by, and how it is rounded: `maths.split_pair`.  The last chunk that has
+    tokens, or the first of all, leaves the gradient itself.
+    """
+    last = tl.load(following) == 0
+    return tl.where(last, tl.load(factor), 1.0), tl.where(last, HALF_A_PLACE, 0)
 
 
 @triton.jit

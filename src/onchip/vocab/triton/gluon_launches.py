@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
 from onchip.kernels.triton.staggered import STEP
 from onchip.vocab.triton import adding, apart, staggered, turns
-from onchip.vocab.triton.launches import VOCAB_TILE, LogitBuffer, Partials, Run, Sum, Terms, Vectors
+from onchip.vocab.triton.launches import VOCAB_TILE, End, LogitBuffer, Partials, Run, Sum, Terms, Vectors
 from onchip.vocab.triton.tiling import IN_TURNS
 
 
@@ -84,7 +84,7 @@ def weight_added(
     tiles: int,
     *,
     add: bool,
-    factor: Tensor | None,
+    end: End | None,
 ) -> Launch:
     assert into.digits is not None
     rows_of_digits = staggered.ROWS.value // (2 if into.paired else 1)
@@ -96,7 +96,7 @@ def weight_added(
         "out": into.first,
         "digits": into.digits,
         "inverse_grad_scale": inverse_grad_scale,
-        "factor": factor,
+        **(end or End(None, None))._asdict(),
         "even_sum": even_sum,
         "buffer": buffer.rows,
         "first_tile": first_tile,

@@ -15,6 +15,7 @@ from onchip.vocab.triton.blocks import (
     NO_LABEL,
     VOCAB_TILE,
     add_entries,
+    at_the_end,
     buffer_row,
     load_weight,
     read_labels,
@@ -228,7 +229,7 @@ def gradient_tiles(
         g = tl.where(v[None, :] == y[:, None], entry[:, None], g)
         g = tl.where(inside[:, None] & (v < V)[None, :], g, 0.0)
         value = g.to(rows.dtype if TMA else rows.dtype.element_ty)
-        into = buffer.recomputed_row + j * buffer.recomputed + t0 - first
+        into = buffer.third_row + j * buffer.in_third + t0 - first
         store_columns(
             exponentials, VOCAB_TILE, into, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
         )
@@ -303,7 +304,8 @@ def weight_gradient(
     digits,  # [V, H] uint8: the next 8; with PAIRED [pairs of rows, H]: the next 4 of both; None: there are no more
     count,
     inverse_grad_scale,  # [] float32: what the product is multiplied by
-    factor,  # [] float32: what the sum with digits is, in the end
+    factor,  # [] float32: what the sum with digits is multiplied by, in the end
+    following,  # [1] int32: tokens of the next chunk; of none, that is now
     even_sum,  # [H] float32: what each row lacks
     recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
@@ -327,7 +329,7 @@ def weight_gradient(
     """exponentials.T @ rows for a chunk of the vocabulary, each element rounded once."""
     number = tl.load(count)
     steps = tl.cdiv(tl.maximum(number, 1), BLOCK_K)
-    if ADD and digits is not None and factor is None:
+    if ADD and digits is not None:
         chunk_tiles = tl.where(number > 0, chunk_tiles, 0)  # of no tokens there is nothing to add
     tiles_v = chunk_tiles * VOCAB_TILE // BLOCK_V
     tiles_h = tl.cdiv(H, BLOCK_H)
@@ -350,8 +352,12 @@ def weight_gradient(
             acc *= tl.load(inverse_grad_scale)
         v = vocab_tile * VOCAB_TILE + column
         if digits is not None:
-            of_sum = None if factor is None else tl.load(factor)
-            add_digits(out, digits, out_stride, v, j * BLOCK_H, V, H, acc, of_sum, BLOCK_V, BLOCK_H, 8, ADD, PAIRED)
+            of_sum, half = None, None
+            if factor is not None:
+                of_sum, half = at_the_end(factor, following)
+            add_digits(
+                out, digits, out_stride, v, j * BLOCK_H, V, H, acc, of_sum, half, BLOCK_V, BLOCK_H, 8, ADD, PAIRED
+            )
         elif ADD:
             add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
         else:

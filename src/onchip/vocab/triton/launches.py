@@ -199,11 +199,8 @@ class LogitBuffer:
     pieces: tuple[Tensor, ...]  # kept from being freed
     matrix: Tensor  # [rows, VOCAB_TILE]
     rows: BufferRows
-
-    @property
-    def kept(self) -> int:
-        """Positions whose rows forward fills; backward recomputes those of the others."""
-        return int(self.rows.in_weight_grad + self.rows.in_scratch)
+    kept: int
+    """Positions whose rows forward fills; backward recomputes those of the others."""
 
     @property
     def known(self) -> dict[str, Any]:
@@ -219,6 +216,13 @@ class Sum(NamedTuple):
     @property
     def paired(self) -> bool:
         return self.digits is not None and len(self.digits) < len(self.first)
+
+
+class End(NamedTuple):
+    """When a sum over chunks of tokens is made the gradient."""
+
+    factor: Tensor | None  # [] float32: what it is multiplied by then
+    following: Tensor | None  # [1] int32: tokens of the next chunk; where it has none, that is now
 
 
 class Partials(NamedTuple):
@@ -503,7 +507,7 @@ def weight_product(
     tiles: int,
     *,
     add: bool,
-    factor: Tensor | None = None,  # [] float32: what the sum with digits is multiplied by in the end
+    end: End | None = None,  # of a sum with digits
 ) -> Launch:
     out, digits = into
     t = run.tiles["weight_gradient"]
@@ -517,7 +521,7 @@ def weight_product(
         "digits": digits,
         "out_stride": out.stride(0),
         "inverse_grad_scale": inverse_grad_scale,
-        "factor": factor,
+        **(end or End(None, None))._asdict(),
         "even_sum": even_sum,
         "recomputed_from": recomputed_from,
         "first_tile": first_tile,
@@ -547,19 +551,17 @@ def add_weight(
     tiles: int,
     *,
     add: bool,
-    factor: Tensor | None = None,  # [] float32
+    end: End | None = None,
 ) -> Launch:
-    """A chunk of tokens' part of the weight's sum: added to the chunks' before it, or the first one.  With `factor`,
-    the last one: the gradient is left in place of the first 16 bits, as the nearest bfloat16.
+    """A chunk of tokens' part of the weight's sum: added to the chunks' before it, or the first one.  With `end` the
+    last chunk that has tokens leaves the gradient in place of the first 16 bits, as the nearest bfloat16.
     """
     if swaps_columns(run):
         from onchip.vocab.triton import gluon_launches
 
         make = gluon_launches.weight_added
-        return make(run, buffer, rows, into, inverse_grad_scale, even_sum, first_tile, tiles, add=add, factor=factor)
-    return weight_product(
-        run, buffer, rows, into, inverse_grad_scale, even_sum, 0, first_tile, tiles, add=add, factor=factor
-    )
+        return make(run, buffer, rows, into, inverse_grad_scale, even_sum, first_tile, tiles, add=add, end=end)
+    return weight_product(run, buffer, rows, into, inverse_grad_scale, even_sum, 0, first_tile, tiles, add=add, end=end)
 
 
 def hidden_product(
@@ -573,14 +575,16 @@ def hidden_product(
     *,
     apart: bool | None = None,
     slices: int = 1,
+    positions: tuple[int, int] | None = None,
 ) -> Launch:
     """With `product_scale` of the positions that are kept, else of the others; in `slices` of sums.
 
     `apart`: whether by the kernel of apart.py, where that can run; None leaves it to H.
+    `positions`: the first, and the last and one, in the place of all that are kept.
     """
     kept = min(buffer.kept, run.tokens)
-    first, last = (kept, run.tokens) if product_scale is None else (0, kept)
-    out = sums[first:] if product_scale is None else sums if slices > 1 else sums[:kept]
+    first, last = positions or ((kept, run.tokens) if product_scale is None else (0, kept))
+    out = sums[first:] if product_scale is None else sums if slices > 1 else sums[: last - first]
     rows = len(sums) // slices
     common = {
         **buffer.known,
@@ -588,7 +592,7 @@ def hidden_product(
         "product_scale": product_scale,
         "first": first,
         "last": last,
-        "slice_rows": rows if slices > 1 else buffer.rows.recomputed if product_scale is None else 0,
+        "slice_rows": rows if slices > 1 else buffer.rows.in_third if product_scale is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
         "SLICES": max(slices, 2 if product_scale is not None or halves else 1),

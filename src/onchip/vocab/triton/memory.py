@@ -6,9 +6,9 @@ that aren't have their logits recomputed: so between three products and four the
 
 With more tokens than H it is better that forward takes them in chunks and computes the gradients right away, up to
 factors that backward multiplies by (`in_forward`): each row of hidden's, and the weight's as a sum over the chunks.
-Until the first chunk's part of that sum is made, the memory of a 16-bit gradient can hold exponentials of its own: so
-the first chunk may have H tokens more than the others, and fewer are left to add (`first_chunk`).  Where the head is
-frozen it takes two products and no sum.
+Until the first chunk's part of that sum is made, its memory, that of a 16-bit gradient and of more digits, can hold
+exponentials of the first chunk: so that may have H and a quarter (float16: a half) more tokens than the others, and
+fewer are left to add (`first_chunk`).  Where the head is frozen it takes two products and no sum.
 
 The weight's sum has 20 bits where products are of bfloat16, else 24: the first 16 of a float32 in the memory of the
 gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, where the operands have 8 or 11.  What
@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.vocab.chunks import in_chunks
 from onchip.vocab.memory import Problem, digit_bits
+from onchip.vocab.triton import tiling
 from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE, chunk_hidden, takes_turns
 
+# Positions of a longer first chunk whose hidden gradient is summed at a time, at least.
+SMALLEST_STEP = 512
 # Rows of the weight's sum whose first half shares bytes of digits with the second half: twice tiles.PAIR_ROWS.
 PAIRS = 128
 
@@ -46,8 +49,8 @@ class TritonPlan:
     in_forward: bool = False
     """Whether forward computes the gradients, up to factors, chunk by chunk of tokens; the fields above are then 0."""
     first_chunk: int = 0
-    """With `in_forward`, tokens of the first chunk where it is larger, since the memory of the weight's gradient holds
-    some of its exponentials; that gradient is then computed `weight_chunk` rows at a time."""
+    """With `in_forward`, tokens of the first chunk where it is larger, since the memory of the weight's sum holds some
+    of its exponentials; its part of that sum is then computed `weight_chunk` rows at a time."""
 
     @property
     def kept(self) -> int:
@@ -123,6 +126,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
             "one more chunk of the weight's gradient": bytes_beyond(p, c),
             "more digits of hidden's gradient": hidden_digits(p),
             "the weight's sum" if p.weight_grad_out else "more digits of the weight's gradient": sum_in_scratch(p),
+            "one more chunk of these digits": digits_beyond(p, c),
             **largest_chunk,
             **ids,
         }
@@ -170,50 +174,79 @@ def in_gradient(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
     return min(up(tokens, TOKEN_TILE), capacity(p) if first and c.first_chunk else room_in_gradient(p))
 
 
+def in_digits(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
+    """Tokens of a chunk whose exponentials are where the digits of the weight's sum will be: of a longer first one."""
+    if not (first and c.first_chunk):
+        return 0
+    rest = up(tokens, TOKEN_TILE) - in_gradient(p, c, tokens, first=True)
+    return min(rest, _tile_digits(p) // EXPONENTIALS_ROW) // TOKEN_TILE * TOKEN_TILE
+
+
+def digits_beyond(p: Problem, c: TritonPlan) -> int:
+    """As `bytes_beyond`, of the memory of those digits."""
+    if in_digits(p, c, c.first_chunk, first=True) == 0:
+        return 0
+    return _tile_digits(p) * ((up(p.vocab, VOCAB_TILE) + c.weight_chunk) // VOCAB_TILE) - weight_digits(p)
+
+
 def lent(p: Problem, c: TritonPlan, *, first: bool) -> int:
-    """Bytes that a chunk's softmax and sums may use since nothing else does yet, or any more: those of the digits of
-    the weight's sum before there is one, and then those beyond the gradient's end.
+    """Bytes of the weight gradient's memory that a chunk's softmax and sums may use: of the first chunk those before
+    its exponentials, of the others those beyond the gradient's end.
     """
     if not c.first_chunk:
         return 0
-    return weight_digits(p) if first else bytes_beyond(p, c)
-
-
-def sums_room(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Positions that a chunk has sums of hidden's gradient for: the last one as many as the others."""
-    if first and c.first_chunk:
-        return max(tokens, lent(p, c, first=True) // (4 * p.hidden))
-    size = min(c.token_chunk, p.tokens)
-    return size * chunk_hidden(size, p.hidden)[1]
-
-
-def sums_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Of the sums of hidden's gradient of a chunk, in float32."""
-    slices = chunk_hidden(tokens, p.hidden, sums_room(p, c, tokens, first=first))[1] if p.grad_hidden else 0
-    return 4 * tokens * p.hidden * slices
+    return DTYPE_BYTES[p.weight_dtype] * c.weight_chunk * p.hidden if first else bytes_beyond(p, c)
 
 
 def work_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Of what the softmax of a chunk leaves for each tile, and later, in the same memory, of those sums."""
-    return max(softmax_bytes(p, tokens), sums_bytes(p, c, tokens, first=first))
+    """Of what the softmax of a chunk leaves for each tile, and later, in the same memory, of the sums of hidden's
+    gradient in float32.
+    """
+    if not p.grad_hidden:
+        sums = 0
+    elif first and c.first_chunk:  # of some positions at a time
+        sums = max(lent(p, c, first=True), 4 * up(min(tokens, SMALLEST_STEP), TOKEN_TILE) * p.hidden)
+    else:  # the last chunk has as many as the others
+        size = min(c.token_chunk, p.tokens)
+        sums = 4 * size * p.hidden * chunk_hidden(size, p.hidden)[1]
+    return max(softmax_bytes(p, tokens), sums)
+
+
+def sums_room(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
+    """Positions that a chunk has sums for."""
+    return work_bytes(p, c, tokens, first=first) // (4 * p.hidden)
+
+
+def hidden_step(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
+    """Positions of a chunk whose hidden gradient is made at a time."""
+    if not (first and c.first_chunk):
+        return tokens
+    return tiling.hidden_step(tokens, p.hidden, sums_room(p, c, tokens, first=True))
 
 
 def _chunk_parts(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> dict[str, int]:
     """Bytes of one chunk of tokens where forward computes its gradients."""
-    element, rows = DTYPE_BYTES[p.dtype], up(tokens, TOKEN_TILE) - in_gradient(p, c, tokens, first=first)
-    work, sums = work_bytes(p, c, tokens, first=first), sums_bytes(p, c, tokens, first=first)
-    own = work > lent(p, c, first=first)
+    element, rows = DTYPE_BYTES[p.dtype], up(tokens, TOKEN_TILE)
+    rows -= in_gradient(p, c, tokens, first=first) + in_digits(p, c, tokens, first=first)
+    work = work_bytes(p, c, tokens, first=first)
+    own = work if work > lent(p, c, first=first) else 0
     return {
         "hidden rows": element * tokens * p.hidden,
         "exponentials in scratch": element * rows * up(p.vocab, VOCAB_TILE),
-        "hidden gradient in float32": sums * own,
-        "softmax of each tile": (work - sums) * own,
+        "softmax of each tile, then hidden's gradient in float32": own,
     }
 
 
 def hidden_digits(p: Problem) -> int:
-    """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number."""
-    return p.tokens * p.hidden if p.grad_hidden and p.hidden_dtype != "float32" else 0
+    """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number; in
+    whole rows of exponentials, since the weight's sum follows.
+    """
+    return up(p.tokens * p.hidden, EXPONENTIALS_ROW) if p.grad_hidden and p.hidden_dtype != "float32" else 0
+
+
+def _tile_digits(p: Problem) -> int:
+    """Bytes of the digits of the weight's sum for one tile of the vocabulary."""
+    return VOCAB_TILE * p.hidden // (1 if digit_bits(p.dtype) == 8 else 2)
 
 
 def weight_digits(p: Problem) -> int:
@@ -238,8 +271,8 @@ def sum_in_scratch(p: Problem) -> int:
 
 
 def rounds_in_forward(p: Problem) -> bool:
-    """Whether the last chunk of tokens leaves the weight's gradient itself for an upstream gradient of 1, and digits by
-    which it can be multiplied by another: of a sum whose first 16 bits are as many as the gradient has.
+    """Whether the last chunk that has tokens leaves the weight's gradient itself for an upstream gradient of 1, and
+    digits by which it can be multiplied by another: of a sum whose first 16 bits are as many as the gradient has.
     """
     return p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype == "bfloat16"
 

@@ -11,6 +11,7 @@ from onchip.vocab.memory import Problem, logits_bytes, needs
 from onchip.vocab.triton.memory import (
     TritonPlan,
     capacity,
+    hidden_step,
     id_bytes,
     may_hold,
     may_run_in_forward,
@@ -35,10 +36,8 @@ SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
 FORWARD_SCRATCH = 64 * MIB
 # Launches of weight's product: with more the host is kept busy, and the GPU is no faster.
 MOST_WEIGHT_CHUNKS = 11
-# Tokens of the smallest chunk whose product is added to the weight's sum, and of the smallest after a longer first one:
-# seven of 512 after 4608 took an H200 1% less than computing 37% of Llama 3.1 8B's logits again, but where most tokens
-# are ignored nothing is computed again, and the last chunk still goes through the sum.
-SMALLEST_SUMMED, SMALLEST_AFTER_FIRST = 512, 1024
+# Tokens of the smallest chunk whose product is added to the weight's sum.
+SMALLEST_SUMMED = 512
 
 
 # ---------------------------------------------------------------------------------------------------------- cost model
@@ -106,17 +105,20 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
     tiles, blocks = -(-p.vocab // VOCAB_TILE), -(-p.hidden // columns)
     padded = product * blocks * columns / max(1, p.hidden)
     rows = [-(-size // TOKEN_TILE) for size in c.token_chunks(p.tokens)]
-    launch, programs = 1e-3 * rates.launch, rates.programs
+    launch, programs, size = 1e-3 * rates.launch, rates.programs, p.tokens * p.hidden
     time = logits * rates.keep
     for i, n in enumerate(rows):
         share, tokens = n / sum(rows), n * TOKEN_TILE
         time += launch + share * product * (evenness(n * tiles, programs) - 1)
         if p.grad_hidden:
-            apart, slices = chunk_hidden(tokens, p.hidden, sums_room(p, c, tokens, first=i == 0))
-            slower = 1.02 if apart and not hidden_apart(p.hidden) else 1.0
-            time += launch + share * product * slower * hidden_evenness(n, p.hidden, apart, max(2, slices), programs)
-            # Each sum is zeroed, and read once more.
-            time += 1e-9 * rates.add * share * p.tokens * p.hidden * (2 * slices - 1)
+            room = sums_room(p, c, tokens, first=i == 0)
+            for step in in_chunks(n, up(hidden_step(p, c, tokens, first=i == 0), TOKEN_TILE) // TOKEN_TILE):
+                part = share * step / n
+                apart, slices = chunk_hidden(step * TOKEN_TILE, p.hidden, room)
+                slower = 1.02 if apart and not hidden_apart(p.hidden) else 1.0
+                uneven = hidden_evenness(step, p.hidden, apart, max(2, slices), programs)
+                # Each sum is zeroed, and read once more.
+                time += launch + part * (product * slower * uneven + 1e-9 * rates.add * size * (2 * slices - 1))
         if p.grad_weight:
             cut = in_chunks(_columns(p), c.weight_chunk if i == 0 and c.first_chunk else _columns(p))
             time += launch * len(cut) + share * padded * _evenness(cut, blocks / TOKEN_TILE, programs)
@@ -254,7 +256,7 @@ def _longer_first(p: Problem, budget: int) -> Iterator[TritonPlan]:
     rows, per_tile = up(p.tokens, TOKEN_TILE), VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
     # Rows of the weight's gradient whose tiles fill two and four waves.
     for tiles in {max(1, n * PROGRAMS // per_tile) for n in (2, 4)}:
-        for size in range(SMALLEST_AFTER_FIRST, rows, up(rows // 128, TOKEN_TILE)):  # of any number of tokens as many
+        for size in range(SMALLEST_SUMMED, rows, up(rows // 128, TOKEN_TILE)):  # of any number of tokens as many
 
             def cut(first: int, size: int = size, tiles: int = tiles) -> TritonPlan:
                 return TritonPlan(size, weight_chunk=tiles * VOCAB_TILE, in_forward=True, first_chunk=first)

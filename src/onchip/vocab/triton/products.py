@@ -148,7 +148,7 @@ class Products:
             inverse_grad_scale=self.inverse_grad_scale,
             out=self.grads.hidden,
             kept=self.kept,
-            half_rows=self.buffer.rows.recomputed if self.config.halves else 0,
+            half_rows=self.buffer.rows.in_third if self.config.halves else 0,
             IDS=1 if terms is None else terms.ids,
             BLOCK=BLOCK,
         ).run()

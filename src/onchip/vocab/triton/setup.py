@@ -26,7 +26,7 @@ from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton.memory import TritonPlan
-from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, VOCAB_TILE
+from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
@@ -99,7 +99,8 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
     make = empty if fake else aligned
     if config.in_forward:
         problem = layer.problem("cuda")
-        size = triton_spec.sum_in_scratch(problem) + triton_spec.hidden_digits(problem)
+        size = triton_spec.hidden_digits(problem) + triton_spec.sum_in_scratch(problem)
+        size += triton_spec.digits_beyond(problem, config)
         gradient = layer.grads[1] and not problem.weight_grad_out
         rows = weight.shape[0] + triton_spec.rows_beyond(problem, config)
         return Saved(
@@ -161,6 +162,7 @@ class TokenChunk(NamedTuple):
     normalizer: Tensor  # [tokens] float32, by position
     left: "Sums"  # of all chunks
     weight_tiles: int  # tiles of the vocabulary whose weight gradient is made at a time
+    hidden_step: int  # positions whose hidden gradient is
 
     @staticmethod
     def empty(layer: Layer, config: TritonPlan, saved: Saved, tokens: int, *, first: bool) -> "TokenChunk":
@@ -168,7 +170,8 @@ class TokenChunk(NamedTuple):
         hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
         vocab, left = up(layer.weight.shape[0], VOCAB_TILE), Sums.of(layer, saved)
         in_gradient = triton_spec.in_gradient(problem, config, tokens, first=first)
-        in_scratch = up(tokens, tiling.TOKEN_TILE) - in_gradient
+        in_digits = triton_spec.in_digits(problem, config, tokens, first=first)
+        in_scratch = up(tokens, TOKEN_TILE) - in_gradient - in_digits
         weight_tiles = vocab // VOCAB_TILE
         beside = hidden.new_empty(0, dtype=layer.dtype)
         shift, stride = 0, in_gradient
@@ -180,17 +183,30 @@ class TokenChunk(NamedTuple):
             else:
                 beside = beside[triton_spec.sum_bytes(problem) // 2 :][: vocab * in_gradient]
         scratch = aligned(hidden, (vocab * in_scratch,), layer.dtype) if in_scratch else beside[:0]
+        third = beside[:0]
+        if in_digits:
+            # At the end: so each chunk of the digits overwrites the previous chunk's exponentials at most.
+            memory = saved.scratch_memory[triton_spec.hidden_digits(problem) // layer.dtype.itemsize :]
+            third = memory[len(memory) - vocab * in_digits :]
         needed = triton_spec.work_bytes(problem, config, tokens, first=first)
-        work = left.weight.digits if first else saved.weight_memory[layer.weight.shape[0] :]
-        if work is None or triton_spec.lent(problem, config, first=first) < needed:
+        work = saved.weight_memory[: config.weight_chunk] if first else saved.weight_memory[layer.weight.shape[0] :]
+        if triton_spec.lent(problem, config, first=first) < needed:
             work = hidden.new_empty(needed, dtype=torch.uint8)
+        step = triton_spec.hidden_step(problem, config, tokens, first=first) if layer.grads[0] else tokens
         return TokenChunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
-            _spanning((beside, scratch, beside[:0]), shift=shift, stride=stride, tiles=(in_gradient, in_scratch, 0)),
+            _spanning(
+                (beside, scratch, third),
+                shift=shift,
+                stride=stride,
+                tiles=(in_gradient, in_scratch, in_digits),
+                kept=in_gradient + in_scratch + in_digits,
+            ),
             work.view(-1).view(torch.uint8),
             hidden.new_empty(tokens, dtype=torch.float32),
             left,
             weight_tiles,
+            step,
         )
 
 
@@ -210,7 +226,8 @@ class Sums(NamedTuple):
         if layer.grads[0]:
             hidden = Sum(saved.hidden_memory.view(-1, shape[1]))
         if size := triton_spec.hidden_digits(problem):
-            hidden = Sum(hidden.first.view(torch.int16), scratch[in_scratch:][:size].view(hidden.first.shape))
+            digits, scratch = scratch[: hidden.first.numel()], scratch[size:]
+            hidden = Sum(hidden.first.view(torch.int16), digits.view(hidden.first.shape))
         if layer.grads[1]:
             of_first, of_digits = 2 * shape[0] * shape[1], triton_spec.weight_digits(problem)
             memory = scratch if problem.weight_grad_out else saved.weight_memory.view(-1).view(torch.uint8)
@@ -238,15 +255,17 @@ def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int
         shift=config.weight_chunk // VOCAB_TILE * stride,
         stride=stride,
         tiles=(config.kept_in_gradient, config.kept_in_scratch, recomputed),
+        kept=config.kept,
     )
 
 
 def _spanning(
-    given: tuple[Tensor, Tensor, Tensor], *, shift: int = 0, stride: int, tiles: tuple[int, int, int]
+    given: tuple[Tensor, Tensor, Tensor], *, shift: int = 0, stride: int, tiles: tuple[int, int, int], kept: int
 ) -> "launches.LogitBuffer":
-    """The buffer in these pieces: of the weight's gradient, of scratch, and of what is recomputed.
+    """The buffer in these pieces: of the weight's gradient, of scratch, and the third.
 
     shift, stride: in the first, rows before the first tile's, and from one tile to the next.  tiles: tokens in each.
+    kept: of these, what forward fills.
     """
     from onchip.vocab.triton.blocks import BufferRows
     from onchip.vocab.triton.launches import LogitBuffer
@@ -267,7 +286,7 @@ def _spanning(
     tape = torch_tape.recorder()
     if tape is not None:
         tape.derive(spread, given, matrix, rows)
-    return LogitBuffer(pieces, matrix, rows)
+    return LogitBuffer(pieces, matrix, rows, kept)
 
 
 def _spread(
@@ -296,8 +315,8 @@ def _spread(
         )
     if rows >= 1 << 31:
         raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
-    weight_grad, scratch, again = [place for place, _ in places]
-    return first, rows, make(rows, weight_grad + shift, stride, tiles[0], scratch, tiles[1], again, tiles[2])
+    weight_grad, scratch, third = [place for place, _ in places]
+    return first, rows, make(rows, weight_grad + shift, stride, tiles[0], scratch, tiles[1], third, tiles[2])
 
 
 def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":

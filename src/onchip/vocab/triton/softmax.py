@@ -8,7 +8,15 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total, soft_loss, tanh
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
-from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, load_weight, read_labels, unscaled_logits
+from onchip.vocab.triton.blocks import (
+    REACH,
+    VOCAB_TILE,
+    buffer_row,
+    has_row,
+    load_weight,
+    read_labels,
+    unscaled_logits,
+)
 
 
 @triton.jit
@@ -125,7 +133,9 @@ def softmax_tiles(
     """The softmax of each tile of logits, which live in registers alone."""
     n = tl.minimum(tl.load(vectors.number) - first, T)
     # At least one block where exponentials are kept: of no token at all, so that no product reads what nobody wrote.
-    tiles_t = tl.cdiv(tl.maximum(n, 0 if exponentials is None else 1), BLOCK_T)
+    # Of a later chunk without tokens there is no product.
+    least = 0 if exponentials is None else tl.where(first > 0, 0, 1)
+    tiles_t = tl.cdiv(tl.maximum(n, least), BLOCK_T)
     tiles_v = tl.cdiv(V, VOCAB_TILE)
     steps = tl.cdiv(H, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
@@ -195,8 +205,7 @@ def softmax_tiles(
             above = top * k_z - tl.load(vectors.shift + t, mask=inside, other=float("inf"))
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
             # No branch, around which Triton 3.6 can't flatten a loop: a row past the end is not stored.
-            kept = t0 < buffer.in_weight_grad + buffer.in_scratch
-            row = tl.where(kept, buffer_row(j, t0, buffer, 0), buffer.rows)
+            row = tl.where(has_row(t0, buffer), buffer_row(j, t0, buffer, 0), buffer.rows)
             value = (e * f[:, None]).to(rows.dtype if TMA else rows.dtype.element_ty)
             store_columns(
                 exponentials, VOCAB_TILE, row, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA

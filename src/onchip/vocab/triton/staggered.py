@@ -16,7 +16,7 @@ from onchip.kernels.triton.gluon import send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import place_tile
-from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row
+from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, has_row
 
 # Rows of a tile, and of a group's half of it.
 ROWS = gl.constexpr(128)
@@ -90,7 +90,7 @@ def take_softmax(
         e = gl.where(column[None, :] == (y - j * VOCAB_TILE)[:, None], 0.0, e)
         gl.store(partials.others + at, gl.sum(e, 1), mask=inside)
         if exponentials is not None:
-            if t0 < buffer.in_weight_grad + buffer.in_scratch:
+            if has_row(t0, buffer):
                 # 0 past the last token, as in `softmax_tiles`.
                 above = top * k_z - gl.load(vectors.shift + t, mask=inside, other=float("inf"))
                 f = gl.where(above > REACH, 1.0, gl.exp2(above * LOG2E)) * scale
@@ -121,8 +121,8 @@ def softmax_staggered(
 ):
     """`softmax_tiles` of logits without bias and softcap, and without statistics and class weights."""
     n = gl.minimum(gl.load(vectors.number) - first, T)
-    # At least one block where exponentials are kept: see `softmax_tiles`.
-    tiles_t = gl.cdiv(gl.maximum(n, 0 if exponentials is None else 1), ROWS)
+    least = 0 if exponentials is None else gl.where(first > 0, 0, 1)  # see `softmax_tiles`
+    tiles_t = gl.cdiv(gl.maximum(n, least), ROWS)
     tiles_v = gl.cdiv(V, VOCAB_TILE)
     steps = gl.cdiv(H, STEP)
     ring = new_ring(rows, weight, STAGES)
@@ -181,7 +181,7 @@ def take_gradient(
             if v0 + VOCAB_TILE > V:
                 g = gl.where((column < V - v0)[None, :], g, 0.0)
         # Past the last token rows are 0, and so is r.
-        row = buffer.recomputed_row + j * buffer.recomputed + t0 - first + W * HALF
+        row = buffer.third_row + j * buffer.in_third + t0 - first + W * HALF
         send(g.to(exponentials.dtype), exponentials, staged, (row,), 0, HALF, VOCAB_TILE, WIDTH)
     tma.store_wait(0)
 

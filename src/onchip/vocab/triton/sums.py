@@ -18,6 +18,7 @@ def keep_hidden(
     count,
     into,  # [T, H] out, by token: float32, or the first 16 bits as int16
     digits,  # [T, H] uint8 out: the next 8 bits; None with float32
+    begin,  # the position of the first sum
     slice_rows,
     H,
     SLICES: tl.constexpr,
@@ -25,12 +26,12 @@ def keep_hidden(
 ):
     """Leave rows of hidden's gradient for backward, which scales and rounds them."""
     t = tl.program_id(0)
-    if t < tl.load(count):
+    if begin + t < tl.load(count):
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         value = tl.zeros((BLOCK,), tl.float32)
         for i in range(SLICES):
             value += tl.load(sums + (t + i * slice_rows).to(tl.int64) * H + c, mask=c < H, other=0.0)
-        at = tl.load(order + t).to(tl.int64) * H + c
+        at = tl.load(order + begin + t).to(tl.int64) * H + c
         if digits is None:
             tl.store(into + at, value, mask=c < H)
         else:

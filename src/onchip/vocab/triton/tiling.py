@@ -1,7 +1,9 @@
 """How the Triton backend's kernels cut their products: tiles, and waves of them.  No framework."""
 
+from functools import cache
+
 from onchip.core.sizes import up
-from onchip.vocab.chunks import waves
+from onchip.vocab.chunks import in_chunks, waves
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256
@@ -118,6 +120,25 @@ def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[boo
     slices = cut if apart else whole
     slices = slices if slices > 2 else 1
     return apart, slices if room is None else max(1, min(slices, room // tokens))
+
+
+@cache
+def hidden_step(tokens: int, hidden: int, room: int) -> int:
+    """Of a chunk of so many tokens, positions whose hidden gradient to make at a time, where there are sums for `room`:
+    those of which all tiles are done soonest.
+    """
+
+    def time(step: int) -> float:
+        """In rows of tiles; a launch is a quarter of one."""
+        total = 0.0
+        for part in in_chunks(tokens, step):
+            rows = -(-part // TOKEN_TILE)
+            apart, slices = chunk_hidden(part, hidden, room)
+            total += 0.25 + rows * hidden_evenness(rows, hidden, apart, max(2, slices))
+        return total
+
+    most = min(room // TOKEN_TILE * TOKEN_TILE, up(tokens, TOKEN_TILE))
+    return min(range(most, 0, -TOKEN_TILE), key=time)
 
 
 def evenness(tiles: int, programs: int = PROGRAMS, *, halves: bool = False) -> float:

@@ -31,7 +31,7 @@ from triton.language.core import _aggregate as aggregate  # type: ignore[import-
 
 from onchip.kernels.triton.gluon import new_barriers, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
-from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row
+from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, has_row
 from onchip.vocab.triton.tiling import IN_TURNS
 
 # Of a block: along the result and along the sum.
@@ -233,7 +233,7 @@ def take_softmax(
         k_z = gl.load(factor + t, mask=inside, other=1.0)
         k_2 = k_z * LOG2E
         if exponentials is not None:
-            kept = i * TILE < buffer.in_weight_grad + buffer.in_scratch
+            kept = has_row(i * TILE, buffer)
             line = buffer_row(0, i * TILE, buffer, 0)  # of tile 0
             lines = buffer_row(1, i * TILE, buffer, 0) - line  # from one tile to the next
         mbarrier.wait(ring.still_full, n_columns & 1)
@@ -292,8 +292,8 @@ def softmax_in_turns(
 ):
     """`softmax_tiles` of logits without bias and softcap, and without statistics; a partial has TILE columns."""
     n = gl.minimum(gl.load(number) - first, T)
-    # At least one block where exponentials are kept: see `softmax_tiles`.
-    columns = gl.cdiv(gl.maximum(n, 0 if exponentials is None else 1), TILE)
+    least = 0 if exponentials is None else gl.where(first > 0, 0, 1)  # see `softmax_tiles`
+    columns = gl.cdiv(gl.maximum(n, least), TILE)
     work = cut_work(columns, gl.cdiv(V, VOCAB_TILE), gl.cdiv(H, STEP), PROGRAMS)
     ring = new_ring(rows, STILL, SLOTS)
     staged = ring.blocks.index(0)  # unused

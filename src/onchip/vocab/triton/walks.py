@@ -29,6 +29,7 @@ from onchip.vocab.triton.launches import (
     BLOCK,
     TOKEN_TILE,
     VOCAB_TILE,
+    End,
     LogitBuffer,
     Partials,
     Picked,
@@ -132,8 +133,10 @@ def forward(
     sizes, memory = config.token_chunks(tokens), None
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
-    numbers = None if len(sizes) == 1 else _numbers(run, sizes)
-    upstream = None
+    numbers = None if len(sizes) == 1 and not config.in_forward else _numbers(run, sizes)
+    upstream = factor = None
+    if config.in_forward and rounds_in_forward(call.problem("cuda")):
+        factor = loss_factor(run, None, divisor(), mean=run.options.reduction == "mean")
     for i, (last, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
         first = last - size
         if memory is None or (i == 1 and config.first_chunk):
@@ -171,10 +174,9 @@ def forward(
             if memory.chunk is not None:
                 if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
                     upstream = loss_gradients(run, made, None, None, token_weight, reduction="sum")
-                factor = None
-                if last == tokens and rounds_in_forward(call.problem("cuda")):
-                    factor = loss_factor(run, None, divisor(), mean=run.options.reduction == "mean")
-                _chunk_gradients(part, call, memory.chunk, made, upstream, factor, add=first > 0)
+                assert numbers is not None
+                end = None if factor is None else End(factor, numbers[i + 1 : i + 2])
+                _chunk_gradients(part, call, memory.chunk, made, upstream, end, add=first > 0)
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -191,11 +193,14 @@ def forward(
 
 
 def _numbers(run: Run, sizes: Sequence[int]) -> Tensor:
-    """[chunks] int32: of the positions of each chunk, how many are of tokens.  From the second on they are even."""
-    numbers = torch.empty(len(sizes), dtype=torch.int32, device=run.weight.device)
+    """[chunks + 1] int32: of the positions of each chunk, how many are of tokens, and 0.  From the second chunk on they
+    are even.
+    """
+    number = len(sizes) + 1
+    numbers = torch.empty(number, dtype=torch.int32, device=run.weight.device)
     run.launch(
-        vectors.chunk_numbers, (-(-len(sizes) // BLOCK),), numbers=numbers, FIRST=sizes[0], SIZE=sizes[1],
-        N=len(sizes), BLOCK=BLOCK,
+        vectors.chunk_numbers, (-(-number // BLOCK),), numbers=numbers, FIRST=sizes[0], SIZE=sizes[min(1, number - 2)],
+        N=number, BLOCK=BLOCK,
     ).run()  # fmt: skip
     return numbers
 
@@ -206,7 +211,7 @@ def _chunk_gradients(
     chunk: setup.TokenChunk,
     known: TokenSoftmax,
     upstream: OutputGradients | None,  # for the weight's
-    factor: Tensor | None,  # of the weight's, for the last chunk
+    end: End | None,
     *,
     add: bool,
 ) -> None:
@@ -218,19 +223,23 @@ def _chunk_gradients(
     if call.grads[0]:
         sums = chunk.work[: len(chunk.work) // (4 * part.hidden) * 4 * part.hidden].view(torch.float32)
         sums = sums.view(-1, part.hidden)
-        apart, slices = chunk_hidden(part.tokens, part.hidden, len(sums))
-        sums = sums[: slices * part.tokens].zero_()
-        launches.hidden_product(part, buffer, normalizer, sums, False, 0, tiles, apart=apart, slices=slices).run()
-        part.launch(
-            sum_kernels.keep_hidden,
-            (part.tokens, -(-part.hidden // BLOCK)),
-            sums=sums,
-            slice_rows=part.tokens,
-            into=chunk.left.hidden.first,
-            digits=chunk.left.hidden.digits,
-            SLICES=slices,
-            BLOCK=BLOCK,
-        ).run()
+        for first, number in chunks(0, part.tokens, chunk.hidden_step):
+            apart, slices = chunk_hidden(number, part.hidden, len(sums))
+            mine, positions = sums[: slices * number].zero_(), (first, first + number)
+            launches.hidden_product(
+                part, buffer, normalizer, mine, False, 0, tiles, apart=apart, slices=slices, positions=positions
+            ).run()
+            part.launch(
+                sum_kernels.keep_hidden,
+                (number, -(-part.hidden // BLOCK)),
+                sums=mine,
+                begin=first,
+                slice_rows=number,
+                into=chunk.left.hidden.first,
+                digits=chunk.left.hidden.digits,
+                SLICES=slices,
+                BLOCK=BLOCK,
+            ).run()
     if upstream is not None:
         terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
         even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
@@ -241,7 +250,7 @@ def _chunk_gradients(
         ).run()  # fmt: skip
         rows, inverse = chunk.rows[: part.tokens], terms.inverse_grad_scale
         into = chunk.left.weight
-        product = launches.add_weight(part, buffer, rows, into, inverse, even_sum, 0, tiles, add=add, factor=factor)
+        product = launches.add_weight(part, buffer, rows, into, inverse, even_sum, 0, tiles, add=add, end=end)
         product = product.fixed()
         for start, number in chunks(0, tiles, chunk.weight_tiles):
             product.again(first_tile=start, chunk_tiles=number).run()
