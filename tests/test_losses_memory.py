@@ -272,6 +272,9 @@ KERNELS = [
     ("in forward", {}),
     ("in forward", {"grad_weight": False, "smoothing": 0.1}),
     ("in forward", WIDE),
+    ("longer first", {"tokens": 8192, "hidden": 2048}),
+    ("longer first", {"hidden": 2048}),
+    ("longer first", {"hidden": 2048, "smoothing": 0.1, "grad_hidden": False}),
     ("in forward", {"weight_grad_out": True}),
     ("in forward", {"grad_weight": False, "per_token_loss": True}),
     ("mixed", {"stats": True}),
@@ -299,10 +302,12 @@ def test_kernels_of_linear_losses(way, changes):
     hidden = 1536 if way == "mixed" else 1024
     sizes = {"tokens": 4096, "hidden": hidden, "vocab": 50257, "dtype": "bfloat16"}
     p = Problem(**sizes | {n: x for n, x in changes.items() if n != "turned"}, device="cuda")
-    strategy = "auto" if way in ("mixed", "forward") else way
+    strategy = "auto" if way in ("mixed", "forward", "longer first") else way
     if way == "in forward":
         budget = triton_planner.scratch_bytes(p, triton_memory.TritonPlan(1024, in_forward=True)) + MIB
         strategy = "auto"
+    elif way == "longer first":
+        budget = triton_planner.scratch_bytes(p, triton_memory.TritonPlan(1024, in_forward=True))
     elif way == "mixed":
         budget = mixed_budget(p)
     elif way == "forward":
@@ -313,6 +318,7 @@ def test_kernels_of_linear_losses(way, changes):
     formula = triton_planner.scratch_bytes(p, plan)
     assert formula <= budget
     assert plan.in_forward or way != "in forward"
+    assert plan.first_chunk or way != "longer first"
     assert_held(step_of(p, "triton", budget, strategy=strategy, **turned), formula, "cuda")
 
 
