@@ -307,7 +307,7 @@ def test_kernels_of_linear_losses(way, changes):
         budget = triton_planner.scratch_bytes(p, triton_memory.TritonPlan(1024, in_forward=True)) + MIB
         strategy = "auto"
     elif way == "longer first":
-        budget = triton_planner.scratch_bytes(p, triton_memory.TritonPlan(1024, in_forward=True))
+        budget = triton_planner.scratch_bytes(p, triton_memory.TritonPlan(896, in_forward=True))
     elif way == "mixed":
         budget = mixed_budget(p)
     elif way == "forward":
