@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from onchip.kernels.triton import maths as triton_maths
+from onchip.kernels.triton.tiles import add_digits
 
 SPECIAL = [0.0, 1.0, 1 + 2.0**-12, 1 + 3 * 2.0**-12, 3.4e38, 3.4028e38, np.inf, np.nan]
 
@@ -51,3 +52,24 @@ def triton_bits(x, device, *, paired, rounded=False):
         near = (made - given).abs() <= 1.15 * (expected - given).abs()
         assert (near | (made == expected) | (made.isnan() & expected.isnan())).all()
     return out.cpu().numpy()
+
+
+@triton.jit
+def add_tile(x, out, digits, row, rows, columns, ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    value = tl.load(x + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :])
+    add_digits(out, digits, columns, row, 0, rows, columns, value, None, None, R, C, 1, ADD, True)
+
+
+def assert_digits_stay_inside(device):
+    """Tiles of 128 rows, of which the second has 88 and the third none, leave what is beyond their matrices."""
+    rows, columns, beyond = 216, 24, 64
+    x = torch.randn(128, 32, device=device)
+    out = torch.full((rows + beyond, columns), 77, dtype=torch.int16, device=device)
+    digits = torch.full((128 + beyond, columns), 77, dtype=torch.uint8, device=device)
+    for add in (False, True):
+        for row in (0, 128, 256):
+            add_tile[(1,)](x, out, digits, row, rows, columns, ADD=add, R=128, C=32)
+    assert (out[rows:] == 77).all()
+    assert (digits[128:] == 77).all()
+    first = out[:rows].view(torch.bfloat16).float()
+    torch.testing.assert_close(first, 2 * torch.cat([x, x])[:rows, :columns], rtol=2**-7, atol=0)

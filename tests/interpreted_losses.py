@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import every_loss
-from bits import assert_rounds, triton_bits
+from bits import assert_digits_stay_inside, assert_rounds, triton_bits
 from fp8_linear import fp8_interpreter
 from interpreter import main, registering
 from linear_cross_entropy import lce_fp8_cases as fp8_cases
@@ -561,6 +561,11 @@ def tanh_at_any_size():
 def floats_of_few_digits(way):
     digits = 16 if way == 16 else 12
     assert_rounds(partial(triton_bits, device="cpu", paired=digits == 12, rounded=way == "rounded"), digits)
+
+
+@check()
+def digits_stay_inside():
+    assert_digits_stay_inside("cpu")
 
 
 # ------------------------------------------------------------------------------------------------------ products in FP8

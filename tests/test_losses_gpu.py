@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bits import assert_rounds, triton_bits
+from bits import assert_digits_stay_inside, assert_rounds, triton_bits
 from loss_checks import RIGHT, everything
 from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from onchip.oracle.torch import computed
@@ -473,6 +473,10 @@ def test_small_losses_of_long_rows_keep_their_digits(reduction):
 def test_floats_of_few_digits(way):
     digits = 16 if way == 16 else 12
     assert_rounds(partial(triton_bits, device="cuda", paired=digits == 12, rounded=way == "rounded"), digits)
+
+
+def test_digits_stay_inside():
+    assert_digits_stay_inside("cuda")
 
 
 def test_tanh_at_any_size():

@@ -157,7 +157,8 @@ def test_exponentials_where_digits_will_be(hidden, dtype, ignored):
     h, w, y = problem(tokens, hidden, 20_001, dtype)
     y[torch.rand(tokens, device="cuda") < ignored] = -100
     with plan_in_forward(256, first=hidden + hidden // 4 + 200):
-        loss, of_hidden, of_weight = errors(h, w, y)
+        # Of a mean over so many tokens float16 couldn't hold hidden's gradient.
+        loss, of_hidden, of_weight = errors(h, w, y, tokens if dtype == torch.float16 else 1.0)
     assert loss < 1e-5
     assert max(of_hidden, of_weight) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
 

@@ -127,7 +127,7 @@ def add_digits(
         column += C_2
         add_digits(out, digits, stride, row, column, rows, columns, right, factor, half, R, C_2, FEWER, ADD, PAIRED)
     elif PAIRED:
-        tl.static_assert(R % (2 * PAIR_ROWS) == 0)
+        tl.static_assert(R // (2 * PAIR_ROWS) * (2 * PAIR_ROWS) == R)
         halved: tl.constexpr = (R // (2 * PAIR_ROWS), 2, PAIR_ROWS, C)
         upper, lower = tl.split(tl.permute(tl.reshape(value, halved), (0, 2, 3, 1)))
         upper, lower = tl.reshape(upper, (R // 2, C)), tl.reshape(lower, (R // 2, C))
@@ -141,14 +141,14 @@ def add_digits(
         if ADD:
             old_upper = tl.load(out + at, mask=of_upper, other=0)
             old_lower = tl.load(out + at + PAIR_ROWS * stride, mask=of_lower, other=0)
-            a, b = join_pair(old_upper, old_lower, tl.load(digits + at_digits, mask=inside[None, :], other=0), False)
+            a, b = join_pair(old_upper, old_lower, tl.load(digits + at_digits, mask=of_upper, other=0), False)
             upper, lower = upper + a, lower + b
         if factor is not None:
             upper, lower = upper * factor, lower * factor
         first_upper, first_lower, more = split_pair(upper, lower, half)
         tl.store(out + at, first_upper, mask=of_upper)
         tl.store(out + at + PAIR_ROWS * stride, first_lower, mask=of_lower)
-        tl.store(digits + at_digits, more, mask=inside[None, :])
+        tl.store(digits + at_digits, more, mask=of_upper)
     else:
         r = row + tl.arange(0, R)
         c = column + tl.arange(0, C)

@@ -129,12 +129,12 @@ def hidden_step(tokens: int, hidden: int, room: int) -> int:
     """
 
     def time(step: int) -> float:
-        """In rows of tiles; a launch is a quarter of one."""
+        """In rows of tiles; a launch is half of one."""
         total = 0.0
         for part in in_chunks(tokens, step):
             rows = -(-part // TOKEN_TILE)
             apart, slices = chunk_hidden(part, hidden, room)
-            total += 0.25 + rows * hidden_evenness(rows, hidden, apart, max(2, slices))
+            total += 0.5 + rows * hidden_evenness(rows, hidden, apart, max(2, slices))
         return total
 
     most = min(room // TOKEN_TILE * TOKEN_TILE, up(tokens, TOKEN_TILE))
