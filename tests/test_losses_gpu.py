@@ -469,10 +469,10 @@ def test_small_losses_of_long_rows_keep_their_digits(reduction):
     assert float((g[i, y] / torch.expm1(-loss) - 1).abs().max()) < 3e-5
 
 
-@pytest.mark.parametrize("way", [12, 16, "rounded"])
-def test_floats_of_few_digits(way):
-    digits = 16 if way == 16 else 12
-    assert_rounds(partial(triton_bits, device="cuda", paired=digits == 12, rounded=way == "rounded"), digits)
+@pytest.mark.parametrize("kept", [12, 16, "rounded"])
+def test_floats_of_few_digits(kept):
+    digits = 16 if kept == 16 else 12
+    assert_rounds(partial(triton_bits, device="cuda", paired=digits == 12, rounded=kept == "rounded"), digits)
 
 
 def test_digits_stay_inside():

@@ -215,7 +215,7 @@ def plan(
 
     >>> made = plan(tokens=16384, hidden=4096, vocab=128256)
     >>> made.row("default").memory_bytes // 2**20
-    882
+    874
     >>> made.row("fastest").products
     3.0
     """
