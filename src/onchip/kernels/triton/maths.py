@@ -49,7 +49,7 @@ def join_float(first, digits):
     return ((first.to(tl.int32) << 16) | (digits.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
 
 
-# Of a float32's first 16 bits.
+# Half of the last place of a float32's first 16 bits.
 HALF_A_PLACE = tl.constexpr(0x8000)
 
 

@@ -42,7 +42,7 @@ def count_units(tiles_t, H):
 
 @gluon.jit
 def choose_cut(units, most, PROGRAMS: gl.constexpr):
-    """`memory.hidden_cut`."""
+    """`tiling.hidden_cut`."""
     best = 1
     least = gl.cdiv(units, PROGRAMS)
     for cut in range(2, most + 1):

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.vocab.chunks import in_chunks
 from onchip.vocab.memory import Problem, digit_bits
-from onchip.vocab.triton import tiling
-from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE, chunk_hidden, takes_turns
+from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE, chunk_hidden, even_step, takes_turns
 
 # Positions of a longer first chunk whose hidden gradient is summed at a time, at least.
 SMALLEST_STEP = 512
@@ -221,7 +220,7 @@ def hidden_step(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
     """Positions of a chunk whose hidden gradient is made at a time."""
     if not (first and c.first_chunk):
         return tokens
-    return tiling.hidden_step(tokens, p.hidden, sums_room(p, c, tokens, first=True))
+    return even_step(tokens, p.hidden, sums_room(p, c, tokens, first=True))
 
 
 def _chunk_parts(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """How the Triton backend's kernels cut their products: tiles, and waves of them.  No framework."""
 
-from functools import cache
+from functools import lru_cache
 
 from onchip.core.sizes import up
 from onchip.vocab.chunks import in_chunks, waves
@@ -122,8 +122,8 @@ def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[boo
     return apart, slices if room is None else max(1, min(slices, room // tokens))
 
 
-@cache
-def hidden_step(tokens: int, hidden: int, room: int) -> int:
+@lru_cache(maxsize=1024)
+def even_step(tokens: int, hidden: int, room: int) -> int:
     """Of a chunk of so many tokens, positions whose hidden gradient to make at a time, where there are sums for `room`:
     those of which all tiles are done soonest.
     """
