@@ -142,13 +142,13 @@ def copies(x: Array, rows: int) -> Step:
 
 # ------------------------------------------------------------------------------------------------- time and memory
 
-_IN_A_ROW = 30.0  # milliseconds of steps
+_IN_A_ROW, _FEWEST = 30.0, 3  # milliseconds of steps, and how many at least
 
 
 def time_once(step: timing.Step, device: str) -> float:
     """Milliseconds of one run, from the call until all that it returns is there.
 
-    On a GPU of one of several in a row, unless one takes long: the host is ahead of it then, as in a training step.
+    On a GPU of one of several in a row: the host is ahead of it then, as in training.
     """
 
     def run(times: int) -> float:
@@ -161,8 +161,10 @@ def time_once(step: timing.Step, device: str) -> float:
         return elapsed * 1e3
 
     first = run(1)
-    times = 1 if device == "cpu" else int(_IN_A_ROW / first)
-    return first if times < 2 else run(times) / times
+    if device == "cpu":
+        return first
+    times = max(_FEWEST, int(_IN_A_ROW / first))
+    return run(times) / times
 
 
 time_interleaved = partial(timing.time_interleaved, time_once)
@@ -213,6 +215,22 @@ in_float64 = partial(jax.enable_x64, True)
 
 def wide(x: Array) -> Array:
     return x.astype(jnp.float64)
+
+
+def wide_rows(x: Array, start: int, size: int) -> Array:
+    """As PyTorch's, with rows of zeros up to a power of two: not every group of rows is compiled anew."""
+    return _wide_rows(x, start, size, 1 << max(0, size - 1).bit_length())
+
+
+@partial(jax.jit, static_argnames="rows")
+def _wide_rows(x: Array, start: Array, size: Array, rows: int) -> Array:
+    i = jnp.arange(rows)
+    found = jnp.take(x, start + i, axis=0, mode="clip")
+    return jnp.where((i < size)[:, None], wide(found), 0)
+
+
+def wide_matrix(x: Array, i: int) -> Array:
+    return wide(lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 
 def gradient(function: Callable[..., Sequence[Array]], z: Array, *others: Array) -> tuple[Sequence[Array], Array]:

@@ -272,6 +272,16 @@ def wide(x: Tensor) -> Tensor:
     return x.detach().double()
 
 
+def wide_rows(x: Tensor, start: int, size: int) -> Tensor:
+    """So many rows of a matrix in float64, and perhaps rows of zeros below."""
+    return wide(x[start : start + size])
+
+
+def wide_matrix(x: Tensor, i: int) -> Tensor:
+    """Matrix number i of several, in float64."""
+    return wide(x[i])
+
+
 def gradient(function: Callable[..., Sequence[Tensor]], z: Tensor, *others: Tensor) -> tuple[Sequence[Tensor], Tensor]:
     """What `function(z, *others)` returns, and the gradient of its sum by `z`."""
     z = z.detach().requires_grad_()

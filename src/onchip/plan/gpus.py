@@ -36,7 +36,7 @@ GPUS = {
     "h100": Gpu("H100 SXM 80GB", (9, 0), 989, 3.35, 132, "Times are predicted with rates measured on an H100 SXM."),
     "h200": Gpu(
         "H200 SXM", (9, 0), 989, 4.8, 132, "Times are predicted with an H100's measured rates and the H200's memory "
-        "bandwidth from the data sheet; runs on an H200 took 9% less to 9% more.",
+        "bandwidth from the data sheet; runs on an H200 took 8% less to 9% more.",
     ),
     "a100": Gpu("A100 SXM 80GB", (8, 0), 312, 2.04, 108, _SCALED),
     "l40s": Gpu("L40S", (8, 9), 362, 0.864, 142, _SCALED),

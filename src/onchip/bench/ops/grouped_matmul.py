@@ -92,14 +92,14 @@ class Benchmark(Op):
             }
 
     def _error(self, p: Problem, name: str, result: Any) -> float:
-        wide, error, norm, start = self.fw.wide, 0.0, 0.0, 0
+        rows_of, matrix_of, error, norm, start = self.fw.wide_rows, self.fw.wide_matrix, 0.0, 0.0, 0
         for g, size in enumerate(p.case.sizes):
-            mine = slice(start, start + size)
-            start += size
-            x, weight, grad = wide(p.x[mine]), wide(p.weight[g]), wide(p.grad_out[mine])
+            x, grad = rows_of(p.x, start, size), rows_of(p.grad_out, start, size)
+            weight = matrix_of(p.weight, g)
             a, b = {"out": (x, weight.T), "grad_x": (grad, weight), "grad_weight": (grad.T, x)}[name]
             right = a @ b
-            made = wide(result[g] if name == "grad_weight" else result[mine])
+            made = matrix_of(result, g) if name == "grad_weight" else rows_of(result, start, size)
+            start += size
             if name == "grad_weight" and made.shape != right.shape:
                 made = made.T
             if made.shape != right.shape:
