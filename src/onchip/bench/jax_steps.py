@@ -219,7 +219,8 @@ def wide(x: Array) -> Array:
 
 def wide_rows(x: Array, start: int, size: int) -> Array:
     """As PyTorch's, with rows of zeros up to a power of two: not every group of rows is compiled anew."""
-    return _wide_rows(x, start, size, 1 << max(0, size - 1).bit_length())
+    rows: Array = _wide_rows(x, start, size, 1 << max(0, size - 1).bit_length())
+    return rows
 
 
 @partial(jax.jit, static_argnames="rows")
