@@ -231,6 +231,7 @@ def _wide_rows(x: Array, start: Array, size: Array, rows: int) -> Array:
 
 
 def wide_matrix(x: Array, i: int) -> Array:
+    """As PyTorch's."""
     return wide(lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 
