@@ -30,7 +30,7 @@ def turned(kept, vocab_major):
 
 def tokens_done(tokens, count):
     """[T]: in a tile with a token that counts."""
-    return jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // TILE) * TILE
+    return jnp.arange(tokens) < -(-count[0] // TILE) * TILE
 
 
 def rows_of(weight, vocab_major, vocab):
@@ -69,10 +69,9 @@ def labels_of(labels, tokens, padded):
 
 
 def softmax_tiles(
-    into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, labels=None, first_row=0, config=None,
+    into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, labels=None, config=None,
 ):  # fmt: skip
     kept, partials = into or (None, None)
-    operands = operands._replace(rows=operands.rows[first_row : first_row + len(operands.label)])
     rows, weight, label, factor, count, *_ = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
@@ -159,6 +158,10 @@ def gradient_tiles(
     return turned(jnp.where(tokens_done(tokens, count)[:, None], g.astype(rows.dtype), jnp.nan), vocab_major)
 
 
+def tokens_of(matrix, vocab_major):
+    return matrix.shape[1 if vocab_major else 0]
+
+
 def kept_entries(kept, vocab, vocab_major, tokens):
     """[tokens, entries]: all that is kept of some tokens."""
     padded, first = -(-vocab // WIDE) * WIDE, kept.in_weight_grad[...]
@@ -167,18 +170,20 @@ def kept_entries(kept, vocab, vocab_major, tokens):
 
 
 def hidden_product(
-    weight, count, *, vocab_major, tokens, kept=None, in_scratch=None, recomputed=None, first=None, scale=None,
-    add_to=None, second=None, halves=False, slices=1, config=None,
+    weight, count, *, vocab_major, tokens, first_token=0, kept=None, kept_tokens=0, in_digits=None, in_scratch=None,
+    recomputed=None, first=None, scale=None, add_to=None, second=None, halves=False, slices=1, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
     if recomputed is not None:
         e = turned(recomputed, vocab_major)
     else:
-        more = 0 if in_scratch is None else in_scratch.shape[1 if vocab_major else 0]
-        e = kept_entries(kept, vocab, vocab_major, tokens - more)
-        if more:
-            e = jnp.concatenate([e, entries(in_scratch, 0, padded, vocab_major, more)])
+        parts = [] if kept is None else [kept_entries(kept, vocab, vocab_major, kept_tokens)]
+        if in_digits is not None:
+            parts.append(kept_entries(in_digits, vocab, vocab_major, tokens_of(in_digits.spare, vocab_major)))
+        if in_scratch is not None:
+            parts.append(entries(in_scratch, 0, padded, vocab_major, tokens_of(in_scratch, vocab_major)))
+        e = jnp.concatenate(parts)[first_token : first_token + tokens]
     first = 0 if first is None else first[0]
     size, done = e.shape[1], tokens_done(tokens, count)
     w = lax.dynamic_slice_in_dim(rows_of(weight, vocab_major, padded + size), first, size, 0)
@@ -200,7 +205,8 @@ def hidden_product(
 
 def weight_product(
     out, rows, count, *, vocab_major, first, size, skip=0, number=None, kept=None, in_spare=False, kept_tokens=None,
-    in_scratch=None, recomputed=None, begins=None, even=None, inverse_grad_scale=None, after=None, config=None,
+    in_digits=None, in_scratch=None, recomputed=None, begins=None, half=None, even=None, inverse_grad_scale=None,
+    after=None, config=None,
 ):  # fmt: skip
     total, out = (out, out.first) if isinstance(out, Sum) else (None, out)
     before = skip + (0 if number is None else number[0] * size)
@@ -213,26 +219,32 @@ def weight_product(
         assert in_spare or size <= kept.shift
         source, at = (kept.spare, 0) if in_spare else (out[...], first[0] + kept.shift)
         parts.append(entries(source, at, size, vocab_major, kept_tokens))
+    if in_digits is not None:
+        source, at = (in_digits.spare, 0) if in_spare else (total.digits[...], first[0] + in_digits.shift)
+        parts.append(entries(source, at, size, vocab_major, tokens_of(in_digits.spare, vocab_major)))
     if in_scratch is not None:
         parts.append(entries(in_scratch, first[0], size, vocab_major, in_scratch.shape[1 if vocab_major else 0]))
     if recomputed is not None:
         recomputed = turned(recomputed, vocab_major)
         parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, size))), before, size, 1))
-    done = jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // config.tile_k) * config.tile_k
+    done = jnp.arange(tokens) < -(-count[0] // config.tile_k) * config.tile_k
     e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
-    product = e.T @ rows.astype(jnp.float32) - (0.0 if even is None else even[: rows.shape[1]])
+    product = e.T @ rows.astype(jnp.float32)
+    if even is not None:
+        product -= even[: rows.shape[1]] * (1 if begins is None else begins[0])
     product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
     if total is not None:
         assert begins is None or not kept_tokens
-        add_to_sum(total, product if vocab_major else product.T, begins, first[0], axis, config)
+        add_to_sum(total, product if vocab_major else product.T, begins, half, first[0], axis, config, count)
         return
     old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
-    out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
+    new = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
+    out[...] = jnp.where(count[0] > 0, new, out[...])
 
 
-def add_to_sum(total, product, begins, first, axis, config):
+def add_to_sum(total, product, begins, half, first, axis, config, count):
     """As the kernel does it, for all rows as one tile's part after the other; the chunk begins with entry `first`."""
     words = total.digits.shape[1] // -(-total.first.shape[1] // config.tile_n)
     whole, columns = product.shape[axis], product.shape[1]
@@ -249,13 +261,14 @@ def add_to_sum(total, product, begins, first, axis, config):
         blocks = [new[:, n : n + BOX] for n in range(tile, tile + config.tile_n, BOX)]
         together = 16 // sums.bits_of(total.first.dtype)
         for start in range(0, len(blocks), together):
-            *first, words = sums.as_stored(blocks[start : start + together], total.first.dtype)
+            rounding = None if half is None else half[0]
+            *first, words = sums.as_stored(blocks[start : start + together], total.first.dtype, rounding)
             firsts += first
             digits.append(words)
     made = jnp.concatenate(firsts, 1)[:, :columns], jnp.concatenate(digits, 1)
     for ref, old, new, start in zip(total, wide, made, starts, strict=True):
         new = lax.dynamic_update_slice_in_dim(old, new, start, axis)
-        ref[...] = new[: ref.shape[0], : ref.shape[1]]
+        ref[...] = jnp.where(count[0] > 0, new[: ref.shape[0], : ref.shape[1]], ref[...])
 
 
 def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, vocab, config):
@@ -275,6 +288,14 @@ def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, voc
     if kept.in_weight_grad is not None and kept.split:
         rebased(kept.in_weight_grad, kept.shift, 0, kept.split)
     rebased(kept.spare, 0, kept.split, top.shape[1])
+
+
+def scale_sum(out, digits, factor, *, config):
+    rows, columns = out.shape
+    words = sums.to_bits(digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, 4, jnp.uint32)[:, None]
+    words = (words & 15).reshape(rows, -1, 256)[..., : config.tile_n].reshape(rows, -1)[:, :columns]
+    scaled = (sums.join(out[...], words, 4, nearest=True) * factor).astype(out.dtype)
+    out[...] = jnp.where(factor == 1, out[...], scaled)
 
 
 def add_targets(out, hidden, token, label, term, *, vocab_major):
@@ -300,6 +321,6 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
     for name in ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product"):
         monkeypatch.setattr(kernels, name, globals()[name])
-    for name in ("rebase_exponentials", "add_targets"):
+    for name in ("rebase_exponentials", "scale_sum", "add_targets"):
         monkeypatch.setattr(rebase, name, globals()[name])
     forget()

@@ -108,6 +108,46 @@ def test_a_larger_first_chunk(first, options, ignored, layout, dtype, monkeypatc
 
 
 @HALF
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-3}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize(("first", "in_digits"), [(640, 128), (768, 256)])
+def test_exponentials_with_the_digits(first, in_digits, options, ignored, dtype, monkeypatch):
+    """Of a larger first chunk, whose hidden gradient is made of two tiles of tokens at a time."""
+    monkeypatch.setattr(mosaic_op, "hidden_step", lambda _: 256)
+    plan = MosaicPlan(
+        "stash", 256, kept_in_gradient=512, chunk=768, kept_in_scratch=512 - in_digits, by_tokens=True,
+        first_chunk=first, kept_in_digits=in_digits,
+    )  # fmt: skip
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    case = replace(MOSAIC_CASES[0], hidden=1024, logit_std=3.0, ignored=ignored, options=options)
+    assert_right(case, dtype, device="gpu", backend="mosaic_gpu")
+
+
+@HALF
+@LAYOUTS
+@pytest.mark.parametrize(("vocab", "hidden"), [(4096, 256), (2120, 320), (2112, 576)])
+def test_another_upstream_gradient_than_1(vocab, hidden, layout, dtype, monkeypatch):
+    """The weight's gradient that forward rounded is made anew of all digits; the last tiles aren't full."""
+    vocab = vocab if layout == "vh" else vocab // 64 * 64
+    plan = MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1152, by_tokens=True)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    given = inputs(1000, hidden, vocab, layout)
+    given = (given[0].astype(dtype), given[1].astype(dtype), given[2])
+
+    def gradients(scale, backend, given):
+        def loss(hidden, weight, labels):
+            return scale * linear_cross_entropy(hidden, weight, labels, backend=backend, weight_layout=layout)
+
+        return jax.jit(jax.grad(loss, (0, 1)))(*given)
+
+    wide = (given[0].astype(jnp.float32), given[1].astype(jnp.float32), given[2])
+    for scale in (1.0, 0.3, -4.0):
+        found, expected = gradients(scale, "mosaic_gpu", given), gradients(scale, "xla", wide)
+        for x, y in zip(found, expected, strict=True):
+            assert jnp.linalg.norm(x.astype(jnp.float32) - y) <= 3e-3 * jnp.linalg.norm(y)
+
+
+@HALF
 @LAYOUTS
 def test_a_vocabulary_split_over_the_devices_that_there_are(layout, dtype):
     """With padding; against plain JAX in float32."""

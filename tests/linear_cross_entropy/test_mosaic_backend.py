@@ -84,11 +84,12 @@ def test_class_weights(dtype, layout, options, kept, by_tokens, monkeypatch):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
-def in_forward(size, tokens=512, first=0):
-    """The first chunk may be larger: 128 tokens' exponentials are in the memory of the weight's gradient then."""
+def in_forward(size, tokens=512, first=0, in_digits=0):
+    """The first chunk may be larger: 128 tokens' exponentials are in the memory of the weight's gradient then, and so
+    many with its digits."""
     plan = MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
-    larger = {"first_chunk": first, "kept_in_gradient": 128, "kept_in_scratch": tokens - 128, "chunk": 512}
-    return replace(plan, **larger) if first else plan
+    in_memory = {"kept_in_gradient": 128, "kept_in_digits": in_digits, "kept_in_scratch": tokens - 128 - in_digits}
+    return replace(plan, first_chunk=first, chunk=512, **in_memory) if first else plan
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,40 @@ def test_a_larger_first_chunk(dtype, layout, size, first, changes, monkeypatch):
     """Of 2368 entries its part of the weight's gradient is made in chunks of 256, three of 512, and the last 576."""
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size, first=first))
     assert_right(replace(LONG, **changes), dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "in_digits", "changes"),
+    [
+        ("bfloat16", 384, 128, {"vocab": 2368, "options": {"z_loss": 1e-3, "label_smoothing": 0.1}}),
+        pytest.param("float16", 384, 256, {"vocab": 2368, "token_temperature": True}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 256, 128, {"ignored": 0.7}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 384, 128, {"ignored": 0.0, "tokens": 700}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_exponentials_with_the_digits(dtype, first, in_digits, changes, monkeypatch):
+    """Of a larger first chunk, with a tile of tokens' hidden gradient at a time."""
+    monkeypatch.setattr(mosaic_op, "hidden_step", lambda _: 128)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(128, first=first, in_digits=in_digits))
+    assert_right(replace(LONG, hidden=512, **changes), dtype, backend="mosaic_gpu")
+
+
+@pytest.mark.parametrize(("dtype", "first"), [("bfloat16", 384), ("bfloat16", 0), ("float16", 384)])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+def test_another_upstream_gradient_than_1(options, dtype, first, monkeypatch):
+    """The weight's gradient that forward rounded is made anew of all digits: as exact as the one it left."""
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(256, first=first))
+    hidden, weight, labels, _ = small_problem(512, 128, 1088, dtype)
+
+    def losses(f, hidden, weight):
+        return f(hidden, weight, labels) * 0.3
+
+    ours = jax.grad(partial(losses, partial(linear_cross_entropy, backend="mosaic_gpu", **options)), (0, 1))
+    theirs = jax.grad(partial(losses, partial(linear_cross_entropy, backend="xla", **options)), (0, 1))
+    expected = theirs(hidden.astype(jnp.float32), weight.astype(jnp.float32))
+    for x, y in zip(ours(hidden, weight), expected, strict=True):
+        assert jnp.linalg.norm(x.astype(jnp.float32) - y) <= 3e-3 * jnp.linalg.norm(y)
 
 
 @pytest.mark.parametrize("layout", ["vh", "hv"])

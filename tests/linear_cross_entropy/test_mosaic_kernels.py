@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from bits import assert_rounds
 from onchip.kernels.mosaic.product import MosaicConfig, Work, place_tile
 from onchip.vocab.mosaic import kernels, rebase
-from onchip.vocab.mosaic.bits import join, split
+from onchip.vocab.mosaic.bits import HALF_A_PLACE, join, split
 from onchip.vocab.mosaic.blocks import Kept, tanh
 from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands
 from onchip.vocab.mosaic.sums import Sum
@@ -292,7 +292,8 @@ def test_products(vocab_major, interpreter):
     def run():
         ref = reference_to(stash)
         both = Kept(ref, spare, SHIFT, SPLIT)
-        hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, kept=both, scale=s.scale, **common)
+        whole = partial(kernels.hidden_product, s.weight, s.count, kept=both, kept_tokens=kept, **common)
+        hidden = whole(tokens=TOKENS, scale=s.scale)
         chunk = partial(kernels.weight_product, ref, s.rows, s.count, kept=both, kept_tokens=kept, **common)
         for number in range(SPLIT // SHIFT):
             chunk(first=at(0), size=SHIFT, number=at(number), after=hidden)
@@ -416,8 +417,29 @@ def test_sums_that_begin_in_the_memory_of_exponentials(vocab_major, dtype, bound
 
 
 @pytest.mark.parametrize("number", [4, 8])
-def test_floats_of_few_digits(number):
-    assert_rounds(lambda x: np.asarray(join(*split(jnp.asarray(x), jnp.bfloat16, number), number)), 8 + number)
+@pytest.mark.parametrize("half", [None, 0, HALF_A_PLACE])
+def test_floats_of_few_digits(half, number):
+    def rounded(x):
+        return join(*split(jnp.asarray(x), jnp.bfloat16, number, half), number, nearest=half == HALF_A_PLACE)
+
+    assert_rounds(lambda x: np.asarray(rounded(x)), 8 + number)
+
+
+@pytest.mark.parametrize("number", [4, 8])
+def test_the_first_bits_are_the_nearest(number):
+    """Of what the digits stand for, with half of the last place rounded up."""
+    x = np.random.default_rng(0).normal(size=10000).astype(np.float32)
+    x[:3] = np.nan, np.inf, -np.inf
+    first, _ = split(jnp.asarray(x), jnp.bfloat16, number, HALF_A_PLACE)
+    value = join(*split(jnp.asarray(x), jnp.bfloat16, number), number)
+    first, value = np.asarray(first, np.float32), np.asarray(value)
+    assert np.isnan(first[0])
+    np.testing.assert_array_equal(first[1:3], x[1:3])
+    first, value = first[3:], value[3:]
+    ties = value.view(np.uint32) & 0xFFFF == 0x8000
+    nearest = np.asarray(jnp.asarray(value, jnp.bfloat16), np.float32)
+    assert (first == nearest)[~ties].all()
+    assert (np.abs(first) > np.abs(value))[ties].all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

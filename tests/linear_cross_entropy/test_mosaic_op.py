@@ -94,36 +94,41 @@ def test_gradients_made_in_forward_lower(layout, argnums, as_on_hopper, monkeypa
     c = mosaic_spec.MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1152, by_tokens=True)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
     text = lowered(1000, 256, 4096, layout=layout, argnums=argnums, return_stats=True)
-    # Of each chunk softmax, rebase and hidden's product, and the weight's; the targets' terms.
-    assert launches(text) == 3 + 2 * (1 in argnums)
+    # Of each chunk softmax, rebase and hidden's product, and the weight's; its scaling and the targets' terms.
+    assert launches(text) == 3 + 3 * (1 in argnums)
     assert "stablehlo.copy" not in text
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "argnums"),
+    ("layout", "dtype", "argnums", "in_digits"),
     [
-        ("vh", jnp.bfloat16, (0, 1)),
-        ("hv", jnp.float16, (0, 1)),
-        pytest.param("vh", jnp.float16, (1,), marks=pytest.mark.slow),
-        pytest.param("hv", jnp.bfloat16, (0, 1), marks=pytest.mark.slow),
+        ("vh", jnp.bfloat16, (0, 1), 128),
+        ("hv", jnp.float16, (0, 1), 0),
+        pytest.param("vh", jnp.float16, (1,), 128, marks=pytest.mark.slow),
+        pytest.param("hv", jnp.bfloat16, (0, 1), 0, marks=pytest.mark.slow),
+        pytest.param("vh", jnp.bfloat16, (0, 1), 0, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_a_larger_first_chunk_lowers(layout, dtype, argnums, as_on_hopper, monkeypatch):
+def test_a_larger_first_chunk_lowers(layout, dtype, argnums, in_digits, as_on_hopper, monkeypatch):
     c = mosaic_spec.MosaicPlan(
-        "stash", 256, kept_in_gradient=256, chunk=768, kept_in_scratch=896, by_tokens=True, first_chunk=512
-    )
+        "stash", 256, kept_in_gradient=256, chunk=768, kept_in_digits=in_digits, kept_in_scratch=896 - in_digits,
+        by_tokens=True, first_chunk=640,
+    )  # fmt: skip
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
-    text = lowered(1100, 256, 4096, layout=layout, dtype=dtype, argnums=argnums)
+    text = lowered(1100, 512, 4096, layout=layout, dtype=dtype, argnums=argnums)
     kinds = sum(len(group.chunks) for group in mosaic_spec.groups(4096, c, recomputed=False))
     assert kinds == 3
-    # Softmax and rebase of what is in the weight gradient's memory, of what is in scratch, and of another chunk's; the
-    # weight's product for each kind of chunk of the vocabulary, and of another chunk; the targets' terms.
-    hidden = 0 in argnums
-    assert launches(text) == 6 + kinds + 1 + 1 + 2 * hidden
-    # Two arrays of the first softmax and rebase, one of each of the others; two of hidden's product in that
-    # memory, and of each weight's; and the targets' terms but for columns.
-    assert written_in_place(text) == 2 * (2 + 1 + 1) + 2 * hidden + 2 * (kinds + 1) + (layout == "vh")
+    # Softmax and rebase of what is in the weight gradient's memory, with its digits, in scratch, and of another
+    # chunk's; the weight's product for each kind of chunk of the vocabulary, and of another chunk; its scaling, and
+    # the targets' terms.
+    hidden, digits, rounded = 0 in argnums, in_digits > 0, dtype == jnp.bfloat16
+    assert launches(text) == 6 + 2 * digits + kinds + 1 + 1 + 2 * hidden + rounded
+    # Two arrays of the first softmax and rebase and of those in the digits' memory, one of each of the others; two or
+    # three of hidden's product in that memory, and two of each weight's; the scaled sum; and the targets' terms but for
+    # columns.
+    arrays = 2 * (2 + 2 * digits + 1 + 1) + (2 + digits) * hidden + 2 * (kinds + 1)
+    assert written_in_place(text) == arrays + rounded + (layout == "vh")
     assert "stablehlo.copy" not in text
 
 

@@ -55,6 +55,8 @@ class Problem:
     """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
     split: bool = False
     """The vocabulary is split over devices, and this is one's part."""
+    weight_layout: str = "vh"
+    """"hv" where JAX's weight is [H, V]."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):

@@ -351,8 +351,11 @@ def persistent_product(
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("multiprocessor")
         tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
-        work = Work(tiles_m, tiles_n, all_steps, programs, c.group, halves)
-        mine = work.turns(program)
+        # Numbers of tiles are divided by before it is known whether there are any.
+        work = Work(
+            lax.max(tiles_m, jnp.int32(1)), lax.max(tiles_n, jnp.int32(1)), all_steps, programs, c.group, halves
+        )
+        mine = jnp.where((tiles_m > 0) & (tiles_n > 0), work.turns(program), 0)
 
         def slot_of(number: Any) -> Any:
             return lax.rem(number, jnp.int32(c.stages))

@@ -1,8 +1,8 @@
 """Hopper kernels of linear_cross_entropy in Pallas Mosaic GPU, with their launchers.
 
 Sizes: T tokens (rounded up to a multiple of 128 by the caller), H hidden, V vocab.  Tokens that are not ignored come
-first: `count` of them (`number` of `Operands`), known to the device alone.  Kernels work through these, at least one
-tile, and skip the rest.
+first: `count` of them (`number` of `Operands`), known to the device alone.  Kernels work through these, in whole tiles,
+and skip the rest; with a count of 0 they leave everything as it is.
 What callers must put beyond the last token, up to the next multiple of 128: 0 in `rows`, `scale`, `at_target` and
 `even`, +inf in `shift` and `lse`, 1 in `factor`; then exponentials and gradients there are exact zeros.
 
@@ -76,8 +76,7 @@ def _logits_tiles(
     assert tokens % c.tile_m == 0
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        n = lax.max(refs["number"][0], jnp.int32(1))
-        return ceil_div(n, c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
+        return ceil_div(refs["number"][0], c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
 
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
@@ -116,7 +115,6 @@ def softmax_tiles(
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
     exponential_scale: float = 1.0,
     labels: Labels | None = None,  # soft ones, in the place of `operands.label`
-    first_row: int = 0,  # of the first token's hidden state, in `operands`
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Partials | None:
@@ -238,7 +236,6 @@ def softmax_tiles(
         name="softmax_tiles",
         config=c,
         interpret=interpret,
-        first_row=first_row,
     )
     if partials is None:
         return Partials(**made)
@@ -326,7 +323,7 @@ def gradient_tiles(
 
 def weight_product(
     out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory; or a
-    # `Sum` of references, with exponentials in the memory of its first bits, that the product is the beginning of
+    # `Sum` of references, with exponentials in the memory of both, that the product is the beginning of
     rows: Array,  # [T, H]
     count: Array,  # [1] int32
     *,
@@ -338,10 +335,13 @@ def weight_product(
     kept: Kept | None = None,  # with `out` for the memory of the weight's gradient
     in_spare: bool = False,  # the chunk is of the entries from `split` on
     kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
+    in_digits: Kept | None = None,  # those of the next, with the `Sum`'s digits for the memory of the gradient
     in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
     begins: Array | None = None,  # [1] bool: the product is added to that `Sum`, unless nothing of it is written yet
-    even: Array | None = None,  # [H or more, in whole tiles] float32: what is taken from each entry's row before
+    half: Array | None = None,  # [1] int32: that of `split`, for the `Sum`
+    even: Array | None = None,  # [H or more, in whole tiles] float32: what is taken from each entry's row before, and
+    # of a `Sum` where it begins
     inverse_grad_scale: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
     config: MosaicConfig,
@@ -356,12 +356,14 @@ def weight_product(
     total = out if isinstance(out, Sum) else None
     out = out if total is None else total.first
     vocab = vocab_of(out, vocab_major)
-    last_kept = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
+    tokens_of = lambda exponentials: exponentials.shape[1 if vocab_major else 0]  # noqa: E731
+    digits_end = kept_tokens + (0 if in_digits is None else tokens_of(in_digits.spare))
+    last_kept = digits_end + (0 if in_scratch is None else tokens_of(in_scratch))
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
     assert size % tile_v == 0
-    assert kept_tokens % c.tile_k == last_kept % c.tile_k == 0
+    assert kept_tokens % c.tile_k == digits_end % c.tile_k == last_kept % c.tile_k == 0
     if kept_tokens > 0:
         assert kept is not None
         assert in_spare or size <= kept.shift, "the chunk would overwrite exponentials that it reads"
@@ -375,9 +377,9 @@ def weight_product(
         return lax.div(column, jnp.int32(c.tile_n)) * width
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        steps = ceil_div(lax.max(refs["count"][0], jnp.int32(1)), c.tile_k)
+        steps = ceil_div(refs["count"][0], c.tile_k)
         there = lax.min(vocab - refs["first"][0] - before(refs), jnp.int32(size))
-        tiles_v, tiles_h = ceil_div(there, tile_v), -(-hidden // tile_h)
+        tiles_v, tiles_h = jnp.where(steps > 0, ceil_div(there, tile_v), 0), -(-hidden // tile_h)
         return (tiles_v, tiles_h, steps) if vocab_major else (tiles_h, tiles_v, steps)
 
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
@@ -400,14 +402,22 @@ def weight_product(
             else:
                 exponentials(refs["out"], first + kept.shift + v, t)
 
+        def from_digits() -> None:
+            assert in_digits is not None
+            if in_spare:
+                exponentials(refs["digits_spare"], v, t - kept_tokens)
+            else:
+                exponentials(refs["digits"], first + in_digits.shift + v, t - kept_tokens)
+
         def from_scratch() -> None:
-            exponentials(refs["in_scratch"], first + v, t - kept_tokens)
+            exponentials(refs["in_scratch"], first + v, t - digits_end)
 
         def from_recomputed() -> None:
             exponentials(refs["recomputed"], before(refs) + v, t - last_kept)
 
-        ends = (kept_tokens, last_kept, tokens)
-        _by_range(t, tokens, list(zip(ends, (from_kept, from_scratch, from_recomputed), strict=True)))
+        ends = (kept_tokens, digits_end, last_kept, tokens)
+        places = (from_kept, from_digits, from_scratch, from_recomputed)
+        _by_range(t, tokens, list(zip(ends, places, strict=True)))
         load_block(refs["rows"], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
@@ -418,14 +428,23 @@ def weight_product(
         send = send_to(refs["out"], row, column, BOX)
         if total is not None:
             blocks = product if begins is not None else [product[:, n : n + BOX] for n in range(0, c.part_n, BOX)]
-            store_sum(blocks, send, send_to(refs["digits"], row, of_digits(column), BOX), rows.dtype, store)
+            if even is not None:
+                blocks = [x - of_even(refs, p, n * BOX, (BOX, BOX)) for n, x in enumerate(blocks)]
+            rounding = None if half is None else refs["half"][0]
+            store_sum(blocks, send, send_to(refs["digits"], row, of_digits(column), BOX), rows.dtype, rounding, store)
             return
         if even is not None:
-            h, length, over = (p.n, c.part_n, 0) if vocab_major else (p.m, c.part_m, 1)
-            product = product - registers.spread(registers.load(refs["even"].at[pl.ds(h, length)], over), shape, over)
+            product = product - of_even(refs, p, 0, shape)
         if inverse_grad_scale is not None:
             product = product * refs["inverse_grad_scale"][0]
         store(lambda n, width: product[:, n : n + width].astype(out.dtype), send)
+
+    def of_even(refs: Refs, p: Part, n: int, shape: tuple[int, int]) -> Any:
+        """What `even` takes from the part's columns from n on."""
+        h, over = (p.n + n, 0) if vocab_major else (p.m, 1)
+        taken = registers.load(refs["even"].at[pl.ds(h, shape[1 - over])], over)
+        taken = taken if begins is None else jnp.where(refs["begins"][0] != 0, taken, 0.0)
+        return registers.spread(taken, shape, over)
 
     def copy_sum(refs: Refs, s: Step, w: int, a: Any, b: Any, barrier: Any) -> None:
         """A warpgroup's part of a tile of the sum, in the places of the operands."""
@@ -451,15 +470,15 @@ def weight_product(
     addends, width = None, word_columns(rows.dtype)
     if total is not None:
         assert (c.tile_m, c.part_m, c.tile_k) == (2 * BOX, BOX, BOX)
-        assert (even, inverse_grad_scale) == (None, None)
-        assert begins is None or kept_tokens == 0, "a sum and exponentials can't be in the same memory"
+        assert inverse_grad_scale is None
+        assert begins is None or digits_end == 0, "a sum and exponentials can't be in the same memory"
         addends = None if begins is None else Addends(copy_sum, add_sum)
     inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first, "number": number}
-    if kept is not None and in_spare:
-        inputs["spare"] = kept.spare
+    if in_spare:
+        inputs |= {"spare": kept and kept.spare, "digits_spare": in_digits and in_digits.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
     inputs |= {"even": even, "digits": None if total is None else total.digits}
-    inputs |= {"begins": None if begins is None else begins.astype(jnp.int32)}
+    inputs |= {"begins": None if begins is None else begins.astype(jnp.int32), "half": half}
     persistent_product(
         c,
         rows.dtype,
@@ -483,8 +502,11 @@ def hidden_product(
     *,
     vocab_major: bool,
     tokens: int,  # T
-    kept: Kept | None = None,  # of the first of the tokens, `in_weight_grad` a reference
-    in_scratch: Array | None = None,  # exponentials of the last of the tokens: [V', those], or [those, V']
+    first_token: int = 0,  # of those whose exponentials are kept; the T tokens and `count` begin there
+    kept: Kept | None = None,  # of the first tokens, `in_weight_grad` a reference
+    kept_tokens: int = 0,
+    in_digits: Kept | None = None,  # those of the next
+    in_scratch: Array | None = None,  # and of the last ones, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
@@ -508,19 +530,18 @@ def hidden_product(
     dtype = weight.dtype
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    assert kept is not None or recomputed is not None
     size = vocab if recomputed is None else recomputed.shape[0 if vocab_major else 1]
-    kept_tokens = tokens if in_scratch is None else tokens - in_scratch.shape[1 if vocab_major else 0]
-    assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
+    digits_end = kept_tokens + (0 if in_digits is None else in_digits.spare.shape[1 if vocab_major else 0])
+    end = first_token + tokens
+    assert all(x % c.tile_m == 0 or x >= end for x in (first_token, kept_tokens, digits_end))
     adds = add_to is not None
     assert not adds or (interpret is None and slices == 1)  # the interpreter has no copies that add
     assert slices == 1 or tokens % c.tile_m == 0
 
     def tiles_and_steps(refs: Refs) -> tuple[Any, Any]:
         """Of the rows of one slice; past the last entry operands are 0."""
-        n = lax.max(refs["count"][0], jnp.int32(1))
         entries = lax.min(vocab - refs["first"][0], jnp.int32(size))
-        return ceil_div(n, c.tile_m), ceil_div(entries, c.tile_k * slices)
+        return ceil_div(refs["count"][0], c.tile_m), ceil_div(entries, c.tile_k * slices)
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         tiles_m, steps = tiles_and_steps(refs)
@@ -538,19 +559,24 @@ def hidden_product(
             else:
                 load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
 
-        def from_kept() -> None:
-            assert kept is not None
+        def from_kept(where: Kept | None, memory: str, spare: str, t: Any) -> None:
+            assert where is not None
             lax.cond(
-                v < kept.split,
-                lambda: exponentials(refs["in_weight_grad"], v + kept.shift, t),
-                lambda: exponentials(refs["spare"], v - kept.split, t),
+                v < where.split,
+                lambda: exponentials(refs[memory], v + where.shift, t),
+                lambda: exponentials(refs[spare], v - where.split, t),
             )
 
         if recomputed is not None:
             exponentials(refs["recomputed"], v, t)
         else:
-            from_scratch = lambda: exponentials(refs["in_scratch"], v, t - kept_tokens)  # noqa: E731
-            _by_range(t, tokens, [(kept_tokens, from_kept), (tokens, from_scratch)])
+            t = first_token + t
+            places = (
+                (kept_tokens, lambda: from_kept(kept, "in_weight_grad", "spare", t)),
+                (digits_end, lambda: from_kept(in_digits, "in_digits", "digits_spare", t - kept_tokens)),
+                (end, lambda: exponentials(refs["in_scratch"], v, t - digits_end)),
+            )
+            _by_range(t, end, places, begin=first_token)
         first = refs["first"][0]
         if vocab_major:
             load_block(refs["weight"], first + v, c.tile_k, h, c.tile_n, b, barrier)
@@ -574,8 +600,8 @@ def hidden_product(
 
     first = jnp.zeros(1, jnp.int32) if first is None else first
     inputs: dict[str, Any] = {"weight": weight, "count": count, "first": first}
-    if kept is not None:
-        inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
+    for where, memory, spare in ((kept, "in_weight_grad", "spare"), (in_digits, "in_digits", "digits_spare")):
+        inputs |= {} if where is None else {memory: where.in_weight_grad, spare: where.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}
     inputs |= {"out": add_to} if adds else {}
     made = persistent_product(
@@ -596,9 +622,10 @@ def hidden_product(
     return made.get("out")
 
 
-def _by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]]) -> None:
-    """Call what is for token t: the function of the first (end, function) with t < end; empty ranges are left out."""
-    begin = 0
+def _by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]], begin: int = 0) -> None:
+    """Call what is for token t: the function of the first (end, function) with t < end; empty ranges of those from
+    `begin` on are left out.
+    """
     used = []
     for end, function in ranges:
         if min(end, tokens) > begin:

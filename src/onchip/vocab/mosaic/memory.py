@@ -4,8 +4,9 @@ The memory of the weight's gradient holds the exponentials of up to H tokens unt
 more, as far as there is room; the other tokens' logits are recomputed in backward.  Or tokens go in chunks, whose
 exponentials are in scratch for as long as it takes to make of them hidden's gradient and what they add to the weight's,
 a sum of 20 or 24 bits (sums.py); a frozen weight always goes so.  The first such chunk may have up to H tokens more,
-whose exponentials are in the memory of the weight's gradient until its part of that is computed: fewer chunks are left
-to add.  The formulas are of what XLA allocates for a jitted step beyond its arguments and results.
+whose exponentials are in the memory of the weight's gradient until its part of that is computed, and H / 4 or H / 2
+more in the memory of the sum's digits: fewer chunks are left to add.  The formulas are of what XLA allocates for a
+jitted step beyond its arguments and results.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from onchip.core.sizes import MIB
 from onchip.core.sizes import up as up
 from onchip.vocab import chunks
-from onchip.vocab.chunks import Planner, even_chunk, largest, waves
+from onchip.vocab.chunks import Planner, even_chunk, in_chunks, largest, waves
 from onchip.vocab.memory import Problem, digit_bits, logits_bytes, needs
 
 TOKEN_TILE, VOCAB_TILE = 128, 256
@@ -29,9 +30,12 @@ _DEPTH = 64  # of a step
 _MEMORY = 3.0  # TB/s that are read and written
 # Steps that the epilogue of a tile of logits costs; an H200's trace.
 _EPILOGUE = 2.5
-# Adding a product of fewer tokens to the weight's sum takes as long as reading and writing that; of more, less, in
-# proportion: the product hides it.
-_ADDITION_TOKENS = 800
+# The product hides part of reading and writing the weight's sum, of so many tokens half: on an H100, of 512, 1024 and
+# 1536 tokens 27, 34 and 47%.
+_ADDITION_TOKENS = 1500
+# Tokens of a weight's product up to which a fourth stage serves better than leaving whole tiles at once: on an H100 it
+# is 6% faster for 512 tokens and 5% where 512 to 1536 are added to a sum, alike for 2048, and 2% slower for 4096.
+_SHORT = 2048
 # Milliseconds in which every program takes a step.
 _STEP = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
 
@@ -59,10 +63,13 @@ class MosaicPlan:
     first_chunk: int = 0
     """With `by_tokens`, tokens of the first chunk where it is larger, since some of its exponentials are kept in the
     memory of the weight's gradient; that is then computed for a `chunk` at a time."""
+    kept_in_digits: int = 0
+    """Of the first chunk's tokens those after `kept_in_gradient`, a multiple of 128, whose exponentials wait in the
+    memory of the digits of the weight's sum."""
 
     @property
     def kept(self) -> int:
-        return self.kept_in_gradient + self.kept_in_scratch
+        return self.kept_in_gradient + self.kept_in_digits + self.kept_in_scratch
 
     def token_chunks(self, tokens: int) -> list[int]:
         """With `by_tokens`, how many tokens each has."""
@@ -116,8 +123,11 @@ def hidden_tile(hidden: int) -> int:
     return 192 if narrow else VOCAB_TILE
 
 
-def heuristic_tiles(hidden: int = VOCAB_TILE, weight_layout: str = "vh") -> dict[str, dict[str, int]]:
-    """The kernels' tiles where nothing is stored, as `MosaicConfig.from_numbers` takes them.
+def heuristic_tiles(
+    hidden: int = VOCAB_TILE, weight_layout: str = "vh", tokens: int = 2 * _SHORT
+) -> dict[str, dict[str, int]]:
+    """The kernels' tiles where nothing is stored, as `MosaicConfig.from_numbers` takes them; `tokens` are those of the
+    weight's product.
 
     Among those that were tried they are the fastest, or within 3% of it, on an H100 and, for stages and slots, an H200.
     Tiles of 192 columns are a fifth faster in hidden's product and 6% in weight's for H=576, in chunks of 2048 tokens.
@@ -127,10 +137,11 @@ def heuristic_tiles(hidden: int = VOCAB_TILE, weight_layout: str = "vh") -> dict
     deep = plain | {"stages": 4, "staging_slots": 2}
     # A whole tile leaves at once: on an H200 1 to 2% faster, where there are many tiles and a product is long.
     whole = plain | {"stages": 3, "staging_slots": 4, "group": 16}
+    of_weight = deep if tokens <= _SHORT else whole
     return {
         "mosaic_softmax_tiles": whole,
         "mosaic_gradient_tiles": deep | {"split_n": 1},
-        "mosaic_weight_product": whole | (along_hidden if weight_layout == "vh" else {}),
+        "mosaic_weight_product": of_weight | (along_hidden if weight_layout == "vh" else {}),
         "mosaic_hidden_product": deep | along_hidden,
     }
 
@@ -179,10 +190,28 @@ def hidden_slices(tokens: int, hidden: int) -> int:
     return best
 
 
+def hidden_step(hidden: int) -> int:
+    """Tokens whose hidden gradient is made at a time where exponentials are in the memory of the weight's: as many as
+    have tiles that fill the device once.
+    """
+    return max(1, _PROGRAMS // -(-hidden // hidden_tile(hidden))) * TOKEN_TILE
+
+
+def _digit_words(p: Problem) -> int:
+    """Words of 16 bits that the digits of each row of the weight's sum take, in whole tiles."""
+    return VOCAB_TILE * digit_bits(p.dtype) // 16 * -(-p.hidden // hidden_tile(p.hidden))
+
+
 def digits_bytes(p: Problem) -> int:
-    """Of what 16 bits lack of the weight's sum, in whole tiles."""
-    of_row = VOCAB_TILE * digit_bits(p.dtype) // 8
-    return of_row * -(-p.hidden // hidden_tile(p.hidden)) * up(p.vocab, VOCAB_TILE)
+    """Of what 16 bits lack of the weight's sum."""
+    return 2 * _digit_words(p) * up(p.vocab, VOCAB_TILE)
+
+
+def digits_capacity(p: Problem) -> int:
+    """Tokens whose exponentials can be kept in that memory: none under an [H, V] weight, whose digits aren't cut like
+    exponentials.
+    """
+    return _digit_words(p) // TOKEN_TILE * TOKEN_TILE if p.weight_layout == "vh" else 0
 
 
 def capacity(p: Problem) -> int:
@@ -217,17 +246,18 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         # The first 16 bits of both sums are where the gradients will be.
         parts["more digits of the weight's gradient"] = digits_bytes(p) if p.grad_weight else 0
         parts["more digits of hidden's gradient"] = p.tokens * p.hidden if p.grad_hidden else 0
-        chunks = {c.first_chunk: c.kept_in_gradient, rows: 0}
-        made = {size: _token_chunk_parts(p, c, size, in_gradient) for size, in_gradient in chunks.items()}
+        chunks = {c.first_chunk, rows} - {0}
+        made = {size: _token_chunk_parts(p, c, size, first=size == c.first_chunk) for size in chunks}
         largest = max(made, key=lambda size: sum(made[size].values()))
         # XLA lays buffers of two sizes out with gaps: on an H200 13 MB more than the larger chunk's were needed where a
         # sum of the other one's is 21, and 0.4 where it is 6.
-        parts["gaps"] = 4 * sum(size for size in made if size != largest) * p.hidden
+        at_a_time = {size: min(size, hidden_step(p.hidden)) if size == c.first_chunk else size for size in made}
+        parts["gaps"] = 4 * sum(at_a_time[size] for size in made if size != largest) * p.hidden
         return parts | made[largest]
     recomputed = rows - c.kept
     # What is left for the last chunk may be a tile more than the others.
     group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
-    parts["exponentials in scratch"] = _scratch_exponentials(p, c, c.kept_in_gradient, c.kept_in_scratch)
+    parts["exponentials in scratch"] = _scratch_exponentials(p, c, c.kept_in_scratch)
     # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
     forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
     slices = 1 if c.kept_in_gradient else hidden_slices(c.kept, p.hidden)
@@ -250,24 +280,27 @@ def _softmax_bytes(p: Problem, rows: int) -> int:
     return 4 * -(-p.vocab // VOCAB_TILE) * rows * partials
 
 
-def _scratch_exponentials(p: Problem, c: MosaicPlan, in_gradient: int, in_scratch: int) -> int:
-    """Bytes of the exponentials in scratch of so many tokens, and of those for which the gradient's memory has no
-    room.
+def _scratch_exponentials(p: Problem, c: MosaicPlan, in_scratch: int, *, more: bool = True) -> int:
+    """Bytes of the exponentials in scratch of so many tokens, and with `more` of those for which the gradient's memory
+    has no room.
     """
     vocab = up(p.vocab, VOCAB_TILE)
-    return _ELEMENT * (in_gradient * (vocab - split_at(p.vocab, c.chunk)) + in_scratch * vocab)
+    in_memory = c.kept_in_gradient + c.kept_in_digits if more else 0
+    return _ELEMENT * (in_memory * (vocab - split_at(p.vocab, c.chunk)) + in_scratch * vocab)
 
 
-def _token_chunk_parts(p: Problem, c: MosaicPlan, rows: int, in_gradient: int) -> dict[str, int]:
-    """Bytes of one chunk of tokens that gradients are made of in forward."""
-    hidden_rows = _ELEMENT * rows * p.hidden
-    # One, or one of each slice, and as XLA scatters them; the rows are those of the weight's product, scaled.
-    number = 1 + (1 if in_gradient else hidden_slices(rows, p.hidden))
-    sums = 4 * number * rows * p.hidden if p.grad_hidden else 0
-    softmax = {"hidden rows": hidden_rows, "softmax of each tile": _softmax_bytes(p, rows)}
-    gradients = {"hidden rows": hidden_rows * int(p.grad_weight), "hidden gradient in float32": sums}
-    exponentials = _scratch_exponentials(p, c, in_gradient, rows - in_gradient)
-    return {"exponentials in scratch": exponentials} | max((softmax, gradients), key=lambda phase: sum(phase.values()))
+def _token_chunk_parts(p: Problem, c: MosaicPlan, rows: int, *, first: bool) -> dict[str, int]:
+    """Bytes of one chunk of tokens that gradients are made of in forward; `first`: of the larger one."""
+    in_memory = c.kept_in_gradient + c.kept_in_digits if first else 0
+    at_a_time = max(c.kept_in_gradient, c.kept_in_digits, rows - in_memory) if first else rows
+    softmax = {"hidden rows": _ELEMENT * at_a_time * p.hidden, "softmax of each tile": _softmax_bytes(p, rows)}
+    # One, or one of each slice, and as XLA scatters them.
+    sums = 2 * min(rows, hidden_step(p.hidden)) if first else (1 + hidden_slices(rows, p.hidden)) * rows
+    hidden = {"hidden gradient in float32": 4 * sums * p.hidden if p.grad_hidden else 0}
+    weight = {"hidden rows": _ELEMENT * rows * p.hidden if p.grad_weight else 0}
+    exponentials = _scratch_exponentials(p, c, rows - in_memory, more=first)
+    largest = max((softmax, hidden, weight), key=lambda phase: sum(phase.values()))
+    return {"exponentials in scratch": exponentials} | largest
 
 
 def predict(p: Problem, c: MosaicPlan) -> float:
@@ -289,7 +322,8 @@ def predict(p: Problem, c: MosaicPlan) -> float:
             work += waves(tiles * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
             if p.grad_hidden:
                 slices = 1 if first else hidden_slices(c.token_chunk, p.hidden)
-                work += waves(tiles * columns * slices, _PROGRAMS, halves=first) / slices * p.vocab / depth
+                for rows in in_chunks(tiles, hidden_step(p.hidden) // TOKEN_TILE) if first else [tiles * slices]:
+                    work += waves(rows * columns, _PROGRAMS, halves=first) / slices * p.vocab / depth
             if p.grad_weight:
                 cut = [(p.vocab, 1)]
                 if first:
@@ -297,12 +331,14 @@ def predict(p: Problem, c: MosaicPlan) -> float:
                 of_weight = sum(n * waves(-(-size // TOKEN_TILE) * columns, _PROGRAMS) for size, n in cut)
                 work += of_weight * tiles * TOKEN_TILE / depth
                 launches += sum(n for _, n in cut) - 1
-        # The sum of the weight's gradient is added to, and read and rounded at the end.
+        # The sum of the weight's gradient is added to, and in float16 read and rounded at the end.
         moved = 0.0
         if p.grad_weight:
-            of_sum = _ELEMENT * p.vocab * p.hidden + digits_bytes(p)
-            additions = 2 * (number - 1) * min(1.0, _ADDITION_TOKENS / c.token_chunk)
-            moved = 1e-9 * (of_sum * (1 + additions) + _ELEMENT * p.vocab * p.hidden) / _MEMORY
+            of_gradient = _ELEMENT * p.vocab * p.hidden
+            of_sum = of_gradient + digits_bytes(p)
+            additions = 2 * (number - 1) / (1 + c.token_chunk / _ADDITION_TOKENS)
+            at_the_end = of_sum + of_gradient if p.dtype == "float16" else 0
+            moved = 1e-9 * (of_sum * additions + at_the_end) / _MEMORY
         return work * _STEP + 1e-3 * _LAUNCH * launches + moved
     recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)
@@ -399,12 +435,16 @@ def _longer_first(p: Problem, budget: int) -> Iterator[MosaicPlan]:
     columns = -(-p.hidden // hidden_tile(p.hidden))
     # Entries whose tiles of the weight's gradient fill two and four waves.
     for chunk in {_PROGRAMS * n // columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4)}:
-        cut = replace(_cut(p, "stash", max(chunk, VOCAB_TILE)), kept_in_scratch=rows - kept, by_tokens=True)
+        cut = replace(_cut(p, "stash", max(chunk, VOCAB_TILE)), by_tokens=True)
         for size in range(TOKEN_TILE, rows - kept, TOKEN_TILE):
             if _ELEMENT * p.vocab * size > budget:
                 break
             for first in range(rows - size, max(size, kept), -size):
-                plan = replace(cut, token_chunk=size, first_chunk=first)
+                in_digits = min(first - kept, digits_capacity(p))
+                plan = replace(
+                    cut, token_chunk=size, first_chunk=first, kept_in_digits=in_digits,
+                    kept_in_scratch=rows - kept - in_digits,
+                )  # fmt: skip
                 if scratch_bytes(p, plan) <= budget:
                     yield plan
                     break

@@ -27,6 +27,7 @@ from onchip.vocab.mosaic.memory import (
     MosaicPlan,
     groups,
     hidden_slices,
+    hidden_step,
     split_at,
     up,
 )
@@ -65,14 +66,21 @@ def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) 
     return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
 
 
+class Exponentials(NamedTuple):
+    """Where those of some positions are, in order: as many as there is room for in each."""
+
+    gradient: Any = None  # a `Kept`, with the weight's gradient
+    digits: Any = None  # a `Kept`, with the digits of the weight's sum
+    scratch: Any = None  # one without
+
+
 class Saved(NamedTuple):
     """What forward leaves for backward."""
 
     call: Call
     stats: TokenStats  # without what only the caller asked for
-    base: Array | None = None  # [P] float32: what exponentials are relative to
-    kept: Any = None  # `Kept` exponentials
-    in_scratch: Array | None = None  # those of more tokens
+    base: Array | None = None  # float32: what the exponentials that are kept are relative to
+    kept: Any = None  # `Exponentials`
     sums: Any = None  # `Sums`: gradients themselves, and nothing that is kept
 
 
@@ -80,17 +88,17 @@ class Sums(NamedTuple):
     """Gradients that are made in forward, chunk by chunk of tokens, in 20 or 24 bits; None is what isn't wanted."""
 
     hidden: Any  # by token, the first 16 bits and the next 8: of the softmax alone, without the tokens' factors
-    weight: Any  # a `Sum` of the softmax alone, without the targets' terms, for an upstream gradient of 1
-    even: Array | None = None  # [H or more]: what is to be taken from it at each entry
+    weight: Any  # a `Sum` without the targets' terms, for an upstream gradient of 1; its bfloat16 bits are the nearest
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
 
-def tiles_of(call: Call) -> dict[str, Any]:
-    """How each kernel is cut."""
+def tiles_of(call: Call, tokens: int | None = None) -> dict[str, Any]:
+    """How each kernel is cut, the weight's product of so many tokens."""
     from onchip.kernels.mosaic.product import MosaicConfig
 
     layer = call.source
-    heuristic = mosaic_spec.heuristic_tiles(layer.hidden.shape[1], ("vh", "hv")[layer.vocab_axis])
+    layout, tokens = ("vh", "hv")[layer.vocab_axis], tokens or len(layer.hidden)
+    heuristic = mosaic_spec.heuristic_tiles(layer.hidden.shape[1], layout, tokens)
     stored = stored_tiles(call, heuristic)
     return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
 
@@ -106,7 +114,7 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
         return _forward_by_tokens(plan, wanted, needs, call)
     at = Positions.of(call)
     if plan.kept:
-        return _keeping(plan, wanted, at, at.rows(after(call.tokens.source, call.tokens.number)))
+        return _keeping(plan, wanted, at)
     softmax_tiles: Any = partial(
         kernels.softmax_tiles, None, vocab_major=at.layer.vocab_axis == 0, wanted=wanted,
         config=tiles_of(call)["softmax_tiles"],
@@ -120,104 +128,121 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
 
 
-def _keeping(plan: MosaicPlan, wanted: Wanted, at: Positions, rows: Array) -> tuple[TokenStats, Saved]:
-    """As `forward`, with exponentials kept; of the hidden states of all positions."""
+def _keeping(plan: MosaicPlan, wanted: Wanted, at: Positions) -> tuple[TokenStats, Saved]:
+    """As `forward`, with exponentials kept."""
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels, rebase
     from onchip.vocab.mosaic.blocks import REACH
 
-    call, config = at.call, tiles_of(at.call)["softmax_tiles"]
+    call, tiles = at.call, tiles_of(at.call)
+    config = tiles["softmax_tiles"]
     layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
+    dtype, scale = layer.weight.dtype, _exponential_scale(layer.weight.dtype)
     softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
-    target = at.target_logit(rows, slice(0, padded))
-    # float16's exponents don't reach: there all tokens are rebased.
-    far = rows.dtype == jnp.float16
-    shift = jnp.where(at.there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
-    scale = _exponential_scale(rows.dtype)
-    # Neither hidden states nor partial results of several parts are copied.
-    taken, rooms = [], _rooms(layer, plan)
-    for i, (part, kept) in enumerate(rooms):
-        operands = at.operands(rows, part)
-        empty = Partials.empty(config.parts(layer.vocab), len(operands.label), wanted)
-        keep = partial(
-            softmax_tiles, operands=operands, shift=shift[part], exponential_scale=scale, first_row=part.start
-        )
-        kept, partials = run_state(keep)((kept, empty))
-        taken.append((part, partials))
-        rooms[i] = part, kept
+    rooms = _rooms(layer, plan, tiles["weight_product"])
+    parts = {name: part for name, (part, _) in rooms.items()}
     if plan.kept < padded:
-        part = slice(plan.kept, padded)
-        taken.append((part, softmax_tiles(None, at.operands(rows, part), first_row=part.start)))
-    stats = at.joined([at.stats(partials, target[part], part) for part, partials in taken])
-    top = jnp.where(at.there, jnp.concatenate([jnp.max(partials.maximum, 0) for _, partials in taken]), LOWEST)
-    base = jnp.where(top - shift > REACH, stats.lse, shift)
-    for i, (part, kept) in enumerate(rooms):
+        parts["nowhere"] = slice(plan.kept, padded)
+    # Neither hidden states nor partial results of several parts are copied.
+    taken: dict[str, Partials] = {}
+    shifts, targets, kept = {}, {}, {}
+    done = call.tokens.number
+    for name, part in parts.items():
+        operands = at.operands(at.rows(after(call.tokens.source[part], done)), part)
+        target = targets[name] = at.target_logit(operands.rows, part)
+        if name in rooms:
+            # float16's exponents don't reach: there all tokens are rebased.
+            shift = jnp.full_like(target, -3e38) if dtype == jnp.float16 else target + 30.0
+            shifts[name] = jnp.where(at.there[part], shift, jnp.inf)
+            empty = Partials.empty(config.parts(layer.vocab), len(operands.label), wanted)
+            keep = partial(softmax_tiles, operands=operands, shift=shifts[name], exponential_scale=scale)
+            kept[name], taken[name] = run_state(keep)((rooms[name][1], empty))
+        else:
+            taken[name] = softmax_tiles(None, operands)
+        done = taken[name].maximum
+    stats = at.joined([at.stats(taken[name], targets[name], part) for name, part in parts.items()])
+    bases = []
+    for name in rooms:
+        part, maximum = parts[name], taken[name].maximum
+        top = jnp.where(at.there[part], jnp.max(maximum, 0), LOWEST)
+        base = jnp.where(top - shifts[name] > REACH, stats.lse[part], shifts[name])
         move = partial(
-            rebase.rebase_exponentials, maximum=taken[i][1].maximum, before=shift[part], after=base[part],
-            count=at.number_in(part), vocab_major=major, vocab=layer.vocab, config=config,
+            rebase.rebase_exponentials, maximum=maximum, before=shifts[name], after=base, count=at.number_in(part),
+            vocab_major=major, vocab=layer.vocab, config=config,
         )  # fmt: skip
-        rooms[i] = part, run_state(move)(kept)
-    filled = [kept for _, kept in rooms]
-    first = filled.pop(0) if plan.kept_in_gradient else None
-    saved = unfused((base, first, filled[0].spare if filled else None))
+        kept[name] = run_state(move)(kept[name])
+        bases.append(base)
+    saved = unfused((jnp.concatenate(bases), Exponentials(**kept)))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
 
 
 def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved]:
     """Chunk by chunk of positions, whose exponentials are used up at once.
 
-    Some of the first chunk's may be in the memory of the weight's gradient: its part of the sum overwrites them.
+    Some of the first chunk's may be where the weight's sum will be: its part of that overwrites them.
     """
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels
-    from onchip.vocab.mosaic.sums import Sum
+    from onchip.vocab.mosaic.sums import Sum, rounded_bits
 
     at, tiles = Positions.of(call), tiles_of(call)
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
-    row_scale, _ = call.scaled_rows(jnp.ones(()))
-    others = replace(plan, kept_in_gradient=0, kept_in_scratch=plan.token_chunk, chunk=up(layer.vocab, VOCAB_TILE))
+    row_scale, grad_scale = call.scaled_rows(jnp.ones(()))
+    even = call.loss.even(row_scale, layer.vocab)
+    even_rows = _even_rows(at, None if even is None else jnp.where(at.there, even, 0)) if needs.weight else None
+    others = replace(plan, kept_in_gradient=0, kept_in_digits=0, kept_in_scratch=plan.token_chunk,
+                     chunk=up(layer.vocab, VOCAB_TILE))  # fmt: skip
 
     def chunk(start: Array | int, one: MosaicPlan, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
         size = one.kept
         mine = rows_from(call, start, size)
-        here = Positions.of(mine)
-        rows = here.rows(mine.tokens.source)
-        found, kept = _keeping(one, wanted, here, rows)
-        assert kept.base is not None
-        in_gradient = kept.kept
-        relative = jnp.where(here.there, jnp.exp(kept.base - found.lse), 0) / _exponential_scale(rows.dtype)
+        # Of no tokens the first chunk's kernels write zeros, and the others' nothing.
+        here = Positions.of(mine, jnp.where(start == 0, 1, 0))
+        found, saved = _keeping(one, wanted, here)
+        kept, base = saved.kept, saved.base
+        assert base is not None
+        relative = jnp.where(here.there, jnp.exp(base - found.lse), 0) / _exponential_scale(weight.dtype)
         stats, sums = carry
         if needs.hidden:
-            if in_gradient is None:
-                made = _hidden_in_slices(here, kept.in_scratch, relative)
-            else:
-                in_gradient, made = _hidden_of_kept(here, in_gradient, kept.in_scratch, relative)
-            parts = split(made, rows.dtype)
             # No two are the same; beyond the last token there is none.
             token = jnp.where(here.there, mine.tokens.source, len(layer.hidden) + jnp.arange(size))
-            written = [
-                old.at[token].set(new.astype(old.dtype), mode="drop", unique_indices=True)
-                for old, new in zip(sums.hidden, parts, strict=True)
-            ]
-            sums = sums._replace(hidden=written)
+            step = size if kept.gradient is None else hidden_step(layer.hidden.shape[1])
+            for first in range(0, size, step):
+                part = slice(first, min(first + step, size))
+                if kept.gradient is None:
+                    made = _hidden_in_slices(here, kept.scratch.spare, relative)
+                else:
+                    kept, made = _hidden_of_kept(here, kept, one.kept_in_gradient, relative, part, sums.hidden)
+                written = [
+                    old.at[token[part]].set(new.astype(old.dtype), mode="drop", unique_indices=True)
+                    for old, new in zip(sums.hidden, split(made, weight.dtype), strict=True)
+                ]
+                sums = sums._replace(hidden=written)
         if needs.weight:
             scale = cut(row_scale, start, size)
             factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
             factor = relative * jnp.where(here.there, factor, 0)
-            total, scaled = sums.weight, _scaled(rows, factor)
-            if in_gradient is not None:
-                total = total._replace(first=in_gradient.in_weight_grad)
+            # Only now: hidden's float32 gradient is gone.
+            rows = _scaled(here.rows(after(mine.tokens.source, sums.hidden)), factor)
+            total, begins, evenly = sums.weight, None, even_rows
+            if kept.gradient is not None:
+                total = Sum(kept.gradient.in_weight_grad, total.digits)
+                if kept.digits is not None:
+                    total = Sum(total.first, kept.digits.in_weight_grad)
+            else:
+                begins, evenly = jnp.reshape(start == 0, 1), None if plan.first_chunk else even_rows
 
             def add(total: Any) -> None:
                 for group in groups(layer.vocab, one, recomputed=False):
                     product = partial(
-                        kernels.weight_product, total, scaled, here.number, vocab_major=major,
-                        first=jnp.full(1, group.first, jnp.int32), kept=in_gradient, in_spare=group.in_spare,
-                        kept_tokens=one.kept_in_gradient, in_scratch=kept.in_scratch,
-                        begins=jnp.reshape(start == 0, 1) if in_gradient is None else None,
-                        config=tiles["weight_product"],
+                        kernels.weight_product, total, rows, here.number, vocab_major=major,
+                        first=jnp.full(1, group.first, jnp.int32), kept=kept.gradient, in_spare=group.in_spare,
+                        kept_tokens=one.kept_in_gradient, in_digits=kept.digits,
+                        in_scratch=None if kept.scratch is None else kept.scratch.spare, begins=begins,
+                        half=rounded_bits(at.number <= start + size, weight.dtype), even=evenly,
+                        config=tiles_of(call, size)["weight_product"],
                     )  # fmt: skip
                     _of_chunks(group, product)
 
@@ -230,18 +255,19 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     carry = vary_alike(carry, at.number)
     begin, size = plan.first_chunk, plan.token_chunk
     if begin:
-        carry = chunk(0, replace(plan, kept_in_scratch=begin - plan.kept_in_gradient), carry)
+        in_memory = plan.kept_in_gradient + plan.kept_in_digits
+        carry = chunk(0, replace(plan, kept_in_scratch=begin - in_memory), carry)
     number = (len(at.label) - begin) // size
     stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(begin + i * size, others, carry), carry)
-    if sums.weight is not None:
-        above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
-        sums = Sums(sums.hidden, sums.weight, _even_rows(at, above), above.inverse_grad_scale)
-    return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=unfused(sums))
+    inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
+    saved = unfused(sums._replace(inverse_grad_scale=inverse))
+    return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=saved)
 
 
-def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any]]:
-    """Memory for exponentials: of the first positions in the weight's gradient, of the next in scratch."""
+def _rooms(layer: Projection, plan: MosaicPlan, config: Any) -> dict[str, tuple[slice, Any]]:
+    """Memory for exponentials, by the names of `Exponentials`, and the positions that it is for."""
     from onchip.vocab.mosaic.blocks import Kept
+    from onchip.vocab.mosaic.sums import Sum
 
     split, whole = split_at(layer.vocab, plan.chunk), up(layer.vocab, VOCAB_TILE)
 
@@ -250,12 +276,19 @@ def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any]]:
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    first, rooms = slice(0, plan.kept_in_gradient), []
-    if plan.kept_in_gradient:
-        in_gradient = lax.empty(layer.weight.shape, layer.weight.dtype)
-        rooms.append((first, Kept(in_gradient, scratch(whole - split, first.stop), plan.chunk, split)))
-    if plan.kept_in_scratch:
-        rooms.append((slice(first.stop, plan.kept), Kept(None, scratch(whole, plan.kept_in_scratch))))
+    def beside(memory: Array, tokens: int) -> Kept:
+        return Kept(memory, scratch(whole - split, tokens), plan.chunk, split)
+
+    of_sum = Sum.empty(layer.weight, config)
+    first, rooms = 0, {}
+    for name, tokens, made in (
+        ("gradient", plan.kept_in_gradient, partial(beside, of_sum.first)),
+        ("digits", plan.kept_in_digits, partial(beside, of_sum.digits)),
+        ("scratch", plan.kept_in_scratch, lambda tokens: Kept(None, scratch(whole, tokens))),
+    ):
+        if tokens:
+            rooms[name] = slice(first, first + tokens), made(tokens)
+        first += tokens
     return rooms
 
 
@@ -293,7 +326,7 @@ def gradients(
     from onchip.vocab.mosaic import kernels, rebase
 
     tiles = tiles_of(saved.call)
-    exponentials, in_scratch = unfused((saved.kept, saved.in_scratch))
+    exponentials = unfused(saved.kept)
     layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
     kept, padded, major = plan.kept, at.label.shape[0], layer.vocab_axis == 0
     recomputed_rows, tail = padded - kept, slice(kept, padded)
@@ -302,18 +335,18 @@ def gradients(
     row_factor = jnp.ones(padded, jnp.float32)
     if kept:
         assert saved.base is not None
-        from_base = jnp.where(at.there, jnp.exp(saved.base - above.lse), 0)[:kept]
+        from_base = jnp.where(at.there[:kept], jnp.exp(saved.base - above.lse[:kept]), 0)
         relative = above.factor[:kept] * from_base / _exponential_scale(weight.dtype)
         row_factor = row_factor.at[:kept].set(relative)
-    if kept and exponentials is None:  # all in scratch
-        if needs.hidden:
-            sums = _hidden_in_slices(at, in_scratch, relative)
-            grad_hidden = gradient_of_first(at, above, sums, targets=True)
-    elif kept:
-        if needs.hidden:
-            exponentials, sums = _hidden_of_kept(at, exponentials, in_scratch, relative)
-            grad_hidden = gradient_of_first(at, above, sums, targets=True)
-        out = exponentials.in_weight_grad
+    if kept and needs.hidden:
+        if exponentials.gradient is None:  # all in scratch
+            sums = _hidden_in_slices(at, exponentials.scratch.spare, relative)
+        else:
+            exponentials, sums = _hidden_of_kept(at, exponentials, plan.kept_in_gradient, relative, slice(0, kept))
+        grad_hidden = gradient_of_first(at, above, sums, targets=True)
+    if kept and exponentials.gradient is not None:
+        out = exponentials.gradient.in_weight_grad
+    in_scratch = exponentials.scratch.spare if kept and exponentials.scratch is not None else None
     if out is None and needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
@@ -326,7 +359,7 @@ def gradients(
     # Where exponentials are kept, all targets' terms and label smoothing's are added apart.
     at_target, even, even_rows = above.at_target, above.even, None
     if kept:
-        at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above)
+        at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above.even)
 
     def of_targets(rest: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(
@@ -355,7 +388,8 @@ def gradients(
             return
         product = partial(
             kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin,
-            kept=exponentials, in_spare=group.in_spare, kept_tokens=plan.kept_in_gradient, in_scratch=in_scratch,
+            kept=exponentials.gradient if kept else None, in_spare=group.in_spare,
+            kept_tokens=plan.kept_in_gradient, in_scratch=in_scratch,
             recomputed=recomputed, even=even_rows, inverse_grad_scale=above.inverse_grad_scale,
             after=grad_hidden if kept else None, config=tiles["weight_product"],
         )  # fmt: skip
@@ -405,26 +439,37 @@ def _hidden_in_slices(at: Positions, in_scratch: Any, scale: Array) -> Array:
     return jnp.sum(made.reshape(slices, tokens, -1), 0)
 
 
-def _hidden_of_kept(at: Positions, exponentials: Any, in_scratch: Array | None, scale: Array) -> tuple[Any, Array]:
-    """As `_hidden_in_slices`, where the first positions' exponentials are in the memory of the weight's gradient: with
-    `exponentials` as they are after it, so that nothing is written there before.
+def _hidden_of_kept(
+    at: Positions, exponentials: Exponentials, in_gradient: int, scale: Array, part: slice, done: Any = None
+) -> tuple[Exponentials, Array]:
+    """As `_hidden_in_slices` of the positions of `part`, where the exponentials of the first `in_gradient` are in the
+    memory of the weight's gradient: with `exponentials` as they are after it, so that nothing is written there before.
+
+    done: what must be there before memory is taken.
     """
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels
 
-    layer, tokens = at.layer, len(scale)
+    layer, tokens, scratch = at.layer, part.stop - part.start, exponentials.scratch
+    memory = tuple(None if x is None else x.in_weight_grad for x in exponentials[:2])
 
-    def whole(state: Any) -> None:
+    def lying(memory: Any) -> list[Any]:
+        return [x and replace(x, in_weight_grad=y) for x, y in zip(exponentials[:2], memory, strict=True)]
+
+    def product(state: Any) -> None:
+        kept, in_digits = lying(state[0])
         kernels.hidden_product(
-            layer.weight, jnp.minimum(at.number, tokens), vocab_major=layer.vocab_axis == 0, tokens=tokens,
-            kept=replace(exponentials, in_weight_grad=state[0]), in_scratch=in_scratch, scale=scale,
-            add_to=state[1], halves=True, config=tiles_of(at.call)["hidden_product"],
+            layer.weight, at.number_in(part), vocab_major=layer.vocab_axis == 0, tokens=tokens, first_token=part.start,
+            kept=kept, kept_tokens=in_gradient, in_digits=in_digits, in_scratch=scratch and scratch.spare,
+            scale=scale[part], add_to=state[1], halves=True, config=tiles_of(at.call)["hidden_product"],
         )  # fmt: skip
 
-    zeros = jnp.zeros((tokens, layer.hidden.shape[1]), jnp.float32)
-    out, sums = run_state(whole)((exponentials.in_weight_grad, zeros))
-    return replace(exponentials, in_weight_grad=out), sums
+    # Of a zero of its own, or XLA would make one matrix for all parts and copy it.
+    zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), done), (tokens, layer.hidden.shape[1]))
+    memory, sums = run_state(product)((memory, zeros))
+    gradient, digits = lying(memory)
+    return Exponentials(gradient, digits, scratch), sums
 
 
 def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
@@ -432,30 +477,39 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import rebase
+    from onchip.vocab.mosaic.sums import rounds
 
     at, sums = Positions.of(saved.call), saved.sums
     above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
     grad_hidden = gradient_of_sums(at, above, *sums.hidden) if needs.hidden else None
     grad_weight = None
     if needs.weight:
-        factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
-        axis, hidden, source = at.layer.vocab_axis, at.layer.hidden, saved.call.tokens.source
-        even = 0 if sums.even is None else jnp.expand_dims(sums.even[: hidden.shape[1]], axis)
-        total = sums.weight.value(tiles_of(saved.call)["weight_product"])
-        grad_weight = unfused(((total - even) * factor).astype(at.layer.weight.dtype))
-        term = above.unscaled(above.at_target)
-        add = partial(
-            rebase.add_targets, hidden=hidden, token=source, label=at.sorted_label, term=term, vocab_major=axis == 0
-        )
-        grad_weight = unfused(run_state(add)(grad_weight))
+        term, config = above.unscaled(above.at_target), tiles_of(saved.call)["weight_product"]
+        total, rounded = unfused(sums.weight), rounds(at.layer.weight.dtype)
+        if rounded:
+            out = total.first
+        else:
+            scaled = total.value(config) * (grad_loss * sums.inverse_grad_scale[0])
+            out = unfused(scaled.astype(at.layer.weight.dtype))
+
+        def finish(out: Any) -> None:
+            if rounded:
+                rebase.scale_sum(out, total.digits, grad_loss, config=config)
+            rebase.add_targets(
+                out, at.layer.hidden, saved.call.tokens.source, at.sorted_label, term,
+                vocab_major=at.layer.vocab_axis == 0,
+            )  # fmt: skip
+
+        grad_weight = unfused(run_state(finish)(out))
     return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
 
 
-def _even_rows(at: Positions, above: Upstream) -> Array | None:
-    """[H in whole tiles]: what label smoothing takes from each entry's row of the weight's gradient."""
-    if above.even is None:
+def _even_rows(at: Positions, even: Array | None) -> Array | None:
+    """[H in whole tiles]: what label smoothing takes from each entry's row of the weight's gradient, of what it takes
+    from each position's logits."""
+    if even is None:
         return None
-    rows = jnp.sum(at.rows(at.call.tokens.source).astype(jnp.float32) * above.even[:, None], 0)
+    rows = jnp.sum(at.rows(at.call.tokens.source).astype(jnp.float32) * even[:, None], 0)
     return jnp.pad(rows, (0, -len(rows) % VOCAB_TILE))
 
 

@@ -37,7 +37,7 @@ class Operands(NamedTuple):
     weight: Array  # [V, H], or [H, V]
     label: Array  # [P] int32, -1 where there is none
     factor: Array  # [P] float32, above 0; 1 beyond the last token
-    number: Array  # [1] int32: how many of the positions are there
+    number: Array  # [1] int32: how many of the positions are there; the kernels work through whole tiles of them
     bias: Array | None = None  # [V up to a multiple of 256] float32
     inner_scale: Array | None = None  # [1] float32, with softcap: of the product before tanh
     class_weight: Array | None = None  # [V up to a multiple of 256] float32: of label smoothing's part of each entry
@@ -87,7 +87,7 @@ class Positions(NamedTuple):
 
     call: Call
     there: Array  # [P] bool: not beyond the last token
-    number: Array  # [1] int32: how many there are
+    number: Array  # [1] int32: how many there are, but `least` at least
     label: Array  # [P] int32, -1 where there is none
     factor: Array  # [P] float32; 1 beyond the last token
     bias: Array | None  # [V up to a multiple of 256] float32
@@ -95,7 +95,8 @@ class Positions(NamedTuple):
     class_weight: Array | None  # [V up to a multiple of 256] float32, where label smoothing is weighed by class
 
     @staticmethod
-    def of(call: Call) -> "Positions":
+    def of(call: Call, least: Array | int = 1) -> "Positions":
+        """least: of the positions, 1 where the kernels must write something even of none."""
         transform, bias, there, ids = call.transform, call.source.bias, call.tokens.there(), call.ids
         each = None if call.loss.label_smoothing is None else call.class_weight
         if call.shard is not None:
@@ -117,7 +118,7 @@ class Positions(NamedTuple):
         return Positions(
             call=call,
             there=there,
-            number=call.tokens.number.reshape(1),
+            number=jnp.maximum(call.tokens.number, least).reshape(1),
             label=jnp.maximum(ids[:, 0], -1),
             factor=jnp.where(there, jnp.broadcast_to(factor, there.shape), 1),
             bias=bias,

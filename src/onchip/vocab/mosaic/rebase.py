@@ -1,6 +1,6 @@
 """Hopper kernels of linear_cross_entropy in Pallas Mosaic GPU that multiply no matrices, with their launchers.
 
-Both work in place on what the kernels of kernels.py leave: kept exponentials, and the weight's gradient.  They
+They work in place on what the kernels of kernels.py leave: kept exponentials, and the weight's gradient.  They
 are bound by device memory, with one warpgroup per program and several programs per multiprocessor.
 """
 
@@ -24,8 +24,10 @@ from onchip.kernels.mosaic.product import (
     swizzled,
 )
 from onchip.kernels.mosaic.registers import Registers
+from onchip.vocab.mosaic.bits import join, to_bits
 from onchip.vocab.mosaic.blocks import LOG2E, REACH, Kept, vocab_of
 from onchip.vocab.mosaic.positions import NO_LABEL
+from onchip.vocab.mosaic.sums import bits_of
 
 _TOKENS = 128  # that are rebased together
 _THREADS = 128  # of a warpgroup
@@ -121,6 +123,54 @@ def rebase_exponentials(
     inputs |= {"before": before, "after": after, "any_moved": any_moved}
     grid = {"program": programs}
     launch(body, inputs, {}, scratch, grid=grid, warpgroups=1, name="rebase_exponentials", interpret=interpret)
+
+
+def scale_sum(
+    out: Any,  # reference to the first 16 bits of a `Sum`, those of the nearest numbers; and to the products
+    digits: Array,
+    factor: Array,  # [] float32
+    *,
+    config: MosaicConfig,  # of the products that the sum is of
+    interpret: Any = None,
+) -> None:
+    """Multiply a sum that `rounds` and round it.  It costs next to nothing for a factor of 1."""
+    rows, columns = out.shape
+    registers, dtype = Registers(interpret), digits.dtype
+    boxes, bits = config.tile_n // BOX, bits_of(dtype)
+    assert boxes * bits <= 16, "the digits of a tile are in one block of words"
+    tiles = -(-columns // config.tile_n)
+    programs = 4 * multiprocessors() if interpret is None else 2
+
+    def body(refs: Refs, shared: Any, full: Any) -> None:
+        factor, program = refs["factor"][0], lax.axis_index("program")
+
+        def tile(number: Any, _: None) -> None:
+            at = program + number * programs
+            row, j = lax.div(at, jnp.int32(tiles)) * BOX, lax.rem(at, jnp.int32(tiles))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for i in range(boxes):
+                load_block(refs["out"], row, BOX, j * config.tile_n + i * BOX, BOX, shared.at[i], full)
+            load_block(refs["digits"], row, BOX, j * BOX, BOX, shared.at[boxes], full)
+            plgpu.barrier_wait(full)
+            words = to_bits(registers.load_box(shared.at[boxes]))
+            for i in range(boxes):
+                of_box = (words >> (i * bits)) & ((1 << bits) - 1)
+                value = join(registers.load_box(shared.at[i]), of_box, bits, nearest=True) * factor
+                shared[i] = value.astype(dtype)
+            plgpu.commit_smem()
+            for i in range(boxes):
+                into = refs["out"].at[pl.ds(row, BOX), pl.ds(j * config.tile_n + i * BOX, BOX)]
+                plgpu.copy_smem_to_gmem(shared.at[i], into, commit_group=False)
+            plgpu.commit_smem_to_gmem_group()
+
+        mine = ceil_div(-(-rows // BOX) * tiles - program, programs)
+        lax.fori_loop(0, jnp.where(factor == 1, 0, mine), tile, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [swizzled((boxes + 1, BOX, BOX), dtype), plgpu.Barrier(num_arrivals=boxes + 1)]
+    inputs = {"out": out, "digits": digits, "factor": factor.reshape(1).astype(jnp.float32)}
+    grid = {"program": programs}
+    launch(body, inputs, {}, scratch, grid=grid, warpgroups=1, name="scale_sum", interpret=interpret)
 
 
 def _strips(hidden: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """The weight's gradient as a sum over chunks of tokens, in 20 bits if it is bfloat16, in 24 if it is float16.
 
-The first 16 bits of each float32 are a matrix like the weight, and may be in the memory of its gradient.  The next 4 or
-8 are *digits*: in 16-bit words, of which one has those of 4 or 2 neighbouring blocks of BOX columns, the first's in its
-lowest bits.  Both matrices are of the weight's dtype, since they come to shared memory in the places of the product's
-operands, and stand for bits alone.
+The first 16 bits of each float32 are a matrix like the weight, and may be in the memory of its gradient: the last chunk
+of tokens leaves the nearest bfloat16 there, which is that gradient.  The next 4 or 8 are *digits*: in 16-bit words, of
+which one has those of 4 or 2 neighbouring blocks of BOX columns, the first's in its lowest bits.  Both matrices are of
+the weight's dtype, since they come to shared memory in the places of the product's operands, and stand for bits alone.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jax import Array, lax
 from onchip.kernels.mosaic.product import BOX, MosaicConfig
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.memory import digit_bits
-from onchip.vocab.mosaic.bits import from_bits, join, split, to_bits
+from onchip.vocab.mosaic.bits import HALF_A_PLACE, from_bits, join, split, to_bits
 
 Send = Callable[[Any, int, int], None]
 """What copies a block from shared memory to a place in a matrix."""
@@ -26,6 +26,17 @@ _COLUMNS = 256
 def bits_of(dtype: Any) -> int:
     """`digit_bits` of a dtype of JAX's."""
     return digit_bits(jnp.dtype(dtype).name)
+
+
+def rounds(dtype: Any) -> bool:
+    """Whether the first bits of a sum that is complete are those of the nearest number of that dtype: the gradient for
+    an upstream gradient of 1, where the digits are needed for others alone."""
+    return bool(jnp.dtype(dtype) == jnp.bfloat16)
+
+
+def rounded_bits(last: Array, dtype: Any) -> Array | None:
+    """[1]: what `split` is to make the first bits of, with the `last` chunk of tokens that has any."""
+    return jnp.where(last, HALF_A_PLACE, 0).reshape(1).astype(jnp.int32) if rounds(dtype) else None
 
 
 def word_columns(dtype: Any) -> int:
@@ -47,7 +58,7 @@ class Sum(NamedTuple):
         return Sum(lax.empty(like.shape, like.dtype), lax.empty(digits, like.dtype))
 
     def value(self, config: MosaicConfig) -> Array:
-        """[rows, columns] float32."""
+        """[rows, columns] float32, of first bits that aren't the nearest."""
         rows, columns = self.first.shape
         bits = bits_of(self.first.dtype)
         of_words = to_bits(self.digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, bits, jnp.uint32)[:, None]
@@ -72,8 +83,9 @@ def added(product: Any, first: Any, words: Callable[[int], Any], begins: Any, re
     return blocks
 
 
-def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, store: Callable[..., None]) -> None:
-    """Store what `added` returns: `first` and `digits` send blocks to the matrices of these names."""
+def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, half: Any, store: Callable[..., None]) -> None:
+    """Store what `added` returns: `first` and `digits` send blocks to the matrices of these names; `half` as of
+    `split`."""
     together = 16 // bits_of(dtype)
     places: list[tuple[Send, int]] = []
     for start in range(0, len(blocks), together):
@@ -84,7 +96,7 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, store: C
     def strip(n: int, width: int) -> list[Any]:
         while len(made) * BOX < n + width:
             start = len(made) // (together + 1) * together
-            made.extend(as_stored(blocks[start : start + together], dtype))
+            made.extend(as_stored(blocks[start : start + together], dtype, half))
         return made[n // BOX : (n + width) // BOX]
 
     def send(block: Any, m: int, n: int) -> None:
@@ -94,10 +106,10 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, store: C
     store(strip, send, len(places) * BOX)
 
 
-def as_stored(blocks: list[Any], dtype: Any) -> list[Any]:
-    """The first 16 bits of each of the blocks of float32 whose digits share words, and these."""
+def as_stored(blocks: list[Any], dtype: Any, half: Any = None) -> list[Any]:
+    """The first 16 bits of each of the blocks of float32 whose digits share words, and these; `half` as of `split`."""
     bits = bits_of(dtype)
-    firsts, digits = zip(*(split(x, dtype, bits) for x in blocks), strict=True)
+    firsts, digits = zip(*(split(x, dtype, bits, half) for x in blocks), strict=True)
     word = digits[0]
     for i, more in enumerate(digits[1:], 1):
         word = word | more << (i * bits)

@@ -54,7 +54,7 @@ class TokenLoss(NamedTuple):
         self, stats: TokenStats, row_scale: Array, vocab: int, classes: ClassWeights | None = None
     ) -> TokenGradient:
         """row_scale * d(loss) / dz, whose `even` has class weights for factors."""
-        log_prob, factor, even = stats.log_prob[:, 0], row_scale, None
+        log_prob, factor = stats.log_prob[:, 0], row_scale
         each = None if self.label_smoothing is None else self.label_smoothing / vocab
         # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
         at_label = jnp.expm1(log_prob)
@@ -68,11 +68,14 @@ class TokenLoss(NamedTuple):
             factor += row_scale * more
             at_label += more * jnp.exp(log_prob)
         if self.label_smoothing is not None and each is not None:
-            even = row_scale * each
             # In one number, which is 0 for a single class.
             rest = 1 - 1 / vocab
             at_label += self.label_smoothing * rest if classes is None else each * (classes.total - classes.target)
-        return TokenGradient(factor, (row_scale * at_label)[:, None], even=even)
+        return TokenGradient(factor, (row_scale * at_label)[:, None], even=self.even(row_scale, vocab))
+
+    def even(self, row_scale: Array, vocab: int) -> Array | None:
+        """[P]: what label smoothing takes from the gradient by each logit, times the class's weight if there is one."""
+        return None if self.label_smoothing is None else row_scale * (self.label_smoothing / vocab)
 
 
 class Reduction(NamedTuple):

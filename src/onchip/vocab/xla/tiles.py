@@ -192,6 +192,7 @@ class Projection:
             grad_bias=bool(needs.bias),
             softcap=transform.softcap is not None,
             compacted=True,
+            weight_layout=("vh", "hv")[self.vocab_axis],
             **options,
         )
 
