@@ -206,20 +206,8 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         relative = jnp.where(here.there, jnp.exp(base - found.lse), 0) / _exponential_scale(weight.dtype)
         stats, sums = carry
         if needs.hidden:
-            # No two are the same; beyond the last token there is none.
-            token = jnp.where(here.there, mine.tokens.source, len(layer.hidden) + jnp.arange(size))
-            step = size if kept.gradient is None else hidden_step(layer.hidden.shape[1])
-            for first in range(0, size, step):
-                part = slice(first, min(first + step, size))
-                if kept.gradient is None:
-                    made = _hidden_in_slices(here, kept.scratch.spare, relative)
-                else:
-                    kept, made = _hidden_of_kept(here, kept, one.kept_in_gradient, relative, part, sums.hidden)
-                written = [
-                    old.at[token[part]].set(new.astype(old.dtype), mode="drop", unique_indices=True)
-                    for old, new in zip(sums.hidden, split(made, weight.dtype), strict=True)
-                ]
-                sums = sums._replace(hidden=written)
+            kept, written = _hidden_of_chunk(here, kept, one.kept_in_gradient, relative, sums.hidden)
+            sums = sums._replace(hidden=written)
         if needs.weight:
             scale = cut(row_scale, start, size)
             factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
@@ -227,12 +215,11 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             # Only now: hidden's float32 gradient is gone.
             rows = _scaled(here.rows(after(mine.tokens.source, sums.hidden)), factor)
             total, begins, evenly = sums.weight, None, even_rows
-            if kept.gradient is not None:
-                total = Sum(kept.gradient.in_weight_grad, total.digits)
-                if kept.digits is not None:
-                    total = Sum(total.first, kept.digits.in_weight_grad)
-            else:
+            if kept.gradient is None:
                 begins, evenly = jnp.reshape(start == 0, 1), None if plan.first_chunk else even_rows
+            else:
+                digits = total.digits if kept.digits is None else kept.digits.in_weight_grad
+                total = Sum(kept.gradient.in_weight_grad, digits)
 
             def add(total: Any) -> None:
                 for group in groups(layer.vocab, one, recomputed=False):
@@ -262,6 +249,31 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
     saved = unfused(sums._replace(inverse_grad_scale=inverse))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=saved)
+
+
+def _hidden_of_chunk(
+    at: Positions, kept: Exponentials, in_gradient: int, scale: Array, left: list[Array]
+) -> tuple[Exponentials, list[Array]]:
+    """Write a chunk's hidden gradient, times each position's `scale`, into what is left for backward, by token.
+
+    kept: the chunk's exponentials, those of the first `in_gradient` positions in the memory of the weight's gradient;
+        returned as of `_hidden_of_kept`.
+    """
+    hidden, size = at.layer.hidden, len(scale)
+    # No two are the same; beyond the last token there is none.
+    token = jnp.where(at.there, at.call.tokens.source, len(hidden) + jnp.arange(size))
+    step = size if kept.gradient is None else hidden_step(hidden.shape[1])
+    for first in range(0, size, step):
+        part = slice(first, min(first + step, size))
+        if kept.gradient is None:
+            made = _hidden_in_slices(at, kept.scratch.spare, scale)
+        else:
+            kept, made = _hidden_of_kept(at, kept, in_gradient, scale, part, left)
+        left = [
+            old.at[token[part]].set(new.astype(old.dtype), mode="drop", unique_indices=True)
+            for old, new in zip(left, split(made, hidden.dtype), strict=True)
+        ]
+    return kept, left
 
 
 def _rooms(layer: Projection, plan: MosaicPlan, config: Any) -> dict[str, tuple[slice, Any]]:
