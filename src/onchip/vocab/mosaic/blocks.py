@@ -48,6 +48,12 @@ def vocab_of(weight: Any, vocab_major: bool) -> int:
     return size
 
 
+def tokens_of(exponentials: Any, vocab_major: bool) -> int:
+    """For how many tokens a matrix has room."""
+    size: int = exponentials.shape[1 if vocab_major else 0]
+    return size
+
+
 def tanh(x: Any) -> Any:
     """To a relative error of 2.4e-7 in float32; onchip.kernels.triton.maths says how."""
     q = x * x

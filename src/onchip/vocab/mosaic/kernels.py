@@ -44,6 +44,7 @@ from onchip.vocab.mosaic.blocks import (
     class_weights,
     label_strips,
     send_exponentials,
+    tokens_of,
     unscaled_logits,
     vocab_of,
 )
@@ -356,9 +357,8 @@ def weight_product(
     total = out if isinstance(out, Sum) else None
     out = out if total is None else total.first
     vocab = vocab_of(out, vocab_major)
-    tokens_of = lambda exponentials: exponentials.shape[1 if vocab_major else 0]  # noqa: E731
-    digits_end = kept_tokens + (0 if in_digits is None else tokens_of(in_digits.spare))
-    last_kept = digits_end + (0 if in_scratch is None else tokens_of(in_scratch))
+    digits_end = kept_tokens + (0 if in_digits is None else tokens_of(in_digits.spare, vocab_major))
+    last_kept = digits_end + (0 if in_scratch is None else tokens_of(in_scratch, vocab_major))
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
@@ -531,7 +531,7 @@ def hidden_product(
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
     size = vocab if recomputed is None else recomputed.shape[0 if vocab_major else 1]
-    digits_end = kept_tokens + (0 if in_digits is None else in_digits.spare.shape[1 if vocab_major else 0])
+    digits_end = kept_tokens + (0 if in_digits is None else tokens_of(in_digits.spare, vocab_major))
     end = first_token + tokens
     assert all(x % c.tile_m == 0 or x >= end for x in (first_token, kept_tokens, digits_end))
     adds = add_to is not None

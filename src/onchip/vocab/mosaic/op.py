@@ -185,7 +185,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels
-    from onchip.vocab.mosaic.sums import Sum, rounded_bits
+    from onchip.vocab.mosaic.sums import Sum, half_a_place
 
     at, tiles = Positions.of(call), tiles_of(call)
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
@@ -228,7 +228,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
                         first=jnp.full(1, group.first, jnp.int32), kept=kept.gradient, in_spare=group.in_spare,
                         kept_tokens=one.kept_in_gradient, in_digits=kept.digits,
                         in_scratch=None if kept.scratch is None else kept.scratch.spare, begins=begins,
-                        half=rounded_bits(at.number <= start + size, weight.dtype), even=evenly,
+                        half=half_a_place(at.number <= start + size, weight.dtype), even=evenly,
                         config=tiles_of(call, size)["weight_product"],
                     )  # fmt: skip
                     _of_chunks(group, product)
@@ -489,7 +489,7 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import rebase
-    from onchip.vocab.mosaic.sums import rounds
+    from onchip.vocab.mosaic.sums import rounds_in_forward
 
     at, sums = Positions.of(saved.call), saved.sums
     above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
@@ -497,7 +497,7 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
     grad_weight = None
     if needs.weight:
         term, config = above.unscaled(above.at_target), tiles_of(saved.call)["weight_product"]
-        total, rounded = unfused(sums.weight), rounds(at.layer.weight.dtype)
+        total, rounded = unfused(sums.weight), rounds_in_forward(at.layer.weight.dtype)
         if rounded:
             out = total.first
         else:

@@ -96,7 +96,7 @@ class Positions(NamedTuple):
 
     @staticmethod
     def of(call: Call, least: Array | int = 1) -> "Positions":
-        """least: of the positions, 1 where the kernels must write something even of none."""
+        """least: 1 where the kernels must write something even if no position is there, else 0."""
         transform, bias, there, ids = call.transform, call.source.bias, call.tokens.there(), call.ids
         each = None if call.loss.label_smoothing is None else call.class_weight
         if call.shard is not None:

@@ -133,7 +133,7 @@ def scale_sum(
     config: MosaicConfig,  # of the products that the sum is of
     interpret: Any = None,
 ) -> None:
-    """Multiply a sum that `rounds` and round it.  It costs next to nothing for a factor of 1."""
+    """Multiply a sum that was rounded in forward, and round it.  It costs next to nothing for a factor of 1."""
     rows, columns = out.shape
     registers, dtype = Registers(interpret), digits.dtype
     boxes, bits = config.tile_n // BOX, bits_of(dtype)

@@ -28,15 +28,15 @@ def bits_of(dtype: Any) -> int:
     return digit_bits(jnp.dtype(dtype).name)
 
 
-def rounds(dtype: Any) -> bool:
+def rounds_in_forward(dtype: Any) -> bool:
     """Whether the first bits of a sum that is complete are those of the nearest number of that dtype: the gradient for
     an upstream gradient of 1, where the digits are needed for others alone."""
     return bool(jnp.dtype(dtype) == jnp.bfloat16)
 
 
-def rounded_bits(last: Array, dtype: Any) -> Array | None:
-    """[1]: what `split` is to make the first bits of, with the `last` chunk of tokens that has any."""
-    return jnp.where(last, HALF_A_PLACE, 0).reshape(1).astype(jnp.int32) if rounds(dtype) else None
+def half_a_place(last: Array, dtype: Any) -> Array | None:
+    """[1]: `half` of `split` where the sum rounds in forward: not 0 for the `last` chunk of tokens that has any."""
+    return jnp.where(last, HALF_A_PLACE, 0).reshape(1).astype(jnp.int32) if rounds_in_forward(dtype) else None
 
 
 def word_columns(dtype: Any) -> int:
