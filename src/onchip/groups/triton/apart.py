@@ -2,8 +2,9 @@
 
 One warp copies blocks of the next tile while two groups of four end theirs, each its half of a tile, the second one
 behind: `onchip.kernels.triton.staggered` has that.  A result leaves while the next tile is multiplied.  Programs are
-persistent and take the next tile from a counter: groups take different times, and programs with lists of their own
-would drift apart, so that tiles of rows which share a weight would read it twice.
+persistent.  They take the next tile from a counter where tiles take different times, as for the weight's gradient, or
+where most share no weight, so that memory is what they wait for (SHORT).  Elsewhere each has a list of its own, and
+they go through memory together: with 128 groups of 512 rows an H100 took 0.32 ms, and 0.35 with the counter.
 
 For the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no
 loop across tiles whose number of steps is read from memory: at each end the tensor cores wait for the next tile's first
@@ -20,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # ty
 from onchip.groups.triton.kernels import CONCATENATED, HEAD, LAST, PLAIN, poison_of_group, tile_of
 from onchip.groups.triton.tiles import APART_COLUMNS
 from onchip.kernels.triton.gluon import new_barriers, send
-from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
+from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring, wait_for_room
 from onchip.kernels.triton.tiles import halves, place_tile
 
 # Rows of a tile of the result, and of a group's half of it; WIDTH columns at a time leave by way of shared memory.
@@ -93,7 +94,7 @@ def find_rows(plan, G, tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 @gluon.jit
 def copy_rows(
     ring, speech, x, weight, counter, plan, G, N, K,
-    GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """Take tiles, tell the others which, and copy their operands where there is room."""
     tiles_m = gl.load(plan)
@@ -105,7 +106,14 @@ def copy_rows(
         tell_tile(speech, told, tile)
         told += 1
         j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
+        if SHORT:
+            alone = end - gl.load(plan + HEAD + g) <= ROWS
         for k in range(gl.cdiv(K, STEP)):
+            if SHORT:  # noqa: SIM102 - elsewhere there is no `alone`
+                # Two steps at a time of a weight that no other tile of rows reads: they are next to each other in
+                # memory, and so come 6% faster (256 groups of 128 rows on an H100).
+                if alone & (k % 2 == 0):
+                    wait_for_room(ring, step + 1, STAGES)
             come, first_rows, last_rows, block = begin_copies(ring, step, STEP_BYTES, STAGES)
             row = LAST - (end - first)  # `load_rows` says why
             tma.async_copy_global_to_shared(x, [LAST, end, row, k * STEP], come, first_rows)
@@ -120,7 +128,10 @@ def copy_rows(
             else:
                 tma.async_copy_global_to_shared(weight, [g, j * COLUMNS, k * STEP], come, block)
             step += 1
-        tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
+        if SHORT:
+            tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
+        else:
+            tile += PROGRAMS
     tell_tile(speech, told, tiles_m * tiles_n)
 
 
@@ -197,7 +208,7 @@ def product_apart(
     out,  # [T, N] out, with an activation [T, N / 2]; in blocks of [HALF, WIDTH] that end where a group does
     product,  # [T, N] out, the same: before activation and scale
     plan,
-    counter,  # [1] int32: 0
+    counter,  # [1] int32: 0; None if not SHORT
     T,
     G,
     N,
@@ -206,6 +217,7 @@ def product_apart(
     TURNED: gl.constexpr,
     GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr,
+    SHORT: gl.constexpr,  # groups have a tile of rows on average, or less
 ):
     """`grouped_product` without index and FP8."""
     # Of CONCATENATED a copy of the weight is half of a block.
@@ -221,7 +233,7 @@ def product_apart(
                              FIRST, GROUP, PROGRAMS)),
             (multiply_rows, (ring, speech, staged_1, bias, row_scale, out, product, plan, T, G, N, K, GATED, TURNED,
                              SECOND, GROUP, PROGRAMS)),
-            (copy_rows, (ring, speech, x, weight, counter, plan, G, N, K, GATED, TURNED, GROUP, PROGRAMS)),
+            (copy_rows, (ring, speech, x, weight, counter, plan, G, N, K, GATED, TURNED, GROUP, PROGRAMS, SHORT)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

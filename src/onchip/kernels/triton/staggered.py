@@ -46,11 +46,18 @@ def new_ring(own, common, STAGES: gl.constexpr, COPIES: gl.constexpr = 1):
 
 
 @gluon.jit
+def wait_for_room(ring, step, STAGES: gl.constexpr):
+    """Wait until a step's blocks may be written."""
+    _, _, _, empty, _ = ring
+    mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
 def begin_copies(ring, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
     """Wait for room for a step, of so many bytes: the barrier to copy with, and the step's blocks."""
-    own_blocks, common_blocks, full, empty, _ = ring
+    own_blocks, common_blocks, full, _, _ = ring
     s = step % STAGES
-    mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+    wait_for_room(ring, step, STAGES)
     mbarrier.expect(full.index(s), BYTES)
     return full.index(s), own_blocks.index(2 * s), own_blocks.index(2 * s + 1), common_blocks.index(s)
 
