@@ -305,9 +305,9 @@ def persistent_product(
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     look_up: of the references and a tile's row and column, its number of steps, 0 too, where tiles differ, and
-        what copies and the epilogue then find in `found`.  It is called a tile ahead, so that nothing waits for memory.
-    counter: each program takes its next tile from a counter, a tile ahead.  Otherwise it has a list: where all tiles
-        take as long, programs then go through memory together.
+        what copies and the epilogue then find in `found`.
+    counter: each program takes its next tile from a counter.  Otherwise it has a list: where all tiles take as long,
+        programs then go through memory together.
     in_pairs: of what was looked up, whether a tile's steps are copied two at a time.
     clean: whether a step's operands have to be cleaned before they are multiplied, of the references and the step; and
         what does a warpgroup's share of that, of these, the operands in shared memory and the warpgroup.
