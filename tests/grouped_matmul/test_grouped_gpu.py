@@ -31,6 +31,8 @@ pytestmark = pytest.mark.gpu
 SWIGLU = {"activation": "swiglu"}
 WHOLE = Case("whole", (300, 0, 1000, 20, 728), 1024, 512, tail=40, bias=True, row_scale=True, source_rows=500,
              options={**SWIGLU, "num_rows": 600})  # fmt: skip
+# With up to 128 rows a group on average, groups of one tile take their steps in pairs: of seven the last has none.
+SHORT = Case("groups of one tile and of several", (100, 0, 130, 7, 128, 60, 300, 1), 512, 448, tail=9)
 
 
 def on_gpu(case, dtype=torch.bfloat16, seed=0):
@@ -61,7 +63,7 @@ def unwritten_memory_shows():
 
 @pytest.mark.parametrize("layout", ["gnk", "gkn"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*CHECK_CASES, EVERYTHING, WHOLE], ids=str)
+@pytest.mark.parametrize("case", [*CHECK_CASES, EVERYTHING, WHOLE, SHORT], ids=str)
 def test_cases(case, dtype, layout):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", backend="triton", weight_layout=layout))
 
