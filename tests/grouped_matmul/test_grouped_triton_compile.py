@@ -44,6 +44,11 @@ def narrow():
     return launches.product(x, weight, out, PLAN, tokens=T, before=before, options=SWIGLU)
 
 
+def short():
+    """Groups have a tile of rows on average."""
+    return launches.product(of(T, K), of(T // 128, N, K), of(T, N), PLAN, tokens=T)
+
+
 def turned():
     return launches.product(of(T, N), of(G, N, K).mT, of(T, K), PLAN, tokens=T)
 
@@ -86,6 +91,7 @@ LAUNCHES = {
     "swiglu, apart": (lambda: forward(row_scale=SCALE), HOPPER),
     "interleaved, apart": (lambda: forward(Options(activation="swiglu", gate_up="interleaved")), HOPPER),
     "plain, apart": (plain, HOPPER),
+    "short, apart": (short, HOPPER),
     "turned, apart": (turned, HOPPER),
     "weight, gathered": (lambda: weight(b_index=INDEX, limit=T), HOPPER),
     "a100": (lambda: forward(row_scale=SCALE), AMPERE),
@@ -105,7 +111,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 7)) for i, x in enumerate(LAUNCHES)])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 8)) for i, x in enumerate(LAUNCHES)])
 def test_products(name):
     make, device = LAUNCHES[name]
     with mock.patch.object(launches, "describe", return_value=device):

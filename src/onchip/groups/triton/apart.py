@@ -2,9 +2,9 @@
 
 One warp copies blocks of the next tile while two groups of four end theirs, each its half of a tile, the second one
 behind: `onchip.kernels.triton.staggered` has that.  A result leaves while the next tile is multiplied.  Programs are
-persistent.  They take the next tile from a counter where tiles take different times, as for the weight's gradient, or
-where most share no weight, so that memory is what they wait for (SHORT).  Elsewhere each has a list of its own, and
-they go through memory together: with 128 groups of 512 rows an H100 took 0.32 ms, and 0.35 with the counter.
+persistent.  They take the next tile from a counter where tiles take different times, as for the weight's gradient, and
+where groups are SHORT: most tiles share no weight then, and memory is what programs wait for.  Elsewhere each has a
+list of its own, and they go through memory together: with 128 groups of 512 rows an H100 took 0.32 ms instead of 0.35.
 
 For the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no
 loop across tiles whose number of steps is read from memory: at each end the tensor cores wait for the next tile's first
@@ -217,7 +217,7 @@ def product_apart(
     TURNED: gl.constexpr,
     GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    SHORT: gl.constexpr,  # groups have a tile of rows on average, or less
+    SHORT: gl.constexpr,  # `tiles.are_short`
 ):
     """`grouped_product` without index and FP8."""
     # Of CONCATENATED a copy of the weight is half of a block.

@@ -19,12 +19,14 @@ from onchip.groups.triton.tiles import (
     FP8_DEPTH,
     ROWS,
     ProductConfig,
+    are_short,
     copying_rows_pays,
     gradient_config,
     plan_tiles,
     power_of_two,
     product_config,
     stored_config,
+    tiles_together,
 )
 from onchip.kernels.triton.launch import (
     ALL_REGISTERS,
@@ -216,7 +218,7 @@ def product(
         None if weight_scales is None else weight_scales.stride(),
         product=before is not None,
         indexed=index is not None,
-        short=tokens <= ROWS * groups,
+        short=are_short(tokens, groups),
         gated=gated,
         turned=turned,
     )
@@ -282,7 +284,7 @@ def _product_apart(
 
     step, rows, columns, width = (size.value for size in (STEP, apart.HALF, apart.COLUMNS, apart.WIDTH))
     groups, n, k = weight.shape
-    short = tokens <= ROWS * groups
+    short = are_short(tokens, groups)
     by_group, by_row, by_column = weight.stride()
     if turned:
         blocks = shared_descriptor(weight, (groups, k, n), (by_group, by_column, by_row), (1, step, columns))
@@ -304,9 +306,7 @@ def _product_apart(
         "K": k,
         "GATED": gated,
         "TURNED": turned,
-        # As many as a group has on average.  On an H100, with 128 rows a group, 2 took 3 to 11% less than 8 in five
-        # products of six and 4% more in the other; with 512, 4 took 0 to 2% less in nine of ten; with 2048, 1% more.
-        "GROUP": max(2, min(8, -(-tokens // (ROWS * groups)))),
+        "GROUP": tiles_together(tokens, groups),
         "PROGRAMS": device.programs,
         "SHORT": short,
     }
