@@ -119,26 +119,38 @@ def test_wrong_numbers_make_nan():
         op(x, weight, right, rows=rows, check_inputs=True)
 
 
-def test_runs_and_transformations_agree():
-    """The same bits from run to run, under checkpoint and in a map, of rows that are read and written often."""
+@pytest.mark.parametrize(("groups", "indexed"), [(4, False), (4, True), (20, False)], ids=["", "indexed", "short"])
+def test_runs_and_transformations_agree(groups, indexed):
+    """The same bits from run to run, under checkpoint and in a map, which XLA makes one operation of with the slices
+    that it reads and writes; indexed: of rows that are read and written often; short: rows take tiles from a
+    counter."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((2, 700, 256)), jnp.bfloat16)
-    weight = jnp.asarray(rng.standard_normal((4, 384, 256)) * 0.1, jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((3, 2000, 256)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((3, groups, 384, 256)) * 0.1, jnp.bfloat16)
     rows = jnp.asarray(rng.integers(0, 700, 2000))
-    sizes = jnp.array([900, 0, 1000, 80])
+    given = {"rows": rows, "scatter_rows": rows, "num_rows": 700} if indexed else {}
+    sizes = jnp.array([900, 0, 1000, 80] + [0] * (groups - 4))
 
     def loss(x, w):
-        out = op(x, w, sizes, rows=rows, scatter_rows=rows, num_rows=700, bias=jnp.ones((4, 384)))
+        out = op(x, w, sizes, bias=jnp.ones((groups, 384)), **given)
         return jnp.square(out.astype(jnp.float32)).mean()
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    each = [gradients(x[i], weight) for i in range(2)]
-    again = gradients(x[0], weight)
-    checkpointed = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1)))(x[0], weight)
-    mapped = jax.jit(lambda x, w: jax.lax.map(lambda x: jax.grad(loss, argnums=(0, 1))(x, w), x))(x, weight)
+    each = [gradients(*a) for a in zip(x, weight, strict=True)]
+    again = gradients(x[0], weight[0])
+    checkpointed = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1)))(x[0], weight[0])
+    mapped = jax.jit(lambda x, w: jax.lax.map(lambda a: jax.grad(loss, argnums=(0, 1))(*a), (x, w)))(x, weight)
+    shared = jax.jit(lambda x, w: jax.lax.map(lambda x: jax.grad(loss, argnums=(0, 1))(x, w), x))(x, weight[0])
+
+    def layers(x, w):
+        return jax.lax.scan(lambda total, a: (total + loss(*a), None), 0.0, (x, w))[0]
+
+    scanned = jax.jit(jax.grad(layers, argnums=(0, 1)))(x, weight)
     for i in range(2):
-        for made in (again[i], checkpointed[i], mapped[i][0]):
-            np.testing.assert_array_equal(np.asarray(made, np.float32), np.asarray(each[0][i], np.float32))
+        same = [(again[i], 0), (checkpointed[i], 0), (shared[i][0], 0)]
+        same += [(made[i][k], k) for made in (mapped, scanned) for k in range(3)]
+        for made, k in same:
+            np.testing.assert_array_equal(np.asarray(made, np.float32), np.asarray(each[k][i], np.float32))
 
 
 def test_layer_of_experts():

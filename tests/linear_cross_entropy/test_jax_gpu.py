@@ -217,7 +217,7 @@ def test_memory_is_what_the_formula_says(tokens, hidden, budget, wanted, layout)
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.parametrize("transform", ["checkpoint", "scan", "vmap"])
+@pytest.mark.parametrize("transform", ["checkpoint", "scan", "heads", "vmap"])
 def test_transforms(transform):
     hidden, weight, labels = inputs(512, 256, 4096)
     op = partial(linear_cross_entropy, backend="mosaic_gpu")
@@ -232,6 +232,9 @@ def test_transforms(transform):
         h, y = hidden.reshape(2, 256, 256), labels.reshape(2, 256)
         if transform == "vmap":
             return jax.vmap(f, in_axes=(0, None, 0))(h, weight, y).mean()
+        if transform == "heads":
+            given = h, weight.reshape(2, 2048, 256), y % 2048
+            return jax.lax.scan(lambda total, x: (total + f(*x), None), 0.0, given)[0] / 2
         return jax.lax.scan(lambda total, x: (total + f(x[0], weight, x[1]), None), 0.0, (h, y))[0] / 2
 
     found, expected = (jax.jit(jax.value_and_grad(partial(loss, f), (0, 1)))(hidden, weight) for f in (op, plain))

@@ -13,7 +13,7 @@ epilogue.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.kernels.mosaic.counter import Counter
 from onchip.kernels.mosaic.registers import Registers
 
 SHARED_BYTES = 232448
@@ -202,11 +203,6 @@ class Work:
         turned = jnp.where(lax.rem(turn, jnp.int32(2)) == 0, program, self.programs - 1 - program)
         return turn * self.programs + turned
 
-    def turns(self, program: Any) -> Any:
-        """How many a program has; in all but the last one there is an item for each."""
-        all_turns = ceil_div(self.items, self.programs)
-        return all_turns - jnp.where(self.number(all_turns - 1, program) < self.items, 0, 1)
-
     def item(self, number: Any) -> Item:
         """What an item is; past the last one, the last."""
         number = jnp.minimum(number, self.items - 1)
@@ -282,6 +278,8 @@ def persistent_product(
     right_copies: int = 1,
     halves: bool = False,
     look_up: Callable[[Refs, Any, Any], tuple[Any, Any]] | None = None,
+    counter: bool = False,
+    in_pairs: Callable[[Any], Any] | None = None,
     clean: tuple[Callable[[Refs, Step], Any], Callable[[Refs, Step, Any, Any, Any], None]] | None = None,
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
     barriers: Mapping[str, int] | None = None,
@@ -307,7 +305,10 @@ def persistent_product(
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     look_up: of the references and a tile's row and column, its number of steps, 0 too, where tiles differ, and
-        what copies and the epilogue then find in `found`.  It is called a tile ahead, so that nothing waits for memory.
+        what copies and the epilogue then find in `found`.
+    counter: each program takes its next tile from a counter.  Otherwise it has a list: where all tiles take as long,
+        programs then go through memory together.
+    in_pairs: of what was looked up, whether a tile's steps are copied two at a time.
     clean: whether a step's operands have to be cleaned before they are multiplied, of the references and the step; and
         what does a warpgroup's share of that, of these, the operands in shared memory and the warpgroup.
     scratch: shapes and dtypes of shared memory for the epilogue, which finds it among the references.
@@ -331,11 +332,10 @@ def persistent_product(
     dtype_a, dtype_b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     brought = () if promotion is None else promotion.brought
     assert promotion is None or (left, right) == ("mk", "nk")
-    assert look_up is None or not halves
+    assert not halves or (look_up is None and not counter)
     assert addends is None or not (halves or promotion)
     assert clean is None or promotion is None
     own = dict(scratch or {})
-    own_names = (*own, *(barriers or {}))
     needed = c.shared_bytes(stores, jnp.dtype(dtype_a).itemsize, sum(brought))
     needed += sum(math.prod(shape) * jnp.dtype(of).itemsize for shape, of in own.values())
     if needed > SHARED_BYTES:
@@ -343,11 +343,11 @@ def persistent_product(
     columns = 128 // jnp.dtype(stored).itemsize if stores else 0
     copies_per_step = (shape_a[0] if boxes else 1) + right_copies + len(brought)
     programs = multiprocessors() if interpret is None else 2
+    counted = counter and interpret is None  # the interpreter has no such operation
 
     def body(refs: Refs, a_smem: Any, b_smem: Any, full: Any, free: Any, *more: Any) -> None:
-        vectors = more[: len(brought)]
-        last = len(more) - (clean is not None)
-        refs = {**refs, **dict(zip(own_names, more[last - len(own_names) : last], strict=True))}
+        refs = {**refs, **dict(zip(shared, more, strict=True))}
+        vectors = [refs[f"brought {i}"] for i in range(len(brought))]
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("multiprocessor")
         tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
@@ -355,41 +355,56 @@ def persistent_product(
         work = Work(
             lax.max(tiles_m, jnp.int32(1)), lax.max(tiles_n, jnp.int32(1)), all_steps, programs, c.group, halves
         )
-        mine = jnp.where((tiles_m > 0) & (tiles_n > 0), work.turns(program), 0)
+        items = jnp.where((tiles_m > 0) & (tiles_n > 0), work.items, 0)
+        told = Counter(*(refs[x.name] for x in fields(Counter))) if counted else None
 
         def slot_of(number: Any) -> Any:
             return lax.rem(number, jnp.int32(c.stages))
 
-        def item(x: Any) -> Item:
-            of = work.item(work.number(x, program))
+        def item(number: Any) -> Item:
+            of = work.item(number)
             if look_up is None:
                 return of
             steps, found = look_up(refs, of.i, of.j)
             return of._replace(steps=steps, found=found)
 
-        def each_tile(do: Callable[[Item, Any], Any]) -> None:
-            """Call `do` with each tile of this program and the number of steps before it."""
+        def number(x: Any, *, take: bool) -> Any:
+            """Of this program's x-th tile."""
+            if told is None:
+                return work.number(x, program)
+            # As many are taken as there are tiles: one after each.
+            return programs + (told.take(x, items) if take else told.hear(x))
 
-            def one(x: Any, state: tuple[Any, Item]) -> tuple[Any, Item]:
-                before, of = state
-                ahead = item(x + 1)
+        def each_tile(do: Callable[[Item, Any], Any], number: Callable[[Any], Any]) -> None:
+            """Call `do` with each tile of this program, of which number(x) is the x-th, and the number of steps before
+            it."""
+
+            def one(state: tuple[Any, Any, Any, Item]) -> tuple[Any, Any, Any, Item]:
+                x, before, _, of = state
                 do(of, before)
-                return before + of.steps + (0 if addends is None else _MATH), ahead
+                following = number(x + 1)
+                return x + 1, before + of.steps + (0 if addends is None else _MATH), following, item(following)
 
-            lax.fori_loop(0, mine, one, (jnp.int32(0), item(0)))
+            zero, first = jnp.int32(0), lax.convert_element_type(program, jnp.int32)
+            lax.while_loop(lambda state: state[2] < items, one, (zero, zero, first, item(first)))
 
         def copy() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
             def tile(of: Item, before: Any) -> None:
-                def step(k: Any, _: None) -> None:
-                    slot = slot_of(before + k)
-                    plgpu.barrier_wait(free.at[slot])
-                    beside = [x.at[slot] for x in vectors]
-                    which = Step(of.i, of.j, of.first + k, of.found)
-                    copies(refs, which, a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
+                def several(k: Any, count: int) -> None:
+                    slots = [slot_of(before + k + i) for i in range(count)]
+                    for slot in slots:
+                        plgpu.barrier_wait(free.at[slot])
+                    for i, slot in enumerate(slots):
+                        beside = [x.at[slot] for x in vectors]
+                        which = Step(of.i, of.j, of.first + k + i, of.found)
+                        copies(refs, which, a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
 
-                lax.fori_loop(0, of.steps, step, None)
+                pairs = 0 if in_pairs is None else jnp.where(in_pairs(of.found), lax.div(of.steps, jnp.int32(2)), 0)
+                if in_pairs is not None:
+                    lax.fori_loop(0, pairs, lambda k, _: several(2 * k, 2), None)
+                lax.fori_loop(2 * pairs, of.steps, lambda k, _: several(k, 1), None)
                 if addends is not None:
                     which = Step(of.i, of.j, of.first + of.steps, of.found)
                     for w in range(_MATH):
@@ -397,7 +412,7 @@ def persistent_product(
                         plgpu.barrier_wait(free.at[slot])
                         addends.copies(refs, which, w, a_smem.at[slot], b_smem.at[slot], full.at[slot])
 
-            each_tile(tile)
+            each_tile(tile, partial(number, take=True))
             for slot in range(c.stages):  # until the last products have read theirs
                 plgpu.barrier_wait(free.at[slot])
 
@@ -431,8 +446,8 @@ def persistent_product(
                     share(refs, which, a_smem.at[slot], b_smem.at[slot], warpgroup)
                     plgpu.commit_smem()
                     # Each multiplies what the other one has cleaned.
-                    plgpu.barrier_arrive(more[-1])
-                    plgpu.barrier_wait(more[-1])
+                    plgpu.barrier_arrive(refs["cleaned"])
+                    plgpu.barrier_wait(refs["cleaned"])
 
             def tile(of: Item, before: Any) -> None:
                 steps = of.steps
@@ -514,30 +529,52 @@ def persistent_product(
                     epilogue(refs, at._replace(m=at.m + m, n=at.n + n), result, storing(BOX, promotion.wave_n))
 
             def storing(m: int, n: int) -> Any:
-                return _storing(more[len(brought)].at[warpgroup], c, m, n, columns) if stores else None
+                return _storing(refs["stored"].at[warpgroup], c, m, n, columns) if stores else None
 
-            each_tile(tile if promotion is None else partial(promoted_tile, promotion))
+            of_tile = tile if promotion is None else partial(promoted_tile, promotion)
+            each_tile(of_tile, partial(number, take=False))
             if stores:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        if told is not None:
+            told.begin()
         lax.cond(warpgroup == _MATH, copy, multiply)
 
-    shared = [
+    shared: dict[str, Any] = {f"brought {i}": plgpu.SMEM((c.stages, x), jnp.float32) for i, x in enumerate(brought)}
+    if stores:
+        shared["stored"] = swizzled((_MATH, c.staging_slots, BOX, columns), stored)
+    shared |= {name: plgpu.SMEM(*x) for name, x in own.items()}
+    shared |= {name: plgpu.Barrier(num_arrivals=1, num_barriers=x) for name, x in (barriers or {}).items()}
+    if clean is not None:
+        shared["cleaned"] = plgpu.Barrier(num_arrivals=_MATH)
+    shared |= Counter.shared(_ALL) if counted else {}
+    ring = [
         swizzled((c.stages, *shape_a), dtype_a),
         swizzled((c.stages, *shape_b), dtype_b),
         plgpu.Barrier(num_arrivals=copies_per_step, num_barriers=c.stages),
         plgpu.Barrier(num_arrivals=_MATH, num_barriers=c.stages),
-        *(plgpu.SMEM((c.stages, length), jnp.float32) for length in brought),
     ]
-    if stores:
-        shared.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
-
-    shared.extend(plgpu.SMEM(*x) for x in own.values())
-    shared.extend(plgpu.Barrier(num_arrivals=1, num_barriers=x) for x in (barriers or {}).values())
-    if clean is not None:
-        shared.append(plgpu.Barrier(num_arrivals=_MATH))
     grid = {"multiprocessor": programs}
-    return launch(body, inputs, outputs, shared, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
+    run = partial(
+        launch,
+        body,
+        scratch=[*ring, *shared.values()],
+        grid=grid,
+        warpgroups=_ALL,
+        name=name,
+        interpret=interpret,
+    )
+    if not counted:
+        return run(inputs, outputs)
+
+    def counting(state: Any) -> None:
+        made = run({**inputs, "counter": state[0]}, outputs)
+        for name, x in made.items():
+            state[1][name][...] = x
+
+    empty = {name: lax.empty(x.shape, x.dtype) for name, x in outputs.items()}
+    made: dict[str, Any] = pl.run_state(counting)((jnp.zeros(1, jnp.int32), empty))[1]
+    return made
 
 
 def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:
