@@ -14,7 +14,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.groups.mosaic import products
-from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, tiles_of
+from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, tile_at, tiles_of
 from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.jax import grouped_matmul
@@ -27,13 +27,23 @@ BF16 = jnp.bfloat16
 @pytest.mark.parametrize("tile", [64, 128])
 def test_each_row_is_in_one_tile(tile):
     rows = 300
-    find = jax.jit(partial(tiles_of, rows=rows, tile=tile))
-    for sizes in ((70, 0, 61, 50), (0, 0, 0, 0), (1, 1, 1, 30), (256, 44, 0, 0), (0, 300, 0, 0), (7, 122, 122, 49)):
+    find = jax.jit(partial(tile_at, rows=rows, tile=tile))
+    for sizes in (
+        (70, 0, 61, 50),
+        (0, 0, 0, 0),
+        (1, 1, 1, 30),
+        (256, 44, 0, 0),
+        (0, 300, 0, 0),
+        (7, 122, 122, 49),
+        (9,),
+    ):
         done = np.zeros(rows, int)
         of_row = np.repeat(np.arange(len(sizes) + 1), (*sizes, rows - sum(sizes)))
-        number, tiles = jax.tree.map(np.asarray, find(jnp.asarray(np.cumsum(sizes), jnp.int32)))
-        assert 1 <= number[0] <= len(tiles.row)
-        for row, group, begin, end in list(zip(*tiles, strict=True))[: number[0]]:
+        ends = jnp.asarray(np.cumsum(sizes), jnp.int32)
+        numbers = tiles_of(ends, rows, tile)
+        assert numbers[-1] >= 1
+        for i in range(int(numbers[-1])):
+            row, group, begin, end = (int(x) for x in find(i, numbers, ends))
             assert row % 8 == 0
             mine = slice(max(row, begin), min(row + tile, end))
             assert (of_row[mine] == group).all()
@@ -50,7 +60,7 @@ def lower(f, *shapes):
     return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-ENDS, FILL, FILLS = ((4,), jnp.int32), ((), jnp.float32), ((4,), jnp.float32)
+ENDS, FILL = ((4,), jnp.int32), ((4,), jnp.float32)
 
 
 @pytest.mark.parametrize("config", [ROWS_CONFIG, FEW_ROWS_CONFIG], ids=lambda c: c.split)
@@ -65,7 +75,7 @@ def test_rows_product_lowers(layout, swiglu, dtype, config):
 
 
 def test_weight_product_lowers():
-    lower(products.weight_product, ((1003, 320), BF16), ((1003, 192), BF16), ENDS, FILLS)
+    lower(products.weight_product, ((1003, 320), BF16), ((1003, 192), BF16), ENDS, FILL)
 
 
 @pytest.mark.parametrize("layout", ["gkn", pytest.param("gnk", marks=pytest.mark.slow)])
@@ -115,7 +125,7 @@ def test_layer(keeps, problem):
     config = replace(FEW_ROWS_CONFIG, stages=2, group=2)
     options = Options(activation="swiglu")
     run = partial(products.layer, options=options, keeps=keeps, config=config, interpret=INTERPRETER)
-    out, y = jax.jit(run)(x, w, ends, jnp.float32(0), b, s)
+    out, y = jax.jit(run)(x, w, ends, jnp.zeros(len(ends)), b, s)
     given = (np.nan_to_num(np.asarray(a, np.float64)) for a in (x, w, b, s))
     x, w, b, s = given
     right = reference.grouped_matmul(x, w, SIZES, bias=b, row_scale=s, activation="swiglu").out
@@ -130,7 +140,7 @@ def test_layer_in_the_other_layout(problem):
     config = replace(ROWS_CONFIG, tile_n=128, stages=2, group=2)
     options = Options(weight_layout="gkn")
     run = partial(products.layer, options=options, keeps=False, config=config, interpret=INTERPRETER)
-    out, _ = jax.jit(lambda x, w: run(x, w, ends, jnp.float32(0), None, None))(x, w.swapaxes(1, 2))
+    out, _ = jax.jit(lambda x, w: run(x, w, ends, jnp.zeros(len(ends)), None, None))(x, w.swapaxes(1, 2))
     x, w = (np.nan_to_num(np.asarray(a, np.float64)) for a in (x, w))
     assert_near(out, reference.grouped_matmul(x, w, SIZES).out)
 

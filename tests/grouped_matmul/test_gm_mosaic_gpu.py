@@ -77,7 +77,7 @@ ROWS_CONFIGS = (
 def test_configs_of_rows(config, swiglu):
     x, _, weight, ends = tensors()
     options = Options(activation="swiglu" if swiglu else None)
-    arguments = x, weight, ends, jnp.float32(0), None, None
+    arguments = x, weight, ends, jnp.zeros(6), None, None
     made = jax.jit(lambda: products.layer(*arguments, options, True, config=config))()
     right = jax.jit(lambda: xla_products.layer(*arguments, options, True))()
     assert_near(made[0], right[0])

@@ -30,10 +30,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.groups.xla import products
-from onchip.groups.xla.groups import has_group, largest_first, number_up_to, running_sums, starts_of
+from onchip.groups.xla.groups import has_group, largest_first, running_sums, starts_of
 from onchip.groups.xla.swiglu import activated
 from onchip.kernels.mosaic.product import (
     BOX,
+    LookUp,
     MosaicConfig,
     Part,
     Refs,
@@ -52,15 +53,12 @@ LOG2E = 1.4426950408889634
 _ROWS = 8
 """What is copied by blocks has a multiple of so many rows."""
 ROWS_CONFIG = MosaicConfig(tile_m=128, tile_n=256, staging_slots=1)
-# A group has one tile of rows or two, so no more share its weight: with 256 groups of 128 rows, 3 to 7% faster on an
-# H200 than eight at a time.
-SHORT_CONFIG = replace(ROWS_CONFIG, group=2)
 FEW_ROWS_CONFIG = replace(ROWS_CONFIG, tile_m=64, split="n")
 WEIGHT_CONFIG = MosaicConfig(tile_m=128, tile_n=256)
 
 
 class Tile(NamedTuple):
-    """Rows of one group that are multiplied together; or all tiles, [bound] int32 each, in the order of the rows."""
+    """Rows of one group that are multiplied together."""
 
     row: Any
     """The first one that is read."""
@@ -72,23 +70,43 @@ class Tile(NamedTuple):
     """Past its last one."""
 
 
-def tiles_of(ends: Array, rows: int, tile: int) -> tuple[Array, Tile]:
-    """How many tiles there are, [1], and all of them."""
+def tiles_of(ends: Array, rows: int, tile: int) -> Array:
+    """How many tiles of rows there are of all groups up to each [G + 1] int32, the last of which is the rows without
+    one."""
     ends = jnp.concatenate([ends, jnp.full(1, rows, jnp.int32)])
     starts = starts_of(ends)
-    first = starts // _ROWS * _ROWS
-    last = running_sums(jnp.where(ends > starts, -(-(ends - first) // tile), 0))
-    number = jnp.arange(-(-(rows + (_ROWS - 1) * len(ends)) // tile) + len(ends) - 1, dtype=jnp.int32)
-    group = jnp.minimum(number_up_to(last, number), len(ends) - 1)
-    row = first[group] + (number - starts_of(last)[group]) * tile
-    return last[-1:], Tile(row, group, starts[group], ends[group])
+    return running_sums(jnp.where(ends > starts, ceil_div(ends - _aligned(starts), tile), 0))
+
+
+def tile_at(i: Any, numbers: Any, ends: Any, rows: int, tile: int) -> Tile:
+    """Tile i, of references to `tiles_of` and to [G] where groups end.
+
+    The copying warpgroup has time to search: a table of all tiles was one more launch, 3 us on an H100.
+    """
+    groups = ends.shape[0]
+
+    def halve(_: Any, between: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = between
+        middle = lax.div(low + high, jnp.int32(2))
+        passed = numbers[middle] <= i
+        return jnp.where(passed, middle + 1, low), jnp.where(passed, high, middle)
+
+    group, _ = lax.fori_loop(0, groups.bit_length(), halve, (jnp.int32(0), jnp.int32(groups)))
+    before = lax.max(group - 1, jnp.int32(0))
+    begin, number = (jnp.where(group > 0, x[before], 0) for x in (ends, numbers))
+    end = jnp.where(group < groups, ends[lax.min(group, jnp.int32(groups - 1))], rows)
+    return Tile(_aligned(begin) + (i - number) * tile, group, begin, end)
+
+
+def _aligned(row: Any) -> Any:
+    return lax.div(row, jnp.int32(_ROWS)) * _ROWS
 
 
 def layer(
     x: Array,  # [T, K]
     weight: Array,  # [G, N, K], or [G, K, N]
     ends: Array,  # [G] int32
-    fill: Array,  # 0-d float32
+    fill: Array,  # [G] float32
     bias: Array | None,  # [G, N]
     row_scale: Array | None,  # [T]
     options: Options,
@@ -112,7 +130,7 @@ def layer(
     y, _ = run(None, swiglu=False, keeps=False, dtype=jnp.float32)
     out = activated(options, y)
     if row_scale is not None:
-        out = jnp.where(has_group(ends, len(x))[:, None], out * row_scale[:, None].astype(jnp.float32), fill)
+        out = jnp.where(has_group(ends, len(x))[:, None], out * row_scale[:, None].astype(jnp.float32), fill[-1])
     return out.astype(x.dtype), y.astype(x.dtype) if keeps else None
 
 
@@ -122,17 +140,21 @@ def _are_short(rows: int, groups: int) -> bool:
 
 
 def _rows_config(rows: int, groups: int) -> MosaicConfig:
-    """By the mean rows of a group: fewer take smaller tiles."""
+    """By the mean rows of a group: fewer take smaller tiles, and as many tiles go together as share a weight.
+
+    With 256 groups of 128 rows, two are 3 to 7% faster than eight on an H200; with 128 groups of 512, four 1% on an
+    H100.
+    """
     if rows < 96 * groups:
         return FEW_ROWS_CONFIG
-    return SHORT_CONFIG if _are_short(rows, groups) else ROWS_CONFIG
+    return replace(ROWS_CONFIG, group=min(max(rows // (ROWS_CONFIG.tile_m * groups), 2), ROWS_CONFIG.group))
 
 
 def rows_product(
     x: Array,  # [T, K]
     weight: Array,  # [G, N, K], or [G, K, N]
     ends: Array,  # [G] int32
-    fill: Array,  # 0-d float32
+    fill: Array,  # [G] float32
     bias: Array | None,  # [G, N]
     row_scale: Array | None,  # [T]
     *,
@@ -147,7 +169,6 @@ def rows_product(
     (rows, k), groups = x.shape, len(weight)
     n = weight.shape[1 if gnk else 2]
     c = config or _rows_config(rows, groups)
-    number, all_tiles = tiles_of(ends, rows, c.tile_m)
     wide = -(-rows // _ROWS) * _ROWS
     columns = 128 // jnp.dtype(dtype).itemsize
     # Of a tile's columns, those of each warpgroup's part are of the gate, and then of the up projection.
@@ -159,10 +180,10 @@ def rows_product(
     registers = Registers(interpret)
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        return refs["number"][0], tiles_n, k // c.tile_k
+        return refs["numbers"][groups], tiles_n, k // c.tile_k
 
     def look_up(refs: Refs, i: Any, j: Any) -> tuple[Any, Tile]:
-        tile = Tile(*(refs[name][i] for name in Tile._fields))
+        tile = tile_at(i, refs["numbers"], refs["ends"], rows, c.tile_m)
         return jnp.where(tile.group < groups, jnp.int32(k // c.tile_k), jnp.int32(1)), tile
 
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
@@ -181,7 +202,7 @@ def rows_product(
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         first, group, begin, end = p.found
         row = first + p.m - p.i * c.tile_m
-        of_none = refs["fill"][0]
+        of_none = refs["fill"][groups - 1]
         column = lax.div(p.n, jnp.int32(2)) if swiglu else p.n
         scale = None if row_scale is None else registers.load(refs["row_scale"].at[pl.ds(row, c.part_m)], 1)
 
@@ -239,7 +260,7 @@ def rows_product(
         """In float32, with so many numbers more: tiles may reach beyond."""
         return None if x is None else jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, size)])
 
-    inputs = {"x": _padded(x), "weight": weight, "bias": vector(bias, c.tile_n), "fill": fill.reshape(1)}
+    inputs = {"x": _padded(x), "weight": weight, "bias": vector(bias, c.tile_n), "fill": fill}
     outputs = {"out": jax.ShapeDtypeStruct((wide, out_n), dtype)}
     if keeps:
         outputs["y"] = jax.ShapeDtypeStruct((2, wide, out_n) if swiglu else (wide, n), dtype)
@@ -251,11 +272,16 @@ def rows_product(
         tiles,
         copies,
         epilogue,
-        inputs={**inputs, "row_scale": vector(row_scale, c.tile_m), "number": number, **all_tiles._asdict()},
+        inputs={
+            **inputs,
+            "row_scale": vector(row_scale, c.tile_m),
+            "ends": ends,
+            "numbers": tiles_of(ends, rows, c.tile_m),
+        },
         outputs=outputs,
         stored=dtype,
         right_copies=c.tile_n // half if swiglu else 1,
-        look_up=look_up,
+        look_up=LookUp(Tile, look_up),
         # Where tiles share no weight, memory is what they wait for, and whoever is ready goes on: 3.06 ms for 3.25 with
         # 256 groups of 128 rows.  Where they do, lists keep them together: 0.31 for 0.34 ms with 128 groups of 512.
         counter=_are_short(rows, groups),
@@ -305,16 +331,14 @@ def weight_product(
         return products.weight_product(left, right, ends, fill)
     columns = 128 // jnp.dtype(dtype).itemsize
     tiles_m = -(-m // c.tile_m)
-    starts = starts_of(ends)
-    order = largest_first(ends - starts)
-    begin = starts[order]
-    all_groups = Tile(begin // _ROWS * _ROWS, order, begin, ends[order])
+    all_groups = dict(zip(("group", "begin", "end"), largest_first(ends), strict=True))
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         return groups * tiles_m, -(-n // c.tile_n), -(-rows // c.tile_k)
 
     def look_up(refs: Refs, i: Any, j: Any) -> tuple[Any, Tile]:
-        tile = Tile(*(refs[name][lax.div(i, jnp.int32(tiles_m))] for name in Tile._fields))
+        group, begin, end = (refs[name][lax.div(i, jnp.int32(tiles_m))] for name in all_groups)
+        tile = Tile(_aligned(begin), group, begin, end)
         return jnp.where(tile.begin < tile.end, ceil_div(tile.end - tile.row, c.tile_k), 0), tile
 
     def column(i: Any) -> Any:
@@ -349,10 +373,10 @@ def weight_product(
         tiles,
         copies,
         epilogue,
-        inputs={"left": _padded(left), "right": _padded(right), "fill": fill, **all_groups._asdict()},
+        inputs={"left": _padded(left), "right": _padded(right), "fill": fill, **all_groups},
         outputs={"out": jax.ShapeDtypeStruct((groups, m, n), dtype)},
         stored=dtype,
-        look_up=look_up,
+        look_up=LookUp(Tile, look_up),
         counter=True,
         clean=(unclean, clean),
         name="grouped_weight_product",

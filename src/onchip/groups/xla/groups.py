@@ -13,28 +13,25 @@ from onchip.frontend.jax_inputs import accumulator
 
 
 def ends_of_sizes(sizes: Array, rows: int) -> tuple[Array, Array]:
-    """Where groups of these sizes end, as `ends_until`: none is negative, and they fit into so many rows."""
-    # What is wrong counts as too much.  The first sum that is can't overflow; what those after it are doesn't matter.
+    """Where groups of these sizes end, as `ends_where`: none is negative, and they fit into so many rows."""
     most = rows + 1
     clipped = jnp.where(sizes < 0, most, jnp.minimum(sizes, most)).astype(jnp.uint32)
     ends = running_sums(clipped)
-    return ends_until(ends <= rows, ends.astype(jnp.int32))
+    # Sums that wrap around are above 2**32 in float32, with an error of far less than 2**30.
+    right = (ends <= rows) & (running_sums(clipped.astype(jnp.float32)) < 3 * 2.0**30)
+    return ends_where(right, ends.astype(jnp.int32)), right
 
 
 def ends_of_offsets(offsets: Array, rows: int) -> tuple[Array, Array]:
-    """These ends, as `ends_until`: the first is 0 or more, none is below the one before, and they fit."""
-    fits = (offsets >= starts_of(offsets)) & (offsets <= rows)
-    return ends_until(fits, jnp.clip(offsets, 0, rows).astype(jnp.int32))
+    """These ends, as `ends_where`: the first is 0 or more, none is below the one before, and they fit."""
+    wrong = (offsets < starts_of(offsets)) | (offsets > rows)
+    right = running_sums(wrong.astype(jnp.int32)) == 0
+    return ends_where(right, jnp.clip(offsets, 0, rows).astype(jnp.int32)), right
 
 
-def ends_until(fits: Array, ends: Array) -> tuple[Array, Array]:
-    """Where groups end [G] int32, and whether they are right [G] bool: up to the first that doesn't fit.
-
-    From there on groups end where the last one ends that is right.
-    """
-    index = jnp.arange(len(ends), dtype=jnp.int32)
-    right = index < jnp.min(jnp.where(fits, len(ends), index))
-    return jnp.where(right, ends, jnp.where(right, ends, 0).max()), right
+def ends_where(right: Array, ends: Array) -> Array:
+    """Where groups end [G] int32: from the first on that is wrong, where the last one ends that is right [G] bool."""
+    return _up_to_each(jnp.where(right, ends, 0)).max(1)
 
 
 def starts_of(ends: Array) -> Array:
@@ -44,8 +41,13 @@ def starts_of(ends: Array) -> Array:
 
 def running_sums(x: Array) -> Array:
     """[G] of x's dtype: of the first, of the first two, ...; one operation of XLA's, where its own takes several."""
+    return _up_to_each(x).sum(1, dtype=x.dtype)
+
+
+def _up_to_each(x: Array) -> Array:
+    """[G, G]: in each row as many of x [G] as its number says, and zeros; nothing that XLA writes to memory."""
     index = jnp.arange(len(x), dtype=jnp.int32)
-    return jnp.where(index <= index[:, None], x, 0).sum(1, dtype=x.dtype)
+    return jnp.where(index <= index[:, None], x, 0)
 
 
 def number_up_to(ascending: Array, x: Array) -> Array:
@@ -54,12 +56,14 @@ def number_up_to(ascending: Array, x: Array) -> Array:
     return (ascending <= x[:, None]).sum(1, dtype=jnp.int32)
 
 
-def largest_first(sizes: Array) -> Array:
-    """The groups [G] int32, by size; of the same size in their order."""
-    index = jnp.arange(len(sizes), dtype=jnp.int32)
+def largest_first(ends: Array) -> tuple[Array, Array, Array]:
+    """The groups, where each begins, and where it ends, [G] int32 each, by size; of the same size in their order."""
+    starts, index = starts_of(ends), jnp.arange(len(ends), dtype=jnp.int32)
+    sizes = ends - starts
     before = (sizes > sizes[:, None]) | ((sizes == sizes[:, None]) & (index < index[:, None]))
-    rank = before.sum(1, dtype=jnp.int32)
-    return jnp.where(rank == index[:, None], index, 0).sum(1, dtype=jnp.int32)
+    its = before.sum(1, dtype=jnp.int32) == index[:, None]
+    group, begin, end = (jnp.where(its, x, 0).sum(1, dtype=jnp.int32) for x in (index, starts, ends))
+    return group, begin, end
 
 
 def has_group(ends: Array, rows: int) -> Array:

@@ -3,8 +3,8 @@
 A group of n rows is cut into ceil(n / block) blocks, so there are at most T / block + G; how many, the device knows.
 A row of another group, or of none, never enters a result, whatever it holds.
 
-`fill` is what rows without a group get, and for each group the weight of an empty one: 0, or NaN where sizes or indices
-can't be right.  Groups that can't be right are empty.
+`fill` [G] is what an empty group's weight gets, and its last what rows without a group get: 0, or NaN where sizes or
+indices can't be right.  Groups that can't be right are empty.
 """
 
 from functools import partial
@@ -59,7 +59,7 @@ def layer(
     x: Array,  # [T, K]
     weight: Array,  # [G, N, K], or [G, K, N]
     ends: Array,  # [G] int32
-    fill: Array,  # 0-d
+    fill: Array,  # [G] float32
     bias: Array | None,  # [G, N]
     row_scale: Array | None,  # [T]
     options: Options,
@@ -70,7 +70,7 @@ def layer(
     over = 2 if options.weight_layout == "gnk" else 1
     n = weight.shape[3 - over]
     columns = (n if options.activation is None else n // 2, *((n,) if keeps else ()))
-    outs = tuple(jnp.full((rows, c), fill, x.dtype) for c in columns)
+    outs = tuple(jnp.full((rows, c), fill[-1], x.dtype) for c in columns)
     if rows > 0:
         blocks = _blocks(ends, rows)
 
@@ -92,10 +92,7 @@ def layer(
 
 
 def weight_product(left: Array, right: Array, ends: Array, fill: Array) -> Array:
-    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N]; of their dtype.
-
-    `fill` is [G] float32.
-    """
+    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N]; of their dtype."""
     rows, total = len(left), accumulator(left.dtype)
     shape = left.shape[1], right.shape[1]
     out = jnp.broadcast_to(fill[:, None, None], (len(ends), *shape)).astype(left.dtype)

@@ -13,7 +13,7 @@ epilogue.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.kernels.mosaic.counter import Counter
+from onchip.kernels.mosaic.numbers import Broadcast, Counter
 from onchip.kernels.mosaic.registers import Registers
 
 SHARED_BYTES = 232448
@@ -130,6 +130,17 @@ class Addends:
     add: Callable[[Refs, Any, Any, Any], Any]
     """Of the references, the product, and the shared memory of the left and of the right operand, what the epilogue is
     given."""
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """What is read from device memory for each tile.  The copying warpgroup does so, and tells the others."""
+
+    found: Any
+    """The class of what is found: a NamedTuple of int32."""
+    of: Callable[[Refs, Any, Any], tuple[Any, Any]]
+    """Of the references and a tile's row and column, its number of steps, 0 too, and what copies and the epilogue then
+    have as `found`."""
 
 
 def ceil_div(x: Any, y: Any) -> Any:
@@ -277,7 +288,7 @@ def persistent_product(
     stored: Any = None,
     right_copies: int = 1,
     halves: bool = False,
-    look_up: Callable[[Refs, Any, Any], tuple[Any, Any]] | None = None,
+    look_up: LookUp | None = None,
     counter: bool = False,
     in_pairs: Callable[[Any], Any] | None = None,
     clean: tuple[Callable[[Refs, Step], Any], Callable[[Refs, Step, Any, Any, Any], None]] | None = None,
@@ -304,10 +315,9 @@ def persistent_product(
         how many in a third argument.
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
-    look_up: of the references and a tile's row and column, its number of steps, 0 too, where tiles differ, and
-        what copies and the epilogue then find in `found`.
-    counter: each program takes its next tile from a counter.  Otherwise it has a list: where all tiles take as long,
-        programs then go through memory together.
+    look_up: where tiles differ.
+    counter: each program takes its next tile from a counter; with `look_up` only.  Otherwise it has a list: where all
+        tiles take as long, programs then go through memory together.
     in_pairs: of what was looked up, whether a tile's steps are copied two at a time.
     clean: whether a step's operands have to be cleaned before they are multiplied, of the references and the step; and
         what does a warpgroup's share of that, of these, the operands in shared memory and the warpgroup.
@@ -332,7 +342,8 @@ def persistent_product(
     dtype_a, dtype_b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     brought = () if promotion is None else promotion.brought
     assert promotion is None or (left, right) == ("mk", "nk")
-    assert not halves or (look_up is None and not counter)
+    assert not (halves and look_up)
+    assert look_up or not counter
     assert addends is None or not (halves or promotion)
     assert clean is None or promotion is None
     own = dict(scratch or {})
@@ -356,37 +367,42 @@ def persistent_product(
             lax.max(tiles_m, jnp.int32(1)), lax.max(tiles_n, jnp.int32(1)), all_steps, programs, c.group, halves
         )
         items = jnp.where((tiles_m > 0) & (tiles_n > 0), work.items, 0)
-        told = Counter(*(refs[x.name] for x in fields(Counter))) if counted else None
+        count = Counter(*(refs[x] for x in ("counter", *Counter.shared()))) if counted else None
+        spoken = Broadcast(refs["said"], refs["told"], refs["heard"], interpret) if look_up else None
 
         def slot_of(number: Any) -> Any:
             return lax.rem(number, jnp.int32(c.stages))
 
-        def item(number: Any) -> Item:
+        def find(x: Any, number: Any = None) -> tuple[Any, Item]:
+            """The x-th tile of this program, of this number if it is known; numbers from `items` on are no tiles."""
+            if number is None:
+                # As many are taken as there are tiles: one after each.
+                number = work.number(x, program) if count is None else programs + count.take(items)
             of = work.item(number)
-            if look_up is None:
-                return of
-            steps, found = look_up(refs, of.i, of.j)
-            return of._replace(steps=steps, found=found)
+            if look_up is None or spoken is None:
+                return number, of
+            steps, found = look_up.of(refs, of.i, of.j)
+            spoken.tell(x, (number, of.i, of.j, steps, *found))
+            return number, of._replace(steps=steps, found=found)
 
-        def number(x: Any, *, take: bool) -> Any:
-            """Of this program's x-th tile."""
-            if told is None:
-                return work.number(x, program)
-            # As many are taken as there are tiles: one after each.
-            return programs + (told.take(x, items) if take else told.hear(x))
+        def hear(x: Any) -> tuple[Any, Item]:
+            assert look_up is not None
+            assert spoken is not None
+            number, i, j, steps, *found = spoken.hear(x)
+            return number, Item(i, j, jnp.int32(0), steps, look_up.found(*found))
 
-        def each_tile(do: Callable[[Item, Any], Any], number: Callable[[Any], Any]) -> None:
-            """Call `do` with each tile of this program, of which number(x) is the x-th, and the number of steps before
+        def each_tile(do: Callable[[Item, Any], Any], first: tuple[Any, Item], following: Callable[..., Any]) -> None:
+            """Call `do` with each tile of this program, the first and what follows, and the number of steps before
             it."""
 
             def one(state: tuple[Any, Any, Any, Item]) -> tuple[Any, Any, Any, Item]:
                 x, before, _, of = state
                 do(of, before)
-                following = number(x + 1)
-                return x + 1, before + of.steps + (0 if addends is None else _MATH), following, item(following)
+                return x + 1, before + of.steps + (0 if addends is None else _MATH), *following(x + 1)
 
-            zero, first = jnp.int32(0), lax.convert_element_type(program, jnp.int32)
-            lax.while_loop(lambda state: state[2] < items, one, (zero, zero, first, item(first)))
+            lax.while_loop(lambda state: state[2] < items, one, (jnp.int32(0), jnp.int32(0), *first))
+
+        own_first = partial(find, jnp.int32(0), lax.convert_element_type(program, jnp.int32))
 
         def copy() -> None:
             plgpu.set_max_registers(40, action="decrease")
@@ -412,7 +428,9 @@ def persistent_product(
                         plgpu.barrier_wait(free.at[slot])
                         addends.copies(refs, which, w, a_smem.at[slot], b_smem.at[slot], full.at[slot])
 
-            each_tile(tile, partial(number, take=True))
+            each_tile(tile, own_first(), find)
+            if spoken is not None:
+                spoken.end()
             for slot in range(c.stages):  # until the last products have read theirs
                 plgpu.barrier_wait(free.at[slot])
 
@@ -532,12 +550,14 @@ def persistent_product(
                 return _storing(refs["stored"].at[warpgroup], c, m, n, columns) if stores else None
 
             of_tile = tile if promotion is None else partial(promoted_tile, promotion)
-            each_tile(of_tile, partial(number, take=False))
+            if spoken is None:
+                each_tile(of_tile, own_first(), find)
+            else:
+                spoken.begin()
+                each_tile(of_tile, hear(jnp.int32(0)), hear)
             if stores:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        if told is not None:
-            told.begin()
         lax.cond(warpgroup == _MATH, copy, multiply)
 
     shared: dict[str, Any] = {f"brought {i}": plgpu.SMEM((c.stages, x), jnp.float32) for i, x in enumerate(brought)}
@@ -547,7 +567,9 @@ def persistent_product(
     shared |= {name: plgpu.Barrier(num_arrivals=1, num_barriers=x) for name, x in (barriers or {}).items()}
     if clean is not None:
         shared["cleaned"] = plgpu.Barrier(num_arrivals=_MATH)
-    shared |= Counter.shared(_ALL) if counted else {}
+    shared |= Counter.shared() if counted else {}
+    shared |= Broadcast.shared(4 + len(look_up.found._fields), _MATH) if look_up else {}
+    assert not shared.keys() & {*inputs, *outputs, "counter"}
     ring = [
         swizzled((c.stages, *shape_a), dtype_a),
         swizzled((c.stages, *shape_b), dtype_b),

@@ -11,12 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-_ADD_ONE = """{
-.reg .pred first; .reg .b32 x;
-mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.u32 first, x, 0;
+_FIRST = ".reg .pred first; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.u32 first, x, 0;"
+_ADD_ONE = f"""{{
+{_FIRST}
 @first atom.global.inc.u32 x, [$0], $2;
 @first st.shared.u32 [$1], x;
-}"""
+}}"""
 
 
 def add_one(counter: Any, before: Any, last: Any) -> None:
@@ -28,6 +28,22 @@ def add_one(counter: Any, before: Any, last: Any) -> None:
         _run(_ADD_ONE, "l,r,r", [utils.memref_ptr(counter), utils.memref_ptr(before), last.registers.item()])
 
     add(counter, before, last)
+
+
+def put(into: Any, numbers: Sequence[Any], interpret: Any) -> None:
+    """Write numbers [N] int32 to shared memory."""
+    if interpret is not None:
+        for i, x in enumerate(numbers):
+            into[i] = x
+        return
+    lines = [f"@first st.shared.b32 [$0 + {4 * i}], ${i + 1};" for i in range(len(numbers))]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(numbers)))
+    def write(_: Any, into: Any, *numbers: Any) -> None:
+        arguments = [utils.memref_ptr(into), *(x.registers.item() for x in numbers)]
+        _run("{" + "\n".join([_FIRST, *lines]) + "}", ",".join("r" * len(arguments)), arguments)
+
+    write(into, *numbers)
 
 
 def zero_rows(ref: Any, warpgroup: Any, begin: Any, end: Any, interpret: Any) -> None:

@@ -235,12 +235,12 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[
 
     def run(layer: _Layer, at: _Rows) -> tuple[Any, Any]:
         ends, right = _limits(static, at)
-        fill = _zero_or_nan(right[-1])
+        fill = _zero_or_nan(right)
         x = layer.x if at.rows is None else groups.take_rows(layer.x, at.rows)
         engine = _engine(static.backend)
         out, y = engine.layer(x, layer.weight, ends, fill, layer.bias, layer.row_scale, static.options, keeps)
         if at.scatter_rows is not None:
-            out = engine.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill.astype(x.dtype)
+            out = engine.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill[-1].astype(x.dtype)
         return out, y
 
     out, y = _unmapped(run)(layer, at)
@@ -253,7 +253,7 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
         p, options, engine = static.problem, static.options, _engine(static.backend)
         total = accumulator(x.dtype)
         ends, right = _limits(static, at)
-        fill, fills = _zero_or_nan(right[-1]), _zero_or_nan(right)
+        fill = _zero_or_nan(right)
         # Rows without a group may hold anything in all of these.
         g = grad_out if at.scatter_rows is None else groups.take_rows(grad_out, at.scatter_rows)
         g = g.astype(total)
@@ -261,22 +261,22 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
         grad_x = grad_weight = grad_bias = grad_scale = None
         if needs.row_scale:
             grad_scale = (g * swiglu.activated(options, wide)).sum(1)
-            grad_scale = jnp.where(groups.has_group(ends, p.tokens), grad_scale, fill)
+            grad_scale = jnp.where(groups.has_group(ends, p.tokens), grad_scale, fill[-1])
         if row_scale is not None:
             g = g * row_scale.astype(total)[:, None]
         d = g if options.activation is None else swiglu.gradient(options, wide, g)
         if needs.bias:
-            grad_bias = groups.group_sums(d, ends) + fills[:, None]
+            grad_bias = groups.group_sums(d, ends) + fill[:, None]
         d = d.astype(x.dtype)
         if needs.x:
             turned = Options(weight_layout="gkn" if options.weight_layout == "gnk" else "gnk")
             grad_x, _ = engine.layer(d, weight, ends, fill, None, None, turned, False)
             if at.rows is not None:
-                grad_x = engine.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill.astype(x.dtype)
+                grad_x = engine.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill[-1].astype(x.dtype)
         if needs.weight:
             source = x if at.rows is None else groups.take_rows(x, at.rows)
             operands = (d, source) if options.weight_layout == "gnk" else (source, d)
-            grad_weight = engine.weight_product(*operands, ends, fills)
+            grad_weight = engine.weight_product(*operands, ends, fill)
         return _Layer(grad_x, grad_weight, grad_bias, grad_scale)
 
     made: _Layer = _unmapped(run)(saved, grad_out)
@@ -308,11 +308,13 @@ def _limits(static: _Static, at: _Rows) -> tuple[JaxArray, JaxArray]:
     for index, limit in ((at.rows, p.source_rows), (at.scatter_rows, p.out_rows)):
         if index is not None:
             right &= groups.in_range(index, ends, limit)
-    return jnp.where(right[0], ends, 0), right
+            ends = jnp.where(right[0], ends, 0)
+    return ends, right
 
 
 def _zero_or_nan(right: JaxArray) -> JaxArray:
-    return jnp.where(right, jnp.float32(0), jnp.float32(jnp.nan))
+    """[G] float32: NaN from the first wrong group on.  XLA makes running sums in the operation that makes the ends."""
+    return groups.running_sums(jnp.where(right, jnp.float32(0), jnp.float32(jnp.nan)))
 
 
 _grouped = with_gradients(OP, _forward, _backward)
