@@ -129,7 +129,7 @@ def test_what_kernels_refuse(monkeypatch):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
     call = partial(linear_cross_entropy, backend="mosaic_gpu")
-    message = "backend 'mosaic_gpu' can't run this call: inside of jax.shard_map its kernels need check_vma=False, and gradients check_vma=True; call sharded_linear_cross_entropy outside of it, or pass backend='xla'"
+    message = "backend 'mosaic_gpu' can't run this call: it doesn't take a split vocabulary inside of a jax.shard_map with check_vma, which gradients need; call sharded_linear_cross_entropy outside of it, or pass backend='xla'"
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(partial(call, axis_name="model"), mesh=mesh, in_specs=(P(), P("model"), P()), out_specs=P())
     assert_refused("linear_cross_entropy", lambda: jax.eval_shape(run, H, W, Y), ValueError, message)

@@ -23,6 +23,7 @@ from onchip.jax import fp8_linear
 from onchip.kernels.mosaic.product import SHARED_BYTES
 from onchip.ops.fp8_linear import jax_op, reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
+from shard_map_lowering import kernels
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Products of two formats need JAX 0.11.2: below it a call that would make one is refused.
@@ -96,6 +97,20 @@ def test_each_argument_keeps_its_dtype_and_x_is_kept_in_fp8():
     assert [a.dtype for a in grads] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
 
 
+def test_shard_map():
+    """A device's own rows, and a weight and a bias that all devices have: JAX sums the gradients of those over them."""
+    x, w, b, g = problem()
+
+    def gradients(x, w, b, g):
+        return jax.grad(lambda *given: (fp8_linear(*given) * g).sum(), (0, 1, 2))(x, w, b)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    own, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    split = jax.shard_map(gradients, mesh=mesh, in_specs=(own, whole, whole, own), out_specs=(own, whole, whole))
+    for p, q in zip(jax.jit(split)(x, w, b, g), jax.jit(gradients)(x, w, b, g), strict=True):
+        np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-5)
+
+
 def test_vmap_is_a_loop():
     x, w, b, g = problem()
     xs, gs = x.reshape(2, 10, -1), g.reshape(2, 10, -1)
@@ -166,6 +181,15 @@ def test_too_much_shared_memory():
     f = partial(scaled_product, by_block=True, dtype=jnp.float32, config=replace(CONFIG, stages=5))
     with pytest.raises(ValueError, match=rf"scaled_product: .* bytes of shared memory, of which .* {SHARED_BYTES}"):
         lower(f, scaled(8, 128), scaled(8, 128, True))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_the_kernels_are_the_same_in_a_shard_map():
+    op = partial(fp8_linear, backend="mosaic_gpu")
+    shapes = ((256, 256), "bfloat16"), ((384, 256), "bfloat16"), ((384,), "bfloat16")
+    plain, tracked = (kernels(lambda x, w, b: op(x, w, b), *shapes, check_vma=check) for check in (False, True))
+    assert len(plain) == 3
+    assert tracked == plain
 
 
 @pytest.mark.parametrize(

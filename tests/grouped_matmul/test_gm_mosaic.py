@@ -19,6 +19,7 @@ from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.jax import grouped_matmul
 from onchip.ops.grouped_matmul import jax_op, reference
+from shard_map_lowering import kernels
 
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 BF16 = jnp.bfloat16
@@ -94,6 +95,17 @@ def test_the_op_lowers(layout, monkeypatch):
     weight = ((4, 256, 192) if layout == "gnk" else (4, 192, 256), BF16)
     shapes = (((300, 192), BF16), weight, ((4, 256), BF16), ((500,), jnp.float32), ENDS, ((500,), jnp.int32))
     assert lower(step, *shapes).count("custom_call @mosaic_gpu") == 5
+
+
+@pytest.mark.parametrize("groups", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_the_kernels_are_the_same_in_a_shard_map(groups, monkeypatch):
+    """With lists of tiles and, for the weight's gradient and many groups, a counter."""
+    monkeypatch.setattr(jax_op, "mosaic_refusal", lambda *call: None)
+    op = partial(grouped_matmul, backend="mosaic_gpu")
+    shapes = ((1024, 256), BF16), ((groups, 384, 256), BF16), ((groups,), jnp.int32)
+    plain, tracked = (kernels(op, *shapes, check_vma=x) for x in (False, True))
+    assert len(plain) == 3
+    assert tracked == plain
 
 
 # --------------------------------------------------------------------------------------------------------- interpreted

@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.frontend.jax_call import varies_over, vary_alike
 from onchip.kernels.mosaic.numbers import Broadcast, Counter
 from onchip.kernels.mosaic.registers import Registers
 
@@ -262,6 +263,10 @@ def launch(
     )
     parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     out_type = tuple(outputs.values())
+    if axes := frozenset[str]().union(*map(varies_over, inputs.values())):
+        # Inside of a jax.shard_map with check_vma: results vary as all that they are made of.
+        vary = jax.sharding.ManualAxisType(varying=axes)
+        out_type = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=vary) for x in out_type)
     run = pl.kernel(
         kernel, out_type=out_type, mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
     )
@@ -595,7 +600,7 @@ def persistent_product(
             state[1][name][...] = x
 
     empty = {name: lax.empty(x.shape, x.dtype) for name, x in outputs.items()}
-    made: dict[str, Any] = pl.run_state(counting)((jnp.zeros(1, jnp.int32), empty))[1]
+    made: dict[str, Any] = pl.run_state(counting)(vary_alike((jnp.zeros(1, jnp.int32), empty), inputs))[1]
     return made
 
 

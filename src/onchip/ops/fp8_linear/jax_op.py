@@ -13,7 +13,7 @@ from jax import lax
 from onchip.core.backends import choose_backend
 from onchip.fp8.jax_quantize import Quantized, dequantize, operand
 from onchip.fp8.numbers import OP, GradDtype, Options, Scale
-from onchip.frontend.jax_call import with_gradients
+from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import check_kinds, platform, require_arrays
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_one_of
@@ -85,7 +85,7 @@ def fp8_linear(
         raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
     spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
-    layer = _Layer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias)))
+    layer = vary_alike(_Layer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias))))
     out: jax.Array = _linear(_Static(chosen, options, weight_layout), layer, None)
     return out
 

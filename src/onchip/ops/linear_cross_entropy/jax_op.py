@@ -294,7 +294,7 @@ def refusals(
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
     if is_tracked(shard.axis):
         split["mosaic_gpu"] = (
-            "inside of jax.shard_map its kernels need check_vma=False, and gradients check_vma=True; call "
+            "it doesn't take a split vocabulary inside of a jax.shard_map with check_vma, which gradients need; call "
             f"sharded_{OP} outside of it, or pass backend='xla'"
         )
     elif shard.padded and (problem.softcap or problem.smoothing):
