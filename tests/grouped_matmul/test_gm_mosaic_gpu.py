@@ -121,9 +121,8 @@ def test_wrong_numbers_make_nan():
 
 @pytest.mark.parametrize(("groups", "indexed"), [(4, False), (4, True), (20, False)], ids=["", "indexed", "short"])
 def test_runs_and_transformations_agree(groups, indexed):
-    """The same bits from run to run, under checkpoint and in a map, which XLA makes one operation of with the slices
-    that it reads and writes; indexed: of rows that are read and written often; short: rows take tiles from a
-    counter."""
+    """The same bits from run to run, under checkpoint and in a map, where XLA fuses a kernel with the slices that it
+    reads and writes; indexed: of rows that are read and written often; short: rows take tiles from a counter."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((3, 2000, 256)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((3, groups, 384, 256)) * 0.1, jnp.bfloat16)
@@ -151,6 +150,25 @@ def test_runs_and_transformations_agree(groups, indexed):
         same += [(made[i][k], k) for made in (mapped, scanned) for k in range(3)]
         for made, k in same:
             np.testing.assert_array_equal(np.asarray(made, np.float32), np.asarray(each[k][i], np.float32))
+
+
+@pytest.mark.parametrize("groups", [4, 20])
+def test_shard_map(groups):
+    """With check_vma, its default: the same bits as without a shard_map."""
+    x, d, _, _ = tensors()
+    x, d = jnp.nan_to_num(x), jnp.nan_to_num(d)
+    weight = jnp.asarray(np.random.default_rng(1).standard_normal((groups, 640, 512)) * 0.1, jnp.bfloat16)
+    sizes = jnp.full(groups, 5000 // groups)
+
+    def step(x, weight, sizes, d):
+        out, pullback = jax.vjp(lambda x, w: op(x, w, sizes), x, weight)
+        return out, *pullback(d)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    own = jax.sharding.PartitionSpec("data")
+    split = jax.shard_map(step, mesh=mesh, in_specs=(own,) * 4, out_specs=(own,) * 3)
+    for made, right in zip(jax.jit(split)(x, weight, sizes, d), jax.jit(step)(x, weight, sizes, d), strict=True):
+        np.testing.assert_array_equal(np.asarray(made, np.float32), np.asarray(right, np.float32))
 
 
 def test_layer_of_experts():
