@@ -14,7 +14,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.groups.mosaic import products
-from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, tile_at, tiles_of
+from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, tile_at, tiles_up_to
 from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.jax import grouped_matmul
@@ -41,10 +41,10 @@ def test_each_row_is_in_one_tile(tile):
         done = np.zeros(rows, int)
         of_row = np.repeat(np.arange(len(sizes) + 1), (*sizes, rows - sum(sizes)))
         ends = jnp.asarray(np.cumsum(sizes), jnp.int32)
-        numbers = tiles_of(ends, rows, tile)
-        assert numbers[-1] >= 1
-        for i in range(int(numbers[-1])):
-            row, group, begin, end = (int(x) for x in find(i, numbers, ends))
+        up_to = tiles_up_to(ends, rows, tile)
+        assert up_to[-1] >= 1
+        for i in range(int(up_to[-1])):
+            row, group, begin, end = (int(x) for x in find(i, up_to, ends))
             assert row % 8 == 0
             mine = slice(max(row, begin), min(row + tile, end))
             assert (of_row[mine] == group).all()

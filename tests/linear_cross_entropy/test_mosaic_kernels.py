@@ -15,7 +15,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bits import assert_rounds
-from onchip.kernels.mosaic.product import MosaicConfig, Work, place_tile
+from onchip.kernels.mosaic.order import Work, place_tile
+from onchip.kernels.mosaic.product import MosaicConfig
 from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic.bits import HALF_A_PLACE, join, split
 from onchip.vocab.mosaic.blocks import Kept, tanh

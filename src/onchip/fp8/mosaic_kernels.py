@@ -22,12 +22,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.fp8.jax_quantize import ROWS, Quantized
 from onchip.fp8.numbers import BLOCK, up
+from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.product import (
     BOX,
     MosaicConfig,
     Part,
     Promotion,
-    Refs,
     Step,
     load_block,
     persistent_product,

@@ -28,22 +28,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.groups.mosaic.sums import sum_rows
-from onchip.groups.problem import Options
+from onchip.groups.problem import ROWS, Options, are_short, tiles_together
 from onchip.groups.xla import products
 from onchip.groups.xla.groups import has_group, largest_first, running_sums, starts_of
 from onchip.groups.xla.swiglu import activated
-from onchip.kernels.mosaic.product import (
-    BOX,
-    LookUp,
-    MosaicConfig,
-    Part,
-    Refs,
-    Step,
-    ceil_div,
-    load_block,
-    persistent_product,
-    send_to,
-)
+from onchip.kernels.mosaic.launch import Refs
+from onchip.kernels.mosaic.order import ceil_div
+from onchip.kernels.mosaic.product import BOX, LookUp, MosaicConfig, Part, Step, load_block, persistent_product, send_to
 from onchip.kernels.mosaic.ptx import zero_rows
 from onchip.kernels.mosaic.registers import Registers
 
@@ -52,7 +43,7 @@ __all__ = ["layer", "sum_rows", "weight_product"]
 LOG2E = 1.4426950408889634
 _ROWS = 8
 """What is copied by blocks has a multiple of so many rows."""
-ROWS_CONFIG = MosaicConfig(tile_m=128, tile_n=256, staging_slots=1)
+ROWS_CONFIG = MosaicConfig(tile_m=ROWS, tile_n=256, staging_slots=1)
 FEW_ROWS_CONFIG = replace(ROWS_CONFIG, tile_m=64, split="n")
 WEIGHT_CONFIG = MosaicConfig(tile_m=128, tile_n=256)
 
@@ -70,7 +61,7 @@ class Tile(NamedTuple):
     """Past its last one."""
 
 
-def tiles_of(ends: Array, rows: int, tile: int) -> Array:
+def tiles_up_to(ends: Array, rows: int, tile: int) -> Array:
     """How many tiles of rows there are of all groups up to each [G + 1] int32, the last of which is the rows without
     one."""
     ends = jnp.concatenate([ends, jnp.full(1, rows, jnp.int32)])
@@ -78,22 +69,22 @@ def tiles_of(ends: Array, rows: int, tile: int) -> Array:
     return running_sums(jnp.where(ends > starts, ceil_div(ends - _aligned(starts), tile), 0))
 
 
-def tile_at(i: Any, numbers: Any, ends: Any, rows: int, tile: int) -> Tile:
-    """Tile i, of references to `tiles_of` and to [G] where groups end.
+def tile_at(i: Any, up_to: Any, ends: Any, rows: int, tile: int) -> Tile:
+    """Tile i, of references to `tiles_up_to` and to [G] where groups end.
 
-    The copying warpgroup has time to search: a table of all tiles was one more launch, 3 us on an H100.
+    The copying warpgroup has time to search: a table of all tiles was one more launch, of about 3 us on an H100.
     """
     groups = ends.shape[0]
 
     def halve(_: Any, between: tuple[Any, Any]) -> tuple[Any, Any]:
         low, high = between
         middle = lax.div(low + high, jnp.int32(2))
-        passed = numbers[middle] <= i
+        passed = up_to[middle] <= i
         return jnp.where(passed, middle + 1, low), jnp.where(passed, high, middle)
 
     group, _ = lax.fori_loop(0, groups.bit_length(), halve, (jnp.int32(0), jnp.int32(groups)))
     before = lax.max(group - 1, jnp.int32(0))
-    begin, number = (jnp.where(group > 0, x[before], 0) for x in (ends, numbers))
+    begin, number = (jnp.where(group > 0, x[before], 0) for x in (ends, up_to))
     end = jnp.where(group < groups, ends[lax.min(group, jnp.int32(groups - 1))], rows)
     return Tile(_aligned(begin) + (i - number) * tile, group, begin, end)
 
@@ -134,20 +125,11 @@ def layer(
     return out.astype(x.dtype), y.astype(x.dtype) if keeps else None
 
 
-def _are_short(rows: int, groups: int) -> bool:
-    """Whether groups have a tile of rows on average, or less."""
-    return rows <= ROWS_CONFIG.tile_m * groups
-
-
 def _rows_config(rows: int, groups: int) -> MosaicConfig:
-    """By the mean rows of a group: fewer take smaller tiles, and as many tiles go together as share a weight.
-
-    With 256 groups of 128 rows, two are 3 to 7% faster than eight on an H200; with 128 groups of 512, four 1% on an
-    H100.
-    """
+    """By the mean rows of a group: fewer take smaller tiles."""
     if rows < 96 * groups:
         return FEW_ROWS_CONFIG
-    return replace(ROWS_CONFIG, group=min(max(rows // (ROWS_CONFIG.tile_m * groups), 2), ROWS_CONFIG.group))
+    return replace(ROWS_CONFIG, group=tiles_together(rows, groups))
 
 
 def rows_product(
@@ -180,10 +162,10 @@ def rows_product(
     registers = Registers(interpret)
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        return refs["numbers"][groups], tiles_n, k // c.tile_k
+        return refs["tiles_up_to"][groups], tiles_n, k // c.tile_k
 
     def look_up(refs: Refs, i: Any, j: Any) -> tuple[Any, Tile]:
-        tile = tile_at(i, refs["numbers"], refs["ends"], rows, c.tile_m)
+        tile = tile_at(i, refs["tiles_up_to"], refs["ends"], rows, c.tile_m)
         return jnp.where(tile.group < groups, jnp.int32(k // c.tile_k), jnp.int32(1)), tile
 
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
@@ -261,6 +243,7 @@ def rows_product(
         return None if x is None else jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, size)])
 
     inputs = {"x": _padded(x), "weight": weight, "bias": vector(bias, c.tile_n), "fill": fill}
+    inputs |= {"ends": ends, "tiles_up_to": tiles_up_to(ends, rows, c.tile_m)}
     outputs = {"out": jax.ShapeDtypeStruct((wide, out_n), dtype)}
     if keeps:
         outputs["y"] = jax.ShapeDtypeStruct((2, wide, out_n) if swiglu else (wide, n), dtype)
@@ -272,19 +255,14 @@ def rows_product(
         tiles,
         copies,
         epilogue,
-        inputs={
-            **inputs,
-            "row_scale": vector(row_scale, c.tile_m),
-            "ends": ends,
-            "numbers": tiles_of(ends, rows, c.tile_m),
-        },
+        inputs={**inputs, "row_scale": vector(row_scale, c.tile_m)},
         outputs=outputs,
         stored=dtype,
         right_copies=c.tile_n // half if swiglu else 1,
         look_up=LookUp(Tile, look_up),
         # Where tiles share no weight, memory is what they wait for, and whoever is ready goes on: 3.06 ms for 3.25 with
         # 256 groups of 128 rows.  Where they do, lists keep them together: 0.31 for 0.34 ms with 128 groups of 512.
-        counter=_are_short(rows, groups),
+        counter=are_short(rows, groups),
         # Blocks of a weight that no other tile reads: two are next to each other in memory.
         in_pairs=lambda tile: tile.end - tile.begin <= c.tile_m,
         # Without the layout of other results: that has rows by eights.

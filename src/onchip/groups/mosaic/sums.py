@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from onchip.groups.xla import groups
 from onchip.groups.xla.groups import rows_by_index
-from onchip.kernels.mosaic.product import Refs, ceil_div, launch, multiprocessors
+from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
+from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.registers import Registers
 
 _THREADS = 128  # of a warpgroup

@@ -217,7 +217,7 @@ def product_apart(
     TURNED: gl.constexpr,
     GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    SHORT: gl.constexpr,  # `tiles.are_short`
+    SHORT: gl.constexpr,  # `are_short` of problem.py
 ):
     """`grouped_product` without index and FP8."""
     # Of CONCATENATED a copy of the weight is half of a block.

@@ -12,21 +12,18 @@ from torch import Tensor
 from onchip.core.configs import until_cleared
 from onchip.fp8.torch_quantize import Quantized
 from onchip.frontend.torch_inputs import dtype_name
-from onchip.groups.problem import Options, Problem
+from onchip.groups.problem import ROWS, Options, Problem, are_short, tiles_together
 from onchip.groups.triton import kernels
 from onchip.groups.triton.tiles import (
     APART_COLUMNS,
     FP8_DEPTH,
-    ROWS,
     ProductConfig,
-    are_short,
     copying_rows_pays,
     gradient_config,
     plan_tiles,
     power_of_two,
     product_config,
     stored_config,
-    tiles_together,
 )
 from onchip.kernels.triton.launch import (
     ALL_REGISTERS,

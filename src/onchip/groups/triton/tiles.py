@@ -6,13 +6,11 @@ No framework.
 from dataclasses import asdict, dataclass, replace
 
 from onchip.core.configs import find_config
-from onchip.groups.problem import OP, Problem
+from onchip.groups.problem import OP, ROWS, Problem
 
 PLAN_HEAD = 4
 """Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if an index is wrong, and the first
 group whose size can't be right."""
-ROWS = 128
-"""Of a tile: one for all kernels that read a plan."""
 APART_COLUMNS = 256
 """Of a tile of the kernels in apart.py."""
 
@@ -30,20 +28,6 @@ def plan_numbers(p: Problem) -> int:
 def padded_rows(p: Problem) -> int:
     """Of what has 128 rows for each tile."""
     return ROWS * plan_tiles(p)
-
-
-def are_short(tokens: int, groups: int) -> bool:
-    """Whether groups have a tile of rows on average, or less."""
-    return tokens <= ROWS * groups
-
-
-def tiles_together(tokens: int, groups: int) -> int:
-    """Tiles of rows that the kernels in apart.py take with all columns: as many as a group has on average, from 2 to 8.
-
-    On an H100, with 128 rows a group, 2 took 3 to 11% less than 8 in five products of six and 4% more in the other;
-    with 512 rows, 4 took 0 to 2% less than 8 in nine of ten; with 2048, 1% more.
-    """
-    return max(2, min(8, -(-tokens // (ROWS * groups))))
 
 
 def copying_rows_pays(n: int, activation: bool) -> bool:

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.frontend.jax_call import varies_over, vary_alike
-from onchip.kernels.mosaic.numbers import Broadcast, Counter
+from onchip.frontend.jax_call import vary_alike
+from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
+from onchip.kernels.mosaic.order import Item, Work
 from onchip.kernels.mosaic.registers import Registers
+from onchip.kernels.mosaic.tile_numbers import Broadcast, Counter
 
 SHARED_BYTES = 232448
 """Shared memory that one block of an H100 may have."""
@@ -75,10 +76,6 @@ class MosaicConfig:
         results on their way out."""
         step = operand_bytes * self.tile_k * (self.tile_m + self.tile_n) + 4 * brought
         return self.stages * step + (_MATH * self.staging_slots * BOX * 128 if stores else 0)
-
-
-Refs = Mapping[str, Any]
-"""References to a kernel's inputs and outputs by their names."""
 
 
 class Step(NamedTuple):
@@ -144,27 +141,11 @@ class LookUp:
     have as `found`."""
 
 
-def ceil_div(x: Any, y: Any) -> Any:
-    return lax.div(x + (y - 1), jnp.asarray(y, jnp.int32))
-
-
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for blocks with rows of a multiple of 128 bytes, laid out as WGMMA and TMA want it."""
     columns = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def place_tile(tile: Any, tiles_m: Any, tiles_n: Any, group: int) -> tuple[Any, Any]:
-    """Row and column of a tile: up to `group` rows of tiles at a time, column by column, in even groups."""
-    size = ceil_div(tiles_m, ceil_div(tiles_m, group))
-    per_group = size * tiles_n
-    of = lax.div(tile, per_group)
-    first = of * size
-    height = lax.min(tiles_m - first, size)
-    within = tile - of * per_group
-    column = lax.div(within, height)
-    return first + within - column * height, column
 
 
 def load_block(source: Any, row: Any, rows: int, column: Any, columns: int, into: Any, barrier: Any) -> None:
@@ -181,102 +162,6 @@ def send_to(
         plgpu.copy_smem_to_gmem(block, into, commit_group=False, reduction_op=reduction)
 
     return send
-
-
-class Item(NamedTuple):
-    """Row and column of tiles, the first step and the number of steps, and what was looked up for the tile."""
-
-    i: Any
-    j: Any
-    first: Any
-    steps: Any
-    found: Any
-
-
-class Work:
-    """What there is to do: tiles of the result, the last few of them cut in two halves of the steps.
-
-    That is where it fills the device better: as many programs as there are work on one item after the other, a half
-    being a program's last item.
-    """
-
-    def __init__(self, tiles_m: Any, tiles_n: Any, steps: Any, programs: int, group: int, halves: bool) -> None:
-        self.tiles_m, self.tiles_n, self.steps, self.group = tiles_m, tiles_n, steps, group
-        tiles = tiles_m * tiles_n
-        rest = lax.rem(tiles, jnp.int32(programs))
-        cut = jnp.where((2 * rest <= programs) & (steps > 1), rest, 0) if halves else jnp.int32(0)
-        self.whole = tiles - cut
-        self.items = tiles + cut
-        self.programs = programs
-
-    def number(self, turn: Any, program: Any) -> Any:
-        """A program's item of a turn.  Programs go from first to last, then from last to first: so it evens out where
-        items get shorter and shorter."""
-        turned = jnp.where(lax.rem(turn, jnp.int32(2)) == 0, program, self.programs - 1 - program)
-        return turn * self.programs + turned
-
-    def item(self, number: Any) -> Item:
-        """What an item is; past the last one, the last."""
-        number = jnp.minimum(number, self.items - 1)
-        over = lax.max(number - self.whole, jnp.int32(0))
-        second = lax.rem(over, jnp.int32(2))
-        middle = lax.div(self.steps, jnp.int32(2))
-        half = jnp.where(second == 1, self.steps - middle, middle)
-        steps = jnp.where(number < self.whole, self.steps, half)
-        tile = number - over + lax.div(over, jnp.int32(2))
-        i, j = place_tile(tile, self.tiles_m, self.tiles_n, self.group)
-        return Item(i, j, second * middle, steps, ())
-
-
-def launch(
-    body: Callable[..., None],
-    inputs: Mapping[str, Any],
-    outputs: Mapping[str, Any],
-    scratch: Sequence[Any],
-    *,
-    grid: Mapping[str, int],
-    warpgroups: int,
-    name: str,
-    interpret: Any,
-) -> dict[str, Any]:
-    """Run body(refs, *scratch) in each warpgroup of a grid, and return the outputs.
-
-    inputs: arrays, or references to write to in place; those that are None are left out.
-    outputs: shapes and dtypes.
-    """
-    inputs = {key: x for key, x in inputs.items() if x is not None}
-
-    def kernel(*refs: Any) -> None:
-        run = partial(body, dict(zip((*inputs, *outputs), refs, strict=True)))
-        if scratch:
-            pl.run_scoped(run, *scratch, collective_axes=("warpgroup",))
-        else:
-            run()
-
-    # Not plgpu.kernel, which takes no references from outside a kernel: those are worked on in place.
-    mesh = plgpu.Mesh(
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        kernel_name=name,
-    )
-    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    out_type = tuple(outputs.values())
-    if axes := frozenset[str]().union(*map(varies_over, inputs.values())):
-        # Inside of a jax.shard_map with check_vma: results vary as all that they are made of.
-        vary = jax.sharding.ManualAxisType(varying=axes)
-        out_type = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=vary) for x in out_type)
-    run = pl.kernel(
-        kernel, out_type=out_type, mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
-    )
-    return dict(zip(outputs, run(*inputs.values()), strict=True))
-
-
-def multiprocessors() -> int:
-    """Of the device that the kernel will run on; an H100's where only its lowering is wanted."""
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 132
 
 
 def persistent_product(
@@ -372,8 +257,8 @@ def persistent_product(
             lax.max(tiles_m, jnp.int32(1)), lax.max(tiles_n, jnp.int32(1)), all_steps, programs, c.group, halves
         )
         items = jnp.where((tiles_m > 0) & (tiles_n > 0), work.items, 0)
-        count = Counter(*(refs[x] for x in ("counter", *Counter.shared()))) if counted else None
-        spoken = Broadcast(refs["said"], refs["told"], refs["heard"], interpret) if look_up else None
+        shared_counter = Counter(*(refs[x] for x in ("counter", *Counter.shared()))) if counted else None
+        broadcast = Broadcast(refs["said"], refs["told"], refs["heard"], interpret) if look_up else None
 
         def slot_of(number: Any) -> Any:
             return lax.rem(number, jnp.int32(c.stages))
@@ -382,18 +267,18 @@ def persistent_product(
             """The x-th tile of this program, of this number if it is known; numbers from `items` on are no tiles."""
             if number is None:
                 # As many are taken as there are tiles: one after each.
-                number = work.number(x, program) if count is None else programs + count.take(items)
+                number = work.number(x, program) if shared_counter is None else programs + shared_counter.take(items)
             of = work.item(number)
-            if look_up is None or spoken is None:
+            if look_up is None or broadcast is None:
                 return number, of
             steps, found = look_up.of(refs, of.i, of.j)
-            spoken.tell(x, (number, of.i, of.j, steps, *found))
+            broadcast.tell(x, (number, of.i, of.j, steps, *found))
             return number, of._replace(steps=steps, found=found)
 
         def hear(x: Any) -> tuple[Any, Item]:
             assert look_up is not None
-            assert spoken is not None
-            number, i, j, steps, *found = spoken.hear(x)
+            assert broadcast is not None
+            number, i, j, steps, *found = broadcast.hear(x)
             return number, Item(i, j, jnp.int32(0), steps, look_up.found(*found))
 
         def each_tile(do: Callable[[Item, Any], Any], first: tuple[Any, Item], following: Callable[..., Any]) -> None:
@@ -434,8 +319,8 @@ def persistent_product(
                         addends.copies(refs, which, w, a_smem.at[slot], b_smem.at[slot], full.at[slot])
 
             each_tile(tile, own_first(), find)
-            if spoken is not None:
-                spoken.end()
+            if broadcast is not None:
+                broadcast.end()
             for slot in range(c.stages):  # until the last products have read theirs
                 plgpu.barrier_wait(free.at[slot])
 
@@ -555,10 +440,10 @@ def persistent_product(
                 return _storing(refs["stored"].at[warpgroup], c, m, n, columns) if stores else None
 
             of_tile = tile if promotion is None else partial(promoted_tile, promotion)
-            if spoken is None:
+            if broadcast is None:
                 each_tile(of_tile, own_first(), find)
             else:
-                spoken.begin()
+                broadcast.begin()
                 each_tile(of_tile, hear(jnp.int32(0)), hear)
             if stores:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -582,15 +467,8 @@ def persistent_product(
         plgpu.Barrier(num_arrivals=_MATH, num_barriers=c.stages),
     ]
     grid = {"multiprocessor": programs}
-    run = partial(
-        launch,
-        body,
-        scratch=[*ring, *shared.values()],
-        grid=grid,
-        warpgroups=_ALL,
-        name=name,
-        interpret=interpret,
-    )
+    memory = [*ring, *shared.values()]
+    run = partial(launch, body, scratch=memory, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
     if not counted:
         return run(inputs, outputs)
 

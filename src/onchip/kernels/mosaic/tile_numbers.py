@@ -1,4 +1,4 @@
-"""Numbers for the warpgroups of a program: from a counter in device memory, and from one of them to the others."""
+"""Which tile is next: from a counter in device memory, and from one warpgroup of a program to the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ _AHEAD = 4  # times that are told before all have heard them, at most
 class Counter:
     """One warpgroup of each program takes numbers.
 
-    The counter is 0 before a kernel and after it: the last number that is taken sets it to 0 again.  XLA may make one
-    operation of the kernel and a slice that it reads or writes, as in a scan, and then takes the counter for a constant
-    (jaxlib 0.11.2, dynamic slice fusion).
+    The counter is 0 before a kernel and after it: the last number that is taken sets it to 0 again.  In a scan XLA may
+    fuse the kernel with a slice that it reads or writes, and then takes the counter for a constant (jaxlib 0.11.2,
+    dynamic slice fusion).
     """
 
     counter: Any

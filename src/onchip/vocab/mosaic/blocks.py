@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, Refs, load_block
+from onchip.kernels.mosaic.launch import Refs
+from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, load_block
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.positions import Labels
 

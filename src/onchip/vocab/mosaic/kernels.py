@@ -23,14 +23,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from onchip.kernels.mosaic.launch import Refs
+from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.product import (
     BOX,
     Addends,
     MosaicConfig,
     Part,
-    Refs,
     Step,
-    ceil_div,
     load_block,
     persistent_product,
     send_to,

@@ -13,16 +13,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.kernels.mosaic.product import (
-    BOX,
-    MosaicConfig,
-    Refs,
-    ceil_div,
-    launch,
-    load_block,
-    multiprocessors,
-    swizzled,
-)
+from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
+from onchip.kernels.mosaic.order import ceil_div
+from onchip.kernels.mosaic.product import BOX, MosaicConfig, load_block, swizzled
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.bits import join, to_bits
 from onchip.vocab.mosaic.blocks import LOG2E, REACH, Kept, vocab_of

@@ -1,0 +1,65 @@
+"""How kernels in Pallas Mosaic GPU are launched."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.frontend.jax_call import varies_over
+
+Refs = Mapping[str, Any]
+"""References to a kernel's inputs and outputs by their names."""
+
+
+def launch(
+    body: Callable[..., None],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    scratch: Sequence[Any],
+    *,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    name: str,
+    interpret: Any,
+) -> dict[str, Any]:
+    """Run body(refs, *scratch) in each warpgroup of a grid, and return the outputs.
+
+    inputs: arrays, or references to write to in place; those that are None are left out.
+    outputs: shapes and dtypes.
+    """
+    inputs = {key: x for key, x in inputs.items() if x is not None}
+
+    def kernel(*refs: Any) -> None:
+        run = partial(body, dict(zip((*inputs, *outputs), refs, strict=True)))
+        if scratch:
+            pl.run_scoped(run, *scratch, collective_axes=("warpgroup",))
+        else:
+            run()
+
+    # Not plgpu.kernel, which takes no references from outside a kernel: those are worked on in place.
+    mesh = plgpu.Mesh(
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+    )
+    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out_type = tuple(outputs.values())
+    if axes := frozenset[str]().union(*map(varies_over, inputs.values())):
+        # Inside of a jax.shard_map with check_vma: results vary as all that they are made of.
+        vary = jax.sharding.ManualAxisType(varying=axes)
+        out_type = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=vary) for x in out_type)
+    run = pl.kernel(
+        kernel, out_type=out_type, mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
+    )
+    return dict(zip(outputs, run(*inputs.values()), strict=True))
+
+
+def multiprocessors() -> int:
+    """Of the device that the kernel will run on; an H100's where only its lowering is wanted."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132
