@@ -1,9 +1,10 @@
 """Public functions that repeat calls of a kind that they have seen: the same checks pass, and the same is launched.
 
 Checking arguments, choosing a backend and planning take several times as long as launching what comes of it.  They
-depend on the options and on the shapes, strides, dtypes and alignments of tensors, never on their numbers (where they
-do, no tape is made).  So the first call of a kind runs as it is, the second is recorded (torch_tape.py), and later ones
-run the tape and attach autograd's node to what it made.
+depend on the options, on the shapes, strides, dtypes and alignments of tensors, and on what they are to autograd, never
+on their numbers (where they do, no tape is made).  So the first call of a kind runs as it is, the second is recorded
+(torch_tape.py), and later ones run the tape and attach autograd's node to what it made, which runs hooks for saved
+tensors in each call.
 """
 
 import math
@@ -15,15 +16,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from onchip.core import configs
 from onchip.frontend import torch_tape
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_recorder import Attached, Tape, versions
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
-from onchip.frontend.torch_tape import SEEN_ONCE, recorder, remember
+from onchip.frontend.torch_tape import SEEN_ONCE, Kinds, recorder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,8 +40,7 @@ def repeatable(function: F) -> F:
 
     A `normalizer` that is a number becomes a tensor first, as in `check_normalizer`: it may be another in each call.
     """
-    known: dict[Hashable, _Known | str] = {}
-    configs.when_cleared(known.clear)  # what was decided may change
+    known = Kinds()  # a _Known, or why there is none
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,9 +57,10 @@ def repeatable(function: F) -> F:
             if torch_tape.may_run(found.tape):
                 return found.run(given)
         elif found is None:
-            remember(known, kind)
-        elif found is SEEN_ONCE:
-            made, known[kind] = _record(function, args, kwargs, given)
+            known.remember(kind)
+        elif found is SEEN_ONCE and _top_saved_tensors_default_hooks(True) is None:  # which would be recorded
+            made, found = _record(function, args, kwargs, given)
+            known.remember(kind, found)
             return made
         return function(*args, **kwargs)
 
@@ -77,7 +81,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
     """All that a call's tape takes for granted, its tensors going to `given`; None: it isn't to be repeated."""
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
         return None
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or (_len_torch_function_stack() > 0 and _is_watched()):
         return None
     rest: list[Any] = [*kwargs]
     for x in (*args, *kwargs.values()) if kwargs else args:
@@ -89,6 +93,10 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
     if not given or not torch_tape.is_taped(given[0]):
         return None
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    if len(given) > 1:
+        known = [id(x) for x in given]
+        if len(set(known)) < len(known):  # a gradient goes to the tensor, not to its memory
+            rest += [known.index(x) for x in known]
     try:
         tensors = torch_tape.kind_of(given)
     except RuntimeError:  # without storage or strides
@@ -96,12 +104,23 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
     return torch.is_grad_enabled(), cast, tuple(rest), tensors
 
 
+def _is_watched() -> bool:
+    """Whether a mode sees what functions of PyTorch are called, and may change what they do."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
 def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
     """Add a tensor, or a tuple of tensors and plain values; False for all else."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:
+        if x.is_neg():  # its memory holds other numbers
+            return False
         given.append(x)
-        rest.append(x.requires_grad)
+        if x.requires_grad:  # memory that may be overwritten must not be a leaf's
+            base = x._base
+            rest += x.is_leaf, base is not None and base.is_leaf
+        else:
+            rest.append(None)
         return True
     if not isinstance(x, tuple):
         return False

@@ -39,12 +39,28 @@ def recorder() -> Recorder | None:
     return getattr(_thread, "recorder", None)
 
 
+class Kinds:
+    """What is known of a function's calls, by their kind: for any number of threads."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+        self.get = self._known.get
+        configs.when_cleared(self._known.clear)  # what was decided may change
+
+    def remember(self, kind: Hashable, what: Any = SEEN_ONCE) -> None:
+        """Note that there was a call of this kind, or what came of recording one; forget the oldest of too many."""
+        with self._lock:
+            self._known[kind] = what
+            for oldest in [*self._known][:-_MOST_KINDS]:
+                self._known.pop(oldest, None)
+
+
 class Tapes:
     """The tapes of one function, by the kind of its arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Tape | str] = {}  # or why there is none
-        configs.when_cleared(self._known.clear)  # what was decided may change
+        self._known = Kinds()  # a Tape, or why there is none
 
     def run(self, function: Callable[[], Tensors], tensors: Tensors, rest: Hashable) -> Tensors | None:
         """The results of `function()`, from a tape or while one is made; None where it is to run as it is.
@@ -59,9 +75,10 @@ class Tapes:
         if isinstance(tape, Tape):
             return tape.run(*tensors) if may_run(tape) else None
         if tape is None:
-            remember(self._known, key)
+            self._known.remember(key)
         elif tape is SEEN_ONCE:
-            made, self._known[key] = record(function, tensors)
+            made, tape = record(function, tensors)
+            self._known.remember(key, tape)
             return made
         return None
 
@@ -69,13 +86,6 @@ class Tapes:
 def is_taped(x: Tensor) -> bool:
     """Whether there are tapes for this device: on a CPU deciding takes little of the time."""
     return x.is_cuda
-
-
-def remember(known: dict[Hashable, Any], kind: Hashable) -> None:
-    """Note that there was a call of this kind."""
-    if len(known) >= _MOST_KINDS:
-        known.pop(next(iter(known)), None)
-    known[kind] = SEEN_ONCE
 
 
 def kind_of(tensors: Tensors) -> Hashable:
