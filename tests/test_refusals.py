@@ -54,6 +54,7 @@ BAD = {
     "got Linear": (lambda _: torch.nn.Linear(8, 16), "pass a parameter of it, as {}.weight"),
     "quint8": (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8), "pass {}.dequantize()"),
     "got complex64": (lambda x: x + 1j, ""),
+    "negates": (torch._neg_view, "pass {}.resolve_neg()"),
 }  # fmt: skip
 MESH = []
 

@@ -46,7 +46,7 @@ def require_tensors(op: str, named: Mapping[str, Any], optional: Collection[str]
 
 
 def require_tensor(op: str, name: str, x: Any) -> None:
-    """Raise unless `x` is a tensor whose elements this process holds, each at its place."""
+    """Raise unless `x` is a tensor whose elements this process holds, each at its place and with its sign."""
     if not isinstance(x, Tensor):
         refuse_numpy(op, name, x)
         remedy = f"; pass a parameter of it, as {name}.weight" if isinstance(x, Module) else ""
@@ -62,6 +62,10 @@ def require_tensor(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} is {str(x.layout).removeprefix('torch.')}; pass {name}.to_dense()")
     if x.is_quantized:
         raise TypeError(f"{op}: {name} is {dtype_name(x.dtype)}; pass {name}.dequantize()")
+    if not torch.compiler.is_compiling() and x.is_neg():  # kernels would read what is in memory
+        raise TypeError(
+            f"{op}: {name} is a view that negates what is in memory, as z.conj().imag; pass {name}.resolve_neg()"
+        )
 
 
 def refuse_numpy(op: str, name: str, x: Any) -> None:
