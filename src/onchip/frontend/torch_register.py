@@ -102,7 +102,10 @@ class Operator(Generic[C, O]):
     by all but their values: then what it does once is repeated for others of its kind (`torch_tape`).  A `forward` is
     repeated with the whole public function (`torch_repeat`)."""
     direct: Callable[[Any], bool] | None = None
-    """Whether `gradients` is to run unregistered for this call, so that autograd sees what it changes."""
+    """Whether `gradients` is to run unregistered for this call."""
+    overwrites: Callable[[Any], bool] | None = None
+    """Whether `gradients` overwrites a tensor of the call, of this one: then it runs unregistered, so that autograd
+    sees it."""
 
     def __post_init__(self) -> None:
         of_forward, of_save = get_type_hints(self.forward), get_type_hints(self.save)
@@ -225,7 +228,7 @@ class Operator(Generic[C, O]):
     def keep(self, ctx: Any, saving: Saving, kept: Made, link: Tensor | None) -> None:
         """Save for backward."""
         ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
-        ctx.saving = saving
+        ctx.saving, ctx.used_up = saving, False
         # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
         # that is no mistake.
         ctx.theirs = theirs = [(i, kept[i]) for _, i in self._adds if kept[i] is not None]
@@ -235,34 +238,51 @@ class Operator(Generic[C, O]):
 
     def backward(self, ctx: Any, upstream: Made, *, plain: bool) -> Made:
         """The differentiable tensors' gradients, by the op's own function (`plain`) or by the registered operator."""
-        given = upstream[: self.differentiable_outputs]
+        given = [_in_memory(x) for x in upstream[: self.differentiable_outputs]]
         present = [x for x in given if x is not None]
         if not present:
             return [None] * len(self.differentiable)
+        if ctx.used_up:
+            self._refuse_second(ctx)
         rest, grads, edges = ctx.saving
         wanted = asked_for(ctx, grads, edges)
         tensors, link = self._taken(ctx)
         theirs = [(i, x) for i, place in self._adds if (x := tensors[place]) is not None]
         kept: Any = None
-        if self.fake_gradients is None or self.direct is not None or (self.collect is not None and not plain):
+        ways = self.direct, self.overwrites
+        if self.fake_gradients is None or any(ways) or (self.collect is not None and not plain):
             kept = self._built(tensors, rest, plain=plain)  # else left packed: compiled autograd would trace this
-        if self.fake_gradients is None or (self.direct is not None and self.direct(kept)):
+        direct, overwrites = [way is not None and way(kept) for way in ways]
+        if not torch.compiler.is_compiling():
+            adds, consumes = any(wanted[i] for i, _ in theirs), any(tensors[i] is not None for i in self._consumed)
+            ctx.used_up = overwrites or adds or (consumes and not graph_is_kept())
+        if self.fake_gradients is None or direct or overwrites:
             with torch.no_grad():
                 made = self._collected(kept, self.gradients(kept, given, wanted), wanted)
         elif plain:
+            for i, memory in theirs:
+                if wanted[i]:  # nobody sees that it is written to
+                    torch.autograd.graph.increment_version(memory)
             with inside_operator(present[0]):
                 made = self._repeated_gradients(tensors, rest, given, wanted)
-            for i, memory in theirs:
-                if wanted[i]:  # nobody saw that it was written to
-                    torch.autograd.graph.increment_version(memory)
         else:
             made = self.backward_op(*given, *tensors, *rest, wanted)
             made = self._collected(kept, [made] if isinstance(made, Tensor) else made, wanted)
         made = [x if want else None for x, want in zip(made, wanted, strict=True)]
         for i, _ in theirs:
             made[i] = None
+        if ctx.used_up and graph_is_kept():
+            ctx.used_up = False
         # The link is an output that no caller has and that none can change in place (`loss /= 2`).
         return differentiable_once(self.op, made, *given, link)
+
+    def _refuse_second(self, ctx: Any) -> None:
+        """Raise for a second backward of the same graph, which autograd keeps where the first one failed."""
+        _ = ctx._raw_saved_tensors  # raises if the first came through
+        raise RuntimeError(
+            f"{self.op}: an earlier backward was interrupted after it had begun to overwrite what it needs; run "
+            "forward again, and set weight_grad_out anew if there is one"
+        )
 
     def _collected(self, kept: Any, made: Made, wanted: Wanted) -> Made:
         return made if self.collect is None else self.collect(kept, made, wanted)
@@ -343,6 +363,11 @@ def inside_operator(x: Tensor) -> AbstractContextManager[Any]:
     if elsewhere:
         stack.enter_context(torch.cuda.device(device.index))
     return stack
+
+
+def _in_memory(x: Tensor | None) -> Tensor | None:
+    """With the signs that its memory has: autograd may negate by a view, and kernels read memory."""
+    return x.resolve_neg() if x is not None and not torch.compiler.is_compiling() and x.is_neg() else x
 
 
 def _first(args: Sequence[Any]) -> Tensor:

@@ -407,7 +407,7 @@ OPERATORS = {
         consumed=("gradient",),
         collect=triton_op.collect,
         launches=True,
-        direct=lambda kept: kept.overwrites,
+        overwrites=lambda kept: kept.overwrites,
     ),
     "torch": Operator(
         "cross_entropy_by_torch",
@@ -418,6 +418,6 @@ OPERATORS = {
         gradients=_gradients,
         fake_gradients=fake_gradients,
         differentiable=("logits",),
-        direct=lambda kept: kept.overwrites,
+        overwrites=lambda kept: kept.overwrites,
     ),
 }

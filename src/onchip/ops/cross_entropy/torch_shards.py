@@ -117,6 +117,8 @@ def _launch(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
     call, options = kept.call, kept.call.options
     if out.numel() == 0:
         return
+    if kept.overwrites:  # kernels write past autograd
+        torch.autograd.graph.increment_version(out)
     with device_of(out):
         launch_rows(
             "gradients", out if kept.overwrites else call.mine, out, call.target, call.token_weight,
@@ -125,8 +127,6 @@ def _launch(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
             grad_loss=flat(grad_loss), PER_TOKEN=options.reduction == "none", UNLESS_ONE=False,
             start=call.shards.start, whole=call.vocab,
         )  # fmt: skip
-    if kept.overwrites:  # kernels write past autograd
-        torch.autograd.graph.increment_version(out)
 
 
 def _walk(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
@@ -150,5 +150,5 @@ LOSS = Operator(
         torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)
     ],
     differentiable=("logits",),
-    direct=lambda kept: kept.overwrites,
+    overwrites=lambda kept: kept.overwrites,
 )

@@ -73,6 +73,8 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstream
     assert grad_loss is not None
     if call.target.numel() > 0:
+        if kept.overwrites:  # kernels write past autograd
+            torch.autograd.graph.increment_version(out)
         with device_of(out):
             launch_rows(
                 "gradients", out if kept.overwrites else call.logits, out, call.target, call.token_weight,
@@ -80,8 +82,6 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
                 lse=flat(kept.lse), log_prob=flat(kept.log_prob), grad_loss=flat(grad_loss),
                 PER_TOKEN=call.options.reduction == "none", UNLESS_ONE=fused(call),
             )  # fmt: skip
-        if kept.overwrites:  # kernels write past autograd
-            torch.autograd.graph.increment_version(out)
     return [None if fused(call) else out]
 
 
