@@ -42,7 +42,7 @@ def differentiable_once(op: str, grads: Sequence[Tensor | None], *sources: Tenso
     """
     if not torch.is_grad_enabled():
         return list(grads)
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
     given = [g for g in grads if g is not None]
     present = iter(_DifferentiatedTwice.apply(op, len(given), *given, anchor, *sources))
     return [None if g is None else next(present) for g in grads]

@@ -212,7 +212,9 @@ def gather(
     """
     device, dtype, n = numbers[0].device, numbers[0].dtype, len(numbers[0])
     # Not torch.tensor, a copy from the host, for which the device would be waited for.
-    ends = torch.cat([torch.full((1,), x, device=device) for x in (shards.start, shards.start + shards.rows)])
+    ends = torch.cat(
+        [torch.full((1,), x, dtype=torch.int64, device=device) for x in (shards.start, shards.start + shards.rows)]
+    )
     if class_weight is None:
         of_classes = torch.full((1,), shards.rows, dtype=dtype, device=device)
     else:
@@ -384,7 +386,7 @@ def require_agreement(op: str, call: Any, sizes: Any, *values: Tensor | None) ->
         "shapes of targets, ids or weights": [None if x is None else x.shape for x in values],
     }
     device = next(x.device for x in values if x is not None)
-    parts = [torch.tensor([_number(x) for x in said.values()], device=device)]
+    parts = [torch.tensor([_number(x) for x in said.values()], dtype=torch.int64, device=device)]
     parts += [torch.zeros_like(parts[0][:1]) if x is None else _fingerprint(x).to(device) for x in values]
     mine = torch.cat(parts)
     out = mine.new_empty(shards.ranks, len(mine))
@@ -412,5 +414,6 @@ def _fingerprint(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
     bits = flat.to(torch.float64).view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
     # Mixed before and after: plain floats differ in their highest bits alone, where sums of such products often agree.
-    mixed = (bits ^ (bits >> 32)) * (_ODD * (2 * torch.arange(len(bits), device=x.device) + 1))
+    place = torch.arange(len(bits), dtype=torch.int64, device=x.device)
+    mixed = (bits ^ (bits >> 32)) * (_ODD * (2 * place + 1))
     return (mixed ^ (mixed >> 32)).sum().view(1)

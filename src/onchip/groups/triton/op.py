@@ -215,7 +215,8 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def of_nothing(plan: Tensor, groups: int) -> Tensor:
     """[G]: each group's sum over no rows: 0, or NaN from the first one on whose size says that there are some."""
-    return torch.zeros(groups, device=plan.device).where(torch.arange(groups, device=plan.device) < plan[3], torch.nan)
+    group = torch.arange(groups, dtype=torch.int64, device=plan.device)
+    return torch.zeros_like(group, dtype=torch.float32).where(group < plan[3], torch.nan)
 
 
 GROUPED = Operator(

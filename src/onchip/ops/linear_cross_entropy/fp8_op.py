@@ -92,7 +92,7 @@ def _logits_call(call: Call) -> LogitsCall:
     ids, labels = call.ids.to(torch.int64).reshape(-1).contiguous(), None
     kept = ids != call.options.ignore_index
     if isinstance(call, SoftCall):
-        kept, labels = torch.full((), call.number, device=ids.device), call.labels
+        kept, labels = torch.full((), call.number, dtype=torch.int64, device=ids.device), call.labels
         if not call.dense:
             ids, labels = ids.view(call.number, call.several), call.probs(weighed=False)
     return LogitsCall(

@@ -129,7 +129,12 @@ def ids_in_blocks(ids: Tensor, at_ids: Tensor, vocab: int) -> dict[str, Any]:
     """Ids [n, K] in ascending order with their entries of the gradient, and where those of each 128 entries of the
     vocabulary begin among them."""
     ids, order = ids.sort(1)
-    begins = torch.arange(blocks(vocab) + 1, device=ids.device).mul_(BLOCK).expand(len(ids), -1).contiguous()
+    begins = (
+        torch.arange(blocks(vocab) + 1, dtype=torch.int64, device=ids.device)
+        .mul_(BLOCK)
+        .expand(len(ids), -1)
+        .contiguous()
+    )
     firsts = torch.searchsorted(ids, begins, out_int32=True).T.contiguous()
     return {"ids": ids, "at_ids": at_ids.gather(1, order), "firsts": firsts, "K": ids.shape[1]}
 

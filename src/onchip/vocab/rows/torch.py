@@ -59,8 +59,10 @@ class Rows:
             self.flat.index_fill_(0, rows, 0)
 
     def _places(self, tokens: Ids, start: int, stop: int) -> tuple[Tensor, ...]:
-        device = self._x.device
-        rows = torch.arange(start, stop, device=device) if tokens.index is None else tokens.index[start:stop]
+        if tokens.index is None:
+            rows = torch.arange(start, stop, dtype=torch.int64, device=self._x.device)
+        else:
+            rows = tokens.index[start:stop]
         return torch.unravel_index(rows, self._leading)
 
 

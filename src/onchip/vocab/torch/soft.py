@@ -309,7 +309,8 @@ def rows_of(probs: Tensor, start: int, stop: int) -> Tensor:
     flat = flatten(probs)
     if flat is not None:
         return flat[start:stop]
-    return probs[torch.unravel_index(torch.arange(start, stop, device=probs.device), probs.shape[:-1])]
+    rows = torch.arange(start, stop, dtype=torch.int64, device=probs.device)
+    return probs[torch.unravel_index(rows, probs.shape[:-1])]
 
 
 class Whole(NamedTuple):

@@ -75,7 +75,7 @@ class Running:
             return torch.zeros(shape, dtype=dtype, device=ids.device)
 
         lowest = torch.full((n,), LOWEST[dtype], dtype=dtype, device=ids.device)
-        argmax = torch.full((n,), -1, device=ids.device)
+        argmax = torch.full((n,), -1, dtype=torch.int64, device=ids.device)
         return Running(lowest, zeros(n), zeros(n), zeros(n), zeros(n), argmax, zeros(n, k))
 
     def part(self, start: int, stop: int) -> "Running":

@@ -205,7 +205,9 @@ def weighed(
     op: str, chosen: Ids, token_weight: Tensor | None, reduction: str, normalizer: Tensor | None, *, check_values: bool
 ) -> Tokens:
     """Targets with what their losses are multiplied by."""
-    kept = torch.full((), chosen.number, device=chosen.ids.device) if chosen.kept is None else chosen.kept
+    kept = chosen.kept
+    if kept is None:
+        kept = torch.full((), chosen.number, dtype=torch.int64, device=chosen.ids.device)
     count = divisor(op, reduction, normalizer, kept, dtype=chosen.dtype, check_values=check_values)
     if token_weight is None:
         weight = torch.ones_like(chosen.ids[:, 0], dtype=chosen.dtype)

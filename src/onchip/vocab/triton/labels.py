@@ -45,7 +45,7 @@ def labels_of(values: Tensor, smoothing: float) -> Labels:
 def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels) -> LabelStats:
     """The loss of each token; what backward needs is left in `saved`."""
     run, tokens, device = _cut(run), run.tokens, run.weight.device
-    loss, lse, less, mass = (torch.empty(tokens, device=device) for _ in range(4))
+    loss, lse, less, mass = (torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(4))
     made = LabelStats(loss, lse, less, mass, SoftStats.empty(run.options, lse, tokens))
     run.vectors.packed.zero_()
     if tokens == 0:
@@ -56,7 +56,7 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
     # No token has a target, and none is ignored.
     ids = torch.full((tokens, 1), -1, dtype=torch.int64, device=device)
-    picked = Picked(torch.empty(tokens, device=device), None, None)
+    picked = Picked(torch.empty(tokens, dtype=torch.float32, device=device), None, None)
     partials = Partials.empty(run.vocab, len(rows), device, Asked(entropy=run.options.return_stats), labels=True)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=ids, ignore_index=0, BLOCK=4096).run()
     hidden = call.hidden.reshape(tokens, run.hidden)

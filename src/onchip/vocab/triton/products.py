@@ -23,7 +23,7 @@ def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: f
     """What makes the largest of the positions' rows, of these sizes, suit float16; None: they are left."""
     if dtype != torch.float16 or size.numel() == 0:
         return None
-    there = torch.arange(size.numel(), device=size.device) < vectors.number
+    there = torch.arange(size.numel(), dtype=torch.int64, device=size.device) < vectors.number
     found = torch.where(there, size.abs().nan_to_num(nan=0), 0).amax()
     return torch.where(found > 0, largest / found, 1)
 

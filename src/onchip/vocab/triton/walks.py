@@ -107,7 +107,7 @@ def forward(
 
     def zeros() -> Tensor:
         """0 for ignored tokens; apart, since an operator's outputs must not share memory."""
-        return torch.zeros(tokens, device=device)
+        return torch.zeros(tokens, dtype=torch.float32, device=device)
 
     leading = zeros()
     made = TokenSoftmax(
@@ -116,7 +116,7 @@ def forward(
         zeros() if asked.entropy else None,
         leading,
         zeros() if smoothing else None,
-        torch.full((tokens,), -1, device=device) if asked.entropy else None,
+        torch.full((tokens,), -1, dtype=torch.int64, device=device) if asked.entropy else None,
         zeros() if asked.mean_logits else None,
         zeros() if asked.sum_sq else None,
         zeros() if asked.top else None,
@@ -315,7 +315,7 @@ def loss_gradients(
 
 def loss_factor(run: Run, grad_loss: Tensor | None, divisor: Tensor | None, *, mean: bool) -> Tensor:
     """[] float32: the gradient by the sum of the losses, of that (None: 1) by the loss that `reduce_losses` made."""
-    factor = torch.empty((), device=run.weight.device)
+    factor = torch.empty((), dtype=torch.float32, device=run.weight.device)
     run.launch(vectors.loss_factor, (1,), grad_loss=grad_loss, divisor=divisor, factor=factor, MEAN=mean).run()
     return factor
 
