@@ -62,10 +62,10 @@ def sum_of_log_probs(target, logits=None, **given):
 def soft_loss(target, token_weight=None, dense=False, **given):
     """Of targets and their successors, with the probabilities 0.7 and 0.3."""
     indices = torch.stack([target, (target + 1) % VOCAB], -1)
-    values = torch.tensor([0.7, 0.3], device=target.device).expand(indices.shape)
+    values = torch.tensor([0.7, 0.3], dtype=torch.float32, device=target.device).expand(indices.shape)
     labels = TopK(indices, values, "probs", "truncated")
     if dense:
-        zeros = torch.zeros(*target.shape, VOCAB, device=target.device)
+        zeros = torch.zeros(*target.shape, VOCAB, dtype=torch.float32, device=target.device)
         labels = zeros.scatter(-1, indices, values)
     op = cross_entropy if "logits" in given else linear_cross_entropy
     return op(target=labels, token_weight=token_weight, **given)
@@ -242,6 +242,90 @@ def inputs_left_alone(problem):
         assert_equal([call()], expected[:1])
 
 
+class Interrupted(TorchDispatchMode):
+    """Raises in the place of an operator; None: counts them."""
+
+    def __init__(self, at=None):
+        super().__init__()
+        self.at, self.seen = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        if self.seen == self.at:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def refused_after_failures(op, forward, backward, *, places=6, kept=(False, True)):
+    """How often a second backward raises after one that failed somewhere; where it doesn't it is right.
+
+    `backward(forward(), mode, retain_graph=...)` gives what it made.
+    """
+    counted, refused, nothing = Interrupted(), 0, contextlib.nullcontext()
+    expected = [x.clone() for x in backward(forward(), counted)]
+    for at in range(1, counted.seen + 1, max(1, counted.seen // places)):
+        for retain_graph in kept:
+            made, said = forward(), ""
+            with pytest.raises(KeyboardInterrupt):
+                backward(made, Interrupted(at), retain_graph=retain_graph)
+            try:
+                assert_equal(backward(made, nothing), expected)
+            except RuntimeError as error:
+                said = str(error)
+            if said and "second time" not in said:  # PyTorch's, where only what comes later had failed
+                assert f"{op}: an earlier backward was interrupted" in said
+                refused += 1
+    assert_equal(backward(forward(), nothing), expected)
+    return refused
+
+
+def interrupted(problem, *, adding=False):
+    """What a backward that fails has used up isn't used again; `adding` to memory of the caller's."""
+    given, leaves, call = problem.prepare()
+    added = torch.zeros_like(given["weight"], dtype=torch.float32) if adding else None
+    upstream = torch.full_like(call(), 0.3)
+
+    def forward():
+        return call(weight_grad_out=added.zero_()) if adding else call()
+
+    def backward(made, mode, **options):
+        with mode:
+            found = gradients(made, leaves, upstream, allow_unused=adding, **options)
+        return [x for x in (*found, added) if x is not None]
+
+    interpreted = problem.backend == "triton" and problem.device == "cpu"
+    few = {"places": 2, "kept": (False,)} if interpreted else {}
+    refused = refused_after_failures(problem.name, forward, backward, **few)
+    assert refused or not (problem.inplace or adding)
+
+
+def default_dtype(problem):
+    """It decides on nothing."""
+    _, leaves, call = problem.prepare()
+    expected, before = None, torch.get_default_dtype()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            for _ in range(4 if problem.device == "cuda" else 1):
+                loss = call()
+                made = [loss, *gradients(loss, leaves)]
+                expected = expected or made
+                assert [x.dtype for x in made] == [x.dtype for x in expected]
+                assert_equal(made, expected)
+        finally:
+            torch.set_default_dtype(before)
+
+
+def negated_upstream(problem):
+    """By a view, as autograd may."""
+    _, leaves, call = problem.prepare()
+    made = call()
+    upstream = torch.rand_like(made)
+    expected = gradients(made, leaves, upstream, retain_graph=True)
+    for _ in range(4 if problem.device == "cuda" else 1):
+        assert_equal(gradients(call(), leaves, torch._neg_view(-upstream)), expected)
+
+
 def compiled(problem):
     """Whole, and for new token counts not once more."""
     torch._dynamo.reset()
@@ -362,7 +446,9 @@ def checks(backend, device="cpu"):
     made = {}
     for problem in problems(backend, device):
         given = replace(problem, backend=backend, device=device)
-        wanted = [differentiated_twice]
+        wanted = [differentiated_twice, interrupted, default_dtype, negated_upstream]
+        if "weight" in problem.inputs and problem.op not in (sum_of_log_probs, quantised_fp8_linear):
+            made[f"interrupted_while_adding-{problem}"] = partial(interrupted, given, adding=True)
         if "none" not in problem.options.values():
             wanted += [retained_graph, inputs_left_alone, schema_is_true, no_tokens]
             wanted += [] if problem.inplace else [compiled]

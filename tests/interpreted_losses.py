@@ -41,7 +41,8 @@ CHECKS = {f"{check.__name__}-{name}": partial(check, loss)
 # What depends on kernels; linear_jsd takes the longest, and jsd has the same operators.  What an operator is to
 # autograd and to a compiler is the same for 'torch'.
 CHECKS |= {name: f for name, f in every_loss.CHECKS.items()
-           if name.startswith(("ignored_tokens", "inputs_left_alone", "retained_graph", "schema_is_true"))
+           if name.startswith(("ignored_tokens", "inputs_left_alone", "retained_graph", "schema_is_true",
+                               "interrupted", "default_dtype", "negated_upstream"))
            and not name.startswith("ignored_tokens-linear_jsd-none")}  # fmt: skip
 # All of these run for 'torch' on the CPU, and for the kernels on a GPU.
 SLOW = set(CHECKS)

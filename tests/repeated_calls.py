@@ -1,0 +1,244 @@
+"""What holds for each of several calls in a row, whatever the library does for calls of a kind that it has seen.
+
+test_repeated_calls.py runs these on a GPU, and in a process of the GPU that isn't there (fake_cuda.py), whose kernels
+do nothing, so that nothing here looks at numbers of theirs.
+"""
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import fake_cuda
+from every_loss import refused_after_failures
+from onchip.torch import cross_entropy, linear_cross_entropy
+
+# More than the calls after which something may be taken for known.
+TIMES = 5
+T, V = 20, 300
+
+
+def leaf(device):
+    return torch.randn(T, V, device=device, dtype=torch.bfloat16).requires_grad_()
+
+
+def target(device):
+    return torch.randint(V, (T,), device=device)
+
+
+def layer(device):
+    """Hidden states, a weight of the same shape, and labels."""
+    hidden, weight = (torch.randn(256, 128, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    return hidden, weight, torch.randint(256, (256,), device=device)
+
+
+def loss_of(logits, **options):
+    return cross_entropy(logits, target(logits.device), backend="triton", **options)
+
+
+def overwritten_logits_are_never_a_leafs(device):
+    """Nor a parameter's or a view's of one, though they look as those of the calls before."""
+
+    def good():
+        computed = leaf(device) * 1
+        (by,) = torch.autograd.grad(loss_of(computed, inplace_backward=True), computed)
+        assert by.data_ptr() == computed.data_ptr()
+
+    parameter = torch.nn.Parameter(leaf(device).detach())
+    whole = leaf(device)
+    bad = {"are a leaf": (leaf(device), parameter), "a view of a leaf": (whole[:], whole.view(T, V), parameter[:])}
+    for _ in range(TIMES):
+        good()
+        for said, several in bad.items():
+            for x in several:
+                with pytest.raises(ValueError, match=said):
+                    loss_of(x, inplace_backward=True)
+    for x in (x for several in bad.values() for x in several):
+        for _ in range(TIMES):
+            assert loss_of(x).requires_grad  # without it is fine
+            with torch.no_grad():
+                loss_of(x, inplace_backward=True)  # nothing is overwritten
+            with pytest.raises(ValueError, match="inplace_backward=True would overwrite"):
+                loss_of(x, inplace_backward=True)
+
+
+def gradients_go_to_tensors_not_to_memory(device):
+    def loss(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, backend="triton")
+
+    x, _, labels = layer(device)
+    for _ in range(TIMES):
+        torch.autograd.grad(loss(x, x), x)
+    for _ in range(TIMES):
+        y = x.detach().requires_grad_()
+        torch.autograd.grad(loss(x, y), [x, y])
+    for _ in range(TIMES):
+        torch.autograd.grad(loss(x, x), x)
+
+
+def saved_tensor_hooks_run_in_each_call(device):
+    """Whatever they do, and only where they are."""
+    logits, labels = leaf(device), target(device)
+
+    def random_state():
+        return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+    does = {
+        0.1: lambda: torch.eye(2, device=device).to_sparse(),
+        0.2: lambda: torch.rand(3, device=device),
+        0.3: lambda: bool(torch.ones((), device=device)),
+    }
+    for label_smoothing, hook in does.items():
+        seen = []
+
+        def pack(x, hook=hook, seen=seen):
+            seen.append(x.shape)
+            hook()
+            return x
+
+        def step(label_smoothing=label_smoothing):
+            loss = cross_entropy(logits, labels, backend="triton", label_smoothing=label_smoothing)
+            torch.autograd.grad(loss, logits)
+
+        counts = []
+        for hooked in (True,) * TIMES + (False,) * TIMES + (True,) * TIMES:
+            seen.clear()
+            if hooked:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                    step()
+                counts.append([*seen])
+            else:
+                before = random_state()
+                step()
+                assert torch.equal(before, random_state())
+                assert not seen
+        assert counts[0]
+        assert counts == counts[:1] * len(counts)
+
+
+class Counted(TorchFunctionMode):
+    """Functions of PyTorch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def who_watches_functions_sees_each_call(device):
+    logits, labels, counts = leaf(device), target(device), []
+
+    def call():
+        return cross_entropy(logits, labels, backend="triton", z_loss=0.5)
+
+    for _ in range(TIMES):
+        with Counted() as counted:
+            call()
+        counts.append(counted.seen)
+        call()
+    assert counts == counts[:1] * TIMES
+
+
+def the_default_dtype_decides_on_nothing(device):
+    def step():
+        hidden, weight, labels = layer(device)
+        loss, stats = linear_cross_entropy(hidden, weight, labels, return_stats=True, backend="triton")
+        made = loss, *stats, *torch.autograd.grad(loss, [hidden, weight])
+        return [x.dtype for x in made if x is not None]
+
+    expected = step()
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            for _ in range(TIMES):
+                assert step() == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def views_that_negate_are_refused(device):
+    negated = torch._neg_view(leaf(device).detach()).requires_grad_()
+    for good in (False, True):
+        for _ in range(TIMES):
+            if good:
+                loss_of(leaf(device))
+            with pytest.raises(TypeError, match=r"cross_entropy: logits .* pass logits.resolve_neg\(\)"):
+                loss_of(negated)
+
+
+def an_interrupted_backward_is_not_repeated(device):
+    base, labels = leaf(device), target(device)
+
+    def forward():
+        return cross_entropy(base * 1, labels, inplace_backward=True, backend="triton")
+
+    def backward(loss, mode, **options):
+        with mode:
+            return torch.autograd.grad(loss, base, **options)
+
+    for _ in range(TIMES):
+        assert refused_after_failures("cross_entropy", forward, backward)
+        loss = forward()
+        torch.autograd.grad(loss, base)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, base)
+
+
+def threads_call_at_once(device):
+    """With more kinds of calls than are remembered."""
+    errors, given = [], [(leaf(device)[:n], target(device)[:n]) for n in range(1, T)]
+
+    def run(shift):
+        try:
+            for times in range(8):
+                for i in range(len(given)):
+                    logits, labels = given[(i * shift) % len(given)]
+                    cross_entropy(logits, labels, backend="triton", label_smoothing=times / 10)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(i,)) for i in (1, 2, 3, 5)]
+        for x in threads:
+            x.start()
+        for x in threads:
+            x.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        overwritten_logits_are_never_a_leafs,
+        gradients_go_to_tensors_not_to_memory,
+        saved_tensor_hooks_run_in_each_call,
+        who_watches_functions_sees_each_call,
+        the_default_dtype_decides_on_nothing,
+        views_that_negate_are_refused,
+        an_interrupted_backward_is_not_repeated,
+        threads_call_at_once,
+    )
+}
+
+
+def main(names):
+    from onchip.frontend import torch_tape
+
+    with fake_cuda.gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_tape, "ALIGNED", 64)  # as memory of the CPU's is
+        for name in names:
+            SCENARIOS[name]("cpu")
+            print(name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
