@@ -29,9 +29,14 @@ def require_bool(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be True or False; got {type(value).__name__}")
 
 
+def is_symbol(value: Any) -> bool:
+    """Whether it stands for a number that make_fx traces, which is PyTorch's SymInt or SymFloat."""
+    return type(value).__module__ == "torch" and type(value).__name__ in ("SymInt", "SymFloat")
+
+
 def require_int(op: str, name: str, value: Any) -> None:
     """Raise unless `value` is an integer of 64 bits, as frameworks take it."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if isinstance(value, bool) or not (isinstance(value, Integral) or is_symbol(value)):
         raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
     number: Any = value
     if not -(2**63) <= number < 2**63:
@@ -48,7 +53,7 @@ def require_positive_int(op: str, name: str, value: Any) -> None:
 
 def require_number(op: str, name: str, value: Any) -> None:
     """Raise unless `value` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not (isinstance(value, Real) or is_symbol(value)):
         raise TypeError(f"{op}: {name} must be a number; got {type(value).__name__}")
     number: Any = value
     if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number

@@ -6,6 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend.torch_inputs import has_values
+
+
+def refuse_batches(op: str, upstream: Sequence[Tensor]) -> None:
+    """Raise for upstream gradients that a vmap over backward has batched."""
+    functorch = torch._C._functorch
+    for g in upstream:
+        if functorch.is_legacy_batchedtensor(g) or functorch.is_batchedtensor(g):
+            raise RuntimeError(
+                f"{op}: several upstream gradients at once are not supported (is_grads_batched=True, "
+                "jacobian(vectorize=True), torch.func.vmap over backward); pass vectorize=False, or call "
+                "torch.autograd.grad once for each"
+            )
+
 
 def graph_is_kept() -> bool:
     """Whether the backward that is running will leave its graph for another."""
@@ -72,7 +86,7 @@ def scale_stash(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> T
 def is_plain_one(grad_loss: Tensor) -> bool:
     """Whether the upstream gradient is known at no cost to be the 1 of loss.backward(), and no graph is kept.
 
-    Then the stash itself is the gradient.  (While AOTAutograd traces, tensors are of a subclass.)
+    Then the stash itself is the gradient.
     """
     on_cpu = type(grad_loss) is Tensor and grad_loss.device.type == "cpu"
-    return on_cpu and float(grad_loss.detach()) == 1 and not graph_is_kept()
+    return on_cpu and has_values(grad_loss) and float(grad_loss.detach()) == 1 and not graph_is_kept()

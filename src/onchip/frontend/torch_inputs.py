@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Module, Parameter
 
@@ -20,6 +22,9 @@ DEVICES = ("cpu", "cuda", "meta")
 INTEGERS = frozenset(
     (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 )
+_STAND_INS = (FakeTensor, FunctionalTensor)
+_MODES = torch._C._TorchDispatchModeKey
+_TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,10 +37,17 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether the numbers of `x` may be read: not of an empty stand-in for it, nor where torch.compile or make_fx looks
+    on, which would trace what is done with them."""
+    if torch.compiler.is_compiling() or x.is_meta or isinstance(x, _STAND_INS):
+        return False
+    return all(torch._C._get_dispatch_mode(key) is None for key in _TRACERS)
+
+
 def require_tensors(op: str, named: Mapping[str, Any], optional: Collection[str]) -> dict[str, Tensor]:
     """Raise unless all are tensors (or None where `optional`) outside of torch.func and forward mode; return those."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
+    refuse_transforms(op)
     for name, x in named.items():
         if not (x is None and name in optional):
             require_tensor(op, name, x)
@@ -43,6 +55,12 @@ def require_tensors(op: str, named: Mapping[str, Any], optional: Collection[str]
     if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors.values()):
         raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
     return tensors
+
+
+def refuse_transforms(op: str) -> None:
+    """Raise inside of a transform of torch.func."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
 
 
 def require_tensor(op: str, name: str, x: Any) -> None:
@@ -275,7 +293,7 @@ def check_normalizer(
     if not isinstance(normalizer, Tensor):
         refuse_numpy(op, "normalizer", normalizer)
         require_positive(op, "normalizer", normalizer)
-        return torch.full((), float(normalizer), dtype=accumulator(like.dtype), device=device)
+        return torch.full((), torch.sym_float(normalizer), dtype=accumulator(like.dtype), device=device)
     require_tensor(op, "normalizer", normalizer)
     if normalizer.ndim != 0:
         raise ValueError(f"{op}: normalizer must be a number or a 0-d tensor; got shape {list(normalizer.shape)}")
@@ -306,3 +324,8 @@ def check_weight_grad_out(op: str, out: Any, weight: Tensor) -> None:
         raise ValueError(f"{op}: weight_grad_out must not require a gradient; pass weight_grad_out.detach()")
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{op}: weight_grad_out is not supported inside torch.compile")
+    if torch.is_grad_enabled() and out.is_inference():
+        raise ValueError(
+            f"{op}: weight_grad_out was made in inference mode, outside of which nothing can be added to it; pass "
+            "memory made outside"
+        )

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept
+from onchip.frontend import torch_flops
+from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept, refuse_batches
 from onchip.frontend.torch_tape import Tapes, recorder
 
 C = TypeVar("C")
@@ -44,6 +45,8 @@ class Saving(NamedTuple):
     """Which of the differentiable tensors need a gradient."""
     edges: Sequence[int]
     """Where these are among the node's edges: a tensor that is None has none."""
+    packed: bool = False
+    """Whether the rest is as a registered operator takes it."""
 
 
 def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
@@ -101,6 +104,10 @@ class Operator(Generic[C, O]):
     """Whether `gradients` does no more than launch kernels and PyTorch's operators on tensors that it is given, decided
     by all but their values: then what it does once is repeated for others of its kind (`torch_tape`).  A `forward` is
     repeated with the whole public function (`torch_repeat`)."""
+    flops: Callable[[C], int] | None = None
+    """Multiplications and additions of the matrix products that `forward` stands for, by shapes; None: it has none."""
+    gradient_flops: Callable[[Any, Made, Wanted], int] | None = None
+    """The same of `gradients`, but for products that it computes again."""
     direct: Callable[[Any], bool] | None = None
     """Whether `gradients` is to run unregistered for this call."""
     overwrites: Callable[[Any], bool] | None = None
@@ -134,6 +141,10 @@ class Operator(Generic[C, O]):
                 schema=f"({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
             )
             self.backward_op.register_fake(self._fake_gradients)
+        if self.flops is not None:
+            torch_flops.register(self.name, self._flops)
+        if self.gradient_flops is not None:
+            torch_flops.register(f"{self.name}_backward", self._gradient_flops)
         self._differentiable = _fields([self.call.of_tensors[place].path for place in self._places])
         self._theirs = [name in self.adds_to.values() for name in self.kept.tensors]
         self._consumed = [self.kept.tensors.index(name) for name in self.consumed]
@@ -157,6 +168,7 @@ class Operator(Generic[C, O]):
 
     def registered(self, call: C) -> O:
         """The outputs by the registered operator, which knows its derivative."""
+        torch_flops.tell_counters()
         return cast(O, self.outputs.build(self.forward_op(*self.call.pack(call))[:-1], ()))
 
     def attach(self, call: C, made: O) -> O:
@@ -200,6 +212,14 @@ class Operator(Generic[C, O]):
         assert self.fake_gradients is not None
         return _filled(self.fake_gradients(*self._unpack_gradients(args)), args)
 
+    def _flops(self, *args: Any) -> int:
+        assert self.flops is not None
+        return self.flops(self.call.unpack(args))
+
+    def _gradient_flops(self, *args: Any) -> int:
+        assert self.gradient_flops is not None
+        return self.gradient_flops(*self._unpack_gradients(args))
+
     def _unpack_gradients(self, args: Sequence[Any]) -> tuple[Any, Made, Wanted]:
         count = self.differentiable_outputs
         return self.kept.unpack(args[count:-1]), args[:count], args[-1]
@@ -208,7 +228,7 @@ class Operator(Generic[C, O]):
         call, made = self.call.unpack(inputs), self.outputs.build(output[:-1], ())
         kept, saving = self.saving(call, made, self.call.tensors_of(call), self._places)
         ctx.mark_non_differentiable(*output[self.differentiable_outputs : -1])
-        self.keep(ctx, saving._replace(rest=self.kept.encode(saving.rest)), kept, output[-1])
+        self.keep(ctx, saving._replace(rest=self.kept.encode(saving.rest), packed=True), kept, output[-1])
 
     def _backward(self, ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         grads: list[Tensor | None] = [None] * len(self.call.tensors)
@@ -231,6 +251,8 @@ class Operator(Generic[C, O]):
         ctx.saving, ctx.used_up = saving, False
         # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
         # that is no mistake.
+        # Autograd saves no tensor that was made in inference mode, where it can't see whether it is changed.
+        kept = [x.clone() if x is not None and x.is_inference() else x for x in kept]
         ctx.theirs = theirs = [(i, kept[i]) for _, i in self._adds if kept[i] is not None]
         if theirs:
             kept = [None if is_theirs else x for x, is_theirs in zip(kept, self._theirs, strict=True)]
@@ -242,9 +264,12 @@ class Operator(Generic[C, O]):
         present = [x for x in given if x is not None]
         if not present:
             return [None] * len(self.differentiable)
+        refuse_batches(self.op, present)
         if ctx.used_up:
             self._refuse_second(ctx)
-        rest, grads, edges = ctx.saving
+        rest, grads, edges, packed = ctx.saving
+        if not (plain or packed):
+            rest = self.kept.encode(rest)
         wanted = asked_for(ctx, grads, edges)
         tensors, link = self._taken(ctx)
         theirs = [(i, x) for i, place in self._adds if (x := tensors[place]) is not None]
@@ -328,7 +353,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, None, None, *ctx.op.backward(ctx, upstream, plain=True))
+        plain = torch.compiler.is_compiling() or not _watched()
+        return (None, None, None, None, *ctx.op.backward(ctx, upstream, plain=plain))
 
 
 # ---------------------------------------------------------------------------------------------- what both ways share
@@ -336,12 +362,17 @@ class _Node(torch.autograd.Function):
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether nothing watches operators but what makes a tape, and all are plain tensors with storage."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > (recorder() is not None):
+    if torch.compiler.is_compiling() or _watched():
         return False
     for x in tensors:  # noqa: SIM110 - half the time of all()
         if x is not None and (type(x) not in (Tensor, Parameter) or x.is_meta):
             return False
     return True
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode looks on that isn't what makes a tape."""
+    return torch._C._len_torch_dispatch_stack() > (recorder() is not None)
 
 
 def inside_operator(x: Tensor) -> AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from onchip.frontend.options import require_int, require_one_of
+from onchip.frontend.options import is_symbol, require_int, require_one_of
 
 OP = "grouped_matmul"
 WeightLayout = Literal["gnk", "gkn"]
@@ -39,7 +39,8 @@ class Options:
             require_int(OP, "num_rows", self.num_rows)
             if self.num_rows < 0:
                 raise ValueError(f"{OP}: num_rows must be 0 or more; got {self.num_rows}")
-            object.__setattr__(self, "num_rows", int(self.num_rows))
+            if not is_symbol(self.num_rows):
+                object.__setattr__(self, "num_rows", int(self.num_rows))
 
 
 class Problem(NamedTuple):

@@ -100,6 +100,18 @@ def kept(call: Call, outputs: Outputs, groups: Tensor, rows: Tensor | None, scat
     )
 
 
+def flops(call: Call) -> int:
+    """Of the product of all rows, those past the last group's among them: which these are is a value."""
+    p = call.problem
+    return 2 * p.tokens * p.n * p.k
+
+
+def gradient_flops(kept: Kept, upstream: Made, wanted: Wanted) -> int:
+    """Of the gradients of x and the weight."""
+    p = kept.problem
+    return 2 * p.tokens * p.n * p.k * (wanted[0] + wanted[1])
+
+
 def weight_shape(kept: Kept) -> tuple[int, int, int]:
     p = kept.problem
     return (p.groups, p.k, p.n) if kept.options.weight_layout == "gkn" else (p.groups, p.n, p.k)

@@ -21,6 +21,8 @@ from onchip.groups.torch.call import (
     check,
     empty_gradients,
     empty_outputs,
+    flops,
+    gradient_flops,
     kept,
 )
 
@@ -166,4 +168,6 @@ GROUPED = Operator(
     fake_gradients=empty_gradients,
     differentiable=DIFFERENTIABLE,
     adds_to=ADDS_TO,
+    flops=flops,
+    gradient_flops=gradient_flops,
 )

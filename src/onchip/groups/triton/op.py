@@ -19,6 +19,8 @@ from onchip.groups.torch.call import (
     check,
     empty_gradients,
     empty_outputs,
+    flops,
+    gradient_flops,
     kept,
 )
 from onchip.groups.triton import fp8
@@ -229,5 +231,7 @@ GROUPED = Operator(
     fake_gradients=empty_gradients,
     differentiable=DIFFERENTIABLE,
     adds_to=ADDS_TO,
+    flops=flops,
+    gradient_flops=gradient_flops,
     launches=True,
 )

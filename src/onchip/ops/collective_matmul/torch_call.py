@@ -78,6 +78,32 @@ def split(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
     return flat(x).chunk(ranks)
 
 
+def gather_flops(call: Any) -> int:
+    """Of this rank's product: its weight's with all tokens."""
+    flops: int = call.ring.ranks * scatter_flops(call)
+    return flops
+
+
+def gather_gradient_flops(kept: Any, upstream: Made, wanted: Wanted) -> int:
+    """Of the gradients of x and weight."""
+    (grad_out,) = upstream
+    assert grad_out is not None
+    flops: int = 2 * grad_out.numel() * kept.k * (wanted[0] + wanted[1])
+    return flops
+
+
+def scatter_flops(call: Any) -> int:
+    """The same, where x has all tokens."""
+    flops: int = 2 * call.x.numel() * len(call.weight)
+    return flops
+
+
+def scatter_gradient_flops(kept: Any, upstream: Made, wanted: Wanted) -> int:
+    """The same, where the upstream gradient is of this rank's tokens."""
+    flops: int = kept.ring.ranks * gather_gradient_flops(kept, upstream, wanted)
+    return flops
+
+
 def gather_fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None

@@ -213,6 +213,8 @@ GATHERED = Operator(
     save=_save,
     gradients=_gather_gradients,
     fake_gradients=torch_call.gather_fake_gradients,
+    flops=torch_call.gather_flops,
+    gradient_flops=torch_call.gather_gradient_flops,
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
 )
@@ -280,6 +282,8 @@ SCATTERED = Operator(
     save=_save,
     gradients=_scatter_gradients,
     fake_gradients=torch_call.scatter_fake_gradients,
+    flops=torch_call.scatter_flops,
+    gradient_flops=torch_call.scatter_gradient_flops,
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
 )

@@ -19,7 +19,11 @@ from onchip.ops.collective_matmul.torch_call import (
     finished,
     flat,
     gather_fake_gradients,
+    gather_flops,
+    gather_gradient_flops,
     scatter_fake_gradients,
+    scatter_flops,
+    scatter_gradient_flops,
     split,
     weight_sum,
 )
@@ -141,6 +145,8 @@ GATHERED = Operator(
     save=_save,
     gradients=_gather_gradients,
     fake_gradients=gather_fake_gradients,
+    flops=gather_flops,
+    gradient_flops=gather_gradient_flops,
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
 )
@@ -219,6 +225,8 @@ SCATTERED = Operator(
     save=_save,
     gradients=_scatter_gradients,
     fake_gradients=scatter_fake_gradients,
+    flops=scatter_flops,
+    gradient_flops=scatter_gradient_flops,
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
 )

@@ -296,6 +296,17 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return grad_x, grad_weight, grad_out.new_empty(n, dtype=kept.dtypes[2]) if wanted[2] else None
 
 
+def _flops(call: Call) -> int:
+    return 2 * call.x.numel() * len(call.weight)
+
+
+def _gradient_flops(kept: Kept, upstream: Made, wanted: Wanted) -> int:
+    (grad_out,) = upstream
+    copies = (kept.transposed, kept.columns)  # of x's gradient and of weight's, [K, ...] both
+    assert grad_out is not None
+    return sum(2 * grad_out.numel() * len(x) for x, want in zip(copies, wanted, strict=False) if want and x is not None)
+
+
 OPERATOR = Operator(
     "fp8_linear_of_copies",
     op=OP,
@@ -307,4 +318,6 @@ OPERATOR = Operator(
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
     launches=True,
+    flops=_flops,
+    gradient_flops=_gradient_flops,
 )

@@ -203,6 +203,21 @@ def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     return grad_hidden, grad_weight, grad_bias
 
 
+def flops(arguments: Any) -> int:
+    """Of the logits, and of hidden's gradient, which forward makes."""
+    made: int = arguments.call.flops * (1 + arguments.call.grads[0])
+    return made
+
+
+def weight_flops(kept: Kept, upstreams: Made, wanted: Wanted) -> int:
+    """Of weight's gradient."""
+    if not wanted[1] or kept.hidden is None or kept.parts.columns is None:
+        return 0
+    size = kept.hidden.shape[-1]
+    tokens = kept.hidden.numel() // size if kept.target is None else kept.target.numel()  # of all ranks
+    return 2 * len(kept.parts.columns) * tokens * size
+
+
 DECLARED: dict[str, Any] = {
     "op": OP,
     "fake": _fake,
@@ -212,6 +227,8 @@ DECLARED: dict[str, Any] = {
     "differentiable": ("hidden", "weight", "bias"),
     "adds_to": {"weight": "weight_grad_out"},
     "launches": True,
+    "flops": flops,
+    "gradient_flops": weight_flops,
 }
 
 

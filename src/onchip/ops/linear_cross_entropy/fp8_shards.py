@@ -145,6 +145,8 @@ LOSS: Operator[Any, Fp8Outputs] = Operator(
     fake_gradients=_fake_gradients,
     differentiable=("hidden", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
+    flops=fp8_op.flops,
+    gradient_flops=lambda kept, upstreams, wanted: fp8_op.weight_flops(kept.loss, upstreams, wanted),
 )
 
 

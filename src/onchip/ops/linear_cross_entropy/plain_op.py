@@ -16,6 +16,7 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.torch import walk
+from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 
@@ -80,6 +81,7 @@ RECOMPUTED = Operator(
     fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
     differentiable=("hidden", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
+    **OF_LAYER,
 )
 
 
@@ -154,4 +156,5 @@ STASHED = Operator(
     fake_gradients=None,
     differentiable=("hidden", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
+    flops=lambda call: call.flops * (1 + call.grads[0] + call.grads[1]),
 )

@@ -16,6 +16,7 @@ from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch import soft, walk
+from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import DenseStats, SoftOutputs
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale
@@ -176,6 +177,7 @@ def _operator(name: str, forward: Any, gradients: Any) -> Operator[SoftCall, Sof
         fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
         differentiable=("hidden", "weight", "bias"),
         adds_to={"weight": "weight_grad_out"},
+        **OF_LAYER,
     )
 
 

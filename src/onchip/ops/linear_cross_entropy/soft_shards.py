@@ -18,6 +18,7 @@ from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab import memory, parallel, soft_shards
 from onchip.vocab.torch import soft
+from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.triton import shards
 from onchip.vocab.triton.memory import TritonPlan
@@ -124,6 +125,7 @@ def _operator(name: str, forward: Any, gradients: Any) -> Operator[ShardedCall, 
         fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
         differentiable=("hidden", "weight", "bias"),
         adds_to={"weight": "weight_grad_out"},
+        **OF_LAYER,
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.types import Device
 
-from onchip.frontend.torch_inputs import dtype_name, is_dtensor, require_tensor
+from onchip.frontend.torch_inputs import dtype_name, is_dtensor, refuse_transforms, require_tensor
 from onchip.frontend.torch_module import described, stand_in
 from onchip.frontend.torch_types import Result, WithStats
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, OfHead, OfModule, linear_cross_entropy
@@ -324,6 +324,7 @@ def _parameters(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
 
 def _require_whole(op: str, weight: Tensor) -> None:
     """Raise for a weight that is sharded, or was freed."""
+    refuse_transforms(op)  # whose tensors have no memory to look for
     plain = type(weight) in (Tensor, Parameter)
     whole = plain or not is_dtensor(weight)
     if plain and not torch.compiler.is_compiling() and not weight.is_meta:

@@ -13,6 +13,7 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import parallel
+from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss
 from onchip.vocab.triton import shards
 from onchip.vocab.triton.memory import TritonPlan
@@ -78,6 +79,7 @@ LOSS = Operator(
     fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
     differentiable=("hidden", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
+    **OF_LAYER,
 )
 
 

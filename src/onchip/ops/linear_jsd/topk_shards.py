@@ -15,7 +15,7 @@ from onchip.frontend.topk import TopK
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd.divergence import topk_terms
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
 from onchip.ops.linear_jsd.torch_shards import (
     ShardedCall,
     Sinks,
@@ -173,6 +173,8 @@ OPERATORS = {
         gradients=_gradients,
         fake_gradients=lambda kept, upstream, wanted: kept.sharded.call.empty_gradients(wanted, None),
         differentiable=tuple(f"call_{name}" for name in PARAMETERS),
+        flops=lambda sharded: sharded.call.flops(NO_GRADIENTS, logits=True),
+        gradient_flops=lambda kept, upstream, wanted: kept.sharded.call.flops(wanted, logits=False),
     )
     for op in (OP, LOGITS_OP)
 }

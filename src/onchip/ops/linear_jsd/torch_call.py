@@ -43,6 +43,7 @@ class Model(NamedTuple):
 
 PARAMETERS = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in Model._fields)
 """The tensors of a call that can have a gradient."""
+NO_GRADIENTS = (False,) * len(PARAMETERS)
 
 
 class Call(NamedTuple):
@@ -135,6 +136,12 @@ class Call(NamedTuple):
             return None
         grads = self.grads_of(who)[:3]
         return Layer(hidden, weight, bias, self.dtypes[who], grads)
+
+    def flops(self, gradients: Wanted, *, logits: bool) -> int:
+        """Of the matrix products for these gradients, of `PARAMETERS`, and for the models' logits."""
+        hidden = [0 if x.hidden is None else x.hidden.shape[-1] for x in self.models]
+        products = [logits + gradients[4 * who] + gradients[4 * who + 1] for who in (0, 1)]
+        return sum(2 * self.number * self.size * h * times for h, times in zip(hidden, products, strict=True))
 
     def head(self, who: int, *, kernels: bool = False) -> Head:
         """What plans know of the student (0) or the teacher (1); with `kernels` those of the Triton kernels."""

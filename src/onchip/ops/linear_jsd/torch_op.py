@@ -30,7 +30,7 @@ from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_jsd import memory, topk_shards, torch_shards, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_walk import walk
 
 # The order of preference of "auto".
@@ -344,7 +344,7 @@ class Kept(NamedTuple):
 
 def _forward(call: Call) -> Outputs:
     tokens = call.tokens(check=True)
-    grads = call.grads if call.stash else [False] * len(PARAMETERS)
+    grads = call.grads if call.stash else NO_GRADIENTS
     losses, made = walk(call, tokens, tokens.weight * tokens.inverse_count, grads)
     loss = tokens.spread(losses * tokens.weight, call.shape)
     loss = loss if call.options.reduction == "none" else loss.sum() * tokens.inverse_count
@@ -352,7 +352,7 @@ def _forward(call: Call) -> Outputs:
 
 
 def _fake(call: Call) -> Outputs:
-    made = call.empty_gradients(call.grads if call.stash else [False] * len(PARAMETERS), call.dtype)
+    made = call.empty_gradients(call.grads if call.stash else NO_GRADIENTS, call.dtype)
     return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
 
 
@@ -391,6 +391,8 @@ OPERATORS = {
         gradients=_gradients,
         fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted, None),
         differentiable=PARAMETERS,
+        flops=lambda call: call.flops(call.grads if call.stash else NO_GRADIENTS, logits=True),
+        gradient_flops=lambda kept, upstream, wanted: kept.call.flops(wanted, logits=False),
         direct=lambda kept: kept.call.stash,
     )
     for op in (OP, LOGITS_OP)

@@ -24,7 +24,7 @@ from onchip.ops.linear_jsd import memory, triton_memory
 from onchip.ops.linear_jsd.divergence import difference, divergence, mixture_terms
 from onchip.ops.linear_jsd.memory import BLOCKS
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
 from onchip.ops.linear_jsd.torch_walk import ARRAYS, Linear, model_of
 from onchip.vocab import parallel
 from onchip.vocab.torch.loss import loss_gradient
@@ -384,6 +384,8 @@ OPERATORS = {
         gradients=_gradients,
         fake_gradients=lambda kept, upstream, wanted: kept.sharded.call.empty_gradients(wanted, None),
         differentiable=tuple(f"call_{name}" for name in PARAMETERS),
+        flops=lambda sharded: sharded.call.flops(NO_GRADIENTS, logits=True),
+        gradient_flops=lambda kept, upstream, wanted: kept.sharded.call.flops(wanted, logits=False),
     )
     for op in (OP, LOGITS_OP)
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd import triton_memory
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.vocab.triton import memory as engine_memory
 from onchip.vocab.triton import setup
@@ -148,6 +148,8 @@ OPERATORS = {
         collect=_collect,
         launches=True,
         clone=setup.clone,
+        flops=lambda call: call.flops(NO_GRADIENTS, logits=True),
+        gradient_flops=lambda kept, upstream, wanted: kept.call.flops(wanted, logits=False),
     )
     for op in (OP, LOGITS_OP)
 }

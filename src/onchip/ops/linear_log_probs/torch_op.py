@@ -32,6 +32,7 @@ from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.torch import walk
+from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import factor_to_product
 from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import NOWHERE, Ids
@@ -424,4 +425,5 @@ LOG_PROBS = Operator(
     fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
     differentiable=("hidden", "weight", "bias"),
     differentiable_outputs=3,
+    **OF_LAYER,
 )

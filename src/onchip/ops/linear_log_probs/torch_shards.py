@@ -10,6 +10,7 @@ from onchip.ops.linear_log_probs.spec import OP
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs
 from onchip.vocab import parallel
+from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
@@ -73,6 +74,7 @@ LOG_PROBS = Operator(
     fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
     differentiable=("hidden", "weight", "bias"),
     differentiable_outputs=3,
+    **OF_LAYER,
 )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ class Layer:
         return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
     @property
+    def flops(self) -> int:
+        """Of one product: the logits of all tokens, or the gradient of hidden or of weight."""
+        rows, hidden = self.weight.shape
+        return 2 * self.number * hidden * rows
+
+    @property
     def layer(self) -> Projection:
         """In the products' dtype."""
         return Projection.of(self.hidden, self.weight, self.bias, self.dtype)
@@ -66,6 +73,16 @@ class Layer:
             grad_bias=self.grads[2],
             **more,
         )
+
+
+def gradient_flops(kept: Any, upstream: Sequence[Tensor | None], wanted: Sequence[bool]) -> int:
+    """Of the gradients of hidden and weight, where the call is kept."""
+    flops: int = kept.call.flops * (wanted[0] + wanted[1])
+    return flops
+
+
+OF_LAYER: dict[str, Any] = {"flops": attrgetter("flops"), "gradient_flops": gradient_flops}
+"""How an operator of a `LinearCall`, which is kept, registers what its products take."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_inputs import accumulator, has_values
 from onchip.frontend.torch_types import LossStats
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import ClassWeights, Ids, Tokens
@@ -24,10 +24,10 @@ def in_token_weight(options: Any) -> bool:
 def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[V] in the dtype of sums over inputs of `dtype`, contiguous.
 
-    Values that are wrong raise on the CPU, and elsewhere with check_inputs.
+    Values that are wrong raise on the CPU, and elsewhere with check_inputs, where they may be read.
     """
     each = class_weight.to(accumulator(dtype)).contiguous()
-    if options.check_inputs or (each.device.type == "cpu" and not torch.compiler.is_compiling()):
+    if (options.check_inputs or each.device.type == "cpu") and has_values(each):
         wrong = ~((each >= 0) & (each < float("inf")))
         if bool(wrong.any()):
             raise ValueError(f"{op}: class_weight must be finite and 0 or more; got {float(each[wrong][0])}")

@@ -22,7 +22,7 @@ from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 from onchip.vocab.rows.launches import flat as flat
-from onchip.vocab.torch.call import Layer, LinearCall
+from onchip.vocab.torch.call import OF_LAYER, Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton.memory import TritonPlan
@@ -384,6 +384,7 @@ IN_PLACE: dict[str, Any] = {
     "fake_gradients": _fake_gradients,
     "collect": _collect,
     "clone": clone,
+    **OF_LAYER,
 }
 
 
