@@ -45,6 +45,11 @@ def has_values(x: Tensor) -> bool:
     return all(torch._C._get_dispatch_mode(key) is None for key in _TRACERS)
 
 
+def sizes_are_symbols(*tensors: Tensor) -> bool:
+    """Whether what is made of the sizes must be right for others: torch.compile traces, or make_fx with symbols."""
+    return torch.compiler.is_compiling() or any(isinstance(x.numel(), torch.SymInt) for x in tensors)
+
+
 def require_tensors(op: str, named: Mapping[str, Any], optional: Collection[str]) -> dict[str, Tensor]:
     """Raise unless all are tensors (or None where `optional`) outside of torch.func and forward mode; return those."""
     refuse_transforms(op)

@@ -56,6 +56,8 @@ def _forward(call: Call) -> Outputs:
     made, total = empty_outputs(call), accumulator(call.cast_x.dtype)
     weight = by_row(call.cast_weight, call.options)
     out = torch.zeros_like(made.out, dtype=total)
+    if made.product is not None:
+        made.product.zero_()  # the rows past the last group's, which nobody reads, among them
     for g, mine in slices(call.which, call.groups):
         x = call.cast_x[mine if call.rows is None else call.rows[mine]]
         y = product_of_rows(x, weight[g], call.options.precision)

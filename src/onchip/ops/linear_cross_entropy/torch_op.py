@@ -24,6 +24,7 @@ from onchip.frontend.torch_inputs import (
     copied_weight,
     following,
     product_dtype,
+    sizes_are_symbols,
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import is_soft
@@ -334,7 +335,7 @@ def linear_cross_entropy(
         options=options,
         grads=needed(hidden, matrix, bias),
         copied=copied,
-        compiled=torch.compiler.is_compiling(),
+        compiled=sizes_are_symbols(hidden, matrix),
         **weights._asdict(),
         weight_grad_out=weight_grad_out,
     )

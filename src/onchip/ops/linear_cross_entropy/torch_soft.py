@@ -17,6 +17,7 @@ from onchip.frontend.torch_inputs import (
     copied_rows,
     copied_weight,
     product_dtype,
+    sizes_are_symbols,
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
@@ -119,7 +120,7 @@ def run(
         options=options,
         grads=needed(hidden, matrix, bias),
         copied=copied,
-        compiled=torch.compiler.is_compiling(),
+        compiled=sizes_are_symbols(hidden, matrix),
         token_weight=token_weight,
         normalizer=normalizer,
         class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight, dtype),

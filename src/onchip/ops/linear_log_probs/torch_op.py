@@ -20,6 +20,7 @@ from onchip.frontend.torch_inputs import (
     copied_weight,
     following,
     product_dtype,
+    sizes_are_symbols,
     temperature_tensor,
 )
 from onchip.frontend.torch_parallel import HiddenLayout, OfShardedLogits, OfShards, Sharding, localized
@@ -277,7 +278,7 @@ def linear_log_probs(
         options=options,
         grads=needed(hidden, weight, bias),
         copied=copied_rows(hidden) + shifted_bytes + (copied_weight(weight, dtype) if chosen == "triton" else 0),
-        compiled=torch.compiler.is_compiling(),
+        compiled=sizes_are_symbols(hidden, weight),
     )
     operator: Operator[Any, Any] = triton_op.LOG_PROBS if chosen == "triton" else LOG_PROBS
     if shards is not None:

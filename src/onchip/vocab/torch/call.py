@@ -95,7 +95,7 @@ class LinearCall(Layer):
     copied: int
     """Bytes of the copies of inputs whose strides don't suit."""
     compiled: bool
-    """Whether torch.compile made the call: then its sizes may have been symbols."""
+    """Whether its sizes may have been symbols when it was made."""
 
     @property
     def number(self) -> int:

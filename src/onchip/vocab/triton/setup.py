@@ -67,8 +67,15 @@ def _plan(call: LinearCall, **more: Any) -> TritonPlan:
     problem = call.problem("cuda", **more)
     if call.compiled and call.budget is None:
         return planner.plan_for_symbols(problem, call.options.strategy)
-    if call.compiled:
-        problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
+    if call.compiled or any(isinstance(x, torch.SymInt) for x in (problem.tokens, problem.hidden, problem.vocab)):
+        problem = replace(
+            problem,
+            tokens=int(problem.tokens),
+            hidden=int(problem.hidden),
+            vocab=int(problem.vocab),
+            ids=int(problem.ids),
+            copied=int(problem.copied),
+        )
     return planner.plan(problem, call.options.strategy, call.budget)
 
 
