@@ -377,10 +377,14 @@ def check_operators(run):
         run()
     assert recorded.calls
     for func, args in recorded.calls:
-        # On the CPU PyTorch has no arithmetic on FP8 tensors, and no test of a schema without.
-        fp8 = any("fp8" in str(func) or "float8" in str(getattr(x, "dtype", "")) for x in (func, *args))
-        tests = ("test_faketensor",) if fp8 else ("test_schema", "test_faketensor")
-        torch.library.opcheck(func, args, test_utils=tests)
+        check_operator(func, args)
+
+
+def check_operator(func, args):
+    # On the CPU PyTorch has no arithmetic on FP8 tensors, and no test of a schema without.
+    fp8 = any("fp8" in str(func) or "float8" in str(getattr(x, "dtype", "")) for x in (func, *args))
+    tests = ("test_faketensor",) if fp8 else ("test_schema", "test_faketensor")
+    torch.library.opcheck(func, args, test_utils=tests)
 
 
 # -------------------------------------------------------------------------------------------------------- of every loss
