@@ -161,11 +161,20 @@ def test_the_options_reach_both_ways_of_every_switch():
         optional = {"token_weight", "class_weight", "class_total", "temperature", "inner_scale"}
         if kernel is triton_rows.losses:
             optional |= {"entropy", "correct", "argmax", "out", "target_logit", "terms_out", "top_out", "uniform"}
+            optional |= {"low_out"}
         else:
             optional |= {"start", "whole"}
         assert set.union(*missing) == optional
         # For a caller of `launch_rows` that has the targets' logits from elsewhere, and for a sharded vocabulary.
-        assert set.intersection(*missing) <= {"target_logit", "terms_out", "top_out", "uniform", "start", "whole"}
+        assert set.intersection(*missing) <= {
+            "target_logit",
+            "terms_out",
+            "top_out",
+            "low_out",
+            "uniform",
+            "start",
+            "whole",
+        }
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "return_stats": True}], ids=str)

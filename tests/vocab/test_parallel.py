@@ -500,6 +500,13 @@ def digits_and_infinities(rank, ranks):
     right = linear_log_probs(logits, torch.eye(VOCAB, dtype=torch.float64), target, **asked)
     for a, b in ((out.entropy, right.entropy), (out.log_sum_sq_probs, right.log_sum_sq_probs)):
         assert ((a - b).abs() <= 1e-5 * b.abs()).all(), (a, b)
+    # Of large logits too, whose log-sum-exps are rounded by more than what their probabilities differ by.
+    large = 1e4 + numbers(4, VOCAB, seed=3) * 8
+    asked |= {"lse": True, "mean_logits": True}
+    out, right = log_probs(large[:, own], target, **asked, **given), log_probs(large.double(), target, **asked)
+    for name in ("log_prob", *asked):
+        a, b = getattr(out, name).double(), getattr(right, name)
+        assert ((a - b).abs() <= 2e-6 * b.abs()).all(), (name, a, b)
     hidden, weight, bias = layer()
     # All of the last shards, and some of the first.
     bias[sizes[0] - 3 :] = -torch.inf

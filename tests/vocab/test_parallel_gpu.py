@@ -61,6 +61,7 @@ def of_logits(rank, ranks):
         several = torch.stack([target, target.flip(0)], 1)
         for op, more, options in (
             (log_probs, (several,), {"entropy": True, "top1": True, "softcap": 9.0}),
+            (log_probs, (several,), dict.fromkeys(("entropy", "lse", "mean_logits", "log_sum_sq_probs"), True)),
             (jsd, (logits.flip(0),), {"beta": 0.0, "target": target, "hard_weight": 0.2}),
             (jsd, (logits.flip(0),), {"beta": 0.4, "temperature": 2.0}),
         ):

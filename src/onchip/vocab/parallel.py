@@ -126,7 +126,7 @@ def class_weight_of_shard(class_weight: Tensor | None, shards: Shards) -> Tensor
 
 def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int:
     """Upper bound of what is gathered: statistics, and hidden states whose tokens are sharded."""
-    numbers = (several + 6) * tokens * (shards.ranks + 1)
+    numbers = (several + 7) * tokens * (shards.ranks + 1)
     gathered = 0 if shards.sequence < 0 else 2 * shards.ranks * hidden.numel() * hidden.element_size()
     return numbers * accumulator(hidden.dtype).itemsize + gathered
 
@@ -239,7 +239,7 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
 
     Shards that don't make up the vocabulary raise on the CPU and where `check_values`; else all is NaN.
     """
-    sent: list[Any] = [mine.lse, *mine.log_prob.unbind(1)]
+    sent: list[Any] = [*of_lse(mine), *mine.log_prob.unbind(1)]
     if asked.top:
         sent += [mine.top, bits(mine.argmax, tokens.dtype)]
     if asked.entropy:
@@ -253,7 +253,7 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
     start, rows = found.start[:, None], iter(found.numbers)
 
     lse = next(rows)
-    total, log_share = log_sum(lse)
+    total, log_share = log_sum(lse, next(rows))
     share = log_share.exp()
     nothing = share == 0  # what such a shard says of itself may be NaN
 
@@ -270,7 +270,7 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
         entropy = found.sure(torch.where(nothing, 0, share * (next(rows) - log_share)).sum(0))
         mean = total - entropy
     if asked.mean_logits:
-        uniform = found.sure(uniform_over(found, next(rows), lse, total) / shards.vocab)
+        uniform = found.sure(uniform_over(found, next(rows), lse, log_share) / shards.vocab)
         mean_logits = total - uniform
     if asked.sum_sq:
         log_sum_sq = found.sure(log_sum((next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf))[0])
@@ -296,12 +296,12 @@ def place_of_largest(largest: Tensor, at: Tensor, start: Tensor) -> Tensor:
     return place.masked_fill(place == NO_INDEX, -1)
 
 
-def uniform_over(found: Gathered, sums: Tensor, lse: Tensor, total: Tensor) -> Tensor:
+def uniform_over(found: Gathered, sums: Tensor, lse: Tensor, log_share: Tensor) -> Tensor:
     """[n]: the sum of lse - z over the vocabulary, weighed by class, of the shards' sums of lse_r - z, [ranks, n];
-    `lse` are the shards' too, and `total` is the whole's."""
+    `lse` are the shards' too, and `log_share` how far each lies below the whole's."""
     # For each of a shard's entries, lse_r lies as much below.
     weight = found.of_classes[:, None]
-    below = torch.where(weight == 0, 0, weight * (total - lse))
+    below = torch.where(weight == 0, 0, weight * -log_share)
     return (sums.masked_fill(lse == -torch.inf, 0) + below).sum(0)
 
 
@@ -315,13 +315,25 @@ def integers(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32).to(torch.int64)
 
 
-def log_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+def of_lse(mine: TokenStats) -> tuple[Tensor, Tensor]:
+    """What a rank sends of its log-sum-exp, as `log_sum` takes it; kernels of products don't say what it was rounded
+    by, which is no more than the logits were."""
+    return mine.lse, torch.zeros_like(mine.lse) if mine.low is None else mine.low
+
+
+def log_sum(x: Tensor, low: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """log(sum(exp(x))) of [ranks, n] over ranks, and what each rank's x lies below it, both to the last digit where
-    one rank has nearly all."""
+    one rank has nearly all.
+
+    `low` is what x were rounded by: of large logits that would be most of how probabilities differ.
+    """
     top, lead = x.max(0, keepdim=True)
     below = x - top.masked_fill(top == -torch.inf, 0)
+    more = 0 if low is None else low.gather(0, lead)
+    if low is not None:
+        below = below + (low - more)
     log_total = below.exp().scatter(0, lead, 0).sum(0, keepdim=True).log1p()
-    return (top + log_total)[0], below - log_total
+    return (top + (more + log_total))[0], below - log_total
 
 
 def _apart(start: Tensor, stop: Tensor, vocab: int) -> Tensor:

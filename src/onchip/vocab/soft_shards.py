@@ -51,7 +51,7 @@ def _exchanged(
 ) -> tuple[DenseSums, Tensor]:
     """The sums over all of the vocabulary, and how far the log-sum-exp of this rank's shard lies below the whole's."""
     known, smoothed = mine.softmax, options.label_smoothing > 0
-    sent: list[Any] = [known.lse, mine.cost, mine.mass]
+    sent: list[Any] = [*parallel.of_lse(known), mine.cost, mine.mass]
     if known.uniform is not None:
         sent.append(known.uniform * shards.rows)
     if options.return_stats:
@@ -64,9 +64,9 @@ def _exchanged(
     start, rows = found.start[:, None], iter(found.numbers)
 
     lse = next(rows)
-    total, log_share = parallel.log_sum(lse)
+    total, log_share = parallel.log_sum(lse, next(rows))
     cost, mass = _of_labels(next(rows), next(rows), lse, log_share)
-    uniform = found.sure(parallel.uniform_over(found, next(rows), lse, total) / shards.vocab) if smoothed else None
+    uniform = found.sure(parallel.uniform_over(found, next(rows), lse, log_share) / shards.vocab) if smoothed else None
     entropy = expected = labels = likeliest = None
     index = torch.full_like(known.argmax, -1)
     if options.return_stats:

@@ -29,6 +29,14 @@ def log1p(x):
 
 
 @triton.jit
+def rounded_by(total, a, b):
+    """What `total`, which is a + b, is rounded by (Knuth's two-sum); 0 where it isn't finite."""
+    of_b = total - a
+    low = (a - (total - of_b)) + (b - of_b)
+    return tl.where(low - low == 0, low, 0.0)
+
+
+@triton.jit
 def expm1(x):
     """exp(x) - 1 for x <= 0: Taylor's series near 0."""
     series = x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))))

@@ -8,7 +8,7 @@ Programs, rows and tiles are as in triton.py.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total
+from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total, rounded_by
 from onchip.vocab.rows.blocks import clear_row, lanes_of, read_weights, row_start, squash, steps_of, walk, write_tile
 from onchip.vocab.rows.softmax import join, logits_of, meet, nothing_yet
 
@@ -63,6 +63,7 @@ def log_probs(
     mean,  # of the logits under their softmax, with the entropy
     top1,  # [T] int64 out: the first largest logit; -1 for such tokens, and where all logits are -inf
     top_out,  # [T] float32 out: the largest x
+    low_out,  # [T] float32 out: what lse was rounded by
     mean_logits,  # [T] float32 out: their plain mean
     uniform,  # [T] float32 out: the mean of lse - z, weighed by class
     log_sum_sq_probs,  # [T] float32 out: log(sum(p**2))
@@ -98,6 +99,8 @@ def log_probs(
                 tl.store(top1 + row, tl.cast(-1, tl.int64))
             if top_out is not None:
                 tl.store(top_out + row, 0.0)
+            if low_out is not None:
+                tl.store(low_out + row, 0.0)
             if mean_logits is not None:
                 tl.store(mean_logits + row, 0.0)
             if uniform is not None:
@@ -131,7 +134,8 @@ def log_probs(
             softmax, drop = meet(k2, softmax)
             best, total, below, moment, column = softmax
             log_total, leads = log_of_total(total, below)
-            tl.store(lse + row, best * k + log_total)
+            row_lse = best * k + log_total
+            tl.store(lse + row, row_lse)
             if entropy is not None:
                 offset = moment / total
                 tl.store(entropy + row, log_total - offset)
@@ -140,6 +144,8 @@ def log_probs(
                 tl.store(top1 + row, column.to(tl.int64))
             if top_out is not None:
                 tl.store(top_out + row, best)
+            if low_out is not None:
+                tl.store(low_out + row, rounded_by(row_lse, best * k, log_total))
             if mean_logits is not None:
                 tl.store(mean_logits + row, (reference + tl.sum(offsets, 0) / V) * k)
             if uniform is not None:

@@ -38,16 +38,17 @@ def statistics_of_shard(
         return torch.empty(target.numel(), dtype=dtype, device=target.device) if wanted else None
 
     lse, log_prob, entropy, argmax = empty(), empty(), empty(asked.entropy), empty(asked.entropy, torch.int64)
+    low = empty()
     top, uniform = empty(asked.top), empty(asked.mean_logits)
     if target.numel() > 0:
         launch_rows(
             "losses", logits, None, target, None, token_temperature, options,
             class_weight=asked.class_weight, divisor=None, loss=empty(), lse=lse, log_prob=log_prob, entropy=entropy,
-            correct=empty(asked.entropy, torch.bool), argmax=argmax, top_out=top, uniform=uniform,
+            correct=empty(asked.entropy, torch.bool), argmax=argmax, top_out=top, low_out=low, uniform=uniform,
             target_logit=target_logit,
         )  # fmt: skip
     log_prob = log_prob.masked_fill(target.reshape(-1) < 0, 0)[:, None]
-    return TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None, top)
+    return TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None, top, low)
 
 
 def statistics_of_ids(
@@ -67,6 +68,7 @@ def statistics_of_ids(
         "mean": empty(asked.entropy),
         "top1": empty(asked.top, torch.int64),
         "top_out": empty(asked.top),
+        "low_out": empty(),
         "mean_logits": empty(asked.mean_logits),
         "log_sum_sq_probs": empty(asked.sum_sq),
     }
@@ -77,7 +79,9 @@ def statistics_of_ids(
     lse, plain = made["lse"], made["mean_logits"]
     uniform = None if plain is None else lse - plain
     squares = made["log_sum_sq_probs"]
-    known = TokenStats(lse, log_prob, made["top1"], made["entropy"], None, None, uniform, squares, made["top_out"])
+    known = TokenStats(
+        lse, log_prob, made["top1"], made["entropy"], None, None, uniform, squares, made["top_out"], made["low_out"]
+    )
     return parallel.combine(op, shards, known, tokens, asked, check_values=call.options.check_inputs)
 
 

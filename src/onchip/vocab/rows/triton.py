@@ -17,7 +17,7 @@ there is none, or it is not wanted.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p
+from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p, rounded_by
 from onchip.vocab.rows.blocks import (
     NOTHING,
     clear_row,
@@ -135,6 +135,7 @@ def losses(
     correct,  # [T] bool out
     argmax,  # [T] int64 out; -1 for ignored tokens
     top_out,  # [T] float32 out: the largest x, with the entropy
+    low_out,  # [T] float32 out: what lse was rounded by
     uniform,  # [T] float32 out: the mean of lse - z, weighed by class, with SMOOTHING
     out,  # [T, V] out: gradient of the reduced loss, contiguous
     terms_out,  # [5, T] float32 out: what the gradient is made with; see `_store_terms`
@@ -181,6 +182,8 @@ def losses(
                 tl.store(argmax + row, -1)
             if top_out is not None:
                 tl.store(top_out + row, 0.0)
+            if low_out is not None:
+                tl.store(low_out + row, 0.0)
             if uniform is not None:
                 tl.store(uniform + row, 0.0)
             if terms_out is not None:
@@ -268,6 +271,8 @@ def losses(
                 tl.store(argmax + row, tl.where(leads, y, other).to(tl.int64))
             if top_out is not None:
                 tl.store(top_out + row, lead)
+            if low_out is not None:
+                tl.store(low_out + row, rounded_by(row_lse, lead * k, log_total))
 
             if (out is not None) or (terms_out is not None):
                 row_factor = weight / tl.load(divisor) * logit_scale

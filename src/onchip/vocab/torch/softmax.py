@@ -48,6 +48,7 @@ class TokenStats(NamedTuple):
     uniform: Tensor | None  # the mean of lse - z, weighed by class: the cross-entropy of the uniform distribution
     log_sum_sq: Tensor | None  # log(sum(p**2))
     top: Tensor | None = None  # the largest logit
+    low: Tensor | None = None  # what lse was rounded by
 
     def is_top1(self, tokens: Ids) -> Tensor:
         """[n] bool: the first id is the argmax."""
@@ -135,6 +136,11 @@ class Running:
         return self.max + self.log_total
 
     @property
+    def low(self) -> Tensor:
+        """What `lse` was rounded by."""
+        return rounded_by(self.max, self.log_total)
+
+    @property
     def log_prob(self) -> Tensor:
         """[n, K]: of the ids, whether they count or not."""
         return (self.picked - self.max[:, None]) - self.log_total[:, None]
@@ -158,7 +164,15 @@ class Running:
             None if plain_offset is None else log_total * share - plain_offset,
             self.squares.log1p() - 2 * log_total if asked.sum_sq else None,
             self.max if asked.top else None,
+            self.low,
         )
+
+
+def rounded_by(a: Tensor, b: Tensor) -> Tensor:
+    """What a + b is rounded by (Knuth's two-sum); 0 where it isn't finite."""
+    total = a + b
+    of_b = total - a
+    return ((a - (total - of_b)) + (b - of_b)).nan_to_num(0, 0, 0)
 
 
 def columns_of(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
