@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import onchip.torch as ops
+from every_loss import Recorded, check_operator
 from float64 import TOKENS, as_torch, differentiable, examples
 from onchip.torch import TopK
 
@@ -178,20 +179,46 @@ def calls():
 
 CALLS = calls()
 
-# What the Triton kernels alone run, each with its backward.
+# What the Triton kernels alone run, each with its backward, and the call that runs it there.
 BY_KERNELS = {
-    "cross_entropy_by_triton",
-    "cross_entropy_dense",
-    "cross_entropy_soft_by_triton",
-    "grouped_matmul",
-    "jsd_by_triton_in_place",
-    "linear_cross_entropy_dense_in_place",
-    "linear_cross_entropy_in_place",
-    "linear_cross_entropy_of_shards_in_place",
-    "linear_cross_entropy_soft_in_place",
-    "linear_cross_entropy_soft_of_shards_in_place",
-    "linear_jsd_by_triton_in_place",
-    "linear_log_probs_in_place",
-    "linear_log_probs_of_shards_in_place",
-    "log_probs_by_triton",
+    "cross_entropy_by_triton": "cross_entropy",
+    "cross_entropy_dense": "cross_entropy dense",
+    "cross_entropy_soft_by_triton": "cross_entropy top-k",
+    "grouped_matmul": "grouped_matmul swiglu",
+    "jsd_by_triton_in_place": "jsd",
+    "linear_cross_entropy_dense_in_place": "linear_cross_entropy dense",
+    "linear_cross_entropy_in_place": "linear_cross_entropy",
+    "linear_cross_entropy_of_shards_in_place": "linear_cross_entropy of shards",
+    "linear_cross_entropy_soft_in_place": "linear_cross_entropy top-k",
+    "linear_cross_entropy_soft_of_shards_in_place": "linear_cross_entropy top-k of shards",
+    "linear_jsd_by_triton_in_place": "linear_jsd beta=0.3",
+    "linear_log_probs_in_place": "linear_log_probs",
+    "linear_log_probs_of_shards_in_place": "linear_log_probs of shards",
+    "log_probs_by_triton": "log_probs",
 }
+
+
+def by_kernels(name):
+    """The call that runs an operator of the Triton kernels, in float16."""
+    call = CALLS[BY_KERNELS[name]]
+
+    def narrow(x):
+        x = as_torch(x)
+        if isinstance(x, TopK):
+            return TopK(*map(narrow, x))
+        return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    options = {key: narrow(x) for key, x in call.options.items()} | {"backend": "triton"}
+    if "soft_of_shards" in name:
+        options["label_smoothing"] = 0.0  # else PyTorch's operations run it
+    return replace(call, leaves={key: x.half() for key, x in call.leaves.items()}, options=options)
+
+
+def check_kernels(name, device):
+    """What opcheck asks of the operator and its backward."""
+    call = by_kernels(name)
+    with Recorded() as seen:
+        call.gradients(*call.prepare(device))
+    assert {x.name() for x, _ in seen.calls} == {f"onchip::{name}", f"onchip::{name}_backward"}
+    for operator, arguments in seen.calls:
+        check_operator(operator, arguments)

@@ -11,7 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import edges
 import every_loss
 from bits import assert_digits_stay_inside, assert_rounds, triton_bits
 from fp8_linear import fp8_interpreter
@@ -47,6 +49,18 @@ CHECKS |= {name: f for name, f in every_loss.CHECKS.items()
 # All of these run for 'torch' on the CPU, and for the kernels on a GPU.
 SLOW = set(CHECKS)
 check = registering(CHECKS)
+
+
+@check(*edges.BY_KERNELS)
+def operator(name):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        edges.check_kernels(name, "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+SLOW.add("operator-linear_jsd_by_triton_in_place")
 
 
 # --------------------------------------------------------------------------------------------------- the oracle's cases

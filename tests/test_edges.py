@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip.torch
-from edges import BY_KERNELS, CALLS
+from edges import BY_KERNELS, CALLS, by_kernels, check_kernels
 from every_loss import Recorded, check_operator
 from losses import nan_filled
 from onchip.torch import TopK
@@ -23,8 +23,8 @@ FLOAT64 = {name: call for name, call in CALLS.items() if all(x.dtype == torch.fl
 FUNCTIONS = [getattr(onchip.torch, name) for name in onchip.torch.__all__ if name[0].islower()]
 # What is no op's, but PyTorch's own layer inside of a module.
 OF_PYTORCH = ("router_weight", "shared_gate_up_weight", "shared_down_weight")
-# Of those that differ in options alone, one for each op.
-OF_OPS = [name for name in CALLS if " " not in name or name == "linear_jsd beta=0.3"]
+# Of tracing without numbers, one call for each op.
+SHOWN = [("symbolic", name) for name in CALLS if " " not in name or name == "linear_jsd beta=0.3"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +46,7 @@ def mapped(function, given):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param(name, mode, marks=[pytest.mark.slow] * (mode != "real" and name not in OF_OPS))
+        pytest.param(name, mode, marks=[pytest.mark.slow] * (mode != "real" and (mode, name) not in SHOWN))
         for name in CALLS
         for mode in ("real", "fake", "symbolic")
     ],
@@ -115,7 +115,11 @@ def of_inference(x):
 @each_call
 def test_arguments_of_inference_mode(call):
     """Each gives what the same ordinary tensor gives, and may be overwritten before backward."""
-    leaves, options = call.prepare()
+    check_inference_mode(call, "cpu")
+
+
+def check_inference_mode(call, device):
+    leaves, options = call.prepare(device)
     expected = dict(zip(leaves, call.gradients(leaves, options)[-len(leaves) :], strict=True))
     for name in (*leaves, *options):
         given = (leaves | options)[name]
@@ -145,7 +149,11 @@ def test_main_gradient_of_inference_mode():
 @each_call
 def test_several_upstream_gradients_at_once(call):
     """Refused, whoever asks."""
-    leaves, options = call.prepare()
+    check_refusals(call, "cpu")
+
+
+def check_refusals(call, device):
+    leaves, options = call.prepare(device)
     names, tensors = list(leaves), tuple(leaves.values())
     refused = pytest.raises(RuntimeError, match=r"[a-z_]+: several upstream gradients .* pass vectorize=False")
 
@@ -155,7 +163,7 @@ def test_several_upstream_gradients_at_once(call):
     with refused:
         torch.autograd.functional.jacobian(first, tensors, vectorize=True)
     made = first(*tensors)
-    several = torch.ones(2, *made.shape, dtype=made.dtype)
+    several = made.new_ones(2, *made.shape)
     with refused:
         torch.autograd.grad(made, tensors, several, is_grads_batched=True, retain_graph=True)
     with refused:
@@ -242,10 +250,10 @@ def recorded(name):
 def test_every_operator_is_known():
     """Here, or to the checks of kernels: a new one fails this."""
     names = {x.removeprefix("onchip::") for x in torch._C._dispatch_get_all_op_names() if x.startswith("onchip::")}
-    by_kernels = {f"{name}{suffix}" for name in BY_KERNELS for suffix in ("", "_backward")}
+    of_kernels = {f"{name}{suffix}" for name in BY_KERNELS for suffix in ("", "_backward")}
     here = {operator.name().removeprefix("onchip::") for name in CALLS for operator, _ in recorded(name)}
-    assert by_kernels.isdisjoint(here)
-    assert {x for x in names if not x.startswith("test_")} == here | by_kernels
+    assert of_kernels.isdisjoint(here)
+    assert {x for x in names if not x.startswith("test_")} == here | of_kernels
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -280,3 +288,20 @@ def test_gradcheck(name):
         return tuple(call.outputs(dict(zip(leaves, given, strict=True)), options))
 
     assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
+
+
+# ------------------------------------------------------------------------------------------------ of the Triton kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_kernels_on_the_gpu(name):
+    """Called three times, from the second on by what repeats calls; test_interpreted.py has opcheck on the CPU."""
+    check_kernels(name, "cuda")
+    call = by_kernels(name)
+    for _ in range(3):
+        check_inference_mode(call, "cuda")
+        check_refusals(call, "cuda")
+    leaves, options = call.prepare("cuda")
+    flops, _ = counted(lambda: call.loss(leaves, options).backward())
+    assert flops == 3 * call.product

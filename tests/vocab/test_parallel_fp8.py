@@ -189,7 +189,7 @@ def memory_that_it_takes(rank, ranks):
     """In two chunks, whose logits are made twice."""
     tokens, hidden, vocab = 512, 64, 4096
     h, w, target = leaf(torch.randn(tokens, hidden)), leaf(torch.randn(vocab, hidden)), torch.arange(tokens)
-    sent = 7 * tokens * (ranks + 1) * 4
+    sent = 8 * tokens * (ranks + 1) * 4
     budget = memory.scratch_bytes(Problem(tokens, hidden, vocab, sharded=True, copied=sent), 256)
 
     def step():

@@ -146,7 +146,10 @@ class Operator(Generic[C, O]):
         if self.gradient_flops is not None:
             torch_flops.register(f"{self.name}_backward", self._gradient_flops)
         self._differentiable = _fields([self.call.of_tensors[place].path for place in self._places])
+        made_here = {leaf.name for leaf in self.outputs.of_tensors} - {leaf.name for leaf in self.call.of_tensors}
         self._theirs = [name in self.adds_to.values() for name in self.kept.tensors]
+        # Those that may be the caller's.
+        self._given = [i for i, leaf in enumerate(self.kept.of_tensors) if leaf.name not in made_here]
         self._consumed = [self.kept.tensors.index(name) for name in self.consumed]
         # Places among the differentiable tensors and among the kept ones.
         self._adds = [(self.differentiable.index(x), self.kept.tensors.index(y)) for x, y in self.adds_to.items()]
@@ -252,7 +255,9 @@ class Operator(Generic[C, O]):
         # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
         # that is no mistake.
         # Autograd saves no tensor that was made in inference mode, where it can't see whether it is changed.
-        kept = [x.clone() if x is not None and x.is_inference() else x for x in kept]
+        frozen = [i for i in self._given if (x := kept[i]) is not None and x.is_inference()]
+        if frozen:
+            kept = [x.clone() if i in frozen and x is not None else x for i, x in enumerate(kept)]
         ctx.theirs = theirs = [(i, kept[i]) for _, i in self._adds if kept[i] is not None]
         if theirs:
             kept = [None if is_theirs else x for x, is_theirs in zip(kept, self._theirs, strict=True)]

@@ -136,9 +136,9 @@ class Op:
     """Whether it can cap the logits."""
     ids: int = 0
     """Ids per token, of log-probabilities."""
-    numbers: int = 2
-    """Float32 a token that ranks which share the vocabulary gather: lse, and the target's log-probability; 0 where that
-    is not known."""
+    numbers: int = 3
+    """Float32 a token that ranks which share the vocabulary gather: lse, what it was rounded by, and the target's
+    log-probability; 0 where that is not known."""
 
 
 # ---------------------------------------------------------------------------------------------- what backends refuse
