@@ -29,10 +29,11 @@ def log1p(x):
 
 
 @triton.jit
-def rounded_by(total, a, b):
-    """What `total`, which is a + b, is rounded by (Knuth's two-sum); 0 where it isn't finite."""
+def rounded_by(total, x, k, b):
+    """What `total`, which is x * k + b, is rounded by (Knuth's two-sum, and the product's); 0 where it isn't finite."""
+    a = x * k
     of_b = total - a
-    low = (a - (total - of_b)) + (b - of_b)
+    low = (a - (total - of_b)) + (b - of_b) + tl.fma(x, k, -a)
     return tl.where(low - low == 0, low, 0.0)
 
 

@@ -145,7 +145,7 @@ def log_probs(
             if top_out is not None:
                 tl.store(top_out + row, best)
             if low_out is not None:
-                tl.store(low_out + row, rounded_by(row_lse, best * k, log_total))
+                tl.store(low_out + row, rounded_by(row_lse, best, k, log_total))
             if mean_logits is not None:
                 tl.store(mean_logits + row, (reference + tl.sum(offsets, 0) / V) * k)
             if uniform is not None:

@@ -272,7 +272,7 @@ def losses(
             if top_out is not None:
                 tl.store(top_out + row, lead)
             if low_out is not None:
-                tl.store(low_out + row, rounded_by(row_lse, lead * k, log_total))
+                tl.store(low_out + row, rounded_by(row_lse, lead, k, log_total))
 
             if (out is not None) or (terms_out is not None):
                 row_factor = weight / tl.load(divisor) * logit_scale
