@@ -81,12 +81,14 @@ def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
     if value is None or type(value) is int:
         return value
     if isinstance(value, str):
-        number, unit = value[:-3].strip(), value[-3:]
-        if unit not in UNITS or not number.replace(".", "", 1).isdecimal():
+        size = _bytes_of(value)
+        if size is None:
+            meant = value.removesuffix("B") + "iB"
+            hint = "" if _bytes_of(meant) is None else f"; did you mean {meant!r}?"
             raise ValueError(
-                f"{op}: scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got {value!r}"
+                f"{op}: scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got {value!r}{hint}"
             )
-        return int(min(float(number) * UNITS[unit], 2**63))  # which the options refuse
+        return size
     if isinstance(value, Integral) or not isinstance(value, Real):
         return value  # bytes already, which the options check
     part: Any = value
@@ -96,6 +98,14 @@ def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
             "pass an int for bytes"
         )
     return int(part * 4 * logits) or None
+
+
+def _bytes_of(text: str) -> int | None:
+    """Of a number with one of the `UNITS`; None of another text."""
+    number, unit = text[:-3].strip(), text[-3:]
+    if unit not in UNITS or not number.replace(".", "", 1).isdecimal():
+        return None
+    return int(min(float(number) * UNITS[unit], 2**63))  # which the options refuse
 
 
 @dataclass(frozen=True)
@@ -195,6 +205,8 @@ def check_head(op: str, shapes: Shapes, *, layout: str | None = None, whose: str
     if hidden[-1] != size:
         other = {"vh": "hv", "hv": "vh"}.get(layout or "")
         remedy = f"; or pass weight_layout={other!r}" if other and hidden[-1] == vocab else ""
+        if layout is None and hidden[-1] == vocab:
+            remedy = f"; pass {w}.T"
         raise ValueError(f"{op}: {h} has H={hidden[-1]} but {w} has H={size}; {must}{remedy}")
     if bias is not None and bias != (vocab,):
         raise ValueError(f"{op}: {b} has shape {list(bias)} but {w} has V={vocab}; {b} must be [V]")
@@ -210,16 +222,16 @@ def check_logits(op: str, shapes: Shapes) -> None:
         raise ValueError(f"{op}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
 
 
-def one_target(op: str, target: Any, labels: Any, *, needed: bool = True) -> tuple[str, Any]:
+def one_target(op: str, target: Any, labels: Any, *, needed: bool = True, name: str = "target") -> tuple[str, Any]:
     """The name and the value of the one that is given: `labels` is another name of the argument `target`.
 
     Raise if both are, and, where one is `needed`, if none is.
     """
     if target is not None and labels is not None:
-        raise TypeError(f"{op}: labels is another name of target; pass one of them")
+        raise TypeError(f"{op}: labels is another name of {name}; pass one of them")
     if needed and target is None and labels is None:
-        raise TypeError(f"{op}: target is missing or None; pass it (labels is another name of it)")
-    return ("target", target) if labels is None else ("labels", labels)
+        raise TypeError(f"{op}: {name} is missing or None; pass it (labels is another name of it)")
+    return (name, target) if labels is None else ("labels", labels)
 
 
 def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:

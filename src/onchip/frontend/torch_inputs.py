@@ -19,6 +19,8 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 # The losses take float64 too, by PyTorch's own operations.
 LOSS_DTYPES = DTYPES | {torch.float64: "float64"}
 DEVICES = ("cpu", "cuda", "meta")
+# What takes the head itself where an op takes its weight.
+OF_HEADS = {"linear_cross_entropy": "lm_loss", "linear_log_probs": "lm_log_probs", "linear_jsd": "lm_jsd"}
 INTEGERS = frozenset(
     (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 )
@@ -72,7 +74,7 @@ def require_tensor(op: str, name: str, x: Any) -> None:
     """Raise unless `x` is a tensor whose elements this process holds, each at its place and with its sign."""
     if not isinstance(x, Tensor):
         refuse_numpy(op, name, x)
-        remedy = f"; pass a parameter of it, as {name}.weight" if isinstance(x, Module) else ""
+        remedy = _instead_of_module(op, name) if isinstance(x, Module) else ""
         raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(x).__name__}{remedy}")
     if type(x) not in (Tensor, Parameter) and is_dtensor(x):
         raise TypeError(
@@ -89,6 +91,12 @@ def require_tensor(op: str, name: str, x: Any) -> None:
         raise TypeError(
             f"{op}: {name} is a view that negates what is in memory, as z.conj().imag; pass {name}.resolve_neg()"
         )
+
+
+def _instead_of_module(op: str, name: str) -> str:
+    if op in OF_HEADS and name.endswith("weight"):
+        return f"; pass the head, or its model, to {OF_HEADS[op]}, which is right where an adapter is on it too"
+    return f"; pass a parameter of it, as {name}.weight"
 
 
 def refuse_numpy(op: str, name: str, x: Any) -> None:

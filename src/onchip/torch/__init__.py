@@ -21,6 +21,7 @@ from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, lin
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs.torch_rows import log_probs
+from onchip.torch.heads import lm_jsd, lm_log_probs
 
 __all__ = [
     "ColumnParallelLinear",
@@ -46,6 +47,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_probs",
+    "lm_jsd",
+    "lm_log_probs",
     "lm_loss",
     "log_probs",
     "matmul_reduce_scatter",

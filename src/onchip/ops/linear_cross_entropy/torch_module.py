@@ -1,9 +1,11 @@
 """A language model's head that gives logits or their loss, and the loss of heads of other classes."""
 
 import inspect
+import math
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Unpack, overload
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,15 +13,21 @@ from torch.nn import Linear, Module, Parameter
 from torch.types import Device
 
 from onchip.frontend.torch_inputs import dtype_name, is_dtensor, refuse_transforms, require_tensor
+from onchip.frontend.torch_model import WRAPPERS, inner_model, own_logits
 from onchip.frontend.torch_module import described, stand_in
 from onchip.frontend.torch_types import Result, WithStats
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, OfHead, OfModule, linear_cross_entropy
 
 OPTIONS = tuple(inspect.signature(LinearCrossEntropyLoss).parameters)
-# Whose forward hands all its arguments on to the module inside.
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
 # Where the hooks are from that styles of `parallelize_module` register.
 PLAN = "torch.distributed.tensor._api"
+# Where hooks are from that gather or make a weight, and take what forward gives as it is.
+OF_WEIGHTS = ("torch.distributed.", "torch.nn.utils.", "deepspeed.", "onchip.integrations.parallelize")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+Made = TypeVar("Made")
+Compute = Callable[[Tensor, Tensor, Tensor | None], Made]
+"""What is made of hidden states, a weight and a bias, while that weight is here as a whole."""
 
 # Classes of PEFT's: the module and the name.
 LORA = ("peft.tuners.lora.layer", "Linear")
@@ -34,6 +42,9 @@ class LMHead(Linear, Generic[Result]):
     Call the module rather than `linear_cross_entropy(hidden, head.weight, labels)` wherever something gathers weights
     when a module is called, and frees them afterwards: FSDP, FSDP2 and DeepSpeed's ZeRO-3.  Parameters, their names,
     initial values and the state_dict are nn.Linear's.
+
+    Labels are shifted: they are those that the data has, and position i is compared with label i + 1.  Where yours are
+    shifted already, so that position i is to predict label i, pass shift=False, here or with each call.
 
     Args:
         in_features, out_features, bias, device, dtype: as of `torch.nn.Linear`: H, V, and whether there is a bias.
@@ -106,7 +117,7 @@ class LMHead(Linear, Generic[Result]):
             if name not in OPTIONS:
                 raise TypeError(f"LMHead: there is no option {name!r}; options are {', '.join(OPTIONS)}")
         LinearCrossEntropyLoss(**options)  # which checks them
-        self.options = {"shift": True, **options}
+        self.options = dict(options)
 
     @overload
     @classmethod
@@ -125,16 +136,18 @@ class LMHead(Linear, Generic[Result]):
     ) -> "LMHead[Tensor | WithStats]": ...
     @classmethod
     def from_linear(cls, linear: Module, **options: Any) -> "LMHead[Any]":
-        """A head with the parameters of `linear` themselves, not copies, its hooks and its training mode.
+        """A head with the parameters of `linear` themselves, not copies, and its training mode.
 
         A weight that is tied to an embedding stays tied.  Convert a model's head before FSDP2 or PEFT wraps it.
 
         Args:
-            linear: the layer to stand in for; a plain `torch.nn.Linear`.
+            linear: the layer to stand in for; a plain `torch.nn.Linear`.  Hooks that gather its weight (DeepSpeed's)
+                go with it.
             options: as of the class.
 
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
+            RuntimeError: it has hooks of another kind, which are made for logits and would be given a loss.
 
         Example:
             >>> import torch
@@ -146,6 +159,7 @@ class LMHead(Linear, Generic[Result]):
             True
         """
         made = stand_in(cls, linear)
+        _refuse_hooks_of_logits("LMHead.from_linear", linear)
         made._set_options(options)
         return made
 
@@ -161,13 +175,19 @@ class LMHead(Linear, Generic[Result]):
     def forward(
         self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
     ) -> WithStats: ...
-    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+    @overload
+    def forward(self, input: Tensor, *, compute: Compute[Made]) -> Made: ...
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, *, compute: Compute[Any] | None = None, **options: Any
+    ) -> Any:
         """The logits of `input`, or with labels their loss.
 
         Args:
             input: [..., S, H] hidden states.
-            labels: [..., S] of any integer dtype, as the data has them; with shift=False those that each position is to
-                predict.
+            labels: [..., S] of any integer dtype, as the data has them: position i is compared with label i + 1.  With
+                shift=False those that each position is to predict.
+            compute: instead of labels, what to return: `compute(input, weight, bias)`, called here, where the weight is
+                whole.  `lm_log_probs` and `lm_jsd` call a head so.
             options: arguments of `linear_cross_entropy`, which override the module's.  With a weight that is sharded
                 over the vocabulary, input is a DTensor or vocab_group is among them.
 
@@ -178,10 +198,14 @@ class LMHead(Linear, Generic[Result]):
         Raises:
             TypeError: options without labels; a normalizer of 16 bits, as mixed precision's casts of a module's
                 arguments make it.
-            RuntimeError: the weight isn't here as a whole, or a plan has the head as PyTorch's `ColwiseParallel`.
+            RuntimeError: the weight isn't here as a whole, a plan has the head as PyTorch's `ColwiseParallel`, or the
+                head has hooks, which would be given the loss for logits.
             Else as `linear_cross_entropy`.
+
+        Warns:
+            UserWarning: labels look shifted already, and shift is given neither here nor to the module (on the CPU).
         """
-        if labels is None:
+        if labels is None and compute is None:
             if options:
                 raise TypeError(f"LMHead: {', '.join(options)} can only be given with labels, as options of their loss")
             return super().forward(input)
@@ -190,6 +214,12 @@ class LMHead(Linear, Generic[Result]):
                 "LMHead: PyTorch's ColwiseParallel would take the loss for logits; plan the head as "
                 "onchip.integrations.parallelize.HeadParallel, with the same arguments"
             )
+        _refuse_hooks_of_logits("LMHead", self)
+        if compute is not None:
+            if labels is not None or options:
+                raise TypeError("LMHead: compute is given input, weight and bias alone; pass no labels or options")
+            return compute(input, self.weight, self.bias)
+        assert labels is not None
         if not (options.get("vocab_group") is not None or is_dtensor(input)):
             _require_whole("LMHead", self.weight)
         normalizer = options.get("normalizer")
@@ -198,7 +228,8 @@ class LMHead(Linear, Generic[Result]):
                 f"LMHead: normalizer is {dtype_name(normalizer.dtype)}, which holds no large count; FSDP's mixed "
                 "precision casts the floats that a module is given: pass an integer tensor or a number"
             )
-        return linear_cross_entropy(input, self.weight, labels, self.bias, **self.options | options)
+        options = with_shift("LMHead", labels, self.options | options)
+        return linear_cross_entropy(input, self.weight, labels, self.bias, **options)
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 
@@ -214,13 +245,15 @@ class LMHead(Linear, Generic[Result]):
         def __call__(
             self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
         ) -> WithStats: ...
+        @overload
+        def __call__(self, input: Tensor, *, compute: Compute[Made]) -> Made: ...
 
         def __call__(self, *given: Any, **options: Any) -> Any: ...
 
     def extra_repr(self) -> str:
-        """nn.Linear's, and the options that were given."""
-        given = {name: x for name, x in self.options.items() if name != "shift" or x is not True}
-        return ", ".join([super().extra_repr(), *(f"{name}={x!r}" for name, x in given.items())])
+        """nn.Linear's, whether labels are shifted, and the options that were given."""
+        options = {"shift": True} | self.options
+        return ", ".join([super().extra_repr(), *(f"{name}={x!r}" for name, x in options.items())])
 
 
 @overload
@@ -248,17 +281,25 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
               FSDP wraps, where the head isn't wrapped itself.
             - PEFT's LoRA layer of one of these two, with any number of active adapters, dropout and lora_bias.
             - PEFT's wrapper for `modules_to_save` of one of these two.
-        hidden: [..., S, H], what the head would be called with.
-        labels: [..., S] of any integer dtype, as the data has them; with shift=False those that each position is to
-            predict.
+            - A whole model that has one of these as its `get_output_embeddings()`, as transformers' have, also inside
+              of PEFT's, DistributedDataParallel, FSDP, DeepSpeed or torch.compile.  What the model does to its logits,
+              a scale (Cohere, Granite) or a softcap (Gemma 2), enters the loss: it is found by running the model's own
+              forward without its layers, on the CPU, in each call (about a millisecond).
+        hidden: [..., S, H], what the head would be called with: of a model `last_hidden_state` of its body, as
+            `model.get_decoder()(input_ids).last_hidden_state`.
+        labels: [..., S] of any integer dtype, as the data has them: position i is compared with label i + 1.  With
+            shift=False those that each position is to predict.
         options: arguments of `linear_cross_entropy`; they override those that an `LMHead` has, also inside of PEFT's
-            layer.  shift is True unless the head says otherwise.
+            layer.  shift is True unless the head says otherwise.  softcap and logit_scale of a head that is given alone
+            must be passed where its model has them; a model's own can't be changed.
 
     Returns:
         What `linear_cross_entropy` returns: the loss, or with return_stats `(loss, LinearCrossEntropyStats)`.
 
     Raises:
-        TypeError: a head of another class, or an adapter of another kind.
+        TypeError: a head of another class, or an adapter of another kind; a model whose logits are something else than
+            scaled or capped ones of its head, or that isn't to be understood: pass its head.
+        ValueError: a softcap or logit_scale that isn't the model's.
         RuntimeError: the head's weight isn't here as a whole, or the head has hooks, which must run: make it an
             `LMHead`.  PEFT's adapters are merged and disabled.
         Else as `linear_cross_entropy`.
@@ -277,11 +318,76 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
     """
     for name, x in (("hidden", hidden), ("labels", labels)):
         require_tensor("lm_loss", name, x)
-    if isinstance(_called(head), LMHead):
-        return head(hidden, labels, **options)
+    head, own = found_head("lm_loss", head, options)
+    if isinstance(called(head), LMHead):
+        return head(hidden, labels, **own | options)
     operands = linear_operands("lm_loss", head, hidden)
-    options = {"shift": True} | _stored_options(head) | options
+    options = with_shift("lm_loss", labels, stored_options(head) | own | options)
     return linear_cross_entropy(operands.hidden, operands.weight, labels, operands.bias, **options)
+
+
+def found_head(op: str, given: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The head that is given, alone or in a model, and what the model itself does to its logits: options of a loss.
+
+    Raises ValueError where the caller's `options`, or those that an LMHead has, say something else.
+    """
+    model = inner_model(given)
+    if model is None:
+        return given, {}
+    head = model.get_output_embeddings()
+    if head is None:
+        raise TypeError(f"{op}: {type(model).__name__} has no output embeddings; pass its head, the last linear layer")
+    own = own_logits(op, model, head)._asdict()
+    for whose, said in (("an LMHead with", stored_options(head)), ("got", options)):
+        for name, x in own.items():
+            other = said.get(name, x)
+            if (x is None) != (other is None) or (x is not None and not math.isclose(x, other, rel_tol=1e-5)):
+                raise ValueError(
+                    f"{op}: {whose} {name}={other}, but logits of {type(model).__name__} have {name}={x}; leave it "
+                    "out, or pass the head alone, as model.get_output_embeddings()"
+                )
+    return head, own
+
+
+def computed(op: str, head: Any, hidden: Tensor, compute: Compute[Made], *, sharded: bool = False) -> Made:
+    """`compute(hidden, weight, bias)` of a head, in its forward where it is an LMHead.
+
+    The weight is whole, unless the vocabulary is `sharded`.
+    """
+
+    def checked(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
+        if not (sharded or is_dtensor(hidden)):
+            _require_whole(op, weight)
+        return compute(hidden, weight, bias)
+
+    if isinstance(called(head), LMHead):
+        made: Made = head(hidden, compute=checked)
+        return made
+    return compute(*linear_operands(op, head, hidden))
+
+
+def with_shift(op: str, labels: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and that labels are shifted where nobody says whether.  Warn of some that seem to be already."""
+    if "shift" not in options and _seem_shifted(labels, options.get("ignore_index", -100)):
+        warnings.warn(
+            f"{op}: the last label of each sequence, and no other, is ignored, as where labels are shifted already; "
+            f"{op} shifts them by one, so that position i predicts label i + 1: pass shift=False if each label is what "
+            "its position predicts, or shift=True to say that they are as the data has them",
+            stacklevel=3,
+        )
+    default: dict[str, Any] = {"shift": True}
+    return default | options
+
+
+def _seem_shifted(labels: Any, ignore_index: Any) -> bool:
+    """Whether these plain labels, on the CPU, are like `F.pad(ids[:, 1:], (0, 1), value=ignore_index)`."""
+    plain = type(labels) is Tensor and labels.device.type == "cpu" and labels.ndim > 0 and labels.shape[-1] > 1
+    if not plain or labels.is_floating_point() or torch.compiler.is_compiling() or type(ignore_index) is not int:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    last = labels[..., -1] == ignore_index
+    return bool(last.all()) and int((labels == ignore_index).sum()) == last.numel()
 
 
 class Operands(NamedTuple):
@@ -314,8 +420,8 @@ def _parameters(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(head, Linear) or own_forward or "forward" in vars(head):
         raise TypeError(
             f"{op}: head must be a torch.nn.Linear or an LMHead, or one of these in PEFT's LoRA layer or "
-            f"modules_to_save; got {described(head)}, whose logits may be something else; make the nn.Linear that it "
-            "stands for an LMHead, and call that with labels"
+            f"modules_to_save, or a model with get_output_embeddings; got {described(head)}, whose logits may be "
+            "something else; make the nn.Linear that it stands for an LMHead, and call that with labels"
         )
     _refuse_hooks(op, head)
     _require_whole(op, head.weight)
@@ -339,23 +445,37 @@ def _require_whole(op: str, weight: Tensor) -> None:
 
 def _refuse_hooks(op: str, module: Any) -> None:
     """Raise for a module whose parameters are read while its call would run something else too."""
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        if getattr(module, name):
-            raise RuntimeError(
-                f"{op}: {described(module)} has hooks, as FSDP2 and DeepSpeed register them to gather its weight, that "
-                "run only when it is called: make the head an LMHead.from_linear(head) before, or, under PEFT, leave "
-                "it to the fully_shard of the module around it"
-            )
+    _refuse_hooks_of_logits(op, module)
+    if any(getattr(module, name) for name in HOOKS):
+        raise RuntimeError(
+            f"{op}: {described(module)} has hooks, as FSDP2 and DeepSpeed register them to gather its weight, that "
+            "run only when it is called: make the head an LMHead.from_linear(head) before, or, under PEFT, leave "
+            "it to the fully_shard of the module around it"
+        )
+
+
+def _refuse_hooks_of_logits(op: str, module: Any) -> None:
+    """Raise for a module with hooks that may look at logits, or change them, where there are none."""
+    for name in HOOKS:
+        for hook in getattr(module, name).values():
+            hook = getattr(hook, "func", hook)  # of a partial
+            if not (getattr(hook, "__module__", None) or "").startswith(OF_WEIGHTS):
+                raise RuntimeError(
+                    f"{op}: {described(module)} has a {name[1:-1].replace('_', ' ')}, "
+                    f"{getattr(hook, '__qualname__', type(hook).__name__)}, which is made for logits, and there are "
+                    "none; remove it, or compute the loss of the logits, as "
+                    "onchip.torch.cross_entropy(head(hidden), labels, shift=True), or log_probs or jsd of them"
+                )
 
 
 # --------------------------------------------------------------------------------------------------- inside of wrappers
 
 
-def _called(head: Any) -> Any:
+def called(head: Any) -> Any:
     """The module that a call of `head` hands all its arguments on to."""
-    if type(head).__name__ in WRAPPERS:
-        return _called(head.module if hasattr(head, "module") else head._orig_mod)
-    return _called(active_module(head)) if _is_of_peft(head, *SAVED) else head
+    if (inside := WRAPPERS.get(type(head).__name__)) is not None:
+        return called(getattr(head, inside))
+    return called(active_module(head)) if _is_of_peft(head, *SAVED) else head
 
 
 def _is_of_peft(head: Any, module: str, name: str) -> bool:
@@ -372,8 +492,10 @@ def active_module(wrapper: Any) -> Any:
     return wrapper.original_module if wrapper.disable_adapters or not active else wrapper.modules_to_save[active[0]]
 
 
-def _stored_options(head: Any) -> dict[str, Any]:
-    """The options of the LMHead that PEFT has wrapped."""
+def stored_options(head: Any) -> dict[str, Any]:
+    """The options of an LMHead, also where something has wrapped it."""
+    while (inside := WRAPPERS.get(type(head).__name__)) is not None:
+        head = getattr(head, inside)
     for name in ("original_module", "base_layer"):
         head = getattr(head, name, head)
     return head.options if isinstance(head, LMHead) else {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from onchip.frontend.options import ScratchBytes, check_shift, scratch_in_bytes, shapes_of
+from onchip.frontend.options import ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     check_tensors,
     choose_torch_backend,
@@ -138,23 +138,42 @@ class EitherOfHead(Either, OfShards, total=False):
 
 @overload
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[JustLogProbOfHead]
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor | None = None,
+    **options: Unpack[JustLogProbOfHead],
 ) -> Tensor: ...
 @overload
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[MoreOfHead]
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor | None = None,
+    **options: Unpack[MoreOfHead],
 ) -> LogProbs: ...
 @overload
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[EitherOfHead]
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor | None = None,
+    **options: Unpack[EitherOfHead],
 ) -> Tensor | LogProbs: ...
 @repeatable
 def linear_log_probs(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
-    ids: Tensor,  # [...] or [..., K]
+    ids: Tensor | None = None,  # [...] or [..., K]
     bias: Tensor | None = None,  # [V]
     *,
+    labels: Tensor | None = None,  # another name of ids
     shift: bool = False,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -190,6 +209,7 @@ def linear_log_probs(
         weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as of `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
+        labels: another name of ids, by keyword.
         shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
             position i + 1, and the last one has none, as if they were ignored.  ids are copied, hidden isn't.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
@@ -239,6 +259,7 @@ def linear_log_probs(
     Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
     Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
+    ids = one_target(OP, ids, labels, name="ids")[1]
     sharding, shards = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad), None
     if sharding.there({"hidden": hidden, "weight": weight, "bias": bias}):
         parts, shards = localized(OP, sharding, {"weight": weight, "bias": bias}, {"hidden": hidden}, tokens=ids)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
+from onchip.frontend.options import ScratchBytes, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
 from onchip.frontend.torch_parallel import Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
@@ -41,16 +41,23 @@ BACKENDS = ("triton", "torch")
 
 
 @overload
-def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[JustLogProbOfLogits]) -> Tensor: ...
+def log_probs(
+    logits: Tensor, ids: Tensor | None = None, *, labels: Tensor | None = None, **options: Unpack[JustLogProbOfLogits]
+) -> Tensor: ...
 @overload
-def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[MoreOfLogits]) -> LogProbs: ...
+def log_probs(
+    logits: Tensor, ids: Tensor | None = None, *, labels: Tensor | None = None, **options: Unpack[MoreOfLogits]
+) -> LogProbs: ...
 @overload
-def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[EitherOfLogits]) -> Tensor | LogProbs: ...
+def log_probs(
+    logits: Tensor, ids: Tensor | None = None, *, labels: Tensor | None = None, **options: Unpack[EitherOfLogits]
+) -> Tensor | LogProbs: ...
 @repeatable
 def log_probs(
     logits: Tensor,  # [..., V]
-    ids: Tensor,  # [...] or [..., K]
+    ids: Tensor | None = None,  # [...] or [..., K]
     *,
+    labels: Tensor | None = None,  # another name of ids
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -82,8 +89,8 @@ def log_probs(
         logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
             dimensions hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it
             -softcap).
-        ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
-            `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as of `linear_log_probs`.
+        ids: and `labels`, `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`,
+            `lse`, `top1`, `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as of `linear_log_probs`.
         scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
@@ -121,6 +128,7 @@ def log_probs(
 
     Source: the gradient from the log-sum-exp alone, as in Liger Kernel (arXiv:2410.10989).
     """
+    ids = one_target(LOGITS_OP, ids, labels, name="ids")[1]
     sharding, shards = Sharding(vocab_group, vocab_start, vocab_size), None
     if sharding.there({"logits": logits}):
         parts, shards = localized(LOGITS_OP, sharding, {"logits": logits}, {}, last=("logits",))

@@ -270,9 +270,11 @@ def raise_for_label(
     where = [i + j for i, j in zip(where, (0,) * (len(where) - len(first)) + first, strict=True)]
     position = f"{name}[{', '.join(map(str, where))}]" if where else name
     legal = "not in" if ignore_index is None else f"neither ignore_index ({ignore_index}) nor in"
+    remedy = f"; if {label} marks tokens to ignore, pass ignore_index={label}"
     raise ValueError(
         f"{op}: {position} is {label}, which is {legal} [0, {vocab}); "
         f"{int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
+        f"{remedy if label < 0 and ignore_index is not None else ''}"
     )
 
 

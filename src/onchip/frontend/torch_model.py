@@ -1,0 +1,154 @@
+"""What a whole model does to the logits of its head, found by running the code that does it."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._python_dispatch import _disable_current_modes
+
+from onchip.frontend.torch_module import described
+
+# Whose forward hands all its arguments on to the module inside, and what they call that.
+WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+# What else may be around a whole model.
+MODEL_WRAPPERS = {"DataParallel": "module", "DeepSpeedEngine": "module"}
+
+# Logits that tell a scale and a softcap: of small ones the slope is seen, and of huge ones the cap.
+PROBES = (0.0, 2.0**-20, 1e30, 1.0, -3.0, 7.0, -40.0, 1000.0)
+
+
+class OwnLogits(NamedTuple):
+    """A model's logits: softcap * tanh(a / softcap) of a = head(hidden) * logit_scale, or without softcap a."""
+
+    softcap: float | None
+    logit_scale: float
+
+
+def inner_model(given: Any) -> Any:
+    """The model with a head that is given, inside of what wraps it; None where something else is given."""
+    if not isinstance(given, Module):
+        return None
+    while True:
+        kind = type(given)
+        if kind.__name__ in WRAPPERS or kind.__name__ in MODEL_WRAPPERS:
+            given = getattr(given, (WRAPPERS | MODEL_WRAPPERS)[kind.__name__])
+        elif hasattr(kind, "get_base_model"):  # PEFT's
+            inside: Any = given
+            given = inside.get_base_model()
+        else:
+            return given if hasattr(kind, "get_output_embeddings") else None
+
+
+def own_logits(op: str, model: Any, head: Any) -> OwnLogits:
+    """What `model` does to the logits of `head`, which is its own.
+
+    The model's forward runs on the CPU, with stand-ins for its modules: the head's gives known logits, all others the
+    hidden states.  Raises TypeError where that can't be run, or does something else than a scale and a softcap.
+    """
+    try:
+        with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+            return _found(_logits(model, head))
+    except Exception as error:
+        raise TypeError(
+            f"{op}: what {type(model).__name__} does between hidden states and logits is not known ({error}); pass the "
+            "head in its place, as model.get_output_embeddings(), with the model's own softcap= and logit_scale=, and "
+            "as hidden what the head is called with"
+        ) from error
+
+
+def _logits(model: Any, head: Any) -> Tensor:
+    """[tokens, V] float64: what the model makes of `PROBES`, a token each."""
+    names = [name for name, module in model._modules.items() if module is head]
+    if len(names) != 1:
+        raise ValueError("its head is not a module of its own, but one further in")
+    hidden = torch.arange(len(PROBES) * head.in_features, device="cpu") % 11 + 1  # exact in any dtype
+    hidden = hidden.reshape(1, len(PROBES), -1).to(torch.float32)
+    of_head = _Head(head, hidden)
+    made: Any = object.__new__(type(model))
+    made.__dict__.update(model.__dict__)
+    made.__dict__["_modules"] = {
+        name: of_head if name in names else None if module is None else _Body(module, hidden)
+        for name, module in model._modules.items()
+    }
+    out = _forward(model)(made, input_ids=torch.zeros(1, len(PROBES), dtype=torch.int64, device="cpu"))
+    if of_head.calls != 1:
+        raise ValueError(f"its forward calls the head {of_head.calls} times")
+    logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
+    if logits.shape != (1, len(PROBES), head.out_features):
+        raise ValueError(f"it makes {list(logits.shape)} of logits of {[1, len(PROBES), head.out_features]}")
+    return logits[0].double()
+
+
+def _forward(model: Any) -> Any:
+    """The model's own, beneath what onchip and accelerate put over it."""
+    if "forward" in vars(model) and not {"_onchip", "_hf_hook", "_original_forward"} & set(vars(model)):
+        raise ValueError(f"{described(model)}")
+    kinds = (kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    return next(vars(kind)["forward"] for kind in kinds if not kind.__module__.startswith("onchip."))
+
+
+def _found(logits: Tensor) -> OwnLogits:
+    """The softcap and the scale that make these logits of `PROBES`."""
+    probes = torch.tensor(PROBES, dtype=torch.float64, device="cpu")
+    values = logits[:, 0]
+    if not torch.equal(logits, values[:, None].expand_as(logits)):
+        raise ValueError("its logits are changed entry by entry")
+    scale, most = (values[1] / probes[1]).item(), values[2].item()
+    scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+    if not scale > 0:
+        raise ValueError(f"its logits are scaled by {scale}")
+    softcap = None if abs(most / (scale * PROBES[2]) - 1) < 1e-5 else most
+    own = probes * scale
+    own = own if softcap is None else softcap * (own / softcap).tanh()
+    if softcap == 0 or not torch.allclose(values, own, rtol=1e-5, atol=1e-12):
+        raise ValueError("its logits are neither scaled nor capped by a tanh")
+    return OwnLogits(softcap, scale)
+
+
+class _Hidden:
+    """What a model's body returns: hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Body:
+    """In the place of a module that is not the head."""
+
+    def __init__(self, module: Module, hidden: Tensor) -> None:
+        self._module, self._made = module, hidden
+
+    def __call__(self, *given: Any, **named: Any) -> _Hidden:
+        if any(isinstance(x, Tensor) and x.is_floating_point() for x in (*given, *named.values())):
+            raise ValueError(f"a {type(self._module).__name__} comes between hidden states and logits")
+        return _Hidden(self._made)
+
+    def __getattr__(self, name: str) -> Any:
+        x = getattr(self._module, name)
+        return _Body(x, self._made) if isinstance(x, Module) else x
+
+
+class _Head(_Body):
+    """In the place of the head."""
+
+    calls = 0
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.calls += 1
+        (x,) = (*given, *named.values())
+        if not (isinstance(x, Tensor) and x.shape == self._made.shape and torch.equal(x.float(), self._made)):
+            raise ValueError("its head is called with something else than the last hidden states")
+        probes = torch.tensor(PROBES, dtype=torch.float64, device="cpu")
+        return probes.view(1, -1, 1).repeat(1, 1, self.out_features)

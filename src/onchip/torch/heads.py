@@ -1,0 +1,250 @@
+"""Log-probabilities and divergences of language models' heads, whatever their class: what `lm_loss` is for the loss."""
+
+import inspect
+from typing import Any, Unpack, overload
+
+from torch import Tensor, int64
+from torch.nn import Module
+
+from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, require_bool
+from onchip.frontend.topk import TopK
+from onchip.frontend.torch_inputs import following, require_tensor
+from onchip.frontend.torch_parallel import OfShards
+from onchip.frontend.torch_types import Backend
+from onchip.ops.linear_cross_entropy.torch_module import computed, found_head, stored_options, with_shift
+from onchip.ops.linear_jsd.torch_op import linear_jsd
+from onchip.ops.linear_log_probs.torch_op import (
+    EitherOfHead,
+    JustLogProbOfHead,
+    LogProbs,
+    MoreOfHead,
+    linear_log_probs,
+)
+
+LOG_PROBS, JSD = "lm_log_probs", "lm_jsd"
+OF_LOG_PROBS = frozenset(inspect.signature(linear_log_probs).parameters)
+OF_JSD = frozenset(inspect.signature(linear_jsd).parameters) - {"temperature"}
+
+
+class OfJsd(OfShards, total=False):
+    """What `lm_jsd` hands on to `linear_jsd`."""
+
+    beta: float
+    temperature: float
+    temperature_squared: bool
+    reduction: Reduction
+    normalizer: float | Tensor | None
+    teacher_logits: Tensor | None
+    teacher_topk: TopK[Tensor] | None
+    hard_weight: float
+    vocab: int | None
+    teacher_grad: bool
+    check_inputs: bool
+    scratch_bytes: ScratchBytes
+    backend: Backend
+
+
+@overload
+def lm_log_probs(
+    head: Module,
+    hidden: Tensor,
+    ids: Tensor | None = None,
+    *,
+    labels: Tensor | None = None,
+    **options: Unpack[JustLogProbOfHead],
+) -> Tensor: ...
+@overload
+def lm_log_probs(
+    head: Module,
+    hidden: Tensor,
+    ids: Tensor | None = None,
+    *,
+    labels: Tensor | None = None,
+    **options: Unpack[MoreOfHead],
+) -> LogProbs: ...
+@overload
+def lm_log_probs(
+    head: Module,
+    hidden: Tensor,
+    ids: Tensor | None = None,
+    *,
+    labels: Tensor | None = None,
+    **options: Unpack[EitherOfHead],
+) -> Tensor | LogProbs: ...
+def lm_log_probs(
+    head: Module,
+    hidden: Tensor,  # [..., S, H]
+    ids: Tensor | None = None,  # [..., S] or [..., S, K]
+    *,
+    labels: Tensor | None = None,  # another name of ids
+    **options: Any,
+) -> Any:
+    """Log-probabilities of ids under a language model, without storing the logits: for RL and preference losses.
+
+    It is `linear_log_probs` of what `head(hidden)`, or the model with that head, makes of hidden states, exactly, or it
+    raises.
+
+    Args:
+        head: what `lm_loss` takes: an `LMHead`, a `torch.nn.Linear`, PEFT's layer of one of these, or a whole model,
+            also inside of what wraps it.  The scale and the softcap that a model has after its head enter the result.
+        hidden: [..., S, H], what the head would be called with: of a model `last_hidden_state` of its body, as
+            `model.get_decoder()(input_ids).last_hidden_state`.
+        ids: [..., S] or [..., S, K] of any integer dtype, the tokens as they are: place i of the result is of the id at
+            i + 1, and the last place holds 0.  With shift=False place i is of the id at i.
+        labels: another name of ids.
+        options: arguments of `linear_log_probs`: temperature, entropy, lse, ignore_index and so on; they override those
+            that an `LMHead` has.  shift is True unless the head says otherwise.  softcap and logit_scale of a head that
+            is given alone must be passed where its model has them; a model's own can't be changed.
+
+    Returns:
+        What `linear_log_probs` returns: log_prob of ids' shape in float32, or `LogProbs`.
+
+    Raises:
+        As `lm_loss`, and as `linear_log_probs`.
+
+    Memory: `linear_log_probs`'s.  Under LoRA on the head, with adapters of rank r in all, also a weight [V, H + r] and
+    its gradient.
+
+    Example:
+        >>> import torch
+        >>> from transformers import Gemma2Config, Gemma2ForCausalLM
+        >>> from onchip.torch import lm_log_probs
+        >>> config = Gemma2Config(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        ...                       num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+        >>> model = Gemma2ForCausalLM(config).eval()
+        >>> ids = torch.randint(64, (2, 8))
+        >>> hidden = model.get_decoder()(input_ids=ids).last_hidden_state
+        >>> log_prob = lm_log_probs(model, hidden, ids)  # [2, 8], with the model's softcap
+        >>> plain = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        >>> torch.testing.assert_close(log_prob[:, :-1], plain)
+    """
+    ids = one_target(LOG_PROBS, ids, labels, name="ids")[1]
+    for name, x in (("hidden", hidden), ("ids", ids)):
+        require_tensor(LOG_PROBS, name, x)
+    head, own = found_head(LOG_PROBS, head, options)
+    stored = {name: x for name, x in stored_options(head).items() if name in OF_LOG_PROBS}
+    options = with_shift(LOG_PROBS, ids, stored | own | options)
+    sharded = options.get("vocab_group") is not None
+    return computed(LOG_PROBS, head, hidden, lambda h, w, b: linear_log_probs(h, w, ids, b, **options), sharded=sharded)
+
+
+def lm_jsd(
+    student: Module,
+    student_hidden: Tensor,  # [..., S, Hs]
+    teacher: Module | None = None,
+    teacher_hidden: Tensor | None = None,  # [..., S, Ht]
+    *,
+    target: Tensor | None = None,  # [..., S]
+    labels: Tensor | None = None,  # another name of target
+    shift: bool | None = None,
+    ignore_index: int | None = None,
+    token_weight: Tensor | None = None,  # [..., S]
+    **options: Unpack[OfJsd],
+) -> Tensor:
+    """Divergence between two language models' next-token distributions, for distillation, without storing logits.
+
+    It is `linear_jsd` of what both heads, or the models with these heads, make of their hidden states, exactly, or it
+    raises.
+
+    Args:
+        student, teacher: each what `lm_loss` takes: an `LMHead`, a `torch.nn.Linear`, PEFT's layer of one of these, or
+            a whole model.  They are taken as they are at this call, adapters that are disabled or not among it.
+        student_hidden: [..., S, Hs], what the student's head would be called with, as of `lm_loss`.
+        teacher_hidden: [..., S, Ht], of the same tokens.  In place of teacher and teacher_hidden teacher_logits or
+            teacher_topk may be given, which are by position of hidden.
+        target: [..., S] of any integer dtype, the labels as the data has them: position i is compared with the teacher
+            where label i + 1 isn't `ignore_index`, and the last position costs nothing.  With shift=False label i is
+            position i's.  Without labels all positions count.
+        labels: another name of target.
+        shift: whether target and token_weight are by label, and so are shifted; True unless the student's head, an
+            `LMHead`, says otherwise.
+        ignore_index: -100, unless the student's head says otherwise.
+        token_weight: [..., S] factor of each token's loss, by label, and shifted with it; without labels by position.
+        options: other arguments of `linear_jsd`: beta, temperature, hard_weight, teacher_topk, reduction and so on.
+            They override those that an `LMHead` of the student has.
+
+    Returns:
+        What `linear_jsd` returns.
+
+    Raises:
+        ValueError: a model or an LMHead with a softcap, as Gemma 2 has, which `linear_jsd` can't compute: take `jsd` of
+            the logits.
+        Else as `lm_loss`, and as `linear_jsd`.
+
+    Memory: `linear_jsd`'s.  Of a head with a logit scale also its hidden states, multiplied by it; under LoRA on a
+    head, with adapters of rank r in all, also a weight [V, H + r], and the student's gradient of it.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import lm_jsd
+        >>> student, teacher = torch.nn.Linear(16, 100, bias=False), torch.nn.Linear(32, 100, bias=False)
+        >>> hidden, teacher_hidden = torch.randn(2, 8, 16, requires_grad=True), torch.randn(2, 8, 32)
+        >>> labels = torch.randint(100, (2, 8))
+        >>> labels[:, :3] = -100  # the prompt
+        >>> lm_jsd(student, hidden, teacher, teacher_hidden, labels=labels, beta=0.5).backward()
+        >>> student.weight.grad.shape
+        torch.Size([100, 16])
+    """
+    target = one_target(JSD, target, labels, needed=False)[1]
+    require_tensor(JSD, "student_hidden", student_hidden)
+    if (teacher is None) != (teacher_hidden is None):
+        raise ValueError(f"{JSD}: teacher and teacher_hidden go together; got one of them")
+    student, student_scale, stored = _head_and_scale("student", student)
+    said = {name: x for name, x in (("shift", shift), ("ignore_index", ignore_index)) if x is not None}
+    given: dict[str, Any] = {name: x for name, x in stored.items() if name in OF_JSD} | said | options
+    shift = with_shift(JSD, target, {name: x for name, x in (stored | said).items() if name in _OF_LABELS})["shift"]
+    if target is not None and shift:
+        target, token_weight = _shifted(target, token_weight, given.get("ignore_index", -100))
+    given |= {"target": target, "token_weight": token_weight}
+    require_bool(JSD, "shift", shift)
+    sharded = options.get("vocab_group") is not None
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, **of_teacher: Any) -> Tensor:
+        hidden, bias = _scaled(hidden, bias, student_scale)
+        return linear_jsd(hidden, weight, student_bias=bias, **of_teacher, **given)
+
+    if teacher is None or teacher_hidden is None:
+        return computed(JSD, student, student_hidden, loss, sharded=sharded)
+    require_tensor(JSD, "teacher_hidden", teacher_hidden)
+    teacher, teacher_scale, _ = _head_and_scale("teacher", teacher)
+
+    def of_both(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        scaled, scaled_bias = _scaled(hidden, bias, teacher_scale)
+        names: dict[str, Any] = {"teacher_hidden": scaled, "teacher_weight": weight, "teacher_bias": scaled_bias}
+        return computed(JSD, student, student_hidden, lambda *x: loss(*x, **names), sharded=sharded)
+
+    return computed(JSD, teacher, teacher_hidden, of_both, sharded=sharded)
+
+
+_OF_LABELS = ("shift", "ignore_index")
+
+
+def _head_and_scale(whose: str, given: Any) -> tuple[Any, float, dict[str, Any]]:
+    """The head, what its logits are multiplied by, and the options that it has if it is an LMHead."""
+    head, own = found_head(JSD, given, {})
+    stored = stored_options(head)
+    made = stored | own
+    if made.get("softcap") is not None:
+        raise ValueError(
+            f"{JSD}: the {whose}'s logits have softcap={made['softcap']}, which linear_jsd doesn't compute; pass both "
+            "models' logits to jsd"
+        )
+    return head, made.get("logit_scale", 1.0) / stored.get("temperature", 1.0), stored
+
+
+def _scaled(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Hidden states and a bias whose logits are `scale` times as large."""
+    if scale == 1:
+        return hidden, bias
+    return hidden * scale, None if bias is None else bias * scale
+
+
+def _shifted(target: Tensor, token_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Labels and their weights by the position that predicts them."""
+    require_tensor(JSD, "target", target)
+    check_shift(JSD, True, target.shape, "target of shape [..., S]")
+    target = following(target, ignore_index, int64)
+    if token_weight is not None:
+        require_tensor(JSD, "token_weight", token_weight)
+        token_weight = following(token_weight, 0, token_weight.dtype)
+    return target, token_weight
