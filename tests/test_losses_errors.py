@@ -52,7 +52,8 @@ ALL = {
     "scratch_bytes is True": ({"scratch_bytes": True}, TypeError, "scratch_bytes must be an int; got bool"),
     "scratch_bytes is a list": ({"scratch_bytes": [1]}, TypeError, "scratch_bytes must be an int; got list"),
     "scratch_bytes has no unit": ({"scratch_bytes": "512"}, ValueError, "scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got '512'"),
-    "scratch_bytes in GB": ({"scratch_bytes": "1GB"}, ValueError, "scratch_bytes must be like '1GiB'"),
+    "scratch_bytes in GB": ({"scratch_bytes": "1GB"}, ValueError, "got '1GB'; did you mean '1GiB'?"),
+    "scratch_bytes in M": ({"scratch_bytes": "256 M"}, ValueError, "got '256 M'; did you mean '256 MiB'?"),
     "scratch_bytes < 0": ({"scratch_bytes": "-1 GiB"}, ValueError, "scratch_bytes must be like '1GiB'"),
     "scratch_bytes endless": ({"scratch_bytes": "9" * 400 + "GiB"}, ValueError, "scratch_bytes must fit in 64 bits"),
     "scratch_bytes no number": ({"scratch_bytes": "nanGiB"}, ValueError, "scratch_bytes must be like '1GiB'"),
@@ -67,6 +68,7 @@ ALL = {
 # Of those with a target for each token.
 TARGETS = {
     "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name of it)"),
+    "a label of -1": ({"target": torch.full((2, 12), -1)}, ValueError, "24 of 24 targets are out of range; if -1 marks tokens to ignore, pass ignore_index=-1"),
     "target and labels": ({"labels": INTEGERS}, TypeError, "labels is another name of target; pass one of them"),
     "labels too short": ({"target": None, "labels": INTEGERS[:, :11]}, ValueError, "target has shape [2, 11] but"),
     "token_weight is flat": ({"token_weight": ONES.flatten()}, ValueError, "token_weight has shape [24]"),
@@ -100,7 +102,7 @@ TARGETS = {
 DOUBLE = {"hidden": torch.randn(2, 12, 16).double(), "weight": torch.randn(70, 16).double(), "bias": None}
 # Of those with a weight.
 LINEAR = {
-    "weight is transposed": ({"weight": torch.randn(16, 70)}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]"),
+    "weight is transposed": ({"weight": torch.randn(16, 70)}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]; pass weight.T"),
     "weight is 1-d": ({"weight": torch.randn(16)}, ValueError, "weight must be [V, H], V, H >= 1; got shape [16]"),
     "weight is 3-d": ({"weight": torch.randn(2, 70, 16)}, ValueError, "weight must be [V, H]"),
     "weight has no rows": ({"weight": torch.randn(0, 16)}, ValueError, "weight must be [V, H], V, H >= 1"),
@@ -130,7 +132,9 @@ LOGITS = {
 }  # fmt: skip
 # Of those with ids.
 IDS_OF = {
-    "ids is None": ({"ids": None}, TypeError, "ids must be a torch.Tensor; got NoneType"),
+    "ids is None": ({"ids": None}, TypeError, "ids is missing or None; pass it (labels is another name of it)"),
+    "ids and labels": ({"labels": INTEGERS}, TypeError, "labels is another name of ids; pass one of them"),
+    "an id of -1": ({"ids": torch.full((2, 12), -1)}, ValueError, "24 of 24 ids are out of range; if -1 marks tokens to ignore, pass ignore_index=-1"),
     "ids have two more": ({"ids": INTEGERS[..., None, None].expand(2, 12, 3, 4)}, ValueError, "ids has shape [2, 12, 3, 4]"),
     "no ids": ({"ids": torch.zeros(2, 12, 0, dtype=torch.int64)}, ValueError, "ids has shape [2, 12, 0]; [..., K] needs K >= 1"),
     "entropy is 1": ({"entropy": 1}, TypeError, "entropy must be True or False"),

@@ -21,6 +21,14 @@ def without(package, code):
     return subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
 
 
+def test_a_name_of_the_public_api_is_told_where_it_is():
+    with pytest.raises(ImportError, match=r"onchip: linear_jsd is imported from onchip\.torch or onchip\.jax"):
+        from onchip import linear_jsd  # noqa: F401
+    with pytest.raises(ImportError, match=r"onchip: LMHead is imported from onchip\.torch"):
+        onchip.LMHead  # noqa: B018
+    assert not hasattr(onchip, "soft_cap")
+
+
 @pytest.mark.parametrize(
     ("module", "package", "extras"),
     [

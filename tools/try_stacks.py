@@ -311,7 +311,7 @@ def flax() -> Checked:
 
     def loss(head: Any) -> Any:
         if isinstance(head, LinearHead):
-            return head(hidden, labels)
+            return head(hidden, labels, shift=False)
         return optax.softmax_cross_entropy_with_integer_labels(head(hidden), labels).mean()
 
     made = []

@@ -34,3 +34,9 @@ def test_labels_are_the_target(name):
 def test_labels_are_the_target_of_a_module(name):
     module = getattr(in_torch, name)()
     assert module(*MODULES[name], TARGET) == module(*MODULES[name], labels=TARGET)
+
+
+@pytest.mark.parametrize(("name", "given"), [("linear_log_probs", LINEAR), ("log_probs", LOGITS)])
+def test_labels_are_the_ids(name, given):
+    run = getattr(in_torch, name)
+    assert torch.equal(run(*given, TARGET), run(*given, labels=TARGET))

@@ -69,7 +69,7 @@ def test_head_computes_in_the_layers_dtype(make, ours, theirs):
     """bfloat16 products of float32 parameters: float32 loss and gradients, nearer to the exact loss than optax."""
     (params, head), (_, layer) = make(ours, dtype=jnp.bfloat16), make(theirs, dtype=jnp.bfloat16)
     assert head(params, h).dtype == jnp.bfloat16
-    loss, grads = jax.value_and_grad(head)(params, h, y)
+    loss, grads = jax.value_and_grad(head)(params, h, y, shift=False)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), (params, h))
     exact = plain(make(theirs)[1](*rounded))
     assert {x.dtype for x in jax.tree.leaves((loss, grads))} == {jnp.dtype("float32")}
@@ -86,17 +86,18 @@ def test_frozen_head():
     """The body trains alone, by the gradient that goes through the head."""
     body = nnx.All(nnx.Param, nnx.PathContains("body"))
     wrt = nnx.DiffState(0, body)
-    got = nnx.jit(nnx.value_and_grad(lambda model: model.head(model.body(h), y), argnums=wrt))(Model(LinearHead))
+    loss = nnx.value_and_grad(lambda model: model.head(model.body(h), y, shift=False), argnums=wrt)
+    got = nnx.jit(loss)(Model(LinearHead))
     want = nnx.jit(nnx.value_and_grad(lambda model: plain(model.head(model.body(h))), argnums=wrt))(Model(nnx.Linear))
     assert set(got[1]) == {"body"}
     assert_same(got, want)
 
 
 def test_dense_head_is_initialised_with_labels():
-    def init(head, *given):
-        return head.init(jax.random.key(0), *given)
+    def init(head, *given, **named):
+        return head.init(jax.random.key(0), *given, **named)
 
-    assert_same(init(DenseHead(70), h, y), init(linen.Dense(70), h))
+    assert_same(init(DenseHead(70), h, y, shift=True), init(linen.Dense(70), h))
 
 
 def own_product(*given, **named):
@@ -107,21 +108,37 @@ class OwnProduct:
     __call__ = staticmethod(own_product)
 
 
+SHIFT = {"shift": True}
 WRONG = {
     "option without labels": (
         "",
         {},
         (),
-        {"shift": True, "z_loss": 0.1},
+        SHIFT | {"z_loss": 0.1},
         TypeError,
         "shift, z_loss: options of the loss; pass labels",
     ),
     "weight_layout": ("", {}, (y,), {"weight_layout": "vh"}, TypeError, "weight_layout: the layer gives this"),
     "bias": ("", {}, (y,), {"bias": h}, TypeError, "bias: the layer gives this"),
-    "unknown option": ("", {}, (y,), {"smoothing": 0.1}, TypeError, "unexpected keyword argument 'smoothing'"),
-    "labels of another shape": ("", {}, (y[:1],), {}, ValueError, r"labels has shape \[1, 12\]"),
-    "labels are floats": ("", {}, (h[..., 0],), {}, TypeError, "labels must hold integers; got float32"),
-    "labels are a list": ("", {}, (y.tolist(),), {}, TypeError, r"got list; pass jax.numpy.asarray\(labels\)"),
+    "unknown option": (
+        "",
+        {},
+        (y,),
+        SHIFT | {"smoothing": 0.1},
+        TypeError,
+        "unexpected keyword argument 'smoothing'",
+    ),
+    "labels without shift": ("", {}, (y,), {"z_loss": 0.1}, TypeError, "shift=True if they are as the data has them"),
+    "labels of another shape": ("", {}, (y[:1],), SHIFT, ValueError, r"labels has shape \[1, 12\]"),
+    "labels are floats": ("", {}, (h[..., 0],), SHIFT, TypeError, "labels must hold integers; got float32"),
+    "labels are a list": (
+        "",
+        {},
+        (y.tolist(),),
+        SHIFT,
+        TypeError,
+        r"got list; pass jax.numpy.asarray\(labels\)",
+    ),
     "out_sharding": ("Linear Embed", {}, (y,), {"out_sharding": jax.P()}, ValueError, "out_sharding is of logits"),
     "dot_general": (
         "Linear Dense",

@@ -125,7 +125,9 @@ def test_an_lm_head_is_an_nn_linear_with_a_loss():
     same = linear_cross_entropy(hidden, layer.weight, labels, layer.bias, **OPTIONS | more)
     assert torch.equal(loss, same[0])
     assert torch.equal(stats.entropy, same[1].entropy)
-    assert repr(head) == "LMHead(in_features=16, out_features=70, bias=True, softcap=3.0, label_smoothing=0.1)"
+    assert (
+        repr(head) == "LMHead(in_features=16, out_features=70, bias=True, shift=True, softcap=3.0, label_smoothing=0.1)"
+    )
     assert repr(LMHead(2, 3, False, shift=False)) == "LMHead(in_features=2, out_features=3, bias=False, shift=False)"
 
 
@@ -140,6 +142,8 @@ def gather_when_called(head):
         weight.data = whole.new_empty(0)
         output.register_hook(gather)
 
+    for hook in (gather, free):
+        hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
     head.register_forward_pre_hook(gather)
     head.register_forward_hook(free)
     weight.data = whole.new_empty(0)

@@ -49,7 +49,7 @@ WRONG = {
     "no labels for an LMHead": (lambda: lm_loss(ALONE, inputs()[0], None), TypeError, "lm_loss: labels must be a torch.Tensor; got NoneType"),
     "hidden that is a list": (lambda: lm_loss(lora(), [1.0], inputs()[1]), TypeError, "lm_loss: hidden must be a torch.Tensor; got list"),
     "a single token": (lambda: lm_loss(ALONE, torch.ones(HIDDEN), torch.tensor(3)), ValueError, "shift=True needs target of shape [..., S]"),
-    "a weight": (loss_of(lambda: linear().weight), TypeError, "lm_loss: head must be a torch.nn.Linear or an LMHead, or one of these in PEFT's LoRA layer or modules_to_save; got Parameter"),
+    "a weight": (loss_of(lambda: linear().weight), TypeError, "lm_loss: head must be a torch.nn.Linear or an LMHead, or one of these in PEFT's LoRA layer or modules_to_save, or a model with get_output_embeddings; got Parameter"),
     "an embedding": (loss_of(lambda: nn.Embedding(VOCAB, HIDDEN)), TypeError, "got Embedding, whose logits may be something else"),
     "a layer in a container": (loss_of(lambda: nn.Sequential(linear())), TypeError, "got Sequential, "),
     "a subclass with a forward of its own": (loss_of(lambda: Fp8Linear(HIDDEN, VOCAB)), TypeError, "got Fp8Linear, whose"),

@@ -32,7 +32,7 @@ WRONG = {
     "two teachers": ({"teacher_logits": R(2, 12, 70)}, ValueError, "give exactly one of"),
     "half a teacher": ({"teacher_weight": None}, ValueError, "teacher_hidden and teacher_weight go together"),
     "teacher_bias alone": (NO_TEACHER | {"teacher_logits": R(2, 12, 70), "teacher_bias": R(70)}, ValueError, "teacher_bias goes with teacher_hidden"),
-    "student_weight transposed": ({"student_weight": R(16, 70)}, ValueError, "student_hidden has H=16 but student_weight has H=70; student_weight must be [V, H]"),
+    "student_weight transposed": ({"student_weight": R(16, 70)}, ValueError, "student_hidden has H=16 but student_weight has H=70; student_weight must be [V, H]; pass student_weight.T"),
     "teacher_weight transposed": ({"teacher_weight": R(24, 70)}, ValueError, "teacher_hidden has H=24 but teacher_weight has H=70"),
     "teacher has other tokens": ({"teacher_hidden": R(24, 24)}, ValueError, "teacher_hidden has shape [24, 24] but student_hidden has shape [2, 12, 16]"),
     "vocabularies differ": ({"teacher_weight": R(72, 24)}, ValueError, "the student has V=70 but the teacher has V=72; if they differ in padding, pass vocab="),

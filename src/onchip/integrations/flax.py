@@ -35,7 +35,7 @@ class LinearHead(nnx.Linear):
         >>> head(hidden).shape
         (2, 8, 100)
         >>> labels = jnp.arange(16).reshape(2, 8)
-        >>> loss, grads = nnx.value_and_grad(lambda head: head(hidden, labels))(head)
+        >>> loss, grads = nnx.value_and_grad(lambda head: head(hidden, labels, shift=False))(head)
         >>> grads["kernel"].shape
         (16, 100)
 
@@ -50,12 +50,19 @@ class LinearHead(nnx.Linear):
         inputs: Array,
         labels: Array | TopK[Array],
         *,
+        shift: bool,
         return_stats: Literal[False] = False,
         **options: Unpack[OfLayer],
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self, inputs: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+        self,
+        inputs: Array,
+        labels: Array | TopK[Array],
+        *,
+        shift: bool,
+        return_stats: Literal[True],
+        **options: Unpack[OfLayer],
     ) -> WithStats: ...
     def __call__(
         self, inputs: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
@@ -66,16 +73,19 @@ class LinearHead(nnx.Linear):
             inputs: [..., H].
             labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
             out_sharding: of the logits, as `nnx.Linear` takes it.
-            options: of `onchip.jax.linear_cross_entropy`: `shift=True` if position i predicts label i + 1,
-                `ignore_index`, `reduction`, `label_smoothing`, `z_loss`, `softcap`, and so on.
+            shift: must be given with labels: True where they are those that the data has, so that position i predicts
+                label i + 1; False where position i is to predict label i.
+            options: of `onchip.jax.linear_cross_entropy`: `ignore_index`, `reduction`, `label_smoothing`, `z_loss`,
+                `softcap`, and so on.
 
         Returns:
             Without labels [..., V] logits, as `nnx.Linear` gives them.  With labels what `linear_cross_entropy`
             returns.
 
         Raises:
-            TypeError, ValueError: what `linear_cross_entropy` raises; options without labels; with labels an
-                `out_sharding`, an argument that is the layer's own, or a layer with a `dot_general` of its own.
+            TypeError, ValueError: what `linear_cross_entropy` raises; options without labels; labels without `shift`;
+                with labels an `out_sharding`, an argument that is the layer's own, or a layer with a `dot_general` of
+                its own.
 
         Memory: with labels that of `linear_cross_entropy`, and a copy of the kernel where its dtype isn't the one that
         the head computes in.
@@ -117,12 +127,19 @@ class EmbedHead(nnx.Embed):
         query: Array,
         labels: Array | TopK[Array],
         *,
+        shift: bool,
         return_stats: Literal[False] = False,
         **options: Unpack[OfLayer],
     ) -> jax.Array: ...
     @overload
     def attend(
-        self, query: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+        self,
+        query: Array,
+        labels: Array | TopK[Array],
+        *,
+        shift: bool,
+        return_stats: Literal[True],
+        **options: Unpack[OfLayer],
     ) -> WithStats: ...
     def attend(
         self, query: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
@@ -133,6 +150,7 @@ class EmbedHead(nnx.Embed):
             query: [..., H], the last layer's output.
             labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
             out_sharding: of the logits, as `nnx.Embed.attend` takes it.
+            shift: must be given with labels, as in `LinearHead`.
             options: of `onchip.jax.linear_cross_entropy`, as in `LinearHead`.
 
         Returns:
@@ -163,7 +181,7 @@ class DenseHead(linen.Dense):
         >>> head = DenseHead(100, use_bias=False)
         >>> hidden = jax.random.normal(jax.random.key(0), (2, 8, 16))
         >>> variables = head.init(jax.random.key(1), hidden)
-        >>> head.apply(variables, hidden, jnp.arange(16).reshape(2, 8)).shape
+        >>> head.apply(variables, hidden, jnp.arange(16).reshape(2, 8), shift=True).shape
         ()
 
     Source: `flax/linen/linear.py`.
@@ -177,12 +195,19 @@ class DenseHead(linen.Dense):
         inputs: Array,
         labels: Array | TopK[Array],
         *,
+        shift: bool,
         return_stats: Literal[False] = False,
         **options: Unpack[OfLayer],
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self, inputs: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+        self,
+        inputs: Array,
+        labels: Array | TopK[Array],
+        *,
+        shift: bool,
+        return_stats: Literal[True],
+        **options: Unpack[OfLayer],
     ) -> WithStats: ...
     @linen.compact
     def __call__(self, inputs: Array, labels: Array | TopK[Array] | None = None, **options: Any) -> Any:
@@ -191,6 +216,7 @@ class DenseHead(linen.Dense):
         Args:
             inputs: [..., H].
             labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+            shift: must be given with labels, as in `LinearHead`.
             options: of `onchip.jax.linear_cross_entropy`, as in `LinearHead`.
 
         Returns:
@@ -231,4 +257,9 @@ def _check_loss(name: str, options: dict[str, Any], out_sharding: Any, own_produ
         raise ValueError(
             f"{name}: the layer has a dot_general of its own, which the loss can't compute with; "
             "compute the loss from the logits, or leave dot_general out"
+        )
+    if "shift" not in options:
+        raise TypeError(
+            f"{name}: with labels shift must be given: shift=True if they are as the data has them, so that position i "
+            "predicts label i + 1, or shift=False if position i is to predict label i"
         )

@@ -48,9 +48,8 @@ MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
 
 
 class OfLayer(LossKeywords, total=False):
-    """What a layer with this loss takes by keyword, but for labels and return_stats."""
+    """What a layer with this loss takes by keyword, but for labels, shift and return_stats."""
 
-    shift: bool
     strategy: Strategy
     backend: Backend
 
@@ -58,6 +57,7 @@ class OfLayer(LossKeywords, total=False):
 class OfWeight(OfLayer, total=False):
     """What a function of the weight takes by keyword, but for labels and return_stats."""
 
+    shift: bool
     weight_layout: WeightLayout
     vocab_size: int | None
 
