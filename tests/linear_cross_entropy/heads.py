@@ -68,3 +68,28 @@ def linear(bias=False):
 
 def capped(bias=False):
     return LMHead.from_linear(linear(bias), softcap=3.0)
+
+
+HEADS = {
+    "nn.Linear": linear,
+    "nn.Linear with a bias": lambda: linear(True),
+    "a weight that is computed": lambda: nn.utils.parametrizations.weight_norm(linear()),
+    "torch.compile's": lambda: torch.compile(LMHead.from_linear(linear()), backend="eager"),
+    "LoRA": lora,
+    "LoRA and the weight": lambda: lora(train_base=True),
+    "LoRA of a layer with a bias": lambda: lora(linear(True), use_rslora=True, train_base=True),
+    "LoRA with a bias": lambda: lora(lora_bias=True),
+    "LoRA of both biases": lambda: lora(linear(True), lora_bias=True, train_base=True),
+    "LoRA with dropout": with_dropout,
+    "two LoRAs": lambda: lora(adapters=2),
+    "LoRA, merged": merged,
+    "LoRA, disabled": disabled,
+    "modules_to_save": lambda: saved(linear()),
+}
+CAPPED = {
+    "LMHead": capped,
+    "LMHead with a bias": lambda: capped(True),
+    "LoRA of an LMHead": lambda: lora(capped(), train_base=True),
+    "modules_to_save of an LMHead": lambda: saved(capped()),
+    "modules_to_save of an LMHead, tied to an embedding": lambda: saved(capped(), nn.Embedding(VOCAB, HIDDEN)),
+}

@@ -6,12 +6,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import HIDDEN, VOCAB, capped, disabled, inputs, linear, lora, merged, saved, with_dropout
+from heads import CAPPED, HEADS, HIDDEN, VOCAB, capped, inputs, linear, lora
 from torch import nn
 
 from onchip.torch import LMHead, linear_cross_entropy, lm_loss
 
-OPTIONS = {"softcap": 3.0, "label_smoothing": 0.1}
+OPTIONS = {"softcap": 3.0, "z_loss": 0.1}
 
 
 def plain(head, hidden, labels, softcap=None):
@@ -40,31 +40,6 @@ def assert_same_loss(head, **options):
         torch.testing.assert_close(
             made | {"hidden": hidden.grad.double()}, grads | {"hidden": to_hidden}, rtol=1e-4, atol=1e-7
         )
-
-
-HEADS = {
-    "nn.Linear": linear,
-    "nn.Linear with a bias": lambda: linear(True),
-    "a weight that is computed": lambda: nn.utils.parametrizations.weight_norm(linear()),
-    "torch.compile's": lambda: torch.compile(LMHead.from_linear(linear()), backend="eager"),
-    "LoRA": lora,
-    "LoRA and the weight": lambda: lora(train_base=True),
-    "LoRA of a layer with a bias": lambda: lora(linear(True), use_rslora=True, train_base=True),
-    "LoRA with a bias": lambda: lora(lora_bias=True),
-    "LoRA of both biases": lambda: lora(linear(True), lora_bias=True, train_base=True),
-    "LoRA with dropout": with_dropout,
-    "two LoRAs": lambda: lora(adapters=2),
-    "LoRA, merged": merged,
-    "LoRA, disabled": disabled,
-    "modules_to_save": lambda: saved(linear()),
-}
-CAPPED = {
-    "LMHead": capped,
-    "LMHead with a bias": lambda: capped(True),
-    "LoRA of an LMHead": lambda: lora(capped(), train_base=True),
-    "modules_to_save of an LMHead": lambda: saved(capped()),
-    "modules_to_save of an LMHead, tied to an embedding": lambda: saved(capped(), nn.Embedding(VOCAB, HIDDEN)),
-}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -125,9 +100,7 @@ def test_an_lm_head_is_an_nn_linear_with_a_loss():
     same = linear_cross_entropy(hidden, layer.weight, labels, layer.bias, **OPTIONS | more)
     assert torch.equal(loss, same[0])
     assert torch.equal(stats.entropy, same[1].entropy)
-    assert (
-        repr(head) == "LMHead(in_features=16, out_features=70, bias=True, shift=True, softcap=3.0, label_smoothing=0.1)"
-    )
+    assert repr(head) == "LMHead(in_features=16, out_features=70, bias=True, shift=True, softcap=3.0, z_loss=0.1)"
     assert repr(LMHead(2, 3, False, shift=False)) == "LMHead(in_features=2, out_features=3, bias=False, shift=False)"
 
 

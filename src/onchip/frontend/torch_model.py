@@ -1,6 +1,6 @@
 """What a whole model does to the logits of its head, found by running the code that does it."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,6 @@ MODEL_WRAPPERS = {"DataParallel": "module", "DeepSpeedEngine": "module"}
 PROBES = (0.0, 2.0**-20, 1e30, 1.0, -3.0, 7.0, -40.0, 1000.0)
 
 
-class OwnLogits(NamedTuple):
-    """A model's logits: softcap * tanh(a / softcap) of a = head(hidden) * logit_scale, or without softcap a."""
-
-    softcap: float | None
-    logit_scale: float
-
-
 def inner_model(given: Any) -> Any:
     """The model with a head that is given, inside of what wraps it; None where something else is given."""
     if not isinstance(given, Module):
@@ -44,20 +37,20 @@ def inner_model(given: Any) -> Any:
             return given if hasattr(kind, "get_output_embeddings") else None
 
 
-def own_logits(op: str, model: Any, head: Any) -> OwnLogits:
-    """What `model` does to the logits of `head`, which is its own.
+@torch.compiler.assume_constant_result
+def own_logits(op: str, model: Any, head: Any, remedy: str) -> tuple[float | None, float]:
+    """The softcap and the logit_scale that `model` has after `head`, which is its own.
 
-    The model's forward runs on the CPU, with stand-ins for its modules: the head's gives known logits, all others the
-    hidden states.  Raises TypeError where that can't be run, or does something else than a scale and a softcap.
+    Its logits are softcap * tanh(a / softcap) of a = head(hidden) * logit_scale, or without softcap a.  To see that,
+    the model's forward runs on the CPU, with stand-ins for its modules: the head's gives known logits, all others the
+    hidden states.  Raises TypeError where that can't be run, or does something else.
     """
     try:
         with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
             return _found(_logits(model, head))
     except Exception as error:
         raise TypeError(
-            f"{op}: what {type(model).__name__} does between hidden states and logits is not known ({error}); pass the "
-            "head in its place, as model.get_output_embeddings(), with the model's own softcap= and logit_scale=, and "
-            "as hidden what the head is called with"
+            f"{op}: what {type(model).__name__} does between hidden states and logits is not known ({error}); {remedy}"
         ) from error
 
 
@@ -92,7 +85,7 @@ def _forward(model: Any) -> Any:
     return next(vars(kind)["forward"] for kind in kinds if not kind.__module__.startswith("onchip."))
 
 
-def _found(logits: Tensor) -> OwnLogits:
+def _found(logits: Tensor) -> tuple[float | None, float]:
     """The softcap and the scale that make these logits of `PROBES`."""
     probes = torch.tensor(PROBES, dtype=torch.float64, device="cpu")
     values = logits[:, 0]
@@ -107,7 +100,7 @@ def _found(logits: Tensor) -> OwnLogits:
     own = own if softcap is None else softcap * (own / softcap).tanh()
     if softcap == 0 or not torch.allclose(values, own, rtol=1e-5, atol=1e-12):
         raise ValueError("its logits are neither scaled nor capped by a tanh")
-    return OwnLogits(softcap, scale)
+    return softcap, scale
 
 
 class _Hidden:

@@ -6,7 +6,7 @@ from typing import Any, Unpack, overload
 from torch import Tensor, int64
 from torch.nn import Module
 
-from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, require_bool
+from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, require_bool, require_int
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import following, require_tensor
 from onchip.frontend.torch_parallel import OfShards
@@ -191,12 +191,14 @@ def lm_jsd(
         raise ValueError(f"{JSD}: teacher and teacher_hidden go together; got one of them")
     student, student_scale, stored = _head_and_scale("student", student)
     said = {name: x for name, x in (("shift", shift), ("ignore_index", ignore_index)) if x is not None}
-    given: dict[str, Any] = {name: x for name, x in stored.items() if name in OF_JSD} | said | options
-    shift = with_shift(JSD, target, {name: x for name, x in (stored | said).items() if name in _OF_LABELS})["shift"]
-    if target is not None and shift:
-        target, token_weight = _shifted(target, token_weight, given.get("ignore_index", -100))
-    given |= {"target": target, "token_weight": token_weight}
+    of_labels = with_shift(JSD, target, {"ignore_index": -100} | stored | said)
+    shift, ignore_index = of_labels["shift"], of_labels["ignore_index"]
     require_bool(JSD, "shift", shift)
+    require_int(JSD, "ignore_index", ignore_index)
+    if target is not None and shift:
+        target, token_weight = _shifted(target, token_weight, ignore_index)
+    given: dict[str, Any] = {name: x for name, x in stored.items() if name in OF_JSD} | options
+    given |= {"target": target, "token_weight": token_weight, "ignore_index": ignore_index}
     sharded = options.get("vocab_group") is not None
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, **of_teacher: Any) -> Tensor:
@@ -216,12 +218,15 @@ def lm_jsd(
     return computed(JSD, teacher, teacher_hidden, of_both, sharded=sharded)
 
 
-_OF_LABELS = ("shift", "ignore_index")
+HEAD_ALONE = (
+    "pass the head in its place, as model.get_output_embeddings(), if its logits are the model's, and as hidden what "
+    "it is called with; or jsd of both models' logits"
+)
 
 
 def _head_and_scale(whose: str, given: Any) -> tuple[Any, float, dict[str, Any]]:
     """The head, what its logits are multiplied by, and the options that it has if it is an LMHead."""
-    head, own = found_head(JSD, given, {})
+    head, own = found_head(JSD, given, {}, HEAD_ALONE)
     stored = stored_options(head)
     made = stored | own
     if made.get("softcap") is not None:
@@ -239,7 +244,7 @@ def _scaled(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, 
     return hidden * scale, None if bias is None else bias * scale
 
 
-def _shifted(target: Tensor, token_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+def _shifted(target: Tensor, token_weight: Tensor | None, ignore_index: Any) -> tuple[Tensor, Tensor | None]:
     """Labels and their weights by the position that predicts them."""
     require_tensor(JSD, "target", target)
     check_shift(JSD, True, target.shape, "target of shape [..., S]")

@@ -23,6 +23,11 @@ OPTIONS = tuple(inspect.signature(LinearCrossEntropyLoss).parameters)
 PLAN = "torch.distributed.tensor._api"
 # Where hooks are from that gather or make a weight, and take what forward gives as it is.
 OF_WEIGHTS = ("torch.distributed.", "torch.nn.utils.", "deepspeed.", "onchip.integrations.parallelize")
+# For a model that isn't understood.
+HEAD_ALONE = (
+    "pass the head in its place, as model.get_output_embeddings(), with the model's own softcap= and logit_scale=, and "
+    "as hidden what the head is called with"
+)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Made = TypeVar("Made")
@@ -284,7 +289,7 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
             - A whole model that has one of these as its `get_output_embeddings()`, as transformers' have, also inside
               of PEFT's, DistributedDataParallel, FSDP, DeepSpeed or torch.compile.  What the model does to its logits,
               a scale (Cohere, Granite) or a softcap (Gemma 2), enters the loss: it is found by running the model's own
-              forward without its layers, on the CPU, in each call (about a millisecond).
+              forward without its layers, on the CPU, in each call (a millisecond); torch.compile does it once.
         hidden: [..., S, H], what the head would be called with: of a model `last_hidden_state` of its body, as
             `model.get_decoder()(input_ids).last_hidden_state`.
         labels: [..., S] of any integer dtype, as the data has them: position i is compared with label i + 1.  With
@@ -326,10 +331,11 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
     return linear_cross_entropy(operands.hidden, operands.weight, labels, operands.bias, **options)
 
 
-def found_head(op: str, given: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def found_head(op: str, given: Any, options: Mapping[str, Any], remedy: str = HEAD_ALONE) -> tuple[Any, dict[str, Any]]:
     """The head that is given, alone or in a model, and what the model itself does to its logits: options of a loss.
 
-    Raises ValueError where the caller's `options`, or those that an LMHead has, say something else.
+    Raises ValueError where the caller's `options`, or those that an LMHead has, say something else, and TypeError, with
+    the remedy, where what the model does isn't known.
     """
     model = inner_model(given)
     if model is None:
@@ -337,7 +343,8 @@ def found_head(op: str, given: Any, options: Mapping[str, Any]) -> tuple[Any, di
     head = model.get_output_embeddings()
     if head is None:
         raise TypeError(f"{op}: {type(model).__name__} has no output embeddings; pass its head, the last linear layer")
-    own = own_logits(op, model, head)._asdict()
+    softcap, logit_scale = own_logits(op, model, head, remedy)
+    own = {"softcap": softcap, "logit_scale": logit_scale}
     for whose, said in (("an LMHead with", stored_options(head)), ("got", options)):
         for name, x in own.items():
             other = said.get(name, x)

@@ -1,0 +1,278 @@
+"""`lm_loss`, `lm_log_probs` and `lm_jsd` of whole models, against the models' own logits."""
+
+import re
+import warnings
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from onchip.torch import LMHead, lm_jsd, lm_log_probs, lm_loss
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IDS = torch.randint(60, (2, 9), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.masked_fill(torch.arange(9) == 4, -100)
+# The class, and its options that matter here.
+MODELS = {
+    "Llama": {},
+    "Gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
+    "Cohere": {"logit_scale": 0.3},
+    "Granite": {"logits_scaling": 3.0},
+}
+UNCAPPED = [name for name in MODELS if name != "Gemma2"]
+ADAPTERS = {
+    "alone": None,
+    "LoRA of the head": {"target_modules": ["lm_head", "q_proj"], "lora_dropout": 0.0},
+    "the head saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def model_of(name, adapter=None, **options):
+    torch.manual_seed(1)
+    options = {"tie_word_embeddings": False} | MODELS[name] | options
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.normal_()  # so that a softcap and a scale matter
+    if ADAPTERS.get(adapter):
+        return peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **ADAPTERS[adapter])).eval()
+    return model
+
+
+def hidden_of(model):
+    return model.get_decoder()(input_ids=IDS).last_hidden_state
+
+
+def log_prob_of(logits):
+    return logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+
+
+def gradients(model):
+    made = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return made
+
+
+def assert_same_steps(model, make, expect):
+    """Of `make(model, hidden)` and `expect(logits)`: the numbers, and the gradients of all that trains."""
+    made = make(model, hidden_of(model))
+    made.sum().backward()
+    grads = gradients(model)
+    expected = expect(model(input_ids=IDS).logits)
+    expected.sum().backward()
+    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+    expected_grads = gradients(model)
+    assert any("lm_head" in name for name in grads)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_and_losses_are_of_the_models_own_logits(name, adapter):
+    model = model_of(name, adapter)
+    assert_same_steps(model, lambda m, h: lm_log_probs(m, h, IDS)[:, :-1], log_prob_of)
+    assert_same_steps(
+        model,
+        lambda m, h: lm_loss(m, h, LABELS, label_smoothing=0.1),
+        lambda z: F.cross_entropy(z[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten(), label_smoothing=0.1),
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNCAPPED)
+def test_divergences_are_of_the_models_own_logits(name):
+    student, teacher = model_of(name, "LoRA of the head"), model_of("Cohere", "the head saved", logit_scale=1.7)
+    with torch.no_grad():
+        teacher_hidden, t = hidden_of(teacher), teacher(input_ids=IDS).logits[:, :-1].log_softmax(-1)
+
+    def plain(logits):  # the forward KL
+        return (t.exp() * (t - logits[:, :-1].log_softmax(-1))).sum(-1)[LABELS[:, 1:] != -100].mean()
+
+    assert_same_steps(student, lambda m, h: lm_jsd(m, h, teacher, teacher_hidden, labels=LABELS, beta=0.0), plain)
+    with pytest.raises(
+        ValueError, match=r"lm_jsd: the teacher's logits have softcap=2.0, .*pass both models' logits to"
+    ):
+        lm_jsd(student, hidden_of(student), model_of("Gemma2"), hidden_of(student))
+
+
+class Wrapper(nn.Module):
+    """What is known by its name."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+WRAPPERS = {
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "DDP": type("DistributedDataParallel", (Wrapper,), {}),
+    "DeepSpeed": type("DeepSpeedEngine", (Wrapper,), {}),
+    "DataParallel": nn.DataParallel,
+    "accelerate": lambda model: __import__("accelerate").Accelerator(cpu=True, mixed_precision="bf16").prepare(model),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_model_is_found_in_what_wraps_it(wrap):
+    model = model_of("Gemma2")
+    hidden = hidden_of(model)
+    expected = lm_log_probs(model, hidden, IDS)
+    assert torch.equal(lm_log_probs(wrap(model), hidden, IDS), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_taken_as_they_are_at_the_call():
+    model = model_of("Granite", "LoRA of the head")
+    with torch.no_grad(), model.disable_adapter():
+        made, expected = lm_log_probs(model, hidden_of(model), IDS), log_prob_of(model(input_ids=IDS).logits)
+    torch.testing.assert_close(made[:, :-1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_with_an_lm_head():
+    """Its own options enter, and the model's."""
+    model = model_of("Gemma2")
+    hidden = hidden_of(model).detach()
+    expected = lm_log_probs(model, hidden, IDS)
+    model.lm_head = LMHead.from_linear(model.lm_head)
+    assert torch.equal(lm_log_probs(model, hidden, IDS), expected)
+    model.lm_head = LMHead(16, 60, bias=False, softcap=2.0, temperature=0.5)
+    logits = 2 * torch.tanh(model.lm_head(hidden) / 2) / 0.5
+    torch.testing.assert_close(lm_log_probs(model, hidden, IDS)[:, :-1], log_prob_of(logits))
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    torch.testing.assert_close(lm_loss(model, hidden, IDS), loss)
+
+
+def test_a_whole_model_compiles():
+    torch._dynamo.reset()
+    model = model_of("Gemma2")
+    hidden = hidden_of(model).detach()
+    compiled = torch.compile(lambda h: lm_log_probs(model, h, IDS), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(hidden), lm_log_probs(model, hidden, IDS))
+
+
+class Model(nn.Module):
+    """What makes logits of hidden states is a function that is given."""
+
+    def __init__(self, logits, head=None):
+        super().__init__()
+        self.body, self.lm_head, self.logits = nn.Embedding(60, 16), head or nn.Linear(16, 60), logits
+        self.norm = nn.LayerNorm(16)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.logits(self, self.body(input_ids)[0]))
+
+
+KNOWN = {
+    "nothing": (lambda m, h: m.lm_head(h), {}),
+    "a buffer": (lambda m, h: m.lm_head(h) * m.scale, {"logit_scale": 0.5}),
+    "a cap, then a scale": (lambda m, h: 3 * torch.tanh(m.lm_head(h) / 2), {"logit_scale": 1.5, "softcap": 3.0}),
+    "a scale, then a cap": (lambda m, h: 3 * torch.tanh(m.lm_head(h) / 9), {"logit_scale": 1 / 3, "softcap": 3.0}),
+    "float32": (lambda m, h: F.hardtanh(m.lm_head(h.half()).float() / 7, -1e38, 1e38), {"logit_scale": 1 / 7}),
+}
+
+
+@pytest.mark.parametrize(("logits", "options"), KNOWN.values(), ids=KNOWN)
+def test_what_a_model_does_is_seen(logits, options):
+    model, hidden = Model(logits), torch.randn(2, 9, 16)
+    expected = lm_log_probs(model.lm_head, hidden, IDS, **options)
+    torch.testing.assert_close(lm_log_probs(model, hidden, IDS), expected, rtol=1e-6, atol=1e-6)
+
+
+def replaced():
+    model = Model(KNOWN["nothing"][0])
+    model.forward = lambda **given: None
+    return model
+
+
+def of_roberta():
+    config = transformers.RobertaConfig(**{x: SIZES[x] for x in SIZES if "key_value" not in x}, is_decoder=True)
+    return transformers.RobertaForCausalLM(config)
+
+
+def scaled_twice(model, hidden):
+    return model.lm_head(hidden) + model.lm_head(hidden)
+
+
+UNKNOWN = {
+    "hidden is scaled": (lambda: Model(lambda m, h: m.lm_head(h / 2)), "its head is called with something else than the last hidden states"),
+    "a layer between": (lambda: Model(lambda m, h: m.lm_head(m.norm(h)[0])), "a LayerNorm comes between hidden states and logits"),
+    "a head of two calls": (lambda: Model(scaled_twice), "its forward calls the head 2 times"),
+    "no call": (lambda: Model(lambda m, h: F.linear(h, m.lm_head.weight)), "its forward calls the head 0 times"),
+    "a bias afterwards": (lambda: Model(lambda m, h: m.lm_head(h) + torch.arange(60)), "its logits are changed entry by entry"),
+    "an offset": (lambda: Model(lambda m, h: m.lm_head(h) + 1), "neither scaled nor capped by a tanh"),
+    "another cap": (lambda: Model(lambda m, h: m.lm_head(h).clamp(-5, 5)), "neither scaled nor capped by a tanh"),
+    "a negative scale": (lambda: Model(lambda m, h: -m.lm_head(h)), "its logits are scaled by -1.0"),
+    "a slice": (lambda: Model(lambda m, h: m.lm_head(h)[..., :50]), "it makes [1, 8, 50] of logits of [1, 8, 60]"),
+    "a transposed result": (lambda: Model(lambda m, h: m.lm_head(h).mT), "it makes [1, 60, 8] of logits of [1, 8, 60]"),
+    "an error": (lambda: Model(lambda m, h: h.nothing), "has no attribute 'nothing'"),
+    "a forward that was replaced": (replaced, "Model of test_lm_head_models whose forward was replaced"),
+    "a head inside": (of_roberta, "its head is not a module of its own, but one further in"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("make", "message"), UNKNOWN.values(), ids=UNKNOWN)
+def test_a_model_that_is_not_understood(make, message):
+    hidden = torch.randn(2, 9, 16)
+    with pytest.raises(TypeError, match=re.escape(message)) as caught:
+        lm_log_probs(make(), hidden, IDS)
+    said = str(caught.value)
+    assert said.startswith("lm_log_probs: what ")
+    assert "pass the head in its place, as model.get_output_embeddings(), with the model's own softcap=" in said
+    with pytest.raises(TypeError, match="if its logits are the model's, .* or jsd of both models' logits"):
+        lm_jsd(make(), hidden, teacher_logits=torch.randn(2, 9, 60))
+
+
+def test_options_that_are_not_the_models():
+    model, hidden = model_of("Gemma2"), torch.randn(2, 9, 16)
+    said = r"got softcap=3.0, but logits of Gemma2ForCausalLM have softcap=2.0; leave it out, or pass the head alone"
+    for call in (lm_loss, lm_log_probs):
+        with pytest.raises(ValueError, match=said):
+            call(model, hidden, IDS, softcap=3.0)
+        with pytest.raises(ValueError, match="got softcap=None, but"):
+            call(model, hidden, IDS, softcap=None)
+        assert torch.equal(call(model, hidden, IDS, softcap=2.0), call(model, hidden, IDS))
+        with pytest.raises(
+            ValueError, match=r"got logit_scale=0.5, but logits of Gemma2ForCausalLM have logit_scale=1.0"
+        ):
+            call(model, hidden, IDS, logit_scale=0.5)
+    model.lm_head = LMHead.from_linear(model.lm_head, softcap=5.0)
+    for call in (lm_loss, lm_log_probs, lambda *given: lm_jsd(*given[:2], teacher_logits=torch.ones(2, 9, 60))):
+        with pytest.raises(
+            ValueError, match="an LMHead with softcap=5.0, but logits of Gemma2ForCausalLM have softcap=2"
+        ):
+            call(model, hidden, IDS)
+    with pytest.raises(TypeError, match="LlamaModel has no output embeddings; pass its head, the last linear layer"):
+        lm_loss(model_of("Llama").model, hidden, IDS)
+
+
+def test_nothing_of_the_model_changes():
+    """Nor of the state of random numbers; and no warning comes of it."""
+    model, hidden = model_of("Granite").train(), torch.randn(2, 9, 16)
+    before, state = {x: vars(model)[x] for x in vars(model)}, torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.device("meta"):  # whatever the default is
+            lm_log_probs(model, hidden, IDS)
+    assert vars(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
