@@ -1,8 +1,6 @@
 """`lm_loss`, `lm_log_probs` and `lm_jsd` of whole models, against the models' own logits."""
 
-import re
 import warnings
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -166,83 +164,6 @@ def test_a_whole_model_compiles():
     assert torch.equal(compiled(hidden), lm_log_probs(model, hidden, IDS))
 
 
-class Model(nn.Module):
-    """What makes logits of hidden states is a function that is given."""
-
-    def __init__(self, logits, head=None):
-        super().__init__()
-        self.body, self.lm_head, self.logits = nn.Embedding(60, 16), head or nn.Linear(16, 60), logits
-        self.norm = nn.LayerNorm(16)
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def forward(self, input_ids):
-        return SimpleNamespace(logits=self.logits(self, self.body(input_ids)[0]))
-
-
-KNOWN = {
-    "nothing": (lambda m, h: m.lm_head(h), {}),
-    "a buffer": (lambda m, h: m.lm_head(h) * m.scale, {"logit_scale": 0.5}),
-    "a cap, then a scale": (lambda m, h: 3 * torch.tanh(m.lm_head(h) / 2), {"logit_scale": 1.5, "softcap": 3.0}),
-    "a scale, then a cap": (lambda m, h: 3 * torch.tanh(m.lm_head(h) / 9), {"logit_scale": 1 / 3, "softcap": 3.0}),
-    "float32": (lambda m, h: F.hardtanh(m.lm_head(h.half()).float() / 7, -1e38, 1e38), {"logit_scale": 1 / 7}),
-}
-
-
-@pytest.mark.parametrize(("logits", "options"), KNOWN.values(), ids=KNOWN)
-def test_what_a_model_does_is_seen(logits, options):
-    model, hidden = Model(logits), torch.randn(2, 9, 16)
-    expected = lm_log_probs(model.lm_head, hidden, IDS, **options)
-    torch.testing.assert_close(lm_log_probs(model, hidden, IDS), expected, rtol=1e-6, atol=1e-6)
-
-
-def replaced():
-    model = Model(KNOWN["nothing"][0])
-    model.forward = lambda **given: None
-    return model
-
-
-def of_roberta():
-    config = transformers.RobertaConfig(**{x: SIZES[x] for x in SIZES if "key_value" not in x}, is_decoder=True)
-    return transformers.RobertaForCausalLM(config)
-
-
-def scaled_twice(model, hidden):
-    return model.lm_head(hidden) + model.lm_head(hidden)
-
-
-UNKNOWN = {
-    "hidden is scaled": (lambda: Model(lambda m, h: m.lm_head(h / 2)), "its head is called with something else than the last hidden states"),
-    "a layer between": (lambda: Model(lambda m, h: m.lm_head(m.norm(h)[0])), "a LayerNorm comes between hidden states and logits"),
-    "a head of two calls": (lambda: Model(scaled_twice), "its forward calls the head 2 times"),
-    "no call": (lambda: Model(lambda m, h: F.linear(h, m.lm_head.weight)), "its forward calls the head 0 times"),
-    "a bias afterwards": (lambda: Model(lambda m, h: m.lm_head(h) + torch.arange(60)), "its logits are changed entry by entry"),
-    "an offset": (lambda: Model(lambda m, h: m.lm_head(h) + 1), "neither scaled nor capped by a tanh"),
-    "another cap": (lambda: Model(lambda m, h: m.lm_head(h).clamp(-5, 5)), "neither scaled nor capped by a tanh"),
-    "a negative scale": (lambda: Model(lambda m, h: -m.lm_head(h)), "its logits are scaled by -1.0"),
-    "a slice": (lambda: Model(lambda m, h: m.lm_head(h)[..., :50]), "it makes [1, 8, 50] of logits of [1, 8, 60]"),
-    "a transposed result": (lambda: Model(lambda m, h: m.lm_head(h).mT), "it makes [1, 60, 8] of logits of [1, 8, 60]"),
-    "an error": (lambda: Model(lambda m, h: h.nothing), "has no attribute 'nothing'"),
-    "a forward that was replaced": (replaced, "Model of test_lm_head_models whose forward was replaced"),
-    "a head inside": (of_roberta, "its head is not a module of its own, but one further in"),
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("make", "message"), UNKNOWN.values(), ids=UNKNOWN)
-def test_a_model_that_is_not_understood(make, message):
-    hidden = torch.randn(2, 9, 16)
-    with pytest.raises(TypeError, match=re.escape(message)) as caught:
-        lm_log_probs(make(), hidden, IDS)
-    said = str(caught.value)
-    assert said.startswith("lm_log_probs: what ")
-    assert "pass the head in its place, as model.get_output_embeddings(), with the model's own softcap=" in said
-    with pytest.raises(TypeError, match="if its logits are the model's, .* or jsd of both models' logits"):
-        lm_jsd(make(), hidden, teacher_logits=torch.randn(2, 9, 60))
-
-
 def test_options_that_are_not_the_models():
     model, hidden = model_of("Gemma2"), torch.randn(2, 9, 16)
     said = r"got softcap=3.0, but logits of Gemma2ForCausalLM have softcap=2.0; leave it out, or pass the head alone"
@@ -252,15 +173,11 @@ def test_options_that_are_not_the_models():
         with pytest.raises(ValueError, match="got softcap=None, but"):
             call(model, hidden, IDS, softcap=None)
         assert torch.equal(call(model, hidden, IDS, softcap=2.0), call(model, hidden, IDS))
-        with pytest.raises(
-            ValueError, match=r"got logit_scale=0.5, but logits of Gemma2ForCausalLM have logit_scale=1.0"
-        ):
+        with pytest.raises(ValueError, match=r"got logit_scale=0.5, but logits of Gemma2ForCausalLM have"):
             call(model, hidden, IDS, logit_scale=0.5)
     model.lm_head = LMHead.from_linear(model.lm_head, softcap=5.0)
     for call in (lm_loss, lm_log_probs, lambda *given: lm_jsd(*given[:2], teacher_logits=torch.ones(2, 9, 60))):
-        with pytest.raises(
-            ValueError, match="an LMHead with softcap=5.0, but logits of Gemma2ForCausalLM have softcap=2"
-        ):
+        with pytest.raises(ValueError, match=r"an LMHead with softcap=5.0, but logits of Gemma2ForCausalLM have"):
             call(model, hidden, IDS)
     with pytest.raises(TypeError, match="LlamaModel has no output embeddings; pass its head, the last linear layer"):
         lm_loss(model_of("Llama").model, hidden, IDS)

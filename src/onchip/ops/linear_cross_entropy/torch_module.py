@@ -325,7 +325,7 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
         require_tensor("lm_loss", name, x)
     head, own = found_head("lm_loss", head, options)
     if isinstance(called(head), LMHead):
-        return head(hidden, labels, **own | options)
+        return head(hidden, labels=labels, **own | options)  # by name, so that no pre-hook drops them
     operands = linear_operands("lm_loss", head, hidden)
     options = with_shift("lm_loss", labels, stored_options(head) | own | options)
     return linear_cross_entropy(operands.hidden, operands.weight, labels, operands.bias, **options)
