@@ -1,5 +1,6 @@
 """Heads of models over two processes and gloo: the same steps as one process takes of both halves of the batch."""
 
+import copy
 import os
 import warnings
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from onchip.torch import LMHead, lm_loss
+from onchip.torch import LMHead, lm_jsd, lm_log_probs, lm_loss
 
 RANKS, VOCAB, HIDDEN = 2, 61, 16
 fsdp1 = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
@@ -113,6 +114,35 @@ def every_way_to_wrap_it(rank):
         assert_same_steps(rank, wrap(inner), inner)
 
 
+def log_probs_and_divergences(rank):
+    """Of a head that is gathered when it is called, and of a teacher's; the batch is the same on each rank."""
+    ids = batches()[0][0, 0, 0]
+    for wrap in (*ALONE.values(), DistributedDataParallel):
+        alone, teacher = Model(outside=True), Model(outside=True)
+        with torch.no_grad():
+            teacher.lm_head.weight.normal_()
+        model, wrapped_teacher = wrap(inner := Model(outside=True)), wrap(copied := copy.deepcopy(teacher))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (alone, model)]
+        for step in range(2):
+            made = []
+            for m, head, t, teacher_head in (
+                (alone, alone.lm_head, teacher, teacher.lm_head),
+                (model, inner.lm_head, wrapped_teacher, copied.lm_head),
+            ):
+                hidden = m(ids)
+                if step:
+                    loss = lm_log_probs(head, hidden, ids, entropy=True).entropy.mean()
+                else:
+                    loss = lm_jsd(head, hidden, teacher_head, t(ids).detach(), labels=ids, reduction="none").mean()
+                loss.backward()
+                made.append(loss.detach())
+            assert torch.equal(*made)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(parameters(model), parameters(alone))
+
+
 def a_plain_layer_that_must_be_called_is_refused(rank):
     ids = batches()[0][0, 0, rank]
     for name, wrap in ALONE.items():
@@ -131,6 +161,8 @@ def weights_that_are_sharded_are_refused(rank):
             model(ids).backward()  # which frees what it gathered
             with pytest.raises(RuntimeError, match="weight isn't here as a whole; it is sharded"):
                 lm_loss(inner.lm_head, hidden, ids)
+            with pytest.raises(RuntimeError, match="lm_log_probs: the head's weight isn't here as a whole"):
+                lm_log_probs(inner.lm_head, hidden, ids)
 
 
 def gradient_accumulation(rank):
@@ -168,6 +200,7 @@ def run(rank, meeting):
     MESH.append(init_device_mesh("cpu", (RANKS,)))
     for check in (
         every_way_to_wrap_it,
+        log_probs_and_divergences,
         a_plain_layer_that_must_be_called_is_refused,
         weights_that_are_sharded_are_refused,
         gradient_accumulation,
