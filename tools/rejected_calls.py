@@ -35,6 +35,8 @@ onchip.torch.CrossEntropyLoss(backend="cuda")  # rejected
 onchip.torch.LMHead(8, 20, strategy="fast")  # rejected
 onchip.torch.LMHead.from_linear(head, reduction="avg")  # rejected
 onchip.torch.lm_loss(head, h, y, reduction="avg")  # rejected
+onchip.torch.lm_log_probs(head, h, y, backend="cuda")  # rejected
+onchip.torch.lm_jsd(head, h, head, h, reduction="avg")  # rejected
 onchip.torch.Fp8Linear(8, 20, scale="bfloat16")  # rejected
 onchip.torch.MoE(8, 20, 4, 2, scoring="tanh")  # rejected
 onchip.torch.MoE(8, 20, 4, 2, backend="xla")  # rejected
@@ -70,6 +72,9 @@ onchip.torch.LMHead(8, 20, smoothing=0.1)  # rejected
 onchip.torch.LMHead(8, 20)(h, reduction="sum")  # rejected
 onchip.torch.cross_entropy(z, y.tolist())  # rejected
 onchip.torch.linear_log_probs(h, w, y, entropy="yes")  # rejected
+onchip.torch.lm_log_probs(w, h, y)  # rejected
+onchip.torch.lm_log_probs(head, h, y, z_loss=0.1)  # rejected
+onchip.torch.lm_jsd(head, h, head, h, softcap=30.0)  # rejected
 onchip.jax.linear_cross_entropy(hj, wj, yj, scratch_bytes=[1])  # rejected
 onchip.jax.linear_cross_entropy(h, w, y)  # rejected
 onchip.jax.linear_cross_entropy(hj, wj, [1, 2])  # rejected
@@ -85,6 +90,8 @@ onchip.torch.LMHead(8, 20)(h, y, return_stats=True).backward()  # rejected
 onchip.torch.LMHead(8, 20, return_stats=True)(h, y).backward()  # rejected
 onchip.torch.lm_loss(head, h, y, return_stats=True).backward()  # rejected
 onchip.torch.linear_log_probs(h, w, y).entropy.mean()  # rejected
+onchip.torch.lm_log_probs(head, h, y).entropy.mean()  # rejected
+onchip.torch.lm_log_probs(head, h, y, entropy=True).mean()  # rejected
 onchip.torch.log_probs(z, y, entropy=True).mean()  # rejected
 onchip.jax.linear_cross_entropy(hj, wj, yj, return_stats=True).astype(np.float32)  # rejected
 onchip.jax.linear_cross_entropy(hj, wj, yj, return_stats=True)[1].lse.numpy()  # rejected

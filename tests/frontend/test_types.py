@@ -53,6 +53,15 @@ def test_heads_take_the_options_of_their_loss():
         assert named(get_overloads(head.__call__)[1]) - {"self", "inputs"} == of_call
 
 
+def test_doors_of_heads_take_the_options_of_their_op():
+    of_log_probs = {*inspect.signature(in_torch.linear_log_probs).parameters} - {"weight", "bias"}
+    for overload in get_overloads(in_torch.lm_log_probs):
+        assert named(overload) - {"head"} == of_log_probs
+    of_layers = {f"{who}_{part}" for who in ("student", "teacher") for part in ("weight", "bias")}
+    of_jsd = {*inspect.signature(in_torch.linear_jsd).parameters} - of_layers
+    assert named(in_torch.lm_jsd) == of_jsd | {"student", "teacher", "shift"}
+
+
 def test_backends_are_the_words_of_their_type():
     assert get_args(lce.Backend) == get_args(ce.Backend) == ("auto", *lce.BACKENDS) == ("auto", *ce.BACKENDS)
     assert get_args(fp8.Backend) == ("auto", *fp8.BACKENDS)

@@ -37,7 +37,6 @@ def inner_model(given: Any) -> Any:
             return given if hasattr(kind, "get_output_embeddings") else None
 
 
-@torch.compiler.assume_constant_result
 def own_logits(op: str, model: Any, head: Any, remedy: str) -> tuple[float | None, float]:
     """The softcap and the logit_scale that `model` has after `head`, which is its own.
 
@@ -52,6 +51,10 @@ def own_logits(op: str, model: Any, head: Any, remedy: str) -> tuple[float | Non
         raise TypeError(
             f"{op}: what {type(model).__name__} does between hidden states and logits is not known ({error}); {remedy}"
         ) from error
+
+
+# What torch.compiler.assume_constant_result does, but for importing the compiler: it isn't traced, but run.
+own_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _logits(model: Any, head: Any) -> Tensor:
