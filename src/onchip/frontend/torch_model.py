@@ -19,7 +19,7 @@ WRAPPERS = {
 MODEL_WRAPPERS = {"DataParallel": "module", "DeepSpeedEngine": "module"}
 
 # Logits that tell a scale and a softcap: of small ones the slope is seen, and of huge ones the cap.
-PROBES = (0.0, 2.0**-20, 1e30, 1.0, -3.0, 7.0, -40.0, 1000.0)
+PROBES = (0.0, 2.0**-20, 2.0**100, 1.0, -3.0, 7.0, -40.0, 1000.0)
 
 
 def inner_model(given: Any) -> Any:
@@ -58,12 +58,13 @@ own_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _logits(model: Any, head: Any) -> Tensor:
-    """[tokens, V] float64: what the model makes of `PROBES`, a token each."""
+    """[..., V] float64: what the model makes of `PROBES`, entry by entry and again."""
     names = [name for name, module in model._modules.items() if module is head]
     if len(names) != 1:
         raise ValueError("its head is not a module of its own, but one further in")
-    hidden = torch.arange(len(PROBES) * head.in_features, device="cpu") % 11 + 1  # exact in any dtype
-    hidden = hidden.reshape(1, len(PROBES), -1).to(torch.float32)
+    tokens = 1 if head.out_features >= len(PROBES) else len(PROBES)
+    hidden = torch.arange(tokens * head.in_features, device="cpu") % 11 + 1  # exact in any dtype
+    hidden = hidden.view(1, tokens, -1).to(torch.float32)
     of_head = _Head(head, hidden)
     made: Any = object.__new__(type(model))
     made.__dict__.update(model.__dict__)
@@ -71,28 +72,27 @@ def _logits(model: Any, head: Any) -> Tensor:
         name: of_head if name in names else None if module is None else _Body(module, hidden)
         for name, module in model._modules.items()
     }
-    out = _forward(model)(made, input_ids=torch.zeros(1, len(PROBES), dtype=torch.int64, device="cpu"))
+    out = _forward(model)(made, input_ids=torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
     if of_head.calls != 1:
         raise ValueError(f"its forward calls the head {of_head.calls} times")
     logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
-    if logits.shape != (1, len(PROBES), head.out_features):
-        raise ValueError(f"it makes {list(logits.shape)} of logits of {[1, len(PROBES), head.out_features]}")
-    return logits[0].double()
+    if logits.shape != (1, tokens, head.out_features):
+        raise ValueError(f"it makes {list(logits.shape)} of logits of {[1, tokens, head.out_features]}")
+    return logits.double()
 
 
 def _forward(model: Any) -> Any:
-    """The model's own, beneath what onchip and accelerate put over it."""
-    if "forward" in vars(model) and not {"_onchip", "_hf_hook", "_original_forward"} & set(vars(model)):
-        raise ValueError(f"{described(model)}")
-    kinds = (kind for kind in type(model).__mro__ if "forward" in vars(kind))
-    return next(vars(kind)["forward"] for kind in kinds if not kind.__module__.startswith("onchip."))
+    """That of the model's class, where nothing but accelerate was put over it, which leaves logits as they are."""
+    if "forward" in vars(model) and not {"_hf_hook", "_original_forward"} & set(vars(model)):
+        raise ValueError(f"it is a {described(model)}")
+    return type(model).forward
 
 
 def _found(logits: Tensor) -> tuple[float | None, float]:
     """The softcap and the scale that make these logits of `PROBES`."""
     probes = torch.tensor(PROBES, dtype=torch.float64, device="cpu")
-    values = logits[:, 0]
-    if not torch.equal(logits, values[:, None].expand_as(logits)):
+    values = logits.flatten()[: len(PROBES)]
+    if not torch.equal(logits, _again(values, logits.shape)):
         raise ValueError("its logits are changed entry by entry")
     scale, most = (values[1] / probes[1]).item(), values[2].item()
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale
@@ -147,4 +147,9 @@ class _Head(_Body):
         if not (isinstance(x, Tensor) and x.shape == self._made.shape and torch.equal(x.float(), self._made)):
             raise ValueError("its head is called with something else than the last hidden states")
         probes = torch.tensor(PROBES, dtype=torch.float64, device="cpu")
-        return probes.view(1, -1, 1).repeat(1, 1, self.out_features)
+        return _again(probes, torch.Size((*x.shape[:-1], self.out_features)))
+
+
+def _again(values: Tensor, shape: torch.Size) -> Tensor:
+    """The values one after the other, and again, in a tensor of this shape."""
+    return values.repeat(-(-shape.numel() // len(values)))[: shape.numel()].view(shape)

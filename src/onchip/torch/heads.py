@@ -123,7 +123,8 @@ def lm_log_probs(
         require_tensor(LOG_PROBS, name, x)
     head, own = found_head(LOG_PROBS, head, options)
     stored = {name: x for name, x in stored_options(head).items() if name in OF_LOG_PROBS}
-    options = with_shift(LOG_PROBS, ids, stored | own | options)
+    several = ids.ndim == hidden.ndim
+    options = with_shift(LOG_PROBS, None if several else ids, stored | own | options)
     sharded = options.get("vocab_group") is not None
     return computed(LOG_PROBS, head, hidden, lambda h, w, b: linear_log_probs(h, w, ids, b, **options), sharded=sharded)
 

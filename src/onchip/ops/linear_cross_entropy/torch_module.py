@@ -289,7 +289,8 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
             - A whole model that has one of these as its `get_output_embeddings()`, as transformers' have, also inside
               of PEFT's, DistributedDataParallel, FSDP, DeepSpeed or torch.compile.  What the model does to its logits,
               a scale (Cohere, Granite) or a softcap (Gemma 2), enters the loss: it is found by running the model's own
-              forward without its layers, on the CPU, in each call (a millisecond); torch.compile does it once.
+              forward without its layers, on the CPU, in each call (some milliseconds); torch.compile does it
+              once.
         hidden: [..., S, H], what the head would be called with: of a model `last_hidden_state` of its body, as
             `model.get_decoder()(input_ids).last_hidden_state`.
         labels: [..., S] of any integer dtype, as the data has them: position i is compared with label i + 1.  With
@@ -344,11 +345,12 @@ def found_head(op: str, given: Any, options: Mapping[str, Any], remedy: str = HE
     if head is None:
         raise TypeError(f"{op}: {type(model).__name__} has no output embeddings; pass its head, the last linear layer")
     softcap, logit_scale = own_logits(op, model, head, remedy)
-    own = {"softcap": softcap, "logit_scale": logit_scale}
+    own: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
     for whose, said in (("an LMHead with", stored_options(head)), ("got", options)):
         for name, x in own.items():
             other = said.get(name, x)
-            if (x is None) != (other is None) or (x is not None and not math.isclose(x, other, rel_tol=1e-5)):
+            numbers = isinstance(x, float) and isinstance(other, int | float)
+            if other != x and not (numbers and math.isclose(x, other, rel_tol=1e-5)):
                 raise ValueError(
                     f"{op}: {whose} {name}={other}, but logits of {type(model).__name__} have {name}={x}; leave it "
                     "out, or pass the head alone, as model.get_output_embeddings()"
