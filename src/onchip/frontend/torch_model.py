@@ -63,7 +63,7 @@ def _logits(model: Any, head: Any) -> Tensor:
     if len(names) != 1:
         raise ValueError("its head is not a module of its own, but one further in")
     tokens = 1 if head.out_features >= len(PROBES) else len(PROBES)
-    hidden = torch.arange(tokens * head.in_features, device="cpu") % 11 + 1  # exact in any dtype
+    hidden = torch.arange(tokens * head.in_features, dtype=torch.int64, device="cpu") % 11 + 1  # exact in any dtype
     hidden = hidden.view(1, tokens, -1).to(torch.float32)
     of_head = _Head(head, hidden)
     made: Any = object.__new__(type(model))
