@@ -27,11 +27,18 @@ def tell_counters() -> None:
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None or torch.compiler.is_compiling():
         return
-    registries = [module.flop_registry]
-    for i in range(torch._C._len_torch_dispatch_stack()):
-        counter = getattr(torch._C._get_dispatch_stack_at(i), "counter", None)
-        if isinstance(counter, module.FlopCounterMode):
-            registries.append(counter.flop_registry)
-    for registry in registries:
+    for registry in (module.flop_registry, *(counter.flop_registry for counter in _counters(module))):
         for operator, formula in _FORMULAS.items():
             registry.setdefault(operator, formula)
+
+
+def are_counted() -> bool:
+    """Whether a counter watches."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    return module is not None and bool(_counters(module))
+
+
+def _counters(module: Any) -> list[Any]:
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    counters = [getattr(mode, "counter", None) for mode in modes]
+    return [counter for counter in counters if isinstance(counter, module.FlopCounterMode)]

@@ -358,7 +358,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        plain = torch.compiler.is_compiling() or not _watched()
+        plain = torch.compiler.is_compiling() or not torch_flops.are_counted()
         return (None, None, None, None, *ctx.op.backward(ctx, upstream, plain=plain))
 
 
