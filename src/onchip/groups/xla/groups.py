@@ -47,22 +47,23 @@ def running_sums(x: Array) -> Array:
 def _up_to_each(x: Array) -> Array:
     """[G, G]: in each row as many of x [G] as its number says, and zeros; nothing that XLA writes to memory."""
     index = jnp.arange(len(x), dtype=jnp.int32)
-    return jnp.where(index <= index[:, None], x, 0)
+    return jnp.where(index[None] <= index[:, None], x[None], 0)
 
 
 def number_up_to(ascending: Array, x: Array) -> Array:
     """For each of x [N] how many of `ascending` [G] are no larger, int32: `searchsorted` without its loop, whose turns
     take a GPU longer than to compare each with each."""
-    return (ascending <= x[:, None]).sum(1, dtype=jnp.int32)
+    return (ascending[None] <= x[:, None]).sum(1, dtype=jnp.int32)
 
 
 def largest_first(ends: Array) -> tuple[Array, Array, Array]:
     """The groups, where each begins, and where it ends, [G] int32 each, by size; of the same size in their order."""
     starts, index = starts_of(ends), jnp.arange(len(ends), dtype=jnp.int32)
     sizes = ends - starts
-    before = (sizes > sizes[:, None]) | ((sizes == sizes[:, None]) & (index < index[:, None]))
-    its = before.sum(1, dtype=jnp.int32) == index[:, None]
-    group, begin, end = (jnp.where(its, x, 0).sum(1, dtype=jnp.int32) for x in (index, starts, ends))
+    larger, same = sizes[None] > sizes[:, None], sizes[None] == sizes[:, None]
+    before = larger | (same & (index[None] < index[:, None]))
+    its = before.sum(1, dtype=jnp.int32)[None] == index[:, None]
+    group, begin, end = (jnp.where(its, x[None], 0).sum(1, dtype=jnp.int32) for x in (index, starts, ends))
     return group, begin, end
 
 
@@ -83,11 +84,11 @@ def group_sums(x: Array, ends: Array, block: int = 128) -> Array:
     group = number_up_to(block_ends, item)
     of = jnp.minimum(group, len(ends) - 1)
     number = item - starts_of(block_ends)[of]
-    row = ((first_block[of] + number) * block)[:, None] + jnp.arange(block)
+    row = ((first_block[of] + number) * block)[:, None] + jnp.arange(block)[None]
     own = (row >= starts[of, None]) & (row < ends[of, None]) & (item < block_ends[-1])[:, None]
     partial = jnp.where(own[..., None], x[jnp.clip(row, 0, rows - 1)], 0).sum(1)
-    mine = group == jnp.arange(len(ends))[:, None]
-    return jnp.where(mine[..., None], partial, 0).sum(1)
+    mine = group[None] == jnp.arange(len(ends))[:, None]
+    return jnp.where(mine[..., None], partial[None], 0).sum(1)
 
 
 def in_range(index: Array, ends: Array, rows: int) -> Array:

@@ -80,7 +80,7 @@ def layer(
             of_group = lax.dynamic_index_in_dim(weight, blocks.group[i], keepdims=False)
             y = product(of_rows(x), of_group, (1, over - 1))
             if bias is not None:
-                y = y + bias[blocks.group[i]].astype(total)
+                y = y + bias[blocks.group[i]].astype(total)[None]
             out = activated(options, y)
             if row_scale is not None:
                 out = out * of_rows(row_scale)[:, None].astype(total)

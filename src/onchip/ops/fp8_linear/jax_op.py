@@ -167,7 +167,7 @@ def _product(backend: str, a: Quantized, b: Quantized, bias: Any = None, *, by_b
         return scaled_product(a, b, bias, by_block=by_block, dtype=dtype)
     left, right = dequantize(a, by_block=False), dequantize(b, by_block=by_block)
     out = lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-    return (out if bias is None else out + jnp.pad(bias, (0, len(right) - len(bias)))).astype(dtype)
+    return (out if bias is None else out + jnp.pad(bias, (0, len(right) - len(bias)))[None]).astype(dtype)
 
 
 def _each(static: _Static, run: Any) -> Any:

@@ -171,11 +171,11 @@ def moe(
     total = accumulator(tokens.dtype)
     logits = jnp.matmul(tokens.astype(total), params.router.T.astype(total), precision="highest")
     if params.router_bias is not None:
-        logits = logits + params.router_bias.astype(total)
+        logits = logits + params.router_bias.astype(total)[None]
     scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
     probs = scores / (scores.sum(1, keepdims=True) + LEAST_TOTAL)
     # No gradient goes through the choice.
-    choice = scores if correction_bias is None else scores + jnp.asarray(correction_bias, total)
+    choice = scores if correction_bias is None else scores + jnp.asarray(correction_bias, total)[None]
     expert = lax.top_k(_best_groups(lax.stop_gradient(choice), n_group, topk_group), top_k)[1]
     weight = jnp.take_along_axis(scores, expert, 1)
     if norm_topk:
@@ -269,7 +269,7 @@ def _best_groups(choice: jax.Array, n_group: int, topk_group: int) -> jax.Array:
         return choice
     grouped = choice.reshape(-1, n_group, choice.shape[1] // n_group)
     best = lax.top_k(lax.top_k(grouped, 2)[0].sum(2), topk_group)[1]
-    mine = (best[:, :, None] == jnp.arange(n_group)).any(1)
+    mine = (best[:, :, None] == jnp.arange(n_group)[None, None]).any(1)
     return jnp.where(mine[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
 

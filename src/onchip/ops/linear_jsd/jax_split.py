@@ -212,12 +212,12 @@ def _norm(softmax: Softmax) -> _Norm:
 def _merged(parts: Any) -> _Norm:
     """Of all devices' (max, total), [n, P] each."""
     top = jnp.max(parts[0], 0)
-    return _Norm(top, jnp.log(jnp.sum(parts[1] * jnp.exp(parts[0] - top), 0)))
+    return _Norm(top, jnp.log(jnp.sum(parts[1] * jnp.exp(parts[0] - top[None]), 0)))
 
 
 def _masses(parts: Any, norm: _Norm) -> Array:
     """[n, P]: the logarithm of each device's part of the probability."""
-    return (parts[0] - norm.top) + (jnp.log(parts[1]) - norm.log_total)  # type: ignore[no-any-return]
+    return (parts[0] - norm.top[None]) + (jnp.log(parts[1]) - norm.log_total[None])  # type: ignore[no-any-return]
 
 
 def _ids(tokens: Tokens, constants: Constants) -> Array:

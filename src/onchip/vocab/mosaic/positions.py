@@ -215,11 +215,11 @@ class Positions(NamedTuple):
         # The target's logit was computed apart: the last digit may differ.  So where it leads, all is relative to it,
         # and its part's maximum is it: of an entropy near 0 that digit would be the largest error.
         if partials.argmax is not None:
-            maximum = jnp.where(partials.argmax == label, target, maximum)
+            maximum = jnp.where(partials.argmax == label[None], target[None], maximum)
         top = jnp.max(maximum, 0)
         top = jnp.where(target > top - 1, target, top)
         picked = target[:, None] if picked is None else picked
-        drop = maximum - top
+        drop = maximum - top[None]
         decay = jnp.exp(drop)
         offset_sum = moment = argmax = weight = None
 
@@ -237,8 +237,8 @@ class Positions(NamedTuple):
             offset_sum = sums_where_there(jnp.where(entries > 0, partials.offset_sum + drop * entries, 0))
         if partials.moment is not None:
             # The target belongs to its part's moment, and to its sum here.
-            own = (label >= first) & (label < first + width)
-            total = partials.others + jnp.where(own, jnp.exp(target - top - drop), 0)
+            own = (label[None] >= first) & (label[None] < first + width)
+            total = partials.others + jnp.where(own, jnp.exp((target - top)[None] - drop), 0)
             moment = sums_where_there(jnp.where(decay > 0, decay * (partials.moment + total * drop), 0))
             best = jnp.argmax(maximum, 0)
             argmax = jnp.take_along_axis(partials.argmax, best[None], 0)[0]
@@ -337,7 +337,7 @@ class Upstream(NamedTuple):
         return self._replace(at_target=at_target)
 
     def unscaled(self, x: Array) -> Array:
-        return x if self.inverse_grad_scale is None else x * self.inverse_grad_scale
+        return x if self.inverse_grad_scale is None else x * self.inverse_grad_scale[0]
 
 
 def gradient_of_first(positions: Positions, upstream: Upstream, sums: Array, *, targets: bool) -> Array:
@@ -380,7 +380,7 @@ def _targets_terms(positions: Positions, upstream: Upstream, at: Any) -> Array:
     if upstream.even is None:
         return terms
     total = jnp.sum(positions.layer.weight, positions.layer.vocab_axis, dtype=jnp.float32)
-    return terms - upstream.even[at][:, None] * total
+    return terms - upstream.even[at][:, None] * total[None]
 
 
 def bias_gradient(sums: Array, positions: Positions, upstream: Upstream) -> Array:

@@ -227,7 +227,7 @@ def _merged(at: Positions, partials: Partials, part: slice) -> tuple[TokenStats,
     stats = at.stats(partials._replace(others=others), target, part, largest)
 
     def over_parts(cost: Array, mass: Array) -> tuple[Array, Array]:
-        further = jnp.where(mass == 0, 0, mass * (target - maximum))
+        further = jnp.where(mass == 0, 0, mass * (target[None] - maximum))
         total = jnp.sum(mass, 0)
         # The largest logit's own log-probability is minus the logarithm of the total.
         cost = jnp.sum(cost + further, 0) - jnp.where(total == 0, 0, total * stats.log_prob[:, 0])

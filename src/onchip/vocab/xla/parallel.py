@@ -162,7 +162,7 @@ class Shard:
         """The softmax over all entries, from those that are `gathered`, whose argmax counts from the first of all."""
         dtype, argmax = parts.max.dtype, parts.argmax
         top = jnp.max(parts.max, 0)
-        drop = parts.max - top
+        drop = parts.max - top[None]
         decay = jnp.exp(drop)
         offset_sum, weight, moment = parts.offset_sum, parts.weight, parts.moment
         squares, squares_below = parts.squares, parts.squares_below

@@ -221,7 +221,7 @@ def _dense_forward(call: Call, labels: Array, chunk: int, return_stats: bool) ->
 def _weighed(call: Call, q: Array, dtype: Any) -> Array:
     """Probabilities [C, V] times the weights of classes, of `dtype`."""
     q = q.astype(dtype)
-    return q if call.class_weight is None else q * call.class_weight
+    return q if call.class_weight is None else q * call.class_weight[None]
 
 
 def _dense_backward(call: Call, needs: Any, saved: Saved, row: Array, chunk: int) -> Any:

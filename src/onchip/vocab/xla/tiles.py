@@ -209,7 +209,7 @@ class Projection:
     def logits(self, rows: Array) -> Array:
         """[C, V], not transformed."""
         z = product(rows, self.weight, (1, 1 - self.vocab_axis))
-        return z if self.bias is None else z + self.bias.astype(z.dtype)
+        return z if self.bias is None else z + self.bias.astype(z.dtype)[None]
 
     def zeros(self, needs: "Projection", rows: int, dtype: Any = None) -> "Projection":
         """Gradients to add to: that of so many rows of hidden in the dtype of sums, those of weight and bias in
@@ -414,7 +414,7 @@ class Softmax(NamedTuple):
         squares, squares_below = self.squares, self.squares_below
         weight = self.weight
         if offset_sum is not None and weight is not None and class_weight is not None:
-            own = cut(class_weight, columns.start, columns.size)
+            own = cut(class_weight, columns.start, columns.size)[None]
             # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
             weighed = jnp.where(counted & (own > 0), offset * own, 0)
             offset_sum = offset_sum + drop * weight + jnp.sum(weighed, 1)
@@ -537,7 +537,7 @@ def logits_gradient(
         g = p * (gradient.factor[:, None] + gradient.entropy[:, None] * jnp.maximum(offset, VANISHED[offset.dtype]))
     if gradient.even is not None:
         even = gradient.even[:, None]
-        g -= even if class_weight is None else even * cut(class_weight, columns.start, columns.size)
+        g -= even if class_weight is None else even * cut(class_weight, columns.start, columns.size)[None]
     column = ids - columns.start
     if ids.shape[1] == 1:
         g = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) == column, gradient.at_ids, g)
