@@ -30,7 +30,7 @@ def looped(params, x, top_k, norm_topk=True, scoring="softmax", scaling_factor=1
     """Every expert for every token, with weights of 0 for those that aren't its own."""
     x = x.reshape(-1, H)
     biases = (jnp.zeros(E), jnp.zeros((E, 2 * F)), jnp.zeros((E, H))) if params.router_bias is None else params[5:]
-    logits = x @ params.router.T + biases[0]
+    logits = x @ params.router.T + biases[0][None]
     scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
     choose = partial(chosen_by, top_k=top_k, bias=correction_bias, n_group=n_group, topk_group=topk_group)
     shape = jax.ShapeDtypeStruct(scores.shape, bool)
@@ -43,7 +43,7 @@ def looped(params, x, top_k, norm_topk=True, scoring="softmax", scaling_factor=1
         y = x @ gate_up.T + bias
         return (jax.nn.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]) @ down.T + down_bias
 
-    of = zip(params.gate_up, params.down, *biases[1:], strict=True)
+    of = zip(params.gate_up, params.down, *(b[:, None] for b in biases[1:]), strict=True)
     y = sum(weight[:, e, None] * swiglu(x, *expert) for e, expert in enumerate(of))
     y = y + swiglu(x, params.shared_gate_up, params.shared_down)
     fraction = jax.lax.stop_gradient(chosen.sum(0) / chosen.sum())

@@ -57,8 +57,8 @@ def unscaled(operands, vocab_major, padded):
     rows, weight, *_, bias, inner_scale, _ = operands
     x = rows.astype(jnp.float32) @ rows_of(weight, vocab_major, padded).T
     if bias is not None:
-        x += bias
-    return x if inner_scale is None else jnp.tanh(x * inner_scale)
+        x += bias[None]
+    return x if inner_scale is None else jnp.tanh(x * inner_scale[0])
 
 
 def labels_of(labels, tokens, padded):
@@ -77,20 +77,20 @@ def softmax_tiles(
     padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
     x = unscaled(operands, vocab_major, padded)
     inside = jnp.arange(padded) < vocab
-    x = jnp.where(inside, x, -jnp.inf).reshape(tokens, -1, config.part_n)
+    x = jnp.where(inside[None], x, -jnp.inf).reshape(tokens, -1, config.part_n)
     top = jnp.maximum(x.max(2), LOWEST)
     below = (x - top[:, :, None]) * factor[:, None, None]
     e = jnp.exp(below)
     moment = (e * jnp.maximum(below, -1e30)).sum(2)
-    own = (jnp.arange(padded) == label[:, None]).reshape(x.shape)
+    own = (jnp.arange(padded)[None] == label[:, None]).reshape(x.shape)
     if labels is not None:  # each part's largest
-        own = jnp.arange(config.part_n) == x.argmax(2)[:, :, None]
+        own = jnp.arange(config.part_n)[None, None] == x.argmax(2)[:, :, None]
     e = jnp.where(own, 0, e)
     maximum = top * factor[:, None]
 
     def part(value):
         unwritten = jnp.iinfo(jnp.int32).max if value.dtype == jnp.int32 else jnp.nan
-        return jnp.where(done, value.T, unwritten)
+        return jnp.where(done[None], value.T, unwritten)
 
     if kept is not None:
         above = maximum - shift[:, None]
@@ -111,13 +111,13 @@ def softmax_tiles(
         part(e.sum(2)),
         part(offset_sum(below, inside, operands.class_weight)) if wanted.even else None,
         part(moment) if wanted.entropy else None,
-        part(x.argmax(2).astype(jnp.int32) + config.part_n * jnp.arange(x.shape[1], dtype=jnp.int32))
+        part(x.argmax(2).astype(jnp.int32) + config.part_n * jnp.arange(x.shape[1], dtype=jnp.int32)[None])
         if wanted.argmax
         else None,
     )
     if labels is not None:
         q, weight = labels_of(labels, tokens, padded).reshape(x.shape), operands.class_weight
-        taken = [(q if weight is None else q * weight.reshape(x.shape[1:]), "cost", "mass")]
+        taken = [(q if weight is None else q * weight.reshape(1, *x.shape[1:]), "cost", "mass")]
         taken += [(q, "plain_cost", "plain_mass")] if weight is not None and wanted.entropy else []
         for q, cost, mass in taken:
             each = jnp.where(q == 0, 0, q * -below)
@@ -130,8 +130,8 @@ def softmax_tiles(
 
 def offset_sum(below, inside, class_weight):
     if class_weight is None:
-        return jnp.where(inside.reshape(below.shape[1:]), below, 0).sum(2)
-    w = class_weight.reshape(below.shape[1:])
+        return jnp.where(inside.reshape(1, *below.shape[1:]), below, 0).sum(2)
+    w = class_weight.reshape(1, *below.shape[1:])
     return jnp.where(w > 0, w * below, 0).sum(2)
 
 
@@ -146,14 +146,14 @@ def gradient_tiles(
     x = unscaled(operands, vocab_major, padded)
     g = jnp.exp(x * factor[:, None] - lse[:, None]) * scale[:, None]
     if even is not None:
-        g -= even[:, None] * (1.0 if class_weight is None else class_weight)
+        g -= even[:, None] * (1.0 if class_weight is None else class_weight[None])
     if labels is not None:
         q = labels_of(labels, tokens, padded)
-        g -= by_labels[:, None] * (q if class_weight is None else q * class_weight)
-    g = jnp.where(jnp.arange(padded) == label[:, None], at_target[:, None], g)
+        g -= by_labels[:, None] * (q if class_weight is None else q * class_weight[None])
+    g = jnp.where(jnp.arange(padded)[None] == label[:, None], at_target[:, None], g)
     if inner_scale is not None:
         g *= 1 - x * x
-    g = jnp.where(jnp.arange(padded) < vocab, g, 0)
+    g = jnp.where(jnp.arange(padded)[None] < vocab, g, 0)
     g = lax.dynamic_slice_in_dim(jnp.pad(g, ((0, 0), (0, size))), first[0], size, 1)
     return turned(jnp.where(tokens_done(tokens, count)[:, None], g.astype(rows.dtype), jnp.nan), vocab_major)
 
@@ -231,8 +231,8 @@ def weight_product(
     e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
     product = e.T @ rows.astype(jnp.float32)
     if even is not None:
-        product -= even[: rows.shape[1]] * (1 if begins is None else begins[0])
-    product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale
+        product -= even[None, : rows.shape[1]] * (1 if begins is None else begins[0])
+    product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale[0]
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
     if total is not None:
@@ -292,7 +292,7 @@ def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, voc
 
 def scale_sum(out, digits, factor, *, config):
     rows, columns = out.shape
-    words = sums.to_bits(digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, 4, jnp.uint32)[:, None]
+    words = sums.to_bits(digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, 4, jnp.uint32)[None, None, :, None]
     words = (words & 15).reshape(rows, -1, 256)[..., : config.tile_n].reshape(rows, -1)[:, :columns]
     scaled = (sums.join(out[...], words, 4, nearest=True) * factor).astype(out.dtype)
     out[...] = jnp.where(factor == 1, out[...], scaled)

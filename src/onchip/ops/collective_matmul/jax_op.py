@@ -216,7 +216,7 @@ def _gather_forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> t
     outs = []
     for index, block in ring:
         out = product(_rows(block), weight, (1, _dims(static)[1]))
-        outs.append((index, (out if bias is None else out + bias.astype(out.dtype)).astype(x.dtype)))
+        outs.append((index, (out if bias is None else out + bias.astype(out.dtype)[None]).astype(x.dtype)))
     columns = weight.shape[_dims(static)[0]]
     out = _joined(static, outs, (static.ranks * x.shape[0], *x.shape[1:-1], columns))
     if not any(needs):
@@ -261,7 +261,7 @@ def _scatter_forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> 
         return product(_block(x, index, ranks), weight, (1, _dims(static)[1]))
 
     total = reduced(addend, static.axis, ranks)
-    total = total if bias is None else total + bias.astype(total.dtype)
+    total = total if bias is None else total + bias.astype(total.dtype)[None]
     out = total.astype(x.dtype).reshape(x.shape[0] // ranks, *x.shape[1:-1], total.shape[1])
     return out, (x, weight) if any(needs) else None
 
