@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
+from onchip.frontend.jax_values import read
 from onchip.frontend.options import one_target, require_positive, scratch_in_bytes
 
 LAYOUTS = ("vh", "hv")
@@ -193,14 +193,19 @@ def check_scalar(op: str, name: str, x: Any) -> None:
 def checked_numbers(op: str, options: Any, given: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array | None]:
     """The numbers among the arguments, of `dtype` without a gradient; None for one that changes nothing.
 
-    Raise for one that is wrong: those whose values are known while tracing are checked as fields of `options`, and an
-    array must be 0-d; a temperature may be one per token.
+    Raise for one that is wrong: those whose values are known are checked as fields of `options`, and an array must be
+    0-d; a temperature may be one per token.
     """
     numbers = {name: x for name, x in given.items() if name in _NEUTRAL}
+    known = {}
     for name, x in numbers.items():
-        if is_array(x) and not (name == "temperature" and x.ndim):
+        if not is_array(x):
+            known[name] = x
+        elif not (name == "temperature" and x.ndim):
             check_scalar(op, name, x)
-    replace(options, **{name: x for name, x in numbers.items() if not is_array(x)})
+            value = read(op, name, x, options.check_inputs)
+            known |= {} if value is None else {name: value.item()}
+    replace(options, **known)
     return {
         name: None if not is_array(x) and x == _NEUTRAL[name] else as_constant(x, dtype) for name, x in numbers.items()
     }
@@ -237,17 +242,3 @@ def following(x: jax.Array, last: int, axis: int = -1) -> jax.Array:
         return x
     end = jnp.full_like(lax.slice_in_dim(x, 0, 1, axis=axis), last)
     return jnp.concatenate([lax.slice_in_dim(x, 1, size, axis=axis), end], axis)
-
-
-def plain_labels(labels: Any, vocab: int, ignore_index: int) -> jax.Array:
-    """[...] int32 labels: in [0, V), IGNORED or OUT_OF_RANGE, whatever integers came in."""
-    # NumPy's 64-bit integers are compared in NumPy: as a jax.Array they could lose their upper half first.
-    xp: Any = np if isinstance(labels, np.ndarray) else jnp
-    limits = jnp.iinfo(labels.dtype)  # np.iinfo doesn't know int4
-    # A number that the labels' dtype can't hold equals none of them; comparing would wrap it or raise.
-    ignored = labels == xp.asarray(ignore_index, labels.dtype) if limits.min <= ignore_index <= limits.max else False
-    wrong = labels < xp.asarray(0, labels.dtype)
-    if vocab <= limits.max:
-        wrong |= labels >= xp.asarray(vocab, labels.dtype)
-    index = xp.where(wrong, OUT_OF_RANGE, labels.astype(np.int32))
-    return jnp.asarray(xp.where(ignored, IGNORED, index), jnp.int32)

@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_inputs import check_class_weight, check_kinds, is_array, plain_labels, require_arrays
+from onchip.frontend.jax_inputs import check_class_weight, check_kinds, is_array, require_arrays
+from onchip.frontend.jax_values import check_factors, log_probs_or_nan, plain_labels
 from onchip.frontend.topk import TopK, check_labels
 
 
@@ -42,12 +43,21 @@ def check_label_arrays(op: str, given: Mapping[str, Any], name: str) -> dict[str
     return arrays
 
 
-def parts_of(target: Any, tokens: int, vocab: int, dtype: Any) -> tuple[Any, Any]:
-    """Probabilities [T, K] of `dtype` and ids [T, K], or probabilities [T, V] and None; constants to autodiff."""
+def parts_of(
+    op: str, given: Mapping[str, Any], name: str, target: Any, tokens: int, vocab: int, dtype: Any
+) -> tuple[Any, Any]:
+    """Probabilities [T, K] of `dtype` and ids [T, K], or probabilities [T, V] and None; constants to autodiff.
+
+    Raise for values among the arguments of a public function that are wrong, where these can be read; `target` is the
+    argument `name`, which may have been cut.
+    """
+    check_inputs = given["check_inputs"]
+    check_factors(op, given, True, check_inputs=check_inputs)
     if not isinstance(target, TopK):
         return jnp.asarray(target).reshape(tokens, vocab), None
     count = target.indices.shape[-1]
-    values = jnp.asarray(target.values, dtype).reshape(tokens, count)
-    probs = jnp.exp(values) if target.kind == "log_probs" else values
-    # No index is ignored: this one is out of range as well.
-    return probs, plain_labels(target.indices, vocab, -(2**63)).reshape(tokens, count)
+    values = jnp.asarray(target.values)
+    if target.kind == "log_probs":
+        values = jnp.exp(log_probs_or_nan(op, name, target.values, check_inputs=check_inputs).astype(dtype))
+    ids = plain_labels(op, f"{name}.indices", target.indices, vocab, None, check_inputs=check_inputs)
+    return values.astype(dtype).reshape(tokens, count), ids.reshape(tokens, count)

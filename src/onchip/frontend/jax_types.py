@@ -49,3 +49,4 @@ class LossKeywords(TypedDict, total=False):
     logit_scale: Number
     temperature: Number
     scratch_bytes: ScratchBytes
+    check_inputs: bool

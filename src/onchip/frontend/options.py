@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from onchip.core.sizes import UNITS
 
@@ -249,6 +249,27 @@ def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
             raise ValueError(
                 f"{op}: {name} has shape {list(shape)}; it must have {possessive(target)} shape, {list(tokens)}"
             )
+
+
+def raise_for_label(
+    op: str,
+    name: str,
+    where: Sequence[int],
+    label: int,
+    vocab: int,
+    ignore_index: int | None,
+    wrong: int,
+    total: int,
+) -> NoReturn:
+    """For the first of so many labels, of the argument `name`, that are out of range."""
+    position = f"{name}[{', '.join(map(str, where))}]" if where else name
+    legal = "not in" if ignore_index is None else f"neither ignore_index ({ignore_index}) nor in"
+    remedy = f"; if {label} marks tokens to ignore, pass ignore_index={label}"
+    raise ValueError(
+        f"{op}: {position} is {label}, which is {legal} [0, {vocab}); "
+        f"{wrong} of {total} {name.rstrip('s')}s are out of range"
+        f"{remedy if label < 0 and ignore_index is not None else ''}"
+    )
 
 
 def check_class_weight(op: str, shapes: Shapes, vocab: int) -> None:

@@ -1,11 +1,13 @@
 """K entries of a vocabulary for each token, with a number each: a teacher of linear_jsd, or soft labels."""
 
-from collections.abc import Mapping
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
 from onchip.frontend.options import check_class_weight, possessive
 
 OF_LABELS = ("probs", "log_probs")
+WORDS = {"kind": ("log_probs", "logits", "probs"), "rest": ("tail", "truncated", "renormalised")}
 
 Shape = tuple[int, ...]
 A_co = TypeVar("A_co", covariant=True)
@@ -24,6 +26,10 @@ class TopK(NamedTuple, Generic[A_co]):
       student puts elsewhere costs nothing.
 
     As the target of `linear_cross_entropy` or `cross_entropy` it has rest="truncated".
+
+    Raises ValueError for another word than these when it is made.  The functions that take it raise for what they can't
+    use; a log-probability above 0 can't be one, but for rounding: up to 1e-3 in float32 and float64, 1/16 in float16
+    and 1/2 in bfloat16 are let pass.
     """
 
     indices: A_co
@@ -31,11 +37,45 @@ class TopK(NamedTuple, Generic[A_co]):
     values: A_co
     """[..., K] float: the teacher's log-probabilities or logits of these tokens, or their probabilities."""
     kind: Literal["log_probs", "logits", "probs"]
-    """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are.
+    """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are: a call
+    with temperature=2 takes (logits / 2).log_softmax(-1).  Those of temperature 1 are logits up to a constant.
     "logits": divided by `temperature`; their normaliser is not known, so they need rest="renormalised".
     "probs": probabilities, used as they are; of a cross-entropy's target alone."""
     rest: Literal["tail", "truncated", "renormalised"]
     """"tail", "truncated" or "renormalised"."""
+
+
+_make = TopK.__new__
+
+
+def _checked(cls: type[TopK[Any]], indices: Any, values: Any, kind: Any, rest: Any) -> TopK[Any]:
+    """A `TopK` of words that mean something; what no text stands for, as in a tree of something else, is let pass."""
+    for name, word in (("kind", kind), ("rest", rest)):
+        if isinstance(word, str) and word not in WORDS[name]:
+            near = get_close_matches(word, WORDS[name], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"TopK: {name} must be one of {', '.join(map(repr, WORDS[name]))}; got {word!r}{hint}")
+    return _make(cls, indices, values, kind, rest)
+
+
+# A NamedTuple's class can't have a __new__ of its own, and a subclass with one is no named tuple to torch.compile.
+TopK.__new__ = _checked  # type: ignore[method-assign, assignment]
+
+
+def most_log_prob(eps: float) -> float:
+    """The largest number that may be a log-probability, in a dtype with this `eps`: where it is z - lse of two rounded
+    numbers it may be above 0."""
+    return max(64 * eps, 1e-3)
+
+
+def raise_for_log_prob(op: str, name: str, where: Sequence[int], value: float, eps: float) -> NoReturn:
+    """For a log-probability of the argument `name` that can't be one."""
+    other = "kind='logits' with rest='renormalised'" if name == "teacher_topk" else "kind='probs' for probabilities"
+    raise ValueError(
+        f"{op}: {name}.values[{', '.join(map(str, where))}] is {value:.6g}, and a log-probability is at most 0 (up to "
+        f"{most_log_prob(eps):g} passes for rounding); subtract the logits' log-sum-exp over the whole vocabulary, or "
+        f"pass {other}"
+    )
 
 
 def check_labels(op: str, name: str, target: TopK[Any]) -> None:

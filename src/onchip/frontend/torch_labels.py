@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.topk import TopK, check_labels
+from onchip.frontend.topk import TopK, check_labels, most_log_prob, raise_for_log_prob
 from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, refuse_gradient, require_tensors
 
 
@@ -42,3 +42,33 @@ def parts_of(target: Any, leading: torch.Size) -> tuple[Tensor, Tensor, str]:
     if isinstance(target, TopK):
         return target.indices, target.values, target.kind
     return torch.zeros(leading, dtype=torch.int64, device=target.device), target, "probs"
+
+
+def _eps(x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps
+
+
+def _no_log_probs(values: Tensor) -> Tensor:
+    return values > most_log_prob(_eps(values))
+
+
+def log_probs_or_nan(values: Tensor) -> Tensor:
+    """Log-probabilities as they are, and NaN for what can't be one."""
+    return values.masked_fill(_no_log_probs(values), float("nan"))
+
+
+def check_log_probs(
+    op: str, name: str, values: Tensor, kept: Tensor | None = None, first: tuple[int, ...] = ()
+) -> None:
+    """Raise for a number [..., K], of the argument `name`, that can't be a log-probability; reads them.
+
+    `kept` [...] says which tokens count; `first` is where the caller has the first number, in the last dimensions.
+    """
+    wrong = _no_log_probs(values)
+    if kept is not None:
+        wrong = wrong & kept[..., None]
+    if bool(wrong.any()):
+        where = [int(i) for i in wrong.nonzero()[0]]
+        value = float(values[tuple(where)])
+        offset = (0,) * (len(where) - len(first)) + first
+        raise_for_log_prob(op, name, [i + j for i, j in zip(where, offset, strict=True)], value, _eps(values))

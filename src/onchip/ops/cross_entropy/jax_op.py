@@ -19,12 +19,12 @@ from onchip.frontend.jax_inputs import (
     checked_numbers,
     dtype_of,
     options_of,
-    plain_labels,
     platform,
     take_target,
 )
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WithStats
+from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import Reduction, ScratchBytes, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.cross_entropy import jax_soft, spec
@@ -90,6 +90,7 @@ def cross_entropy(
     softcap: Number | None = None,
     logit_scale: Number = 1.0,
     temperature: Number = 1.0,
+    check_inputs: bool = False,
     return_stats: bool = False,
     backend: Backend = "auto",
     scratch_bytes: ScratchBytes = None,
@@ -118,8 +119,8 @@ def cross_entropy(
         shift: as in `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
             costs nothing; logits aren't copied.  Of targets that are ids.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
-            logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]) and
-            `return_stats`: as in `linear_cross_entropy`.
+            logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
+            `check_inputs` and `return_stats`: as in `linear_cross_entropy`.
         backend: "xla" (plain JAX, on any device) or "auto".
         scratch_bytes: bound on the temporary memory, the gradient not counted, given as in `linear_cross_entropy`.
             Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at least what a useful chunk of
@@ -129,12 +130,14 @@ def cross_entropy(
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
-        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A target that is neither
-        ignore_index nor in [0, V) makes its token's loss and gradient NaN: no value of an array is read while tracing.
+        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  Under jit, or on a GPU
+        without check_inputs, a target that is neither ignore_index nor in [0, V), or a log-probability above 0, makes
+        its token's loss and gradient NaN.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes below one row's (it names that).
+        ValueError: a wrong shape, range or option, or a scratch_bytes below one row's (it names that); where values are
+            known, a target out of range, which it names.
         NotImplementedError: differentiated twice.
 
     Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, for a jitted step: about 8 * rows * V
@@ -168,7 +171,7 @@ def cross_entropy(
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(target.size, vocab)
-    plain = plain_labels(target, vocab, options.ignore_index)
+    plain = checked_labels(OP, given, name, vocab, options, target.ndim - 1 if shift else None)
     constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total, options.shift)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))

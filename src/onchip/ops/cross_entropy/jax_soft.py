@@ -52,7 +52,7 @@ def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None])
     total = logits.size // vocab
     rows = jnp.asarray(logits).reshape(total, vocab)
     constants = SoftLabels(
-        *parts_of(target, total, vocab, dtype),
+        *parts_of(OP, given, name, target, total, vocab, dtype),
         Transform(*(numbers[x] for x in Transform._fields)),
         TokenLoss(*(numbers[x] for x in TokenLoss._fields)),
         per_token_constant(given["token_weight"], dtype),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES
+from onchip.frontend.torch_labels import check_log_probs
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
@@ -43,6 +44,8 @@ class SoftCall(NamedTuple):
 
     def tokens(self, *, check_values: bool, vocab: int | None = None) -> Tokens:
         """All of them; values are always checked on the CPU.  `vocab` is the whole, where logits are of a part."""
+        if self.kind == "log_probs" and (check_values or self.labels.device.type == "cpu"):
+            check_log_probs(OP, "target", self.labels)
         chosen = tiles.select(
             OP, "target.indices", self.ids, self.number, vocab or self.logits.shape[-1], self.token_temperature,
             ignore_index=None, temperature=self.options.temperature, dtype=self.logits.dtype,

@@ -19,6 +19,7 @@ from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, platform, require_arrays
 from onchip.frontend.jax_types import Array
+from onchip.frontend.jax_values import read
 from onchip.frontend.options import require_bool
 from onchip.groups.problem import (
     OP,
@@ -145,15 +146,10 @@ def _check_dtypes(arrays: dict[str, Any]) -> None:
 
 
 def _check_values(p: Problem, which: str, arrays: dict[str, Any], check_inputs: bool) -> None:
-    values = {name: arrays.get(name) for name in (which, "rows", "scatter_rows")}
-    traced = [name for name, a in values.items() if isinstance(a, jax.core.Tracer)]
-    if traced and check_inputs:
-        raise ValueError(
-            f"{OP}: check_inputs=True reads the values of {traced[0]}, which has none while it is traced; "
-            "call it outside of jit, or leave check_inputs out: what is wrong makes NaN"
-        )
-    if not traced and (check_inputs or platform() == "cpu"):
-        check_values(p, which, *(None if a is None else np.asarray(a) for a in values.values()))
+    names = [which, *(name for name in ("rows", "scatter_rows") if name in arrays)]
+    values = {name: read(OP, name, arrays[name], check_inputs) for name in names}
+    if all(x is not None for x in values.values()):
+        check_values(p, which, values[which], values.get("rows"), values.get("scatter_rows"))
 
 
 def _as_jax(a: Any) -> JaxArray:

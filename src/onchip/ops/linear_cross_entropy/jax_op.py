@@ -24,12 +24,12 @@ from onchip.frontend.jax_inputs import (
     checked_numbers,
     dtype_of,
     options_of,
-    plain_labels,
     platform,
     take_target,
 )
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
+from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import jax_soft, spec
@@ -125,6 +125,7 @@ def linear_cross_entropy(
     scratch_bytes: ScratchBytes = None,
     strategy: Strategy = "auto",
     backend: Backend = "auto",
+    check_inputs: bool = False,
     return_stats: bool = False,
 ) -> jax.Array | WithStats:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
@@ -186,22 +187,26 @@ def linear_cross_entropy(
             "recompute".
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.
+        check_inputs: raise for labels, temperatures, weights of classes and numbers that are wrong, which waits for the
+            device.  On the CPU, and of NumPy's arrays, that is so anyway, but for traced values, with which it can't be
+            asked for.
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
             differentiable has `linear_log_probs`.
 
     The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or
-    not: a new value then compiles nothing anew, but isn't checked.  They, token_weight and class_weight are
-    constants to autodiff.
+    not: a new value then compiles nothing anew, but isn't checked where it is traced.  They, token_weight and
+    class_weight are constants to autodiff.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
-        LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A target that is
-        neither ignore_index nor in [0, V) makes its token's loss, and the gradients that it enters, NaN: no value of
-        an array is read while tracing.
+        LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  Under jit, or on a
+        GPU without check_inputs, a target that is neither ignore_index nor in [0, V), or a log-probability above 0,
+        makes its token's loss, and the gradients that it enters, NaN.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest).
+        ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest); where
+            values are known (see check_inputs), a target out of range, which it names.
         NotImplementedError: differentiated twice.
 
     Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.vocab.xla.memory`
@@ -236,7 +241,7 @@ def linear_cross_entropy(
     shard = shard_of(OP, given, projection.vocab)
     vocab = projection.vocab if shard is None else shard.vocab
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
-    plain = plain_labels(target, vocab, options.ignore_index)
+    plain = checked_labels(OP, given, name, vocab, options, target.ndim - 1 if shift else None)
     constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total, shift)
     projection, constants = vary_alike((projection, constants), but=axis_name)
     static = Static(options, platform(), shard=shard)

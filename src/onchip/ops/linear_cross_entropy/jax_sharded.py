@@ -15,7 +15,6 @@ from onchip.frontend.jax_inputs import (
     as_constant,
     check_layout,
     options_of,
-    plain_labels,
     platform,
     take_target,
     token_temperature,
@@ -23,6 +22,7 @@ from onchip.frontend.jax_inputs import (
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.jax_mesh import P, Static, TokenAxes, check_types, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout, WithStats
+from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, shapes_of
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.jax_op import Backend, OfWeight
@@ -101,6 +101,7 @@ def sharded_linear_cross_entropy(
     scratch_bytes: ScratchBytes = None,
     strategy: Strategy = "auto",
     backend: Backend = "auto",
+    check_inputs: bool = False,
     return_stats: bool = False,
 ) -> jax.Array | WithStats:
     r"""`linear_cross_entropy` with the vocabulary split over the devices of a mesh axis, none of which has the whole
@@ -137,7 +138,7 @@ def sharded_linear_cross_entropy(
         backend: "mosaic_gpu", "xla" or "auto", as in `linear_cross_entropy`, by the sizes of a device's part.  With
             padding the kernels take neither softcap nor label_smoothing.
         weight_layout, ignore_index, reduction, normalizer, token_weight: as in `linear_cross_entropy`.
-        label_smoothing, z_loss, softcap, logit_scale, temperature, return_stats: likewise.
+        label_smoothing, z_loss, softcap, logit_scale, temperature, check_inputs, return_stats: likewise.
 
     Returns:
         As `linear_cross_entropy`: the loss, 0-d and the same on all devices, or of target's shape and split as the
@@ -188,7 +189,7 @@ def sharded_linear_cross_entropy(
 
     numbers, by_token = token_temperature(numbers, temperature, total)
     constants = _Constants(
-        plain_labels(ids, shard.vocab, options.ignore_index),
+        checked_labels(OP, given, name, shard.vocab, options, ids.ndim - 1 if shift else None),
         as_given(token_weight),
         by_token,
         as_constant(normalizer, total),

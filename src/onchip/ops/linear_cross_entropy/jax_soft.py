@@ -71,7 +71,7 @@ def run(given: Mapping[str, Any], name: str, refusals: Refusals) -> jax.Array | 
         total = math.prod(hidden.shape[:-1])
     projection = Projection.of(hidden, weight, bias, given["weight_layout"])
     constants = SoftLabels(
-        *parts_of(target, total, vocab, dtype),
+        *parts_of(OP, given, name, target, total, vocab, dtype),
         Transform(*(numbers[x] for x in Transform._fields)),
         TokenLoss(*(numbers[x] for x in TokenLoss._fields)),
         per_token_constant(token_weight, dtype),

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES, leading_dimensions
+from onchip.frontend.torch_labels import check_log_probs
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.torch import soft, tiles
@@ -33,10 +34,13 @@ class SoftCall(Call):
 
     def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
         """All of them; values are always checked on the CPU, unless kernels take them."""
+        first = (1, 0) if self.options.shift else ()
+        if self.kind == "log_probs" and (check_values or (compact and self.labels.device.type == "cpu")):
+            check_log_probs(OP, "target", self.labels, first=first)
         chosen = tiles.select(
             OP, "target.indices", self.ids, self.number, self.vocab, self.token_temperature,
             ignore_index=None, temperature=self.options.temperature, dtype=self.dtype, check_values=check_values,
-            first=(1, 0) if self.options.shift else (), compact=compact,
+            first=first, compact=compact,
         )  # fmt: skip
         return tiles.weighed(
             OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values

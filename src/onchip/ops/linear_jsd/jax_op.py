@@ -26,12 +26,12 @@ from onchip.frontend.jax_inputs import (
     check_product_dtype,
     dtype_of,
     per_token_constant,
-    plain_labels,
     platform,
     require_arrays,
     take_target,
 )
 from onchip.frontend.jax_types import Array, Number, WeightLayout
+from onchip.frontend.jax_values import check_distinct, check_factors, kept_tokens, log_probs_or_nan, plain_labels
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence, jax_split
@@ -77,6 +77,7 @@ def linear_jsd(
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
+    check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array:
@@ -119,6 +120,7 @@ def linear_jsd(
         hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `target`; the rest is divergence.
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's arrays too.  Otherwise the teacher is a constant.
+        check_inputs: as in `linear_cross_entropy`: raise for targets and a top-k teacher that are wrong on a GPU too.
         scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
             models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
             chunk needs.
@@ -130,12 +132,13 @@ def linear_jsd(
         The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
         zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
         with beta 1 the reverse (and the gradients there are not finite).  A target that is neither ignore_index nor in
-        [0, V), or a top-k index outside of it, makes its token's loss and the gradients that it enters NaN; repeated
-        indices are not looked for.
+        [0, V), a top-k index outside of it or a log-probability above 0, makes its token's loss and the gradients that
+        it enters NaN under jit, and on a GPU without check_inputs; repeated indices aren't found there.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, not exactly one teacher, a scratch_bytes that is too small.
+        ValueError: a wrong shape, range or option, not exactly one teacher, a scratch_bytes that is too small; where
+            values are known, a target or an index out of range, which it names, or repeated indices.
         NotImplementedError: differentiated twice.
 
     Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula, for a jitted step: about
@@ -173,6 +176,7 @@ def jsd(
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
+    check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array:
@@ -220,7 +224,7 @@ def _flat(x: Any) -> Any:
 
 def _call(op: str, given: dict[str, Any]) -> jax.Array:
     """`given` are the arguments of a public function."""
-    name, target = take_target(op, given, needed=False)
+    name, _ = take_target(op, given, needed=False)
     split = given.get("axis_name") is not None
     options, shape, size, dtype = checked(op, given, name, split=split)
     if op == OP:
@@ -230,11 +234,12 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
     vocab = size if shard is None else shard.vocab
     taught = _model(given, "teacher", size)
     models = _model(given, "student", size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
-    no_target = jnp.zeros(total, jnp.int32)
+    labels = checked_target(op, given, name, vocab, options)
+    indices, values = (None, None) if topk is None else _topk_rows(op, topk, labels, vocab, dtype, options.check_inputs)
     constants = Constants(
-        no_target if target is None else plain_labels(target, vocab, options.ignore_index).reshape(-1),
-        None if topk is None else plain_labels(_flat(topk.indices), size, -1),
-        None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), dtype)),
+        jnp.zeros(total, jnp.int32) if labels is None else labels.reshape(-1),
+        indices,
+        values,
         per_token_constant(given["token_weight"], dtype),
         as_constant(given["normalizer"], dtype),
     )
@@ -246,6 +251,31 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
         return jnp.zeros(shape if options.reduction == "none" else (), dtype)
     made: jax.Array = callable_here(_op)(static, models, constants)
     return made.reshape(shape) if options.reduction == "none" else made
+
+
+def checked_target(op: str, given: Mapping[str, Any], name: str, vocab: int, options: Options) -> jax.Array | None:
+    """[...] labels of `plain_labels`, or None; raise for them and for a normalizer where their values are known and
+    wrong.  The target was given by `name`."""
+    check_inputs, target, labels = options.check_inputs, given[name], None
+    if target is not None:
+        labels = plain_labels(op, name, target, vocab, options.ignore_index, check_inputs=check_inputs)
+    kept = kept_tokens(op, labels, check_inputs=check_inputs)
+    check_factors(op, {"normalizer": given["normalizer"]}, kept, check_inputs=check_inputs)
+    return labels
+
+
+def _topk_rows(
+    op: str, topk: TopK[Any], labels: jax.Array | None, vocab: int, dtype: Any, check_inputs: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Indices and values [T, K] of a top-k teacher, a negative index for one out of range and NaN for a number that is
+    no log-probability; raise for these, and for repeated indices, where they are known, but of ignored tokens."""
+    known: Any = {"check_inputs": check_inputs, "kept": kept_tokens(op, labels, check_inputs=check_inputs)}
+    indices = plain_labels(op, "teacher_topk.indices", topk.indices, vocab, None, **known)
+    check_distinct(op, "teacher_topk.indices", topk.indices, **known)
+    values = jnp.asarray(topk.values)
+    if topk.kind == "log_probs":
+        values = log_probs_or_nan(op, "teacher_topk", topk.values, **known)
+    return _flat(indices), lax.stop_gradient(_flat(values).astype(dtype))
 
 
 def checked(

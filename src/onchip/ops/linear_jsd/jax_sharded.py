@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from onchip.frontend.jax_call import IGNORED
-from onchip.frontend.jax_inputs import as_constant, per_token_constant, plain_labels, platform, take_target
+from onchip.frontend.jax_inputs import as_constant, per_token_constant, platform, take_target
 from onchip.frontend.jax_mesh import P, Static, TokenAxes, check_split, check_types, spread_of, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.options import Reduction, ScratchBytes
@@ -49,6 +49,7 @@ def sharded_linear_jsd(
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
+    check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array:
@@ -68,7 +69,7 @@ def sharded_linear_jsd(
         vocab: so many entries count; those behind are padding, and may hold any finite numbers.  Default: V.
         scratch_bytes: bound on each device's temporary memory.
         weight_layout, beta, temperature, temperature_squared, labels, ignore_index: as in `linear_jsd`.
-        reduction, normalizer, hard_weight, teacher_grad, backend: likewise.  There is no teacher_topk.
+        reduction, normalizer, hard_weight, teacher_grad, check_inputs, backend: likewise.  There is no teacher_topk.
 
     Returns:
         As `linear_jsd`: the loss, 0-d and the same on all devices, or [...] and split as the tokens.
@@ -96,7 +97,7 @@ def sharded_linear_jsd(
     chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5) for their divergences.
     """
     given = locals() | {"teacher_topk": None}
-    name, target = take_target(OP, given, needed=False)
+    name, _ = take_target(OP, given, needed=False)
     options, shape, size, dtype = jax_op.checked(OP, given, name, split=True)
     spread = spread_of(NAME, mesh, vocab_axis, token_axes, "student_hidden", shape)
     size = check_split(NAME, "student_weight", size, spread, "vocab")
@@ -116,7 +117,7 @@ def sharded_linear_jsd(
     of_student = parallel.specs_of(student, spread)
     of_teacher = of_logits if teacher_hidden is None else of_student
     constants = _Constants(
-        None if target is None else plain_labels(target, shard.vocab, options.ignore_index),
+        jax_op.checked_target(OP, given, name, shard.vocab, options),
         None if token_weight is None else lax.stop_gradient(jnp.asarray(token_weight, dtype)),
         as_constant(normalizer, dtype),
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator, copied_rows, copied_weight
+from onchip.frontend.torch_labels import check_log_probs
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options
@@ -118,7 +119,10 @@ class Call(NamedTuple):
         )  # fmt: skip
         tokens = weighed(op, chosen, self.token_weight, options.reduction, self.normalizer, check_values=check_values)
         if check and self.indices is not None and (options.check_inputs or self.indices.device.type == "cpu"):
-            check_indices(op, self.indices, None if self.target is None else target != ignore_index, self.size)
+            kept = None if self.target is None else target != ignore_index
+            check_indices(op, self.indices, kept, self.size)
+            if self.values is not None and self.topk_kind == "log_probs":
+                check_log_probs(op, "teacher_topk", self.values, kept)
         return tokens
 
     def divisor(self, kept: Tensor) -> Tensor:

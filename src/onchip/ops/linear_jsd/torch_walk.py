@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onchip.frontend.options import LossOptions
 from onchip.frontend.topk import TopK
+from onchip.frontend.torch_labels import log_probs_or_nan
 from onchip.kernels.torch_products import operand_dtype
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
@@ -123,6 +124,7 @@ def topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK[Tensor]
     )
     ids = ids.to(torch.int64)
     bad = (ids < 0) | (ids >= call.size)
+    values = log_probs_or_nan(values) if call.topk_kind == "log_probs" else values
     values = values.to(tokens.dtype).masked_fill(bad, math.nan)
     words: Any = (call.topk_kind, call.topk_rest)
     return TopK(ids.masked_fill(bad, 0), values, *words)

@@ -22,10 +22,10 @@ from onchip.frontend.jax_inputs import (
     dtype_of,
     following,
     options_of,
-    plain_labels,
     platform,
 )
 from onchip.frontend.jax_types import Array, Number, WeightLayout
+from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, check_shift, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
@@ -78,6 +78,7 @@ class Keywords(TypedDict, total=False):
     logit_scale: Number
     temperature: Number
     scratch_bytes: ScratchBytes
+    check_inputs: bool
     backend: Backend
 
 
@@ -169,6 +170,7 @@ def linear_log_probs(
     top1: bool = False,
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
+    check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array | LogProbs:
@@ -206,6 +208,7 @@ def linear_log_probs(
         mean_logits: also return the mean of each token's final logits z over the vocabulary; -inf where a logit is.
         log_sum_sq_probs: also return log(sum(p**2)) of each token, the logarithm of the probability that two samples
             are the same.  top1, mean_logits and log_sum_sq_probs are detached: they have no gradient.
+        check_inputs: as in `linear_cross_entropy`: raise for ids and temperatures that are wrong on a GPU too.
         scratch_bytes: bound on the temporary memory, results and gradients in their parameters' dtypes not counted,
             given as in `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more,
             and at least what one chunk needs.
@@ -213,13 +216,14 @@ def linear_log_probs(
 
     Returns:
         log_prob of ids' shape in float32, of float64 inputs in float64.  If anything else is asked for,
-        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.  An
-        id that is neither ignore_index nor in [0, V) has log_prob NaN, and so are the gradients that its token enters:
-        no value of an array is read while tracing.
+        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
+        Under jit, or on a GPU without check_inputs, an id that is neither ignore_index nor in [0, V) has log_prob NaN,
+        and so are the gradients that its token enters.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest).
+        ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest); where
+            values are known, an id out of range, which it names.
         NotImplementedError: differentiated twice.
 
     Memory: `scratch_parts` of `onchip.vocab.xla.memory` is the formula, for a jitted step.  In float32 on a
@@ -244,8 +248,9 @@ def linear_log_probs(
     refuse_typed_sharding(OP, given)
     projection = Projection.of(hidden, weight, bias, weight_layout)
     shard = shard_of(OP, given, projection.vocab)
-    plain = plain_labels(ids, projection.vocab if shard is None else shard.vocab, options.ignore_index)
     check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
+    vocab = projection.vocab if shard is None else shard.vocab
+    plain = checked_labels(OP, given, "ids", vocab, options, hidden.ndim - 2 if options.shift else None)
     plain = following(plain, IGNORED, hidden.ndim - 2) if options.shift else plain
     constants = constants_of(projection, plain, numbers)
     projection, constants = vary_alike((projection, constants), but=axis_name)

@@ -18,10 +18,10 @@ from onchip.frontend.jax_inputs import (
     checked_numbers,
     dtype_of,
     options_of,
-    plain_labels,
     platform,
 )
 from onchip.frontend.jax_types import Array, Number
+from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
@@ -65,6 +65,7 @@ def log_probs(
     top1: bool = False,
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
+    check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array | LogProbs:
@@ -83,20 +84,21 @@ def log_probs(
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
             out of the vocabulary (without softcap, which makes it -softcap).
         ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
-            `mean_logits` and `log_sum_sq_probs`: as in `linear_log_probs`.
+            `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as in `linear_log_probs`.
         scratch_bytes: bound on the temporary memory, results and gradient not counted, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
         backend: "xla" (plain JAX, on any device) or "auto".
 
     Returns:
-        log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as in `linear_log_probs`.  An id
-        that is neither ignore_index nor in [0, V) has log_prob NaN, and so is its token's gradient: no value of an
-        array is read while tracing.
+        log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as in `linear_log_probs`.  Under
+        jit, or on a GPU without check_inputs, an id that is neither ignore_index nor in [0, V) has log_prob NaN, and so
+        is its token's gradient.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes below one row's (it names that).
+        ValueError: a wrong shape, range or option, or a scratch_bytes below one row's (it names that); where values are
+            known, an id out of range, which it names.
         NotImplementedError: differentiated twice.
 
     Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, with `ids` = K, for a jitted step: about
@@ -122,7 +124,7 @@ def log_probs(
     total = math.prod(shape)
     each = ids.shape[-1] if ids.ndim > len(shape) else 1
     rows = jnp.asarray(logits).reshape(total, vocab)
-    plain = plain_labels(ids, vocab, int(ignore_index)).reshape(total, each)
+    plain = checked_labels(LOGITS_OP, given, "ids", vocab, options).reshape(total, each)
     rows, constants = vary_alike((rows, (plain, Transform(**numbers))))
     choose_backend(LOGITS_OP, backend, dict.fromkeys(BACKENDS))
     outputs = of_no_tokens(dtype) if total == 0 else callable_here(_op)(Static(options, platform()), rows, constants)

@@ -9,9 +9,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from onchip.frontend import jax_call
 from onchip.frontend.jax_call import Planned
-from onchip.frontend.jax_inputs import options_of, plain_labels, platform, token_temperature
+from onchip.frontend.jax_inputs import options_of, platform, token_temperature
 from onchip.frontend.jax_mesh import P, Static, TokenAxes, check_types, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
+from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes
 from onchip.ops.linear_log_probs import jax_op
 from onchip.ops.linear_log_probs.jax_op import Backend, Either, JustLogProb, LogProbs, More
@@ -84,6 +85,7 @@ def sharded_linear_log_probs(
     top1: bool = False,
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
+    check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array | LogProbs:
@@ -105,7 +107,7 @@ def sharded_linear_log_probs(
         vocab_axis, token_axes, mesh, vocab_size: as in `sharded_linear_cross_entropy`.
         scratch_bytes: bound on each device's temporary memory.
         weight_layout, ignore_index, softcap, logit_scale, temperature, backend: as in `linear_log_probs`.
-        entropy, lse, top1, mean_logits, log_sum_sq_probs: likewise.
+        entropy, lse, top1, mean_logits, log_sum_sq_probs, check_inputs: likewise.
 
     Returns:
         As `linear_log_probs`, split as the tokens, and the same on all devices along `vocab_axis`.
@@ -141,7 +143,7 @@ def sharded_linear_log_probs(
         return jax_op.returned(options, jax_op.of_no_tokens(dtype), ids.shape, leading)
     numbers, by_token = token_temperature(numbers, temperature, dtype)
     constants = _Constants(
-        plain_labels(ids, shard.vocab, options.ignore_index),
+        checked_labels(OP, given, "ids", shard.vocab, options),
         by_token,
         numbers,
     )

@@ -61,7 +61,9 @@ class Sum(NamedTuple):
         """[rows, columns] float32, of first bits that aren't the nearest."""
         rows, columns = self.first.shape
         bits = bits_of(self.first.dtype)
-        of_words = to_bits(self.digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, bits, jnp.uint32)[None, None, :, None]
+        of_words = (
+            to_bits(self.digits).reshape(rows, -1, 1, BOX) >> jnp.arange(0, 16, bits, jnp.uint32)[None, None, :, None]
+        )
         of_tiles = (of_words & ((1 << bits) - 1)).reshape(rows, -1, _COLUMNS)
         made: Array = join(self.first, of_tiles[..., : config.tile_n].reshape(rows, -1)[:, :columns], bits)
         return made

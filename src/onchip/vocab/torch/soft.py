@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_labels import log_probs_or_nan
 from onchip.frontend.torch_types import LossStats, WithStats
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
@@ -128,8 +129,10 @@ def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> 
 def labels_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[n, K]: the probabilities that a `TopK` of this kind has, times the weights of its ids [n, K], in the dtype of
     sums over inputs of `dtype`."""
-    values = values.to(accumulator(dtype))
-    values = values.exp() if kind == "log_probs" else values
+    if kind == "log_probs":
+        values = log_probs_or_nan(values).to(accumulator(dtype)).exp()
+    else:
+        values = values.to(accumulator(dtype))
     if class_weight is None:
         return values
     return values * class_weight[ids.to(torch.int64).clamp(0, len(class_weight) - 1)]

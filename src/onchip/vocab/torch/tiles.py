@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import raise_for_label
 from onchip.frontend.torch_inputs import accumulator
 from onchip.kernels.torch_products import operand_dtype, product, widen
 
@@ -159,7 +160,11 @@ def select(
     counted = torch.ones_like(plain, dtype=torch.bool) if ignore_index is None else plain != ignore_index
     out_of_range = counted & ((plain < 0) | (plain >= vocab))
     if check_values and bool(out_of_range.any()):
-        raise_for_label(op, name, ids, out_of_range, vocab, ignore_index, first)
+        wrong = out_of_range.view(ids.shape)
+        where = [int(i) for i in wrong.nonzero()[0]]
+        label, offset = int(ids[tuple(where)]), (0,) * (len(where) - len(first)) + first
+        where = [i + j for i, j in zip(where, offset, strict=True)]
+        raise_for_label(op, name, where, label, vocab, ignore_index, int(wrong.sum()), wrong.numel())
     kept = counted.any(1)
     tau: Tensor | float = temperature
     total = accumulator(dtype)
@@ -252,30 +257,6 @@ def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None
     if bool(wrong.any()):
         value = float(temperature[wrong][0])
         raise ValueError(f"{op}: temperature must be finite and above 0 for every token; got {value}")
-
-
-def raise_for_label(
-    op: str,
-    name: str,
-    labels: Tensor,
-    out_of_range: Tensor,
-    vocab: int,
-    ignore_index: int | None,
-    first: tuple[int, ...] = (),
-) -> None:
-    """Raise for the first of the labels, an argument called `name`, that are out of range; `first` as of `select`."""
-    wrong = out_of_range.view(labels.shape)
-    where = [int(i) for i in wrong.nonzero()[0]]
-    label = int(labels[tuple(where)])
-    where = [i + j for i, j in zip(where, (0,) * (len(where) - len(first)) + first, strict=True)]
-    position = f"{name}[{', '.join(map(str, where))}]" if where else name
-    legal = "not in" if ignore_index is None else f"neither ignore_index ({ignore_index}) nor in"
-    remedy = f"; if {label} marks tokens to ignore, pass ignore_index={label}"
-    raise ValueError(
-        f"{op}: {position} is {label}, which is {legal} [0, {vocab}); "
-        f"{int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
-        f"{remedy if label < 0 and ignore_index is not None else ''}"
-    )
 
 
 # ------------------------------------------------------------------------------------------------- one tile at a time
