@@ -58,10 +58,13 @@ def test_dtype_is_of_the_results(dtype):
 @pytest.mark.parametrize(("label", "finite"), [(0, True), (-100, False), (70, False)])
 def test_labels_out_of_range_are_nan(label, finite):
     """-100 too: Levanter ignores no label."""
-    loss, lse = fused_cross_entropy(x, y.at[3].set(label), w)
+    loss, lse = jax.jit(fused_cross_entropy)(x, y.at[3].set(label), w)
     assert jnp.isfinite(loss[3]) == finite
     assert jnp.isfinite(loss.at[3].set(0)).all()
     assert jnp.isfinite(lse).all()
+    if not finite:  # outside of jit the value is known
+        with pytest.raises(ValueError, match=rf"labels\[3\] is {label}, which is neither"):
+            fused_cross_entropy(x, y.at[3].set(label), w)
 
 
 @pytest.mark.parametrize(

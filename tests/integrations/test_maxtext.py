@@ -68,7 +68,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x, out_sharding=None):
         x = x.astype(jnp.float32)
         y = (x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)).astype(self.dtype)
-        return y * self.scale.get_value().astype(self.dtype)
+        return y * self.scale.get_value().astype(self.dtype)[None, None]
 
 
 class Dropout(nnx.Module):
@@ -214,11 +214,14 @@ def test_bfloat16(changes):
 
 def test_a_target_out_of_range_is_nan_where_it_counts():
     model = Transformer(config())
+
+    def loss(targets):
+        return vocab_tiling_nnx_loss(model, x, data | {"targets": targets}, model.decoder.config, True)[0]
+
     for target, place, finite in [(-100, (0, 8), True), (-100, (0, 2), False), (V, (0, 2), False)]:
-        loss, _ = vocab_tiling_nnx_loss(
-            model, x, data | {"targets": targets.at[place].set(target)}, model.decoder.config, True
-        )
-        assert jnp.isfinite(loss) == finite
+        assert jnp.isfinite(jax.jit(loss)(targets.at[place].set(target))) == finite
+    with pytest.raises(ValueError, match=rf"\[0, 2\] is {V}, which is neither"):
+        loss(targets.at[0, 2].set(V))
 
 
 # ------------------------------------------------------------------------------------------------------ several devices

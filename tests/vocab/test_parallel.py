@@ -4,6 +4,7 @@ import itertools
 from datetime import timedelta
 from functools import partial
 
+import agreement
 import pytest
 import torch
 import torch.distributed as dist
@@ -474,15 +475,15 @@ def compiled(rank, ranks):
 def one_exchange(rank, ranks):
     """Of each loss in forward, and none but hidden's sum in backward."""
     hidden, sizes, seen = layer()[0], LAYOUTS[ranks][0], []
-    gather = parallel._all_gather
-    parallel._all_gather = lambda *args, **options: (seen.append(1), gather(*args, **options))[1]
+    gather = parallel.all_gather
+    parallel.all_gather = lambda *args, **options: (seen.append(1), gather(*args, **options))[1]
     try:
         for name, loss in calls(hidden, sizes, rank).items():
             seen.clear()
             loss(leaf(hidden)).backward()
             assert len(seen) == (2 if name == "linear_jsd" else 1), (name, seen)
     finally:
-        parallel._all_gather = gather
+        parallel.all_gather = gather
 
 
 def digits_and_infinities(rank, ranks):
@@ -571,10 +572,10 @@ def refusals(rank, ranks):
 
 
 def ranks_that_differ(rank, ranks):
-    """check_inputs finds that out."""
+    """That is found out on the CPU, whatever check_inputs is."""
     hidden, weight, _ = layer()
     sizes = LAYOUTS[ranks][1]
-    given = {"hidden": hidden, "weight": weight[cut(sizes, rank)], "target": labels(), "check_inputs": True}
+    given = {"hidden": hidden, "weight": weight[cut(sizes, rank)], "target": labels()}
     given |= taken({}, sizes, rank)
     linear_cross_entropy(**given)
     last = rank == ranks - 1
@@ -608,6 +609,7 @@ OTHERS = (
     one_exchange,
     refusals,
     ranks_that_differ,
+    *agreement.CHECKS,
     a_rank_that_fails,
 )
 CHECKS = {check.__name__: check for check in (*OF_NUMBERS, *OTHERS)}

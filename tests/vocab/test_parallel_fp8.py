@@ -100,11 +100,11 @@ def chunks_and_one_exchange(rank, ranks):
     """Logits that are made again are the same, and statistics are exchanged once."""
     hidden, weight, bias, target = layer()
     own, made, biases, seen = cut(LAYOUTS[0], rank), [], [], []
-    gather = parallel._all_gather
+    gather = parallel.all_gather
     for chunk in (2048, 64):
         with (
             mock.patch.object(memory, "DEFAULT_CHUNK", chunk),
-            mock.patch.object(parallel, "_all_gather", lambda *a, **k: (seen.append(1), gather(*a, **k))[1]),
+            mock.patch.object(parallel, "all_gather", lambda *a, **k: (seen.append(1), gather(*a, **k))[1]),
         ):
             leaves = [leaf(x) for x in (hidden, weight[own], bias[own])]
             loss = in_fp8(leaves[0], leaves[1], target, leaves[2], softcap=9.0, **taken(LAYOUTS[0], rank))
@@ -188,7 +188,11 @@ def other_calls(rank, ranks):
 def memory_that_it_takes(rank, ranks):
     """In two chunks, whose logits are made twice."""
     tokens, hidden, vocab = 512, 64, 4096
-    h, w, target = leaf(torch.randn(tokens, hidden)), leaf(torch.randn(vocab, hidden)), torch.arange(tokens)
+    h, w, target = (
+        leaf(torch.randn(tokens, hidden)),
+        leaf(torch.randn(ranks * vocab, hidden)[cut([vocab] * ranks, rank)]),
+        torch.arange(tokens),
+    )
     sent = 8 * tokens * (ranks + 1) * 4
     budget = memory.scratch_bytes(Problem(tokens, hidden, vocab, sharded=True, copied=sent), 256)
 

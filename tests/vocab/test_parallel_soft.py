@@ -182,7 +182,7 @@ def divergences(rank, ranks):
 def other_divergences(rank, ranks):
     """Columns that are padding, tokens that are sharded, registered operators, one exchange, and what is refused."""
     (hidden, weight, _), sizes = layer(), LAYOUTS[ranks][1]
-    own, dim, seen, gather = cut(sizes, rank), 1 if ranks == 2 else 0, [], parallel._all_gather
+    own, dim, seen, gather = cut(sizes, rank), 1 if ranks == 2 else 0, [], parallel.all_gather
     size = -(-VOCAB // ranks) + 2
     rows = max(0, min(size, VOCAB - rank * size))
     for teacher in teachers():
@@ -201,11 +201,11 @@ def other_divergences(rank, ranks):
         close(padded.grad[:rows], whole[1].grad[rank * size :][:rows])
         assert not padded.grad[rows:].any()
         z, mine = leaf(hidden @ weight.T), leaf(hidden @ padded.detach().T)
-        parallel._all_gather = lambda *args, **options: (seen.append(1), gather(*args, **options))[1]
+        parallel.all_gather = lambda *args, **options: (seen.append(1), gather(*args, **options))[1]
         try:
             jsd(mine, **of_shards).backward()
         finally:
-            parallel._all_gather = gather
+            parallel.all_gather = gather
         jsd(z, **given).backward()
         with Watching():
             plain = jsd(mine, **of_shards | {"hard_weight": 0.0})
@@ -340,18 +340,18 @@ def other_calls(rank, ranks):
     """Parts that are frozen, other dtypes, registered operators, and one exchange for each loss."""
     sizes, (hidden, weight, _) = LAYOUTS[ranks][1], layer()
     own, given = cut(sizes, rank), taken({"label_smoothing": 0.1}, sizes, rank)
-    seen, gather = [], parallel._all_gather
+    seen, gather = [], parallel.all_gather
     for target in (topk(), dense()):
         mine, whole = of_shard(target, own), [leaf(hidden), leaf(weight)]
         expected = linear_cross_entropy(*whole, target, label_smoothing=0.1)
         expected.backward()
         h, w = leaf(hidden), leaf(weight[own])
-        parallel._all_gather = lambda *args, **options: (seen.append(1), gather(*args, **options))[1]
+        parallel.all_gather = lambda *args, **options: (seen.append(1), gather(*args, **options))[1]
         try:
             linear_cross_entropy(h, weight[own], mine, **given).backward()
             cross_entropy(leaf(hidden @ weight[own].T), mine, return_stats=True, **given)[0].backward()
         finally:
-            parallel._all_gather = gather
+            parallel.all_gather = gather
         linear_cross_entropy(hidden, w, mine, **given).backward()
         close(h.grad, whole[0].grad), close(w.grad, whole[1].grad[own])
         close(linear_cross_entropy(hidden, weight[own], mine, **given), expected.detach())

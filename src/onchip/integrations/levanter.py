@@ -85,7 +85,8 @@ def fused_cross_entropy(
 
     Args:
         x: [B, H] float32, bfloat16 or float16.
-        labels: [B] integers in [0, V); the loss of any other is NaN.
+        labels: [B] integers in [0, V); under jit the loss of any other is NaN, else it raises
+            where it can be read.
         w: [H, V] of x's dtype, read as it lies.
         block_sizes: of Levanter's kernels; not used.
         dtype: of loss and lse: float32, bfloat16 or float16; None means float32.

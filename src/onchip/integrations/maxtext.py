@@ -59,7 +59,7 @@ def vocab_tiling_nnx_loss(
         model: MaxText's `Transformer`.
         hidden_states: [B, S, H], before the final norm.
         data: "targets" [B, S] integers in [0, V), and "targets_segmentation" [B, S], 0 for a token that doesn't count.
-            Any other target of a token that counts has a NaN loss.
+            Any other target of a token that counts has a NaN loss under jit.
         config: MaxText's.  `num_vocab_tiling` and `vocab_tiling_ag_once` change nothing.
         is_train: whether there is dropout, if `enable_dropout`.  It is drawn for all tokens at once.
 

@@ -34,12 +34,10 @@ from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 
 # Newer releases of PyTorch have other names for these.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Larger than any index of a vocabulary.
 NO_INDEX = 2**31 - 1
-# 2**64 over the golden ratio, as int64 has it: spreads bits.
-_ODD = 0x9E3779B97F4A7C15 - 2**64
 # What kernels take in place of ids: of one that another shard has, one that is ignored, and one that no shard has.
 ELSEWHERE, IGNORED, BAD = -1, -2, -3
 # Numbers of a rank in front of its tokens': where its shard begins and ends, and the sum of its class weights.
@@ -221,7 +219,7 @@ def gather(
         of_classes = class_weight.sum().view(1)
     packed = torch.cat([bits(ends, dtype), of_classes, *numbers])
     out = packed.new_empty(shards.ranks, len(packed))
-    _all_gather(out.view(-1), packed, group=group_of(shards))
+    all_gather(out.view(-1), packed, group=group_of(shards))
     start, stop = integers(out[:, :2]).unbind(1)
     apart = _apart(start, stop, shards.vocab)
     if (check_values or device.type == "cpu") and bool(apart):
@@ -354,7 +352,7 @@ def whole_hidden(hidden: Tensor, shards: Shards) -> Tensor:
         return hidden.new_empty(shards.whole_shape(hidden.shape))
     part = hidden.contiguous()
     out = part.new_empty(shards.ranks, *part.shape)
-    _all_gather(out.view(-1), part.view(-1), group=group_of(shards))
+    all_gather(out.view(-1), part.view(-1), group=group_of(shards))
     return out.movedim(0, shards.sequence).flatten(shards.sequence, shards.sequence + 1)
 
 
@@ -379,53 +377,3 @@ def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
         return out
 
     return wait
-
-
-# ----------------------------------------------------------------------------------------------- agreement of ranks
-
-
-def require_agreement(op: str, call: Any, sizes: Any, *values: Tensor | None) -> None:
-    """Raise where the ranks differ in sizes, options, or the values of targets, ids and weights; `sizes` are hidden's
-    or the logits', and dtypes."""
-    options, shards = call.options, call.shards
-    said = {
-        "vocab_size": shards.vocab,
-        "hidden_layout": shards.sequence,
-        "reduce_hidden_grad": shards.reduce,
-        "sizes or dtypes": sizes,
-        "which gradients are wanted": call.grads,
-        "options": replace(options, scratch_bytes=None),
-        "shapes of targets, ids or weights": [None if x is None else x.shape for x in values],
-    }
-    device = next(x.device for x in values if x is not None)
-    parts = [torch.tensor([_number(x) for x in said.values()], dtype=torch.int64, device=device)]
-    parts += [torch.zeros_like(parts[0][:1]) if x is None else _fingerprint(x).to(device) for x in values]
-    mine = torch.cat(parts)
-    out = mine.new_empty(shards.ranks, len(mine))
-    _all_gather(out.view(-1), mine, group=group_of(shards))
-    differ = (out != out[0]).any(0).tolist()
-    wrong = [
-        name for name, x in zip([*said, *["values of targets, ids or weights"] * len(values)], differ, strict=True) if x
-    ]
-    if wrong:
-        raise ValueError(
-            f"{op}: the ranks of vocab_group differ in {', '.join(dict.fromkeys(wrong))}; pass the same on each"
-        )
-
-
-def _number(x: Any) -> int:
-    """Of 61 bits, the same in each process."""
-    made = 0
-    for letter in repr(x):
-        made = (made * 1000003 + ord(letter)) % (2**61 - 1)
-    return made
-
-
-def _fingerprint(x: Tensor) -> Tensor:
-    """[1] int64 that other values most likely don't have."""
-    flat = x.detach().reshape(-1)
-    bits = flat.to(torch.float64).view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
-    # Mixed before and after: plain floats differ in their highest bits alone, where sums of such products often agree.
-    place = torch.arange(len(bits), dtype=torch.int64, device=x.device)
-    mixed = (bits ^ (bits >> 32)) * (_ODD * (2 * place + 1))
-    return (mixed ^ (mixed >> 32)).sum().view(1)

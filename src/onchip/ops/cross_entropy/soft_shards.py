@@ -15,6 +15,7 @@ from onchip.ops.cross_entropy import plain_soft
 from onchip.ops.cross_entropy.soft_call import SoftCall, SoftMade, fake
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab import parallel, soft_shards
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import soft
@@ -69,11 +70,10 @@ class Kept(NamedTuple):
 
 def _forward(call: ShardedCall) -> SoftMade:
     rows, options, shards = call.rows, call.options, call.shards
-    if options.check_inputs:
-        values = (rows.token_weight, rows.normalizer, rows.class_weight, rows.token_temperature)
-        labels = None if rows.dense else rows.labels
-        sizes = rows.logits.shape[:-1], rows.logits.dtype, rows.dense, rows.kind
-        parallel.require_agreement(OP, call, sizes, rows.ids, labels, *values)
+    values = (rows.token_weight, rows.normalizer, rows.class_weight, rows.token_temperature)
+    labels = None if rows.dense else rows.labels
+    sizes = rows.logits.shape[:-1], rows.logits.dtype, rows.dense, rows.kind
+    require_agreement(OP, call, sizes, rows.ids, labels, *values, split={"logits": rows.logits})
     tokens, config, mine = call.tokens(check_values=options.check_inputs), call.config(), call.mine
     source, weight = torch_rows.Rows(mine.logits), rows.class_weight
     if rows.dense:

@@ -13,6 +13,7 @@ from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy.spec import OP
 from onchip.ops.cross_entropy.torch_inputs import Call, row_chunk
 from onchip.vocab import parallel
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import shards as row_shards
 from onchip.vocab.rows import torch as torch_rows
@@ -77,9 +78,8 @@ def _chunk(call: ShardedCall, tokens: Tokens) -> int:
 
 def _forward(call: ShardedCall) -> ShardedOutputs:
     options, logits = call.options, call.logits
-    if options.check_inputs:
-        values = (call.target, call.token_weight, call.normalizer, call.class_weight, call.token_temperature)
-        parallel.require_agreement(OP, call, (logits.shape[:-1], logits.dtype), *values)
+    values = (call.target, call.token_weight, call.normalizer, call.class_weight, call.token_temperature)
+    require_agreement(OP, call, (logits.shape[:-1], logits.dtype), *values, split={"logits": logits})
     tokens = call.tokens(check_values=options.check_inputs)
     config = Config("forward", _chunk(call, tokens), max(1, call.shards.rows))
     asked = asked_by(options, call.class_weight)

@@ -20,7 +20,7 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.ops.linear_cross_entropy.fp8_op import Fp8Call, Fp8Outputs
 from onchip.ops.linear_cross_entropy.spec import OP
-from onchip.ops.linear_cross_entropy.torch_shards import ShardedCall, require_agreement
+from onchip.ops.linear_cross_entropy.torch_shards import ShardedCall, check_ranks
 from onchip.vocab import parallel
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.fp8.torch import Call as LogitsCall
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 def _forward(arguments: ShardedFp8Call) -> Fp8Outputs:
     call, options, shards = arguments.call, arguments.call.options, arguments.call.shards
-    require_agreement(call)
+    check_ranks(call)
     tokens: Tokens = call.tokens(check_values=options.check_inputs or not call.hidden.is_cuda)
     mine = parallel.local(call)
     if arguments.check_weight:

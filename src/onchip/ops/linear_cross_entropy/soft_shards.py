@@ -17,6 +17,7 @@ from onchip.ops.linear_cross_entropy.plain_soft import SoftMade
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab import memory, parallel, soft_shards
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.soft import SoftOutputs
@@ -50,12 +51,13 @@ def run(call: ShardedCall) -> SoftOutputs:
     return made
 
 
-def _require_agreement(call: ShardedCall) -> None:
-    """With check_inputs: raise where ranks have different arguments."""
-    if call.options.check_inputs:
-        values = (call.token_weight, call.normalizer, call.class_weight, call.token_temperature)
-        labels = None if call.dense else call.labels
-        parallel.require_agreement(OP, call, (call.sizes, call.dense, call.kind), call.ids, labels, *values)
+def _check_ranks(call: ShardedCall) -> None:
+    """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
+    require_agreement(
+        OP, call, (call.sizes, call.dense, call.kind), call.ids, None if call.dense else call.labels,
+        call.token_weight, call.normalizer, call.class_weight, call.token_temperature,
+        split={"weight": call.weight}, hidden={"hidden": call.hidden},
+    )  # fmt: skip
 
 
 def _fake(call: ShardedCall) -> SoftMade:
@@ -70,7 +72,7 @@ def _save(call: ShardedCall, made: SoftMade) -> Kept:
 
 
 def _forward(call: ShardedCall) -> SoftMade:
-    _require_agreement(call)
+    _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats = parallel.statistics(OP, call, tokens, soft.asked_by(call.options, call.class_weight))
     return plain_soft.made_of(call, tokens, stats)
@@ -99,7 +101,7 @@ def _local(call: Any) -> Any:
 
 
 def _dense_forward(call: ShardedCall) -> SoftMade:
-    _require_agreement(call)
+    _check_ranks(call)
     options, tokens, mine = call.options, call.tokens(check_values=call.options.check_inputs), _local(call)
     config = plain_soft.dense_plan(mine, tokens)
     made = soft_shards.dense_stats(OP, mine.layer, options, call.shards, tokens, config, mine.labels, call.class_weight)
@@ -154,7 +156,7 @@ class TritonKept(NamedTuple):
 
 
 def _triton_forward(call: ShardedCall) -> TritonOutputs:
-    _require_agreement(call)
+    _check_ranks(call)
     tokens, asked = call.tokens(check_values=call.options.check_inputs), soft.asked_by(call.options, None)
     stats, saved = shards.statistics(OP, triton_soft.as_kernels_take_it(call), tokens, asked)
     return TritonOutputs(plain_soft.made_of(call, tokens, stats).out, saved)

@@ -13,6 +13,7 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import parallel
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss
 from onchip.vocab.triton import shards
@@ -39,15 +40,17 @@ class TorchOutputs(NamedTuple):
     out: Outputs
 
 
-def require_agreement(call: ShardedCall) -> None:
-    """With check_inputs: raise where ranks have different arguments."""
-    if call.options.check_inputs:
-        values = (call.target, call.token_weight, call.normalizer, call.class_weight, call.token_temperature)
-        parallel.require_agreement(OP, call, call.sizes, *values)
+def check_ranks(call: ShardedCall) -> None:
+    """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
+    require_agreement(
+        OP, call, call.sizes, call.target, call.token_weight, call.normalizer, call.class_weight,
+        call.token_temperature, split={"weight": call.weight}, hidden={"hidden": call.hidden},
+        ids=call.target,
+    )  # fmt: skip
 
 
 def _forward(call: ShardedCall) -> TorchOutputs:
-    require_agreement(call)
+    check_ranks(call)
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     stats = parallel.statistics(OP, call, tokens, asked_by(options, call.class_weight))
     return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape))
@@ -104,7 +107,7 @@ class TritonKept(NamedTuple):
 
 
 def _triton_forward(call: ShardedCall) -> TritonOutputs:
-    require_agreement(call)
+    check_ranks(call)
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     stats, saved = shards.statistics(OP, call, tokens, asked_by(options, call.class_weight))
     return TritonOutputs(Outputs.of(options, stats, tokens, call.target.shape), saved)

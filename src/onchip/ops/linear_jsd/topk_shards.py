@@ -20,10 +20,10 @@ from onchip.ops.linear_jsd.torch_shards import (
     ShardedCall,
     Sinks,
     blocks,
+    check_ranks,
     gradient_of_label,
     label_of,
     reduced,
-    require_agreement,
     rows_of,
     rows_upstream,
     weigh,
@@ -91,7 +91,7 @@ def _numbers(sharded: ShardedCall, call: Call, here: Tokens, ids: Tensor) -> lis
 
 def _forward(sharded: ShardedCall) -> Outputs:
     shards, call, options = sharded.shards, sharded.local(), sharded.call.options
-    require_agreement(sharded, call)
+    check_ranks(sharded, call)
     tokens = sharded.tokens(check=True)
     here, (teacher, ids) = parallel.of_shard(tokens, shards), _teacher(sharded, tokens)
     sent, count = _numbers(sharded, call, here, ids), ids.shape[1]

@@ -27,6 +27,7 @@ from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
 from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
 from onchip.ops.linear_jsd.torch_walk import ARRAYS, Linear, model_of
 from onchip.vocab import parallel
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient
 from onchip.vocab.torch.tiles import Tokens, spans
@@ -123,15 +124,21 @@ def require_scratch(sharded: ShardedCall) -> None:
         triton_memory.PLANNER.require(p, "", sharded.call.options.scratch_bytes)
 
 
-def require_agreement(sharded: ShardedCall, local: Call) -> None:
-    """With check_inputs: raise where ranks have different arguments; `local` has all tokens."""
-    options = local.options
-    if options.check_inputs:
-        sizes = [(x.shape, x.dtype) for x in (local.student.hidden, local.teacher.hidden) if x is not None]
-        topk = local.topk_kind, local.topk_rest
-        values = (local.target, local.token_weight, local.normalizer, local.indices, local.values)
-        agreed = _Agreed(options, sharded.shards, local.grads)
-        parallel.require_agreement(options.op, agreed, (sizes, local.shape, topk), *values)
+_SPLIT = ("weight", "logits")
+
+
+def check_ranks(sharded: ShardedCall, local: Call) -> None:
+    """On the CPU and with check_inputs: raise where ranks' arguments don't belong together; `local` has all tokens."""
+    options, whose = local.options, ("student_", "teacher_")
+    sizes = [(x.hidden.shape, x.hidden.dtype) for x in local.models if x.hidden is not None]
+    split = {who + part: getattr(x, part) for who, x in zip(whose, sharded.call.models, strict=True) for part in _SPLIT}
+    require_agreement(
+        options.op, _Agreed(options, sharded.shards, local.grads),
+        (sizes, local.shape, local.topk_kind, local.topk_rest),
+        local.target, local.token_weight, local.normalizer, local.indices, local.values,
+        split=split, ids=local.target,
+        hidden={f"{who}hidden": x.hidden for who, x in zip(whose, local.models, strict=True)},
+    )  # fmt: skip
 
 
 def _softmaxes(sharded: ShardedCall, call: Call, here: Tokens) -> list[Tensor]:
@@ -194,7 +201,7 @@ def weighed_by_share(mean: Tensor, log_share: Tensor) -> Tensor:
 
 def _forward(sharded: ShardedCall) -> Outputs:
     shards, call, options = sharded.shards, sharded.local(), sharded.call.options
-    require_agreement(sharded, call)
+    check_ranks(sharded, call)
     tokens = sharded.tokens(check=True)
     here = parallel.of_shard(tokens, shards)
     beta, hard = options.beta, options.hard_weight > 0

@@ -13,6 +13,7 @@ from onchip.ops.linear_log_probs.rows_call import RowsCall
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs
 from onchip.vocab import parallel
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import shards as row_shards
@@ -77,9 +78,8 @@ def _chunk(call: ShardedCall, tokens: Ids) -> int:
 
 def _forward(call: ShardedCall) -> TorchOutputs:
     rows, shards, options = call.rows, call.shards, call.options
-    if options.check_inputs:
-        sizes = rows.logits.shape[:-1], rows.logits.dtype
-        parallel.require_agreement(LOGITS_OP, call, sizes, rows.ids, rows.token_temperature)
+    sizes = rows.logits.shape[:-1], rows.logits.dtype
+    require_agreement(LOGITS_OP, call, sizes, rows.ids, rows.token_temperature, split={"logits": rows.logits})
     tokens, asked = call.tokens(check_values=options.check_inputs), asked_by(options)
     config = Config("forward", _chunk(call, tokens), max(1, shards.rows))
     if call.runs_kernels:

@@ -10,6 +10,7 @@ from onchip.ops.linear_log_probs.spec import OP
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs
 from onchip.vocab import parallel
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan
@@ -37,13 +38,16 @@ def run(call: ShardedCall) -> Outputs:
     return made
 
 
-def _require_agreement(call: ShardedCall) -> None:
-    if call.options.check_inputs:
-        parallel.require_agreement(OP, call, call.sizes, call.ids, call.token_temperature)
+def _check_ranks(call: ShardedCall) -> None:
+    """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
+    require_agreement(
+        OP, call, call.sizes, call.ids, call.token_temperature, split={"weight": call.weight},
+        hidden={"hidden": call.hidden}, ids=call.ids,
+    )  # fmt: skip
 
 
 def _forward(call: ShardedCall) -> TorchOutputs:
-    _require_agreement(call)
+    _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats = parallel.statistics(OP, call, tokens, asked_by(call.options))
     return TorchOutputs.of(stats, tokens, call.leading, call.ids)
@@ -105,7 +109,7 @@ def _stats(call: ShardedCall) -> bool:
 
 
 def _triton_forward(call: ShardedCall) -> TritonOutputs:
-    _require_agreement(call)
+    _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats, saved = shards.statistics(OP, call, tokens, asked_by(call.options), stats=_stats(call))
     return TritonOutputs(TorchOutputs.of(stats, tokens, call.leading, call.ids).out, saved)
