@@ -68,7 +68,7 @@ def gradients_inside_and_two_axes():
     x, up, down, bias = (jnp.float32(rng.standard_normal(s)) for s in ((8, 6), (10, 6), (6, 10), (6,)))
 
     def plain(x, up, down, bias):
-        return jnp.square(jnp.tanh(x @ up.T) @ down.T + bias).sum()
+        return jnp.square(jnp.tanh(x @ up.T) @ down.T + bias[None]).sum()
 
     def of_device(x, up, down, bias):
         def loss(x, up, down, bias):

@@ -10,7 +10,7 @@ from common_jax import STRATEGIES, assert_right, assert_same, plain, small_probl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.frontend.jax_inputs import plain_labels
+from onchip.frontend.jax_values import plain_labels
 from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
@@ -29,7 +29,8 @@ both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 def loss_of_logits(h, w, y, b=0.0, **options):
     """cross_entropy as a loss of hidden states."""
-    return cross_entropy(jnp.matmul(h, w.T, precision="highest") + b, y, **options)
+    bias = jnp.broadcast_to(b, (*[1] * (h.ndim - 1), len(w)))
+    return cross_entropy(jnp.matmul(h, w.T, precision="highest") + bias, y, **options)
 
 
 OPS = {s: partial(linear_cross_entropy, strategy=s) for s in STRATEGIES} | {"cross_entropy": loss_of_logits}
@@ -120,7 +121,7 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
         "z_loss": jnp.float32(1e-3)
     }
     numbers |= {"softcap": jnp.float32(4)} if softcap else {}
-    plain = plain_labels(labels, 90, 60)
+    plain = plain_labels("op", "labels", jnp.asarray(labels), 90, 60, check_inputs=False)
     constants = Constants.of(plain, Options(), None, None, None, numbers, jnp.float32)
 
     def run(plan):
@@ -164,7 +165,7 @@ def test_labels_of_four_bits():
 def test_int8_labels_of_a_large_vocabulary_and_an_ignore_index_that_they_can_not_hold():
     h, w, _, _ = small_problem(vocab=300)
     y = jnp.full((2, 12), -56, jnp.int8)  # 200 as int8
-    assert jnp.isnan(linear_cross_entropy(h, w, y))
+    assert jnp.isnan(jax.jit(linear_cross_entropy)(h, w, y))
     y = jnp.full((2, 12), 156, jnp.uint8)  # -100 as uint8
     assert_same(linear_cross_entropy(h, w, y), plain(h, w, y.astype(jnp.int32)))
 
@@ -203,24 +204,32 @@ def test_one_token_without_leading_dimensions_has_a_weight_and_a_temperature(op)
 def test_a_label_out_of_range_gives_nan_for_its_token(label, op):
     h, w, y, b = small_problem()
     y = y.at[1, 7].set(label)
-    loss, pullback, stats = jax.vjp(lambda h: op(h, w, y, b, reduction="none", return_stats=True), h, has_aux=True)
+    with pytest.raises(ValueError, match=rf"target\[1, 7\] is {label}, which is neither"):
+        op(h, w, y)
+
+    @jax.jit
+    def run(h, w, y):
+        loss, pullback, stats = jax.vjp(lambda h: op(h, w, y, b, reduction="none", return_stats=True), h, has_aux=True)
+        return loss, stats, pullback(jnp.ones((2, 12)))[0], jax.grad(lambda w: op(h, w, y))(w)
+
+    loss, stats, grad, grad_weight = run(h, w, y)
     bad = np.zeros((2, 12), bool)
     bad[1, 7] = True
     expected = reference.linear_cross_entropy(h, w, y, b, reduction="none", grad_loss=np.ones((2, 12)))
     assert (np.isnan(loss) == bad).all()
     assert (np.isnan(stats.log_prob) == bad).all()
     assert not stats.correct[1, 7]
-    grad = pullback(jnp.ones((2, 12)))[0]
     assert (np.isnan(grad).all(-1) == bad).all()
     assert_same(jnp.where(bad[..., None], 0, grad), np.where(bad[..., None], 0, expected.grad_hidden))
-    assert np.isnan(jax.grad(lambda w: op(h, w, y))(w)).all()
+    assert np.isnan(grad_weight).all()
 
 
 def test_64_bit_labels_from_numpy_do_not_wrap():
     h, w, y, _ = small_problem()
     wide = np.asarray(y).astype(np.int64)
     wide[0, 0] += 2**32
-    assert np.isnan(linear_cross_entropy(h, w, wide))
+    with pytest.raises(ValueError, match=rf"target\[0, 0\] is {wide[0, 0]}, which is neither"):
+        linear_cross_entropy(h, w, wide)
 
 
 @pytest.mark.parametrize(

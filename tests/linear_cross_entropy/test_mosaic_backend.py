@@ -226,13 +226,18 @@ def test_labels_out_of_range_and_ignored(kept, monkeypatch):
     bad, ignored = (0, 3), (0, 100)
     labels = labels.at[bad].set(1088).at[ignored].set(-100)
     losses = partial(linear_cross_entropy, backend="mosaic_gpu", reduction="none")
-    per_token, pullback = jax.vjp(lambda h, w: losses(h, w, labels), hidden, weight)
+
+    @jax.jit
+    def run(hidden, weight, labels):
+        per_token, pullback = jax.vjp(lambda h, w: losses(h, w, labels), hidden, weight)
+        return per_token, pullback(jnp.ones_like(per_token))
+
+    per_token, (grad_hidden, _) = run(hidden, weight, labels)
     good = jnp.ones(labels.shape, bool).at[bad].set(False)
     assert jnp.isnan(per_token[bad])
     assert per_token[ignored] == 0
     expected = losses(hidden, weight, labels.at[bad].set(-100))
     np.testing.assert_allclose(per_token[good], expected[good], rtol=1e-5, atol=1e-6)
-    grad_hidden, _ = pullback(jnp.ones_like(per_token))
     assert jnp.isnan(grad_hidden[bad]).all()
     assert (grad_hidden[ignored] == 0).all()
     assert jnp.isfinite(grad_hidden[good]).all()

@@ -14,7 +14,7 @@ from shared import assert_refused
 
 R = torch.randn
 IDS = torch.arange(3).expand(2, 12, 3)
-LOGP = R(2, 12, 3)
+LOGP = R(2, 12, 3).log_softmax(-1)
 
 
 def topk(indices=IDS, values=LOGP, kind="log_probs", rest="tail"):
@@ -45,7 +45,7 @@ WRONG = {
     # top-k
     "topk is a tuple": (NO_TEACHER | {"teacher_topk": (IDS, LOGP)}, TypeError, "teacher_topk must be a TopK(indices, values, kind, rest); got tuple"),
     "topk kind": (NO_TEACHER | {"teacher_topk": topk(kind="probs")}, ValueError, "teacher_topk.kind must be one of 'log_probs', 'logits'"),
-    "topk rest": (NO_TEACHER | {"teacher_topk": topk(rest="drop")}, ValueError, "teacher_topk.rest must be one of 'tail', 'truncated', 'renormalised'"),
+    "topk rest": (NO_TEACHER | {"teacher_topk": topk()._replace(rest="drop")}, ValueError, "teacher_topk.rest must be one of 'tail', 'truncated', 'renormalised'"),
     "topk logits with a tail": (NO_TEACHER | {"teacher_topk": topk(kind="logits")}, ValueError, "needs the teacher's probabilities: pass kind='log_probs'"),
     "topk shapes": (NO_TEACHER | {"teacher_topk": topk(values=R(2, 12, 4))}, ValueError, "both must be [..., K]"),
     "topk tokens": (NO_TEACHER | {"teacher_topk": topk(IDS[0], LOGP[0])}, ValueError, "teacher_topk.indices has shape [12, 3]"),

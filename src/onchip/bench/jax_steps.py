@@ -276,7 +276,7 @@ def narrow(hidden: Array, weight: Array, labels: Array, **options: Any) -> Array
 
 def one_hot(logits: Array, labels: Array) -> Array:
     """The same; the label's logit is summed behind a mask, which XLA fuses into its neighbours."""
-    chosen = jnp.where(jnp.arange(logits.shape[1]) == labels[:, None], logits, 0).sum(1)
+    chosen = jnp.where(jnp.arange(logits.shape[1])[None] == labels[:, None], logits, 0).sum(1)
     return jax.nn.logsumexp(logits, axis=1) - chosen
 
 

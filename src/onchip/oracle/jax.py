@@ -46,7 +46,7 @@ def is_array(x: Any) -> bool:
 
 def linear(hidden: Array, weight: Array, bias: Array | None = None) -> Array:
     products = hidden @ weight.T
-    return products if bias is None else products + bias
+    return products if bias is None else products + bias[None]
 
 
 def like(x: Array, other: Array) -> Array:

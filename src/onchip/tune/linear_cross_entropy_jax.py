@@ -166,7 +166,7 @@ def reference(kernel: str, problem: Problem) -> tuple[Array, ...]:
     if kernel == "mosaic_hidden_product":
         return (_dot(_from_boxes(problem["again"])[:, :vocab], problem["weight"]) * problem["scale"][:, None],)
     z = _dot(problem["rows"], problem["weight"].T)
-    own = jnp.arange(vocab) == problem["label"][:, None]
+    own = jnp.arange(vocab)[None] == problem["label"][:, None]
     if kernel == "mosaic_gradient_tiles":
         return (jnp.where(own, math.expm1(-LSE), jnp.exp(z - LSE)),)
     e = jnp.where(own, 0, jnp.exp(z - SHIFT))
