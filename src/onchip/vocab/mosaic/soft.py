@@ -143,7 +143,7 @@ def _by_ids(call: Call, saved: Saved, upstream: Array) -> Any:
             operands._replace(label=jnp.full_like(operands.label, IGNORED)), above.lse, above.factor, above.at_target,
             even=above.even, first=begin, size=size, vocab_major=major, config=config,
         )  # fmt: skip
-        return _written(made, call.ids - begin, entries, major)
+        return _written(made, call.ids - begin[0], entries, major)
 
     return at, above, by_logits
 
