@@ -12,12 +12,12 @@ collect_ignore = [f"src/onchip/integrations/{name}.py" for name in ("axolotl", "
 
 
 def pytest_configure(config):
-    """Before JAX is imported.  Arrays of different ranks raise where they meet, as in JAX's own tests.
+    """Before JAX is imported: arrays of different ranks raise where they meet, as in JAX's own tests.
 
-    Most of the time of its tests on a CPU was compilation, which takes a third of it with these flags.
+    Most of the time of its tests on a CPU was compilation, which takes a third of it with the flags.
     """
-    os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
     if config.option.markexpr != "gpu":
+        os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
         flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

@@ -29,6 +29,12 @@ def assert_same(a, b, scale=1.0):
         assert np.linalg.norm(x - y) <= bound, (x, y)
 
 
+def plain_logits(hidden, weight, bias=0.0):
+    """[..., V]; bias is [V] or a number."""
+    wide = jnp.broadcast_to(bias, (*[1] * (hidden.ndim - 1), len(weight)))
+    return jnp.matmul(hidden, weight.T, precision="highest") + wide
+
+
 def plain_loss(logits, labels, ignore_index=-100, reduction="mean"):
     """The cross-entropy written out."""
     kept = labels != ignore_index

@@ -16,7 +16,7 @@ from onchip.ops.linear_jsd import jax_op as jsd_op
 from onchip.ops.linear_log_probs import jax_op as llp_op
 from onchip.ops.linear_log_probs import jax_rows as lp_op
 from onchip.ops.linear_log_probs.checks import plain_linear_log_probs, plain_log_probs
-from shared_jax import assert_same, plain_loss
+from shared_jax import assert_same, plain_logits, plain_loss
 
 
 class Op(NamedTuple):
@@ -39,12 +39,8 @@ def values(op, *given, **options):
     return (out.log_prob * scale).sum() - 0.3 * (out.entropy**2).sum()
 
 
-def head(h, w, b=0.0):
-    return jnp.matmul(h, w.T, precision="highest") + b
-
-
 def plain_jsd(h, w, x, v, y, reduction="mean"):
-    ls, lt = (jax.nn.log_softmax(head(*a)) for a in ((h, w), (x, v)))
+    ls, lt = (jax.nn.log_softmax(plain_logits(*a)) for a in ((h, w), (x, v)))
     lm = jnp.logaddexp(ls, lt) - np.log(2)
     loss = jnp.where(y == -100, 0, (jnp.exp(ls) * (ls - lm) + jnp.exp(lt) * (lt - lm)).sum(-1) / 2)
     return loss if reduction == "none" else loss.sum() / jnp.maximum((y != -100).sum(), 1)
@@ -57,7 +53,7 @@ LOSS = ("label_smoothing", "z_loss", *NUMBERS, "normalizer")
 OPS = {
     f"linear_cross_entropy {strategy}": Op(
         lambda h, w, b, y, strategy=strategy, **o: linear_cross_entropy(h, w, y, b, strategy=strategy, **o),
-        lambda h, w, b, y, **o: plain_loss(head(h, w, b), y, **o), LAYER, lce_op._op.jitted, LOSS,
+        lambda h, w, b, y, **o: plain_loss(plain_logits(h, w, b), y, **o), LAYER, lce_op._op.jitted, LOSS,
     )
     for strategy in ("stash", "recompute")
 } | {

@@ -23,14 +23,14 @@ from onchip.vocab.xla import memory as jax_spec
 from onchip.vocab.xla import walk as jax_xla
 from onchip.vocab.xla.loss import Constants
 from onchip.vocab.xla.tiles import Projection
+from shared_jax import plain_logits
 
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def loss_of_logits(h, w, y, b=0.0, **options):
     """cross_entropy as a loss of hidden states."""
-    bias = jnp.broadcast_to(b, (*[1] * (h.ndim - 1), len(w)))
-    return cross_entropy(jnp.matmul(h, w.T, precision="highest") + bias, y, **options)
+    return cross_entropy(plain_logits(h, w, b), y, **options)
 
 
 OPS = {s: partial(linear_cross_entropy, strategy=s) for s in STRATEGIES} | {"cross_entropy": loss_of_logits}

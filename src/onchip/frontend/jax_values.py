@@ -5,6 +5,7 @@ waits for the device.  While tracing no value is known: what is wrong makes NaN.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -144,8 +145,13 @@ def log_probs_or_nan(op: str, name: str, values: Any, *, check_inputs: bool, kep
         if wrong.any():
             where = _first(wrong)
             raise_for_log_prob(op, name, where, float(known[where]), eps)
-    values = jnp.asarray(values)
-    return jnp.where(values > most, jnp.asarray(np.nan, values.dtype), values)
+    made: jax.Array = _nan_above(jnp.asarray(values), most)
+    return made
+
+
+@partial(jax.jit, static_argnums=1)  # jax_debug_nans looks at what is computed outside of a jit
+def _nan_above(values: jax.Array, most: float) -> jax.Array:
+    return jnp.where(values > most, jnp.nan, values)
 
 
 def _each(kept: Any) -> Any:
