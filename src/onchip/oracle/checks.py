@@ -293,7 +293,7 @@ def plain_cross_entropy(
         loss = loss * class_weight[label]
         if reduction == "mean" and normalizer is None:
             normalizer = fw.xp.where(kept, class_weight[label], 0).sum()
-        log_p = log_p * class_weight
+        log_p = log_p * class_weight.reshape(*[1] * (z.ndim - 1), -1)
     if z_loss > 0:
         loss = loss + z_loss * fw.logsumexp(z, -1) ** 2
     if label_smoothing > 0:

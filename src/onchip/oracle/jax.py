@@ -46,7 +46,7 @@ def is_array(x: Any) -> bool:
 
 def linear(hidden: Array, weight: Array, bias: Array | None = None) -> Array:
     products = hidden @ weight.T
-    return products if bias is None else products + bias[None]
+    return products if bias is None else products + bias.reshape(*[1] * (products.ndim - 1), -1)
 
 
 def like(x: Array, other: Array) -> Array:

@@ -61,7 +61,7 @@ def require_agreement(
     for name, column in zip(own, apart.T.tolist(), strict=True):
         _require_parts(op, name, column)
     for name, x in (hidden or {}).items():
-        if x is not None and shards.sequence < 0:
+        if x is not None and x.numel() > 0 and shards.sequence < 0:
             _require_same_hidden(op, name, x, None if ids is None else ids == options.ignore_index, shards)
 
 
