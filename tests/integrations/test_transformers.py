@@ -12,24 +12,10 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from onchip.integrations.transformers import DeferredLogits, patch, unpatch
-
-TINY = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def llama(**config):
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | config))
-
-
-def batch(rows=2, size=12):
-    ids = torch.randint(3, 97, (rows, size), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[:, :3] = -100
-    return {"input_ids": ids, "labels": labels}
+from integrations.tiny import TINY, batch, llama
+from onchip.integrations.deferred_logits import SkippedLogitsError
+from onchip.integrations.transformers import patch, unpatch
+from onchip.torch import cross_entropy
 
 
 def step(model, loss=None, **more):
@@ -54,9 +40,10 @@ def assert_same(model, *args, losses=1, bound=1e-5, options=None, **more):
         assert (p.double() - q.double()).norm() <= bound * (q.double().norm() + norm / 1000)
     if made.loss is not None:
         torch.testing.assert_close(made.loss, expected.loss, rtol=0, atol=bound)
+    kind = type(model)
     unpatch(model)
+    assert [type(model)] == [x for x in kind.__bases__ if kind.__name__ == x.__name__]
     assert not {"forward", "_onchip"} & set(model.__dict__)
-    assert not model._forward_pre_hooks
     return made, expected
 
 
@@ -127,8 +114,10 @@ def by_module(made):
 
 
 @pytest.mark.parametrize("loss", [own_loss, by_module])
-def test_a_loop_that_computes_its_own_loss(loss):
-    assert_same(llama(), loss, labels=None)
+def test_a_loop_that_computes_its_own_loss_gets_the_logits(loss):
+    made, expected = assert_same(llama(), loss, losses=0, labels=None)
+    assert type(made.logits) is torch.Tensor
+    assert torch.equal(made.logits, expected.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -139,17 +128,9 @@ def test_16_bit_weights(dtype):
 def test_autocast():
     model = llama()
     with torch.autocast("cpu", torch.bfloat16):
-        made, _ = assert_same(model, bound=0.05)
+        made, expected = assert_same(model, bound=0.05, options={"skip_logits": False})
     assert made.logits.dtype == torch.bfloat16
-
-
-def test_a_loss_outside_of_autocast_is_of_the_products_inside():
-    model = llama()
-    patch(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        made = model(**batch() | {"labels": None})
-        inside = own_loss(made)
-    assert torch.equal(own_loss(made), inside)
+    assert torch.equal(made.logits, expected.logits)
 
 
 def test_gradient_checkpointing():
@@ -168,30 +149,44 @@ def test_compiled():
     torch.testing.assert_close(made.loss, expected.loss)
     for p, q in zip(found, grads, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-    assert report.materialized == {}
-    with pytest.warns(UserWarning, match="asks for them"):
-        torch.testing.assert_close(made.logits + 0, expected.logits)
+    assert (report.losses, report.materialized) == (1, {})
+    with pytest.raises(SkippedLogitsError, match="skip_logits=False"):
+        made.logits.argmax(-1)
+    with torch.no_grad():
+        made = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch())
+    torch.testing.assert_close(made.logits, expected.logits)
+    torch.testing.assert_close(made.loss, expected.loss)
 
 
-def test_logits_are_computed_once_if_something_asks_for_them():
-    model = llama()
-    expected = model(**batch())
-    report = patch(model)
-    made = model(**batch())
-    z = made.logits
-    assert isinstance(z, DeferredLogits)
-    assert (z.shape, z.dtype, z.device) == ((2, 12, 97), torch.float32, torch.device("cpu"))
-    with pytest.warns(UserWarning, match=r"the logits \[2, 12, 97\] are computed and stored, because argmax a") as seen:
+def with_loss(loss, **config):
+    """A model whose own loss is this one, of its logits and labels."""
+    model = llama(**config)
+    model.loss_function = lambda logits, labels, **options: loss(logits, labels)
+    return model
+
+
+def test_logits_are_computed_once_if_the_forward_asks_for_them():
+    seen = []
+
+    def loss(z, labels):
+        seen.append((z.shape, z.dtype, z.device, z.requires_grad))
         best = z.argmax(-1) * 0 + z.argmax(-1)
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
-    assert report.materialized == {"argmax": 2}
-    assert torch.equal(best, expected.logits.argmax(-1))
-    assert made.logits.deferred.logits() is made.logits.deferred.logits()
-    with pytest.warns(UserWarning, match="log_softmax asks"):
-        made.logits.log_softmax(-1).sum().backward()
-    assert model.lm_head.weight.grad is not None
+        assert type(z) is torch.Tensor or z.deferred.logits() is z.deferred.logits()
+        return z.log_softmax(-1).sum() + 0 * best.sum()
+
+    model = with_loss(loss)
+    grads = [g.clone() for g in step(model)[1]]
+    report = patch(model)
+    with pytest.warns(UserWarning, match=r"the logits \[2, 12, 97\] are computed and stored, because \w+ a") as warned:
+        made, found = step(model)
+    assert len(warned) == 2
+    assert "loss_function end in" in str(warned[0].message)
+    assert report.materialized == {"argmax": 2, "log_softmax": 1}
+    assert seen[1] == ((2, 12, 97), torch.float32, torch.device("cpu"), True)
+    assert type(made.logits) is torch.Tensor  # nothing was fused, so they are there
     assert "argmax" in str(report)
+    for p, q in zip(found, grads, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
 OTHERS = {
@@ -215,51 +210,44 @@ OTHERS = {
 def test_whatever_is_made_of_the_logits_is_right(name):
     """Fused or not."""
     target = batch()["input_ids"].flatten()
-
-    def loss(made):
-        return OTHERS[name](made.logits, target)
-
-    model = llama()
-    grads = [g.clone() for g in step(model, loss, labels=None)[1]]
+    model = with_loss(lambda z, labels: OTHERS[name](z, target))
+    grads = [g.clone() for g in step(model)[1]]
     patch(model)
-    for p, q in zip(step(model, loss, labels=None)[1], grads, strict=True):
+    for p, q in zip(step(model)[1], grads, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:onchip")
 def test_logits_that_were_changed_in_place():
-    model, target = llama(), batch()["input_ids"].flatten()
-    patch(model)
-    z = model(input_ids=batch()["input_ids"]).logits
-    rows, doubled = z.view(-1, 97), z * 2
-    z[..., :50] = -1e4
-    expected = F.cross_entropy(z.deferred.value.view(-1, 97), target)
-    torch.testing.assert_close(F.cross_entropy(z.view(-1, 97), target), expected)
-    for other in (rows, doubled):
-        with pytest.raises(RuntimeError, match="changed in place"):
-            F.cross_entropy(other.view(-1, 97), target)
+    target = batch()["input_ids"].flatten()
 
+    def loss(z, labels):
+        rows, doubled = z.view(-1, 97), z * 2
+        z[..., :50] = -1e4
+        expected = F.cross_entropy(z.deferred.value.view(-1, 97), target)
+        torch.testing.assert_close(F.cross_entropy(z.view(-1, 97), target), expected)
+        for other in (rows, doubled):
+            with pytest.raises(RuntimeError, match="changed in place"):
+                F.cross_entropy(other.view(-1, 97), target)
+        return expected
 
-@pytest.mark.filterwarnings("ignore:onchip")
-def test_logits_are_read_before_the_weight_changes():
-    model = llama()
+    model = with_loss(loss)
     patch(model)
-    made = model(**batch())
-    made.loss.backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
-        made.logits.argmax(-1)
+    model(**batch()).loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:onchip")
 def test_logits_that_were_read_without_gradients_have_them_later():
-    model = llama()
+    def loss(z, labels):
+        with torch.no_grad():
+            assert not z.sum().requires_grad
+        assert type(z.data) is torch.Tensor
+        return z.exp().sum()
+
+    model = with_loss(loss)
     patch(model)
-    z = model(input_ids=batch()["input_ids"]).logits
-    with torch.no_grad():
-        assert not z.sum().requires_grad
-    assert z.exp().sum().requires_grad
-    assert type(z.data) is torch.Tensor
+    model(**batch()).loss.backward()
+    assert model.lm_head.weight.grad.norm() > 0
 
 
 def test_generate_and_evaluation_leave_the_logits():
@@ -269,14 +257,14 @@ def test_generate_and_evaluation_leave_the_logits():
     assert torch.equal(model.generate(batch()["input_ids"], max_new_tokens=3, do_sample=False), expected)
     with torch.no_grad():
         assert type(model(input_ids=batch()["input_ids"]).logits) is torch.Tensor
-        model(**batch())
+        assert type(model(**batch()).logits) is torch.Tensor
     assert (report.losses, report.materialized) == (1, {})
 
 
 def test_options_while_training():
     model = llama()
+    logits = model(**batch()).logits[:, :-1].flatten(0, 1)
     patch(model, label_smoothing=0.1, z_loss=0.01, scratch_bytes="1MiB")
-    logits = model(**batch()).logits.deferred.logits()[:, :-1].flatten(0, 1)
     target = batch()["labels"][:, 1:].flatten()
     counted = logits.logsumexp(-1)[target != -100]
     expected = F.cross_entropy(logits, target, label_smoothing=0.1) + 0.01 * counted.square().mean()
@@ -323,7 +311,7 @@ def with_head(head):
 
 
 NOT_FUSED = {
-    "Liger": (lambda: liger(llama()), "Liger has patched the forward of LlamaForCausalLM"),
+    "Liger": (lambda: liger(llama()), "LlamaForCausalLM has a forward of its own: Liger's forward computes"),
     "no head": (lambda: llama().model, "LlamaModel has no output embeddings"),
     "another head": (lambda: with_head(nn.Sequential(nn.Linear(32, 97))), "torch.nn.modules.container.Sequential"),
     "float64": (lambda: llama().double(), "has a weight of torch.float64"),
@@ -347,14 +335,13 @@ def test_liger_after_the_patch():
     """As Trainer applies it with use_liger_kernel=True: its forward runs, and stays."""
     model = llama()
     report = patch(model)
-    liger(model)
-    with pytest.warns(UserWarning, match="Liger has patched the forward of LlamaForCausalLM") as seen:
-        model(**batch())
+    with pytest.warns(UserWarning, match="forward of LlamaForCausalLM was replaced: Liger's forward") as seen:
+        liger(model)
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch())
-    assert str(report).startswith("not fused: Liger has patched")
+    assert str(report).startswith("not fused: the forward of LlamaForCausalLM was replaced")
     unpatch(model)
     assert model.forward.__module__.startswith("liger_kernel")
     model(**batch()).loss.backward()
@@ -371,6 +358,7 @@ def test_liger_after_the_patch():
         (lambda: patch(llama(), scratch_bytes="1 barn"), ValueError, "scratch_bytes"),
         (lambda: patch(llama(), backend="cuda"), ValueError, "backend"),
         (lambda: patch(llama(), precision="half"), ValueError, "precision"),
+        (lambda: patch(llama(), skip_logits="no"), TypeError, "skip_logits must be True, False or None"),
     ],
 )
 def test_wrong_calls(call, error, message):
@@ -390,7 +378,11 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) < i % 7, -100)}
 
 
-def trained(tmp_path, patched, evaluated=False, **args):
+def own_cross_entropy(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs.logits, labels, shift=True)
+
+
+def trained(tmp_path, patched, evaluated=False, loss=None, **args):
     """The log of a run, and its model."""
     model = llama()
     report = patch(model) if patched else None
@@ -404,7 +396,7 @@ def trained(tmp_path, patched, evaluated=False, **args):
 
     trainer = transformers.Trainer(
         model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(),
-        compute_metrics=metrics if evaluated else None,
+        compute_metrics=metrics if evaluated else None, compute_loss_func=loss,
     )  # fmt: skip
     trainer.train()
     found = [x["loss"] for x in trainer.state.log_history if "loss" in x]
@@ -412,35 +404,42 @@ def trained(tmp_path, patched, evaluated=False, **args):
 
 
 @pytest.mark.parametrize(
-    ("args", "materialized"),
+    "args",
     [
-        ({"gradient_accumulation_steps": 2}, []),
-        ({"bf16": True}, []),
-        ({"gradient_checkpointing": True, "max_grad_norm": 0.1}, []),
-        ({"evaluated": True}, ["detach"]),
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"gradient_checkpointing": True, "max_grad_norm": 0.1},
+        {"evaluated": True},
     ],
     ids=["accumulation", "bf16", "checkpointing", "evaluation with logits"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_trainer(args, materialized, tmp_path):
+def test_trainer(args, tmp_path):
     expected, model, _ = trained(tmp_path, False, **args)
     made, patched, report = trained(tmp_path, True, **args)
     bound = 2e-2 if "bf16" in args else 1e-4
     torch.testing.assert_close(made, expected, rtol=0, atol=bound)
     assert report.losses > 0
-    assert set(report.materialized) == set(materialized)
+    assert report.materialized == {}
     if "bf16" not in args:
         for p, q in zip(patched.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trainers_label_smoothing_asks_for_the_logits(tmp_path):
-    args = {"label_smoothing_factor": 0.1}
-    expected, *_ = trained(tmp_path, False, **args)
-    made, _, report = trained(tmp_path, True, **args)
-    torch.testing.assert_close(made, expected, rtol=0, atol=1e-4)
-    assert "log_softmax" in report.materialized
+@pytest.mark.parametrize("way", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_loss_of_trainers_own_gets_the_logits(way, tmp_path):
+    def run(patched):
+        if way == "label_smoothing_factor":
+            return trained(tmp_path, patched, label_smoothing_factor=0.1)
+        return trained(tmp_path, patched, loss=own_cross_entropy)
+
+    expected, model, _ = run(False)
+    made, patched, report = run(True)
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5)
+    for p, q in zip(patched.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+    assert (report.losses, report.materialized) == (0, {})
 
 
 # --------------------------------------------------------------------------------------- images, and several processes
@@ -462,9 +461,9 @@ def test_a_model_of_images_and_text():
 
 @pytest.mark.slow
 def test_two_processes():
-    """DDP, FSDP1 and FSDP2 in seven ways, and transformers.Trainer under torchrun."""
+    """DDP in three ways, FSDP1 and FSDP2 in seven, and transformers.Trainer under torchrun."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     made = subprocess.run(
         [*run, str(Path(__file__).with_name("two_processes.py"))], capture_output=True, text=True, timeout=300
     )
-    assert "17 checks passed" in made.stdout, made.stdout + made.stderr[-4000:]
+    assert "21 checks passed" in made.stdout, made.stdout + made.stderr[-4000:]

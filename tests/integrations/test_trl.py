@@ -33,6 +33,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import distillation_trainer, dpo_trainer, utils
 
 from onchip.integrations import trl as integration
+from onchip.integrations.transformers import patch
 from onchip.integrations.trl import DivergenceCall, LogProbCall
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
@@ -113,8 +114,8 @@ TRAINERS = {
 }
 
 
-def train(name, tokenizer, folder):
-    """The logs of a few steps, and the weights after them."""
+def train(name, tokenizer, folder, change=None):
+    """The logs of a few steps, and the weights after them; `change` is done to the model before."""
     trainer_class, config_class, data, options, more = TRAINERS[name]
     config = config_class(
         output_dir=str(folder),
@@ -134,9 +135,13 @@ def train(name, tokenizer, folder):
     )
     llama(seed=0).save_pretrained(folder / "model")  # a path, of which trainers make their reference model too
     more = {key: llama(1, hidden=value) if key == "teacher_model" else value for key, value in more.items()}
+    model = str(folder / "model")
+    if change is not None:
+        model = LlamaForCausalLM.from_pretrained(model)
+        change(model)
     set_seed(0)
     trainer = trainer_class(
-        model=str(folder / "model"),
+        model=model,
         args=config,
         train_dataset=rows(**data),
         processing_class=copy.deepcopy(tokenizer),
@@ -195,6 +200,19 @@ def test_trainer_learns_the_same(name, tokenizer, tmp_path, calls, request):
     assert max(entry.get("grad_norm", 0) for entry in logs) > 0.05
     for key, theirs in weights.items():
         assert_near(our_weights[key], theirs)
+
+
+@pytest.mark.parametrize("name", ["sft", pytest.param("sft-lora", marks=pytest.mark.slow)])
+def test_a_trainer_says_that_it_does_without_the_patch_of_its_model(name, tokenizer, tmp_path):
+    reports = []
+    logs, weights = train(name, tokenizer, tmp_path, change=lambda model: None)
+    with pytest.warns(UserWarning, match=r"not fused any more: .* call onchip\.integrations\.trl\.install\(\)"):
+        our_logs, our_weights = train(name, tokenizer, tmp_path, change=lambda model: reports.append(patch(model)))
+    assert "a trainer of TRL computes the loss itself" in str(reports[0])
+    assert (reports[0].fused, reports[0].losses) == (False, 0)
+    assert [x.get("loss") for x in our_logs] == [x.get("loss") for x in logs]
+    for key, theirs in weights.items():
+        assert torch.equal(our_weights[key], theirs)
 
 
 # ------------------------------------------------------------------------------------------------------- each function

@@ -39,8 +39,8 @@ def expected():
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def ddp(model):
-    return DistributedDataParallel(model)
+def ddp(model, **options):
+    return DistributedDataParallel(model, **options)
 
 
 def root(model):
@@ -80,6 +80,8 @@ def fsdp1_head(model):
 
 WAYS = {
     "DDP": ddp,
+    "DDP, static graph": partial(ddp, static_graph=True),
+    "DDP, unused parameters": partial(ddp, find_unused_parameters=True),
     "FSDP2": root,
     "FSDP2, head alone": head_alone,
     "FSDP2, head alone and kept": partial(head_alone, keep=True),
@@ -95,7 +97,7 @@ def step(name, make, rank, own_loss):
     report = patch(model)
     wrapped = make(model)
     given = batch(slice(2 * rank, 2 * rank + 2))
-    for _ in range(2):  # the second finds what the first left
+    for _ in range(3):  # the later ones find what the first left
         wrapped.zero_grad()
         if own_loss:
             labels = given["labels"]
@@ -115,8 +117,11 @@ def step(name, make, rank, own_loss):
             found = {n.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for n, p in wrapped.named_parameters()}
     for n, g in expected().items():
         torch.testing.assert_close(found[n], g, rtol=1e-4, atol=1e-6, msg=lambda m, n=n: f"{name}: {n}: {m}")
-    fused = 0 if (own_loss and name.startswith("FSDP")) or name == "FSDP2, grouped" else 2
+    fused = 0 if own_loss or name == "FSDP2, grouped" else 3
     assert (report.losses, report.materialized) == (fused, {}), (name, report)
+    with torch.no_grad():
+        logits, plain = wrapped(**given).logits, llama()(input_ids=given["input_ids"]).logits
+    torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: logits: {m}")
 
 
 class Data(torch.utils.data.Dataset):

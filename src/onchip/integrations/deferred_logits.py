@@ -1,41 +1,187 @@
 """Logits that are not computed yet, for `onchip.integrations.transformers`.
 
-A patched head returns `DeferredLogits`, which know the hidden states and what the model does to the logits next: a
-scale, a softcap, a slice of the vocabulary, other shapes.  `torch.nn.functional.cross_entropy` of them is the fused
-loss, and whatever else is asked of them is answered with the logits themselves.
+Within the forward of a patched model that has labels, the head returns `DeferredLogits`, which know the hidden states
+and what the model does to the logits next: a scale, a softcap, a slice of the vocabulary, other shapes.
+`torch.nn.functional.cross_entropy` of them is the fused loss, and whatever else is asked of them is answered with the
+logits themselves.  None of them outlives the forward: `Call.settled` puts logits, or `SkippedLogits`, in their place.
 """
 
 import math
 import sys
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from onchip.integrations.transformers import Head
+from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
 
+NAME = "onchip.integrations.transformers"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Report:
+    """What `patch` found, and what has happened since."""
+
+    fused: bool
+    """Whether the losses of the model are fused."""
+    reason: str
+    """Why not, or what is fused."""
+    losses: int = 0
+    """Losses that were fused so far."""
+    materialized: dict[str, int] = field(default_factory=dict)
+    """What in the model's forward asked for the logits themselves, and how often."""
+
+    def __str__(self) -> str:
+        asked = "".join(f"\n  logits materialized {n} x for {what}" for what, n in self.materialized.items())
+        losses = "1 loss" if self.losses == 1 else f"{self.losses} losses"
+        return f"{'fused' if self.fused else 'not fused'}: {self.reason}; {losses} so far{asked}"
+
+
+class SkippedLogitsError(AttributeError, RuntimeError):
+    """Something read logits that weren't computed; an AttributeError too, since hasattr may ask."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(f"{NAME}: {SKIPPED}")
+
+
+class SkippedLogits:
+    """What a patched model returns for logits that it didn't compute; whatever reads it raises."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise SkippedLogitsError
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise SkippedLogitsError
+
+    def __eq__(self, other: object) -> NoReturn:
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {SKIPPED}>"
+
+    __hash__ = object.__hash__
+    __array__ = __bool__ = __float__ = __int__ = __len__ = __iter__ = __getitem__ = __setitem__ = __contains__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
+    __matmul__ = __rmatmul__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __ne__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise SkippedLogitsError
+
+
+class SkippedByReplica(SkippedLogits):
+    """That of a replica, which DataParallel puts together with those of others as if each were a sequence."""
+
+    def __init__(self, others: Any = ()) -> None:
+        pass
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+SKIPPED = (
+    "a patched model that is given labels in training mode doesn't compute its logits; for them, call patch(model, "
+    "skip_logits=False), or the model without labels"
+)
+SKIPPED_LOGITS = SkippedLogits()
+
+
+@dataclass
+class Call:
+    """A call of a patched model with labels, for as long as its forward lasts."""
+
+    model: Any
+    options: Mapping[str, Any]  # of linear_cross_entropy
+    skip_logits: bool | None
+    report: Report
+    thread: int = 0
+    losses: int = 0
+    open: bool = True
+
+    def is_here(self) -> bool:
+        """Whether it is this thread's."""
+        return self.open and (torch.compiler.is_compiling() or self.thread == threading.get_ident())
+
+    def loss(self, made: "Deferred", target: Tensor, **asked: Any) -> Tensor:
+        """The fused loss of rows of logits."""
+        options = dict(self.options)
+        smoothing, z_loss = options.pop("label_smoothing"), options.pop("z_loss")
+        if self.model.training:
+            asked["label_smoothing"] = asked["label_smoothing"] or smoothing
+            options["z_loss"] = z_loss
+        if made.cap is not None:
+            options["softcap"] = made.cap
+        options["logit_scale"] = made.scale if made.cap is None else made.scale * made.cap
+        self.losses += 1
+        self.report.losses += 1
+
+        def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            if made.vocab < len(weight):
+                weight, bias = weight[: made.vocab], None if bias is None else bias[: made.vocab]
+            return linear_cross_entropy(hidden, weight, target, bias, **asked, **options)
+
+        loss: Tensor = made.apply(of)
+        return loss
+
+    def require_no_options(self, why: str) -> None:
+        require_no_options(self.model, self.options, why)
+
+    def settled(self, outputs: Any) -> Any:
+        """What the model returns, with nothing in it that is deferred."""
+        skip = self.skip_logits
+        if skip is None:
+            skip = self.model.training and torch.is_grad_enabled()
+        if not self.losses:
+            skip = False
+            if not isinstance(outputs, dict) or outputs.get("loss") is not None:
+                self.require_no_options("it isn't F.cross_entropy of flat logits; let model.loss_function end in that")
+        skipped = SkippedByReplica() if getattr(self.model, "_is_replica", False) else SKIPPED_LOGITS
+
+        def value(x: Any) -> Any:
+            if not isinstance(x, DeferredLogits):
+                return x
+            return skipped if skip else x.deferred.logits()
+
+        if isinstance(outputs, dict):
+            for key, x in list(outputs.items()):
+                if isinstance(x, DeferredLogits):
+                    outputs[key] = value(x)
+        elif isinstance(outputs, tuple | list):
+            return type(outputs)([value(x) for x in outputs])
+        return value(outputs)
+
+
+def require_no_options(model: Any, options: Mapping[str, Any], why: str) -> None:
+    """Raise where a loss would have to do without what `patch` was asked to add to it."""
+    named = [name for name in ("label_smoothing", "z_loss") if options[name]]
+    if model.training and named:
+        raise RuntimeError(
+            f"{NAME}: {' and '.join(named)} can't be added to this loss: {why}; or leave "
+            f"{'them' if len(named) > 1 else 'it'} out of patch"
+        )
 
 
 @dataclass
 class Deferred:
     """What deferred logits are: cap * tanh(scale * product), or scale * product, of the first `vocab` entries.
 
-    The product is the head's of `hidden`, whose rows are the logits' own.
+    The product is that of `hidden`, whose rows are the logits' own, with the head's weight.
     """
 
-    head: "Head"
+    call: Call
     hidden: Tensor
+    of_head: Callable[..., Any]  # (f, hidden) -> f(hidden, weight, bias), where the weight is
     vocab: int
     autocast: torch.dtype | None  # that was enabled for the head
-    versions: list[int] | None  # of the head's parameters
     with_gradients: bool  # whether they were enabled
+    guarded: bool  # whether what takes the logits' gradient raises
     scale: float = 1.0
     cap: float | None = None
     parent: "Deferred | None" = None
@@ -43,23 +189,26 @@ class Deferred:
     value: Tensor | None = None  # the logits, once they were asked for
     version: int = 0  # of value, as it was made
 
+    def apply(self, f: Callable[..., Any]) -> Any:
+        with torch.autocast(self.hidden.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.of_head(f, self.hidden)
+
     def logits(self) -> Tensor:
         for other in self.ancestors():
             if other.changed:
                 raise RuntimeError(
-                    "onchip.integrations.transformers: logits that others were made of have been changed in place "
-                    "since; make a copy first"
+                    f"{NAME}: logits that others were made of have been changed in place since; make a copy first"
                 )
         stale = self.value is not None and torch.is_grad_enabled() and not self.value.requires_grad
         if self.value is None or (stale and self.with_gradients and not self.changed):
-            self.value = self.head(self, onchip="logits") if self.parent is None else self.replay(self.parent.logits())
-            self.version = self.value._version
+            self.value = self.apply(F.linear) if self.parent is None else self.replay(self.parent.logits())
+            self.version = _version(self.value)
         return self.value
 
     @property
     def changed(self) -> bool:
         """Whether the logits were changed in place since they were made."""
-        return self.value is not None and self.value._version != self.version
+        return self.value is not None and _version(self.value) != self.version
 
     def ancestors(self) -> Iterator["Deferred"]:
         one = self.parent
@@ -74,26 +223,25 @@ class Deferred:
             return replace(self, scale=self.scale * factor)
         return replace(self, cap=self.cap * factor)
 
-    def loss(self, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
-        patch, training = self.head.patch, self.head.model.training
-        options = dict(patch.options)
-        smoothing, z_loss = options.pop("label_smoothing"), options.pop("z_loss")
-        if self.cap is not None:
-            options["softcap"] = self.cap
-        patch.report.losses += 1
-        made: Tensor = self.head(
-            self,
-            onchip="loss",
-            target=target,
-            vocab=self.vocab,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing or (smoothing if training else 0.0),
-            z_loss=z_loss if training else 0.0,
-            logit_scale=self.scale if self.cap is None else self.scale * self.cap,
-            **options,
+
+def _version(x: Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode have no count."""
+    return x._version if torch.compiler.is_compiling() or not x.is_inference() else 0
+
+
+class _Guard(torch.autograd.Function):
+    """Gives deferred logits a place in the graph: an autograd.Function that takes them, skips `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, deferred: Deferred, shape: Any, dtype: torch.dtype) -> Any:
+        return _unwritten(deferred, shape, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{NAME}: the model's forward gave its logits to an autograd.Function, and these aren't computed; call "
+            "unpatch(model), or let the model's loss end in F.cross_entropy"
         )
-        return made
 
 
 class DeferredLogits(Tensor):
@@ -103,18 +251,18 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of(deferred: Deferred, shape: Any, dtype: torch.dtype) -> "DeferredLogits":
-        made: DeferredLogits = Tensor._make_subclass(DeferredLogits, torch.empty(shape, dtype=dtype, device="meta"))
-        made.deferred = deferred
-        return made
+        if deferred.guarded and torch.is_grad_enabled():
+            anchor = torch.empty(0, requires_grad=True)
+            made: DeferredLogits = _Guard.apply(anchor, deferred, shape, dtype)
+            return made
+        return _unwritten(deferred, shape, dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, x = getattr(func, "__name__", ""), args[0] if args else None
         if isinstance(x, DeferredLogits):
-            if func in _OF_THE_DEVICE:
-                return getattr(x.deferred.hidden, _OF_THE_DEVICE[func])
-            if func in _OF_THE_SHAPE:
+            if func in _AS_THEY_ARE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             made = None if x.deferred.changed else _derived(x, name, func, args[1:], kwargs)
@@ -130,19 +278,25 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
 
-def _getters(*names: str) -> dict[Any, str]:
-    return {getattr(Tensor, name).__get__: name for name in names}
+def _unwritten(deferred: Deferred, shape: Any, dtype: torch.dtype) -> DeferredLogits:
+    """A tensor of one number, which is NaN."""
+    one = torch.full((), math.nan, dtype=dtype, device=deferred.hidden.device)
+    made: DeferredLogits = Tensor._make_subclass(DeferredLogits, one.expand(shape))
+    made.deferred = deferred
+    return made
 
 
-# Answered of the hidden states.
-_OF_THE_DEVICE = _getters("device", "is_cuda", "is_cpu", "is_meta")
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
 # Answered of the tensor without memory.
-_OF_THE_SHAPE = {
+_AS_THEY_ARE = {
     *_getters("shape", "ndim", "dtype", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf", "grad"),
-    *_getters("is_sparse", "is_quantized", "is_nested"),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.__len__),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous),
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
+    *_getters("device", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested"),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__, Tensor.get_device),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_inference),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
 }
 _SAME = {"contiguous", "clone"}
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -155,11 +309,21 @@ class _Asked:
         self.name = name
 
     def __call__(self, x: "DeferredLogits") -> Tensor:
-        asked = x.deferred.head.patch.report.materialized
+        call = x.deferred.call
+        if not call.open:
+            raise RuntimeError(
+                f"{NAME}: these stand for the logits of a forward that has ended; don't keep what the head returns, or "
+                "call unpatch(model)"
+            )
+        asked = call.report.materialized
         first = self.name not in asked
         asked[self.name] = asked.get(self.name, 0) + 1
         if first and not torch.compiler.is_compiling():
-            warn(f"the logits {list(x.shape)} are computed and stored, because {self.name} asks for them")
+            warn(
+                f"the logits {list(x.shape)} are computed and stored, because {self.name} asks for them in the model's "
+                "forward.  The results are right, and memory isn't saved: for that, let model.loss_function end in "
+                "F.cross_entropy of logits.view(-1, vocab), or take onchip.torch.lm_loss of the head and hidden states"
+            )
         return x.deferred.logits()
 
 
@@ -168,13 +332,15 @@ def warn(what: str) -> None:
     depth, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "onchip"):
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(f"onchip.integrations.transformers: {what}", stacklevel=depth)
+    warnings.warn(f"{NAME}: {what}", stacklevel=depth)
 
 
 def _derived(x: DeferredLogits, name: str, func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a scale, a softcap, a slice, a shape or a dtype makes of deferred logits; None for anything else."""
     old, shape, dtype = x.deferred, x.shape, x.dtype
     new: Deferred | None = None
+    if old.with_gradients and not torch.is_grad_enabled():
+        return None  # as in the forward of an autograd.Function, whose backward would be passed by
     number = len(rest) == 1 and not kwargs and isinstance(rest[0], int | float) and not isinstance(rest[0], bool)
     if name in _SAME:
         new = old
@@ -261,9 +427,12 @@ def _cross_entropy(
     """The fused loss; None where the logits have to be computed."""
     if not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
         return None
+    call = input.deferred.call
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
-    if not plain or input.dim() != 2 or target.is_floating_point():
+    changed = input.deferred.changed or any(x.changed for x in input.deferred.ancestors())
+    if not plain or input.dim() != 2 or target.is_floating_point() or changed or not call.open:
+        call.require_no_options("it isn't that of flat logits and labels, or has class weights; flatten them")
         return None
-    if input.deferred.changed or any(x.changed for x in input.deferred.ancestors()):
-        return None
-    return input.deferred.loss(target, ignore_index, reduction, label_smoothing)
+    return call.loss(
+        input.deferred, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )

@@ -1,23 +1,22 @@
 """transformers: one patch for every model whose head is a linear layer.
 
-While a patched model computes a loss, its head returns `DeferredLogits` (deferred_logits.py): a tensor without memory
-that knows the hidden states and what the model does to the logits next (a scale, a softcap, a slice of the vocabulary,
-other shapes).
-`torch.nn.functional.cross_entropy`, which is what the model's own loss function, Trainer and most training loops end
-in, hands it to `linear_cross_entropy`.  Whatever else is asked of it is answered with the logits themselves: they are
-computed once, and a warning names what asked.
+While a patched model that has labels runs, its head returns `DeferredLogits` (deferred_logits.py): a tensor without
+memory that knows the hidden states and what the model does to the logits next (a scale, a softcap, a slice of the
+vocabulary, other shapes).  `torch.nn.functional.cross_entropy`, which is what the model's own loss function ends in,
+hands it to `linear_cross_entropy`.  Whatever else the forward asks of it is answered with the logits themselves: they
+are computed once, and a warning names what asked.  What leaves the forward is a loss like any other, and real logits
+or `SkippedLogits`, which is no tensor.  Without labels nothing is deferred.
 
 No model is named here, and no forward is rewritten; so a model's own terms (a router's loss, a shift of the labels,
 `num_items_in_batch`) stay as they are.
 """
 
 import inspect
-import sys
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
-from types import MethodType
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from onchip.core.machine import naming_extra
@@ -25,54 +24,39 @@ from onchip.core.machine import naming_extra
 with naming_extra("onchip.integrations.transformers", "torch,integrations"):
     import torch
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onchip.frontend.options import ScratchBytes
+from onchip.frontend.torch_inputs import require_tensor
 from onchip.frontend.torch_types import Backend
-from onchip.integrations.deferred_logits import DTYPES, Deferred, warn
-from onchip.integrations.deferred_logits import DeferredLogits as DeferredLogits
+from onchip.integrations.deferred_logits import DTYPES, NAME, Call, Deferred, DeferredLogits, require_no_options, warn
+from onchip.integrations.deferred_logits import Report as Report
+from onchip.integrations.deferred_logits import SkippedLogits as SkippedLogits
+from onchip.integrations.patched_classes import derived, is_derived, own_class, restore_class
 from onchip.integrations.transformers_experts import register_experts as register_experts
+from onchip.integrations.transformers_heads import called, head_refusal, linear_of, origins, product
 from onchip.ops.linear_cross_entropy.spec import Precision
-from onchip.ops.linear_cross_entropy.torch_module import active_module, lora_operands
-from onchip.torch import LMHead, linear_cross_entropy
+from onchip.torch import linear_cross_entropy
 
-# What PEFT may have put in the place of a head.
-OF_PEFT = (
-    "peft.tuners.lora.layer.Linear",
-    "peft.utils.other.ModulesToSaveWrapper",
-    "peft.utils.other.TrainableTokensWrapper",
-)
-
-
-@dataclass
-class Report:
-    """What `patch` found, and what has happened since."""
-
-    fused: bool
-    """Whether losses of the model's logits will be fused."""
-    reason: str
-    """Why not, or what is fused."""
-    losses: int = 0
-    """Losses that were fused so far."""
-    materialized: dict[str, int] = field(default_factory=dict)
-    """What asked for the logits themselves, and how often."""
-
-    def __str__(self) -> str:
-        asked = "".join(f"\n  logits materialized {n} x for {what}" for what, n in self.materialized.items())
-        return f"{'fused' if self.fused else 'not fused'}: {self.reason}; {self.losses} losses so far{asked}"
+# Whose forwards compute a loss of their own: where they are from, and what to do.
+OTHERS = {
+    "liger_kernel": "Liger's forward computes the loss itself; load the model without Liger's patch "
+    "(use_liger_kernel=False), or do without onchip's",
+    "trl": "a trainer of TRL computes the loss itself, of hidden states; call onchip.integrations.trl.install(), and "
+    "do without patch",
+}
 
 
 @dataclass
 class _Patch:
-    """What a patched model and its head share."""
+    """What a patched model knows."""
 
     options: dict[str, Any]
+    skip_logits: bool | None
     report: Report
-    forward: Any  # the model's before
-    own: bool  # which was the instance's own
-    labels_at: int | None  # among forward's positional arguments
-    watch: Any  # the handle of the hook that looks for a patch over this one
-    armed: bool = False
+    what: str  # is fused
+    taken_over: str | None = None  # by another forward
 
 
 def patch(
@@ -83,21 +67,26 @@ def patch(
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
     precision: Precision = "full",
+    skip_logits: bool | None = None,
 ) -> Report:
-    """Compute the losses of a transformers model's logits by `linear_cross_entropy`, without storing the logits.
+    """Compute the loss of a transformers model by `linear_cross_entropy`, without storing the logits.
 
     Afterwards the model is called as before: with labels, by Trainer, under DDP, FSDP, accelerate or torch.compile.
-    `outputs.loss` is the same but for rounding (16-bit logits are not rounded on the way), and `outputs.logits` are
-    computed if something reads them.  Without labels a model in training mode, with gradients enabled, defers its
-    logits too, for a loop that computes `F.cross_entropy` itself; otherwise, as in `generate`, nothing changes.
-    A batch without a single label has loss 0, where transformers has NaN.
+    `outputs.loss` is the same but for rounding (16-bit logits are not rounded on the way).  A model that isn't given
+    labels, as in `generate` or in a loop with a loss of its own, does what it did before; for such a loss there is
+    `token_losses`.  A batch without a single label has loss 0, where transformers has NaN.
 
     Args:
-        model: a model of transformers with a linear head (`get_output_embeddings`), or PEFT's around one.  It may be
-            patched before or after it is wrapped.  Patching it again changes the options.
-        label_smoothing, z_loss: added while the model is in training mode; see `linear_cross_entropy`.  Trainer's own
-            `label_smoothing_factor` asks for the logits: leave it at 0 and pass label_smoothing here.
+        model: a model of transformers with a linear head (`get_output_embeddings`), or that in PEFT's, DDP's, FSDP's or
+            torch.compile's module.  It may be patched before or after these wrap it, and before accelerate prepares
+            it.  Patching it again changes the options.
+        label_smoothing, z_loss: added to the model's own loss, of a call with labels in training mode; see
+            `linear_cross_entropy`.  A loss that is computed outside of the model's forward doesn't get them: leave
+            Trainer's `label_smoothing_factor` at 0 and pass label_smoothing here.
         scratch_bytes, backend, precision: as of `linear_cross_entropy`.
+        skip_logits: whether `outputs.logits` of a call with labels are left out: a `SkippedLogits`, which raises an
+            error that says so if something reads it.  None: in training mode with gradients enabled, as Liger does it.
+            True: in evaluation too, which then stores no logits either.  False: never; the loss stays fused.
 
     Returns:
         `Report`: whether the model will be fused, or why not; it counts the fused losses, and what asked for logits.
@@ -105,8 +94,9 @@ def patch(
     Raises:
         TypeError: not a module with `get_output_embeddings`, or an option of the wrong type.
         ValueError: an option out of range.
+        RuntimeError, by the model: label_smoothing or z_loss can't be added to its loss.
 
-    Memory: that of `linear_cross_entropy`; a head that FSDP2 wraps alone is gathered twice in forward.
+    Memory: that of `linear_cross_entropy`, and the logits in the dtype of the head where they aren't skipped.
 
     Example:
         >>> import torch
@@ -119,7 +109,7 @@ def patch(
         >>> ids = torch.randint(64, (2, 8))
         >>> model(input_ids=ids, labels=ids).loss.backward()
         >>> print(report)
-        fused: lm_head [64, 16] of LlamaForCausalLM; 1 losses so far
+        fused: lm_head [64, 16] of LlamaForCausalLM; 1 loss so far
     """
     options = {
         "label_smoothing": label_smoothing,
@@ -130,45 +120,99 @@ def patch(
     }
     base = _base_model(model)
     _try_options(options)
+    if skip_logits is not None and not isinstance(skip_logits, bool):
+        raise TypeError(f"patch: skip_logits must be True, False or None; got {skip_logits!r}")
     unpatch(model)
     report = Report(*_found(base))
     if not report.fused:
-        warnings.warn(f"onchip.integrations.transformers: not patched: {report.reason}", stacklevel=2)
+        missing = " and ".join(name for name in ("label_smoothing", "z_loss") if options[name])
+        missing = f"; its loss has no {missing}" if missing else ""
+        warnings.warn(f"{NAME}: not patched: {report.reason}{missing}", stacklevel=2)
         return report
-    names = list(inspect.signature(type(base).forward).parameters)
-    labels_at = names.index("labels") - 1 if "labels" in names else None
-    watch, own = base.register_forward_pre_hook(_look_for_liger), "forward" in base.__dict__
-    base.__dict__["_onchip"] = _Patch(options, report, base.forward, own, labels_at, watch)
-    _patch_head(base)
-    base.__dict__["forward"] = MethodType(wraps(type(base).forward)(_model_forward), base)
+    base.__dict__["_onchip"] = _Patch(options, skip_logits, report, report.reason)
+    if not is_derived(base):
+        kind: Any = type(base)
+        base.__class__ = patched_model_class(kind)
+    if not is_derived(head := called(base.get_output_embeddings())):
+        _take_class(head)
     return report
 
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`; a model that isn't patched is left as it is."""
     base = _base_model(model)
-    made = base.__dict__.pop("_onchip", None)
-    if made is None:
+    if base.__dict__.pop("_onchip", None) is None:
         return
-    made.watch.remove()
-    if not _of_liger(base.forward):  # which was put over ours, and stays
-        del base.__dict__["forward"]
-        if made.own:
-            base.__dict__["forward"] = made.forward
     for module in base.modules():
-        _restore(module)
+        module.__dict__.pop("_onchip_call", None)
+        restore_class(module)
+
+
+def token_losses(model: nn.Module, labels: Tensor, **inputs: Any) -> Tensor:
+    """The cross-entropy of each token, by a patched model, without storing the logits: for a loss of one's own.
+
+    It is computed in the model's forward, so it works under DDP, FSDP and PEFT, of the logits as the model gives them:
+    scaled, or capped.
+
+    Args:
+        model: a causal one, patched; it may be wrapped.
+        labels: [B, S], as the data has them: position i is to predict labels[:, i + 1].  Those of -100 are ignored.
+        inputs: what the model is called with: input_ids [B, S], attention_mask and so on.
+
+    Returns:
+        [B, S] in float32: position i has -log p(labels[:, i + 1]), and 0 where there is no label to predict.
+        `label_smoothing` and `z_loss` of `patch` aren't in it.
+
+    Raises:
+        TypeError: not a model that `patch` takes, or one with an encoder, or labels aren't a tensor.
+        RuntimeError: the model isn't patched, or its forward was replaced since.
+        ValueError: the model's logits aren't [B, S, V].
+
+    Memory: that of `linear_cross_entropy`; that of the logits where the model isn't fused any more, and has warned.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from onchip.integrations.transformers import patch, token_losses
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        ...                      num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> report = patch(model)
+        >>> ids, weight = torch.randint(64, (2, 8)), torch.rand(2, 8)
+        >>> loss = (token_losses(model, ids, input_ids=ids) * weight).sum() / weight.sum()
+        >>> loss.backward()
+    """
+    require_tensor("token_losses", "labels", labels)
+    base = _base_model(model)
+    made = base.__dict__.get("_onchip")
+    if made is None:
+        raise RuntimeError("token_losses: model isn't patched, or can't be; call patch(model), whose report says why")
+    if base.config.is_encoder_decoder:
+        raise TypeError(f"token_losses: {type(base).__name__} has an encoder; pass it labels, for the mean loss")
+    losses: Tensor | None = model(**inputs, onchip_labels=labels, return_dict=True).get("loss")
+    if losses is None:
+        raise RuntimeError(f"token_losses: the model's forward doesn't compute them: {made.report.reason}")
+    return losses
 
 
 def _base_model(model: Any) -> Any:
-    """That of transformers, inside PEFT's."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
-        raise TypeError(
-            "patch: model must be a model of transformers, with get_output_embeddings; got "
-            f"{type(model).__name__}.  For another module, use onchip.torch.LMHead or lm_loss"
-        )
-    return model
+    """That of transformers, inside of wrappers and of PEFT's."""
+    inner: Any = model if isinstance(model, nn.Module) else None
+    while inner is not None:
+        if type(inner).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            inner = inner.module
+        elif type(inner).__name__ == "OptimizedModule":
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif hasattr(inner, "get_output_embeddings"):
+            return inner
+        else:
+            break
+    raise TypeError(
+        "patch: model must be a model of transformers, with get_output_embeddings; got "
+        f"{type(model).__name__}.  For another module, use onchip.torch.LMHead or lm_loss"
+    )
 
 
 def _try_options(options: Mapping[str, Any]) -> None:
@@ -181,202 +225,155 @@ def _try_options(options: Mapping[str, Any]) -> None:
 def _found(model: Any) -> tuple[bool, str]:
     """Whether the model can be fused, and what, or why not."""
     name, head = type(model).__name__, model.get_output_embeddings()
-    if _of_liger(model.forward) or _of_liger(type(model).forward):
-        return False, _patched_by_liger(name)
-    if head is None:
-        return False, f"{name} has no output embeddings"
-    if (refusal := _head_refusal(head)) is not None:
-        return False, f"the head of {name} {refusal}"
-    where = next((n for n, x in model.named_modules() if x is head), "head")
-    return True, f"{where} {list(_linear(head).weight.shape)} of {name}"
-
-
-def _of_liger(forward: Any) -> bool:
-    return "liger_kernel" in str(getattr(forward, "__module__", ""))
-
-
-def _patched_by_liger(name: str) -> str:
-    return (
-        f"Liger has patched the forward of {name}, which then computes the loss itself; load the model without Liger's "
-        "patch (use_liger_kernel=False), or do without onchip's"
-    )
-
-
-def _linear(head: nn.Module) -> Any:
-    """The layer that holds the head's weight, inside FSDP's and PEFT's modules."""
-    for name in ("_fsdp_wrapped_module", "original_module", "base_layer"):
-        head = getattr(head, name, head)
-    return head
-
-
-def _head_refusal(head: Any) -> str | None:
-    """Why losses of this head can't be fused, or None."""
-    linear, head = _linear(head), _called(head)
-    if not isinstance(linear, nn.Linear) or type(linear).forward not in (nn.Linear.forward, LMHead.forward):
-        return f"is a {type(linear).__module__}.{type(linear).__name__}, not a plain nn.Linear"
-    kind = f"{type(head).__module__}.{type(head).__name__}"
-    if head is not linear and kind not in OF_PEFT:
-        return f"is PEFT's {kind}, not plain LoRA"
-    if variants := getattr(head, "lora_variant", None):
-        return f"has an adapter that is not plain LoRA: {', '.join(type(x).__name__ for x in variants.values())}"
-    if linear.weight.dtype not in DTYPES:
-        return f"has a weight of {linear.weight.dtype}"
-    if _grouped(head):
-        return (
-            "is in one group of fully_shard's with other modules, and its weight is gone after its forward; shard it "
-            "alone, or with the model, or pass reshard_after_forward=False for the group"
+    if "forward" in model.__dict__:
+        other = _other(model.forward) or (
+            f"it was set by {origins(model.forward)[0]}, as accelerate sets it; patch the model before, or load it "
+            "onto one device"
         )
+        return False, f"{name} has a forward of its own: {other}"
+    if (refusal := _refusal(model)) is not None:
+        return False, refusal
+    where = next((n for n, x in model.named_modules() if x is head), "head")
+    return True, f"{where} {list(linear_of(head).weight.shape)} of {name}"
+
+
+def _refusal(model: Any) -> str | None:
+    """Why a call of the model can't be fused, or None."""
+    name, head = type(model).__name__, model.get_output_embeddings()
+    if (other := _other(own_class(model).forward)) is not None:
+        return f"{name} has another forward: {other}"
+    if head is None:
+        return f"{name} has no output embeddings"
+    if (refusal := head_refusal(head)) is not None:
+        return f"the head of {name} {refusal}"
+    if not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
+        return "there are hooks of all modules, such as FlopCounterMode sets, that are to see the head's logits"
     return None
 
 
-def _grouped(head: Any) -> bool:
-    """Whether FSDP2 gathers it together with other modules, and shards them again once each was called."""
-    return any(group.post_forward_mesh_info is not None for group in _groups(head))
+def _other(forward: Any) -> str | None:
+    """Who computes the loss in a forward that isn't transformers', and what to do."""
+    return next((OTHERS[x] for y in origins(forward) if (x := y.partition(".")[0]) in OTHERS), None)
 
 
-def _groups(head: Any) -> Sequence[Any]:
-    """FSDP2's groups of parameters of the head together with other modules, which may be called once in a forward."""
-    state = head._get_fsdp_state() if hasattr(head, "_get_fsdp_state") else None
-    if len(getattr(state, "_modules", ())) < 2:
-        return ()
-    several: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)  # torch < 2.12 has at most one
-    return [x for x in (getattr(state, "_fsdp_param_group", None),) if x] if several is None else several
+# -------------------------------------------------------------------------------------------------- patched classes
 
 
-def _sharded(model: Any) -> bool:
-    """Whether FSDP or ZeRO-3 gathers the weights for the model's forward alone, whose results it must see."""
-    weight = _linear(model.get_output_embeddings()).weight
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    marks = ("_fsdp_flattened", "ds_id")
-    return isinstance(model, fsdp) or not isinstance(weight, nn.Parameter) or any(hasattr(weight, x) for x in marks)
+@cache
+def patched_model_class(base: Any) -> type:
+    """`base`, whose heads defer the logits while a call with labels lasts."""
+    signature = inspect.signature(base.forward)
+    labels_at = next((i for i, name in enumerate(signature.parameters) if name == "labels"), 0) - 1
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = self.__dict__.get("_onchip")
+        by_token = kwargs.pop("onchip_labels", None)  # of `token_losses`
+        labels = kwargs.get("labels")
+        if labels is None and 0 <= labels_at < len(args):
+            labels = args[labels_at]
+        labelled = labels is not None or kwargs.get("shift_labels") is not None or by_token is not None
+        head = _head_of_call(self, by_token is None) if labelled and made is not None else None
+        if head is None:
+            outputs = base.forward(self, *args, **kwargs)
+            return outputs if by_token is None else _with_token_losses(outputs, by_token)
+        call = Call(self, made.options, made.skip_logits, made.report)
+        if by_token is not None:
+            call.options, call.skip_logits = made.options | {"label_smoothing": 0.0, "z_loss": 0.0}, True
+        if not torch.compiler.is_compiling():
+            call.thread = threading.get_ident()
+        head._onchip_call = call
+        try:
+            outputs = base.forward(self, *args, **kwargs)
+            return call.settled(outputs if by_token is None else _with_token_losses(outputs, by_token))
+        finally:
+            head._onchip_call = None
+            call.open = False
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        made = self.__dict__.get("_onchip")
+        if name == "forward" and made is not None and (other := _other(value)) is not None:
+            made.taken_over = f"the forward of {type(self).__name__} was replaced: {other}"
+            _tell(made.report, made.taken_over)
+        base.__setattr__(self, name, value)
+
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(forward, name, getattr(base.forward, name, None))
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    members = {"forward": forward, "__setattr__": __setattr__}
+    return derived(base, base.__name__, members, patched_model_class)
 
 
-# -------------------------------------------------------------------------------------------------- patched forwards
+@cache
+def patched_head_class(base: Any) -> type:
+    """`base`, which defers its logits during a call of the model; its forward is its own, and so are its hooks."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self.__dict__.get("_onchip_call")
+        fits = call is not None and call.is_here() and len(args) == 1 and not kwargs
+        if not fits or not isinstance(args[0], Tensor) or args[0].dtype not in DTYPES:
+            return base.__call__(self, *args, **kwargs)
+        return _deferred(call, self, args[0])
+
+    return derived(base, f"Patched{base.__name__}", {"__call__": __call__}, patched_head_class)
 
 
-def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's forward; its head defers the logits for as long as it lasts."""
-    made: _Patch = self.__dict__["_onchip"]
-    labels = kwargs.get("labels")
-    if labels is None and made.labels_at is not None and made.labels_at < len(args):
-        labels = args[made.labels_at]
-    labelled = labels is not None or kwargs.get("shift_labels") is not None
-    if not labelled and not (self.training and torch.is_grad_enabled() and not _sharded(self)):
-        return made.forward(*args, **kwargs)
-    _patch_head(self)
-    made.armed = True
-    try:
-        return made.forward(*args, **kwargs)
-    finally:
-        made.armed = False
+def _with_token_losses(outputs: Any, labels: Tensor) -> Any:
+    """The outputs, with the loss of each token for a loss."""
+    logits = outputs["logits"]
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"token_losses: labels are {list(labels.shape)}, and the model's logits are {list(logits.shape)}; labels "
+            "must have one for each position of the logits"
+        )
+    target = F.pad(labels[..., 1:], (0, 1), value=-100).flatten().long().to(logits.device)
+    losses = F.cross_entropy(logits.flatten(0, -2).float(), target, reduction="none")
+    outputs["loss"] = losses.view(labels.shape)
+    return outputs
 
 
-def _look_for_liger(model: Any, args: Any) -> None:
-    """Before a call: has Liger put its own forward in the place of ours, as Trainer's use_liger_kernel does?"""
-    report = model.__dict__["_onchip"].report
-    if report.fused and _of_liger(model.forward):
-        report.fused, report.reason = False, _patched_by_liger(type(model).__name__)
-        warn(report.reason)
-
-
-def _patch_head(model: Any) -> None:
-    """Of whatever head there is now: PEFT or FSDP may have put another one in its place."""
-    head, report = _called(model.get_output_embeddings()), model.__dict__["_onchip"].report
-    if "_onchip_head" in head.__dict__ and not _grouped(head):
-        return
-    if report.fused and (refusal := _head_refusal(head)) is not None:
-        report.fused, report.reason = False, f"the head of {type(model).__name__} now {refusal}"
-        warn(report.reason)
-    if not report.fused:
-        for module in (head, _linear(head)):
-            _restore(module)
-        return
-    _restore(_linear(head))
-    head.__dict__["_onchip_head"] = Head(model.__dict__["_onchip"], model)
-    head.__dict__["forward"] = MethodType(_head_forward, head)
-
-
-def _restore(module: Any) -> None:
-    """Give a patched head its own forward back."""
-    if module.__dict__.pop("_onchip_head", None) is not None:
-        del module.__dict__["forward"]
-
-
-def _called(head: Any) -> Any:
-    """The module whose forward FSDP calls once the weight is there."""
-    while hasattr(head, "_fsdp_wrapped_module"):
-        head = head._fsdp_wrapped_module
-    return head
-
-
-@dataclass
-class Head:
-    """What a patched head knows."""
-
-    patch: _Patch
-    model: Any
-
-    def __call__(self, deferred: Deferred, **asked: Any) -> Any:
-        """Through the module, so that FSDP gathers the weight."""
-        head = self.model.get_output_embeddings()
-        if not self.patch.armed:
-            self._check_later(deferred, _called(head))
-        kind = deferred.hidden.device.type
-        # Where FSDP2 keeps a group's weights after forward, as accelerate has it, they are there.
-        kept = _groups(_called(head)) and not _grouped(_called(head)) and isinstance(_linear(head).weight, nn.Parameter)
-        with torch.autocast(kind, deferred.autocast, enabled=deferred.autocast is not None):
-            return (head.forward if kept else head)(deferred.hidden, **asked)
-
-    def _check_later(self, deferred: Deferred, head: Any) -> None:
-        """Raise where what was deferred can't be computed after the model's forward."""
-        if deferred.with_gradients and _sharded(self.model):
-            raise RuntimeError(
-                "onchip.integrations.transformers: a model that FSDP or ZeRO-3 shards must compute losses of its "
-                "logits in its own forward, where the weights are: pass it the labels, and for the logits call the "
-                "model under torch.no_grad"
-            )
-        if deferred.versions not in (None, _versions(head)):
-            raise RuntimeError(
-                "onchip.integrations.transformers: the head's weight was changed since these logits were deferred; "
-                "read outputs.logits before optimizer.step()"
-            )
-
-
-def _head_forward(self: Any, hidden: Tensor, *args: Any, onchip: str = "", **kwargs: Any) -> Any:
-    """The head's forward, which defers; or what is made of the deferred logits later, here, where the weight is."""
-    head: Head = self.__dict__["_onchip_head"]
-    if onchip == "loss":
-        return _loss(self, hidden, **kwargs)
-    if onchip == "logits" or not head.patch.armed or hidden.dtype not in DTYPES or args or kwargs:
-        return type(self).forward(self, hidden, *args, **kwargs)
-    shape = (*hidden.shape[:-1], _linear(self).out_features)
+def _deferred(call: Call, inner: Any, hidden: Tensor) -> Tensor:
+    """What stands for the logits of hidden states."""
     kind = hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    versions = None if torch.compiler.is_compiling() else _versions(self)
-    made = Deferred(head, hidden, shape[-1], autocast, versions, torch.is_grad_enabled())
+    rows, of_head, plain = product(call.model.get_output_embeddings(), hidden)
+    shape = (*hidden.shape[:-1], linear_of(inner).out_features)
+    guarded = plain and not torch.compiler.is_compiling()
+    made = Deferred(call, rows, of_head, shape[-1], autocast, torch.is_grad_enabled(), guarded)
     return DeferredLogits.of(made, shape, autocast or hidden.dtype)
 
 
-def _versions(head: Any) -> list[int]:
-    """What tells a parameter that was changed in place, as an optimizer does."""
-    return [p._version for p in head.parameters()]
+def _head_of_call(model: Any, with_options: bool) -> Any:
+    """The module that may defer the logits of a call, whose loss is to have patch's options or not; or None.
+
+    It is looked up for each call: PEFT, FSDP, accelerate or the user may have put another one in its place.
+    """
+    made: _Patch = model.__dict__["_onchip"]
+    refusal = made.taken_over or _refusal(model)
+    head = None if refusal else called(model.get_output_embeddings())
+    if head is not None and not is_derived(head):
+        if torch.compiler.is_compiling():
+            refusal = "its head was replaced; call patch again, before torch.compile's first call"
+        else:
+            _take_class(head)
+    if refusal:
+        _tell(made.report, refusal)
+        if with_options:
+            require_no_options(model, made.options, refusal)
+        return None
+    if not made.report.fused:
+        made.report.fused, made.report.reason = True, made.what
+    return None if head.__dict__.get("_onchip_call") is not None else head  # of a call around this one, or a thread's
 
 
-def _loss(head: Any, hidden: Tensor, target: Tensor, vocab: int, **options: Any) -> Tensor:
-    """Of rows of hidden states; `vocab`: the logits before it alone."""
-    hidden, weight, bias = _operands(head, hidden)
-    if vocab < len(weight):
-        weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
-    loss: Tensor = linear_cross_entropy(hidden, weight, target, bias, **options)
-    return loss
+def _take_class(head: nn.Module) -> None:
+    head.__dict__["_onchip_call"] = None
+    kind: Any = type(head)
+    head.__class__ = patched_head_class(kind)
 
 
-def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Whose product the logits are: of a linear layer, or of PEFT's around one."""
-    if isinstance(head, nn.Linear):
-        return hidden, head.weight, head.bias
-    if type(head).__name__ == "TrainableTokensWrapper":
-        return hidden, head.weight, head.original_module.bias  # with the trained rows in place of the others
-    if type(head).__name__ == "ModulesToSaveWrapper":
-        return _operands(active_module(head), hidden)
-    return lora_operands("patch", head, hidden)
+def _tell(report: Report, reason: str) -> None:
+    """That losses aren't fused, and why; once."""
+    if report.fused or report.reason != reason:
+        report.fused, report.reason = False, reason
+        if not torch.compiler.is_compiling():
+            warn(f"not fused any more: {reason}")
