@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from integrations.tiny import batch, llama
 from onchip.integrations import verl, versions
 from onchip.integrations.megatron import output_processor
 
@@ -343,22 +344,56 @@ def test_axolotl_refuses(fakes, monkeypatch):
     plugin.post_model_build(config, None)
 
 
+class BaseTrainer:
+    """As LLaMA-Factory's."""
+
+    def compute_log_probs(self, model, batch):
+        outputs = model(**{name: x.to(self.device) for name, x in batch.items()})
+        logits, labels = outputs.logits.float()[:, :-1].flatten(0, 1), batch["labels"][:, 1:]
+        return -F.cross_entropy(logits, labels.flatten(), reduction="none").view(len(labels), -1)
+
+
+class KernelPlugin:
+    def __init__(self, name):
+        assert name == "onchip"
+
+    def register(self):
+        return lambda function: function
+
+
+def factory(trainer):
+    return {
+        "llamafactory__v1__plugins__model_plugins__kernels__interface": {"KernelPlugin": KernelPlugin},
+        "llamafactory__v1__core__base_trainer": {"BaseTrainer": trainer},
+    }
+
+
 def test_llamafactory_refuses(fakes, monkeypatch):
-    class KernelPlugin:
-        def __init__(self, name):
-            assert name == "onchip"
-
-        def register(self):
-            return lambda function: function
-
-    integration = fakes(
-        "llamafactory", llamafactory__v1__plugins__model_plugins__kernels__interface={"KernelPlugin": KernelPlugin}
-    )
+    integration = fakes("llamafactory", **factory(BaseTrainer))
     apply_onchip = integration.apply_onchip
     assert apply_onchip("model", None) == apply_onchip("model", False) == "model"
     refused(ValueError, "include_kernels is 'liger'.*set it to auto", apply_onchip, nn.Linear(2, 2), "liger")
     monkeypatch.setattr(integration, "patch", lambda model: SimpleNamespace(fused=False, reason="why"))
     refused(RuntimeError, "can't be patched: why; leave out kernel_config", apply_onchip, None, True)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_llamafactory_computes_log_probs_without_logits(fakes, wrap):
+    model, given = llama(), batch()
+    trainer = SimpleNamespace(device="cpu")
+    made = []
+    for patched in (False, True):
+        if patched:
+            apply_onchip = fakes("llamafactory", **factory(BaseTrainer)).apply_onchip
+            assert apply_onchip(model, "auto") is model
+        model.zero_grad()
+        log_probs = BaseTrainer.compute_log_probs(trainer, wrap(model), given)
+        (log_probs * torch.linspace(0, 1, 11)).sum().backward()
+        made.append((log_probs.detach(), model.lm_head.weight.grad.clone()))
+    for x, y in zip(*made, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
+    assert model.__dict__["_onchip"].report.losses == 1
+    torch.testing.assert_close(BaseTrainer.compute_log_probs(trainer, llama(), given), made[0][0])
 
 
 # ---------------------------------------------------------------------------------------------------------------- verl

@@ -1,5 +1,8 @@
 """LLaMA-Factory 0.9.5 (its v1 trainers): the kernel plugin "onchip", which patches the model.
 
+Its trainers compute log-probabilities of the model's logits, in `BaseTrainer.compute_log_probs`; of a patched model
+these are `token_losses`.
+
 Importing this module registers it.  In a YAML config::
 
     kernel_config:
@@ -8,13 +11,15 @@ Importing this module registers it.  In a YAML config::
 """
 
 # ruff: noqa: E402
+import weakref
 from typing import Any
 
-from onchip.integrations.transformers import patch
+from onchip.integrations.transformers import patch, token_losses
 from onchip.integrations.versions import require
 
 require("llamafactory", "llamafactory", "0.9.5")
 
+from llamafactory.v1.core.base_trainer import BaseTrainer
 from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin
 
 NAME = "onchip.integrations.llamafactory"
@@ -22,7 +27,7 @@ NAME = "onchip.integrations.llamafactory"
 
 @KernelPlugin("onchip").register()
 def apply_onchip(model: Any, include_kernels: Any = None) -> Any:
-    """The model, patched by `onchip.integrations.transformers.patch`: its losses don't store the logits.
+    """The model, patched by `onchip.integrations.transformers.patch`: the trainers don't store its logits.
 
     Args:
         model: of transformers, or PEFT's around one.
@@ -44,4 +49,40 @@ def apply_onchip(model: Any, include_kernels: Any = None) -> Any:
     report = patch(model)
     if not report.fused:
         raise RuntimeError(f"{NAME}: the model can't be patched: {report.reason}; leave out kernel_config")
+    _patched.add(model)
     return model
+
+
+class _Called(Exception):
+    """Raised where LLaMA-Factory's own function calls the model: with what."""
+
+
+class _Model:
+    """The model for LLaMA-Factory's own function, which looks at it, and prepares its inputs."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        raise _Called(inputs)
+
+
+def _compute_log_probs(self: Any, model: Any, batch: Any) -> Any:
+    """Of each next token [B, S - 1], as LLaMA-Factory's own."""
+    if not any(module in _patched for module in model.modules()):
+        return _theirs(self, model, batch)
+    try:
+        _theirs(self, _Model(model), batch)
+    except _Called as call:
+        inputs = dict(call.args[0])
+    labels = batch["labels"].to(self.device, non_blocking=True)
+    inputs.pop("labels", None)
+    return -token_losses(model, labels, **inputs)[:, :-1]
+
+
+_patched: Any = weakref.WeakSet()  # models
+_theirs = BaseTrainer.compute_log_probs
+BaseTrainer.compute_log_probs = _compute_log_probs
