@@ -253,7 +253,11 @@ def _refusal(model: Any) -> str | None:
 
 def _other(forward: Any) -> str | None:
     """Who computes the loss in a forward that isn't transformers', and what to do."""
-    return next((OTHERS[x] for y in origins(forward) if (x := y.partition(".")[0]) in OTHERS), None)
+    for name in origins(forward):
+        package = name.partition(".")[0]
+        if package in OTHERS:
+            return OTHERS[package]
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- patched classes
