@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from onchip.vocab.triton.planner import RATES, Rates
+from onchip.vocab.triton.costs import RATES, Rates
 
 # TFLOP/s of cuBLAS's blockwise FP8 products (output and input's gradient, weight's gradient), and TB/s that the
 # quantiser reads and writes: results/2026-11-22-h100-fp8_linear.json.

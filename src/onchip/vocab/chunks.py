@@ -38,8 +38,9 @@ class Planner(Generic[Plan]):
 
     parts: Callable[[Any, Plan], dict[str, int]]
     """Peak memory above inputs, results and returned gradients, in bytes, part by part."""
-    candidates: Callable[[Any, str, int], Iterable[Plan]]
-    """The plans of a strategy to choose among in a budget; they need not fit.  Of equal ones the first is taken."""
+    candidates: Callable[[Any, str, int], Iterable[Plan]] | None
+    """The plans of a strategy to choose among in a budget: few, since each is compared.  They need not fit.  Of equal
+    ones the first is taken."""
     cost: Callable[[Any, Plan], float]
     """Predicted time, in any unit."""
     least: Callable[[Any, str], int]
@@ -51,8 +52,8 @@ class Planner(Generic[Plan]):
     advice: str = "raise scratch_bytes"
     slack: float = 1.0
     """Plans that cost up to so many times the least pass for equally fast: no model is better than that."""
-    many_launches: Callable[[Any, Plan], bool] = lambda p, c: False
-    """Whether a plan keeps the host busy: of equally fast ones it is taken last."""
+    search: Callable[[Any, str, int], Plan | None] | None = None
+    """In place of `candidates`, where these would be many: the best plan of a strategy that fits, None: none does."""
 
     def scratch_bytes(self, p: Any, c: Plan) -> int:
         """Peak memory above inputs, results and returned gradients, in bytes."""
@@ -68,20 +69,27 @@ class Planner(Generic[Plan]):
 
     @lru_cache(maxsize=1024)  # noqa: B019 - planners live as long as their modules
     def plan(self, p: Any, strategy: str = "auto", budget: int | None = None) -> Plan:
-        """The plan of the least cost whose scratch fits the budget; of equally fast ones the smallest of few launches.
+        """The plan of the least cost whose scratch fits the budget; of equally fast ones the smallest.
 
         Raises:
             ValueError: nothing fits; the message names the smallest budget that does.
         """
         if budget is None:
             budget = self.default(p, strategy)
+        found = (self.search or self.compare)(p, strategy, budget)
+        if found is None:
+            self.require(p, strategy, budget)
+        assert found is not None, f"what {p} needs at least fits, but no plan"
+        return found
+
+    def compare(self, p: Any, strategy: str, budget: int) -> Plan | None:
+        """The best of the candidates that fit."""
+        assert self.candidates is not None
         sized = [(self.scratch_bytes(p, c), c) for c in self.candidates(p, strategy, budget)]
         fitting = [(size, self.cost(p, c), c) for size, c in sized if size <= budget]
-        if not fitting:
-            self.require(p, strategy, budget)
-        fastest = min(cost for _, cost, _ in fitting)
+        fastest = min((cost for _, cost, _ in fitting), default=0.0)
         equal = [x for x in fitting if x[1] <= self.slack * fastest]
-        return min(equal, key=lambda x: (self.many_launches(p, x[2]), *x[:2]))[2]
+        return min(equal, key=lambda x: x[:2])[2] if equal else None
 
 
 def default_scratch(logits_bytes: int, useful: int = 0) -> int:
@@ -99,6 +107,21 @@ def largest(fits: Callable[[int], bool], smallest: int, total: int, unit: int = 
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    return max(smallest, low * unit)
+
+
+def largest_within(size: Callable[[int], int], room: int, smallest: int, total: int, unit: int = 64) -> int:
+    """As `largest`, of what takes no more than `room`.  The more linear a size is, the sooner it is found."""
+    if total <= smallest or (above := size(total)) <= room:
+        return max(smallest, total)
+    if (below := size(smallest)) > room:  # of few there may be more sums
+        return largest(lambda n: size(n) <= room, smallest, total, unit)
+    low, high, guesses = smallest // unit, -(-total // unit), 0  # in units: `high` is too large
+    while high - low > 1:
+        guess, guesses = low + (room - below) * (high - low) // (above - below), guesses + 1
+        guess = (low + high) // 2 if guesses % 4 == 0 else min(max(guess, low + 1), high - 1)
+        taken = size(guess * unit)
+        low, below, high, above = (guess, taken, high, above) if taken <= room else (low, below, guess, taken)
     return max(smallest, low * unit)
 
 

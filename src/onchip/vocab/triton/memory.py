@@ -15,7 +15,8 @@ gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, w
 float32 would take beyond that is left for larger chunks: of scratch, or of a float32 gradient's own memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.vocab.chunks import in_chunks
@@ -102,59 +103,181 @@ def id_bytes(p: Problem) -> int:
     return (48 + (80 if p.smoothing else 72) * p.ids) * p.tokens if p.ids else 0
 
 
+class Sizes:
+    """What the memory of a problem's plans is made of, but for its tokens: bytes, where nothing else is said."""
+
+    def __init__(self, p: Problem) -> None:
+        self.problem = p
+        element, tiles = DTYPE_BYTES[p.dtype], -(-p.vocab // VOCAB_TILE)
+        self.hidden, self.element, self.columns = p.hidden, element, tiles * VOCAB_TILE
+        self.row, self.weight_row = element * p.hidden, DTYPE_BYTES[p.weight_dtype] * p.hidden
+        self.exponentials = element * self.columns  # of a token
+        self.softmax = _softmax_bytes(p)  # of a token
+        self.cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
+        # Tokens whose exponentials are held: in the gradient's memory, beside a sum in that, and where digits will be.
+        self.capacity, self.room = capacity(p), _room_in_gradient(p)
+        self.tile_digits = VOCAB_TILE * p.hidden // (1 if digit_bits(p.dtype) == 8 else 2)
+        self.in_digits_most = self.tile_digits // EXPONENTIALS_ROW
+        self.sum_in_scratch = sum_in_scratch(p)
+        self.weight_digits = weight_digits(p)
+        self.padded = self.columns - p.vocab  # rows
+        self.grad_hidden, self.sharded = p.grad_hidden, p.sharded
+        self.bias = 4 * p.vocab if p.grad_bias else 0
+
+    def of_tokens(self, tokens: int, *, sorted_by_target: bool) -> int:
+        """Of the vectors."""
+        p = self.problem
+        vectors = (160 if sorted_by_target else 96) * tokens + MIB // 64
+        if p.labels:
+            vectors += (96 + 32 * int(p.stats)) * tokens + 4 * p.vocab  # a bias in float32
+        if p.class_weight:
+            vectors += 8 * (tokens + p.vocab)
+        return vectors
+
+    def of_softmax(self, tokens: int) -> int:
+        """Of what the softmax of so many tokens leaves for each tile."""
+        return self.softmax * up(tokens, 4)
+
+    def alone(self, tokens: int) -> int:
+        """Of a chunk of tokens without gradients."""
+        return self.row * tokens + self.of_softmax(tokens)
+
+    # ------------------------------------------------------------------------------- gradients in forward
+
+    def beyond(self, weight_chunk: int) -> int:
+        """Of the weight gradient's memory beyond its end, where that holds exponentials."""
+        return self.weight_row * (self.padded + weight_chunk)
+
+    def in_gradient(self, tokens: int, *, longer: bool) -> int:
+        """Tokens of a chunk whose exponentials are in the memory of the weight's gradient."""
+        return min(-(-tokens // TOKEN_TILE) * TOKEN_TILE, self.capacity if longer else self.room)
+
+    def in_digits(self, tokens: int) -> int:
+        """Tokens of a longer first chunk whose exponentials are where the digits of the weight's sum will be."""
+        rest = -(-tokens // TOKEN_TILE) * TOKEN_TILE - self.capacity
+        return max(0, min(rest, self.in_digits_most)) // TOKEN_TILE * TOKEN_TILE
+
+    def digits_beyond(self, first: int, weight_chunk: int) -> int:
+        """As `beyond`, of the memory of those digits."""
+        if self.in_digits(first) == 0:
+            return 0
+        return self.tile_digits * ((self.columns + weight_chunk) // VOCAB_TILE) - self.weight_digits
+
+    def work(self, tokens: int, size: int, lent: int, *, longer: bool) -> int:
+        """Of what the softmax of a chunk leaves for each tile, and later, in the same memory, of the sums of hidden's
+        gradient in float32.  `size`: tokens of all chunks but a longer first one; the last has as many.
+        """
+        if not self.problem.grad_hidden:
+            sums = 0
+        elif longer:  # of some positions at a time
+            sums = max(lent, 4 * up(min(tokens, SMALLEST_STEP), TOKEN_TILE) * self.hidden)
+        else:
+            sums = 4 * size * self.hidden * chunk_hidden(size, self.hidden)[1]
+        return max(self.of_softmax(tokens), sums)
+
+    def chunk(self, tokens: int, size: int, lent: int, *, longer: bool) -> tuple[int, int, int]:
+        """Of one chunk of tokens where forward computes its gradients: rows, exponentials, and `work` unless that much
+        is `lent` of the weight gradient's memory.
+        """
+        rows = -(-tokens // TOKEN_TILE) * TOKEN_TILE - self.in_gradient(tokens, longer=longer)
+        if longer:
+            rows -= self.in_digits(tokens)
+        work = self.work(tokens, size, lent, longer=longer)
+        return self.row * tokens, self.exponentials * rows, work if work > lent else 0
+
+    def even_chunk(self, tokens: int, size: int) -> int:
+        """Of the largest of chunks of so many tokens, of which none is longer."""
+        size = min(size, tokens)
+        return sum(self.chunk(size, size, 0, longer=False))
+
+    # ------------------------------------------------------------------------------- exponentials that are kept
+
+    def kept(
+        self,
+        tokens: int,
+        in_gradient: int,
+        in_scratch: int,
+        vocab_chunk: int,
+        weight_chunk: int,
+        *,
+        halves: bool,
+    ) -> tuple[int, int, int, int, int, int]:
+        """Of a plan that keeps exponentials, beside what every plan takes: `KEPT_PARTS`."""
+        rows, kept = -(-tokens // TOKEN_TILE) * TOKEN_TILE, in_gradient + in_scratch
+        left = max(0, rows - kept)
+        again, hidden_sums = self.element * left * vocab_chunk, 0
+        if self.grad_hidden:
+            # Ranks add up their sums in order of tokens, beside those in order of positions.
+            summed = (min(rows, kept) + 2 * left if halves else tokens) + tokens * self.sharded
+            hidden_sums = 4 * summed * self.hidden
+        # The softmax of each tile is gone before the gradients are begun.
+        later = again + hidden_sums + self.bias
+        return (
+            0 if self.grad_hidden else self.row * tokens,
+            self.weight_row * (self.padded + weight_chunk) if in_gradient else 0,
+            self.exponentials * in_scratch,
+            again,
+            hidden_sums,
+            max(0, self.of_softmax(tokens) - later),
+        )
+
+
+KEPT_PARTS = (
+    "hidden rows",
+    "one more chunk of the weight's gradient",
+    "exponentials in scratch",
+    "logits' gradient, recomputed",
+    "hidden gradient in float32",
+    "softmax of each tile",
+)
+CHUNK_PARTS = (
+    "hidden rows",
+    "exponentials in scratch",
+    "softmax of each tile, then hidden's gradient in float32",
+)
+
+
+@lru_cache(maxsize=1024)
+def sizes_of(p: Problem) -> Sizes:
+    return _sizes(replace(p, tokens=0, copied=0))
+
+
+@lru_cache(maxsize=1024)
+def _sizes(p: Problem) -> Sizes:
+    return Sizes(p)
+
+
 def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
-    element = DTYPE_BYTES[p.dtype]
-    tiles = -(-p.vocab // VOCAB_TILE)
-    cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
-    softmax = softmax_bytes(p, c.token_chunk)
+    s = sizes_of(p)
     # With exponentials kept, targets are sorted.
-    vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
-    if p.labels:
-        vectors += (96 + 32 * int(p.stats)) * p.tokens + 4 * p.vocab  # a bias in float32
-    if p.class_weight:
-        vectors += 8 * (p.tokens + p.vocab)
-    parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
-    ids = {"ids": id_bytes(p)} if p.ids else {}
+    vectors = s.of_tokens(p.tokens, sorted_by_target=c.kept > 0 or c.in_forward)
+    parts = {"weight in the products' dtype": s.cast, "copies of strided inputs": p.copied, "vectors": vectors}
     if not p.any_grad:
-        return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax} | ids
-    if c.in_forward:
+        parts |= {"hidden rows": s.row * c.token_chunk, "softmax of each tile": s.of_softmax(c.token_chunk)}
+    elif c.in_forward:
         by_chunk = [_chunk_parts(p, c, size, first=i == 0) for i, size in enumerate(c.token_chunks(p.tokens)[:2])]
-        largest_chunk = max(by_chunk, key=lambda x: sum(x.values()))
-        return parts | {
+        parts |= {
             "one more chunk of the weight's gradient": bytes_beyond(p, c),
             "more digits of hidden's gradient": hidden_digits(p),
-            "the weight's sum" if p.weight_grad_out else "more digits of the weight's gradient": sum_in_scratch(p),
+            "the weight's sum" if p.weight_grad_out else "more digits of the weight's gradient": s.sum_in_scratch,
             "one more chunk of these digits": digits_beyond(p, c),
-            **largest_chunk,
-            **ids,
+            **dict(zip(CHUNK_PARTS, max(by_chunk, key=sum), strict=True)),
         }
-    rows = up(p.tokens, TOKEN_TILE)
-    again = element * max(0, rows - c.kept) * c.vocab_chunk
-    summed = min(rows, c.kept) + 2 * max(0, rows - c.kept) if c.halves else p.tokens
-    # Ranks add up their sums in order of tokens, beside those in order of positions.
-    hidden_sums = 4 * (summed + p.tokens * p.sharded) * p.hidden if p.grad_hidden else 0
-    # The softmax of each tile is gone before the gradients are begun.
-    later = again + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
-    return parts | {
-        "hidden rows": 0 if p.grad_hidden else element * p.tokens * p.hidden,
-        "one more chunk of the weight's gradient": bytes_beyond(p, c),
-        "exponentials in scratch": element * VOCAB_TILE * tiles * c.kept_in_scratch,
-        "logits' gradient, recomputed": again,
-        "hidden gradient in float32": hidden_sums,
-        "softmax of each tile": max(0, softmax - later),
-        **ids,
-    }
+    else:
+        sizes = c.kept_in_gradient, c.kept_in_scratch, c.vocab_chunk, c.weight_chunk
+        parts |= zip(KEPT_PARTS, s.kept(p.tokens, *sizes, halves=c.halves), strict=True)
+    return parts | ({"ids": id_bytes(p)} if p.ids else {})
 
 
-def softmax_bytes(p: Problem, tokens: int) -> int:
-    """Of what the softmax of so many tokens leaves for each tile."""
+def _softmax_bytes(p: Problem) -> int:
+    """Of what the softmax of a token leaves for all tiles."""
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     # three sums for labels, and four numbers more of these
     of_labels = (3 + 4 * int(p.stats)) * int(p.labels != "")
     numbers = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats + of_labels
     of_tile = 2 if numbers == 2 and takes_turns(p.hidden) else 1
-    return 4 * of_tile * -(-p.vocab // VOCAB_TILE) * up(tokens, 4) * numbers
+    return 4 * of_tile * -(-p.vocab // VOCAB_TILE) * numbers
 
 
 def rows_beyond(p: Problem, c: TritonPlan) -> int:
@@ -165,27 +288,22 @@ def rows_beyond(p: Problem, c: TritonPlan) -> int:
 
 
 def bytes_beyond(p: Problem, c: TritonPlan) -> int:
-    return DTYPE_BYTES[p.weight_dtype] * rows_beyond(p, c) * p.hidden
+    return sizes_of(p).beyond(c.weight_chunk) if c.kept_in_gradient or c.first_chunk else 0
 
 
 def in_gradient(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
     """Tokens of a chunk whose exponentials are in the memory of the weight's gradient."""
-    return min(up(tokens, TOKEN_TILE), capacity(p) if first and c.first_chunk else room_in_gradient(p))
+    return sizes_of(p).in_gradient(tokens, longer=first and c.first_chunk > 0)
 
 
 def in_digits(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
     """Tokens of a chunk whose exponentials are where the digits of the weight's sum will be: of a longer first one."""
-    if not (first and c.first_chunk):
-        return 0
-    rest = up(tokens, TOKEN_TILE) - in_gradient(p, c, tokens, first=True)
-    return min(rest, _tile_digits(p) // EXPONENTIALS_ROW) // TOKEN_TILE * TOKEN_TILE
+    return sizes_of(p).in_digits(tokens) if first and c.first_chunk else 0
 
 
 def digits_beyond(p: Problem, c: TritonPlan) -> int:
     """As `bytes_beyond`, of the memory of those digits."""
-    if in_digits(p, c, c.first_chunk, first=True) == 0:
-        return 0
-    return _tile_digits(p) * ((up(p.vocab, VOCAB_TILE) + c.weight_chunk) // VOCAB_TILE) - weight_digits(p)
+    return sizes_of(p).digits_beyond(c.first_chunk, c.weight_chunk) if c.first_chunk else 0
 
 
 def lent(p: Problem, c: TritonPlan, *, first: bool) -> int:
@@ -198,42 +316,21 @@ def lent(p: Problem, c: TritonPlan, *, first: bool) -> int:
 
 
 def work_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Of what the softmax of a chunk leaves for each tile, and later, in the same memory, of the sums of hidden's
-    gradient in float32.
-    """
-    if not p.grad_hidden:
-        sums = 0
-    elif first and c.first_chunk:  # of some positions at a time
-        sums = max(lent(p, c, first=True), 4 * up(min(tokens, SMALLEST_STEP), TOKEN_TILE) * p.hidden)
-    else:  # the last chunk has as many as the others
-        size = min(c.token_chunk, p.tokens)
-        sums = 4 * size * p.hidden * chunk_hidden(size, p.hidden)[1]
-    return max(softmax_bytes(p, tokens), sums)
-
-
-def sums_room(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Positions that a chunk has sums for."""
-    return work_bytes(p, c, tokens, first=first) // (4 * p.hidden)
+    """`Sizes.work` of a chunk."""
+    longer, size = first and c.first_chunk > 0, min(c.token_chunk, p.tokens)
+    return sizes_of(p).work(tokens, size, lent(p, c, first=first), longer=longer)
 
 
 def hidden_step(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
     """Positions of a chunk whose hidden gradient is made at a time."""
     if not (first and c.first_chunk):
         return tokens
-    return even_step(tokens, p.hidden, sums_room(p, c, tokens, first=True))
+    return even_step(tokens, p.hidden, work_bytes(p, c, tokens, first=True) // (4 * p.hidden))
 
 
-def _chunk_parts(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> dict[str, int]:
-    """Bytes of one chunk of tokens where forward computes its gradients."""
-    element, rows = DTYPE_BYTES[p.dtype], up(tokens, TOKEN_TILE)
-    rows -= in_gradient(p, c, tokens, first=first) + in_digits(p, c, tokens, first=first)
-    work = work_bytes(p, c, tokens, first=first)
-    own = work if work > lent(p, c, first=first) else 0
-    return {
-        "hidden rows": element * tokens * p.hidden,
-        "exponentials in scratch": element * rows * up(p.vocab, VOCAB_TILE),
-        "softmax of each tile, then hidden's gradient in float32": own,
-    }
+def _chunk_parts(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> tuple[int, int, int]:
+    longer, size = first and c.first_chunk > 0, min(c.token_chunk, p.tokens)
+    return sizes_of(p).chunk(tokens, size, lent(p, c, first=first), longer=longer)
 
 
 def hidden_digits(p: Problem) -> int:
@@ -243,13 +340,8 @@ def hidden_digits(p: Problem) -> int:
     return up(p.tokens * p.hidden, EXPONENTIALS_ROW) if p.grad_hidden and p.hidden_dtype != "float32" else 0
 
 
-def _tile_digits(p: Problem) -> int:
-    """Bytes of the digits of the weight's sum for one tile of the vocabulary."""
-    return VOCAB_TILE * p.hidden // (1 if digit_bits(p.dtype) == 8 else 2)
-
-
 def weight_digits(p: Problem) -> int:
-    """The same of the weight's sum; where they are 4 bits, two rows share bytes."""
+    """Bytes of the digits of the weight's sum; where they are 4 bits, two rows share bytes."""
     if not p.grad_weight:
         return 0
     return (p.vocab if digit_bits(p.dtype) == 8 else up(p.vocab, PAIRS) // 2) * p.hidden
@@ -276,7 +368,7 @@ def rounds_in_forward(p: Problem) -> bool:
     return p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype == "bfloat16"
 
 
-def room_in_gradient(p: Problem) -> int:
+def _room_in_gradient(p: Problem) -> int:
     """Tokens of a chunk whose exponentials find room beside the weight's sum, in the memory of a float32 gradient."""
     if not p.grad_weight or p.weight_grad_out or p.weight_dtype != "float32":
         return 0

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from onchip.core.sizes import up
-from onchip.vocab.chunks import in_chunks, waves
+from onchip.vocab.chunks import waves
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256
@@ -108,7 +108,13 @@ def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[boo
     `room`: positions that there are sums for; by default as many as it takes.  Two slices need no memory of their own:
     0 + a + b has the same bits in either order.
     """
-    rows = -(-tokens // TOKEN_TILE)
+    apart, slices = _hidden_way(-(-tokens // TOKEN_TILE), hidden)
+    return apart, slices if room is None else max(1, min(slices, room // tokens))
+
+
+@lru_cache(maxsize=1 << 14)
+def _hidden_way(rows: int, hidden: int) -> tuple[bool, int]:
+    """`chunk_hidden` where there is room enough, for so many rows of tiles."""
     whole = max(1, PROGRAMS // hidden_units(rows, hidden, False))
     most = max(4, PROGRAMS // hidden_units(rows, hidden, True))
     cut = hidden_cut(hidden_units(rows, hidden, True), most, PROGRAMS)
@@ -118,34 +124,50 @@ def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[boo
         tritons, others = (hidden_evenness(rows, hidden, x, n) for x, n in ((False, max(2, whole)), (True, cut)))
         apart = 1.03 * others < tritons
     slices = cut if apart else whole
-    slices = slices if slices > 2 else 1
-    return apart, slices if room is None else max(1, min(slices, room // tokens))
+    return apart, slices if slices > 2 else 1
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 14)
+def hidden_time(rows: int, hidden: int, slices: int, programs: int = PROGRAMS) -> float:
+    """`hidden_evenness` of a chunk's hidden gradient in at most so many sums, with what the kernel adds."""
+    apart = _hidden_way(rows, hidden)[0]
+    slower = 1.02 if apart and not hidden_apart(hidden) else 1.0
+    return slower * hidden_evenness(rows, hidden, apart, max(2, slices), programs)
+
+
+@lru_cache(maxsize=1 << 14)
 def even_step(tokens: int, hidden: int, room: int) -> int:
     """Of a chunk of so many tokens, positions whose hidden gradient to make at a time, where there are sums for `room`:
     those of which all tiles are done soonest.
     """
 
-    def time(step: int) -> float:
+    def time(rows: int, tokens: int) -> float:
         """In rows of tiles; a launch is half of one."""
-        total = 0.0
-        for part in in_chunks(tokens, step):
-            rows = -(-part // TOKEN_TILE)
-            apart, slices = chunk_hidden(part, hidden, room)
-            total += 0.5 + rows * hidden_evenness(rows, hidden, apart, max(2, slices))
-        return total
+        apart, slices = chunk_hidden(tokens, hidden, room)
+        return 0.5 + rows * hidden_evenness(rows, hidden, apart, max(2, slices))
 
-    most = min(room // TOKEN_TILE * TOKEN_TILE, up(tokens, TOKEN_TILE))
-    return min(range(most, 0, -TOKEN_TILE), key=time)
+    rows = -(-tokens // TOKEN_TILE)
+    best, soonest = 0, float("inf")
+    for step in range(min(room // TOKEN_TILE, rows), 0, -1):
+        number, rest = divmod(tokens, step * TOKEN_TILE)
+        if soonest <= rows + 0.5 * (number + (rest > 0)):  # as long as this and all shorter ones take at least
+            break
+        taken = number * time(step, step * TOKEN_TILE) if number else 0.0
+        if rest:
+            taken += time(-(-rest // TOKEN_TILE), rest)
+        if taken < soonest:
+            best, soonest = step * TOKEN_TILE, taken
+    return best
 
 
 def evenness(tiles: int, programs: int = PROGRAMS, *, halves: bool = False) -> float:
     """Time of so many equal tiles, over that of the same work spread evenly."""
-    return waves(tiles, programs, halves=halves) * programs / max(1, tiles)
+    if not halves:
+        return -(-tiles // programs) * programs / max(1, tiles)
+    return waves(tiles, programs, halves=True) * programs / max(1, tiles)
 
 
+@lru_cache(maxsize=1 << 14)
 def hidden_evenness(rows: int, hidden: int, apart: bool, most: int, programs: int = PROGRAMS) -> float:
     """Time of hidden's gradient for so many rows of tiles, in up to `most` slices, over that of the same work spread
     evenly, without what tiles have beyond H.

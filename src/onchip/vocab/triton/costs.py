@@ -1,0 +1,229 @@
+"""What a plan will take: the cost model of the Triton backend.  No framework."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from onchip.core.sizes import up
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton.memory import TritonPlan, sizes_of, sum_bytes
+from onchip.vocab.triton.tiling import (
+    PROGRAMS,
+    TOKEN_TILE,
+    VOCAB_TILE,
+    chunk_hidden,
+    even_step,
+    evenness,
+    hidden_apart,
+    hidden_columns,
+    hidden_evenness,
+    hidden_time,
+)
+
+
+class Rates(NamedTuple):
+    """What the kernels were measured to take on one device; see `docs/internals/linear_cross_entropy.md`."""
+
+    product: float  # TFLOP/s of the products
+    softmax: float  # ps per logit: what the epilogue of the forward product adds
+    keep: float  # ps per logit: what storing its exponential adds
+    again: float  # ps per logit: what the epilogue that makes the gradient adds to the product
+    add: float  # ps per element of the hidden gradient that is added to, or scaled and rounded
+    accumulate: float  # ps per byte of the weight's sum that a product is added to: fitted to whole steps
+    launch: float  # us per kernel: filling and draining the device
+    programs: int  # multiprocessors
+
+
+RATES = {
+    "h100": Rates(
+        product=745, softmax=0.2, keep=0.35, again=0.6, add=2.0, accumulate=0.5, launch=15.0, programs=PROGRAMS
+    ),
+}
+
+
+class Costs:
+    """Milliseconds that plans of a problem take by these rates, whatever its tokens."""
+
+    def __init__(self, p: Problem, rates: Rates) -> None:
+        self.problem, self.rates, self.sizes = p, rates, sizes_of(p)
+        self.hidden, self.columns, self.tiles = p.hidden, up(p.vocab, VOCAB_TILE), -(-p.vocab // VOCAB_TILE)
+        self.product = 2e-9 * p.hidden * p.vocab / rates.product  # of a token, as the next
+        self.keep, self.again = (1e-9 * p.vocab * rate for rate in (rates.keep, rates.again))
+        self.apart = hidden_apart(p.hidden)
+        self.add = 1e-9 * rates.add * p.hidden
+        self.launch = 1e-3 * rates.launch
+        columns = hidden_columns(p.hidden)
+        self.blocks = -(-p.hidden // columns)
+        self.padding = self.blocks * columns / max(1, p.hidden)  # of the weight's product
+        # Units of the weight's product in a column of the vocabulary, of each pass.
+        self.units = self.blocks * columns / 256 / TOKEN_TILE
+        self.units_by_tokens = self.blocks / TOKEN_TILE
+        self.whole = evenness(round(self.columns * self.units_by_tokens), rates.programs)
+        self.accumulate = 1e-9 * rates.accumulate * sum_bytes(p) if p.grad_weight else 0.0
+        self.token = self.product + 1e-9 * p.vocab * rates.softmax
+        self.least_hidden = up(p.hidden, 128) / max(1, p.hidden)  # of what hidden's gradient takes, over its product
+
+    def alone(self, tokens: int, token_chunk: int) -> float:
+        """Without gradients."""
+        return tokens * self.token + self.launch * (4 + 3 * (-(-tokens // max(1, token_chunk)) - 1))
+
+    # ------------------------------------------------------------------------------- gradients in forward
+
+    def in_forward(self, tokens: int, size: int, first: int = 0, weight_chunk: int = 0) -> float:
+        """With gradients that forward makes, in chunks of so many tokens, of which the first may be longer."""
+        p, launch, programs = self.problem, self.launch, self.rates.programs
+        rest, last = divmod(tokens - min(first, tokens), size)
+        chunks = [(-(-size // TOKEN_TILE), rest), (-(-last // TOKEN_TILE), int(last > 0))]
+        longer = -(-min(first, tokens) // TOKEN_TILE)
+        number = rest + int(last > 0) + int(longer > 0)
+        rows = longer + sum(n * times for n, times in chunks)
+        time = tokens * (self.token + self.keep) + launch * (4 + number) + self.accumulate * max(0, number - 1)
+        each = tokens / max(1, rows)
+        if longer:
+            product = each * self.product * longer
+            time += product * (evenness(longer * self.tiles, programs) - 1)
+            if p.grad_hidden:
+                time += self._longer_hidden(tokens, size, longer, weight_chunk, each)
+            if p.grad_weight:
+                uneven, launches = nested_evenness(
+                    self.columns, weight_chunk, weight_chunk, self.units_by_tokens, programs
+                )
+                time += launch * launches + product * self.padding * uneven
+        for n, times in chunks:
+            if not times:
+                continue
+            product, taken = each * self.product * n, 0.0
+            taken = product * (evenness(n * self.tiles, programs) - 1)
+            if p.grad_hidden:
+                slices = self._slices(n, min(size, tokens))
+                taken += launch + product * hidden_time(n, self.hidden, slices, programs)
+                taken += each * n * self.add * (2 * slices - 1)  # each sum is zeroed, and read once more
+            if p.grad_weight:
+                taken += launch + product * self.padding * self.whole
+            time += times * taken
+        return time
+
+    def _slices(self, rows: int, size: int) -> int:
+        """Sums of hidden's gradient of a chunk of so many rows of tiles; `size`: tokens of the largest."""
+        slices = chunk_hidden(rows * TOKEN_TILE, self.hidden)[1]
+        if slices == 1 or rows * TOKEN_TILE == size:
+            return slices
+        room = self.sizes.work(rows * TOKEN_TILE, size, 0, longer=False) // (4 * self.hidden)
+        return max(1, min(slices, room // (rows * TOKEN_TILE)))
+
+    def _longer_hidden(self, tokens: int, size: int, rows: int, weight_chunk: int, each: float) -> float:
+        """Of the hidden gradient of a longer first chunk."""
+        lent = self.sizes.weight_row * weight_chunk
+        room = self.sizes.work(rows * TOKEN_TILE, size, lent, longer=True) // (4 * self.hidden)
+        step = even_step(rows * TOKEN_TILE, self.hidden, room) // TOKEN_TILE
+        number, last = divmod(rows, step)
+        time = 0.0
+        for n, times in (step, number), (last, int(last > 0)):
+            if times:
+                slices = chunk_hidden(n * TOKEN_TILE, self.hidden, room)[1]
+                uneven = hidden_time(n, self.hidden, slices, self.rates.programs)
+                time += times * (self.launch + each * n * (self.product * uneven + self.add * (2 * slices - 1)))
+        return time
+
+    # ------------------------------------------------------------------------------- exponentials that are kept
+
+    def kept(self, tokens: int, kept: int, vocab_chunk: int, weight_chunk: int, *, halves: bool) -> float:
+        """With gradients in backward, of `kept` tokens from exponentials, of the others from logits that are computed
+        again.
+        """
+        p, launch, programs, hidden = self.problem, self.launch, self.rates.programs, self.hidden
+        share, rows = min(1.0, kept / max(1, tokens)), -(-tokens // TOKEN_TILE)
+        held = min(rows, kept // TOKEN_TILE)
+        left, product = rows - held, tokens * self.product
+        again = (1 - share) * tokens
+        time = tokens * self.token + 8 * launch + share * tokens * self.keep
+        number = -(-self.columns // vocab_chunk)
+        if left:
+            uneven = cut_evenness(self.columns, vocab_chunk, left / VOCAB_TILE, programs)
+            time += again * (self.product * uneven + self.again) + launch * number
+        if p.grad_weight:
+            uneven, launches = nested_evenness(self.columns, vocab_chunk, weight_chunk, self.units, programs)
+            time += product * self.padding * uneven + launch * launches
+        if p.grad_hidden:
+            apart = self.apart
+            if held:
+                time += share * product * hidden_evenness(held, hidden, apart, 2, programs) + launch
+            if left:
+                uneven = hidden_evenness(left, hidden, apart, 2 if halves else 1, programs)
+                time += again * (self.product * uneven + number * self.add) + launch * number
+            time += tokens * self.add + launch
+        return time
+
+    def weight(self, tokens: int, chunk: int) -> float:
+        """Of the weight's gradient in backward."""
+        if not self.problem.grad_weight:
+            return 0.0
+        uneven, launches = nested_evenness(self.columns, chunk, chunk, self.units, self.rates.programs)
+        return tokens * self.product * self.padding * uneven + self.launch * launches
+
+    def kept_bound(self, tokens: int, kept: int) -> tuple[float, float]:
+        """Beside the weight's gradient no plan that keeps at most so many takes less, with one chunk of logits that are
+        computed again; and with each chunk more it takes so much more.
+        """
+        p, launch = self.problem, self.launch
+        share = min(1.0, kept / max(1, tokens))
+        again, more = (1 - share) * tokens, launch
+        time = tokens * self.token + 9 * launch + share * tokens * self.keep + again * (self.product + self.again)
+        if p.grad_hidden:
+            time += tokens * self.product * self.least_hidden + (tokens + again) * self.add + launch * (2 + (kept > 0))
+            more += launch + again * self.add
+        return time, more
+
+    def in_forward_bound(self, tokens: int) -> tuple[float, float]:
+        """No plan with gradients in forward takes less, in one chunk; and with each chunk more it takes so much
+        more.
+        """
+        p, product = self.problem, tokens * self.product
+        time, more = tokens * (self.token + self.keep) + 5 * self.launch, self.launch + self.accumulate
+        if p.grad_hidden:
+            time += self.launch + product * self.least_hidden + tokens * self.add
+            more += self.launch
+        if p.grad_weight:
+            time += self.launch + product * self.padding
+            more += self.launch
+        return time, more
+
+
+def cut_evenness(total: int, size: int, units: float, programs: int) -> float:
+    """Time of a launch for each chunk of so many columns, over that of the same work spread evenly; `units`: of work,
+    in a column.
+    """
+    rest = total % size or min(size, total)
+    share, whole = rest / total, evenness(round(min(size, total) * units), programs)
+    return whole if rest == size else (1 - share) * whole + share * evenness(round(rest * units), programs)
+
+
+@lru_cache(maxsize=1 << 14)
+def nested_evenness(total: int, outer: int, inner: int, units: float, programs: int) -> tuple[float, int]:
+    """As `cut_evenness` of chunks that are cut into `inner` ones, and how many these are."""
+    number, rest = divmod(total, outer)
+    launches = number * -(-outer // inner) + -(-rest // inner)
+    end = (rest or outer) % inner or inner
+    whole, last = (evenness(round(x * units), programs) for x in (min(inner, outer, total), min(end, total)))
+    share = min(end, total) / total
+    return (1 - share) * whole + share * last, launches
+
+
+@lru_cache(maxsize=1024)
+def costs_of(p: Problem, rates: Rates = RATES["h100"]) -> Costs:
+    return _costs(replace(p, tokens=0, copied=0), rates)
+
+
+@lru_cache(maxsize=1024)
+def _costs(p: Problem, rates: Rates) -> Costs:
+    return Costs(p, rates)
+
+
+def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
+    """Milliseconds of forward, and of backward where gradients are wanted, by the cost model."""
+    costs = costs_of(p, rates)
+    if not p.any_grad:
+        return costs.alone(p.tokens, c.token_chunk)
+    if c.in_forward:
+        return costs.in_forward(p.tokens, c.token_chunk, c.first_chunk, c.weight_chunk)
+    return costs.kept(p.tokens, c.kept, c.vocab_chunk, c.weight_chunk, halves=c.halves)

@@ -1,0 +1,337 @@
+"""The search for a plan with gradients: which cuts are compared, by bounds of what they take.  No framework."""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from onchip.core.sizes import up
+from onchip.vocab.chunks import largest, largest_within
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton.costs import costs_of
+from onchip.vocab.triton.memory import TritonPlan, hidden_digits, id_bytes, may_hold, may_run_in_forward, sizes_of
+from onchip.vocab.triton.tiling import PROGRAMS, TOKEN_TILE, VOCAB_TILE, hidden_apart, hidden_units
+
+# Plans that take up to so many times the least pass for equally fast: no model is better than that.
+SLACK = 1.007
+# Launches of weight's product: with more the host is kept busy, and the GPU is no faster.
+MOST_WEIGHT_CHUNKS = 11
+# Tokens of the smallest chunk whose product is added to the weight's sum.
+SMALLEST_SUMMED = 512
+# Tiles of the vocabulary in the smallest chunk of the gradients.
+SMALLEST_CHUNK = 1
+# Of cuts with a longer first chunk so many are compared, those of the least memory.
+MOST_LONGER = 32
+# So few tiles of the vocabulary, or tokens, fill few waves.
+FEW_TILES, FEW_TOKENS = 12, 512
+# Chunks of the weight's gradient are left out if smaller ones take so much less time.
+MUCH_LONGER = 1.06
+
+# Of chunks of the vocabulary and of the weight's gradient, and whether there are halves: tokens whose exponentials are
+# kept in the memory of the weight's gradient, and in scratch; None where that doesn't fit.
+Kept = Callable[[int, int, bool], tuple[int, int] | None]
+
+
+def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> TritonPlan | None:
+    """The fastest plan that fits; of equally fast ones the smallest of few launches.  `kept`: by strategies but 'auto',
+    tokens in the memory of the weight's gradient, and in scratch.
+    """
+    made, columns = Search(p, budget), up(p.vocab, VOCAB_TILE)
+    holds = strategy != "recompute" and may_hold(p)
+    if holds:
+        # All in scratch: the weight's gradient in one launch.
+        made.try_kept((0, made.rows), columns, columns, halves=False)
+    some = made.keep(made.what_fits if strategy == "auto" and holds else lambda vocab, weight, halves: kept)
+    if strategy == "auto" and may_run_in_forward(p):
+        made.in_forward()
+    some()
+    # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
+    made.keep_alike(kept)
+    return made.best()
+
+
+class Found(NamedTuple):
+    """A plan that fits; of equally fast ones the least is taken."""
+
+    late: bool
+    """It keeps the host busy."""
+    size: int  # bytes
+    cost: float  # ms
+    order: tuple[int, ...]  # of otherwise equal ones
+    fields: dict[str, Any]  # of the plan
+
+
+class Search:
+    """Plans of a problem with gradients that fit a budget, and may be among the fastest.
+
+    A bound that is soon computed tells which could be; of the others neither cost nor memory is.
+    """
+
+    def __init__(self, p: Problem, budget: int) -> None:
+        self.problem, self.costs, self.sizes = p, costs_of(p), sizes_of(p)
+        self.tokens, self.rows, self.columns = p.tokens, up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE)
+        self.budget = budget - self.sizes.cast - p.copied - id_bytes(p)
+        self.found: list[Found] = []
+        self.bound = math.inf  # of what a plan may cost
+
+    def add(self, found: Found) -> None:
+        self.found.append(found)
+        self.bound = min(self.bound, SLACK * found.cost)
+
+    def best(self) -> TritonPlan | None:
+        equal = [x for x in self.found if x.cost <= self.bound]
+        return TritonPlan(**min(equal, key=lambda x: x[:4]).fields) if equal else None
+
+    # ------------------------------------------------------------------------------- exponentials that are kept
+
+    def kept_size(self, kept: tuple[int, int], vocab: int, weight: int, *, halves: bool) -> int:
+        vectors = self.sizes.of_tokens(self.tokens, sorted_by_target=sum(kept) > 0)
+        return vectors + sum(self.sizes.kept(self.tokens, *kept, vocab, weight, halves=halves))
+
+    def what_fits(self, vocab: int, weight: int, halves: bool) -> tuple[int, int] | None:
+        """As `Kept`, as many as fit."""
+        sizes, in_gradient = self.sizes, min(self.rows, self.sizes.capacity)
+        vectors = sizes.of_tokens(self.tokens, sorted_by_target=in_gradient > 0)
+        parts = sizes.kept(self.tokens, in_gradient, 0, vocab, weight, halves=halves)
+        room = self.budget - vectors - sum(parts)
+        if room < 0:
+            return None
+        # What is kept of a token isn't computed again, nor summed in two halves; the softmax may need that memory.
+        each = sizes.exponentials
+        if parts[-1] == 0:
+            each -= sizes.element * vocab + (4 * sizes.hidden if halves else 0)
+        each *= TOKEN_TILE
+        if not in_gradient:
+            each += sizes.of_tokens(self.tokens, sorted_by_target=True) - vectors
+        return in_gradient, min(self.rows - in_gradient, room // max(1, each) * TOKEN_TILE)
+
+    def try_kept(self, kept: tuple[int, int], vocab: int, weight: int, *, halves: bool) -> None:
+        cost = self.costs.kept(self.tokens, sum(kept), vocab, weight, halves=halves)
+        if cost > self.bound or (size := self.kept_size(kept, vocab, weight, halves=halves)) > self.budget:
+            return
+        if not self.problem.grad_weight:
+            weight = vocab
+        fields = {
+            "token_chunk": self.tokens,
+            "vocab_chunk": vocab,
+            "weight_chunk": weight,
+            "kept_in_gradient": kept[0],
+            "kept_in_scratch": kept[1],
+            "halves": halves,
+        }
+        self.add(Found(self.is_late(weight), size, cost, (0, vocab, halves), fields))
+
+    def is_late(self, weight: int) -> bool:
+        return self.problem.grad_weight and weight * MOST_WEIGHT_CHUNKS < self.problem.vocab
+
+    def cuts(self) -> list[tuple[float, int, tuple[int, ...]]]:
+        """What the weight's gradient takes in chunks of such a size, and the chunks of logits that may go with it."""
+        p, soonest, found = self.problem, {True: math.inf, False: math.inf}, []
+        if not p.grad_weight:
+            return [(0.0, VOCAB_TILE, _alike(p.hidden, p.vocab))]
+        for weight, sizes in _cuts(p.hidden, p.vocab):
+            time, late = self.costs.weight(self.tokens, weight), self.is_late(weight)
+            if time < MUCH_LONGER * soonest[late]:
+                soonest[late] = min(soonest[late], time)
+                found.append((time, weight, sizes))
+        return found
+
+    def keep(self, kept: Kept) -> Callable[[], None]:
+        """Looks at plans that keep all tokens' exponentials; what it returns, at those that keep some."""
+        some = []
+        for time, weight, sizes in self.cuts():
+            if (held := kept(sizes[0], weight, False)) is None:
+                continue
+            if sum(held) >= self.rows:  # the size of the other chunks doesn't matter
+                self.try_kept(held, sizes[0], weight, halves=False)
+            else:
+                bound, more = self.costs.kept_bound(self.tokens, sum(held))
+                some.append((bound + time, more, weight, sizes))
+
+        def keep_some() -> None:
+            for bound, more, weight, sizes in sorted(some):
+                if bound <= self.bound:
+                    self.keep_some(kept, bound, more, weight, sizes)
+
+        return keep_some
+
+    def keep_some(self, kept: Kept, bound: float, more: float, weight: int, sizes: tuple[int, ...]) -> None:
+        """Plans with this chunk of the weight's gradient; what they take at least is `bound` and, with each chunk of
+        logits but one, `more`.
+        """
+        time, listed, lefts = self.costs.weight(self.tokens, weight), [], set()
+
+        def consider(size: int) -> None:
+            for halves in (False, True) if self.problem.grad_hidden else (False,):
+                if (held := kept(size, weight, halves)) is None:
+                    break
+                lefts.add(self.rows - sum(held))
+                bound, more = self.costs.kept_bound(self.tokens, sum(held))
+                if (bound := bound + time + more * (-(-self.columns // size) - 1)) > self.bound:
+                    break
+                listed.append((bound, size, halves, held))
+
+        for size in reversed(sizes):  # the fewest launches first
+            if bound + more * (-(-self.columns // size) - 1) > self.bound:
+                break
+            consider(size)
+        # Now that it is known how many are left: chunks whose tiles fill whole waves.
+        waves = [PROGRAMS * TOKEN_TILE * n // left for left in lefts if left > 0 for n in (1, 2, 4)]
+        filling = {min(x * VOCAB_TILE // weight * weight, up(self.columns, weight)) for x in waves}
+        for size in filling.difference(sizes, (0,)):
+            consider(size)
+        for least, size, halves, held in sorted(listed):
+            if least <= self.bound:
+                self.try_kept(held, size, weight, halves=halves)
+
+    def keep_alike(self, kept: tuple[int, int]) -> None:
+        """Plans whose chunks of logits and of the weight's gradient are the same."""
+        bound, more = self.costs.kept_bound(self.tokens, sum(kept))
+        if bound > self.bound:
+            return
+        sizes = set(_alike(self.problem.hidden, self.problem.vocab))
+        for halves in (False, True) if self.problem.grad_hidden else (False,):
+
+            def taken(size: int, halves: bool = halves) -> int:
+                return self.kept_size(kept, size, size, halves=halves)
+
+            most = largest_within(taken, self.budget, VOCAB_TILE, self.columns, VOCAB_TILE)
+            tried = {size for size in sizes if size <= most}
+            if most <= FEW_TILES * VOCAB_TILE or self.rows <= FEW_TOKENS or not self.problem.grad_weight:
+                # A tile more or less counts: the largest that fits, and the largest whose tiles fill whole waves.
+                waves = most * self.rows // (VOCAB_TILE * TOKEN_TILE * PROGRAMS)
+                tried |= {most, waves * PROGRAMS * TOKEN_TILE // max(TOKEN_TILE, self.rows) * VOCAB_TILE} - {0}
+            for size in sorted(tried, reverse=True):
+                least = bound + more * (-(-self.columns // size) - 1)
+                if least <= self.bound and least + self.costs.weight(self.tokens, size) <= self.bound:
+                    self.try_kept(kept, size, size, halves=halves)
+
+    # ------------------------------------------------------------------------------- gradients in forward
+
+    def in_forward(self) -> None:
+        """Chunks of tokens: even ones, from the fewest that fit on, the largest, and some that fill whole waves."""
+        p, sizes, rows = self.problem, self.sizes, self.rows
+        fixed = sizes.of_tokens(self.tokens, sorted_by_target=True) + hidden_digits(p) + sizes.sum_in_scratch
+        room = self.budget - fixed
+
+        def taken(size: int) -> int:
+            return sizes.even_chunk(self.tokens, size)
+
+        fits = largest(lambda size: taken(size) <= room, TOKEN_TILE, rows, TOKEN_TILE)
+        fewest = -(-rows // fits)
+        tried = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
+        tried |= {size for size in _filling(p.hidden) if size <= fits}
+        tried |= {fits - n * TOKEN_TILE for n in range(8)}
+        # One chunk needs no sum: its exponentials may as well be kept.  And small ones don't pay for adding.
+        least, most = (SMALLEST_SUMMED, rows - TOKEN_TILE) if p.grad_weight else (TOKEN_TILE, rows)
+        bound, more = self.costs.in_forward_bound(self.tokens)
+        for size in sorted((x for x in tried if least <= x <= most), reverse=True):
+            if bound + more * (-(-self.tokens // size) - 1) > self.bound:
+                break
+            if (chunk := taken(size)) <= room:
+                cost = self.costs.in_forward(self.tokens, size)
+                self.add(Found(False, fixed + chunk, cost, (1, size), {"token_chunk": size, "in_forward": True}))
+        if p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype:
+            self.longer_first(fixed)
+
+    def first_size(self, tokens: int, weight: int) -> int:
+        """Of a longer first chunk, with what is beyond the gradient's memory, and that of digits."""
+        sizes = self.sizes
+        beyond = sizes.beyond(weight) + sizes.digits_beyond(tokens, weight)
+        return beyond + sum(sizes.chunk(tokens, tokens, sizes.weight_row * weight, longer=True))
+
+    def other_size(self, tokens: int, weight: int, first: int) -> int:
+        """Of the chunks after that."""
+        sizes, beyond = self.sizes, self.sizes.beyond(weight)
+        chunk = sizes.chunk(tokens, min(tokens, self.tokens), beyond, longer=False)
+        return beyond + sizes.digits_beyond(first, weight) + sum(chunk)
+
+    def longer_first(self, fixed: int) -> None:
+        """Chunks of tokens of which the first has as many more as it takes for the others to be even."""
+        costs, sizes, listed = self.costs, self.sizes, []
+        rows, room, capacity = self.rows, self.budget - fixed, self.sizes.capacity
+        bound, more = costs.in_forward_bound(self.tokens)
+        step = up(rows // 128, TOKEN_TILE)  # of any number of tokens as many sizes
+        for weight in _filling_weights(self.problem.hidden):
+            first_size = partial(self.first_size, weight=weight)
+            if first_size(SMALLEST_SUMMED) > room:
+                continue
+            most = largest_within(first_size, room, SMALLEST_SUMMED, rows, TOKEN_TILE)
+            # Of the other chunks, beside a first one that has no exponentials where digits will be, and the largest.
+            short, long = (
+                largest_within(partial(self.other_size, weight=weight, first=first), room, TOKEN_TILE, rows, TOKEN_TILE)
+                for first in (capacity, most)
+            )
+            for size in reversed(range(SMALLEST_SUMMED, min(short, most, rows - TOKEN_TILE) + 1, step)):
+                here = min(most, rows - size)
+                if size > long:
+                    here = min(here, max(size, capacity))
+                others = -(-(rows - here) // size)
+                first = rows - others * size
+                if size < first < self.tokens and bound + more * others <= self.bound:
+                    in_scratch = max(size, first - capacity - sizes.in_digits(first))
+                    listed.append((in_scratch, bound + more * others, first, size, weight))
+        listed = sorted(listed)[:MOST_LONGER]
+        for _, least, first, size, weight in sorted(listed, key=lambda x: x[1]):
+            if least <= self.bound and (cost := costs.in_forward(self.tokens, size, first, weight)) <= self.bound:
+                chunk = max(self.first_size(first, weight), self.other_size(size, weight, first))
+                if chunk <= room:
+                    fields = {"token_chunk": size, "weight_chunk": weight, "in_forward": True, "first_chunk": first}
+                    self.add(Found(False, fixed + chunk, cost, (2, weight, size), fields))
+
+
+# ------------------------------------------------------------------------------------------------------ sizes of a head
+
+
+@lru_cache(maxsize=256)
+def _weights(hidden: int, vocab: int) -> frozenset[int]:
+    """Tiles of the vocabulary whose weight gradient fills whole waves, and some that are even."""
+    tiles, per_tile = -(-vocab // VOCAB_TILE), VOCAB_TILE // TOKEN_TILE * -(-hidden // 256)
+    sizes = {n * PROGRAMS // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
+    sizes |= {-(-tiles // n) for n in (1, 2, 4, 8, 16, 32, 64)}
+    return frozenset({size for size in sizes if 0 < size <= tiles} | {SMALLEST_CHUNK})
+
+
+@lru_cache(maxsize=256)
+def _again(vocab: int) -> frozenset[int]:
+    """Tiles of the vocabulary whose logits are computed again."""
+    tiles = -(-vocab // VOCAB_TILE)
+    sizes = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
+    return frozenset(sizes | {1, min(2, tiles), min(3, tiles)})
+
+
+@lru_cache(maxsize=256)
+def _alike(hidden: int, vocab: int) -> tuple[int, ...]:
+    """Entries of the vocabulary whose logits are computed again, and then their weight gradient."""
+    return tuple(sorted(tiles * VOCAB_TILE for tiles in _again(vocab) | _weights(hidden, vocab)))
+
+
+@lru_cache(maxsize=256)
+def _cuts(hidden: int, vocab: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Chunks of the weight's gradient, and the chunks of logits, of whole ones, that may go with each."""
+    tiles, made = -(-vocab // VOCAB_TILE), []
+    for weight in sorted(_weights(hidden, vocab)):
+        sizes = {min(up(x, weight), up(tiles, weight)) * VOCAB_TILE for x in _again(vocab) | {weight}}
+        made.append((weight * VOCAB_TILE, tuple(sorted(sizes))))
+    return tuple(made)
+
+
+@lru_cache(maxsize=256)
+def _filling_weights(hidden: int) -> frozenset[int]:
+    """Rows of the weight's gradient whose tiles fill two and four waves."""
+    per_tile = VOCAB_TILE // TOKEN_TILE * -(-hidden // 256)
+    return frozenset(max(1, n * PROGRAMS // per_tile) * VOCAB_TILE for n in (2, 4))
+
+
+@lru_cache(maxsize=256)
+def _filling(hidden: int) -> frozenset[int]:
+    """Tokens whose hidden gradient fills whole waves, or halves of these where its units may be cut in two."""
+    if not hidden_apart(hidden):
+        whole = PROGRAMS // hidden_units(1, hidden, False) * TOKEN_TILE
+        return frozenset(n * whole for n in (1, 2, 3, 4, 6, 8))
+    sizes = set()
+    for halves in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16):
+        most = halves * PROGRAMS // 2
+        rows = most // hidden_units(2, hidden, True) * 2  # a unit may have two
+        sizes.add((rows + (hidden_units(rows + 1, hidden, True) <= most)) * TOKEN_TILE)
+    return frozenset(sizes)
