@@ -4,16 +4,16 @@ docs/internals/linear_jsd.md says what is kept where.  Tokens whose gradient by 
 of the weight's gradient nor in scratch have their logits recomputed in backward, in chunks of the vocabulary.
 """
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
-from functools import partial
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.ops.linear_jsd.memory import Head, Problem, logits_bytes
 from onchip.vocab import chunks
-from onchip.vocab.chunks import Planner, largest
+from onchip.vocab.chunks import Planner, largest_within
 from onchip.vocab.triton import memory as triton_memory
-from onchip.vocab.triton.planner import RATES, Rates
+from onchip.vocab.triton.costs import RATES, Rates
+from onchip.vocab.triton.search import SLACK
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE, evenness
 
 # Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
@@ -46,73 +46,146 @@ def block_bytes(size: int) -> int:
     """What PyTorch's allocator gives for so many bytes: of 10 MiB or more a block of its own, in multiples of 2 MiB,
     of which it uses the rest again if that is more than 1 MiB.
     """
-    block = up(size, 2 * MIB)
-    return block if size >= 10 * MIB and block - size <= MIB else size
+    if size < 10 * MIB:
+        return size
+    beyond = -size % (2 * MIB)
+    return size + beyond if beyond <= MIB else size
+
+
+class Sizes:
+    """Bytes that plans of a problem take, part by part."""
+
+    def __init__(self, p: Problem) -> None:
+        self.problem, self.tokens, self.rows = p, p.tokens, up(p.tokens, TOKEN_TILE)
+        self.columns, self.any_grad = up(p.vocab, VOCAB_TILE), p.any_grad
+        self.casts = self.hidden_rows = self.sums = 0
+        self.vectors = 160 * p.tokens + MIB // 64
+        # Of each model: bytes of a logit in forward, of one's gradient, where it has none of a row of hidden states.
+        self.layers: list[tuple[int, int, int]] = []
+        self.kept: list[tuple[int, int]] = []  # bytes of a token's gradient, and tokens that the weight's memory holds
+        for h in p.layers:
+            element, gradients = DTYPE_BYTES[h.dtype], h.any_grad
+            self.casts += block_bytes(element * h.vocab * h.hidden) if h.weight_dtype != h.dtype else 0
+            distance = 4 if h.dtype == "float16" else 2
+            self.layers.append((distance, element * gradients, 0 if gradients else element * h.hidden))
+            if gradients:
+                self.kept.append((element * up(h.vocab, VOCAB_TILE), triton_memory.capacity(h)))
+                self.hidden_rows += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
+                self.sums += block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
+                self.sums += 4 * h.vocab if h.grad_bias else 0
+        tiles = self.columns // VOCAB_TILE
+        # Of a chunk's logits, of one token at least.
+        self.of_token = sum(distance * self.columns + 12 * tiles + row for distance, _, row in self.layers)
+        self.capacity = max((capacity for _, capacity in self.kept), default=0)
+
+    def beyond(self, kept: int, weight_chunk: int) -> int:
+        """Of the memories of the weights' gradients beyond their ends."""
+        more = 0
+        for h in self.problem.layers:
+            if h.grad_weight:
+                row = DTYPE_BYTES[h.weight_dtype] * h.hidden
+                # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
+                rows = up(h.vocab, VOCAB_TILE) + weight_chunk if min(kept, triton_memory.capacity(h)) else h.vocab
+                more += block_bytes(row * rows) - row * h.vocab
+        return more
+
+    def in_scratch(self, kept: int) -> int:
+        """Of the logits' gradient that is kept there."""
+        size = 0
+        for each, capacity in self.kept:
+            if kept > capacity:
+                size += block_bytes(each * (kept - capacity))
+        return size
+
+    def forward(self, token_chunk: int) -> int:
+        """Of a chunk's logits."""
+        chunk, size = up(min(token_chunk, self.tokens), TOKEN_TILE), 0
+        for distance, _, row in self.layers:
+            size += block_bytes(distance * chunk * self.columns) + 12 * chunk * (self.columns // VOCAB_TILE)
+            size += block_bytes(row * chunk)
+        return size
+
+    def backward(self, kept: int, vocab_chunk: int) -> int:
+        """Of sums, and of what is recomputed."""
+        again, size = self.rows - kept, self.sums
+        if again <= 0 or not self.any_grad:
+            return size
+        for distance, element, row in self.layers:
+            size += block_bytes(distance * again * vocab_chunk) + 12 * again * (vocab_chunk // VOCAB_TILE)
+            size += block_bytes(element * again * vocab_chunk) + block_bytes(row * again)
+        return size
+
+    def parts(self, c: JsdPlan) -> dict[str, int]:
+        """`scratch_parts`."""
+        return {
+            "weights in the products' dtype": self.casts,
+            "copies of strided inputs": self.problem.copied,
+            "vectors": self.vectors,
+            "hidden rows": self.hidden_rows,
+            "one more chunk of the weight's gradient": self.beyond(c.kept, c.weight_chunk),
+            "logits' gradient in scratch": self.in_scratch(c.kept),
+            "logits of a chunk, or sums and what is recomputed in backward": max(
+                self.forward(c.token_chunk), self.backward(c.kept, c.vocab_chunk)
+            ),
+        }
 
 
 def scratch_parts(p: Problem, c: JsdPlan) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
-    columns = up(p.vocab, VOCAB_TILE)
-    tiles = columns // VOCAB_TILE
-    again = max(0, up(p.tokens, TOKEN_TILE) - c.kept) if p.any_grad else 0
-    chunk = up(min(c.token_chunk, p.tokens), TOKEN_TILE)
-    casts = kept = more = in_scratch = forward = backward = 0
-    for h in p.layers:
-        element, of_head = DTYPE_BYTES[h.dtype], config_of(h, c)
-        casts += block_bytes(element * h.vocab * h.hidden) if h.weight_dtype != h.dtype else 0
-        distance = 4 if h.dtype == "float16" else 2
-        forward += block_bytes(distance * chunk * columns) + 12 * chunk * tiles
-        if again:
-            backward += block_bytes(distance * again * c.vocab_chunk) + 12 * again * (c.vocab_chunk // VOCAB_TILE)
-        if not h.any_grad:
-            forward += block_bytes(element * chunk * h.hidden)
-            backward += block_bytes(element * again * h.hidden)
-            continue
-        kept += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
-        if h.grad_weight:
-            row = DTYPE_BYTES[h.weight_dtype] * h.hidden
-            # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
-            rows = up(h.vocab, VOCAB_TILE) + c.weight_chunk if of_head.kept_in_gradient else h.vocab
-            more += block_bytes(row * rows) - row * h.vocab
-        in_scratch += block_bytes(element * up(h.vocab, VOCAB_TILE) * of_head.kept_in_scratch)
-        backward += block_bytes(element * again * c.vocab_chunk)
-        backward += block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
-        backward += 4 * h.vocab if h.grad_bias else 0
-    return {
-        "weights in the products' dtype": casts,
-        "copies of strided inputs": p.copied,
-        "vectors": 160 * p.tokens + MIB // 64,
-        "hidden rows": kept,
-        "one more chunk of the weight's gradient": more,
-        "logits' gradient in scratch": in_scratch,
-        "logits of a chunk, or sums and what is recomputed in backward": max(forward, backward),
-    }
+    return Sizes(p).parts(c)
+
+
+class Costs:
+    """Milliseconds that parts of a plan take."""
+
+    def __init__(self, p: Problem, rates: Rates) -> None:
+        self.tokens, self.tiles, self.any_grad = p.tokens, up(p.vocab, VOCAB_TILE) // VOCAB_TILE, p.any_grad
+        self.launch, self.programs = 1e-3 * rates.launch, rates.programs
+        products = [(h, 2e-9 * p.tokens * h.hidden * p.vocab / rates.product) for h in p.layers]
+        self.layers, self.product = len(products), sum(product for _, product in products)
+        self.weights = [(product, -(-h.hidden // 256)) for h, product in products if h.grad_weight]
+        of_hidden = [product + 1e-9 * rates.add * p.tokens * h.hidden for h, product in products if h.grad_hidden]
+        self.hidden = sum(of_hidden)
+
+    def forward(self, token_chunk: int) -> float:
+        """Of all chunks of tokens."""
+        size = max(1, min(token_chunk, self.tokens))
+        number, last = divmod(self.tokens, size)
+        time = self.launch * 5 * (number + (last > 0))
+        for tokens, times in (size, number), (last, int(last > 0)):
+            rows = -(-tokens // TOKEN_TILE)
+            each = self.product * rows * TOKEN_TILE / max(1, self.tokens)
+            time += times * each * evenness(rows * self.tiles, self.programs)
+        return time
+
+    def again(self, kept: int, vocab_chunk: int) -> float:
+        """Of logits that are computed again."""
+        again = 1 - min(1.0, kept / max(1, self.tokens)) if self.any_grad else 0.0
+        if not again:
+            return 0.0
+        columns = min(vocab_chunk // VOCAB_TILE, self.tiles)
+        cut = round(again * self.tokens) // TOKEN_TILE * columns
+        return again * self.product * evenness(cut, self.programs) + self.again_launches(columns)
+
+    def again_launches(self, tiles: int) -> float:
+        """Of logits of so many tiles of the vocabulary at a time."""
+        return 3 * self.launch * self.layers * -(-self.tiles // tiles)
+
+    def weight(self, weight_chunk: int) -> float:
+        """Of the weights' gradients."""
+        time = 0.0
+        for product, blocks in self.weights:
+            part = min(weight_chunk // VOCAB_TILE, self.tiles)
+            cut = part * VOCAB_TILE // TOKEN_TILE * blocks
+            time += product * evenness(cut, self.programs) + self.launch * -(-self.tiles // part)
+        return time
 
 
 def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted."""
-    launch = 1e-3 * rates.launch
-    tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
-    again = 1 - min(1.0, c.kept / max(1, p.tokens)) if p.any_grad else 0.0
-    chunks = [min(c.token_chunk, p.tokens - first) for first in range(0, p.tokens, max(1, c.token_chunk))]
-    time = launch * 5 * len(chunks)
-    for h in p.layers:
-        product = 2e-9 * p.tokens * h.hidden * p.vocab / rates.product
-        for size in chunks:
-            cut = -(-size // TOKEN_TILE)
-            time += product * cut * TOKEN_TILE / max(1, p.tokens) * evenness(cut * tiles, rates.programs)
-        if again:
-            columns = min(c.vocab_chunk // VOCAB_TILE, tiles)
-            cut = round(again * p.tokens) // TOKEN_TILE * columns
-            time += again * product * evenness(cut, rates.programs) + launch * 3 * -(-tiles // columns)
-        blocks = -(-h.hidden // 256)
-        if h.grad_weight:
-            part = min(c.weight_chunk // VOCAB_TILE, tiles)
-            cut = part * VOCAB_TILE // TOKEN_TILE * blocks
-            time += product * evenness(cut, rates.programs) + launch * -(-tiles // part)
-        if h.grad_hidden:
-            time += product + 1e-9 * rates.add * p.tokens * h.hidden
-    return time
+    costs = Costs(p, rates)
+    time = costs.forward(c.token_chunk) + costs.again(c.kept, c.vocab_chunk) + costs.hidden
+    return time + costs.weight(c.weight_chunk) if p.any_grad else time
 
 
 def least_scratch(p: Problem, strategy: str = "", tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
@@ -136,37 +209,130 @@ def _config(p: Problem, kept: int, tokens: int, vocab_tiles: int, weight_tiles: 
     return JsdPlan(min(p.tokens, tokens), kept, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE)
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[JsdPlan]:
-    """Chunks of the weight's gradient whose tiles fill whole waves, or nearly; with each, no tokens kept or as many as
-    fit beside a useful chunk of tokens or the smallest; and with those, the fewest chunks of tokens, or a few more.
-    """
+class Search:
+    """Plans that fit a budget and may be among the fastest: what surely takes longer is not looked at."""
 
-    def fits(cut: tuple[int, int], tokens: int, kept: int) -> bool:
-        return scratch_bytes(p, _config(p, kept, tokens, *cut)) <= budget
+    def __init__(self, p: Problem, budget: int) -> None:
+        self.problem, self.sizes, self.costs = p, Sizes(p), Costs(p, RATES["h100"])
+        self.budget = budget - self.sizes.casts - p.copied - self.sizes.vectors - self.sizes.hidden_rows
+        self.rows, self.tiles = self.sizes.rows, self.costs.tiles
+        self.found: list[tuple[int, float, JsdPlan]] = []
+        self.bound = math.inf  # of what a plan may cost
+        self._beyond: dict[tuple[bool, int], int] = {}
+        # At least: of one chunk of tokens, with tiles that fill whole waves.
+        self.floor = 5 * self.costs.launch + self.costs.product + self.costs.hidden
 
-    rows, tiles = up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE) // VOCAB_TILE
+    def beyond(self, kept: int, weight: int) -> int:
+        """`Sizes.beyond`, which some tokens take as any."""
+        key = kept > 0, weight
+        if key not in self._beyond:
+            self._beyond[key] = self.sizes.beyond(kept, weight * VOCAB_TILE)
+        return self._beyond[key]
+
+    def chunks(self, kept: int, vocab: int, weight: int) -> None:
+        """The fewest chunks of tokens, or a few more."""
+        sizes, rows = self.sizes, self.rows
+        fixed = self.beyond(kept, weight) + sizes.in_scratch(kept)
+        backward, room = sizes.backward(kept, vocab * VOCAB_TILE), self.budget - fixed
+        if backward > room:
+            return
+        most = largest_within(sizes.forward, room, TOKEN_TILE, rows, TOKEN_TILE)
+        fewest = max(1, -(-rows // most))
+        tried = {most} | {up(-(-self.problem.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
+        time = self.costs.hidden
+        if self.problem.any_grad:
+            time += self.costs.again(kept, vocab * VOCAB_TILE) + self.costs.weight(weight * VOCAB_TILE)
+        for tokens in sorted(size for size in tried if size <= most):
+            cost = time + self.costs.forward(tokens)
+            if cost <= self.bound and (forward := sizes.forward(tokens)) <= room:
+                self.found.append(
+                    (fixed + max(forward, backward), cost, _config(self.problem, kept, tokens, vocab, weight))
+                )
+                self.bound = min(self.bound, SLACK * cost)
+
+    def best(self) -> JsdPlan | None:
+        """The smallest of equally fast ones."""
+        equal = [x for x in self.found if x[1] <= self.bound]
+        return min(equal, key=lambda x: (x[0], round(x[1], 9), x[2].kept, -x[2].token_chunk))[2] if equal else None
+
+    def kept(self, weight: int) -> list[int]:
+        """Tokens that can be kept beside a useful chunk of tokens or the smallest, whatever is recomputed beside."""
+        room = self.budget - self.beyond(self.rows, weight)
+        beside = {self.sizes.forward(tokens) for tokens in (min(self.rows, USEFUL_TOKENS), TOKEN_TILE)}
+        return [largest_within(self.sizes.in_scratch, room - size, 0, self.rows, TOKEN_TILE) for size in beside]
+
+    def most_kept(self, vocab: int, weight: int) -> float:
+        """Tokens of which no more can be kept beside what is recomputed, of the others."""
+        sizes, columns = self.sizes, vocab * VOCAB_TILE
+        each = sum(each for each, _ in sizes.kept)
+        again = sum((distance + element) * columns + row for distance, element, row in sizes.layers)
+        if each <= again:
+            return math.inf
+        room = (
+            self.budget - self.beyond(self.rows, weight) - sizes.sums + sum(x * capacity for x, capacity in sizes.kept)
+        )
+        return (room - self.rows * again) / (each - again)
+
+    def keep(self, vocab: int, weight: int, time: float, kept: list[int]) -> None:
+        """No tokens kept, or as many as fit."""
+        sizes, tiles = self.sizes, vocab * VOCAB_TILE
+        room = self.budget - self.beyond(self.rows, weight)
+
+        def backward(kept: int) -> int:
+            return sizes.in_scratch(kept) + sizes.backward(kept, tiles)
+
+        for most in sorted({*kept, 0}, reverse=True):
+            again = 1 - min(1.0, most / max(1, self.problem.tokens))
+            if time + again * self.costs.product + self.costs.again_launches(vocab) > self.bound:
+                continue
+            if most and backward(most) > room:
+                # What is kept in the weight's memory makes that less, in scratch more.
+                least = min(most, sizes.capacity)
+                most = largest_within(backward, room, least, most, TOKEN_TILE) if backward(least) <= room else 0
+            tokens = max(TOKEN_TILE, (room - sizes.in_scratch(most)) // sizes.of_token) if most else self.rows
+            more = 5 * self.costs.launch * (-(-self.problem.tokens // tokens) - 1)
+            if most < self.rows and time + more + self.costs.again(most, tiles) <= self.bound:
+                self.chunks(most, vocab, weight)
+
+
+def _search(p: Problem, strategy: str, budget: int) -> JsdPlan | None:
+    made = Search(p, budget)
+    if not p.any_grad:
+        made.chunks(0, made.tiles, 1)
+        return made.best()
+    tiles, costs, some, soonest = max(made.tiles, 1), made.costs, [], math.inf
+    for weight in sorted(_weights(p, tiles)):
+        time = made.floor + costs.weight(weight * VOCAB_TILE)
+        if time <= min(made.bound, SLACK * soonest):  # smaller ones take less memory
+            soonest = min(soonest, time)
+            made.chunks(made.rows, tiles, weight)
+            kept = made.kept(weight)
+            for vocab in {max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}:
+                most = min(max(kept), made.most_kept(vocab, weight), made.rows - TOKEN_TILE)
+                again = 1 - min(1.0, max(0.0, most) / max(1, p.tokens))
+                least = time + again * costs.product + costs.again_launches(vocab)
+                some.append((least, vocab, weight, time, kept))
+    for least, vocab, weight, time, kept in sorted(some):
+        if least <= made.bound:
+            made.keep(vocab, weight, time, kept)
+    return made.best()
+
+
+def _weights(p: Problem, tiles: int) -> set[int]:
+    """Tiles of the vocabulary whose weight gradient fills whole waves, or nearly."""
     per_tile = min([2 * -(-h.hidden // 256) for h in p.layers if h.grad_weight] or [1])
-    programs = RATES["h100"].programs
-    weights = {n * programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, min(USEFUL_TILES, tiles)}
-    beside = (min(rows, USEFUL_TOKENS), TOKEN_TILE) if p.any_grad else ()
-    for weight in sorted(x for x in weights if 0 < x <= max(tiles, 1)):
-        for vocab in sorted({max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}):
-            cut = vocab, weight
-            keeps = {largest(partial(fits, cut, tokens), 0, rows, TOKEN_TILE) for tokens in beside}
-            for kept in sorted(keeps | {0}):
-                most = largest(partial(fits, cut, kept=kept), TOKEN_TILE, rows, TOKEN_TILE)
-                fewest = max(1, -(-rows // most))
-                sizes = {most} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
-                yield from (_config(p, kept, size, *cut) for size in sorted(sizes) if size <= most)
+    sizes = {n * RATES["h100"].programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, USEFUL_TILES}
+    return {min(x, tiles) if x == USEFUL_TILES else x for x in sizes if x == USEFUL_TILES or 0 < x <= tiles}
 
 
 PLANNER: Planner[JsdPlan] = Planner(
     scratch_parts,
-    _candidates,
+    None,
     predict,
     least_scratch,
     default_scratch,
     needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab} on backend 'triton', which needs",
-    slack=1.007,
+    slack=SLACK,
+    search=_search,
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
