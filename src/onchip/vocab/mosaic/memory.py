@@ -9,8 +9,10 @@ more in the memory of the sum's digits: fewer chunks are left to add.  The formu
 jitted step beyond its arguments and results.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from onchip.core.sizes import MIB
 from onchip.core.sizes import up as up
@@ -177,6 +179,7 @@ def split_at(vocab: int, chunk: int) -> int:
     return max(0, vocab // VOCAB_TILE * VOCAB_TILE - chunk)
 
 
+@lru_cache(maxsize=1 << 12)
 def hidden_slices(tokens: int, hidden: int) -> int:
     """Of the vocabulary, for the hidden gradient of so many tokens: so many that its tiles fill the device, if that
     saves 3%.  It takes as long as if all tiles were cut in so many.
@@ -331,14 +334,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
                 of_weight = sum(n * waves(-(-size // TOKEN_TILE) * columns, _PROGRAMS) for size, n in cut)
                 work += of_weight * tiles * TOKEN_TILE / depth
                 launches += sum(n for _, n in cut) - 1
-        # The sum of the weight's gradient is added to, and in float16 read and rounded at the end.
-        moved = 0.0
-        if p.grad_weight:
-            of_gradient = _ELEMENT * p.vocab * p.hidden
-            of_sum = of_gradient + digits_bytes(p)
-            additions = 2 * (number - 1) / (1 + c.token_chunk / _ADDITION_TOKENS)
-            at_the_end = of_sum + of_gradient if p.dtype == "float16" else 0
-            moved = 1e-9 * (of_sum * additions + at_the_end) / _MEMORY
+        moved = _moved_ms(p, number, c.token_chunk) if p.grad_weight else 0.0
         return work * _STEP + 1e-3 * _LAUNCH * launches + moved
     recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)
@@ -355,6 +351,16 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         work += chunks * waves(c.chunk // TOKEN_TILE * columns, _PROGRAMS) * rows / depth
     launches = chunks + 2 * sum(group.times for group in recomputed_groups)
     return work * _STEP + 1e-3 * _LAUNCH * launches
+
+
+def _moved_ms(p: Problem, number: int, token_chunk: int) -> float:
+    """Milliseconds that reading and writing the weight's sum takes, of so many chunks of tokens."""
+    of_gradient = _ELEMENT * p.vocab * p.hidden
+    of_sum = of_gradient + digits_bytes(p)
+    # It is added to, and in float16 read and rounded at the end.
+    additions = 2 * (number - 1) / (1 + token_chunk / _ADDITION_TOKENS)
+    at_the_end = of_sum + of_gradient if p.dtype == "float16" else 0
+    return 1e-9 * (of_sum * additions + at_the_end) / _MEMORY
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
@@ -381,73 +387,181 @@ def _cut(p: Problem, strategy: str, chunk: int) -> MosaicPlan:
 
 def least_scratch(p: Problem, strategy: str) -> int:
     """Bytes of scratch that a strategy needs to run at all."""
-    return min(scratch_bytes(p, c) for c in _candidates(p, strategy, 1))
+    return min(scratch_bytes(p, c) for each in _strategies(strategy) for c in _smallest(p, each))
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
-    """Without gradients the fewest even chunks of tokens; else those of one strategy, or of both."""
-    if not p.any_grad:
-        whole = up(p.tokens, TOKEN_TILE)
-        fits = largest(lambda n: scratch_bytes(p, MosaicPlan("forward", n)) <= budget, TOKEN_TILE, whole, TOKEN_TILE)
-        yield MosaicPlan("forward", up(even_chunk(p.tokens, fits, TOKEN_TILE), TOKEN_TILE))
-        return
-    for each in ("stash", "recompute") if strategy == "auto" else (strategy,):
-        yield from _cuts(p, each, budget)
+def _strategies(strategy: str) -> tuple[str, ...]:
+    return ("stash", "recompute") if strategy == "auto" else (strategy,)
 
 
-def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
-    """The plans of one strategy with gradients."""
+def _smallest(p: Problem, strategy: str) -> Iterator[MosaicPlan]:
+    """Of plans of one strategy those that may take least."""
     rows = up(p.tokens, TOKEN_TILE)
+    if not p.any_grad:
+        yield MosaicPlan("forward", TOKEN_TILE)
+        return
+    if _goes_by_tokens(p, strategy):
+        yield _by_tokens(p, TOKEN_TILE)
+    if kept := _cut(p, strategy, VOCAB_TILE).kept_in_gradient:
+        yield _in_scratch(p)
+    yield from (_cut(p, strategy, size) for size in _chunk_sizes(p, rows - kept))
+
+
+def _goes_by_tokens(p: Problem, strategy: str) -> bool:
     # In forward nobody knows what a gradient by each token's loss is: hidden's can be multiplied by it later.
     # And where the vocabulary is split over devices no chunk's softmax is known before all are.
-    if strategy == "stash" and _keeps(p) and not p.split and not (p.grad_weight and p.per_token_loss):
-        for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
-            yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
-        yield from _longer_first(p, budget)
-    kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient
-    if kept:
-        # All in scratch: the weight's gradient in one launch.
-        yield MosaicPlan("stash", p.tokens, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows)
-    # More than that fits no budget; and a few dozen are enough.
-    most = min(rows - kept, budget // (_ELEMENT * p.vocab)) if kept else 0
-    for in_scratch in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):
-        recomputed = rows - kept - in_scratch
+    return strategy == "stash" and _keeps(p) and not p.split and not (p.grad_weight and p.per_token_loss)
+
+
+def _by_tokens(p: Problem, size: int) -> MosaicPlan:
+    rows = up(p.tokens, TOKEN_TILE)
+    return MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
+
+
+def _in_scratch(p: Problem) -> MosaicPlan:
+    """All exponentials: the weight's gradient in one launch."""
+    return MosaicPlan("stash", p.tokens, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=up(p.tokens, TOKEN_TILE))
+
+
+# Plans that take up to so many times the least pass for equally fast.
+SLACK = 1.002
+
+
+class Search:
+    """Plans of a problem with gradients that fit a budget, and may be among the fastest.
+
+    A bound that is soon computed tells which could be; of the others neither cost nor memory is.
+    """
+
+    def __init__(self, p: Problem, budget: int) -> None:
+        self.problem, self.budget, self.rows = p, budget, up(p.tokens, TOKEN_TILE)
+        self.found: list[tuple[int, float, MosaicPlan]] = []
+        self.bound = math.inf  # of what a plan may cost
+        tile, tiles = hidden_tile(p.hidden), self.rows // TOKEN_TILE
+        self.columns, self.depth = -(-p.hidden // tile), _DEPTH * VOCAB_TILE / tile
+        # Milliseconds of products whose tiles fill whole waves.
+        wave = _STEP / _PROGRAMS
+        self.logits = wave * tiles * -(-p.vocab // VOCAB_TILE) * (-(-p.hidden // _DEPTH) + _EPILOGUE)
+        self.hidden = wave * tiles * self.columns * p.vocab / self.depth if p.grad_hidden else 0.0
+        self.weight = wave * -(-p.vocab // TOKEN_TILE) * self.columns * self.rows / self.depth if p.grad_weight else 0.0
+        self.weight *= 1 - 1e-9
+
+    def fits(self, c: MosaicPlan) -> bool:
+        """Whether it does; if it may be among the fastest, it is noted."""
+        if (size := scratch_bytes(self.problem, c)) > self.budget:
+            return False
+        if (cost := predict(self.problem, c)) <= self.bound:
+            self.found.append((size, cost, c))
+            self.bound = min(self.bound, SLACK * cost)
+        return True
+
+    def best(self) -> MosaicPlan | None:
+        """The smallest of equally fast ones."""
+        equal = [x for x in self.found if x[1] <= self.bound]
+        return min(equal, key=lambda x: x[:2])[2] if equal else None
+
+    def by_tokens_bound(self, number: int, size: int) -> float:
+        """With gradients in forward, in so many chunks of tokens, no plan takes less."""
+        moved = _moved_ms(self.problem, number, size) if self.problem.grad_weight else 0.0
+        return self.logits + self.hidden + self.weight + 1e-3 * _LAUNCH * 10 * number + moved
+
+    def by_tokens(self) -> None:
+        """Chunks of tokens: some small ones, and the fewest even chunks."""
+        p = self.problem
+        for size in reversed(_token_chunks(self.rows, self.budget // (_ELEMENT * p.vocab))):
+            if self.by_tokens_bound(-(-p.tokens // size), size) > self.bound:
+                break
+            self.fits(_by_tokens(p, size))
+
+    def longer_first(self) -> None:
+        """Chunks of tokens of which the first has so many more that as few others as possible are left."""
+        p, rows, kept, digits = self.problem, self.rows, capacity(self.problem), digits_capacity(self.problem)
+        if not kept:
+            return
+        in_scratch = self.budget // (_ELEMENT * p.vocab)
+        most, listed = kept + digits + in_scratch, []
+        # Entries whose tiles of the weight's gradient fill two and four waves.
+        for chunk in {_PROGRAMS * n // self.columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4)}:
+            cut = replace(_cut(p, "stash", max(chunk, VOCAB_TILE)), by_tokens=True)
+            for size in range(min(rows - kept, up(in_scratch + 1, TOKEN_TILE)) - TOKEN_TILE, 0, -TOKEN_TILE):
+                others = max(1, -(-(rows - most) // size))
+                listed.append((self.by_tokens_bound(1 + others, size), others, size, cut))
+        for bound, others, size, cut in sorted(listed, key=lambda x: x[:3]):
+            if bound > self.bound:
+                break
+            for number in range(others, (rows - max(size, kept) - 1) // size + 1):
+                first = rows - number * size
+                in_digits = min(first - kept, digits)
+                left = rows - kept - in_digits
+                plan = replace(cut, token_chunk=size, first_chunk=first, kept_in_digits=in_digits, kept_in_scratch=left)
+                if self.by_tokens_bound(1 + number, size) > self.bound or self.fits(plan):
+                    break
+
+    def keep(self, strategy: str) -> None:
+        """Exponentials that wait for backward, of as many tokens as the gradient's memory has room for and some more,
+        and of the other tokens logits that are computed again.
+        """
+        p, rows, kept = self.problem, self.rows, _cut(self.problem, strategy, VOCAB_TILE).kept_in_gradient
+        if kept:
+            self.fits(_in_scratch(p))
+        # More than that fits no budget; and a few dozen are enough.
+        most = min(rows - kept, self.budget // (_ELEMENT * p.vocab)) if kept else 0
+        step = max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))
+        for in_scratch in range(most // step * step, -1, -step):
+            recomputed = rows - kept - in_scratch
+            again = self.logits * recomputed / rows
+            if self.logits + self.hidden + self.weight + again > self.bound:
+                break
+            self.keep_some(strategy, in_scratch, recomputed, self.logits + self.hidden + again)
+
+    def keep_some(self, strategy: str, in_scratch: int, recomputed: int, bound: float) -> None:
+        """Chunks of the vocabulary; `bound` is without the weight's gradient."""
+        p, listed = self.problem, []
         for size in _chunk_sizes(p, recomputed):
+            chunks, least = -(-p.vocab // size), bound
+            if p.grad_weight:
+                of_weight = chunks * waves(size // TOKEN_TILE * self.columns, _PROGRAMS)
+                least += _STEP * of_weight * self.rows / self.depth
+            listed.append((least + 1e-3 * _LAUNCH * chunks, size))
+        largest = math.inf  # that may fit
+        for least, size in sorted(listed):
+            if least > self.bound:
+                break
+            plan = replace(_cut(p, strategy, size), kept_in_scratch=in_scratch)
+            if plan.chunk >= largest:
+                continue
+            if (room := self.budget - scratch_bytes(p, plan)) < 0:
+                largest = plan.chunk
+                continue
             for halves in (False, True) if recomputed and p.grad_hidden else (False,):
-                plan = replace(_cut(p, strategy, size), kept_in_scratch=in_scratch, halves=halves)
-                if kept and recomputed:  # where nothing is kept, larger chunks do the same
-                    together = _together(p, recomputed, size, budget - scratch_bytes(p, plan))
-                    plan = replace(plan, recompute_chunks=together)
-                yield plan
+                plan = replace(plan, halves=halves, recompute_chunks=1)
+                if halves:
+                    room = self.budget - scratch_bytes(p, plan)
+                if plan.kept and recomputed:  # where nothing is kept, larger chunks do the same
+                    plan = replace(plan, recompute_chunks=_together(p, recomputed, size, room))
+                self.fits(plan)
+
+
+def _search(p: Problem, strategy: str, budget: int) -> MosaicPlan | None:
+    """Without gradients the fewest even chunks of tokens; else of one strategy, or of both, what is fastest."""
+    made = Search(p, budget)
+    if not p.any_grad:
+        whole = made.rows
+        fits = largest(lambda n: scratch_bytes(p, MosaicPlan("forward", n)) <= budget, TOKEN_TILE, whole, TOKEN_TILE)
+        made.fits(MosaicPlan("forward", up(even_chunk(p.tokens, fits, TOKEN_TILE), TOKEN_TILE)))
+        return made.best()
+    for each in _strategies(strategy):
+        if _goes_by_tokens(p, each):
+            made.by_tokens()
+            made.longer_first()
+        made.keep(each)
+    return made.best()
 
 
 def _token_chunks(rows: int, most: int) -> list[int]:
     """Sizes of a chunk of tokens: some small ones, and the fewest even chunks."""
     even = {up(-(-rows // number), TOKEN_TILE) for number in range(1, 65)}
     return sorted(size for size in even | {TOKEN_TILE} if size <= max(most, TOKEN_TILE))
-
-
-def _longer_first(p: Problem, budget: int) -> Iterator[MosaicPlan]:
-    """Chunks of tokens of which the first has so many more that as few others as possible are left."""
-    rows, kept = up(p.tokens, TOKEN_TILE), capacity(p)
-    if not kept:
-        return
-    columns = -(-p.hidden // hidden_tile(p.hidden))
-    # Entries whose tiles of the weight's gradient fill two and four waves.
-    for chunk in {_PROGRAMS * n // columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4)}:
-        cut = replace(_cut(p, "stash", max(chunk, VOCAB_TILE)), by_tokens=True)
-        for size in range(TOKEN_TILE, rows - kept, TOKEN_TILE):
-            if _ELEMENT * p.vocab * size > budget:
-                break
-            for first in range(rows - size, max(size, kept), -size):
-                in_digits = min(first - kept, digits_capacity(p))
-                plan = replace(
-                    cut, token_chunk=size, first_chunk=first, kept_in_digits=in_digits,
-                    kept_in_scratch=rows - kept - in_digits,
-                )  # fmt: skip
-                if scratch_bytes(p, plan) <= budget:
-                    yield plan
-                    break
 
 
 def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
@@ -479,6 +593,6 @@ def _chunk_sizes(p: Problem, recomputed: int) -> list[int]:
 
 
 PLANNER: Planner[MosaicPlan] = Planner(
-    scratch_parts, _candidates, predict, least_scratch, default_scratch, needs, slack=1.002
+    scratch_parts, None, predict, least_scratch, default_scratch, needs, slack=SLACK, search=_search
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
