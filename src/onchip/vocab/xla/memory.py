@@ -65,9 +65,10 @@ def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> Config:
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] | None = None) -> int:
     """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all."""
     if sizes is None:
-        # A single chunk has no padding and copies no rows of the weight, and may take less than small ones.
-        tokens, vocab = {SMALLEST[0], min(p.tokens, LARGEST_TOKENS[p.device])}, {SMALLEST[1], p.vocab}
-        return min(scratch_bytes(p, _config(p, strategy, max(1, t), v)) for t, v in product(tokens, vocab))
+        # A single chunk copies no rows of the weight; larger ones may have less padding, and take less than small ones.
+        most = max(1, min(p.tokens, LARGEST_TOKENS[p.device]))
+        tokens, vocab = {*memory.halved(most, min(most, SMALLEST[0]))}, {SMALLEST[1], p.vocab}
+        return min(scratch_bytes(p, _config(p, strategy, t, v)) for t, v in product(tokens, vocab))
     if p.ids:
         return scratch_bytes(p, Config(strategy, max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])))
     return scratch_bytes(p, _config(p, strategy, *sizes))
@@ -86,7 +87,11 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
 
     most, (least_tokens, least_vocab) = max(1, min(p.tokens, LARGEST_TOKENS[p.device])), SMALLEST
     if strategy == "stash":
-        yield _config(p, strategy, largest(lambda n: fits(n, p.vocab), min(most, least_tokens), most), p.vocab)
+        smallest = min(most, least_tokens)
+        tokens = largest(lambda n: fits(n, p.vocab), smallest, most)
+        # Larger chunks may have less padding: then some fit where smaller ones don't.
+        sizes = [tokens] if fits(tokens, p.vocab) else memory.halved(most, smallest)
+        yield from (_config(p, strategy, size, p.vocab) for size in sizes)
         return
     for tokens in memory.halved(most, min(most, least_tokens)):
         unit = 64 if p.ids else least_vocab  # what each op was measured with
