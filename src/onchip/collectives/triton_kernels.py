@@ -68,7 +68,7 @@ def product_tile(
     store_columns(out, out_stride, row, column, end, N, rounded, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "piece_tiles"])
 def gated_product(
     own,  # [rows, C]: this rank's block
     blocks,  # [ranks * rows, C]: where those of other ranks arrive

@@ -199,7 +199,7 @@ def multiply_rows(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T"])
 def product_apart(
     x,  # [T, K] of 16-bit numbers, in blocks of [HALF, STEP] that end where a group does
     weight,  # [G, N, K], in blocks of [1, COLUMNS, STEP], of CONCATENATED half; TURNED: [G, K, N], [1, STEP, COLUMNS]

@@ -36,7 +36,7 @@ PLAIN, CONCATENATED, INTERLEAVED = tl.constexpr(0), tl.constexpr(1), tl.constexp
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "TILES"])
 def plan_tiles(
     groups,  # [G] sizes, or OFFSETS: where each group ends
     plan,  # int32 out
@@ -87,7 +87,7 @@ def tile_of(plan, G, i):
     return plan + HEAD + 2 * (G + 1) + 3 * i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "limit"])
 def check_indices(
     indices,  # [T]
     plan,  # where one is out of range, what is added to all results becomes NaN
@@ -254,7 +254,7 @@ def store_interleaved(
         store_rows(out, stride, first, end, column, columns, swiglu(gate, up) * scale, R, C // 2, 1, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_rows", "limit", "T"])
 def grouped_product(
     x,  # [T, K], or its rows that `index` names; in FP8 [x_rows, K], TILE_ROWS rows for each tile of the plan
     weight,  # [G, N, K]
@@ -373,7 +373,7 @@ def grouped_product(
         store_rows(out, out_stride, first, T, tile % tiles_c * WIDTH, columns, zeros, BLOCK_M, WIDTH, 1, TMA_OUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def grouped_weight_gradient(
     a,  # [T, A], or its rows that `a_index` names
     b,  # [T, B]
@@ -419,7 +419,7 @@ def grouped_weight_gradient(
     store_gradient(out, g, i * BLOCK_A, j * BLOCK_B, A, B, acc, BLOCK_A, BLOCK_B, ADD, PARTS, TMA_OUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scaled_weight_gradient(
     a,  # [A, rows] FP8: TILE_ROWS columns for each tile of the plan
     b,  # [B, rows]
@@ -486,7 +486,7 @@ def store_gradient(
 # ----------------------------------------------------------------------------------------------------------- row by row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def product_gradient(
     grad,  # [T, C], or the row of [num_rows, C] that `index` names
     product,  # [T, N]; None where there is no need of it

@@ -71,7 +71,8 @@ class Launch(NamedTuple):
         arguments = {**self.shared.arguments, **self.given}
         own = {name: trait(x) for name, x in self.given.items() if name in compiled.variables}
         traits = compiled.traits({**self.shared.traits, **own})
-        key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits
+        sizes = tuple([_size_trait(x) for x in compiled.numbers(arguments)])
+        key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits, sizes
         found = compiled.by_key.get(key)
         if found is None:
             found = self.kernel[self.grid](**self.arguments, **self.options)
@@ -144,19 +145,21 @@ class _Compiled(NamedTuple):
     """What a kernel was compiled to, and what reads the values of its parameters from a dictionary."""
 
     kernel: Any  # kept, so that no other one gets its id
-    variables: frozenset[str]  # names of the parameters that are no constants to the compiler
+    variables: frozenset[str]  # names of the parameters whose values the compiler sees something of
     all: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     traits: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of the variables
-    by_key: dict[Any, Any]  # by device, options, constants and the variables' traits
+    numbers: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of whose values it sees nothing
+    by_key: dict[Any, Any]  # by device, options, constants, the variables' traits and the numbers' sizes
 
     @staticmethod
     def of(kernel: Any) -> "_Compiled":
         known = _COMPILED.get(id(kernel))
         if known is None:
             constants = [x.name for x in kernel.params if x.is_constexpr]
-            variables = [x.name for x in kernel.params if not x.is_constexpr]
-            read = _reader(kernel.arg_names), _reader(constants), _reader(variables)
+            variables = [x.name for x in kernel.params if not (x.is_constexpr or x.do_not_specialize)]
+            numbers = [x.name for x in kernel.params if x.do_not_specialize]
+            read = _reader(kernel.arg_names), _reader(constants), _reader(variables), _reader(numbers)
             known = _COMPILED[id(kernel)] = _Compiled(kernel, frozenset(variables), *read, {})
         return known
 
@@ -206,7 +209,12 @@ def trait(x: Any) -> Any:
 @lru_cache(maxsize=4096)
 def _int_trait(x: int) -> Any:
     """What is 1; of others what 16 divides, and how many bits it needs."""
-    return x == 1 or (x % 16 == 0, 32 if -(2**31) <= x < 2**31 else 63 if -(2**63) <= x < 2**63 else 64)
+    return x == 1 or (x % 16 == 0, _size_trait(x))
+
+
+def _size_trait(x: Any) -> Any:
+    """How many bits a number needs that Triton doesn't compile for."""
+    return None if x is None else 32 if -(2**31) <= x < 2**31 else 63 if -(2**63) <= x < 2**63 else 64
 
 
 def _tensor_trait(x: Tensor) -> Any:

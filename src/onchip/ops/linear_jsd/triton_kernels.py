@@ -73,7 +73,7 @@ class Gradient(NamedTuple):
     buffer: Any  # BufferRows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "first_tile", "chunk_tiles", "tile_rows", "below_rows", "C"])
 def logit_tiles(
     rows,  # [C, H]: hidden of the positions from `first` on
     weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
@@ -361,7 +361,7 @@ def _inverse_scale(bound):
     return tl.exp2(tl.floor(tl.log2(tl.maximum(bound, 1e-30))) - 13)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "first_tile", "tiles", "tile_rows", "T"])
 def divergence_rows(
     student,  # Logits
     teacher,  # Logits
@@ -563,7 +563,7 @@ def divergence_rows(
                 t_out += t_out_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def row_scales(
     grad_loss,  # [T], or [] with a stride of 0
     grad_stride,

@@ -49,7 +49,7 @@ def _follow(
     return softmax, offsets, squares, squares_below
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "inner", "logits_outer"])
 def log_probs(
     logits,  # [T, V] in rows of any place, the columns of stride logits_stride
     ids,  # [T, K] int64
@@ -196,7 +196,7 @@ def _write(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "inner", "logits_outer"])
 def log_prob_gradients(
     logits,  # as in `log_probs`
     kept,
@@ -241,7 +241,7 @@ def log_prob_gradients(
             walk(_write, known, (), from_row, logits_stride, V, loops, "evict_first", True, STAGES, TILE, LANES, UNIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def share_ids(
     ids,  # [T, K] int64
     g,  # [T, K] float32
@@ -265,7 +265,7 @@ def share_ids(
     tl.store(rest + i, others, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "inner", "logits_outer"])
 def write_ids(
     logits,  # as in `log_probs`
     ids,

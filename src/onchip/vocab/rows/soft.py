@@ -63,7 +63,7 @@ def _absorb(
     return softmax, cost, mass, given_cost, given_mass, likeliest, column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "inner", "logits_outer", "labels_rows", "labels_outer"])
 def soft_losses(
     logits,  # [T, V] in rows of any place, the columns of stride logits_stride
     labels,  # [T, V] alike, with strides of its own
@@ -158,7 +158,7 @@ def _write(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "inner", "logits_outer", "labels_rows", "labels_outer"])
 def soft_gradients(
     logits,  # as in `soft_losses`
     labels,

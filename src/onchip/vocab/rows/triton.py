@@ -118,7 +118,7 @@ def _store_terms(out, T, k2, lse2, factor, even, at_target):
     tl.store(out + 4 * T, at_target)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "inner", "logits_outer"])
 def losses(
     logits,  # [T, V] in rows of any place, the columns of stride logits_stride
     target,  # [T] int64
@@ -313,7 +313,7 @@ def losses(
                         _write(raw, back, V, of_gradient, (), TILE, LANES, UNIT, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "inner", "logits_outer", "out_outer"])
 def gradients(
     logits,  # as in `losses`
     target,
@@ -407,7 +407,7 @@ def gradients(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def count_targets(target, divisor, T, ignore_index, BLOCK: tl.constexpr):
     """How many are not ignored, or 1, in float32.  One program."""
     total = tl.zeros((BLOCK,), tl.int32)
@@ -426,7 +426,7 @@ def divided(value, number, divisor, MEAN: tl.constexpr):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def reduce_losses(
     loss,  # [T] float32
     number,

@@ -183,7 +183,7 @@ def take_units(blocks, barriers, work, out, product_scale, n, first, slice_rows,
         add(acc_2, out, product_scale, first + i * TILE + down, n, row + down, j * TILE + right, H, stride)
 
 
-@gluon.jit(do_not_specialize=["first", "last", "slice_rows", "first_tile", "chunk_tiles"])
+@gluon.jit(do_not_specialize=["first", "last", "slice_rows", "slices", "first_tile", "chunk_tiles"])
 def hidden_apart(
     exponentials,  # [rows, VOCAB_TILE] in blocks of [TILE, STEP]
     weight,  # [V, H], in such of [STEP, TILE]
@@ -193,21 +193,21 @@ def hidden_apart(
     first,
     last,
     slice_rows,
+    slices,
     first_tile,
     chunk_tiles,
     buffer,  # BufferRows
     out_stride,
     H,
-    SLICES: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
-    """`hidden_gradient`; units of the last wave are cut into up to SLICES."""
+    """`hidden_gradient`; units of the last wave are cut into up to `slices`."""
     n = gl.minimum(gl.load(number), last)
     tiles_t = gl.cdiv(gl.maximum(n - first, 0), TILE)
     units = count_units(tiles_t, H)
     steps = chunk_tiles * (VOCAB_TILE // STEP)
     rest = units % PROGRAMS
-    work = (tiles_t, units - rest, rest, choose_cut(units, gl.minimum(steps, SLICES), PROGRAMS), steps)
+    work = (tiles_t, units - rest, rest, choose_cut(units, gl.minimum(steps, slices), PROGRAMS), steps)
     of_exponentials = gl.allocate_shared_memory(
         exponentials.dtype, [BLOCKS * STAGES] + exponentials.block_shape, exponentials.layout
     )

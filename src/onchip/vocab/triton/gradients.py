@@ -26,7 +26,7 @@ from onchip.vocab.triton.blocks import (
 VANISHED = tl.constexpr(-128.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept"])
 def position_terms(
     ids,  # [T, K] int64
     vectors,  # Vectors
@@ -121,19 +121,19 @@ def position_terms(
     tl.store(terms.entry_label + to, tl.where(good, y, -1).to(tl.int32), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept", "swap"])
 def scale_rows(
     rows,  # [T, H] in and out
     product_scale,  # [T] float32
     count,
     kept,
+    swap,
     H,
     BLOCK: tl.constexpr,
-    SWAP: tl.constexpr,
 ):
     """Multiply hidden's rows of the positions before `kept` by what their kept exponentials, or gradients, lack.
 
-    With SWAP their columns then lie as `adding.weight_added` takes them: of each 32, pair j of eight i is where
+    With `swap` their columns then lie as `adding.weight_added` takes them: of each 32, pair j of eight i is where
     pair i of eight j was.
     """
     t = tl.program_id(0)
@@ -143,14 +143,14 @@ def scale_rows(
             c = start + tl.arange(0, BLOCK)
             row = rows + t.to(tl.int64) * H
             value = (tl.load(row + c, mask=c < H, other=0).to(tl.float32) * r).to(rows.dtype.element_ty)
-            to = c
-            if SWAP:
+            if swap:
                 tl.debug_barrier()  # all has been read
-                to = c // 32 * 32 + c // 2 % 4 * 8 + c // 8 % 4 * 2 + c % 2
-            tl.store(row + to, value, mask=c < H)
+                tl.store(row + c // 32 * 32 + c // 2 % 4 * 8 + c // 8 % 4 * 2 + c % 2, value, mask=c < H)
+            else:
+                tl.store(row + c, value, mask=c < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "first_tile", "chunk_tiles", "T"])
 def gradient_tiles(
     rows,
     weight,
@@ -269,7 +269,7 @@ def entropy_gradient(
         tl.store(exponentials + where, tl.where(e > 0, g, 0.0).to(exponentials.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "first_tile", "chunk_tiles"])
 def write_entries(
     exponentials,  # [rows, VOCAB_TILE] in and out
     label,  # [T, K] int32, by position: -1 for none
@@ -296,7 +296,7 @@ def write_entries(
     tl.store(exponentials + where, value.to(exponentials.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["recomputed_from", "first_tile", "chunk_tiles", "T"])
 def weight_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     rows,  # [T, H]
@@ -365,7 +365,7 @@ def weight_gradient(
             store_columns(out, out_stride, v, j * BLOCK_H, V, H, value, BLOCK_V, BLOCK_H, PARTS, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def column_sums(
     x,  # [N, H], any strides
     factor,  # [N] float32; None: 1
@@ -397,14 +397,14 @@ def column_sums(
     tl.store(out + tl.program_id(0) * H + c, tl.sum(total, 0), mask=c < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def add_targets(
     hidden,  # [T, H], any strides
     grad_weight,  # [V, H] in and out
     grad_bias,  # [V] float32 in and out
     order,
     sorted_label,  # [N] int32: the targets in ascending order, NO_LABEL at the end
-    sorted_position,  # [N] integers: whose they are, IDS of each position
+    sorted_position,  # [N] int32: whose they are, IDS of each position
     at_target,  # [N] float32
     inverse_grad_scale,
     hidden_stride_t,
@@ -450,7 +450,7 @@ def add_targets(
             tl.store(grad_bias + y, tl.load(grad_bias + y) + sum_g, mask=once)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "out_rows", "slice_rows", "first_tile", "chunk_tiles", "slices"])
 def hidden_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     weight,  # [V, H]
@@ -461,6 +461,7 @@ def hidden_gradient(
     last,
     out_rows,
     slice_rows,
+    slices,
     first_tile,
     chunk_tiles,
     buffer,
@@ -468,7 +469,6 @@ def hidden_gradient(
     out_stride,
     H,
     V,
-    SLICES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -480,7 +480,7 @@ def hidden_gradient(
 ):
     """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), added up in float32.
 
-    The tiles of the last wave are cut into up to SLICES along the vocabulary if that fills the device better: 320 tiles
+    The tiles of the last wave are cut into up to `slices` along the vocabulary if that fills the device better: 320 tiles
     on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add to a
     tile of zeros, and 0 + a + b has the same bits in either order; or, with `slice_rows`, they add so many rows apart.
     (Stream-K, Osama et al., arXiv:2301.03598, would cut all tiles: its programs are in different places of the
@@ -493,9 +493,7 @@ def hidden_gradient(
     tiles = tiles_t * tiles_h
     rest = tiles % PROGRAMS
     whole = tiles - rest
-    cut = 1
-    if SLICES > 1:
-        cut = tl.minimum(tl.maximum(PROGRAMS // tl.maximum(rest, 1), 1), SLICES)
+    cut = tl.minimum(tl.maximum(PROGRAMS // tl.maximum(rest, 1), 1), slices)
     part = steps // cut
     for item in tl.range(tl.program_id(0), whole + rest * cut, PROGRAMS, flatten=True):
         over = tl.maximum(item - whole, 0)
@@ -532,7 +530,7 @@ def hidden_gradient(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def bias_gradient(
     exponentials,
     out,  # [V] float32 out
@@ -567,7 +565,7 @@ def bias_gradient(
     tl.store(out + v, total, mask=v < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept", "half_rows"])
 def finish_hidden(
     sums,  # [T, H] float32, by position; with half_rows those from `kept` on are in two halves, so many rows apart
     weight,  # [V, H]

@@ -18,7 +18,7 @@ from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
-from onchip.vocab.triton.tiling import IN_TURNS, hidden_apart, staggers, takes_turns
+from onchip.vocab.triton.tiling import ALIGNED, IN_TURNS, VECTOR, hidden_apart, staggers, takes_turns
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
@@ -68,8 +68,8 @@ class Vectors(NamedTuple):
 
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
-        *per_token, count = packed.split([*[tokens] * 6, 1])
-        position, order, label, *floats = per_token
+        *padded, count = packed.split([*[up(tokens, VECTOR)] * 6, 1])
+        position, order, label, *floats = (x[:tokens] for x in padded)
         factor, shift, base = (x.view(torch.float32) for x in floats)
         return Vectors(packed, position, order, label, count, factor, shift, base)
 
@@ -226,7 +226,7 @@ class End(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Per tile, of so many `columns` of logits, and position, [tiles, positions]; None: not wanted."""
+    """Per tile, of so many `columns` of logits, and position, [tiles, stride]; None: not wanted."""
 
     maximum: Tensor  # of z
     others: Tensor  # sum of exp(z - maximum) over all but the target
@@ -261,16 +261,17 @@ class Partials(NamedTuple):
         memory: Tensor | None = None,  # bytes to take it from
     ) -> "Partials":
         tiles, stats = -(-vocab // VOCAB_TILE) * (VOCAB_TILE // columns), labels and asked.entropy
-        each = tiles * up(positions, 4)  # so that all of them are aligned alike
+        stride = up(positions, ALIGNED)
 
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             nonlocal memory
             if not wanted:
                 return None
             if memory is None:
-                return torch.empty((tiles, positions), dtype=dtype, device=device)
-            block, memory = memory[: 4 * each], memory[4 * each :]
-            return block.view(dtype)[: tiles * positions].view(tiles, positions)
+                return torch.empty((tiles, stride), dtype=dtype, device=device)
+            size = 4 * tiles * stride
+            block, memory = memory[:size], memory[size:]
+            return block.view(dtype).view(tiles, stride)
 
         return Partials(
             make(True),
@@ -286,7 +287,7 @@ class Partials(NamedTuple):
             make(stats),
             make(stats),
             make(stats, torch.int32),
-            positions,
+            stride,
             columns,
         )
 
@@ -543,7 +544,7 @@ def swaps_columns(run: Run) -> bool:
 def add_weight(
     run: Run,
     buffer: LogitBuffer,
-    rows: Tensor,  # by `scale_rows`, with SWAP as `swaps_columns` says
+    rows: Tensor,  # by `scale_rows`, with `swap` as `swaps_columns` says
     into: Sum,
     inverse_grad_scale: Tensor | None,
     even_sum: Tensor | None,  # [H] float32
@@ -595,7 +596,7 @@ def hidden_product(
         "slice_rows": rows if slices > 1 else buffer.rows.in_third if product_scale is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "SLICES": max(slices, 2 if product_scale is not None or halves else 1),
+        "slices": max(slices, 2 if product_scale is not None or halves else 1),
     }
     if run.gluon and run.weight.stride(1) == 1 and (hidden_apart(run.hidden) if apart is None else apart):
         from onchip.vocab.triton import gluon_launches

@@ -21,7 +21,17 @@ from functools import lru_cache
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.vocab.chunks import in_chunks
 from onchip.vocab.memory import Problem, digit_bits
-from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE, chunk_hidden, even_step, takes_turns
+from onchip.vocab.triton.tiling import (
+    ALIGNED,
+    EXPONENTIALS_PLACE,
+    EXPONENTIALS_ROW,
+    TOKEN_TILE,
+    VECTOR,
+    VOCAB_TILE,
+    chunk_hidden,
+    even_step,
+    takes_turns,
+)
 
 # Positions of a longer first chunk whose hidden gradient is summed at a time, at least.
 SMALLEST_STEP = 512
@@ -64,7 +74,7 @@ class TritonPlan:
 
 def vector_elements(tokens: int) -> int:
     """int32 numbers that forward leaves: six of each token, and one."""
-    return 6 * tokens + 1
+    return 6 * up(tokens, VECTOR) + 1
 
 
 def may_hold(p: Problem) -> bool:
@@ -136,7 +146,7 @@ class Sizes:
 
     def of_softmax(self, tokens: int) -> int:
         """Of what the softmax of so many tokens leaves for each tile."""
-        return self.softmax * up(tokens, 4)
+        return self.softmax * up(tokens, ALIGNED)
 
     def alone(self, tokens: int) -> int:
         """Of a chunk of tokens without gradients."""
@@ -337,7 +347,7 @@ def hidden_digits(p: Problem) -> int:
     """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number; in
     whole rows of exponentials, since the weight's sum follows.
     """
-    return up(p.tokens * p.hidden, EXPONENTIALS_ROW) if p.grad_hidden and p.hidden_dtype != "float32" else 0
+    return up(p.tokens * p.hidden, EXPONENTIALS_PLACE) if p.grad_hidden and p.hidden_dtype != "float32" else 0
 
 
 def weight_digits(p: Problem) -> int:
@@ -349,7 +359,7 @@ def weight_digits(p: Problem) -> int:
 
 def sum_bytes(p: Problem) -> int:
     """Of the weight's sum, with those digits, in whole rows of exponentials."""
-    return up(2 * p.vocab * p.hidden + weight_digits(p), EXPONENTIALS_ROW) if p.grad_weight else 0
+    return up(2 * p.vocab * p.hidden + weight_digits(p), EXPONENTIALS_PLACE) if p.grad_weight else 0
 
 
 def sum_in_scratch(p: Problem) -> int:

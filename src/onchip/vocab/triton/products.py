@@ -86,7 +86,7 @@ class Products:
             _ = self.even_sum  # of the rows as they are
             self.run.launch(
                 gradients.scale_rows, (self.run.tokens,), rows=self.rows, kept=self.kept,
-                product_scale=self.product_scale, BLOCK=BLOCK, SWAP=False,
+                product_scale=self.product_scale, BLOCK=BLOCK, swap=0,
             ).run()  # fmt: skip
         if self.kept > 0 and self.sums is not None:
             tiles = self.run.vocab_tiles

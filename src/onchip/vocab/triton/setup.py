@@ -26,7 +26,7 @@ from onchip.vocab.torch.call import OF_LAYER, Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton.memory import TritonPlan
-from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE
+from onchip.vocab.triton.tiling import ALIGNED, EXPONENTIALS_PLACE, TOKEN_TILE, VOCAB_TILE
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
@@ -141,15 +141,10 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled, from a whole row of exponentials on, 512 bytes, and near the others.
-
-    PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.
-    """
+    """Not yet filled, and where exponentials may lie: from a multiple of ALIGNED rows of them on."""
     size = math.prod(shape) * dtype.itemsize
-    memory = _allocate(like, size)
-    if memory.data_ptr() % EXPONENTIALS_ROW:
-        memory = _allocate(like, size + EXPONENTIALS_ROW)
-        memory = memory[-memory.data_ptr() % EXPONENTIALS_ROW :]
+    memory = _allocate(like, size + EXPONENTIALS_PLACE if size else 0)
+    memory = memory[-memory.data_ptr() % EXPONENTIALS_PLACE :] if size else memory
     return memory[:size].view(dtype).view(shape)
 
 
@@ -311,7 +306,7 @@ def _spread(
     """
     there = [piece for piece in zip(addresses, sizes, strict=True) if piece[1] > 0]
     first = min(there)[0]
-    rows = (max([address + size for address, size in there]) - first) // row
+    rows = up((max([address + size for address, size in there]) - first) // row, ALIGNED)
     places = [
         divmod(address - first, row) if size > 0 else (0, 0) for address, size in zip(addresses, sizes, strict=True)
     ]

@@ -19,7 +19,7 @@ from onchip.vocab.triton.blocks import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def compact_tokens(target, vectors, T, ignore_index, BLOCK: tl.constexpr):
     """Number the tokens that are not ignored, in their order.  One program."""
     total = tl.zeros((), tl.int32)
@@ -33,7 +33,7 @@ def compact_tokens(target, vectors, T, ignore_index, BLOCK: tl.constexpr):
     tl.store(vectors.number, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def gather_tokens(
     hidden,  # [T, H], any strides
     weight,  # [V, H], any strides
@@ -102,7 +102,7 @@ def gather_tokens(
         tl.store(vectors.label + at, leader.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "T"])
 def softmax_tiles(
     rows,  # [count, H] of positions from `first` on
     weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
@@ -292,8 +292,7 @@ def merge_tiles(
     value_lse = top + log_total
     base = tl.where(far, value_lse, tl.load(vectors.shift + at, mask=mine, other=0.0))
     tl.store(vectors.base + at, base, mask=mine)
-    if normalizer is not None:
-        tl.store(normalizer + at, tl.exp2((base - value_lse) * LOG2E) * inverse_exponential_scale, mask=mine)
+    tl.store(normalizer + at, tl.exp2((base - value_lse) * LOG2E) * inverse_exponential_scale, mask=mine)
     log_prob = tl.where(alone, 0.0, (z - top) - log_total)
     log_prob = tl.where(y < 0, float("nan"), log_prob)
     t = tl.load(vectors.order + at, mask=mine, other=0)
@@ -320,7 +319,7 @@ def merge_tiles(
         tl.store(out.top + t, of_tiles, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def merge_labels(
     vectors,  # Vectors
     partials,  # Partials
@@ -391,7 +390,7 @@ def merge_labels(
         tl.store(stats.target_logit + first + t, given_mass * top - given_cost, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def spread_log_probs(
     ids,  # [T, K] int64
     vectors,  # Vectors
@@ -417,7 +416,7 @@ def spread_log_probs(
     tl.store(out.log_prob + i, tl.where(good, value, tl.where(counted, float("nan"), 0.0)), mask=i < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def token_losses(
     vectors,  # Vectors
     known,  # TokenSoftmax

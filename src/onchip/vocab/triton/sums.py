@@ -11,17 +11,17 @@ from onchip.kernels.triton.tiles import PAIR_ROWS, upper_row
 from onchip.vocab.triton.blocks import add_entries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "slice_rows", "slices"])
 def keep_hidden(
-    sums,  # [SLICES * slice_rows, H] float32, by position
+    sums,  # [slices * slice_rows, H] float32, by position
     order,
     count,
     into,  # [T, H] out, by token: float32, or the first 16 bits as int16
     digits,  # [T, H] uint8 out: the next 8 bits; None with float32
     begin,  # the position of the first sum
     slice_rows,
+    slices,
     H,
-    SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Leave rows of hidden's gradient for backward, which scales and rounds them."""
@@ -29,7 +29,7 @@ def keep_hidden(
     if begin + t < tl.load(count):
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         value = tl.zeros((BLOCK,), tl.float32)
-        for i in range(SLICES):
+        for i in range(slices):
             value += tl.load(sums + (t + i * slice_rows).to(tl.int64) * H + c, mask=c < H, other=0.0)
         at = tl.load(order + begin + t).to(tl.int64) * H + c
         if digits is None:
@@ -85,7 +85,7 @@ def _store_scaled(at, value, there, ADD: tl.constexpr):
     tl.store(at, value.to(at.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def scale_weight(
     left,  # [V, H] int16: the first 16 bits of a float32
     digits,  # [V, H] uint8: the next 8 bits; with PAIRED [pairs of rows, H]: the next 4 of both

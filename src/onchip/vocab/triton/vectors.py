@@ -7,10 +7,13 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.vocab.rows.triton import divided
+from onchip.vocab.triton import tiling
 from onchip.vocab.triton.blocks import NO_LABEL
 
+VECTOR = tl.constexpr(tiling.VECTOR)
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["T"])
 def loss_gradients(
     grad_loss,  # [T], or [] with a stride of 0; None: 1
     grad_stride,
@@ -66,10 +69,10 @@ def loss_factor(
     tl.store(factor, divided(g, number, divisor, MEAN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["FIRST", "SIZE", "N"])
 def chunk_numbers(
     number,
-    numbers,  # [N] int32 out
+    numbers,  # [N, VECTOR] int32, the first of each out
     FIRST,
     SIZE,
     N,
@@ -79,10 +82,10 @@ def chunk_numbers(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = tl.where(i == 0, 0, FIRST + (i - 1) * SIZE)
     size = tl.where(i == 0, FIRST, SIZE)
-    tl.store(numbers + i, tl.minimum(tl.maximum(tl.load(number) - before, 0), size), mask=i < N)
+    tl.store(numbers + i * VECTOR, tl.minimum(tl.maximum(tl.load(number) - before, 0), size), mask=i < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def sort_keys(
     label,  # [N] int32: of each id of a position; negative ones don't count
     number,
@@ -97,7 +100,7 @@ def sort_keys(
     tl.store(key + i, tl.where(y < 0, NO_LABEL, y), mask=i < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def sort_labels(
     label,  # [N] int32: of each id of a position; negative ones don't count
     number,

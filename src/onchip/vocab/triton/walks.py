@@ -41,7 +41,7 @@ from onchip.vocab.triton.launches import (
 from onchip.vocab.triton.memory import PAIRS, TritonPlan, rounds_in_forward
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
-from onchip.vocab.triton.tiling import chunk_hidden
+from onchip.vocab.triton.tiling import VECTOR, chunk_hidden
 
 # Labels that are sorted by one kernel: on an H100 8192 took 0.04 ms, 16384 0.10 and 32768 0.37, where PyTorch takes
 # 0.05 and the host 0.16 more.
@@ -144,7 +144,7 @@ def forward(
             memory = ForwardMemory.empty(run, call, config, saved, sums, size, first=i == 0)
         launches.gather(run, hidden, ids, ignore_index, temperature, picked, memory.rows, first).run()
         launches.softmax(run, memory.rows, memory.partials, memory.kept, first).run()
-        part = run if numbers is None else run.part(first, last, numbers[i : i + 1])
+        part = run if numbers is None else run.part(first, last, numbers[i, :1])
         part.launch(
             softmax.merge_tiles,
             (-(-part.tokens // 16),),
@@ -153,7 +153,7 @@ def forward(
             partials=memory.partials,
             tiles=len(memory.partials.maximum),
             out=made,
-            normalizer=None if memory.chunk is None else memory.chunk.normalizer,
+            normalizer=empty() if memory.chunk is None else memory.chunk.normalizer,
             BLOCK_T=16,
             BLOCK=256,
         ).run()
@@ -175,7 +175,7 @@ def forward(
                 if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
                     upstream = loss_gradients(run, made, None, None, token_weight, reduction="sum")
                 assert numbers is not None
-                end = None if factor is None else End(factor, numbers[i + 1 : i + 2])
+                end = None if factor is None else End(factor, numbers[i + 1, :1])
                 _chunk_gradients(part, call, memory.chunk, made, upstream, end, add=first > 0)
     if picked.label is not None:
         run.launch(
@@ -193,11 +193,11 @@ def forward(
 
 
 def _numbers(run: Run, sizes: Sequence[int]) -> Tensor:
-    """[chunks + 1] int32: of the positions of each chunk, how many are of tokens, and 0.  From the second chunk on they
-    are even.
+    """[chunks + 1, VECTOR] int32, first: of the positions of each chunk, how many are of tokens, and 0.  From the second
+    chunk on they are even.
     """
     number = len(sizes) + 1
-    numbers = torch.empty(number, dtype=torch.int32, device=run.weight.device)
+    numbers = torch.empty((number, VECTOR), dtype=torch.int32, device=run.weight.device)
     run.launch(
         vectors.chunk_numbers, (-(-number // BLOCK),), numbers=numbers, FIRST=sizes[0], SIZE=sizes[min(1, number - 2)],
         N=number, BLOCK=BLOCK,
@@ -237,7 +237,7 @@ def _chunk_gradients(
                 slice_rows=number,
                 into=chunk.left.hidden.first,
                 digits=chunk.left.hidden.digits,
-                SLICES=slices,
+                slices=slices,
                 BLOCK=BLOCK,
             ).run()
     if upstream is not None:
@@ -246,7 +246,7 @@ def _chunk_gradients(
         part.launch(
             gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
             product_scale=terms.product_scale, BLOCK=BLOCK,
-            SWAP=launches.swaps_columns(part),
+            swap=int(launches.swaps_columns(part)),
         ).run()  # fmt: skip
         rows, inverse = chunk.rows[: part.tokens], terms.inverse_grad_scale
         into = chunk.left.weight
@@ -492,8 +492,10 @@ def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
         key = torch.empty_like(label)
         grid = (-(-len(label) // BLOCK),)
         run.launch(vectors.sort_keys, grid, label=label, key=key, N=len(label), IDS=terms.ids, BLOCK=BLOCK).run()
-        return key.sort(stable=True)
-    labels, positions = torch.empty((2, len(label)), dtype=torch.int32, device=label.device)
+        labels, positions = key.sort(stable=True)
+        return labels, positions.to(torch.int32)
+    packed = torch.empty((2, up(len(label), VECTOR)), dtype=torch.int32, device=label.device)
+    labels, positions = packed[:, : len(label)]
     run.launch(
         vectors.sort_labels,
         (-(-len(label) // 32),),
@@ -514,8 +516,11 @@ def position_terms(
     """What the gradients of the positions' logits are made of; exponentials are kept of the first ones."""
     tokens = run.tokens
     sizes = [tokens] * 4 + [tokens * ids.shape[1]] + [tokens] * 3
-    packed = known.lse.new_empty(sum(sizes))
-    row_scale, product_scale, even, entropy_scale, entry, lse, mean, size = packed.split(sizes)
+    padded = [up(size, VECTOR) for size in sizes]
+    packed = known.lse.new_empty(sum(padded))
+    row_scale, product_scale, even, entropy_scale, entry, lse, mean, size = (
+        x[:size] for x, size in zip(packed.split(padded), sizes, strict=True)
+    )
     entry_label = ids.new_empty(tokens * ids.shape[1], dtype=torch.int32)
     entropy = upstream.entropy is not None
     terms = Terms(
@@ -536,7 +541,7 @@ def position_terms(
     run.launch(
         gradients.position_terms,
         (-(-tokens // block_t), -(-ids.shape[1] // block_k)),
-        known=known,
+        known=TokenSoftmax(known.lse, known.log_prob, known.entropy),
         upstream=upstream,
         terms=terms,
         size=size,
@@ -552,6 +557,6 @@ def position_terms(
     ).run()
     grad_scale = float16_scale(size, run.vectors, run.dtype)
     if grad_scale is not None:
-        packed[: sum(sizes[:5])] *= grad_scale
+        packed[: sum(padded[:5])] *= grad_scale
         terms = terms._replace(inverse_grad_scale=1 / grad_scale)
     return terms._replace(product_scale=torch.ones_like(lse)) if entropy else terms
