@@ -15,7 +15,9 @@ def of_numbers(kernel):
     """A function of a kernel's, to be called with numbers."""
     constants = {name: x.value for name, x in kernel.fn.__globals__.items() if hasattr(x, "value")}
     others = {
-        name: of_numbers(x) for name, x in kernel.fn.__globals__.items() if name == "find_unit" != kernel.fn.__name__
+        name: of_numbers(kernel.fn.__globals__[name])
+        for name in ("find_unit", "row_number")
+        if name in kernel.fn.__globals__ and name != kernel.fn.__name__
     }
     return FunctionType(kernel.fn.__code__, {**constants, **others, "gl": NUMBERS, "tl": NUMBERS})
 
@@ -79,10 +81,11 @@ def test_the_product(hidden, tokens, slices, apart_by):
     in_third = padded - in_gradient - in_scratch
     scratch_row = 7 + 3 * 200 + 50
     third_row = scratch_row + 3 * in_scratch + 30
-    buffer = blocks.BufferRows(
-        third_row + tiles * in_third, 7, 200, in_gradient, scratch_row, in_scratch, third_row, in_third
-    )
-    matrix = np.full((buffer.rows, VOCAB_TILE), np.nan)
+    rows = third_row + tiles * in_third
+    of_addresses = [blocks.odd(x) for x in (rows, 7, scratch_row, third_row)]
+    rows_, weight_grad_row, scratch_row_, third_row_ = of_addresses
+    buffer = blocks.BufferRows(rows_, weight_grad_row, 200, in_gradient, scratch_row_, in_scratch, third_row_, in_third)
+    matrix = np.full((rows, VOCAB_TILE), np.nan)
     values = rng.standard_normal((padded, tiles * VOCAB_TILE))
     values[:, vocab - first_tile * VOCAB_TILE :] = 0
     for tile in range(tiles):

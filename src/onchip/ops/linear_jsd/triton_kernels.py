@@ -563,7 +563,7 @@ def divergence_rows(
                 t_out += t_out_step
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "grad_stride"])
 def row_scales(
     grad_loss,  # [T], or [] with a stride of 0
     grad_stride,

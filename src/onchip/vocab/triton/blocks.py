@@ -46,7 +46,10 @@ NO_LABEL = tl.constexpr(2**31 - 1)
 
 
 class BufferRows(NamedTuple):
-    """Which rows of VOCAB_TILE columns hold the logits' exponentials or gradient, by position, as kernels take it."""
+    """Which rows of VOCAB_TILE columns hold the logits' exponentials or gradient, by position, as kernels take it.
+
+    What depends on addresses is `odd`, and read by `row_number`.
+    """
 
     rows: Any  # in all
     weight_grad_row: Any  # the first one in the memory of the weight's gradient, and so on
@@ -58,13 +61,24 @@ class BufferRows(NamedTuple):
     in_third: Any  # positions, the others: where they are recomputed, for the tiles of one chunk of the vocabulary
 
 
+def odd(number: int) -> int:
+    """A number as it travels in a tuple, of which Triton compiles for each that is 1 or that 16 divides: as neither."""
+    return 2 * number + 3
+
+
+@triton.jit
+def row_number(number):
+    """What became this odd number."""
+    return (number - 3) >> 1
+
+
 @triton.jit
 def buffer_row(j, t, buffer, first_tile):
     """Row of tile j of the positions from t on, a multiple of their blocks; what is recomputed begins at first_tile."""
-    in_weight_grad = buffer.weight_grad_row + j * buffer.weight_grad_stride + t
+    in_weight_grad = row_number(buffer.weight_grad_row) + j * buffer.weight_grad_stride + t
     after = t - buffer.in_weight_grad
-    in_scratch = buffer.scratch_row + j * buffer.in_scratch + after
-    in_third = buffer.third_row + (j - first_tile) * buffer.in_third + after - buffer.in_scratch
+    in_scratch = row_number(buffer.scratch_row) + j * buffer.in_scratch + after
+    in_third = row_number(buffer.third_row) + (j - first_tile) * buffer.in_third + after - buffer.in_scratch
     kept = tl.where(t < buffer.in_weight_grad, in_weight_grad, in_scratch)
     return tl.where(t < buffer.in_weight_grad + buffer.in_scratch, kept, in_third)
 

@@ -19,6 +19,7 @@ from onchip.vocab.triton.blocks import (
     buffer_row,
     load_weight,
     read_labels,
+    row_number,
     unscaled_logits,
 )
 
@@ -229,9 +230,19 @@ def gradient_tiles(
         g = tl.where(v[None, :] == y[:, None], entry[:, None], g)
         g = tl.where(inside[:, None] & (v < V)[None, :], g, 0.0)
         value = g.to(rows.dtype if TMA else rows.dtype.element_ty)
-        into = buffer.third_row + j * buffer.in_third + t0 - first
+        into = row_number(buffer.third_row) + j * buffer.in_third + t0 - first
         store_columns(
-            exponentials, VOCAB_TILE, into, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+            exponentials,
+            VOCAB_TILE,
+            into,
+            0,
+            row_number(buffer.rows),
+            VOCAB_TILE,
+            value,
+            BLOCK_T,
+            VOCAB_TILE,
+            PARTS,
+            TMA,
         )
 
 
@@ -342,7 +353,9 @@ def weight_gradient(
         for k in range(steps):
             t = k * BLOCK_K
             row = buffer_row(vocab_tile, t, buffer, recomputed_from)
-            a = load_block(exponentials, VOCAB_TILE, row, column, buffer.rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
+            a = load_block(
+                exponentials, VOCAB_TILE, row, column, row_number(buffer.rows), VOCAB_TILE, BLOCK_K, BLOCK_V, TMA
+            )
             b = load_block(rows, rows_stride, t, j * BLOCK_H, T, H, BLOCK_K, BLOCK_H, TMA)
             acc = tl.dot(a.T, b, acc)
         if even_sum is not None:
@@ -480,10 +493,10 @@ def hidden_gradient(
 ):
     """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), added up in float32.
 
-    The tiles of the last wave are cut into up to `slices` along the vocabulary if that fills the device better: 320 tiles
-    on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add to a
-    tile of zeros, and 0 + a + b has the same bits in either order; or, with `slice_rows`, they add so many rows apart.
-    (Stream-K, Osama et al., arXiv:2301.03598, would cut all tiles: its programs are in different places of the
+    The tiles of the last wave are cut into up to `slices` along the vocabulary if that fills the device better: 320
+    tiles on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add
+    to a tile of zeros, and 0 + a + b has the same bits in either order; or, with `slice_rows`, they add so many rows
+    apart.  (Stream-K, Osama et al., arXiv:2301.03598, would cut all tiles: its programs are in different places of the
     vocabulary at a time, and L2 serves none of them.)
     """
     n = tl.minimum(tl.load(count), last)
@@ -509,7 +522,9 @@ def hidden_gradient(
             column = k * BLOCK_K - of_chunk * VOCAB_TILE
             row = buffer_row(first_tile + of_chunk, t0, buffer, first_tile)
             v = first_tile * VOCAB_TILE + k * BLOCK_K
-            a = load_block(exponentials, VOCAB_TILE, row, column, buffer.rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
+            a = load_block(
+                exponentials, VOCAB_TILE, row, column, row_number(buffer.rows), VOCAB_TILE, BLOCK_T, BLOCK_K, TMA
+            )
             b = load_weight(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TURNED, TMA)
             acc = tl.dot(a, b, acc)
         if product_scale is not None:

@@ -23,7 +23,6 @@ from onchip.vocab.chunks import in_chunks
 from onchip.vocab.memory import Problem, digit_bits
 from onchip.vocab.triton.tiling import (
     ALIGNED,
-    EXPONENTIALS_PLACE,
     EXPONENTIALS_ROW,
     TOKEN_TILE,
     VECTOR,
@@ -347,7 +346,7 @@ def hidden_digits(p: Problem) -> int:
     """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number; in
     whole rows of exponentials, since the weight's sum follows.
     """
-    return up(p.tokens * p.hidden, EXPONENTIALS_PLACE) if p.grad_hidden and p.hidden_dtype != "float32" else 0
+    return up(p.tokens * p.hidden, EXPONENTIALS_ROW) if p.grad_hidden and p.hidden_dtype != "float32" else 0
 
 
 def weight_digits(p: Problem) -> int:
@@ -359,7 +358,7 @@ def weight_digits(p: Problem) -> int:
 
 def sum_bytes(p: Problem) -> int:
     """Of the weight's sum, with those digits, in whole rows of exponentials."""
-    return up(2 * p.vocab * p.hidden + weight_digits(p), EXPONENTIALS_PLACE) if p.grad_weight else 0
+    return up(2 * p.vocab * p.hidden + weight_digits(p), EXPONENTIALS_ROW) if p.grad_weight else 0
 
 
 def sum_in_scratch(p: Problem) -> int:

@@ -8,6 +8,7 @@ the gradients, in place; autograd clones them first where the graph is retained.
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +27,7 @@ from onchip.vocab.torch.call import OF_LAYER, Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton.memory import TritonPlan
-from onchip.vocab.triton.tiling import ALIGNED, EXPONENTIALS_PLACE, TOKEN_TILE, VOCAB_TILE
+from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
@@ -141,10 +142,15 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled, and where exponentials may lie: from a multiple of ALIGNED rows of them on."""
+    """Not yet filled, from a whole row of exponentials on, 512 bytes, and near the others.
+
+    PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.
+    """
     size = math.prod(shape) * dtype.itemsize
-    memory = _allocate(like, size + EXPONENTIALS_PLACE if size else 0)
-    memory = memory[-memory.data_ptr() % EXPONENTIALS_PLACE :] if size else memory
+    memory = _allocate(like, size)
+    if memory.data_ptr() % EXPONENTIALS_ROW:
+        memory = _allocate(like, size + EXPONENTIALS_ROW)
+        memory = memory[-memory.data_ptr() % EXPONENTIALS_ROW :]
     return memory[:size].view(dtype).view(shape)
 
 
@@ -269,7 +275,7 @@ def _spanning(
     shift, stride: in the first, rows before the first tile's, and from one tile to the next.  tiles: tokens in each.
     kept: of these, what forward fills.
     """
-    from onchip.vocab.triton.blocks import BufferRows
+    from onchip.vocab.triton.blocks import BufferRows, odd
     from onchip.vocab.triton.launches import LogitBuffer
 
     spread = partial(
@@ -280,6 +286,7 @@ def _spanning(
         stride=stride,
         tiles=tiles,
         make=BufferRows,
+        odd=odd,
     )
     address, number, rows = spread(*[x.data_ptr() for x in given])
     pieces = tuple([x for x in given if x.numel() > 0])
@@ -299,6 +306,7 @@ def _spread(
     stride: int,
     tiles: tuple[int, int, int],
     make: "type[BufferRows]",
+    odd: "Callable[[int], int]",
 ) -> "tuple[int, int, BufferRows]":
     """Where the matrix that spans these pieces begins, how many rows it has, and which of them are whose.
 
@@ -306,7 +314,7 @@ def _spread(
     """
     there = [piece for piece in zip(addresses, sizes, strict=True) if piece[1] > 0]
     first = min(there)[0]
-    rows = up((max([address + size for address, size in there]) - first) // row, ALIGNED)
+    rows = (max([address + size for address, size in there]) - first) // row
     places = [
         divmod(address - first, row) if size > 0 else (0, 0) for address, size in zip(addresses, sizes, strict=True)
     ]
@@ -315,10 +323,16 @@ def _spread(
             f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
             "where it is (saved-tensor hooks move it), or pass backend='torch'"
         )
-    if rows >= 1 << 31:
-        raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
+    if rows >= 1 << 30:
+        raise RuntimeError(
+            "device memory is spread over more than half a terabyte of addresses; pass strategy='recompute'"
+        )
     weight_grad, scratch, third = [place for place, _ in places]
-    return first, rows, make(rows, weight_grad + shift, stride, tiles[0], scratch, tiles[1], third, tiles[2])
+    return (
+        first,
+        rows,
+        make(odd(rows), odd(weight_grad + shift), stride, tiles[0], odd(scratch), tiles[1], odd(third), tiles[2]),
+    )
 
 
 def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
@@ -382,6 +396,7 @@ def clone(memory: Tensor) -> Tensor:
 IN_PLACE: dict[str, Any] = {
     "differentiable": ("hidden", "weight", "bias"),
     "launches": True,
+    "by_token": ("hidden", "ids", "token_temperature", "token_weight", "labels", "probs"),
     "consumed": ("hidden_memory", "weight_memory"),
     "fake_gradients": _fake_gradients,
     "collect": _collect,

@@ -127,4 +127,9 @@ def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
 
 # How an op whose kept fields are `call`, `saved` and others registers that weight's gradient is made in place.  It does
 # more than launch: ranks exchange.
-IN_PLACE: dict[str, Any] = setup.IN_PLACE | {"fake_gradients": fake_gradients, "collect": collect, "launches": False}
+IN_PLACE: dict[str, Any] = setup.IN_PLACE | {
+    "fake_gradients": fake_gradients,
+    "collect": collect,
+    "launches": False,
+    "by_token": (),
+}

@@ -15,6 +15,7 @@ from onchip.vocab.triton.blocks import (
     has_row,
     load_weight,
     read_labels,
+    row_number,
     unscaled_logits,
 )
 
@@ -205,10 +206,20 @@ def softmax_tiles(
             above = top * k_z - tl.load(vectors.shift + t, mask=inside, other=float("inf"))
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
             # No branch, around which Triton 3.6 can't flatten a loop: a row past the end is not stored.
-            row = tl.where(has_row(t0, buffer), buffer_row(j, t0, buffer, 0), buffer.rows)
+            row = tl.where(has_row(t0, buffer), buffer_row(j, t0, buffer, 0), row_number(buffer.rows))
             value = (e * f[:, None]).to(rows.dtype if TMA else rows.dtype.element_ty)
             store_columns(
-                exponentials, VOCAB_TILE, row, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+                exponentials,
+                VOCAB_TILE,
+                row,
+                0,
+                row_number(buffer.rows),
+                VOCAB_TILE,
+                value,
+                BLOCK_T,
+                VOCAB_TILE,
+                PARTS,
+                TMA,
             )
 
 

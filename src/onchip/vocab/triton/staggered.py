@@ -16,7 +16,7 @@ from onchip.kernels.triton.gluon import send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import place_tile
-from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, has_row
+from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, has_row, row_number
 
 # Rows of a tile, and of a group's half of it.
 ROWS = gl.constexpr(128)
@@ -181,7 +181,7 @@ def take_gradient(
             if v0 + VOCAB_TILE > V:
                 g = gl.where((column < V - v0)[None, :], g, 0.0)
         # Past the last token rows are 0, and so is r.
-        row = buffer.third_row + j * buffer.in_third + t0 - first + W * HALF
+        row = row_number(buffer.third_row) + j * buffer.in_third + t0 - first + W * HALF
         send(g.to(exponentials.dtype), exponentials, staged, (row,), 0, HALF, VOCAB_TILE, WIDTH)
     tma.store_wait(0)
 

@@ -10,10 +10,9 @@ VOCAB_TILE = 256
 # Bytes of a tile's exponentials of one token.
 EXPONENTIALS_ROW = 2 * VOCAB_TILE
 # What Triton compiles a kernel for: addresses in bytes, and numbers, that 16 divides.  So what depends on the tokens is
-# no such number (`do_not_specialize`), or always is one: vectors and exponentials begin at multiples of these.
+# hidden from it (`do_not_specialize`, and `odd` of blocks.py), or always such: vectors begin at multiples of 16 bytes.
 ALIGNED = 16
 VECTOR = ALIGNED // 4
-EXPONENTIALS_PLACE = ALIGNED * EXPONENTIALS_ROW
 # Columns of a tile of the kernels that take turns: turns.py.
 IN_TURNS = 128
 # An H100's multiprocessors, whose waves a plan fills.

@@ -13,7 +13,7 @@ from onchip.vocab.triton.blocks import NO_LABEL
 VECTOR = tl.constexpr(tiling.VECTOR)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "grad_stride"])
 def loss_gradients(
     grad_loss,  # [T], or [] with a stride of 0; None: 1
     grad_stride,

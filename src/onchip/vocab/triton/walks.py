@@ -193,8 +193,8 @@ def forward(
 
 
 def _numbers(run: Run, sizes: Sequence[int]) -> Tensor:
-    """[chunks + 1, VECTOR] int32, first: of the positions of each chunk, how many are of tokens, and 0.  From the second
-    chunk on they are even.
+    """[chunks + 1, VECTOR] int32, in the first column: of the positions of each chunk, how many are of tokens, and 0.
+    From the second chunk on they are even.
     """
     number = len(sizes) + 1
     numbers = torch.empty((number, VECTOR), dtype=torch.int32, device=run.weight.device)
