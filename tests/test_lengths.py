@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from linear_cross_entropy import ahead_of_time
-from onchip.torch import linear_cross_entropy, linear_log_probs
+from onchip.frontend import torch_ahead
+from onchip.torch import linear_log_probs
 
 HOPPER = 90, 232448
 # Heads of each kind: kernels differ by H; with fewer entries forward makes no gradients.
@@ -26,12 +27,15 @@ HEADS = {
 MOST = 28
 
 
-def compiled(tokens, head):
+def kind_of(launch):
     """What is asked of the compiler, and what of it depends on numbers and addresses alone."""
-    for launch in ahead_of_time.launches(HOPPER, tokens=tokens, in_turns=True, **HEADS[head]):
-        source = ahead_of_time.source_of(launch)
-        kind = launch.kernel.__name__, str(source.signature), str(source.constants), str(launch.options)
-        yield kind, str(source.attrs)
+    source = ahead_of_time.source_of(launch)
+    kind = launch.kernel.__name__, str(source.signature), str(source.constants), str(launch.options)
+    return kind, str(source.attrs)
+
+
+def compiled(tokens, head):
+    return [kind_of(x) for x in ahead_of_time.launches(HOPPER, tokens=tokens, in_turns=True, **HEADS[head])]
 
 
 def lengths(number):
@@ -47,6 +51,28 @@ def test_few_kernels_for_all_lengths(head):
             found[kind].add(attributes)
     assert {kind: x for kind, x in found.items() if len(x) > 1} == {}  # nothing but 16's divisibility differs
     assert len(found) <= MOST
+
+
+def rehearsed(tokens, head):
+    """What the first launch of a call finds out about the others, and about calls of other lengths."""
+    found = []
+
+    def run(launch):
+        gathered = torch_ahead.gathered()
+        found.extend(torch_ahead.rehearsed() if gathered is None else ())
+        if gathered is not None:
+            gathered.append(launch)
+
+    ahead_of_time.launches(HOPPER, tokens=tokens, in_turns=True, run=run, **HEADS[head])
+    return [kind_of(x) for x in found]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_first_launch_knows_all_kernels(head):
+    known = set(rehearsed(3000, head))
+    for tokens in (3000, 1003, 2200, 5007, 8999):
+        assert not set(compiled(tokens, head)) - known
+    assert len(known) <= MOST
 
 
 @pytest.mark.slow

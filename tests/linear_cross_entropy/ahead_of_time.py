@@ -51,10 +51,11 @@ class Compiled:
 
 
 @contextmanager
-def recording(device, *, tiles=None, plan=None, in_turns=False):
+def recording(device, *, tiles=None, plan=None, in_turns=False, run=None):
     """What is launched in the context, on a device given as (compute capability, shared memory per block), is appended
     to the list that this gives, and not run.  `tiles` replaces the tiles of some kernels, `plan` what was planned;
-    `in_turns`: by the kernels in Gluon where there are any.
+    `in_turns`: by the kernels in Gluon where there are any; `run`
+    takes the launches instead.
     """
     capability, shared = device
     found = []
@@ -64,15 +65,15 @@ def recording(device, *, tiles=None, plan=None, in_turns=False):
     def wanted(_, hidden):
         return heuristic_tiles(shared, hidden) | dict(tiles or {})
 
-    def run(*arguments, tma, gluon, **more):
+    def of_device(*arguments, tma, gluon, **more):
         return make_run(*arguments, tma=tma and capability >= 90, gluon=gluon and in_turns, **more)
 
     with (
         mock.patch.object(triton_setup, "refusal", return_value=None),
         mock.patch.object(tiling, "heuristic_tiles", wanted),
         mock.patch.object(planner, "plan", side_effect=planner.plan if plan is None else lambda *_, **__: plan),
-        mock.patch.object(triton_launches, "Run", run),
-        mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),
+        mock.patch.object(triton_launches, "Run", of_device),
+        mock.patch.object(triton_launches.Launch, "run", run or (lambda launch: found.append(launch))),
     ):
         yield found
 
@@ -93,6 +94,7 @@ def launches(
     ids=None,
     labels=None,
     in_turns=False,
+    run=None,
     **options,
 ):
     """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast, `labels`
@@ -104,7 +106,7 @@ def launches(
         return torch.zeros(shape, dtype=parameters or dtype, requires_grad=True)
 
     with (
-        recording(device, tiles=tiles, plan=plan, in_turns=in_turns) as found,
+        recording(device, tiles=tiles, plan=plan, in_turns=in_turns, run=run) as found,
         torch.autocast("cpu", dtype, enabled=parameters is not None),
     ):
         b, w = leaf(vocab) if bias else None, leaf(vocab, hidden) if weight is None else weight

@@ -13,7 +13,7 @@ to the outputs, since a registered operator costs 0.2 ms of Python each way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.frontend import torch_flops
+from onchip.frontend.torch_ahead import Coming, lengths, without_memory
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept, refuse_batches
 from onchip.frontend.torch_tape import Tapes, recorder
 
@@ -108,6 +109,10 @@ class Operator(Generic[C, O]):
     """Multiplications and additions of the matrix products that `forward` stands for, by shapes; None: it has none."""
     gradient_flops: Callable[[Any, Made, Wanted], int] | None = None
     """The same of `gradients`, but for products that it computes again."""
+    by_token: Sequence[str] = ()
+    """Names of the call's tensors whose leading dimensions are the tokens', hidden states first, if forward and
+    gradients do no more than launch kernels and PyTorch's operators, for any number of tokens and without memory too:
+    then the kernels of all lengths are compiled together, before the first launch."""
     direct: Callable[[Any], bool] | None = None
     """Whether `gradients` is to run unregistered for this call."""
     overwrites: Callable[[Any], bool] | None = None
@@ -161,9 +166,37 @@ class Operator(Generic[C, O]):
         """The outputs of a call, connected to its tensors by autograd."""
         if not self.is_plain(call):
             return self.registered(call)
-        with inside_operator(_first(self.call.tensors_of(call))):
+        with inside_operator(_first(self.call.tensors_of(call))), self.coming(call):
             made = self.forward(call)
         return self.attach(call, made)
+
+    def coming(self, call: C) -> Coming:
+        """While `forward` runs: where a kernel isn't compiled yet, all are that such calls need, backward's too."""
+        return Coming(partial(self._rehearse, call) if self.by_token else None)
+
+    def _rehearse(self, call: C) -> None:
+        """Run forward and gradients on tensors without memory, of this and of other lengths."""
+        given = self.call.tensors_of(call)
+        first = given[self.call.tensors.index(self.by_token[0])]
+        assert first is not None
+        self._rehearse_with(call, [without_memory(x) for x in given])
+        lead = first.shape[:-1]
+        for tokens in lengths(lead.numel(), first.shape[-1]):
+            tensors = [
+                without_memory(x, lead, tokens) if name in self.by_token else without_memory(x)
+                for name, x in zip(self.call.tensors, given, strict=True)
+            ]
+            with suppress(ValueError):  # what scratch_bytes is too small for
+                self._rehearse_with(call, tensors)
+
+    def _rehearse_with(self, call: C, tensors: Made) -> None:
+        likewise = self.call.build(tensors, self.call.rest_of(call))
+        made = self.forward(likewise)
+        (grads,) = self._grads(call)
+        if any(grads):
+            # Of a call with several outputs the loss is mostly made of the first.
+            nothing: Made = [None] * (self.differentiable_outputs - 1)
+            self.gradients(self.save(likewise, made), (self.outputs.tensors_of(made)[0], *nothing), grads)
 
     def is_plain(self, call: C) -> bool:
         """Whether a call may run the op's functions directly."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from inspect import getclosurevars
 from operator import itemgetter
@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.core.configs import device_slug
-from onchip.frontend import torch_tape
+from onchip.frontend import torch_ahead, torch_tape
 from onchip.frontend.torch_program import Kernel, Map
 from onchip.frontend.torch_recorder import Recorder
+from onchip.kernels.triton.compiling import compile_kernels
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -60,6 +61,10 @@ class Launch(NamedTuple):
         What was compiled for such arguments before is called directly: with dozens of arguments, Triton takes several
         times as long to find it as to launch it.
         """
+        found = torch_ahead.gathered()
+        if found is not None:
+            found.append(self)
+            return
         triton, tape = _unwatched(), torch_tape.recorder()
         if triton is None or self.kernel.pre_run_hooks:
             if tape is not None:
@@ -69,12 +74,10 @@ class Launch(NamedTuple):
         active, compiled = triton.driver.active, _Compiled.of(self.kernel)
         device = active.get_current_device()
         arguments = {**self.shared.arguments, **self.given}
-        own = {name: trait(x) for name, x in self.given.items() if name in compiled.variables}
-        traits = compiled.traits({**self.shared.traits, **own})
-        sizes = tuple([_size_trait(x) for x in compiled.numbers(arguments)])
-        key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits, sizes
+        key = self._key(compiled, device, arguments)
         found = compiled.by_key.get(key)
         if found is None:
+            _compile(torch_ahead.rehearsed(), device)
             found = self.kernel[self.grid](**self.arguments, **self.options)
             if not hasattr(found, "packed_metadata"):  # it is still being compiled
                 if tape is not None:
@@ -88,6 +91,13 @@ class Launch(NamedTuple):
         if tape is not None:
             _record(tape, found, self.grid, compiled.all(arguments))
 
+    def _key(self, compiled: "_Compiled", device: int, arguments: Mapping[str, Any]) -> Any:
+        """All that decides on what is compiled."""
+        own = {name: trait(x) for name, x in self.given.items() if name in compiled.variables}
+        traits = compiled.traits({**self.shared.traits, **own})
+        sizes = tuple([_size_trait(x) for x in compiled.numbers(arguments)])
+        return device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits, sizes
+
     def fixed(self) -> "Launch":
         """The same with all arguments shared by what `again` makes of it."""
         return self._replace(given={}, shared=Shared(self.arguments))
@@ -95,6 +105,21 @@ class Launch(NamedTuple):
     def again(self, **changes: Any) -> "Launch":
         """The same with other values of some arguments."""
         return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self.shared)
+
+
+def _compile(launches: Sequence[Launch], device: int) -> None:
+    """Compile what these would launch, and isn't compiled yet."""
+    missing = {}
+    for launch in launches:
+        compiled = _Compiled.of(launch.kernel)
+        key = launch._key(compiled, device, launch.arguments)
+        if key not in compiled.by_key:
+            missing[id(launch.kernel), key] = launch
+    if len(missing) > 1:
+        kernels = [launch.kernel for launch in missing.values()]
+        compile_kernels(
+            kernels, [partial(x.kernel.warmup, grid=x.grid, **x.arguments, **x.options) for x in missing.values()]
+        )
 
 
 def _record(tape: Recorder, found: Any, grid: tuple[int, ...], values: Sequence[Any]) -> None:
@@ -321,6 +346,8 @@ class Device(NamedTuple):
 
 def describe(device: torch.device) -> Device:
     """A GPU; what runs on the CPU, under the interpreter, is launched as on a small Hopper."""
+    if torch_ahead.gathered() is not None and torch.cuda.is_available():
+        return _describe(torch.cuda.current_device())
     return _describe(device.index) if device.type == "cuda" else Device("", 90, 4, 232448)
 
 

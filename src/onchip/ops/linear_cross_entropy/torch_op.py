@@ -359,7 +359,7 @@ def linear_cross_entropy(
         operator, arguments = plain_op.STASHED if way == "stash" else plain_op.RECOMPUTED, call
     # `operator(arguments)`, with one function less on the stack.
     if operator.is_plain(arguments):
-        with inside_operator(hidden):
+        with inside_operator(hidden), operator.coming(arguments):
             made: Any = operator.forward(arguments)
         out = operator.attach(arguments, made).out
     else:

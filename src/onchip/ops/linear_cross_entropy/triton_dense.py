@@ -46,7 +46,10 @@ def _forward(call: SoftCall) -> Outputs:
     from onchip.vocab.triton import labels
 
     config, options = _plan(call), call.options
-    tokens, saved = call.tokens(check_values=options.check_inputs), setup.make_saved(call, config)
+    tokens, saved = (
+        call.tokens(check_values=options.check_inputs and not call.hidden.is_meta),
+        setup.make_saved(call, config),
+    )
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     made = labels.forward(run, call, config, saved, labels.labels_of(call.labels, options.label_smoothing))
     loss = soft.reduced(options, made.loss, tokens, call.hidden.shape[:-1])

@@ -50,7 +50,7 @@ def _forward(call: SoftCall) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
     config, options = setup.plan(call), call.options
-    tokens = call.tokens(check_values=options.check_inputs)
+    tokens = call.tokens(check_values=options.check_inputs and not call.hidden.is_meta)
     saved, given = setup.make_saved(call, config), as_kernels_take_it(call)
     run = setup.make_run(
         given, given.options, saved.vectors, call.weight_grad_out, given.class_weight, weight=saved.weight
