@@ -25,19 +25,9 @@ static CUcontext context;
 static int retained;
 static void (*runner)(const Entry *, const unsigned char *); // does what is asked for: an emulator of a test's
 
-// What is captured of a stream, and a graph of it.
-static struct { CUstream stream; unsigned char data[1 << 20]; size_t size; } captured;
-static CUstream busy; // that somebody else is capturing
-static int made_graphs, launched_graphs, living_graphs, refusing;
-
 static void put(const void *data, size_t size) {
   if (used + size <= sizeof(log_)) memcpy(log_ + used, data, size);
   used += size;
-}
-static void note(CUstream stream, const void *data, size_t size) {
-  if (!captured.stream || stream != captured.stream) return put(data, size);
-  memcpy(captured.data + captured.size, data, size);
-  captured.size += size;
 }
 static void run(const Entry *e, const unsigned char *data) {
   if (!runner) return;
@@ -46,9 +36,7 @@ static void run(const Entry *e, const unsigned char *data) {
   if (e->kind == COPY) memcpy((void *)e->function, (void *)e->grid[1], e->grid[0]);
   used = 0;
 }
-static void run_now(CUstream stream, const Entry *e) {
-  if (!captured.stream || stream != captured.stream) run(e, log_ + used - e->bytes);
-}
+static void run_now(const Entry *e) { run(e, log_ + used - e->bytes); }
 
 // What a test calls.
 void fake_kernel(uint64_t function, int count, const int *sizes) {
@@ -68,9 +56,6 @@ void fake_logging(int on) { logging = on; }
 void fake_no_context(void) { context = NULL; }
 void fake_context(uint64_t other) { context = (CUcontext)other; }
 int fake_retained(void) { return retained; }
-void fake_busy(uint64_t stream) { busy = (CUstream)stream; }
-void fake_refuse_graphs(int on) { refusing = on; }
-void fake_graphs(int *into) { into[0] = made_graphs, into[1] = launched_graphs, into[2] = living_graphs; }
 
 static CUresult result(void) { return failing >= 0 && failing-- == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
 
@@ -82,13 +67,13 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, 
     if (kernels[i].function != (uint64_t)f) continue;
     e.bytes = c->numAttrs * sizeof(CUlaunchAttribute);
     for (int j = 0; j < kernels[i].count; ++j) e.bytes += kernels[i].sizes[j];
-    note(c->hStream, &e, sizeof(e));
-    note(c->hStream, c->attrs, c->numAttrs * sizeof(CUlaunchAttribute));
-    for (int j = 0; j < kernels[i].count; ++j) note(c->hStream, params[j], kernels[i].sizes[j]);
-    run_now(c->hStream, &e);
+    put(&e, sizeof(e));
+    put(c->attrs, c->numAttrs * sizeof(CUlaunchAttribute));
+    for (int j = 0; j < kernels[i].count; ++j) put(params[j], kernels[i].sizes[j]);
+    run_now(&e);
     return result();
   }
-  note(c->hStream, &e, sizeof(e));
+  put(&e, sizeof(e));
   return result();
 }
 
@@ -112,67 +97,16 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstream stream) {
   if (!logging) return CUDA_SUCCESS;
   Entry e = {ZERO, to, (uint64_t)stream, {size, value, 0}, {0}, 0, 0, 0};
-  note(stream, &e, sizeof(e));
-  run_now(stream, &e);
+  put(&e, sizeof(e));
+  run_now(&e);
   return result();
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
   if (!logging) return CUDA_SUCCESS;
   Entry e = {COPY, to, (uint64_t)stream, {size, from, 0}, {0}, 0, 0, 0};
-  note(stream, &e, sizeof(e));
-  run_now(stream, &e);
+  put(&e, sizeof(e));
+  run_now(&e);
   return result();
-}
-CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
-  static CUstreamCaptureMode now = CU_STREAM_CAPTURE_MODE_GLOBAL;
-  CUstreamCaptureMode before = now;
-  return now = *mode, *mode = before, CUDA_SUCCESS;
-}
-CUresult cuStreamCreate(CUstream *s, unsigned int flags) { *s = malloc(1); return CUDA_SUCCESS; }
-CUresult cuStreamDestroy(CUstream s) { free(s); return CUDA_SUCCESS; }
-CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) {
-  *status = busy && s == busy ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-  return CUDA_SUCCESS;
-}
-CUresult cuStreamBeginCapture(CUstream s, CUstreamCaptureMode mode) {
-  if (mode != CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_ERROR_INVALID_VALUE;
-  captured.stream = s, captured.size = 0;
-  return CUDA_SUCCESS;
-}
-typedef struct { size_t size; unsigned char data[]; } Made;
-static Made *copy_of(const void *data, size_t size) {
-  Made *made = malloc(sizeof(Made) + size);
-  memcpy(made->data, data, made->size = size);
-  return made;
-}
-CUresult cuStreamEndCapture(CUstream s, CUgraph *graph) {
-  *graph = (CUgraph)copy_of(captured.data, captured.size);
-  captured.stream = NULL;
-  return CUDA_SUCCESS;
-}
-CUresult cuGraphInstantiateWithFlags(CUgraphExec *into, CUgraph graph, unsigned long long flags) {
-  if (refusing) return CUDA_ERROR_INVALID_VALUE;
-  ++made_graphs, ++living_graphs;
-  *into = (CUgraphExec)copy_of(((Made *)graph)->data, ((Made *)graph)->size);
-  return CUDA_SUCCESS;
-}
-CUresult cuGraphDestroy(CUgraph graph) { free(graph); return CUDA_SUCCESS; }
-CUresult cuGraphExecDestroy(CUgraphExec graph) { --living_graphs; free(graph); return CUDA_SUCCESS; }
-CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
-  Made *made = (Made *)graph;
-  CUresult failed = result();
-  if (failed != CUDA_SUCCESS) return failed;
-  ++launched_graphs;
-  for (size_t at = 0; at < made->size;) {
-    Entry e;
-    memcpy(&e, made->data + at, sizeof(e));
-    e.stream = (uint64_t)stream;
-    put(&e, sizeof(e));
-    put(made->data + at + sizeof(e), e.bytes);
-    run(&e, made->data + at + sizeof(e));
-    at += sizeof(e) + e.bytes;
-  }
-  return CUDA_SUCCESS;
 }
 CUresult cuFuncGetParamInfo(CUfunction f, size_t i, size_t *offset, size_t *size) {
   for (int j = 0; j < known; ++j) {

@@ -38,7 +38,7 @@ def test_words_are_checked_when_it_is_made():
     assert type(_pytree.tree_map(type, made)) is TopK  # a tree of something else
 
 
-@pytest.mark.parametrize(("op", "name", "rest"), FORMS, ids=str)
+@pytest.mark.parametrize(("op", "name", "rest"), FORMS, ids=[f"{op.func.__name__}-{name}" for op, name, _ in FORMS])
 def test_a_log_probability_above_0(op, name, rest):
     values, indices = Z.log_softmax(-1).topk(3)
     bad = values.clone()

@@ -26,7 +26,7 @@ from onchip.frontend.torch_script import ALIGNED, places
 
 
 @fake_cuda.possible
-@pytest.mark.parametrize("check", ["launches", "products", "programs", "graphs"])
+@pytest.mark.parametrize("check", ["launches", "products", "programs"])
 def test_on_a_gpu_that_is_not_there(check):
     assert fake_cuda.run(__file__, check).splitlines()[-1] == "as Triton does"
 
@@ -195,81 +195,6 @@ def programs(gpu):
             native.program(*wrong)
     with pytest.raises(OSError, match=r"no_such|cannot open"):
         native.load("libno_such.so")
-
-
-def graphs(gpu):
-    """Calls whose values stay the same become a graph, which does the same; others don't."""
-    library = gpu.library
-    library.kernel(0x99, (8, 8, 8))
-    kernel = Kernel(0x99, (5, 6, 7), 8, 1, 4096, False, False)
-    launch = torch_program.launch(kernel, [("*bf16", Place("p_x", 16))])
-    few, _ = torch_program.build([launch] * 7, 0, {})
-    steps = [launch, Fill(Place("p_y", 8), 24), Copy(Place("p_y"), Place("p_x", 4), 12), *[launch] * 5]
-    run, slots = torch_program.build(steps, 0, {})
-    assert slots == ["p_x", "p_y"]
-
-    def number():
-        found = (ctypes.c_int * 3)()
-        library.c.fake_graphs(found)
-        return [*found]  # made, launched, there now
-
-    def calls(count, stream=0x77, x=0x1000, y=0x2000):
-        """What was launched: the same each time."""
-        for _ in range(count):
-            library.take()
-            run(stream, x, y)
-            made = library.take()
-            assert [e.stream for e in made] == [stream] * 8
-            first, fill, copy, *others = made
-            assert (fill.kind, fill.function, fill.grid) == ("zero", y + 8, (24, 0, 0))
-            assert (copy.kind, copy.function, copy.grid[:2]) == ("copy", y, (12, x + 4))
-            assert all(e == first for e in others)
-            assert first.params == (struct.pack("<Q", x + 16), bytes(8), bytes(8))
-
-    for _ in range(20):
-        few(0x77, 0x1000)
-    assert number() == [0, 0, 0]  # too few steps
-    calls(3)
-    assert number() == [0, 0, 0]
-    calls(2)
-    assert number() == [1, 2, 1]
-    calls(1, stream=0x88)
-    assert number() == [1, 3, 1]
-    library.c.fake_busy(ctypes.c_uint64(0x99))
-    calls(1, stream=0x99)  # somebody captures that stream: the steps are theirs
-    assert number() == [1, 3, 1]
-    library.c.fake_busy(ctypes.c_uint64(0))
-    calls(1, y=0x3000)
-    assert number() == [1, 3, 0]
-    calls(5, y=0x3000)
-    assert number() == [1, 3, 0]  # twice as many as before
-    calls(1, y=0x3000)
-    assert number() == [2, 4, 1]
-    for i in range(200):  # what keeps moving has none
-        calls(1, x=0x1000 + i % 3)
-    assert number() == [2, 4, 0]
-    library.c.fake_refuse_graphs(1)
-    calls(20)
-    assert number() == [2, 4, 0]
-    library.c.fake_refuse_graphs(0)
-    calls(10)
-    assert number() == [3, 10, 1]
-    library.c.fake_context(ctypes.c_uint64(0x5))  # another one
-    calls(2)
-    assert number() == [3, 10, 0]
-    calls(60)
-    assert number()[0] == 4
-    launched = number()[1]
-    library.c.fake_fail(0)
-    calls(1)  # the graph fails, its steps don't
-    assert number() == [4, launched, 0]
-    calls(1)
-    assert number() == [4, launched, 0]
-    assert run.graphs == 5  # with the one that was refused
-    calls(100)
-    assert number()[::2] == [5, 1]
-    run = None
-    assert number()[::2] == [5, 0]
 
 
 # --------------------------------------------------------------------------------------------------------- places
@@ -489,5 +414,5 @@ def test_memory_is_freed_between_programs(simulated):
 
 if __name__ == "__main__":
     with fake_cuda.gpu() as made_up:
-        {"launches": launches, "products": products, "programs": programs, "graphs": graphs}[sys.argv[1]](made_up)
+        {"launches": launches, "products": products, "programs": programs}[sys.argv[1]](made_up)
     print("as Triton does")

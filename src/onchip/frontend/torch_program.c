@@ -3,14 +3,10 @@
    A program has a cell of 8 bytes for each parameter of each launch, and is run with values for its slots, addresses
    mostly, which go into the cells that depend on them.  Attributes, their order, and tensor maps are those of Triton
    3.6's launcher (backends/nvidia/driver.py and driver.c), whose headers this is compiled with.  The machine is
-   little-endian: a parameter of 4 bytes is the first half of its cell.
-
-   In training most calls get the memory that the call before them got.  When the values were the same a few times in a
-   row, the steps become a CUDA graph, which takes the host one launch for all of them, as long as the values stay. */
+   little-endian: a parameter of 4 bytes is the first half of its cell. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <structmember.h>
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -35,26 +31,13 @@ static struct {
   CUresult (*device)(CUdevice *, int);
   CUresult (*retain)(CUcontext *, CUdevice);
   CUresult (*param)(CUfunction, size_t, size_t *, size_t *);
-  CUresult (*capturing)(CUstream, CUstreamCaptureStatus *);
-  CUresult (*capture_mode)(CUstreamCaptureMode *);
-  CUresult (*new_stream)(CUstream *, unsigned int);
-  CUresult (*free_stream)(CUstream);
-  CUresult (*begin)(CUstream, CUstreamCaptureMode);
-  CUresult (*end)(CUstream, CUgraph *);
-  CUresult (*instantiate)(CUgraphExec *, CUgraph, unsigned long long);
-  CUresult (*free_graph)(CUgraph);
-  CUresult (*free_executable)(CUgraphExec);
-  CUresult (*launch_graph)(CUgraphExec, CUstream);
 } driver;
 
 static PyObject *load(PyObject *module, PyObject *path) {
   static const char *const names[] = {
       "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuMemsetD8Async", "cuMemcpyDtoDAsync_v2", "cuGetErrorName",
       "cuCtxGetCurrent",  "cuCtxSetCurrent",        "cuDeviceGet",     "cuDevicePrimaryCtxRetain",
-      "cuFuncGetParamInfo", /* since CUDA 12.4; the others are older */
-      "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamDestroy_v2",
-      "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphDestroy",
-      "cuGraphExecDestroy", "cuGraphLaunch"};
+      "cuFuncGetParamInfo" /* since CUDA 12.4; the others are older */};
   enum { COUNT = sizeof(names) / sizeof(*names) };
   const char *name = PyUnicode_AsUTF8(path);
   if (!name) return NULL;
@@ -89,12 +72,6 @@ static PyObject *takes(PyObject *module, PyObject *args) {
 
 enum { LAUNCH, FILL, COPY };
 enum { RANKS = 5 };
-enum {
-  LEAST_STEPS = 8, /* of a graph: a layer has fewer, and shares its program with layers whose memory is elsewhere */
-  FIRST_GRAPH = 3, /* calls with the same values, after the first, before a graph is made; then twice as many each time */
-  MOST_GRAPHS = 16 /* of a program */
-};
-
 typedef struct {
   int slot; /* -1: none, the offset is all of it */
   int64_t offset;
@@ -136,11 +113,6 @@ typedef struct {
   CUtensorMap *encoded; /* aligned */
   uint64_t *cells;
   void **params;
-  uint64_t *last;    /* the values of the call before */
-  CUcontext context; /* and its context */
-  long repeats;      /* calls in a row with the same two */
-  CUgraphExec graph; /* of the steps with them, or NULL */
-  int graphs;        /* how many were begun so far */
 } Program;
 
 typedef struct {
@@ -186,56 +158,6 @@ static Failure run_steps(Program *p, CUstream stream, const uint64_t *given) {
   return (Failure){CUDA_SUCCESS, NULL, 0};
 }
 
-/* The steps with these values as a graph, or NULL: then they go on as they are.  Nothing runs.  In relaxed mode, since
-   another thread may be capturing a graph of its own. */
-static CUgraphExec graph_of(Program *p, const uint64_t *given) {
-  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-  CUstream stream;
-  CUgraph graph = NULL;
-  CUgraphExec made = NULL;
-  if (driver.capture_mode(&mode) != CUDA_SUCCESS) return NULL;
-  if (driver.new_stream(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS) {
-    if (driver.begin(stream, CU_STREAM_CAPTURE_MODE_RELAXED) == CUDA_SUCCESS) {
-      Failure failed = run_steps(p, stream, given);
-      if (driver.end(stream, &graph) == CUDA_SUCCESS && failed.code == CUDA_SUCCESS &&
-          driver.instantiate(&made, graph, 0) != CUDA_SUCCESS)
-        made = NULL;
-      if (graph) driver.free_graph(graph);
-    }
-    driver.free_stream(stream);
-  }
-  driver.capture_mode(&mode); /* as it was */
-  return made;
-}
-
-static void forget(Program *p) {
-  if (p->graph) driver.free_executable(p->graph); /* once it has run, if it still does */
-  p->graph = NULL;
-}
-
-/* Whether a graph of the steps stands for them in this call.  Memory that keeps moving costs next to nothing, since each
-   graph is waited for twice as long as the one before. */
-static int has_graph(Program *p, CUcontext context, CUstream stream, const uint64_t *given) {
-  CUstreamCaptureStatus status;
-  if (p->steps < LEAST_STEPS) return 0;
-  if (p->context != context || memcmp(p->last, given, sizeof(*given) * p->slots)) {
-    memcpy(p->last, given, sizeof(*given) * p->slots);
-    p->context = context;
-    p->repeats = 0;
-    forget(p);
-    return 0;
-  }
-  ++p->repeats;
-  if (!p->graph && (p->graphs >= MOST_GRAPHS || p->repeats < FIRST_GRAPH << p->graphs)) return 0;
-  /* The caller's own graph gets the steps. */
-  if (driver.capturing(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE) return 0;
-  if (!p->graph) {
-    ++p->graphs;
-    p->graph = graph_of(p, given);
-  }
-  return p->graph != NULL;
-}
-
 static Failure run(Program *p, CUstream stream, const uint64_t *given) {
   CUcontext context = NULL;
   TRY(driver.context(&context), "cuCtxGetCurrent", -1);
@@ -244,10 +166,6 @@ static Failure run(Program *p, CUstream stream, const uint64_t *given) {
     TRY(driver.device(&device, p->device), "cuDeviceGet", -1);
     TRY(driver.retain(&context, device), "cuDevicePrimaryCtxRetain", -1);
     TRY(driver.set_context(context), "cuCtxSetCurrent", -1);
-  }
-  if (has_graph(p, context, stream, given)) {
-    if (driver.launch_graph(p->graph, stream) == CUDA_SUCCESS) return (Failure){CUDA_SUCCESS, NULL, 0};
-    forget(p); /* the steps tell what is wrong, if it isn't the graph */
   }
   return run_steps(p, stream, given);
 }
@@ -377,16 +295,9 @@ static void dealloc(PyObject *self) {
   free(p->encoded);
   free(p->cells);
   free(p->params);
-  free(p->last);
-  forget(p);
   pthread_mutex_destroy(&p->lock);
   PyObject_Free(self);
 }
-
-static PyMemberDef members[] = {
-    {"graphs", T_INT, offsetof(Program, graphs), READONLY, "How many graphs of its steps it has begun to make."},
-    {NULL, 0, 0, 0, NULL},
-};
 
 static PyTypeObject ProgramType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "onchip.Program",
@@ -395,7 +306,6 @@ static PyTypeObject ProgramType = {
     .tp_vectorcall_offset = offsetof(Program, call),
     .tp_call = PyVectorcall_Call,
     .tp_dealloc = dealloc,
-    .tp_members = members,
     .tp_doc = "Runs its steps on a stream.",
 };
 
@@ -425,9 +335,8 @@ static PyObject *program(PyObject *module, PyObject *args) {
   p->patch = calloc(count + 1, sizeof(Patch));
   p->cells = calloc(count + 1, sizeof(uint64_t));
   p->params = calloc(count + 1, sizeof(void *));
-  p->last = calloc(slots + 1, sizeof(uint64_t));
   p->encoded = aligned_alloc(128, sizeof(CUtensorMap) * (p->maps + 1));
-  if (!p->step || !p->map || !p->patch || !p->cells || !p->params || !p->last || !p->encoded) {
+  if (!p->step || !p->map || !p->patch || !p->cells || !p->params || !p->encoded) {
     PyErr_NoMemory();
     goto failed;
   }
