@@ -77,6 +77,7 @@ def emulating(keep=(), seed=0):
     try:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(Launch, "run", run))
+            stack.enter_context(mock.patch.object(Launch, "spills", return_value=False))
             stack.enter_context(mock.patch.object(setup, "_allocate", noted))
             stack.enter_context(mock.patch.object(groups, "check"))  # which would raise, as on the CPU
             for module in [x for x in sys.modules.values() if "device_refusal" in vars(x)]:

@@ -25,6 +25,7 @@ from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
+from onchip.vocab.triton import launches as triton_launches
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import planner as triton_planner
 from onchip.vocab.triton import setup, walks
@@ -110,6 +111,13 @@ def mixed(name):
     with mixed_plan(halves=name in ("pointers", "everything held", "ids")) as planned:
         (ENTROPY if name == "ids" else AUTO).assert_case(case)
     assert planned.called
+
+
+@check("everything held", "ids")
+def tiles_of_fewer_tokens(name):
+    """As where the compiler keeps too little in registers."""
+    with mock.patch.object(triton_launches.Launch, "spills", return_value=True), mixed_plan(halves=False):
+        (ENTROPY if name == "ids" else AUTO).assert_case(MIXED[name])
 
 
 # Gradients that forward computes, by chunks of 128 tokens.

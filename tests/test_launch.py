@@ -1,5 +1,7 @@
 """How Triton's kernels are launched, on a GPU that isn't there: they are compiled, and a launch is noted down."""
 
+import re
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -13,7 +15,8 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip.kernels.triton.launch import Launch, Shared, trait
+from onchip.kernels.triton import launch, versions
+from onchip.kernels.triton.launch import SPILLED, Launch, Shared, trait
 
 
 class Pair(NamedTuple):
@@ -65,6 +68,7 @@ class Driver:
 
     def __init__(self):
         self.device, self.loaded, self.launched, self.utils = 0, 0, [], self
+        self.spilled = 0  # words of a thread
 
     def get_current_device(self):
         return self.device
@@ -77,7 +81,10 @@ class Driver:
 
     def load_binary(self, *_):
         self.loaded += 1
-        return 1, self.loaded, 32, 0, 1024
+        return 1, self.loaded, 32, self.spilled, 1024
+
+    def unload_module(self, module):
+        pass
 
     def get_device_properties(self, device):
         return {"max_shared_mem": 232448}
@@ -95,15 +102,24 @@ def add(out, pair, n, bias, SIZE: tl.constexpr):
     tl.store(out + at, x + pair.n, mask=at < n)
 
 
+def forget():
+    """What was tried on another device than this, or would be tried there."""
+    versions.direct_refusal.cache_clear()
+    launch._triton.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def gpu():
     with mock.patch.object(driver, "_active", Driver()) as made:
+        forget()
+        assert versions.direct_refusal() is None
         yield made
+    forget()
 
 
 @pytest.fixture(autouse=True)
 def first_device(gpu):
-    gpu.device = 0
+    gpu.device = gpu.spilled = 0
 
 
 def launched(gpu, *, bias=None, n=17, out=TENSORS[0], size=64, pair=PAIR, warps=4):
@@ -171,3 +187,57 @@ def test_what_is_done_around_a_launch_is_left_to_triton(gpu, monkeypatch, change
     else:
         monkeypatch.setattr("onchip.kernels.triton.launch._triton", lambda: None)
     assert launched(gpu)[0] == 1
+
+
+class OtherKernel:
+    """As a Triton that has changed would call what it compiled."""
+
+    def __getitem__(self, grid):
+        return lambda **arguments: self._do_compile().run(*grid, *arguments.values())
+
+
+class ChangedKernel:
+    def __getitem__(self, grid):
+        raise AttributeError("launch")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [(OtherKernel, "Triton passes other arguments to what it compiled"), (ChangedKernel, "AttributeError: launch")],
+)
+def test_a_launch_that_is_another_one_is_left_to_triton(gpu, monkeypatch, kernel, why):
+    launched(gpu)
+    monkeypatch.setattr(triton, "jit", lambda function: kernel())
+    assert versions.direct_refusal.__wrapped__() == why
+    monkeypatch.setattr(launch, "direct_refusal", lambda: why)
+    monkeypatch.setattr(launch, "_triton", launch._triton.__wrapped__)
+    assert launched(gpu)[0] == 1
+
+
+def test_kernels_in_gluon_are_tried(monkeypatch):
+    assert versions.gluon_refusal() is None
+
+    def changed():
+        raise RuntimeError("at 3:4") from AttributeError("no mbarrier")
+
+    monkeypatch.setattr("onchip.kernels.triton.trial.compile_for_hopper", changed)
+    assert versions.gluon_refusal.__wrapped__() == "AttributeError: no mbarrier"
+    monkeypatch.setattr(launch, "gluon_refusal", versions.gluon_refusal.__wrapped__)
+    assert not launch.has_gluon(90)
+
+
+@pytest.mark.parametrize(("words", "much"), [(SPILLED // 4, False), (SPILLED // 4 + 1, True)])
+def test_what_a_kernel_spills_is_known_before_it_is_launched(gpu, words, much):
+    gpu.spilled, before = words, len(gpu.launched)
+    given = {"out": TENSORS[0], "pair": PAIR, "bias": None, "n": 17, "SIZE": 128 if much else 256}
+    made = Launch(add, (2, 3), given)
+    assert made.spills() == made.spills() == much
+    assert len(gpu.launched) == before
+    made.run()
+    assert len(gpu.launched) == before + 1
+
+
+def test_no_version_is_compared_as_text():
+    source = Path(launch.__file__).parents[2]
+    for file in source.rglob("*.py"):
+        assert not re.search(r"__version__\.(startswith|split)", file.read_text()), file

@@ -12,11 +12,13 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from onchip.kernels.triton.launch import SPILLED
 from onchip.torch import TopK, linear_cross_entropy
 from onchip.vocab.triton import launches as triton_launches
 from onchip.vocab.triton import planner, tiling
@@ -74,6 +76,7 @@ def recording(device, *, tiles=None, plan=None, in_turns=False, run=None):
         mock.patch.object(planner, "plan", side_effect=planner.plan if plan is None else lambda *_, **__: plan),
         mock.patch.object(triton_launches, "Run", of_device),
         mock.patch.object(triton_launches.Launch, "run", run or (lambda launch: found.append(launch))),
+        mock.patch.object(triton_launches.Launch, "spills", lambda launch: spills(launch, capability)),
     ):
         yield found
 
@@ -172,6 +175,11 @@ def compile_all(found, capability):
     return [_compile(*pair, capability) for pair in sources.values()]
 
 
+def spills(launch, capability):
+    """`Launch.spills` on such a device."""
+    return _compile(source_of(launch), launch, capability).stack > SPILLED
+
+
 def _compile(source, launch, capability):
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, stack = _resources(kernel.asm["cubin"])
@@ -195,7 +203,7 @@ def _resources(cubin):
 
 def is_serialized(ptx):
     """Whether ptxas waits for each step of a product before the next, because it can't tell what uses the result."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    tool = get_ptxas(90).path
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
         file.write(ptx)
         file.flush()

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # ty
 
 from onchip.groups.triton.kernels import CONCATENATED, HEAD, LAST, PLAIN, poison_of_group, tile_of
 from onchip.groups.triton.tiles import APART_COLUMNS
-from onchip.kernels.triton.gluon import new_barriers, send
+from onchip.kernels.triton.gluon import copy_in, new_barriers, send
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring, wait_for_room
 from onchip.kernels.triton.tiles import halves, place_tile
 
@@ -116,17 +116,17 @@ def copy_rows(
                     wait_for_room(ring, step + 1, STAGES)
             come, first_rows, last_rows, block = begin_copies(ring, step, STEP_BYTES, STAGES)
             row = LAST - (end - first)  # `load_rows` says why
-            tma.async_copy_global_to_shared(x, [LAST, end, row, k * STEP], come, first_rows)
-            tma.async_copy_global_to_shared(x, [LAST, end, row + HALF, k * STEP], come, last_rows)
+            copy_in(x, [LAST, end, row, k * STEP], come, first_rows)
+            copy_in(x, [LAST, end, row + HALF, k * STEP], come, last_rows)
             if GATED == CONCATENATED:
                 column = j * (COLUMNS // 2)
                 gate, up = block.slice(0, COLUMNS // 2, 1), block.slice(COLUMNS // 2, COLUMNS // 2, 1)
-                tma.async_copy_global_to_shared(weight, [g, column, k * STEP], come, gate)
-                tma.async_copy_global_to_shared(weight, [g, N // 2 + column, k * STEP], come, up)
+                copy_in(weight, [g, column, k * STEP], come, gate)
+                copy_in(weight, [g, N // 2 + column, k * STEP], come, up)
             elif TURNED:
-                tma.async_copy_global_to_shared(weight, [g, k * STEP, j * COLUMNS], come, block)
+                copy_in(weight, [g, k * STEP, j * COLUMNS], come, block)
             else:
-                tma.async_copy_global_to_shared(weight, [g, j * COLUMNS, k * STEP], come, block)
+                copy_in(weight, [g, j * COLUMNS, k * STEP], come, block)
             step += 1
         if SHORT:
             tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
@@ -271,9 +271,9 @@ def copy_tiles(ring, speech, a, b, plan, counter, tiles, tiles_a, tiles_b, GROUP
         for k in range(count_steps(start, end)):
             come, first_columns, last_columns, common = begin_copies(ring, step, STEP_BYTES, STAGES)
             row = LAST - (end - start) + k * STEP
-            tma.async_copy_global_to_shared(a, [LAST, end, row, i * ROWS], come, first_columns)
-            tma.async_copy_global_to_shared(a, [LAST, end, row, i * ROWS + HALF], come, last_columns)
-            tma.async_copy_global_to_shared(b, [LAST, end, row, j * COLUMNS], come, common)
+            copy_in(a, [LAST, end, row, i * ROWS], come, first_columns)
+            copy_in(a, [LAST, end, row, i * ROWS + HALF], come, last_columns)
+            copy_in(b, [LAST, end, row, j * COLUMNS], come, common)
             step += 1
         tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
     tell_tile(speech, n, tiles)

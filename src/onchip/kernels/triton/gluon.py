@@ -1,9 +1,12 @@
 """What kernels in Gluon share, beside tiles.py: barriers in shared memory, and a tile that leaves by way of it.
 
-Gluon is Triton's language for kernels that say themselves how data lies and what waits for what.  Its interface is of
-Triton 3.6: see `launch.has_gluon`.
+Gluon is Triton's language for kernels that say themselves how data lies and what waits for what.  Names that differ
+from one Triton to another come from here: see `versions.gluon_refusal`.
 """
 
+from typing import Any
+
+from triton import language  # type: ignore[import-untyped]
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
@@ -13,6 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 
 from onchip.kernels.triton.tiles import halves
+
+
+def _first_of(owner: Any, *names: str) -> Any:
+    """What the newest of these names stands for that is there; an old one may be left, and raise."""
+    return next(getattr(owner, name) for name in names if hasattr(owner, name))
+
+
+aggregate = _first_of(language.core, "aggregate", "_aggregate")
+barrier = _first_of(gl, "barrier", "thread_barrier")
+"""Of all threads of a group of warps."""
+copy_in = _first_of(tma, "async_load", "async_copy_global_to_shared")
+copy_out = _first_of(tma, "async_store", "async_copy_shared_to_global")
+reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+"""Shared memory as that of another dtype, shape and layout."""
 
 
 @gluon.jit
@@ -38,11 +55,11 @@ def send(value, into, staged, lead, column, R: gl.constexpr, C: gl.constexpr, WI
         send(right, into, staged, lead, column + C // 2, R, C // 2, WIDTH)
     else:
         tma.store_wait(0)
-        gl.thread_barrier()
+        barrier()
         staged.reshape([R, C]).store(value.to(into.dtype))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(into, lead + (column,), staged)
+        barrier()
+        copy_out(into, lead + (column,), staged)
 
 
 @gluon.jit

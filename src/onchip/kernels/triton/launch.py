@@ -18,6 +18,10 @@ from onchip.frontend import torch_ahead, torch_tape
 from onchip.frontend.torch_program import Kernel, Map
 from onchip.frontend.torch_recorder import Recorder
 from onchip.kernels.triton.compiling import compile_kernels
+from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, interpreted, settings
+
+# Bytes of a thread's stack beyond which a smaller tile is taken.  Triton 3.6 stays below it everywhere.
+SPILLED = 512
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -53,7 +57,12 @@ class Launch(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """How it is compiled."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+            "enable_fp_fusion": True,  # a default that changes from one Triton to another
+        }
 
     def run(self) -> None:
         """Launch on the current device.
@@ -98,6 +107,21 @@ class Launch(NamedTuple):
         sizes = tuple([_size_trait(x) for x in compiled.numbers(arguments)])
         return device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits, sizes
 
+    def spills(self) -> bool:
+        """Whether a thread has more than SPILLED bytes in memory for want of registers, as it is compiled for the
+        current device.
+        """
+        if interpreted():
+            return False
+        compiled, device = _Compiled.of(self.kernel), settings().driver.active.get_current_device()
+        key = self._key(compiled, device, {**self.shared.arguments, **self.given})
+        spilled = compiled.spilled.get(key)
+        if spilled is None:
+            found = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
+            assert found.run is not None  # it is loaded, which counts them
+            spilled = compiled.spilled[key] = 4 * found.n_spills
+        return spilled > SPILLED
+
     def fixed(self) -> "Launch":
         """The same with all arguments shared by what `again` makes of it."""
         return self._replace(given={}, shared=Shared(self.arguments))
@@ -130,6 +154,9 @@ def _record(tape: Recorder, found: Any, grid: tuple[int, ...], values: Sequence[
     assert triton is not None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         tape.refuse("a kernel takes memory of Triton's")
+        return
+    if hasattr(launcher, "kernel_signature"):
+        tape.refuse("Triton has one launcher for all kernels")
         return
     launch: Any = launcher.launch
     maps: Iterator[Any] = iter(())
@@ -176,6 +203,7 @@ class _Compiled(NamedTuple):
     traits: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of the variables
     numbers: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of whose values it sees nothing
     by_key: dict[Any, Any]  # by device, options, constants, the variables' traits and the numbers' sizes
+    spilled: dict[Any, int]  # bytes, by the same
 
     @staticmethod
     def of(kernel: Any) -> "_Compiled":
@@ -185,7 +213,7 @@ class _Compiled(NamedTuple):
             variables = [x.name for x in kernel.params if not (x.is_constexpr or x.do_not_specialize)]
             numbers = [x.name for x in kernel.params if x.do_not_specialize]
             read = _reader(kernel.arg_names), _reader(constants), _reader(variables), _reader(numbers)
-            known = _COMPILED[id(kernel)] = _Compiled(kernel, frozenset(variables), *read, {})
+            known = _COMPILED[id(kernel)] = _Compiled(kernel, frozenset(variables), *read, {}, {})
         return known
 
 
@@ -261,25 +289,10 @@ _TRAITS: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-class _Triton(NamedTuple):
-    """Where Triton's settings are, and its driver."""
-
-    runtime: Any
-    compilation: Any
-    driver: Any
-
-
-def _unwatched() -> _Triton | None:
-    """Triton, if what it does around a launch is only what `Launch.run` does.
-
-    Not in its interpreter, with hooks (of profilers) or for debugging, nor in a version whose launch is not known here.
-    """
+def _unwatched() -> Settings | None:
+    """Triton, if what it does around a launch is only what `Launch.run` does."""
     triton = _triton()
-    if triton is None:
-        return None
-    runtime = triton.runtime
-    watched = getattr(runtime.launch_enter_hook, "calls", 1) or getattr(runtime.launch_exit_hook, "calls", 1)
-    return None if watched or runtime.debug or triton.compilation.instrumentation_mode else triton
+    return None if triton is None or triton.watched() else triton
 
 
 def _is_unwatched() -> bool:
@@ -287,12 +300,8 @@ def _is_unwatched() -> bool:
 
 
 @lru_cache(maxsize=1)
-def _triton() -> _Triton | None:
-    from triton import __version__, knobs  # type: ignore[import-untyped]
-    from triton.runtime.driver import driver  # type: ignore[import-untyped]
-
-    known = __version__.startswith("3.6.") and not _interpreted()
-    return _Triton(knobs.runtime, knobs.compilation, driver) if known else None
+def _triton() -> Settings | None:
+    return settings() if direct_refusal() is None else None
 
 
 def constant_to_compiler(function: _Function) -> _Function:
@@ -308,7 +317,7 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
         return "it takes no float64; pass backend='torch', or 'auto'"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if _interpreted():
+    if interpreted():
         return "Triton's interpreter computes bfloat16 wrongly" if dtype == torch.bfloat16 else None
     if device != "cuda":
         return f"it runs on CUDA tensors, not on {device!r}"
@@ -318,16 +327,9 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
     return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
 
 
-@lru_cache(maxsize=1)
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
 def has_gluon(capability: int) -> bool:
-    """Whether kernels in Gluon can run: they are written for Hopper, in what Triton 3.6 has of that language."""
-    return capability == 90 and find_spec("triton") is not None and _triton() is not None
+    """Whether kernels in Gluon can run: they are written for Hopper."""
+    return capability == 90 and gluon_refusal() is None
 
 
 # A thread's registers on average, of kernels in Gluon whose warps have different numbers: three groups of four warps

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     warpgroup_mma_wait,
 )
 
-from onchip.kernels.triton.gluon import new_barriers
+from onchip.kernels.triton.gluon import barrier, new_barriers
 
 STEP = gl.constexpr(64)
 """Of a step along the sum."""
@@ -41,7 +41,7 @@ def new_ring(own, common, STAGES: gl.constexpr, COPIES: gl.constexpr = 1):
     behind = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(behind, count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     return own_blocks, common_blocks, full, empty, behind
 
 

@@ -13,10 +13,17 @@ from triton.experimental.gluon import language as gl  # type: ignore[import-unty
 from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
-from onchip.kernels.triton.gluon import join_floats, join_pairs, split_floats, split_pairs
+from onchip.kernels.triton.gluon import (
+    barrier,
+    copy_in,
+    join_floats,
+    join_pairs,
+    reinterpret,
+    split_floats,
+    split_pairs,
+)
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import halves, place_tile
 from onchip.vocab.triton.blocks import VOCAB_TILE, at_the_end, buffer_row
@@ -72,9 +79,9 @@ def copy(
         for k in range(steps):
             line = buffer_row(i, k * STEP, buffer, 0)
             come, first_entries, last_entries, common = begin_copies(ring, step, STEP_BYTES, STAGES)
-            tma.async_copy_global_to_shared(exponentials, [line, 0], come, first_entries)
-            tma.async_copy_global_to_shared(exponentials, [line, ROWS], come, last_entries)
-            tma.async_copy_global_to_shared(rows, [k * STEP, j * ROWS], come, common)
+            copy_in(exponentials, [line, 0], come, first_entries)
+            copy_in(exponentials, [line, ROWS], come, last_entries)
+            copy_in(rows, [k * STEP, j * ROWS], come, common)
             step += 1
         if old_sum is not None:
             firsts, digits = sum_blocks(ring, old_sum, old_digits, STAGES)
@@ -85,9 +92,9 @@ def copy(
                 come, _, _, _ = begin_copies(ring, step, SUM_BYTES, STAGES)
                 for p in gl.static_range(PIECES):
                     h = j * ROWS + p * PIECE
-                    tma.async_copy_global_to_shared(old_sum, [v, h], come, firsts.index(PIECES * s + p))
+                    copy_in(old_sum, [v, h], come, firsts.index(PIECES * s + p))
                     d = v // ROWS * old_digits.block_shape[0]
-                    tma.async_copy_global_to_shared(old_digits, [d, h], come, digits.index(in_stage(s, digits) + p))
+                    copy_in(old_digits, [d, h], come, digits.index(in_stage(s, digits) + p))
                 step += 1
 
 
@@ -95,9 +102,9 @@ def copy(
 def sum_blocks(ring, old_sum, old_digits, STAGES: gl.constexpr):
     """The ring as blocks of sums, of which each stage has PIECES; the digits of two rows may share a byte."""
     own_blocks, common_blocks, _, _, _ = ring
-    firsts = own_blocks._reinterpret(old_sum.dtype, [PIECES * STAGES] + old_sum.block_shape, old_sum.layout)
+    firsts = reinterpret(own_blocks, old_sum.dtype, [PIECES * STAGES] + old_sum.block_shape, old_sum.layout)
     number: gl.constexpr = PIECES * ROWS // old_digits.block_shape[0]
-    digits = common_blocks._reinterpret(old_digits.dtype, [number * STAGES] + old_digits.block_shape, old_digits.layout)
+    digits = reinterpret(common_blocks, old_digits.dtype, [number * STAGES] + old_digits.block_shape, old_digits.layout)
     return firsts, digits
 
 
@@ -208,7 +215,7 @@ def take_sums(
                 added = added + (x,)  # type: ignore[assignment]
             # A barrier doesn't wait for loads from shared memory to end, and copies overtake them: bits were lost.
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(s), count=1)
             for p in gl.static_range(PIECES):
                 store_piece(added[p], of_sum, half, out, digits, v, h + p * PIECE, V, H, stride, PAIRED)

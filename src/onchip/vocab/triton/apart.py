@@ -13,13 +13,12 @@ from triton.experimental.gluon import language as gl  # type: ignore[import-unty
 from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from onchip.kernels.triton.gluon import new_barriers
+from onchip.kernels.triton.gluon import barrier, copy_in, new_barriers, reinterpret
 from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
 
 # Of a block: along the result and along the sum.
@@ -103,16 +102,10 @@ def copy(exponentials, weight, blocks, barriers, work, buffer, first, first_tile
             mbarrier.expect(full.index(s), STEP_BYTES)
             row = buffer_row(tile, t, buffer, first_tile)
             row_2 = buffer_row(tile, t_2, buffer, first_tile)
-            tma.async_copy_global_to_shared(exponentials, [row, c], full.index(s), of_exponentials.index(BLOCKS * s))
-            tma.async_copy_global_to_shared(
-                exponentials, [row_2, c], full.index(s), of_exponentials.index(BLOCKS * s + 1), pred=wide == 0
-            )
-            tma.async_copy_global_to_shared(
-                weight, [v, j * TILE], full.index(s), of_weight.index(BLOCKS * s + 1), pred=wide == 1
-            )
-            tma.async_copy_global_to_shared(
-                weight, [v, (j + wide) * TILE], full.index(s), of_weight.index(BLOCKS * s + 2)
-            )
+            copy_in(exponentials, [row, c], full.index(s), of_exponentials.index(BLOCKS * s))
+            copy_in(exponentials, [row_2, c], full.index(s), of_exponentials.index(BLOCKS * s + 1), pred=wide == 0)
+            copy_in(weight, [v, j * TILE], full.index(s), of_weight.index(BLOCKS * s + 1), pred=wide == 1)
+            copy_in(weight, [v, (j + wide) * TILE], full.index(s), of_weight.index(BLOCKS * s + 2))
             step += 1
 
 
@@ -211,11 +204,11 @@ def hidden_apart(
     of_exponentials = gl.allocate_shared_memory(
         exponentials.dtype, [BLOCKS * STAGES] + exponentials.block_shape, exponentials.layout
     )
-    of_weight = of_exponentials._reinterpret(weight.dtype, [BLOCKS * STAGES] + weight.block_shape, weight.layout)
+    of_weight = reinterpret(of_exponentials, weight.dtype, [BLOCKS * STAGES] + weight.block_shape, weight.layout)
     blocks = (of_exponentials, of_weight)
     barriers = new_barriers(STAGES)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     gl.warp_specialize(
         [
             (take_units, (blocks, barriers, work, out, product_scale, n, first, slice_rows, H, out_stride, PROGRAMS)),

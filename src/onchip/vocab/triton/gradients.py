@@ -179,6 +179,7 @@ def gradient_tiles(
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
     TURNED: tl.constexpr,
+    FILLED: tl.constexpr = False,  # the compiler may know that H is not 0, of which it makes less
 ):
     """Recomputed logits' gradient, of the positions from `first` on, for a chunk of the vocabulary.
 
@@ -187,6 +188,8 @@ def gradient_tiles(
     n = tl.load(vectors.number)
     tiles_t = tl.cdiv(tl.maximum(tl.maximum(n, 1) - first, 0), BLOCK_T)
     steps = tl.cdiv(H, BLOCK_K)
+    if FILLED:
+        tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), tiles_t * chunk_tiles, PROGRAMS, flatten=True):
         i, j = place_tile(tile, tiles_t, chunk_tiles, GROUP)
         t0 = first + i * BLOCK_T

@@ -22,9 +22,6 @@ from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.tiling import VOCAB_TILE
 
-# Labels take as many registers as logits do: tiles of half as many tokens leave room for them.
-_ROWS = 64
-
 
 class LabelStats(NamedTuple):
     """What forward makes, [T] float32."""
@@ -119,7 +116,8 @@ def backward(
 
 
 def _cut(run: Run) -> Run:
-    """With smaller tiles of logits, but none that leave out what the weight's product takes in a step."""
-    rows = max(_ROWS, run.tiles["weight_gradient"].depth)
-    tiles = {name: replace(run.tiles[name], rows=rows) for name in ("softmax_tiles", "gradient_tiles")}
+    """With lower tiles of logits: labels take as many registers as logits do."""
+    tiles = {
+        name: replace(run.tiles[name], rows=launches.low_rows(run)) for name in ("softmax_tiles", "gradient_tiles")
+    }
     return replace(run, tiles={**run.tiles, **tiles})

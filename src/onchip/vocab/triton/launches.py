@@ -3,7 +3,7 @@
 A kernel's arguments are found by its parameters' names: in what a run knows, and in what a launch adds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -178,9 +178,8 @@ class Run:
         """Of a kernel whose arguments are known, or among `more`."""
         return Launch(kernel, grid, more, warps, shared=self.known)
 
-    def product(self, name: str, kernel: Any, arguments: Mapping[str, Any]) -> Launch:
-        """Of a kernel that is cut as the tiles of this name say."""
-        t = self.tiles[name]
+    def product(self, kernel: Any, t: Tiles, arguments: Mapping[str, Any]) -> Launch:
+        """Of a kernel that is cut so."""
         cut = {"BLOCK_K": t.depth, "GROUP": t.group, "PROGRAMS": self.programs, "PARTS": t.parts, "TMA": self.tma}
         return Launch(kernel, (self.programs,), {**cut, **arguments}, t.warps, t.stages, shared=self.known)
 
@@ -390,7 +389,6 @@ def softmax(
     run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int, labels: Labels | None = None
 ) -> Launch:
     vectors = run.vectors
-    t = run.tiles["softmax_tiles"]
     label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
     vectors = vectors._replace(label=label, factor=factor, shift=shift)
     rows = rows[: run.tokens - first]  # beyond them lie another chunk's, whose scales may overflow
@@ -400,21 +398,47 @@ def softmax(
         from onchip.vocab.triton import gluon_launches
 
         make = gluon_launches.softmax_in_turns if in_turns else gluon_launches.softmax_staggered
-        return make(run, rows, partials, kept, first, vectors)
-    arguments = {
-        **run.weight_blocks(VOCAB_TILE, t.depth),
-        "rows": run.operand(rows, t.rows, t.depth),
-        "rows_stride": rows.stride(0),
-        "T": len(rows),
-        "first": first,
-        "vectors": vectors,
-        "labels": labels,
-        "partials": partials,
-        "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
-        "buffer": None if kept is None else kept.rows,
-        "BLOCK_T": t.rows,
-    }
-    return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
+        made = make(run, rows, partials, kept, first, vectors)
+        if partials.offset_sum is None or not made.spills():
+            return made
+
+    def launch(t: Tiles, filled: bool) -> Launch:
+        arguments = {
+            **run.weight_blocks(VOCAB_TILE, t.depth),
+            "rows": run.operand(rows, t.rows, t.depth),
+            "rows_stride": rows.stride(0),
+            "T": len(rows),
+            "first": first,
+            "vectors": vectors,
+            "labels": labels,
+            "partials": partials,
+            "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
+            "buffer": None if kept is None else kept.rows,
+            "BLOCK_T": t.rows,
+            "FILLED": filled,
+        }
+        return run.product(softmax_kernels.softmax_tiles, t, arguments)
+
+    sums_alone = labels is None and partials.plain and partials.offset_sum is None
+    return _in_registers(run, "softmax_tiles", launch, simple=sums_alone)
+
+
+def low_rows(run: Run) -> int:
+    """Of a tile of logits with few: no fewer than the weight's product takes in a step."""
+    return max(64, run.tiles["weight_gradient"].depth)
+
+
+def _in_registers(run: Run, name: str, launch: Callable[[Tiles, bool], Launch], *, simple: bool) -> Launch:
+    """The launch with tiles of this name; where more follows a product than the compiler keeps in registers, with lower
+    tiles, and without what it makes of an empty product.
+
+    `simple`: nothing follows that could be too much, but for a bias or softcap.
+    """
+    tiles = run.tiles[name]
+    made = launch(tiles, False)
+    if simple and run.bias is None and run.options.softcap is None:
+        return made
+    return launch(replace(tiles, rows=min(tiles.rows, low_rows(run))), True) if made.spills() else made
 
 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -478,22 +502,27 @@ def gradient(
         from onchip.vocab.triton import gluon_launches
 
         return gluon_launches.gradient_staggered(run, rows, terms, buffer, at_target, first_tile, tiles)
-    t = run.tiles["gradient_tiles"]
-    arguments = {
-        **buffer.known,
-        "labels": labels,
-        "terms": terms,
-        **run.weight_blocks(VOCAB_TILE, t.depth),
-        "rows": run.operand(rows, t.rows, t.depth),
-        "rows_stride": rows.stride(0),
-        "exponentials": run.operand(buffer.matrix, t.rows, VOCAB_TILE // t.parts),
-        "at_target": at_target,
-        "first": buffer.kept,
-        "first_tile": first_tile,
-        "chunk_tiles": tiles,
-        "BLOCK_T": t.rows,
-    }
-    return run.product("gradient_tiles", gradients.gradient_tiles, arguments)
+
+    def launch(t: Tiles, filled: bool) -> Launch:
+        arguments = {
+            **buffer.known,
+            "labels": labels,
+            "terms": terms,
+            **run.weight_blocks(VOCAB_TILE, t.depth),
+            "rows": run.operand(rows, t.rows, t.depth),
+            "rows_stride": rows.stride(0),
+            "exponentials": run.operand(buffer.matrix, t.rows, VOCAB_TILE // t.parts),
+            "at_target": at_target,
+            "first": buffer.kept,
+            "first_tile": first_tile,
+            "chunk_tiles": tiles,
+            "BLOCK_T": t.rows,
+            "FILLED": filled,
+        }
+        return run.product(gradients.gradient_tiles, t, arguments)
+
+    alone = labels is None and terms.even is None and terms.entropy_scale is None
+    return _in_registers(run, "gradient_tiles", launch, simple=alone)
 
 
 def weight_product(
@@ -533,7 +562,7 @@ def weight_product(
         "BLOCK_H": t.columns,
         "PARTS": parts,
     }
-    return run.product("weight_gradient", gradients.weight_gradient, arguments)
+    return run.product(gradients.weight_gradient, t, arguments)
 
 
 def swaps_columns(run: Run) -> bool:
@@ -612,4 +641,4 @@ def hidden_product(
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
     }
-    return run.product("hidden_gradient", gradients.hidden_gradient, arguments)
+    return run.product(gradients.hidden_gradient, t, arguments)

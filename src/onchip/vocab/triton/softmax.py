@@ -130,6 +130,7 @@ def softmax_tiles(
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
     TURNED: tl.constexpr,
+    FILLED: tl.constexpr = False,  # the compiler may know that H is not 0, of which it makes less
 ):
     """The softmax of each tile of logits, which live in registers alone."""
     n = tl.minimum(tl.load(vectors.number) - first, T)
@@ -139,6 +140,8 @@ def softmax_tiles(
     tiles_t = tl.cdiv(tl.maximum(n, least), BLOCK_T)
     tiles_v = tl.cdiv(V, VOCAB_TILE)
     steps = tl.cdiv(H, BLOCK_K)
+    if FILLED:
+        tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
         i, j = place_tile(tile, tiles_t, tiles_v, GROUP)
         t0 = i * BLOCK_T

@@ -12,7 +12,7 @@ from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 from triton.experimental.gluon.language.nvidia.hopper import tma  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.gluon import send
+from onchip.kernels.triton.gluon import copy_in, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring
 from onchip.kernels.triton.tiles import place_tile
@@ -45,9 +45,9 @@ def copy(
         v = (first_tile + j) * VOCAB_TILE
         for k in range(steps):
             come, first_rows, last_rows, columns = begin_copies(ring, step, STEP_BYTES, STAGES)
-            tma.async_copy_global_to_shared(rows, [t, k * STEP], come, first_rows)
-            tma.async_copy_global_to_shared(rows, [t + HALF, k * STEP], come, last_rows)
-            tma.async_copy_global_to_shared(weight, [v, k * STEP], come, columns)
+            copy_in(rows, [t, k * STEP], come, first_rows)
+            copy_in(rows, [t + HALF, k * STEP], come, last_rows)
+            copy_in(weight, [v, k * STEP], come, columns)
             step += 1
 
 

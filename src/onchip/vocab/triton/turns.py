@@ -27,9 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.gluon import new_barriers, send
+from onchip.kernels.triton.gluon import aggregate, barrier, copy_in, new_barriers, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, has_row
 from onchip.vocab.triton.tiling import IN_TURNS
@@ -97,7 +96,7 @@ def new_ring(of, STILL: gl.constexpr, SLOTS: gl.constexpr):
     mbarrier.init(still_full, count=1)
     mbarrier.init(still_empty, count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     return Ring(blocks, full, empty, still_full, still_empty, turn, store_turn, STILL, SLOTS)
 
 
@@ -134,7 +133,7 @@ def copy(ring, work, still, moving, PROGRAMS: gl.constexpr):
         mbarrier.wait(ring.still_empty, (n & 1) ^ 1)
         mbarrier.expect(ring.still_full, STILL * BLOCK_BYTES)
         for b in gl.static_range(STILL):
-            tma.async_copy_global_to_shared(still, [i * TILE, b * STEP], ring.still_full, ring.blocks.index(b))
+            copy_in(still, [i * TILE, b * STEP], ring.still_full, ring.blocks.index(b))
         n += 1
         for half in range(2 * first, 2 * last):
             for k in range(work.steps):
@@ -143,13 +142,13 @@ def copy(ring, work, still, moving, PROGRAMS: gl.constexpr):
                 mbarrier.wait(ring.empty.index(slot), ((at // SLOTS) & 1) ^ 1)
                 if k >= STILL:
                     mbarrier.expect(full, 2 * BLOCK_BYTES)
-                    tma.async_copy_global_to_shared(still, [i * TILE, k * STEP], full, ring.blocks.index(STILL + slot))
+                    copy_in(still, [i * TILE, k * STEP], full, ring.blocks.index(STILL + slot))
                     at += 1
                     slot = at % SLOTS
                     mbarrier.wait(ring.empty.index(slot), ((at // SLOTS) & 1) ^ 1)
                 else:
                     mbarrier.expect(full, BLOCK_BYTES)
-                tma.async_copy_global_to_shared(moving, [half * TILE, k * STEP], full, ring.blocks.index(STILL + slot))
+                copy_in(moving, [half * TILE, k * STEP], full, ring.blocks.index(STILL + slot))
                 at += 1
                 step += 1
 

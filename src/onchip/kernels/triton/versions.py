@@ -1,0 +1,104 @@
+"""What onchip takes of Triton beyond its documented interface, which differs from one version to another.
+
+Whether it is there is found by trying it, once.  Names in Gluon that were changed are in gluon.py.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+
+class Settings(NamedTuple):
+    """Where Triton's settings are, and its driver."""
+
+    runtime: Any
+    compilation: Any
+    driver: Any
+
+    def watched(self) -> bool:
+        """Whether Triton does anything around a launch: it has hooks (of profilers), or is debugging."""
+        runtime = self.runtime
+        hooks = getattr(runtime.launch_enter_hook, "calls", 1) or getattr(runtime.launch_exit_hook, "calls", 1)
+        changed = runtime.add_stages_inspection_hook is not None or self.compilation.instrumentation_mode
+        return bool(hooks or runtime.debug or changed)
+
+
+def settings() -> Settings:
+    from triton import knobs  # type: ignore[import-untyped]
+    from triton.runtime.driver import driver  # type: ignore[import-untyped]
+
+    return Settings(knobs.runtime, knobs.compilation, driver)
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs all kernels."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+class _Recorder:
+    """Stands for what a kernel was compiled to."""
+
+    function, packed_metadata, taken = object(), object(), ()
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *arguments: Any) -> None:
+        self.taken = arguments
+
+
+@lru_cache(maxsize=1)
+def direct_refusal() -> str | None:
+    """Why `Launch.run` can't call what was compiled by itself, or None.  It asks the GPU's driver.
+
+    Triton is let launch a kernel, with a recorder in the place of what it would compile: it has to call that as
+    `Launch.run` does, but for its hooks.
+    """
+
+    def trial() -> str | None:
+        import torch
+        from triton import jit, knobs, language
+
+        def nothing(x, n, SIZE: language.constexpr):  # type: ignore[no-untyped-def]
+            pass
+
+        used, recorder, kernel, x = settings(), _Recorder(), jit(nothing), torch.zeros(1, device="cpu")
+        used.watched(), knobs.HookChain().calls
+        active = used.driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        kernel._do_compile = lambda *_, **__: recorder
+        kernel[(2, 3)](x=x, n=7, SIZE=16, num_warps=4, enable_fp_fusion=True)
+        *before, _, _, _ = recorder.taken[:9]
+        same = before == [2, 3, 1, stream, recorder.function, recorder.packed_metadata]
+        values = recorder.taken[9:]
+        same = same and len(values) == 3 and values[0] is x and values[1:] == (7, 16)
+        return None if same else "Triton passes other arguments to what it compiled"
+
+    return "Triton's interpreter runs kernels" if interpreted() else _tried(trial)
+
+
+@lru_cache(maxsize=1)
+def gluon_refusal() -> str | None:
+    """Why kernels in Gluon can't be compiled, or None: a small one that has what the others have is, without a GPU."""
+
+    def trial() -> str | None:
+        import_module("onchip.kernels.triton.trial").compile_for_hopper()
+        return None
+
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return "Triton's interpreter doesn't know them" if interpreted() else _tried(trial)
+
+
+def _tried(trial: Callable[[], str | None]) -> str | None:
+    try:
+        return trial()
+    except Exception as error:  # whatever another version has in the place of what is looked for
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return f"{type(error).__name__}: {error}"
