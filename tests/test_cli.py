@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.text import Text
 
 import onchip
-from onchip import check, cli
+from onchip import check, cli, info
 from onchip.core import machine
 from onchip.core.names import matching
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.core.tables import print_table
 from onchip.kernels.triton import launch as triton_calls
+from onchip.kernels.triton import versions
 from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import checks, jax_op
 from onchip.oracle.checks import Check, Checker
@@ -173,6 +174,16 @@ def test_info():
     assert all(b["why"] for b in document["backends"])
     assert all(b["usable"] for b in document["backends"] if b["device"] == "cpu")
     assert onchip.__version__ in run_cli("info").stdout
+
+
+def test_info_on_what_stands_on_a_version_of_triton(monkeypatch):
+    monkeypatch.setattr(versions, "gluon_refusal", lambda: None)
+    monkeypatch.setattr(versions, "direct_refusal", lambda: "Triton passes other arguments to what it compiled")
+    assert all(not row["on"] and row["why"] == "no CUDA" for row in info._triton("no CUDA"))
+    gluon, direct = info._triton(None)
+    assert gluon == {"part": "kernels in Gluon", "on": True, "why": "it was tried"}
+    assert not direct["on"]
+    assert "to what it compiled; so the host takes several times as long" in direct["why"]
 
 
 @pytest.mark.parametrize(

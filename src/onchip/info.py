@@ -1,7 +1,7 @@
 """`onchip info`: what is here."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -56,6 +56,7 @@ def run_info(console: Console) -> dict[str, Any]:
             for op in OPS
             for row in _backends(name, op, missing.get(name), no_cuda.get(name))
         ],
+        "triton": _triton(no_cuda.get("torch")) if versions["torch"] and versions["triton"] else [],
         "tuned": tuned,
     }
     _show(document, console)
@@ -68,6 +69,9 @@ def _show(document: Mapping[str, Any], console: Console) -> None:
         console.print(f"  {name}: {value or 'not installed'}", highlight=False, markup=False)
     backends = [{**row, "usable": "yes" if row["usable"] else "no"} for row in document["backends"]]
     _print_grouped(backends, ("framework", "backend", "device", "usable", "why"), "op", "backends", console)
+    if document["triton"]:
+        rows = [[row["part"], "yes" if row["on"] else "no", row["why"]] for row in document["triton"]]
+        print_table(console, ("part", "on", "why"), rows, title="beyond Triton's interface")
     tuned = document["tuned"]
     if tuned["rows"]:
         columns = ("device", "op", "kernel", "case", "how", "source")
@@ -85,6 +89,30 @@ def _print_grouped(
         groups.setdefault(tuple(row[name] for name in columns), []).append(row[last])
     cells = [[*key, "all" if len(names) == len(OPS) else ", ".join(names)] for key, names in groups.items()]
     print_table(console, [*columns, f"{last}s"], cells, title=title)
+
+
+def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
+    """What stands on more of Triton than its documented interface, whether it is on, and what it costs if not."""
+    versions = import_module("onchip.kernels.triton.versions")
+    parts = {
+        "kernels in Gluon": (
+            versions.gluon_refusal,
+            "on Hopper a linear loss takes up to a fifth longer, the more the smaller H is",
+        ),
+        "launches without Triton's search": (
+            versions.direct_refusal,
+            "the host takes several times as long for each launch",
+        ),
+    }
+
+    def why(refusal: Callable[[], str | None], cost: str) -> tuple[bool, str]:
+        reason = no_cuda or refusal()
+        return reason is None, "it was tried" if reason is None else reason if no_cuda else f"{reason}; so {cost}"
+
+    return [
+        dict(zip(("part", "on", "why"), (part, *why(refusal, cost)), strict=True))
+        for part, (refusal, cost) in parts.items()
+    ]
 
 
 _BACKENDS = {

@@ -43,7 +43,8 @@ def interpreted() -> bool:
 class _Recorder:
     """Stands for what a kernel was compiled to."""
 
-    function, packed_metadata, taken = object(), object(), ()
+    function, packed_metadata = object(), object()
+    taken: tuple[Any, ...] = ()
 
     def launch_metadata(self, *_: Any) -> None:
         return None
@@ -73,9 +74,8 @@ def direct_refusal() -> str | None:
         stream = active.get_current_stream(active.get_current_device())
         kernel._do_compile = lambda *_, **__: recorder
         kernel[(2, 3)](x=x, n=7, SIZE=16, num_warps=4, enable_fp_fusion=True)
-        *before, _, _, _ = recorder.taken[:9]
-        same = before == [2, 3, 1, stream, recorder.function, recorder.packed_metadata]
-        values = recorder.taken[9:]
+        before, values = recorder.taken[:6], recorder.taken[9:]
+        same = before == (2, 3, 1, stream, recorder.function, recorder.packed_metadata)
         same = same and len(values) == 3 and values[0] is x and values[1:] == (7, 16)
         return None if same else "Triton passes other arguments to what it compiled"
 
@@ -99,6 +99,7 @@ def _tried(trial: Callable[[], str | None]) -> str | None:
     try:
         return trial()
     except Exception as error:  # whatever another version has in the place of what is looked for
-        while error.__cause__ is not None:
-            error = error.__cause__
-        return f"{type(error).__name__}: {error}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return f"{type(cause).__name__}: {cause}"

@@ -1,6 +1,6 @@
 """Launches of the kernels in Gluon; launches.py decides where they stand in for Triton's.
 
-Imported only where there is a Triton whose Gluon they are written in: see `launch.has_gluon`.
+Imported only where Gluon has what they take: see `launch.has_gluon`.
 """
 
 from collections.abc import Mapping

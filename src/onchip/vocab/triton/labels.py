@@ -106,7 +106,8 @@ def backward(
             more=2 * run.options.z_loss * known.lse,
         )
         products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
-        recomputed = launches.gradient(run, products.rows, terms, products.buffer, 0, 0, labels).fixed()
+        start = next(chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE))
+        recomputed = launches.gradient(run, products.rows, terms, products.buffer, *start, labels).fixed()
         for first, tiles in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             recomputed.again(first_tile=first, chunk_tiles=tiles).run()
             products.take_hidden(first, tiles)

@@ -365,7 +365,8 @@ def backward(
             grid = (run.vocab_tiles, buffer.kept // 32)
             run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
-        recomputed = launches.gradient(run, products.rows, terms, buffer, 0, 0).fixed() if kept < tokens else None
+        first = next(chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE))
+        recomputed = launches.gradient(run, products.rows, terms, buffer, *first).fixed() if kept < tokens else None
         if recomputed is None and start_sum is not None:
             summed = _finish_and_sum(products, terms, start_sum, call)
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
