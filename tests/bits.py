@@ -1,27 +1,11 @@
 """Floats in 20 and 24 bits beside float32: how the weight's sum over chunks is kept."""
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from onchip.kernels.triton import maths as triton_maths
 from onchip.kernels.triton.tiles import add_digits
-
-SPECIAL = [0.0, 1.0, 1 + 2.0**-12, 1 + 3 * 2.0**-12, 3.4e38, 3.4028e38, np.inf, np.nan]
-
-
-def assert_rounds(function, digits):
-    """`function` of a float32 array keeps so many binary digits, NaN and infinity; what is too large is infinite."""
-    x = np.concatenate([np.logspace(-37, 38, 2029), np.linspace(1, 4, 2044), SPECIAL]).astype(np.float32)
-    x = np.concatenate([x, -x, np.zeros(-2 * len(x) % 1024, np.float32)])
-    made = function(x)
-    assert (np.isnan(made) == np.isnan(x)).all()
-    assert (np.isinf(made) == (np.abs(x) > 3.4025e38)).all()
-    finite = np.abs(x) < 3.4025e38
-    error = np.abs(made[finite].astype(np.float64) - x[finite])
-    assert (error <= 2.0**-digits * np.abs(x[finite])).all()
-    assert error.max() > 0
 
 
 @triton.jit

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 import edges
 import every_loss
-from bits import assert_digits_stay_inside, assert_rounds, triton_bits
+from bits import assert_digits_stay_inside, triton_bits
 from fp8_linear import fp8_interpreter
 from interpreter import main, registering
 from linear_cross_entropy import lce_fp8_cases as fp8_cases
 from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
 from losses import CE, LCE, LLP, VOCAB, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
+from numbers_kept import assert_is_tanh, assert_rounds
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
@@ -32,7 +33,7 @@ from onchip.vocab.triton import setup, walks
 from soft_labels import assert_right as assert_soft
 from soft_labels import class_weights, everything, right_stats
 from soft_labels import problem as soft_problem
-from tanh import assert_is_tanh, triton_tanh
+from tanh import triton_tanh
 
 LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
 STASH, RECOMPUTE, ROWS, IN_PLACE, OF_LOGITS, LOG_PROBS, ENTROPY = LOSSES.values()

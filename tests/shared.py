@@ -5,7 +5,6 @@ import re
 from importlib.resources import files
 
 import pytest
-import torch
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
@@ -47,6 +46,8 @@ def assert_refused(op, call, kind, message):
 
 
 def gradients(loss, *inputs, grad=None):
+    import torch
+
     return torch.autograd.grad(loss, inputs, grad_outputs=grad)
 
 
@@ -55,6 +56,8 @@ def gradients(loss, *inputs, grad=None):
 
 def aside(run):
     """What `run` makes on another stream."""
+    import torch
+
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -65,6 +68,8 @@ def aside(run):
 
 def capture(run):
     """A graph of it, and what a replay overwrites."""
+    import torch
+
     aside(run)
     graph = torch.cuda.CUDAGraph()
     # What other libraries' threads do in this process has nothing to do with the capture.
@@ -75,6 +80,8 @@ def capture(run):
 
 def without_synchronisation(step):
     """Run it where it raises if it synchronises."""
+    import torch
+
     step()  # compiles what there is to compile
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bits import assert_digits_stay_inside, assert_rounds, triton_bits
+from bits import assert_digits_stay_inside, triton_bits
 from loss_checks import RIGHT, everything
 from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
+from numbers_kept import assert_is_tanh, assert_rounds
 from onchip.oracle.torch import computed
 from onchip.torch import cross_entropy
 from shared import aside, capture, without_synchronisation
-from tanh import assert_is_tanh, triton_tanh
+from tanh import triton_tanh
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

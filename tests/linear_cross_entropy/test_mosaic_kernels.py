@@ -14,7 +14,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bits import assert_rounds
+from numbers_kept import assert_is_tanh, assert_rounds
 from onchip.kernels.mosaic.order import Work, place_tile
 from onchip.kernels.mosaic.product import MosaicConfig
 from onchip.vocab.mosaic import kernels, rebase
@@ -23,7 +23,6 @@ from onchip.vocab.mosaic.blocks import Kept, tanh
 from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands
 from onchip.vocab.mosaic.sums import Sum
 from onchip.vocab.xla.tiles import Wanted
-from tanh import assert_is_tanh
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
 

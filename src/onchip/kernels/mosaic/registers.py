@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Before jax 0.11 plgpu.load wants an index beside the reference; from then on it warns about one.
-_LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
+# Before jax 0.11 plgpu.load wants an index beside the reference; later it warns about one, then has none.
+_index = inspect.signature(plgpu.load).parameters.get("idx")
+_LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Parameter.empty else ()
 
 
 class Registers:

@@ -430,7 +430,7 @@ def low_rows(run: Run) -> int:
 
 def _in_registers(run: Run, name: str, launch: Callable[[Tiles, bool], Launch], *, simple: bool) -> Launch:
     """The launch with tiles of this name; where more follows a product than the compiler keeps in registers, with lower
-    tiles, and without what it makes of an empty product.
+    tiles, and without what it makes of an empty product; then by more warps.
 
     `simple`: nothing follows that could be too much, but for a bias or softcap.
     """
@@ -438,7 +438,10 @@ def _in_registers(run: Run, name: str, launch: Callable[[Tiles, bool], Launch], 
     made = launch(tiles, False)
     if simple and run.bias is None and run.options.softcap is None:
         return made
-    return launch(replace(tiles, rows=min(tiles.rows, low_rows(run))), True) if made.spills() else made
+    for warps in (tiles.warps, 16):
+        if made.spills():
+            made = launch(replace(tiles, rows=min(tiles.rows, low_rows(run)), warps=warps), True)
+    return made
 
 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
