@@ -234,7 +234,7 @@ def rows_product(
                         # A copy of one row knows no columns' end: what is past it would be in the next row.
                         count = jnp.where(column + n < out_n, last - first, jnp.int32(0))
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staging[...] = value[m : m + BOX]
+                        registers.store_rows(staging, value[m : m + BOX])
                         plgpu.commit_smem()
                         _send_rows(staging, first, count, target, row + m, column + n)
 

@@ -42,6 +42,13 @@ class Registers:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA, optimized=False)
 
+    def store_rows(self, ref: Any, value: Any) -> None:
+        """To shared memory whose rows lie one after the other."""
+        if self.interpreted or not hasattr(plgpu, "store"):  # which came with jax 0.12, as an assignment became strict
+            ref[...] = value
+        else:
+            plgpu.store(ref, value, optimized=False)
+
     def load_strip(self, ref: Any, vector: int) -> Any:
         """A vector of device memory, of which each thread has so many elements in a row."""
         if self.interpreted:

@@ -107,8 +107,8 @@ class Launch(NamedTuple):
         sizes = tuple([_size_trait(x) for x in compiled.numbers(arguments)])
         return device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits, sizes
 
-    def spills(self) -> bool:
-        """Whether a thread has more than SPILLED bytes in memory for want of registers, as it is compiled for the
+    def spills(self, most: int = SPILLED) -> bool:
+        """Whether a thread has more than so many bytes in memory for want of registers, as it is compiled for the
         current device.
         """
         if interpreted():
@@ -120,7 +120,7 @@ class Launch(NamedTuple):
             found = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
             assert found.run is not None  # it is loaded, which counts them
             spilled = compiled.spilled[key] = 4 * found.n_spills
-        return spilled > SPILLED
+        return spilled > most
 
     def fixed(self) -> "Launch":
         """The same with all arguments shared by what `again` makes of it."""

@@ -32,9 +32,6 @@ from onchip.vocab.triton.staggered import ROWS, STEP_BYTES
 # Columns of a tile that are loaded and stored at a time.
 PIECE = gl.constexpr(32)
 PIECES = gl.constexpr(4)
-# Threads' registers: of both groups that multiply, and of the one that copies.
-REGISTERS = gl.constexpr(232)
-FEW_REGISTERS = gl.constexpr(40)
 
 
 @gluon.constexpr_function
@@ -269,6 +266,8 @@ def weight_added(
     PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr,
     PAIRED: gl.constexpr,
+    REGISTERS: gl.constexpr,  # threads': of both groups that multiply, and of the one that copies
+    FEW_REGISTERS: gl.constexpr,
 ):
     """`weight_gradient` of a chunk of tokens, added to those of others.  A tile is VOCAB_TILE rows by ROWS columns."""
     count = gl.load(number)
