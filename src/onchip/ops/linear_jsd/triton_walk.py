@@ -143,7 +143,7 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_ti
         "BLOCK_T": t.rows,
         "PARTS": parts,
     }
-    return run.product("softmax_tiles", kernels.logit_tiles, arguments)
+    return run.product(kernels.logit_tiles, t, arguments)
 
 
 def divergence(
