@@ -1,0 +1,12 @@
+"""A card for each worker of pytest-xdist: `pytest -p cards -n N` gives worker i card i mod the number of cards.
+
+Loaded by -p, before anything imports PyTorch or JAX, which look for cards once.
+"""
+
+import os
+from pathlib import Path
+
+cards = sorted(int(x.name.removeprefix("nvidia")) for x in Path("/dev").glob("nvidia[0-9]*"))
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if len(cards) > 1 and worker and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % len(cards))
