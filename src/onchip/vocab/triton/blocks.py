@@ -84,6 +84,19 @@ def buffer_row(j, t, buffer, first_tile):
 
 
 @triton.jit
+def first_row(t, buffer):
+    """Row of tile 0 of the positions from t on, a multiple of their blocks, and how many from one tile to the next."""
+    after = t - buffer.in_weight_grad
+    in_scratch = after < buffer.in_scratch
+    row = row_number(tl.where(in_scratch, buffer.scratch_row, buffer.third_row))
+    row += tl.where(in_scratch, after, after - buffer.in_scratch)
+    stride = tl.where(in_scratch, buffer.in_scratch, buffer.in_third)
+    in_gradient = after < 0
+    row = tl.where(in_gradient, row_number(buffer.weight_grad_row) + t, row)
+    return row, tl.where(in_gradient, buffer.weight_grad_stride, stride)
+
+
+@triton.jit
 def has_row(t, buffer):
     """Whether there are rows of the positions from t on, a multiple of their blocks.  Forward recomputes none."""
     return t < buffer.in_weight_grad + buffer.in_scratch + buffer.in_third

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 
 from onchip.kernels.triton.gluon import aggregate, barrier, copy_in, new_barriers, send
 from onchip.kernels.triton.maths import LOG2E, LOWEST
-from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, has_row
+from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, first_row, has_row
 from onchip.vocab.triton.tiling import IN_TURNS
 
 # Of a block: along the result and along the sum.
@@ -233,8 +233,7 @@ def take_softmax(
         k_2 = k_z * LOG2E
         if exponentials is not None:
             kept = has_row(i * TILE, buffer)
-            line = buffer_row(0, i * TILE, buffer, 0)  # of tile 0
-            lines = buffer_row(1, i * TILE, buffer, 0) - line  # from one tile to the next
+            line, lines = first_row(i * TILE, buffer)
         mbarrier.wait(ring.still_full, n_columns & 1)
         n_columns += 1
         for j in range(first, last):
