@@ -193,7 +193,7 @@ def memory_that_it_takes(rank, ranks):
         leaf(torch.randn(ranks * vocab, hidden)[cut([vocab] * ranks, rank)]),
         torch.arange(tokens),
     )
-    sent = 8 * tokens * (ranks + 1) * 4
+    sent = 9 * tokens * (ranks + 1) * 4
     budget = memory.scratch_bytes(Problem(tokens, hidden, vocab, sharded=True, copied=sent), 256)
 
     def step():

@@ -124,7 +124,7 @@ def class_weight_of_shard(class_weight: Tensor | None, shards: Shards) -> Tensor
 
 def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int:
     """Upper bound of what is gathered: statistics, and hidden states whose tokens are sharded."""
-    numbers = (several + 7) * tokens * (shards.ranks + 1)
+    numbers = (several + 8) * tokens * (shards.ranks + 1)
     gathered = 0 if shards.sequence < 0 else 2 * shards.ranks * hidden.numel() * hidden.element_size()
     return numbers * accumulator(hidden.dtype).itemsize + gathered
 
@@ -244,7 +244,11 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
         sent.append(mine.entropy)
     if asked.mean_logits:
         assert mine.uniform is not None
-        sent.append(mine.uniform * shards.rows if shards.rows else torch.zeros_like(mine.lse))
+        sent += [
+            x * shards.rows if shards.rows else torch.zeros_like(mine.lse)
+            for x in (mine.uniform, mine.mean_logits)
+            if x is not None
+        ]
     if asked.sum_sq:
         sent.append(mine.log_sum_sq)
     found = gather(op, shards, sent, asked.class_weight, check_values=check_values)
@@ -269,7 +273,8 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
         mean = total - entropy
     if asked.mean_logits:
         uniform = found.sure(uniform_over(found, next(rows), lse, log_share) / shards.vocab)
-        mean_logits = total - uniform
+        # As a difference of these two it would lose the digits of one near 0.
+        mean_logits = total - uniform if mine.mean_logits is None else found.sure(next(rows).sum(0) / shards.vocab)
     if asked.sum_sq:
         log_sum_sq = found.sure(log_sum((next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf))[0])
     return TokenStats(found.sure(total), found.sure(log_prob), index, entropy, mean, mean_logits, uniform, log_sum_sq)

@@ -80,7 +80,7 @@ def statistics_of_ids(
     uniform = None if plain is None else lse - plain
     squares = made["log_sum_sq_probs"]
     known = TokenStats(
-        lse, log_prob, made["top1"], made["entropy"], None, None, uniform, squares, made["top_out"], made["low_out"]
+        lse, log_prob, made["top1"], made["entropy"], None, plain, uniform, squares, made["top_out"], made["low_out"]
     )
     return parallel.combine(op, shards, known, tokens, asked, check_values=call.options.check_inputs)
 

@@ -59,7 +59,7 @@ def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tu
         torch.empty_like(ids[:, 0]) if made.top1 is None else made.top1,
         made.entropy,
         None,
-        None,
+        made.mean_logits,
         uniform,
         made.log_sum_sq,
         made.top,
