@@ -304,7 +304,7 @@ def right_soft_stats(loss, given):
             leaf[0, 4, 600:] = leaf[0, 4].max()
             leaf[1, :, 5] = -torch.inf
         if isinstance(target, TopK):
-            target.values[1, 6, 0] = 9
+            target.values[1, 6, 0] = 0
             target.indices[1, 6, 0] = given["logits"][1, 6].argmax()
             target.indices.masked_fill_(target.indices == 5, 6)
         else:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import every_loss
 import onchip.jax as ops
 from every_loss import HEAD, LOGITS, TOKENS, both, checks
 from onchip.ops.linear_cross_entropy import jax_op
@@ -21,8 +20,9 @@ def test_torch(check):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", every_loss.CHECKS)
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, backend) for backend in ("torch", "triton") for name in checks(backend, "cuda")]
+)
 def test_on_the_gpu(name, backend):
     checks(backend, "cuda")[name]()
 

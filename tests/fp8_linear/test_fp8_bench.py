@@ -97,8 +97,8 @@ def test_wrong_results_are_found(benchmark):
         return x * (rows if benchmark is JAX else torch.from_numpy(rows))
 
     def with_nan(x):
-        columns = np.zeros(x.shape[1], np.float32)
-        columns[-1] = math.nan
+        columns = np.zeros((1, x.shape[1]), np.float32)
+        columns[0, -1] = math.nan
         return x + (columns if benchmark is JAX else torch.from_numpy(columns))
 
     assert right(lambda x: x) == [True] * 3

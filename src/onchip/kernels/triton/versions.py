@@ -68,7 +68,12 @@ def direct_refusal() -> str | None:
         def nothing(x, n, SIZE: language.constexpr):  # type: ignore[no-untyped-def]
             pass
 
-        used, recorder, kernel, x = settings(), _Recorder(), jit(nothing), torch.zeros(1, device="cpu")
+        used, recorder, kernel, x = (
+            settings(),
+            _Recorder(),
+            jit(nothing),
+            torch.zeros(1, dtype=torch.float32, device="cpu"),
+        )
         used.watched(), knobs.HookChain().calls
         active = used.driver.active
         stream = active.get_current_stream(active.get_current_device())
