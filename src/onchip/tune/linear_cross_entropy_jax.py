@@ -86,7 +86,7 @@ def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
     stash = jax.new_ref(lax.empty(p["weight"].shape, p["weight"].dtype))
     spare = jax.new_ref(lax.empty((up(vocab, VOCAB_TILE) - split, tokens), p["weight"].dtype))
     partials = mosaic_kernels.softmax_tiles(
-        ([Kept(stash, spare, chunk, split)], None),
+        (Kept(stash, spare, chunk, split), None),
         _operands(p),
         vocab_major=True,
         wanted=Wanted(),
@@ -125,7 +125,7 @@ def _weight_product(config: MosaicConfig, p: Problem) -> Sequence[Array]:
         p["count"],
         vocab_major=True,
         first=jnp.zeros(1, jnp.int32),
-        chunks=jnp.array([0, up(p["weight"].shape[0], VOCAB_TILE)], jnp.int32),
+        size=up(p["weight"].shape[0], VOCAB_TILE),
         kept_tokens=0,
         recomputed=p["again"],
         config=config,
