@@ -116,12 +116,24 @@ class Wrapper(nn.Module):
         self.module = module
 
 
+def prepared(model):
+    """By accelerate, which is set up once in a process."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        return Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 WRAPPERS = {
     "torch.compile": lambda model: torch.compile(model, backend="eager"),
     "DDP": type("DistributedDataParallel", (Wrapper,), {}),
     "DeepSpeed": type("DeepSpeedEngine", (Wrapper,), {}),
     "DataParallel": nn.DataParallel,
-    "accelerate": lambda model: __import__("accelerate").Accelerator(cpu=True, mixed_precision="bf16").prepare(model),
+    "accelerate": prepared,
 }
 
 

@@ -95,7 +95,8 @@ def _require_same_hidden(op: str, name: str, hidden: Tensor, ignored: Tensor | N
         same = same | ignored.reshape(len(flat), -1).all(1)
     if not bool(same.all()):
         token, rank = (int(x) for x in (~same).T.nonzero()[0])
-        where = ", ".join(str(int(x)) for x in torch.unravel_index(torch.tensor(token), hidden.shape[:-1]))
+        place = torch.full((), token, dtype=torch.int64, device="cpu")
+        where = ", ".join(str(int(x)) for x in torch.unravel_index(place, hidden.shape[:-1]))
         raise ValueError(
             f"{op}: {name}{f'[{where}]' if where else ''} differs between ranks 0 and {rank} of vocab_group; pass the "
             "same on each, as an all-reduce or all-gather gives it, or hidden_layout='sequence' where each rank has "
