@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onchip.core import configs
+from onchip.frontend import torch_prepared
 
 # JAX would take three quarters of a GPU's memory at once, which PyTorch's tests and other processes need too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -37,9 +38,10 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def free_gpu_memory(request):
-    """What a big test had on the GPU is there for other processes' tests, and no tape of a plan that it patched."""
+    """What a big test had on the GPU is there for other processes' tests, and plans that it patched are forgotten."""
     yield
     configs.clear_cache()
+    torch_prepared.forget()
     if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()
 

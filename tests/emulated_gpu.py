@@ -1,7 +1,7 @@
 """The GPU that isn't there (fake_cuda.py), whose kernels run in the emulator of tests/ptx: for what is launched from C.
 
-As a script, in a process of that GPU's: calls that a tape repeats, with other numbers at other addresses, give the bits
-of calls that aren't repeated.
+As a script, in a process of that GPU's: calls that are prepared, with other numbers at other addresses, give the bits
+of calls that aren't.
 """
 
 import struct
@@ -121,7 +121,7 @@ FRESH, SAME = 3, 2
 
 def main(name):
     import onchip.groups.triton.op
-    from onchip.frontend import torch_tape
+    from onchip.frontend import torch_prepared
     from onchip.groups.triton import launches
 
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -145,7 +145,7 @@ def main(name):
     memory += [memory[-1]] * SAME
     with gpu(), plan(), mock.patch.object(onchip.groups.triton.op, "check"):  # which reads numbers on the CPU
         repeated = [step(seed, given) for seed, given in enumerate(memory)]
-        with mock.patch.object(torch_tape, "is_taped", return_value=False):
+        with mock.patch.object(torch_prepared, "is_prepared", return_value=False):
             expected = {seed: step(seed, memory[seed]) for seed in (0, FRESH - 1, FRESH + SAME - 1)}
     assert {seed: repeated[seed] for seed in expected} == expected
     print("the same bits")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -150,25 +151,26 @@ class Driver:
         return 1, function, 32, 0, 1024
 
 
-def _is_taped(x):
+def _is_prepared(x):
     """For all tensors; a Mock would take 7 us, and its calls are timed."""
     return True
 
 
 @contextmanager
 def gpu():
-    """Calls with tensors of the CPU's run on the GPU that isn't there, and are repeated from tapes."""
+    """Calls with tensors of the CPU's run on the GPU that isn't there, and are prepared."""
     from triton.runtime import driver
 
     import onchip.torch  # noqa: F401 - whose modules are changed here
-    from onchip.frontend import torch_tape
+    from onchip.frontend import torch_prepared
     from onchip.vocab.triton import setup
 
     with ExitStack() as stack:
         made = Driver(Library(os.environ["FAKE_CUDA"]))
         stack.enter_context(mock.patch.object(driver, "_active", made))
-        stack.enter_context(mock.patch.object(torch_tape, "is_taped", _is_taped))
-        stack.enter_context(mock.patch.object(setup, "_allocate", lambda x, n: x.new_empty(n, dtype=torch.uint8)))
+        stack.enter_context(mock.patch.object(torch_prepared, "is_prepared", _is_prepared))
+        allocate = partial(torch_prepared.empty, dtype=torch.uint8, device=torch.device("cpu"))
+        stack.enter_context(mock.patch.object(setup, "_allocate", lambda _, size: allocate(size)))
         for name in ("device_refusal", "triton_refusal"):
             for module in [x for x in sys.modules.values() if x.__name__.startswith("onchip.") and hasattr(x, name)]:
                 stack.enter_context(mock.patch.object(module, name, return_value=None))

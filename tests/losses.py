@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.core import configs
+from onchip.frontend import torch_prepared
 from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.cross_entropy import checks as ce_checks
 from onchip.ops.linear_cross_entropy import cases as lce_cases
@@ -212,11 +212,11 @@ def losses(backend="torch", device="cpu", *, few=False):
 
 @contextmanager
 def _planned(**way):
-    """The kernels' plan is another one; no tape outlives it."""
-    configs.clear_cache()
+    """The kernels' plan is another one; no prepared call outlives it."""
+    torch_prepared.forget()
     with mock.patch.object(triton_planner, "plan", **way) as planned:
         yield planned
-    configs.clear_cache()
+    torch_prepared.forget()
 
 
 def mixed_plan(**more):

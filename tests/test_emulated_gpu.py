@@ -1,4 +1,4 @@
-"""Calls that tapes repeat, on a GPU that isn't there, whose kernels run: emulated_gpu.py, in a process for each."""
+"""Prepared calls, on a GPU that isn't there, whose kernels run: emulated_gpu.py, in a process for each."""
 
 from pathlib import Path
 
@@ -21,6 +21,6 @@ import fake_cuda
         ),
     ],
 )
-def test_tapes_give_the_same_bits(call):
+def test_prepared_calls_give_the_same_bits(call):
     script = Path(__file__).with_name("emulated_gpu.py")
     assert fake_cuda.run(str(script), call).splitlines()[-1] == "the same bits"

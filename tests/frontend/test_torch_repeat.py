@@ -1,4 +1,4 @@
-"""Calls that repeat themselves, by a toy op on the CPU; test_tapes_gpu.py has the ops."""
+"""Prepared calls of a toy op on the CPU; test_prepared_gpu.py has the ops."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from onchip.core import configs
-from onchip.frontend import torch_repeat, torch_tape
+from onchip.frontend import torch_prepared, torch_repeat
+from onchip.frontend.torch_prepared import call as stated
 from onchip.frontend.torch_register import Operator, needed
 from onchip.frontend.torch_repeat import repeatable
 
@@ -46,8 +46,8 @@ ran: list[str] = []
 
 def _forward(call):
     ran.append("forward")
-    out = call.x * call.factor if call.y is None else call.x * call.y * call.factor
-    return Outputs(out, out + 1)
+    out = stated(torch.mul, call.x if call.y is None else stated(torch.mul, call.x, call.y), call.factor)
+    return Outputs(out, stated(torch.add, out, 1))
 
 
 _forward.__annotations__ = {"call": Call, "return": Outputs}
@@ -59,14 +59,14 @@ def _save(call: Call, outputs: Outputs) -> Kept:
 
 def _gradients(kept, upstream, wanted):
     ran.append("gradients")
-    g = upstream[0] * kept.factor
+    g = stated(torch.mul, upstream[0], kept.factor)
     by_y = None
     if wanted[1]:
-        by_y = g * kept.x
+        by_y = stated(torch.mul, g, kept.x)
         if kept.memory is not None:
-            kept.memory.add_(by_y)
+            stated(Tensor.add_, kept.memory, by_y)
             by_y = None
-    return (g if kept.y is None else g * kept.y) if wanted[0] else None, by_y
+    return (g if kept.y is None else stated(torch.mul, g, kept.y)) if wanted[0] else None, by_y
 
 
 OP = Operator(
@@ -79,32 +79,34 @@ OP = Operator(
     fake_gradients=lambda kept, upstream, wanted: [torch.empty_like(kept.x) if w else None for w in wanted],
     differentiable=("x", "y"),
     adds_to={"y": "memory"},
-    launches=True,
+    states=True,
 )
 
 
 @repeatable
-def toy(x, y=None, *, factor=2.0, memory=None, way="plain"):
+def toy(x, y=None, *, factor=2.0, memory=None, way="plain", check_inputs=False):
     ran.append("checks")
     if way == "copy":
         x = x * 1
-    if way == "value" and x.sum() == 0:
-        return x
+    if way == "value":
+        torch_prepared.refuse("a value is read")
+        if x.sum() == 0:
+            return x
     made = OP(Call(x, y, memory, float(factor), needed(x, y)))
     if way == "in place":
         made.more.add_(1)
     if way == "after":
-        return made.out * 2
+        return stated(torch.mul, made.out, 2)
     if way == "two":
         return OP(Call(made.out, y, memory, float(factor), needed(made.out, y))).out
-    return Result(made.out, x, made.more * 2, factor) if way == "result" else made.out
+    return Result(made.out, x, stated(torch.mul, made.more, 2), factor) if way == "result" else made.out
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch_tape, "is_taped", lambda x: True)
-    monkeypatch.setattr(torch_tape, "ALIGNED", 64)  # as memory of the CPU's is
-    configs.clear_cache()
+    monkeypatch.setattr(torch_prepared, "is_prepared", lambda x: True)
+    monkeypatch.setattr(torch_prepared, "_ALIGNED", 64)  # as memory of the CPU's is
+    torch_prepared.forget()
     ran.clear()
 
 
@@ -126,7 +128,7 @@ def _expected(x, y, factor=2.0):
 
 
 @pytest.mark.parametrize("y", [True, False])
-def test_the_third_call_does_no_more_than_was_recorded(y):
+def test_the_third_call_does_no_more_than_was_stated(y):
     for seed in range(4):
         ran.clear()
         x, other = _tensors(seed, y=y)
@@ -165,7 +167,7 @@ def test_kinds_of_calls(monkeypatch):
         lambda: toy(x, x),
         lambda: toy(x, None),
     ]
-    for function in calls:  # none takes another's tape
+    for function in calls:  # none does what another stated
         for times in range(3):
             ran.clear()
             function()
@@ -182,13 +184,14 @@ def test_kinds_of_calls(monkeypatch):
         assert bool(ran) == (times < 2)
 
 
-@pytest.mark.parametrize("way", ["copy", "value", "in place", "after", "two"])
-def test_what_is_not_repeated(way):
+@pytest.mark.parametrize("way", ["copy", "value", "in place", "after", "two", "checks"])
+def test_what_is_not_prepared(way):
     x, y = _tensors(0)
     first = None
+    options = {"check_inputs": True} if way == "checks" else {"way": way}
     for _ in range(4):
         ran.clear()
-        made = _step(x, y, way=way)
+        made = _step(x, y, **options)
         assert "checks" in ran
         first = first or made
         for a, b in zip(made, first, strict=True):
@@ -290,7 +293,7 @@ def mean(x, *, normalizer=None):
     ran.append(f"checks of {type(normalizer).__name__}")
     made = OP(Call(x, None, None, 1.0, needed(x, None)))
     divisor = torch.tensor(float(normalizer)) if isinstance(normalizer, int | float) else normalizer
-    return made.out.sum().detach() / divisor
+    return stated(torch.div, stated(torch.sum, made.out.detach()), divisor)
 
 
 def test_a_normalizer_may_be_another_in_each_call():

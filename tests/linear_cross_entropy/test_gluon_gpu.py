@@ -108,7 +108,7 @@ def test_hidden_apart_as_tritons(monkeypatch):
     first = run()
     assert torch.equal(run(), first)
     monkeypatch.setattr("onchip.vocab.triton.walks.chunk_hidden", lambda *sizes: (False, 1))
-    monkeypatch.setattr("onchip.frontend.torch_tape.is_taped", lambda x: False)
+    monkeypatch.setattr("onchip.frontend.torch_prepared.is_prepared", lambda x: False)
     right = run()
     assert float((first.float() - right.float()).norm() / right.float().norm()) < 3e-3
 
@@ -130,7 +130,7 @@ def test_as_tritons_kernels(monkeypatch, hidden, tokens):
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(h, w, y, backend="triton"), first[0])
     monkeypatch.setattr(setup, "has_gluon", lambda capability: False)
-    monkeypatch.setattr("onchip.frontend.torch_tape.is_taped", lambda x: False)
+    monkeypatch.setattr("onchip.frontend.torch_prepared.is_prepared", lambda x: False)
     for a, b in zip(run(), first, strict=True):
         assert float((a.float() - b.float()).norm() / b.float().norm()) < 3e-3
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_quantize import Quantized
-from onchip.frontend import torch_tape
+from onchip.frontend import torch_prepared as stated
 
 _COMPUTE_32F = 68  # cublasComputeType_t
 _R_32F, _R_8F_E4M3 = 0, 28  # cudaDataType
@@ -49,9 +49,8 @@ def added(
     out: Tensor,  # [M, N] float32, contiguous
 ) -> bool:
     """Add A B^T to `out`, summed before it is rounded; False, and nothing is done, if cuBLAS can't for these sizes."""
-    lt, tape = _library(), torch_tape.recorder()
-    if tape is not None:
-        tape.refuse("cuBLASLt is called without PyTorch")
+    lt = _library()
+    stated.refuse("cuBLASLt is called without PyTorch")
     if lt is None:
         return False
     # cuBLAS's matrices are stored by columns: its [N, M] is our [M, N], so its A is our b.

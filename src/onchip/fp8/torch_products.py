@@ -9,6 +9,7 @@ from torch import Tensor
 from onchip.fp8 import cublas
 from onchip.fp8.numbers import BLOCK, SCALE_MULTIPLE, blocks, up
 from onchip.fp8.torch_quantize import Quantized, dequantize
+from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 
 # Elements of a chunk of an operand in float32: 64 MiB.
@@ -42,7 +43,7 @@ def multiply(
     assert a is not None
     assert b is not None
     if 0 in (len(a.data), a.data.shape[1]):  # no rows, or a weight's gradient of none
-        return a.data.new_zeros((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
+        return stated.zeros((len(a.data), len(b.data)), dtype, a.data.device) if add_to is None else add_to
     return product_of(backend)(a, b, by_block, bias, dtype, add_to)
 
 
@@ -50,6 +51,7 @@ def dequantized_product(
     a: Quantized, b: Quantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
     """As `multiply`, of float32 copies of the operands, a chunk of rows of each at a time."""
+    stated.refuse("products are of float32 copies, made part by part")
     out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     depth = a.data.shape[1]
     step = max(1, _CHUNK // max(1, depth) // BLOCK) * BLOCK
@@ -121,8 +123,9 @@ def scaled_mm_product(
     after = bias if in_product is None else None
     more = len(b.data) - columns
     if in_product is not None and (more or in_product.data_ptr() % _CUBLAS_ALIGNMENT):  # else there is nothing to copy
-        in_product = F.pad(in_product, (0, more))
-    made = F.scaled_mm(
+        in_product = stated.call(F.pad, in_product, (0, more))
+    made = stated.call(
+        F.scaled_mm,
         a.data,
         b.data.T,
         a.scales.T,
@@ -135,10 +138,10 @@ def scaled_mm_product(
     if made.shape != (rows, columns):
         made = made[:rows, :columns]
     if add_to is not None:
-        return add_to.add_(made)
+        return stated.call(Tensor.add_, add_to, made)
     if after is not None:
-        made = made.add_(after)
-    return made.to(dtype).contiguous()
+        made = stated.call(Tensor.add_, made, after)
+    return stated.changed(made, lambda x: x.to(dtype).contiguous())
 
 
 def _pad(q: Quantized, rows: int, *, by_block: bool) -> Quantized:
@@ -146,8 +149,8 @@ def _pad(q: Quantized, rows: int, *, by_block: bool) -> Quantized:
     more = rows - len(q.data)
     if more == 0:
         return q
-    data = F.pad(q.data.view(torch.uint8), (0, 0, 0, more)).view(q.data.dtype)
+    data = stated.call(F.pad, q.data.view(torch.uint8), (0, 0, 0, more)).view(q.data.dtype)
     if not by_block:
-        return Quantized(data, F.pad(q.scales, (0, more)))
+        return Quantized(data, stated.call(F.pad, q.scales, (0, more)))
     assert q.scales.shape[1] % SCALE_MULTIPLE == 0
-    return Quantized(data, F.pad(q.scales, (0, 0, 0, blocks(rows) - len(q.scales))))
+    return Quantized(data, stated.call(F.pad, q.scales, (0, 0, 0, blocks(rows) - len(q.scales))))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, COLUMN, FP8_MAX, LEAST_SCALE, ROW, SCALE_MULTIPLE, SQUARE, blocks, up
+from onchip.frontend import torch_prepared as stated
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Elements of a chunk in float32: 16 MiB.
@@ -32,17 +33,17 @@ def operand(data: Tensor | None, scales: Tensor | None) -> Quantized | None:
 
 def empty(rows: int, columns: int, fmt: str, like: Tensor, *, by_block: bool = False) -> Quantized:
     """Memory for a matrix [rows, columns] with 1x128 scales, or `by_block` with 128x128 ones."""
-    data = like.new_empty((rows, up(columns)), dtype=FP8[fmt])
+    data = stated.empty((rows, up(columns)), FP8[fmt], like.device)
     if not by_block:
-        return Quantized(data, like.new_empty((blocks(columns), rows), dtype=torch.float32))
+        return Quantized(data, stated.empty((blocks(columns), rows), torch.float32, like.device))
     wide = up(blocks(columns), SCALE_MULTIPLE)
-    new = like.new_empty if wide == blocks(columns) else like.new_zeros  # what pads them is never written
-    return Quantized(data, new((blocks(rows), wide), dtype=torch.float32))
+    new = stated.empty if wide == blocks(columns) else stated.zeros  # what pads them is never written
+    return Quantized(data, new((blocks(rows), wide), torch.float32, like.device))
 
 
 def nothing(like: Tensor) -> Quantized:
     """Of no elements: what stands for None among an operator's results."""
-    return Quantized(like.new_empty(0, dtype=FP8["e4m3"]), like.new_empty(0, dtype=torch.float32))
+    return Quantized(stated.empty(0, FP8["e4m3"], like.device), stated.empty(0, torch.float32, like.device))
 
 
 def quantize(
@@ -52,6 +53,7 @@ def quantize(
     height, width = x.shape
     plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
     other = empty(width, height, fmt, x, by_block=by_block) if turned else None
+    stated.refuse("it is quantised part by part")
     for start, v in _chunks(x):
         end = min(height, start + len(v))
         block = slice(start // BLOCK, blocks(end))

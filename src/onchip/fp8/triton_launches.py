@@ -14,6 +14,7 @@ from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.fp8.triton_kernels import scaled_product
 from onchip.fp8.triton_tiles import ProductConfig, heuristic_product, product_sizes, stored_product
 from onchip.fp8.triton_words import quantize_words
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.kernels.triton.launch import Launch, describe, descriptor, device_of
 
@@ -46,7 +47,7 @@ def product(
     config: ProductConfig | None = None,
 ) -> Tensor:
     """As `torch_products.multiply`, in one launch."""
-    out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
+    out = stated.empty((len(a.data), len(b.data)), dtype, a.data.device) if add_to is None else add_to
     device, capability, processors, shared = describe(out.device)
     if config is None:
         sizes = product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
@@ -75,7 +76,7 @@ def quantize_launch(
     if turned:  # x^T lies in rows; its copies are x's, the other way round
         x, rows, columns = x.T, columns, rows
     elif x.stride(1) != 1 or x.stride(0) >= _LONGEST_ROW:
-        x = x.contiguous()
+        x = stated.changed(x, Tensor.contiguous)
     if x.shape[1] >= _LONGEST_ROW:
         raise ValueError(f"{OP}: backend 'triton' takes fewer than {_LONGEST_ROW} columns; got {x.shape[1]}")
     height, width = x.shape if tiles is None else (BLOCK * len(tiles), x.shape[1])

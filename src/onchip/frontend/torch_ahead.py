@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_tape import recorder
+from onchip.frontend.torch_prepared import unstated
 
 # Plans differ by the number of tokens, and by how many times H that is; these have nearly all kernels between them.
 _LENGTHS = 1, 256, 1536, 4096, 12288, 24576, 49152, 98304, 262144
@@ -50,11 +50,12 @@ def gathered() -> list[Any] | None:
 def rehearsed() -> list[Any]:
     """What the call that is under way would launch; nothing where that isn't known."""
     rehearse, found = getattr(_thread, "coming", None), []  # type: ignore[var-annotated]
-    if rehearse is None or recorder() is not None:
+    if rehearse is None:
         return found
     _thread.coming, _thread.gathered = None, found  # once in a call
     try:
-        rehearse()
+        with unstated():
+            rehearse()
     finally:
         _thread.gathered = None
     return found

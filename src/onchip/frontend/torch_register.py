@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onchip.frontend import torch_flops
+from onchip.frontend import torch_flops, torch_prepared
 from onchip.frontend.torch_ahead import Coming, lengths, without_memory
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept, refuse_batches
-from onchip.frontend.torch_tape import Tapes, recorder
+from onchip.frontend.torch_prepared import Kinds
 
 C = TypeVar("C")
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
@@ -101,10 +101,10 @@ class Operator(Generic[C, O]):
     """Turns what `gradients` made into the gradients, where some of them are in `consumed` tensors."""
     clone: Callable[[Tensor], Tensor] = torch.clone
     """How a consumed tensor is cloned."""
-    launches: bool = False
-    """Whether `gradients` does no more than launch kernels and PyTorch's operators on tensors that it is given, decided
-    by all but their values: then what it does once is repeated for others of its kind (`torch_tape`).  A `forward` is
-    repeated with the whole public function (`torch_repeat`)."""
+    states: bool = False
+    """Whether `forward` and `gradients` state all that they do (torch_prepared.py): then backwards of a kind that was
+    seen before are prepared, and forwards of the registered operator, unless they check values.  Other forwards are
+    with the whole public function (torch_repeat.py)."""
     flops: Callable[[C], int] | None = None
     """Multiplications and additions of the matrix products that `forward` stands for, by shapes; None: it has none."""
     gradient_flops: Callable[[Any, Made, Wanted], int] | None = None
@@ -158,7 +158,8 @@ class Operator(Generic[C, O]):
         self._consumed = [self.kept.tensors.index(name) for name in self.consumed]
         # Places among the differentiable tensors and among the kept ones.
         self._adds = [(self.differentiable.index(x), self.kept.tensors.index(y)) for x, y in self.adds_to.items()]
-        self._tapes = Tapes() if self.launches else None  # of gradients
+        self._forwards, self._backwards = Kinds(), Kinds()
+        self._checks = _fields([leaf.path for leaf in self.call.of_rest if leaf.name == "check_inputs"])
         self._node: Any = type(self.name, (_Node,), {})  # a class of its own for its name
         self._apply: Any = super(torch.autograd.Function, self._node).apply  # type: ignore[misc]
 
@@ -169,6 +170,13 @@ class Operator(Generic[C, O]):
         with inside_operator(_first(self.call.tensors_of(call))), self.coming(call):
             made = self.forward(call)
         return self.attach(call, made)
+
+    def _run(self, call: C) -> Made:
+        """The outputs of `forward`, which may be prepared."""
+        if not self.states or any(self._checks(call)):
+            return self.outputs.tensors_of(self.forward(call))
+        tensors, rest = self.call.tensors_of(call), self.call.rest_of(call)
+        return self._forwards.run(lambda: self.outputs.tensors_of(self.forward(call)), tensors, rest)
 
     def coming(self, call: C) -> Coming:
         """While `forward` runs: where a kernel isn't compiled yet, all are that such calls need, backward's too."""
@@ -209,16 +217,18 @@ class Operator(Generic[C, O]):
 
     def attach(self, call: C, made: O) -> O:
         """The outputs that `forward` itself computed, connected to the call's tensors by autograd."""
-        tape, saving, inputs = recorder(), None, self._differentiable(call)
+        told, saving, inputs = torch_prepared.builder(), None, self._differentiable(call)
         kept: Made = ()
         outputs: Made = self.outputs.tensors_of(made)
         before = outputs
         if any(*self._grads(call)):
             kept, saving = self.saving(call, made, inputs, range(len(inputs)))
-            before = (*outputs, _first(inputs).new_empty(0, dtype=torch.float32))
+            before = (*outputs, torch_prepared.empty(0, torch.float32, _first(inputs).device))
             outputs = self.connect(saving, kept, before, inputs)
-        if tape is not None:
-            tape.attached(self, saving, kept, inputs, before, outputs)
+        if told is not None:
+            if not self.states:
+                told.refuse(f"{self.name} doesn't state what it does")
+            told.connected(self, saving, kept, inputs, before, outputs)
         return cast(O, self.outputs.build(outputs, ()))
 
     def connect(self, saving: Saving, kept: Made, outputs: Made, inputs: Made, *, plain: bool = False) -> Made:
@@ -235,7 +245,7 @@ class Operator(Generic[C, O]):
 
     def _forward(self, *args: Any) -> Any:
         with inside_operator(_first(args)):
-            return _filled((*self.outputs.tensors_of(self.forward(self.call.unpack(args))), None), args)
+            return _filled((*self._run(self.call.unpack(args)), None), args)
 
     def _fake(self, *args: Any) -> Any:
         return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
@@ -327,7 +337,7 @@ class Operator(Generic[C, O]):
                 if wanted[i]:  # nobody sees that it is written to
                     torch.autograd.graph.increment_version(memory)
             with inside_operator(present[0]):
-                made = self._repeated_gradients(tensors, rest, given, wanted)
+                made = self._run_gradients(tensors, rest, given, wanted)
         else:
             made = self.backward_op(*given, *tensors, *rest, wanted)
             made = self._collected(kept, [made] if isinstance(made, Tensor) else made, wanted)
@@ -353,17 +363,16 @@ class Operator(Generic[C, O]):
     def _built(self, tensors: Made, rest: Sequence[Any], *, plain: bool) -> Any:
         return self.kept.build(tensors, rest) if plain else self.kept.unpack((*tensors, *rest))
 
-    def _repeated_gradients(self, tensors: Made, rest: Sequence[Any], given: Made, wanted: Wanted) -> Made:
-        """The gradients, by a tape where there is one."""
+    def _run_gradients(self, tensors: Made, rest: Sequence[Any], given: Made, wanted: Wanted) -> Made:
+        """The gradients, which may be prepared."""
 
         def gradients() -> Made:
             kept = self.kept.build(tensors, rest)
             return self._collected(kept, self.gradients(kept, given, wanted), wanted)
 
-        made = None
-        if self._tapes is not None:
-            made = self._tapes.run(gradients, (*tensors, *given), (tuple(rest), tuple(wanted)))
-        return gradients() if made is None else made
+        if not self.states:
+            return gradients()
+        return self._backwards.run(gradients, (*tensors, *given), (tuple(rest), tuple(wanted)))
 
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
@@ -399,18 +408,13 @@ class _Node(torch.autograd.Function):
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches operators but what makes a tape, and all are plain tensors with storage."""
-    if torch.compiler.is_compiling() or _watched():
+    """Whether nothing watches operators, and all are plain tensors with storage."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     for x in tensors:  # noqa: SIM110 - half the time of all()
         if x is not None and (type(x) not in (Tensor, Parameter) or x.is_meta):
             return False
     return True
-
-
-def _watched() -> bool:
-    """Whether a dispatch mode looks on that isn't what makes a tape."""
-    return torch._C._len_torch_dispatch_stack() > (recorder() is not None)
 
 
 def inside_operator(x: Tensor) -> AbstractContextManager[Any]:

@@ -1,10 +1,10 @@
-"""Public functions that repeat calls of a kind that they have seen: the same checks pass, and the same is launched.
+"""Public functions whose calls are prepared: of a kind that was seen, the same checks pass and the same is launched.
 
 Checking arguments, choosing a backend and planning take several times as long as launching what comes of it.  They
 depend on the options, on the shapes, strides, dtypes and alignments of tensors, and on what they are to autograd, never
-on their numbers (where they do, no tape is made).  So the first call of a kind runs as it is, the second is recorded
-(torch_tape.py), and later ones run the tape and attach autograd's node to what it made, which runs hooks for saved
-tensors in each call.
+on their numbers (where they do, no call is prepared).  So the first call of a kind runs as it is, the second states
+what it does (torch_prepared.py), and later ones do that and attach autograd's node to what it made, which runs hooks
+for saved tensors in each call.
 """
 
 import math
@@ -23,11 +23,10 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from onchip.frontend import torch_tape
+from onchip.frontend import torch_prepared
 from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_recorder import Attached, Tape, versions
+from onchip.frontend.torch_prepared import SEEN_ONCE, Builder, Known, Prepared, versions
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
-from onchip.frontend.torch_tape import SEEN_ONCE, Kinds, recorder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,7 +39,7 @@ def repeatable(function: F) -> F:
 
     A `normalizer` that is a number becomes a tensor first, as in `check_normalizer`: it may be another in each call.
     """
-    known = Kinds()  # a _Known, or why there is none
+    known = Known()  # a _Known, or why there is none
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,12 +53,12 @@ def repeatable(function: F) -> F:
             return function(*args, **kwargs)
         found = known.get(kind)
         if isinstance(found, _Known):
-            if torch_tape.may_run(found.tape):
+            if found.prepared.may_run():
                 return found.run(given)
         elif found is None:
             known.remember(kind)
-        elif found is SEEN_ONCE and _top_saved_tensors_default_hooks(True) is None:  # which would be recorded
-            made, found = _record(function, args, kwargs, given)
+        elif found is SEEN_ONCE and _top_saved_tensors_default_hooks(True) is None:  # which would be done unseen
+            made, found = _prepare(function, args, kwargs, given)
             known.remember(kind, found)
             return made
         return function(*args, **kwargs)
@@ -72,16 +71,18 @@ def _normalizer(number: float, args: Sequence[Any], kwargs: dict[str, Any]) -> f
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     if first is None or type(first) not in (Tensor, Parameter):
         return number
-    if not torch_tape.is_taped(first) or not 0 < number < math.inf:
+    if not torch_prepared.is_prepared(first) or not 0 < number < math.inf:
         return number
     return torch.full((), float(number), dtype=accumulator(first.dtype), device=first.device)
 
 
 def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> Hashable:
-    """All that a call's tape takes for granted, its tensors going to `given`; None: it isn't to be repeated."""
+    """All that a prepared call takes for granted, its tensors going to `given`; None: it isn't to be prepared."""
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
         return None
     if forward_ad._current_level >= 0 or (_len_torch_function_stack() > 0 and _is_watched()):
+        return None
+    if kwargs.get("check_inputs"):  # values are read in each call
         return None
     rest: list[Any] = [*kwargs]
     for x in (*args, *kwargs.values()) if kwargs else args:
@@ -90,7 +91,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
             rest += kind, x
         elif not _add(x, given, rest):
             return None
-    if not given or not torch_tape.is_taped(given[0]):
+    if not given or not torch_prepared.is_prepared(given[0]):
         return None
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     if len(given) > 1:
@@ -98,7 +99,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         if len(set(known)) < len(known):  # a gradient goes to the tensor, not to its memory
             rest += [known.index(x) for x in known]
     try:
-        tensors = torch_tape.kind_of(given)
+        tensors = torch_prepared.kind_of(given)
     except RuntimeError:  # without storage or strides
         return None
     return torch.is_grad_enabled(), cast, tuple(rest), tensors
@@ -134,13 +135,14 @@ def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
 
 
 class _Known(NamedTuple):
-    """What repeats a call: places are among the tape's results, behind these the call's tensors, and last None."""
+    """What does a call: places are among the results of what is prepared, behind these the call's tensors, and last
+    None."""
 
-    tape: Tape
+    prepared: Prepared
     operator: Operator[Any, Any] | None
     """That attaches autograd; None where no gradient is needed."""
     outputs: int
-    """How many of the tape's results, the first ones, are the operator's, with the link."""
+    """How many of the results, the first ones, are the operator's, with the link."""
     inputs: Callable[[Made], Made]
     """The differentiable tensors, of those at all places."""
     kept: Callable[[Made], Made]
@@ -152,7 +154,7 @@ class _Known(NamedTuple):
 
     def run(self, given: Sequence[Tensor]) -> Any:
         with inside_operator(given[0]):
-            there = (*self.tape.run(*given), *given, None)
+            there = (*self.prepared.run(given), *given, None)
         if self.operator is not None and self.saving is not None:
             outputs, kept = self.outputs, self.kept(there)
             made = self.operator.connect(self.saving, kept, there[:outputs], self.inputs(there), plain=True)
@@ -160,52 +162,45 @@ class _Known(NamedTuple):
         return self.result(there)
 
 
-def _record(
+def _prepare(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
 ) -> tuple[Any, _Known | str]:
-    """The result of a call, and what repeats it, or why nothing does."""
-    result: Any = None
-    seen: list[Attached] = []
-    fresh: list[Tensor | None] = []  # the operator's outputs, what is kept of it, and other tensors of the result
-
-    def flat() -> Sequence[Tensor | None]:
-        nonlocal result
+    """The result of a call, and what does the same, or why nothing does."""
+    told = Builder(given)
+    with told:
         result = function(*args, **kwargs)
-        tape = recorder()
-        assert tape is not None
-        seen.extend(tape.operators)
-        if len(seen) > 1:
-            tape.refuse("it calls several operators")
-        outputs: Made = ()
-        for made in seen:
-            fresh.extend(made.before)
-            outputs = made.after
-            if versions(outputs) != made.versions:
-                tape.refuse("an output is changed in place")
-            fresh.extend(x for x in made.kept if x is not None and not _is_in(x, (*fresh, *given)))
-        for x in _leaves(result):
-            if not _is_in(x, (*outputs, *given, *fresh)):
-                if x.requires_grad:
-                    tape.refuse("the result isn't what the operator made")
-                fresh.append(x)
-        return fresh
-
-    _, tape = torch_tape.record(flat, given)
-    if isinstance(tape, str):
-        return result, tape
+    seen = told.attached
+    if len(seen) > 1:
+        told.refuse("it calls several operators")
+    fresh: list[Tensor | None] = []  # the operator's outputs, what is kept of it, and other tensors of the result
+    outputs: Made = ()
+    for made in seen:
+        fresh.extend(made.before)
+        outputs = made.after
+        if versions(outputs) != made.versions:
+            told.refuse("an output is changed in place")
+        fresh.extend(x for x in made.kept if x is not None and not _is_in(x, (*fresh, *given)))
+    for x in _leaves(result):
+        if not _is_in(x, (*outputs, *given, *fresh)):
+            if x.requires_grad:
+                told.refuse("the result isn't what the operator made")
+            fresh.append(x)
+    prepared = told.finish(fresh)
+    if isinstance(prepared, str):
+        return result, prepared
     places: list[Tensor | None] = [*fresh, *given]
     if not seen:
-        return result, _Known(tape, None, 0, tuple, tuple, None, _maker(result, places))
+        return result, _Known(prepared, None, 0, tuple, tuple, None, _maker(result, places))
     ((operator, saving, of_node, inputs, before, after, _),) = seen
     maker = _maker(result, [*after, *places[len(before) :]])
     if saving is None:
-        return result, _Known(tape, None, 0, tuple, tuple, None, maker)
+        return result, _Known(prepared, None, 0, tuple, tuple, None, maker)
     try:
         at = [_place(x, places[len(before) :], len(before)) for x in inputs]
         kept = [_place(x, places) for x in of_node]
     except LookupError:
         return result, "a differentiable tensor is made of the arguments"
-    return result, _Known(tape, operator, len(before), _picker(at), _picker(kept), saving, maker)
+    return result, _Known(prepared, operator, len(before), _picker(at), _picker(kept), saving, maker)
 
 
 def _picker(places: Sequence[int | None]) -> Callable[[Made], Made]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.groups.problem import Options, Problem, check_values
 
@@ -77,7 +78,8 @@ def keeps_product(call: Call) -> bool:
 def empty_outputs(call: Call) -> Outputs:
     """Memory for them."""
     p, x = call.problem, call.cast_x
-    return Outputs(x.new_empty((p.out_rows, p.columns)), x.new_empty((p.tokens, p.n)) if keeps_product(call) else None)
+    product = stated.empty((p.tokens, p.n), x.dtype, x.device) if keeps_product(call) else None
+    return Outputs(stated.empty((p.out_rows, p.columns), x.dtype, x.device), product)
 
 
 def kept(call: Call, outputs: Outputs, groups: Tensor, rows: Tensor | None, scatter_rows: Tensor | None) -> Kept:
@@ -124,7 +126,7 @@ def empty_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     p = kept.problem
     shapes = (p.source_rows, p.k), weight_shape(kept), (p.groups, p.n), (p.tokens,)
     made: list[Tensor | None] = [
-        grad_out.new_empty(shape, dtype=dtype) if want else None
+        stated.empty(shape, dtype, grad_out.device) if want else None
         for shape, dtype, want in zip(shapes, kept.dtypes, wanted, strict=True)
     ]
     if kept.weight_grad_out is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onchip.core.configs import until_cleared
 from onchip.fp8.torch_quantize import Quantized
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.groups.problem import ROWS, Options, Problem, are_short, tiles_together
 from onchip.groups.triton import kernels
@@ -53,7 +54,7 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
     block = power_of_two(p.groups)
     tiles = max(1, min(128, _PLAN_ELEMENTS // block))
     arguments = {
-        "groups": groups.contiguous(),
+        "groups": stated.changed(groups, Tensor.contiguous),
         "plan": into,
         "T": p.tokens,
         "G": p.groups,
@@ -69,7 +70,8 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
 def check_indices(indices: Tensor, limit: int, into: Tensor, of_plan: Tensor) -> Launch:
     """Look for indices that are out of range."""
     count = len(indices)
-    arguments = {"indices": indices.contiguous(), "plan": of_plan, "checked": into, "T": count, "limit": limit}
+    indices = stated.changed(indices, Tensor.contiguous)
+    arguments = {"indices": indices, "plan": of_plan, "checked": into, "T": count, "limit": limit}
     return Launch(kernels.check_indices, (-(-count // _INDICES),), {**arguments, "BLOCK": _INDICES})
 
 
@@ -191,7 +193,7 @@ def product(
     if options is not None and options.activation is not None:
         gated = 1 if options.gate_up == "concatenated" else 2
     if x.stride(1) != 1:
-        x = x.contiguous()
+        x = stated.changed(x, Tensor.contiguous)
     groups, n, k = weight.shape
     strides = weight.stride()
     turned = strides[2] != 1
@@ -237,8 +239,8 @@ def product(
         "weight": into,
         "x_scales": x_scales,
         "weight_scales": weight_scales,
-        "bias": None if bias is None else bias.contiguous(),
-        "row_scale": None if row_scale is None else row_scale.contiguous(),
+        "bias": None if bias is None else stated.changed(bias, Tensor.contiguous),
+        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
         "index": index,
         "out": ragged(out, of_out, rows) if of_cut["TMA_OUT"] else out,
         "product": ragged(before, of_product, rows) if of_cut["TMA_PRODUCT"] else before,
@@ -252,7 +254,11 @@ def product(
 def gathered(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x by an index of which what is past x's rows is nobody's."""
     if len(x) == 0:
-        return x.new_zeros((len(index), x.shape[1]))
+        return stated.zeros((len(index), x.shape[1]), x.dtype, x.device)
+    return stated.call(_rows_at, x, index)
+
+
+def _rows_at(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index.clamp(max=len(x) - 1))
 
 
@@ -291,12 +297,12 @@ def _product_apart(
     arguments = {
         "x": ragged(x, step, rows, shared_descriptor),
         "weight": blocks,
-        "bias": None if bias is None else bias.contiguous(),
-        "row_scale": None if row_scale is None else row_scale.contiguous(),
+        "bias": None if bias is None else stated.changed(bias, Tensor.contiguous),
+        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
         "out": ragged(out, width, rows, shared_descriptor),
         "product": None if before is None else ragged(before, width, rows, shared_descriptor),
         "plan": of_plan,
-        "counter": out.new_zeros(1, dtype=torch.int32) if short else None,
+        "counter": stated.zeros(1, torch.int32, out.device) if short else None,
         "T": tokens,
         "G": groups,
         "N": n,
@@ -365,7 +371,7 @@ def weight_gradient(
     """out = a.T @ b of each group's rows, or added to it."""
     device = describe(out.device)
     tma = device.capability >= 90 if tma is None else tma
-    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    a, b = (x if x.stride(1) == 1 else stated.changed(x, Tensor.contiguous) for x in (a, b))
     groups, rows, columns = out.shape
     whole = all(index is None or x.shape[1] % _ALIGNED == 0 for x, index in ((a, a_index), (b, b_index)))
     if whole and not add and config is None and tma and _run_apart(device, (a, b, out)):
@@ -411,7 +417,7 @@ def _weight_gradient_apart(a: Tensor, b: Tensor, out: Tensor, of_plan: Tensor, d
         "b": ragged(b, width, step, shared_descriptor),
         "out": shared_descriptor(out, out.shape, out.stride(), (1, half, apart.WIDTH.value)),
         "plan": of_plan,
-        "counter": out.new_zeros(1, dtype=torch.int32),
+        "counter": stated.zeros(1, torch.int32, out.device),
         "G": groups,
         "A": rows,
         "B": columns,
@@ -474,12 +480,12 @@ def product_gradient(
     options: Options,
 ) -> Launch:
     """From the gradient of the result's rows those of the product and of the scales."""
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad = grad if grad.stride(1) == 1 else stated.changed(grad, Tensor.contiguous)
     columns = grad.shape[1]
     arguments = {
         "grad": grad,
         "product": product,
-        "row_scale": None if row_scale is None else row_scale.contiguous(),
+        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
         "index": index,
         "out": out,
         "grad_scale": grad_scale,
@@ -496,7 +502,7 @@ def product_gradient(
 def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     """The sums over each group's rows."""
     groups, columns = out.shape
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad = grad if grad.stride(1) == 1 else stated.changed(grad, Tensor.contiguous)
     arguments = {"grad": grad, "out": out, "plan": of_plan, "grad_stride": grad.stride(0), "N": columns}
     return Launch(kernels.bias_gradient, (groups, -(-columns // 64)), {**arguments, "BLOCK_M": 64, "BLOCK": 64})
 
@@ -504,13 +510,13 @@ def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
 def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor, groups: int) -> Launch:
     """Add each row of x to the row of `out` that `index` names."""
     rows, columns = out.shape
-    ascending, order = torch.sort(index, stable=True)
+    order, starts = stated.call(_by_row, index, rows)
     block = min(_COLUMNS, power_of_two(columns))
     arguments = {
         "x": x,
-        "row_scale": None if row_scale is None else row_scale.contiguous(),
+        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
         "order": order,
-        "starts": torch.searchsorted(ascending, torch.arange(rows + 1, dtype=index.dtype, device=index.device)),
+        "starts": starts,
         "out": out,
         "plan": of_plan,
         "G": groups,
@@ -518,6 +524,12 @@ def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of
         "BLOCK": block,
     }
     return Launch(kernels.sum_rows, (rows, -(-columns // block)), arguments)
+
+
+def _by_row(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Where in `index` each row is, row by row, and where each row's places begin."""
+    ascending, order = torch.sort(index, stable=True)
+    return order, torch.searchsorted(ascending, torch.arange(rows + 1, dtype=index.dtype, device=index.device))
 
 
 def suits(strides: Sequence[int], element_bytes: int) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onchip.fp8.torch_products import triton_refusal
 from onchip.fp8.torch_quantize import Quantized, operand
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.groups.problem import OP
 from onchip.groups.torch.call import (
@@ -67,7 +68,7 @@ def _fake(call: Call) -> TritonOutputs:
     in_fp8 = options.precision == "fp8"
 
     def numbers(count: int) -> Tensor:
-        return x.new_empty(count, dtype=torch.int32)
+        return stated.empty(count, torch.int32, x.device)
 
     return TritonOutputs(
         empty_outputs(call),
@@ -88,7 +89,7 @@ def _forward(call: Call) -> TritonOutputs:
     result, before = made.of_call
     launches.plan(p, call.which, call.groups, made.plan).run()
     if p.tokens == 0:
-        result.copy_(of_nothing(made.plan, p.groups)[-1])
+        stated.call(Tensor.copy_, result, _of_nothing(made.plan, p.groups)[-1])
         return made
     for given, limit, into in ((call.rows, p.source_rows, made.read), (call.scatter_rows, p.out_rows, made.write)):
         if given is not None and into is not None:
@@ -98,7 +99,7 @@ def _forward(call: Call) -> TritonOutputs:
         if before is not None and options.activation is None:
             out, before = before, None
         else:
-            out = call.cast_x.new_empty((p.tokens, p.columns))
+            out = stated.empty((p.tokens, p.columns), call.cast_x.dtype, call.x.device)
     x, weight, index = call.cast_x, by_row(call.cast_weight, options), made.read
     x_scales = weight_scales = None
     if options.precision == "fp8":
@@ -155,15 +156,16 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     plan, p, options = kept.groups, kept.problem, kept.options
     made = empty_gradients(kept, upstream, wanted)
     if p.tokens == 0:
-        nothing = of_nothing(plan, p.groups)
+        nothing = _of_nothing(plan, p.groups)
         if wanted[1] and kept.weight_grad_out is not None:
-            kept.weight_grad_out.add_(nothing[:, None, None])
+            stated.call(Tensor.add_, kept.weight_grad_out, nothing[:, None, None])
         by_group = nothing[-1], nothing[:, None, None], nothing[:, None], nothing[-1]
-        return [None if x is None else x.copy_(value) for x, value in zip(made, by_group, strict=True)]
+        pairs = zip(made, by_group, strict=True)
+        return [None if x is None else stated.call(Tensor.copy_, x, value) for x, value in pairs]
     grad_x, grad_weight, grad_bias, grad_scale = made
-    d: Tensor | None = grad_out if grad_out.stride(1) == 1 else grad_out.contiguous()
+    d: Tensor | None = grad_out if grad_out.stride(1) == 1 else stated.changed(grad_out, Tensor.contiguous)
     if options.activation is not None or kept.row_scale is not None or kept.scatter_rows is not None:
-        d = grad_out.new_empty((p.tokens, p.n)) if any(wanted[:3]) else None
+        d = stated.empty((p.tokens, p.n), grad_out.dtype, grad_out.device) if any(wanted[:3]) else None
         launches.product_gradient(
             grad_out, kept.product, kept.row_scale, kept.scatter_rows, d, grad_scale, plan, p.tokens, options
         ).run()
@@ -177,7 +179,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             fp8.quantize_rows(p, d, plan, d_rows, d_columns)
     if grad_x is not None:
         assert kept.weight is not None
-        into = grad_x if kept.rows is None else grad_x.new_empty((p.tokens, p.k))
+        into = grad_x if kept.rows is None else stated.empty((p.tokens, p.k), grad_x.dtype, grad_x.device)
         if d_rows is None:
             launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
         else:
@@ -215,6 +217,10 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
+def _of_nothing(plan: Tensor, groups: int) -> Tensor:
+    return stated.call(of_nothing, plan, groups)
+
+
 def of_nothing(plan: Tensor, groups: int) -> Tensor:
     """[G]: each group's sum over no rows: 0, or NaN from the first one on whose size says that there are some."""
     group = torch.arange(groups, dtype=torch.int64, device=plan.device)
@@ -233,5 +239,5 @@ GROUPED = Operator(
     adds_to=ADDS_TO,
     flops=flops,
     gradient_flops=gradient_flops,
-    launches=True,
+    states=True,
 )

@@ -1,10 +1,9 @@
 """What it takes to call Triton's kernels: a device that can run them, and the launch.  Imports no Triton by itself."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from inspect import getclosurevars
 from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
@@ -14,9 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.core.configs import device_slug
-from onchip.frontend import torch_ahead, torch_tape
-from onchip.frontend.torch_program import Kernel, Map
-from onchip.frontend.torch_recorder import Recorder
+from onchip.frontend import torch_ahead, torch_prepared
 from onchip.kernels.triton.compiling import compile_kernels
 from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, interpreted, settings
 
@@ -31,7 +28,18 @@ class Shared:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
-        self.traits = {name: trait(x) for name, x in arguments.items()}
+        self.traits = _Traits(arguments)
+
+
+class _Traits(dict[str, Any]):
+    """By the names of these arguments, found where they are asked for."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.of = arguments
+
+    def __missing__(self, name: str) -> Any:
+        made = self[name] = trait(self.of[name])
+        return made
 
 
 class Launch(NamedTuple):
@@ -70,42 +78,48 @@ class Launch(NamedTuple):
         What was compiled for such arguments before is called directly: with dozens of arguments, Triton takes several
         times as long to find it as to launch it.
         """
-        found = torch_ahead.gathered()
-        if found is not None:
-            found.append(self)
+        coming = torch_ahead.gathered()
+        if coming is not None:
+            coming.append(self)
             return
-        triton, tape = _unwatched(), torch_tape.recorder()
+        triton = _unwatched()
         if triton is None or self.kernel.pre_run_hooks:
-            if tape is not None:
-                tape.refuse("Triton watches its launches")
+            if (told := torch_prepared.builder()) is not None:
+                told.refuse("Triton watches its launches")
             self.kernel[self.grid](**self.arguments, **self.options)
             return
-        active, compiled = triton.driver.active, _Compiled.of(self.kernel)
-        device = active.get_current_device()
-        arguments = {**self.shared.arguments, **self.given}
-        key = self._key(compiled, device, arguments)
+        compiled, active = _Compiled.of(self.kernel), triton.driver.active
+        device, values = active.get_current_device(), self._values(compiled)
+        key = self._key(compiled, device, values)
         found = compiled.by_key.get(key)
-        if found is None:
+        told = torch_prepared.builder()
+        if found is not None:
+            x, y, z = (*self.grid, 1, 1)[:3]
+            stream = active.get_current_stream(device)
+            found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
+        else:
             _compile(torch_ahead.rehearsed(), device)
             found = self.kernel[self.grid](**self.arguments, **self.options)
             if not hasattr(found, "packed_metadata"):  # it is still being compiled
-                if tape is not None:
-                    tape.refuse("a kernel is being compiled")
+                if told is not None:
+                    told.refuse("a kernel is being compiled")
                 return
             compiled.by_key[key] = found
-        else:
-            x, y, z = (*self.grid, 1, 1)[:3]
-            stream, values = active.get_current_stream(device), compiled.all(arguments)
-            found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
-        if tape is not None:
-            _record(tape, found, self.grid, compiled.all(arguments))
+        if told is not None:
+            told.require(_is_unwatched, partial(active.get_current_stream, device))
+            told.launch(found.run, self.grid, found.function, found.packed_metadata, values)
 
-    def _key(self, compiled: "_Compiled", device: int, arguments: Mapping[str, Any]) -> Any:
+    def _values(self, compiled: "_Compiled") -> list[Any]:
+        """All arguments in the order of the parameters."""
+        given, others = self.given, self.shared.arguments
+        return [given[name] if name in given else others[name] for name in compiled.names]
+
+    def _key(self, compiled: "_Compiled", device: int, values: Sequence[Any]) -> Any:
         """All that decides on what is compiled."""
-        own = {name: trait(x) for name, x in self.given.items() if name in compiled.variables}
-        traits = compiled.traits({**self.shared.traits, **own})
-        sizes = tuple([_size_trait(x) for x in compiled.numbers(arguments)])
-        return device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits, sizes
+        given, others = self.given, self.shared.traits
+        traits = [trait(given[name]) if name in given else others[name] for name in compiled.variables]
+        sizes = [_size_trait(x) for x in compiled.numbers(values)]
+        return device, self.warps, self.stages, self.registers, compiled.constants(values), *traits, *sizes
 
     def spills(self, most: int = SPILLED) -> bool:
         """Whether a thread has more than so many bytes in memory for want of registers, as it is compiled for the
@@ -114,7 +128,7 @@ class Launch(NamedTuple):
         if interpreted():
             return False
         compiled, device = _Compiled.of(self.kernel), settings().driver.active.get_current_device()
-        key = self._key(compiled, device, {**self.shared.arguments, **self.given})
+        key = self._key(compiled, device, self._values(compiled))
         spilled = compiled.spilled.get(key)
         if spilled is None:
             found = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
@@ -136,7 +150,7 @@ def _compile(launches: Sequence[Launch], device: int) -> None:
     missing = {}
     for launch in launches:
         compiled = _Compiled.of(launch.kernel)
-        key = launch._key(compiled, device, launch.arguments)
+        key = launch._key(compiled, device, launch._values(compiled))
         if key not in compiled.by_key:
             missing[id(launch.kernel), key] = launch
     if len(missing) > 1:
@@ -146,62 +160,14 @@ def _compile(launches: Sequence[Launch], device: int) -> None:
         )
 
 
-def _record(tape: Recorder, found: Any, grid: tuple[int, ...], values: Sequence[Any]) -> None:
-    """Put a launch on a tape, as Triton 3.6 does it: with its launcher of C, which takes a map that the driver makes
-    of each descriptor, and the descriptor's shape and strides behind it.
-    """
-    triton, launcher = _triton(), found.run
-    assert triton is not None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        tape.refuse("a kernel takes memory of Triton's")
-        return
-    if hasattr(launcher, "kernel_signature"):
-        tape.refuse("Triton has one launcher for all kernels")
-        return
-    launch: Any = launcher.launch
-    maps: Iterator[Any] = iter(())
-    if getattr(launch, "__closure__", None):
-        around = getclosurevars(launch).nonlocals
-        launch, maps = around["launcher"], iter(around["tensordesc_meta"])
-    arguments: list[Any] = []
-    kinds: list[Any] = []
-    for given, kind in zip(values, found.src.signature.values(), strict=True):
-        if hasattr(given, "block_shape"):
-            arguments += _map_of(tape, triton.driver.active.utils.fill_tma_descriptor, given, next(maps))
-            kinds += ["nvTmaDesc", *["i32"] * len(given.shape), *["i64"] * len(given.shape)]
-        else:
-            arguments.append(given)
-            kinds.append(kind)
-    device = triton.driver.active.get_current_device()
-    stream = tape.once(triton.driver.active.get_current_stream, device)
-    x, y, z = (*grid, 1, 1)[:3]
-    flags, (warps, ctas, shared) = (launcher.launch_cooperative_grid, launcher.launch_pdl), found.packed_metadata
-    tape.require(_is_unwatched)
-    before = x, y, z, stream, found.function, *flags, None, None, found.packed_metadata, None, None, None
-    tape.launch(launch, before, arguments, Kernel(found.function, (x, y, z), warps, ctas, shared, *flags), kinds)
-
-
-def _map_of(tape: Recorder, make: Callable[..., Any], x: Any, known: Mapping[str, Any] | None) -> list[Any]:
-    """What a launcher takes in the place of a descriptor."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # type: ignore[import-untyped]
-
-    if known is None or known["fp4_padded"]:
-        tape.refuse("a descriptor is of a kind that isn't known")
-        return []
-    kind = known["swizzle"], known["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[known["elem_type"]], known["block_size"]
-    shape = [tape.rows(x.base), *x.shape[1:]] if x.shape[0] == len(x.base) else x.shape
-    return [Map(make, x.base, *kind, shape, x.strides, int(x.padding == "nan")), *shape, *x.strides]
-
-
 class _Compiled(NamedTuple):
-    """What a kernel was compiled to, and what reads the values of its parameters from a dictionary."""
+    """What a kernel was compiled to, and what picks the values of some of its parameters from those of all."""
 
     kernel: Any  # kept, so that no other one gets its id
-    variables: frozenset[str]  # names of the parameters whose values the compiler sees something of
-    all: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    traits: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of the variables
-    numbers: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of whose values it sees nothing
+    names: tuple[str, ...]
+    variables: tuple[str, ...]  # names of the parameters whose values the compiler sees something of
+    constants: Callable[[Sequence[Any]], tuple[Any, ...]]
+    numbers: Callable[[Sequence[Any]], tuple[Any, ...]]  # of whose values it sees nothing
     by_key: dict[Any, Any]  # by device, options, constants, the variables' traits and the numbers' sizes
     spilled: dict[Any, int]  # bytes, by the same
 
@@ -209,16 +175,16 @@ class _Compiled(NamedTuple):
     def of(kernel: Any) -> "_Compiled":
         known = _COMPILED.get(id(kernel))
         if known is None:
-            constants = [x.name for x in kernel.params if x.is_constexpr]
             variables = [x.name for x in kernel.params if not (x.is_constexpr or x.do_not_specialize)]
-            numbers = [x.name for x in kernel.params if x.do_not_specialize]
-            read = _reader(kernel.arg_names), _reader(constants), _reader(variables), _reader(numbers)
-            known = _COMPILED[id(kernel)] = _Compiled(kernel, frozenset(variables), *read, {}, {})
+            constants = _picker([i for i, x in enumerate(kernel.params) if x.is_constexpr])
+            numbers = _picker([i for i, x in enumerate(kernel.params) if x.do_not_specialize and not x.is_constexpr])
+            known = _Compiled(kernel, tuple(kernel.arg_names), tuple(variables), constants, numbers, {}, {})
+            _COMPILED[id(kernel)] = known
         return known
 
 
-def _reader(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    return itemgetter(*names) if len(names) > 1 else lambda values: tuple(values[name] for name in names)
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
 _COMPILED: dict[int, _Compiled] = {}  # by the kernel's id: its hash is that of its source

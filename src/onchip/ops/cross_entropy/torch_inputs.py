@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_autograd import graph_is_kept
 from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator
 from onchip.frontend.torch_register import Made
@@ -67,9 +68,7 @@ class Kept(NamedTuple):
         """Memory for the gradient: contiguous whatever the logits' strides, or the logits'."""
         logits = self.call.logits
         # Detached, it still counts as a change of the logits: whatever saved them for its own backward will raise.
-        return (
-            logits.detach() if self.overwrites else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        )
+        return logits.detach() if self.overwrites else stated.empty_like(logits)
 
 
 def fake(call: Call) -> Outputs:
@@ -82,7 +81,7 @@ def save(call: Call, made: Outputs) -> Kept:
 
 
 def fake_gradients(kept: Kept, upstream: Made, wanted: object) -> Made:
-    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
+    return [stated.empty_like(kept.call.logits)]
 
 
 def check_inplace(logits: Tensor) -> None:

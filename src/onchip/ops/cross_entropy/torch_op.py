@@ -406,7 +406,7 @@ OPERATORS = {
         differentiable=("logits",),
         consumed=("gradient",),
         collect=triton_op.collect,
-        launches=True,
+        states=True,
         overwrites=lambda kept: kept.overwrites,
     ),
     "torch": Operator(

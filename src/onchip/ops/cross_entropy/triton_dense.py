@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy.soft_call import SoftCall
@@ -43,7 +44,7 @@ def _forward(call: SoftCall) -> Outputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
-    losses, lse, less, mass = (call.logits.new_empty(call.number, dtype=torch.float32) for _ in range(4))
+    losses, lse, less, mass = (stated.empty(call.number, torch.float32, call.logits.device) for _ in range(4))
     stats = SoftStats.empty(options, call.logits, call.number)
     if call.number > 0:
         launch_soft(
@@ -56,7 +57,7 @@ def _forward(call: SoftCall) -> Outputs:
 def _fake(call: SoftCall) -> Outputs:
     shape = call.logits.shape[:-1] if call.options.reduction == "none" else ()
     loss, lse, less, mass = (
-        call.logits.new_empty(size, dtype=torch.float32) for size in (shape, *[(call.number,)] * 3)
+        stated.empty(size, torch.float32, call.logits.device) for size in (shape, *[(call.number,)] * 3)
     )
     return Outputs(loss, lse, less, mass, SoftStats.empty(call.options, call.logits, call.number))
 
@@ -75,14 +76,14 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         with device_of(out):
             launch_soft(
                 "soft_gradients", call.logits, call.labels, out, call.token_temperature, options, call.class_weight,
-                lse=kept.lse, less=kept.less, mass=kept.mass, row_factor=row.contiguous(),
+                lse=kept.lse, less=kept.less, mass=kept.mass, row_factor=stated.changed(row, Tensor.contiguous),
             )  # fmt: skip
     return [out]
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
     """Contiguous, whatever the logits' strides."""
-    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
+    return [stated.empty_like(kept.call.logits)]
 
 
 LOSS = Operator(
@@ -94,5 +95,5 @@ LOSS = Operator(
     gradients=_gradients,
     fake_gradients=_fake_gradients,
     differentiable=("logits",),
-    launches=True,
+    states=True,
 )

@@ -8,6 +8,7 @@ is rounded once.  With reduction="none" or inplace_backward the logits are read 
 
 import torch
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.kernels.triton.launch import device_of
@@ -44,8 +45,10 @@ def forward(call: Call) -> Outputs:
     if mean and call.normalizer is None:
         divisor = count_targets(call.target, options.ignore_index)
     else:
-        divisor = torch_tiles.divisor(OP, options.reduction, call.normalizer, call.target != options.ignore_index)
-    made, losses = fake(call)._replace(divisor=divisor), logits.new_empty(call.target.shape, dtype=torch.float32)
+        divisor = torch_tiles.divisor(
+            OP, options.reduction, call.normalizer, stated.call(torch.ne, call.target, options.ignore_index)
+        )
+    made, losses = fake(call)._replace(divisor=divisor), stated.empty(call.target.shape, torch.float32, logits.device)
     out = made.out._replace(loss=losses)
     if tokens > 0:
         launch_rows(
@@ -60,8 +63,8 @@ def forward(call: Call) -> Outputs:
 def fake(call: Call) -> Outputs:
     """Memory for the outputs."""
     logits = call.logits
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if fused(call) else None
-    return torch_inputs.fake(call)._replace(divisor=logits.new_empty((), dtype=torch.float32), gradient=gradient)
+    gradient = stated.empty_like(logits) if fused(call) else None
+    return torch_inputs.fake(call)._replace(divisor=stated.empty((), torch.float32, logits.device), gradient=gradient)
 
 
 def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy.soft_call import Kept, SoftCall, SoftMade, fake, fake_gradients, save
@@ -27,7 +28,7 @@ def _forward(call: SoftCall) -> SoftMade:
     asked = soft.asked_by(options, call.class_weight)
 
     def empty(wanted: bool = True, *more: int, dtype: torch.dtype = torch.float32) -> Any:
-        return call.logits.new_empty((call.number, *more), dtype=dtype) if wanted else None
+        return stated.empty((call.number, *more), dtype, call.logits.device) if wanted else None
 
     lse, log_prob, entropy = empty(), empty(True, call.several), empty(asked.entropy)
     argmax, uniform = empty(asked.entropy, dtype=torch.int64), empty(asked.mean_logits)
@@ -73,5 +74,5 @@ LOSS = Operator(
     gradients=_gradients,
     fake_gradients=fake_gradients,
     differentiable=("logits",),
-    launches=True,
+    states=True,
 )

@@ -14,6 +14,7 @@ from onchip.core.backends import choose_backend
 from onchip.fp8.torch_operands import Copies, QuantizedWeight, check_unchanged, copies_of, quantizer
 from onchip.fp8.torch_products import multiply, scaled_mm_refusal
 from onchip.fp8.torch_quantize import operand
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_autograd import scale_stash
 from onchip.frontend.torch_inputs import DTYPES, torch_refusal
 from onchip.frontend.torch_register import Made, Operator, Wanted
@@ -186,7 +187,7 @@ def gradients_of(kept: Kept, upstream: Tensor, wanted: Wanted) -> Made:
     h, add_to = h.reshape(-1, h.shape[-1]), kept.weight_grad_out
     _, turned = quantizer(QUANTIZERS[kept.backend])(h, "e4m3", SCALE, by_block=True, rows=False)
     if not per_token and turned is not None:
-        turned.scales.mul_(upstream)
+        stated.call(Tensor.mul_, turned.scales, upstream)
     products, columns = products_of(kept.backend, h), operand(kept.parts.columns, kept.parts.column_scales)
     made = multiply(products, columns, turned, by_block=True, dtype=kept.dtypes[1], add_to=add_to)
     return grad_hidden, made if add_to is None else None, grad_bias
@@ -194,12 +195,12 @@ def gradients_of(kept: Kept, upstream: Tensor, wanted: Wanted) -> Made:
 
 def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     grad_hidden, grad_bias = (
-        torch.empty_like(x, dtype=kept.dtypes[i]) if wanted[i] and x is not None else None
+        stated.empty_like(x, kept.dtypes[i]) if wanted[i] and x is not None else None
         for i, x in ((0, kept.parts.grad_hidden), (2, kept.parts.grad_bias))
     )
     grad_weight, columns = None, kept.parts.columns
     if wanted[1] and columns is not None and kept.hidden is not None and kept.weight_grad_out is None:
-        grad_weight = kept.hidden.new_empty((len(columns), kept.hidden.shape[-1]), dtype=kept.dtypes[1])
+        grad_weight = stated.empty((len(columns), kept.hidden.shape[-1]), kept.dtypes[1], kept.hidden.device)
     return grad_hidden, grad_weight, grad_bias
 
 
@@ -226,7 +227,6 @@ DECLARED: dict[str, Any] = {
     "fake_gradients": _fake_gradients,
     "differentiable": ("hidden", "weight", "bias"),
     "adds_to": {"weight": "weight_grad_out"},
-    "launches": True,
     "flops": flops,
     "gradient_flops": weight_flops,
 }

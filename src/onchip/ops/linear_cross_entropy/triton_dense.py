@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
@@ -58,11 +59,11 @@ def _forward(call: SoftCall) -> Outputs:
 
 def _fake(call: SoftCall) -> Outputs:
     def vector() -> Tensor:
-        return call.hidden.new_empty(call.number, dtype=torch.float32)
+        return stated.empty(call.number, torch.float32, call.hidden.device)
 
     shape = call.hidden.shape[:-1] if call.options.reduction == "none" else ()
     loss, stats = (
-        call.hidden.new_empty(shape, dtype=torch.float32),
+        stated.empty(shape, torch.float32, call.hidden.device),
         SoftStats.empty(call.options, call.hidden, call.number),
     )
     return Outputs(loss, vector(), vector(), vector(), stats, setup.make_saved(call, _plan(call), fake=True))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator, copied_rows, copied_weight
 from onchip.frontend.torch_labels import check_log_probs
 from onchip.frontend.torch_register import Wanted
@@ -92,17 +93,18 @@ class Call(NamedTuple):
 
     def new_loss(self) -> Tensor:
         """Memory for the result."""
-        return self.first.new_empty(self.shape if self.options.reduction == "none" else (), dtype=self.dtype)
+        shape = self.shape if self.options.reduction == "none" else ()
+        return stated.empty(shape, self.dtype, self.first.device)
 
     def empty_gradients(self, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
         """Memory for gradients in `dtype`, by default their parameters'."""
         pairs = zip(self.parameters, wanted, strict=True)
-        return [x.new_empty(x.shape, dtype=dtype) if x is not None and want else None for x, want in pairs]
+        return [stated.empty_like(x, dtype) if x is not None and want else None for x, want in pairs]
 
     def targets(self) -> tuple[Tensor, int]:
         """Targets [...] and what is ignored of them; all are kept where there are none."""
         if self.target is None:
-            return torch.zeros(self.shape, dtype=torch.int64, device=self.first.device), -1
+            return stated.zeros(self.shape, torch.int64, self.first.device), -1
         return self.target, self.options.ignore_index
 
     def tokens(self, *, check: bool, compact: bool = True) -> Tokens:

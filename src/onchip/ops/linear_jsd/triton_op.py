@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd import triton_memory
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
@@ -92,15 +93,18 @@ def _fake(call: Call) -> Outputs:
 def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
     """The outputs, not yet filled."""
 
+    def nothing(dtype: torch.dtype = call.first.dtype) -> Tensor:
+        return stated.empty(0, dtype, call.first.device)
+
     def saved(who: int) -> Saved:
         layer = call.layer(who)
         if layer is None:
-            return Saved(*(call.first.new_empty(0) for _ in Saved._fields))
+            return Saved(*(nothing() for _ in Saved._fields))
         made = setup.make_saved(layer, config_of(call.head(who), plan), keep_weight=False, fake=fake)
-        return made._replace(vectors=made.vectors.new_empty(0))  # those of the call serve both models
+        return made._replace(vectors=nothing(torch.int32))  # those of the call serve both models
 
-    stats = call.first.new_empty((triton_memory.STATS, call.number), dtype=torch.float32)
-    vectors = call.first.new_empty(engine_memory.vector_elements(call.number), dtype=torch.int32)
+    stats = stated.empty((triton_memory.STATS, call.number), torch.float32, call.first.device)
+    vectors = stated.empty(engine_memory.vector_elements(call.number), torch.int32, call.first.device)
     return Outputs(call.new_loss(), Left(stats, vectors, saved(0), saved(1)))
 
 
@@ -146,7 +150,7 @@ OPERATORS = {
             f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")
         ],
         collect=_collect,
-        launches=True,
+        states=True,
         clone=setup.clone,
         flops=lambda call: call.flops(NO_GRADIENTS, logits=True),
         gradient_flops=lambda kept, upstream, wanted: kept.call.flops(wanted, logits=False),

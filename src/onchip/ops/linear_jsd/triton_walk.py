@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.sizes import up
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossOptions
 from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
@@ -70,8 +71,8 @@ class Pair:
     @staticmethod
     def of(call: Call, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
         tokens, (target, ignore_index) = call.number, call.targets()
-        ids = target.reshape(-1, 1).to(torch.int64).contiguous()
-        target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
+        ids = stated.changed(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
+        target_logit = stated.empty(tokens, torch.float32, target.device)
         sides, given = {}, {}
         for who, model in enumerate(call.models):
             layer = call.layer(who)
@@ -82,8 +83,7 @@ class Pair:
                 run = setup.make_run(counted, LossOptions(), vectors)
                 sides[who] = Side(layer, config_of(call.head(who), plan), run)
             elif model.logits is not None:
-                x = model.logits.reshape(-1, model.logits.shape[-1])
-                x = x if x.stride(-1) == 1 else x.contiguous()
+                x = stated.changed(model.logits, _rows)
                 given[who] = Logits(x, x.stride(0), None, None, None)
         return Pair(call, sides, given, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
 
@@ -96,15 +96,24 @@ class Pair:
         known = {"target": self.ids, "ignore_index": self.ignore_index, "T": self.call.number, "BLOCK": 4096}
         Launch(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
         if not self.sides:
-            target = self.ids[self.vectors.order, 0]
-            self.vectors.label.copy_(target.masked_fill((target < 0) | (target >= self.call.size), -1))
+            stated.call(_put_labels, self.vectors.label, self.ids, self.vectors.order, self.call.size)
 
     def gather(self, who: int, rows: Tensor, first: int) -> None:
         """Put a model's hidden states of the positions from `first` on in `rows`."""
         side = self.sides[who]
         hidden = side.layer.hidden.reshape(-1, side.run.hidden)
-        picked = Picked(self.target_logit if who == 0 else torch.empty_like(self.target_logit), None, None)
+        picked = Picked(self.target_logit if who == 0 else stated.empty_like(self.target_logit), None, None)
         gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
+
+
+def _rows(x: Tensor) -> Tensor:
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _put_labels(label: Tensor, ids: Tensor, order: Tensor, size: int) -> Tensor:
+    target = ids[order, 0]
+    return label.copy_(target.masked_fill((target < 0) | (target >= size), -1))
 
 
 def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> Logits:
@@ -112,10 +121,10 @@ def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) ->
     rows, weight = up(tokens, TOKEN_TILE), run.weight
 
     def make(wanted: bool) -> Tensor | None:
-        return weight.new_empty((rows, tiles), dtype=torch.float32) if wanted else None
+        return stated.empty((rows, tiles), torch.float32, weight.device) if wanted else None
 
     dtype = torch.float32 if weight.dtype == torch.float16 else torch.float16
-    below = weight.new_empty((tiles * rows, VOCAB_TILE), dtype=dtype)
+    below = stated.empty((tiles * rows, VOCAB_TILE), dtype, weight.device)
     return Logits(below, VOCAB_TILE, make(True), make(sums), make(hard))
 
 
@@ -235,8 +244,8 @@ def nearly_equal(beta: float) -> list[float]:
 
 def forward(call: Call, plan: JsdPlan, left: Left) -> Tensor:
     """The loss; fills in `left`."""
-    pair = Pair.of(call, plan, left.vectors.zero_(), left.stats)
-    loss = torch.zeros(call.number, dtype=torch.float32, device=call.first.device)
+    pair = Pair.of(call, plan, stated.zero(left.vectors), left.stats)
+    loss = stated.zeros(call.number, torch.float32, call.first.device)
     if call.number:
         pair.number_tokens()
         _chunks_of_tokens(pair, plan, (left.student, left.teacher), loss)
@@ -275,14 +284,15 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: T
 def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
     """The gradients that are wanted, but for those that `left` has the memory of: these are filled in there."""
     tokens, saved = call.number, (left.student, left.teacher)
-    pair = Pair.of(call, plan, left.vectors.clone(), left.stats)  # launches write to some of the vectors
+    vectors = stated.call(torch.clone, left.vectors)  # launches write to some of them
+    pair = Pair.of(call, plan, vectors, left.stats)
     row_scale = _row_scale(call, pair.vectors, grad_loss)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
     if not pair.sides:
         into = {}
         for who, model in enumerate(call.models):
             if model.logits is not None and wanted[4 * who + 3]:
-                made[4 * who + 3] = g = torch.zeros_like(model.logits, memory_format=torch.contiguous_format)
+                made[4 * who + 3] = g = stated.zero(stated.empty_like(model.logits))
                 into[who] = g.view(tokens, g.shape[-1])
         if tokens:
             divergence(pair, {}, 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
@@ -297,7 +307,7 @@ def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: W
         _chunks_of_vocabulary(pair, plan, row_scale, saved, grads)
     for who, of_side in grads.items():
         if of_side.weight is not None:
-            of_side.weight[call.size :].zero_()  # padding
+            stated.zero(of_side.weight[call.size :])  # padding
         made[4 * who : 4 * who + 3] = of_side.made(pair.sides[who].layer.dtypes[2])
     return made
 
@@ -311,7 +321,7 @@ def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
         "grad_stride": grad_loss.stride(0) if apart else 0,
         "divisor": _divisor(call, vectors.number),
         "token_weight": setup.flat(call.token_weight),
-        "out": (out := torch.empty_like(vectors.factor)),
+        "out": (out := stated.empty_like(vectors.factor)),
         "T": call.number,
         "MEAN": call.options.reduction == "mean",
         "BLOCK": 256,
@@ -338,7 +348,7 @@ def _chunks_of_vocabulary(
         if who in products:
             rows = products[who].rows[kept:]
         else:
-            rows = side.run.weight.new_empty((left, side.run.hidden))
+            rows = stated.empty((left, side.run.hidden), side.run.weight.dtype, side.run.weight.device)
             pair.gather(who, rows, kept)
         heads[who] = rows, empty_tiles(side.run, min(chunk_tiles, pair.tiles), left, sums=False, hard=False)
     for first, count in chunks(0, pair.tiles, chunk_tiles):
@@ -363,8 +373,10 @@ def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tupl
     made 1, so that the others stay below that too.
     """
     first = (kernels.STUDENT, kernels.TEACHER)[who].value
-    kept = row_scale * pair.stats[first + kernels.INVERSE_SCALE.value] if dtype == torch.float16 else row_scale
+    inverse = pair.stats[first + kernels.INVERSE_SCALE.value]
+    kept = stated.call(torch.mul, row_scale, inverse) if dtype == torch.float16 else row_scale
     grad_scale = float16_scale(kept, pair.vectors, dtype, largest=1.0)
     if grad_scale is None:
         return row_scale, kept, None
-    return row_scale * grad_scale, kept * grad_scale, 1 / grad_scale
+    row_scale, kept = (stated.call(torch.mul, x, grad_scale) for x in (row_scale, kept))
+    return row_scale, kept, stated.call(torch.reciprocal, grad_scale)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.torch import tiles
@@ -62,10 +63,10 @@ class Outputs(NamedTuple):
         shape, total = of.shape[:-1], accumulator(of.dtype)
 
         def make(wanted: bool, dtype: torch.dtype = total) -> Any:
-            return of.new_empty(shape, dtype=dtype) if wanted else None
+            return stated.empty(shape, dtype, of.device) if wanted else None
 
         return Outputs(
-            of.new_empty(ids.shape, dtype=total),
+            stated.empty(ids.shape, total, of.device),
             make(entropy),
             make(True),
             make(top1, torch.int64),

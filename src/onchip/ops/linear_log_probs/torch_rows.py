@@ -197,7 +197,7 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
 
 
 def _operator(
-    name: str, forward: Any, fake: Any, gradients: Any, *, launches: bool = False
+    name: str, forward: Any, fake: Any, gradients: Any, *, states: bool = False
 ) -> Operator[RowsCall, TorchOutputs]:
     return Operator(
         name,
@@ -209,13 +209,13 @@ def _operator(
         fake_gradients=_fake_gradients,
         differentiable=("logits",),
         differentiable_outputs=3,
-        launches=launches,
+        states=states,
     )
 
 
 OPERATORS = {
     "triton": _operator(
-        "log_probs_by_triton", triton_rows.forward, triton_rows.fake, triton_rows.gradients, launches=True
+        "log_probs_by_triton", triton_rows.forward, triton_rows.fake, triton_rows.gradients, states=True
     ),
     "torch": _operator("log_probs_by_torch", _forward, _fake, _gradients),
 }

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import possessive
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.kernels.triton.launch import Launch, describe, device_refusal
@@ -55,10 +56,10 @@ def launch_rows(
         **{name: x // unit for name, x in rows.items()},
         **transform_scales(options),
         "logits": logits,
-        "target": target.reshape(-1).to(torch.int64).contiguous(),
+        "target": _flat_ids(target),
         "token_weight": flat(token_weight),
         "class_weight": class_weight,
-        "class_total": None if class_weight is None else class_weight.sum(),
+        "class_total": None if class_weight is None else stated.call(torch.sum, class_weight),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "target_logit": None,
         "top_out": None,
@@ -156,7 +157,7 @@ def launch_ids(
 
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     tokens = shape.numel()
-    ids = ids.reshape(tokens, -1).to(torch.int64).contiguous()
+    ids = stated.changed(ids, lambda x: x.reshape(tokens, -1).to(torch.int64).contiguous())
     tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=False)
     inner, rows = _rows(logits, out)
     unit, stride = _unit(logits, out, rows)
@@ -166,10 +167,10 @@ def launch_ids(
         **transform_scales(options),
         "logits": logits,
         "ids": ids,
-        "kept": (ids != options.ignore_index).any(1).to(torch.int32),
+        "kept": stated.call(_any_counts, ids, options.ignore_index),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
         "class_weight": class_weight,
-        "class_total": None if class_weight is None else class_weight.sum(),
+        "class_total": None if class_weight is None else stated.call(torch.sum, class_weight),
         "top_out": None,
         "low_out": None,
         "uniform": None,
@@ -200,8 +201,8 @@ def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """As the function of this name in onchip.vocab.torch.softmax, with one launch for any number of ids."""
     from onchip.vocab.rows import ids as id_kernels
 
-    ids, g = ids.contiguous(), g.contiguous()
-    same, rest = torch.empty_like(g), torch.empty_like(g)
+    ids, g = (stated.changed(x, Tensor.contiguous) for x in (ids, g))
+    same, rest = stated.empty_like(g), stated.empty_like(g)
     if g.numel() > 0:
         given = {"ids": ids, "g": g, "same": same, "rest": rest, "N": g.numel(), "K": g.shape[1], "BLOCK": 256}
         Launch(id_kernels.share_ids, (-(-g.numel() // 256),), given).run()
@@ -243,15 +244,28 @@ def transform_scales(options: Any) -> dict[str, float | None]:
 
 def flat(x: Tensor | None) -> Tensor | None:
     """[...] as kernels take it: [T] float32."""
-    return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
+    return None if x is None else stated.changed(x, _flat_numbers)
+
+
+def _flat_numbers(x: Tensor) -> Tensor:
+    return x.reshape(-1).to(torch.float32).contiguous()
+
+
+def _flat_ids(x: Tensor) -> Tensor:
+    """int64: ignore_index may not fit in its own dtype."""
+    return stated.changed(x, lambda x: x.reshape(-1).to(torch.int64).contiguous())
+
+
+def _any_counts(ids: Tensor, ignore_index: int) -> Tensor:
+    return (ids != ignore_index).any(1).to(torch.int32)
 
 
 def count_targets(target: Tensor, ignore_index: int) -> Tensor:
     """[] float32: how many are not ignored, or 1."""
     from onchip.vocab.rows import triton as triton_rows
 
-    target = target.reshape(-1).to(torch.int64).contiguous()  # ignore_index may not fit in its own dtype
-    out = torch.empty((), dtype=torch.float32, device=target.device)
+    target = _flat_ids(target)
+    out = stated.empty((), torch.float32, target.device)
     given = {"target": target, "divisor": out, "T": len(target), "ignore_index": ignore_index}
     Launch(triton_rows.count_targets, (1,), {**given, "BLOCK": 4096}, warps=8).run()
     return out
@@ -261,7 +275,7 @@ def reduce_losses(losses: Tensor, number: Tensor | None, divisor: Tensor | None,
     """[] float32: their sum, or their mean: divided by `divisor`, or else by `number`, [1] int32, if that is not 0."""
     from onchip.vocab.rows import triton as triton_rows
 
-    losses, out = losses.reshape(-1), torch.empty((), dtype=torch.float32, device=losses.device)
+    losses, out = losses.reshape(-1), stated.empty((), torch.float32, losses.device)
     given = {"loss": losses, "number": number, "divisor": divisor, "out": out, "T": len(losses), "MEAN": mean}
     Launch(triton_rows.reduce_losses, (1,), {**given, "BLOCK": 4096}, warps=8).run()
     return out

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
@@ -140,6 +141,6 @@ class LinearCall(Layer):
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """In their parameters' dtypes, not yet filled."""
         return tuple(
-            x.new_empty(x.shape) if x is not None and want else None
+            stated.empty_like(x) if x is not None and want else None
             for x, want in zip((self.hidden, self.weight, self.bias), wanted, strict=True)
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator, has_values
 from onchip.frontend.torch_types import LossStats
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
@@ -102,7 +103,7 @@ class Outputs(NamedTuple):
         total = accumulator(like.dtype)
 
         def make(shape: Sequence[int], dtype: torch.dtype = total) -> Tensor:
-            return like.new_empty(shape, dtype=dtype)
+            return stated.empty(shape, dtype, like.device)
 
         made = make(shape if options.reduction == "none" else ()), make(shape), make(shape)
         if not options.return_stats:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import raise_for_label
 from onchip.frontend.torch_inputs import accumulator
 from onchip.kernels.torch_products import operand_dtype, product, widen
@@ -239,15 +240,24 @@ def divisor(
     `check_values`.
     """
     if reduction != "mean":
-        return torch.ones((), dtype=dtype, device=kept.device)
-    number = kept.sum()
+        return stated.call(torch.ones, (), dtype=dtype, device=kept.device)
+    number = stated.call(torch.sum, kept)
     if normalizer is None:
-        return number.clamp(min=1).to(dtype)
+        return stated.call(_at_least_one, number, dtype)
     if normalizer.device != number.device:  # it is on the CPU, and a copy would synchronise
+        stated.refuse("a number is read")
         normalizer = torch.full((), float(normalizer), dtype=dtype, device=number.device)
     check_values = check_values or number.device.type == "cpu"
     if check_values and bool(number > 0) and not 0 < float(normalizer) < float("inf"):
         raise ValueError(f"{op}: normalizer must be finite and above 0; got {float(normalizer)}")
+    return stated.call(_one_of_none, normalizer, number, dtype)
+
+
+def _at_least_one(number: Tensor, dtype: torch.dtype) -> Tensor:
+    return number.clamp(min=1).to(dtype)
+
+
+def _one_of_none(normalizer: Tensor, number: Tensor, dtype: torch.dtype) -> Tensor:
     return normalizer.to(dtype).masked_fill(number == 0, 1)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.vocab.rows.launches import rows_of
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.soft import SoftStats
@@ -42,9 +43,9 @@ def labels_of(values: Tensor, smoothing: float) -> Labels:
 def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels) -> LabelStats:
     """The loss of each token; what backward needs is left in `saved`."""
     run, tokens, device = _cut(run), run.tokens, run.weight.device
-    loss, lse, less, mass = (torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(4))
+    loss, lse, less, mass = (stated.empty(tokens, torch.float32, device) for _ in range(4))
     made = LabelStats(loss, lse, less, mass, SoftStats.empty(run.options, lse, tokens))
-    run.vectors.packed.zero_()
+    stated.zero(run.vectors.packed)
     if tokens == 0:
         return made
     rows, _ = setup.rows_and_buffer(call, config, saved)
@@ -52,8 +53,8 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels
     if temperature is not None:
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
     # No token has a target, and none is ignored.
-    ids = torch.full((tokens, 1), -1, dtype=torch.int64, device=device)
-    picked = Picked(torch.empty(tokens, dtype=torch.float32, device=device), None, None)
+    ids = stated.call(torch.full, (tokens, 1), -1, dtype=torch.int64, device=device)
+    picked = Picked(stated.empty(tokens, torch.float32, device), None, None)
     partials = Partials.empty(run.vocab, len(rows), device, Asked(entropy=run.options.return_stats), labels=True)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=ids, ignore_index=0, BLOCK=4096).run()
     hidden = call.hidden.reshape(tokens, run.hidden)
@@ -89,8 +90,8 @@ def backward(
     run, grads = _cut(run), Gradients.of(call, saved, wanted, add_to)
     if run.tokens > 0:
         scale = float16_scale(row * (1 + known.mass), run.vectors, run.dtype)
-        row = row.contiguous() if scale is None else row * scale
-        nothing = torch.zeros_like(row)
+        row = stated.changed(row, Tensor.contiguous) if scale is None else stated.call(torch.mul, row, scale)
+        nothing = stated.zero(stated.empty_like(row))
         terms = Terms(
             row_scale=row,
             even=None,
@@ -99,7 +100,7 @@ def backward(
             product_scale=nothing,
             lse=known.lse,
             entry=nothing,
-            entry_label=torch.full_like(row, -1, dtype=torch.int32),
+            entry_label=stated.call(torch.full_like, row, -1, dtype=torch.int32),
             inverse_grad_scale=None if scale is None else 1 / scale,
             mass=known.mass,
             less=known.less,

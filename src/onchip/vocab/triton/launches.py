@@ -13,6 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from onchip.core.sizes import up
+from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import Launch, Shared, descriptor
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
@@ -129,7 +130,7 @@ class Run:
         if not self.tma:
             return x
         if x.shape[0] == 0:  # no descriptor of nothing: this one is never read
-            x = x.new_empty(1, max(x.shape[1], 8))
+            x = stated.empty((1, max(x.shape[1], 8)), x.dtype, x.device)
         # Of the exponentials' matrix the stride is that of its columns: see `exponentials`.
         stride = x.stride(0) or x.shape[1]
         return descriptor(x, stride, rows, columns)
@@ -165,8 +166,10 @@ class Run:
         each = self.class_weight
         if each is None:
             return dict.fromkeys(("class_weight", "tile_weight", "class_total"))
-        by_tile = torch.nn.functional.pad(each, (0, self.vocab_tiles * VOCAB_TILE - self.vocab)).view(-1, VOCAB_TILE)
-        return {"class_weight": each, "tile_weight": by_tile.sum(1), "class_total": each.sum()}
+        more = self.vocab_tiles * VOCAB_TILE - self.vocab
+        by_tile = stated.call(torch.nn.functional.pad, each, (0, more)).view(-1, VOCAB_TILE)
+        tile_weight, total = stated.call(torch.sum, by_tile, 1), stated.call(torch.sum, each)
+        return {"class_weight": each, "tile_weight": tile_weight, "class_total": total}
 
     def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
@@ -267,7 +270,7 @@ class Partials(NamedTuple):
             if not wanted:
                 return None
             if memory is None:
-                return torch.empty((tiles, stride), dtype=dtype, device=device)
+                return stated.empty((tiles, stride), dtype, device)
             size = 4 * tiles * stride
             block, memory = memory[:size], memory[size:]
             return block.view(dtype).view(tiles, stride)
@@ -447,7 +450,7 @@ def _in_registers(run: Run, name: str, launch: Callable[[Tiles, bool], Launch], 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
     """[H] float32: the sum of the rows of the weight, or, with a factor each, of as many positions' as there are."""
     parts, block = 64, 128
-    out = run.vectors.factor.new_empty(parts, run.hidden)
+    out = stated.empty((parts, run.hidden), torch.float32, x.device)
     run.launch(
         gradients.column_sums,
         (parts, -(-run.hidden // block)),
@@ -462,7 +465,7 @@ def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
         BLOCK_T=16,
         BLOCK=block,
     ).run()
-    return out.sum(0)
+    return stated.call(torch.sum, out, 0)
 
 
 def write(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.sizes import up
+from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.softmax import FLOAT16_ROW
@@ -23,7 +24,11 @@ def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: f
     """What makes the largest of the positions' rows, of these sizes, suit float16; None: they are left."""
     if dtype != torch.float16 or size.numel() == 0:
         return None
-    there = torch.arange(size.numel(), dtype=torch.int64, device=size.device) < vectors.number
+    return stated.call(_scale_of, size, vectors.number, largest)
+
+
+def _scale_of(size: Tensor, number: Tensor, largest: float) -> Tensor:
+    there = torch.arange(size.numel(), dtype=torch.int64, device=size.device) < number
     found = torch.where(there, size.abs().nan_to_num(nan=0), 0).amax()
     return torch.where(found > 0, largest / found, 1)
 
@@ -65,7 +70,7 @@ class Products:
         sums = None
         if grads.hidden is not None:
             size = min(config.kept, run.tokens) + 2 * recomputed if config.halves else run.tokens
-            sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
+            sums = stated.zeros((size, run.hidden), torch.float32, rows.device)
         even = even if buffer.kept > 0 else None
         return Products(run, grads, config, buffer, rows, sums, product_scale, inverse_grad_scale, even)
 

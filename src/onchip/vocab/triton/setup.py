@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onchip.core import configs
 from onchip.core.sizes import up
-from onchip.frontend import torch_tape
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
@@ -40,8 +40,8 @@ _CONFIGS = "linear_cross_entropy"
 def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[V, H] in the products' dtype, as kernels can read it."""
     if copies_weight(weight, dtype):
-        return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    return weight.to(dtype)
+        return stated.call(Tensor.to, weight, dtype, memory_format=torch.contiguous_format).contiguous()
+    return weight if weight.dtype == dtype else stated.call(Tensor.to, weight, dtype)
 
 
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
@@ -97,10 +97,10 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
     """The tensors of `Saved`; all but the weight's copy not yet filled."""
     hidden, weight = layer.hidden, layer.weight
     tiles = -(-weight.shape[0] // VOCAB_TILE)
-    vectors = hidden.new_empty(triton_spec.vector_elements(layer.number), dtype=torch.int32)
+    vectors = stated.empty(triton_spec.vector_elements(layer.number), torch.int32, hidden.device)
 
     def blank() -> Tensor:
-        return hidden.new_empty(0, dtype=layer.dtype)
+        return stated.empty(0, layer.dtype, hidden.device)
 
     if not any(layer.grads):
         return Saved(blank(), blank(), blank(), vectors, blank())
@@ -112,7 +112,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
         gradient = layer.grads[1] and not problem.weight_grad_out
         rows = weight.shape[0] + triton_spec.rows_beyond(problem, config)
         return Saved(
-            hidden.new_empty(hidden.shape) if layer.grads[0] else blank(),
+            stated.empty(hidden.shape, hidden.dtype, hidden.device) if layer.grads[0] else blank(),
             make(weight, (rows, weight.shape[1]), weight.dtype) if gradient else blank(),
             make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype),
             vectors,
@@ -128,7 +128,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
     keeps = keep_weight and not (isinstance(config.kept, int) and config.kept == 0)
     copy = product_weight(weight, layer.dtype) if keeps else weight
     return Saved(
-        hidden.new_empty(hidden.shape, dtype=hidden.dtype if layer.grads[0] else layer.dtype),
+        stated.empty(hidden.shape, hidden.dtype if layer.grads[0] else layer.dtype, hidden.device),
         weight_memory,
         make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), layer.dtype),
         vectors,
@@ -138,7 +138,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Not yet filled."""
-    return like.new_empty(shape, dtype=dtype)
+    return stated.empty(shape, dtype, like.device)
 
 
 def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -157,7 +157,7 @@ def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _allocate(like: Tensor, size: int) -> Tensor:
     """So many bytes; the CPU's, for the interpreter, are pages of their own."""
     if like.device.type != "cpu":
-        return like.new_empty(size, dtype=torch.uint8)
+        return stated.empty(size, torch.uint8, like.device)
     return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
 
 
@@ -181,7 +181,7 @@ class TokenChunk(NamedTuple):
         in_digits = triton_spec.in_digits(problem, config, tokens, first=first)
         in_scratch = up(tokens, TOKEN_TILE) - in_gradient - in_digits
         weight_tiles = vocab // VOCAB_TILE
-        beside = hidden.new_empty(0, dtype=layer.dtype)
+        beside = stated.empty(0, layer.dtype, hidden.device)
         shift, stride = 0, in_gradient
         if in_gradient:
             beside = saved.weight_memory.view(-1).view(layer.dtype)
@@ -199,10 +199,10 @@ class TokenChunk(NamedTuple):
         needed = triton_spec.work_bytes(problem, config, tokens, first=first)
         work = saved.weight_memory[: config.weight_chunk] if first else saved.weight_memory[layer.weight.shape[0] :]
         if triton_spec.lent(problem, config, first=first) < needed:
-            work = hidden.new_empty(needed, dtype=torch.uint8)
+            work = stated.empty(needed, torch.uint8, hidden.device)
         step = triton_spec.hidden_step(problem, config, tokens, first=first) if layer.grads[0] else tokens
         return TokenChunk(
-            hidden.new_empty((tokens, size), dtype=layer.dtype),
+            stated.empty((tokens, size), layer.dtype, hidden.device),
             _spanning(
                 (beside, scratch, third),
                 shift=shift,
@@ -211,7 +211,7 @@ class TokenChunk(NamedTuple):
                 kept=in_gradient + in_scratch + in_digits,
             ),
             work.view(-1).view(torch.uint8),
-            hidden.new_empty(tokens, dtype=torch.float32),
+            stated.empty(tokens, torch.float32, hidden.device),
             left,
             weight_tiles,
             step,
@@ -292,9 +292,9 @@ def _spanning(
     pieces = tuple([x for x in given if x.numel() > 0])
     first = next(x for x in pieces if x.data_ptr() == address)
     matrix = first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(number, VOCAB_TILE)
-    tape = torch_tape.recorder()
-    if tape is not None:
-        tape.derive(spread, given, matrix, rows)
+    told = stated.builder()
+    if told is not None:
+        told.derive(spread, given, matrix, rows)
     return LogitBuffer(pieces, matrix, rows, kept)
 
 
@@ -340,7 +340,7 @@ def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Te
     if any(layer.grads):
         return position_rows(layer, saved), logit_buffer(layer, config, saved) if config.kept > 0 else None
     shape = min(config.token_chunk, layer.number), layer.hidden.shape[-1]
-    return layer.hidden.new_empty(shape, dtype=layer.dtype), None
+    return stated.empty(shape, layer.dtype, layer.hidden.device), None
 
 
 class Gradients(NamedTuple):
@@ -358,18 +358,18 @@ class Gradients(NamedTuple):
         (vocab, size), weight, new, bias = layer.weight.shape, None, None, None
         if wanted[1]:
             if add_to is None and saved.weight_memory.numel() == 0:
-                new = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device=layer.weight.device)
+                new = stated.empty_like(layer.weight)
             weight = next(x for x in (add_to, new, saved.weight_memory[:vocab]) if x is not None)
             if add_to is None and layer.hidden.numel() == 0:  # nothing will be launched
-                weight.zero_()
+                stated.zero(weight)
         if wanted[2]:
-            bias = layer.weight.new_zeros(vocab, dtype=torch.float32)
+            bias = stated.zeros(vocab, torch.float32, layer.weight.device)
         hidden = saved.hidden_memory.view(-1, size) if wanted[0] else None
         return Gradients(hidden, weight, new, bias, add_to is not None)
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of hidden, weight and, in this dtype, bias that are in no memory of forward's or the caller's."""
-        return None, self.new_weight, None if self.bias is None else self.bias.to(dtype)
+        return None, self.new_weight, None if self.bias is None else stated.changed(self.bias, lambda x: x.to(dtype))
 
 
 def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -389,13 +389,13 @@ def _fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
 
 def clone(memory: Tensor) -> Tensor:
     """A copy for a backward that uses it up."""
-    return aligned(memory, memory.shape, memory.dtype).copy_(memory)
+    return stated.call(Tensor.copy_, aligned(memory, memory.shape, memory.dtype), memory)
 
 
 # How an op whose kept fields are `call`, `saved` and others registers that gradients are made in place.
 IN_PLACE: dict[str, Any] = {
     "differentiable": ("hidden", "weight", "bias"),
-    "launches": True,
+    "states": True,
     "by_token": ("hidden", "ids", "token_temperature", "token_weight", "labels", "probs"),
     "consumed": ("hidden_memory", "weight_memory"),
     "fake_gradients": _fake_gradients,
@@ -433,7 +433,7 @@ def make_run(
     if weight is None or weight.numel() == 0:
         weight = product_weight(layer.weight, dtype)
     # The bias in the products' dtype first, as F.linear does under autocast.
-    bias = None if layer.bias is None else layer.bias.to(dtype).float()
+    bias = None if layer.bias is None else stated.changed(layer.bias, lambda x: x.to(dtype).float())
     slug, capability, programs, shared = describe(weight.device)
     vocab, hidden = weight.shape
     tiles = _tiles(slug, DTYPES[dtype], tokens, vocab, hidden, shared, tiling.heuristic_tiles)

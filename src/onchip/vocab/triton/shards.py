@@ -130,6 +130,6 @@ def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
 IN_PLACE: dict[str, Any] = setup.IN_PLACE | {
     "fake_gradients": fake_gradients,
     "collect": collect,
-    "launches": False,
+    "states": False,
     "by_token": (),
 }

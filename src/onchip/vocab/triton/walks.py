@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.sizes import up
+from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked
@@ -103,11 +104,11 @@ def forward(
     smoothing, ignore_index = call.options.label_smoothing > 0, call.options.ignore_index
 
     def empty(*more: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty((tokens, *more), dtype=dtype, device=device)
+        return stated.empty((tokens, *more), dtype, device)
 
     def zeros() -> Tensor:
         """0 for ignored tokens; apart, since an operator's outputs must not share memory."""
-        return torch.zeros(tokens, dtype=torch.float32, device=device)
+        return stated.zeros(tokens, torch.float32, device)
 
     leading = zeros()
     made = TokenSoftmax(
@@ -116,12 +117,12 @@ def forward(
         zeros() if asked.entropy else None,
         leading,
         zeros() if smoothing else None,
-        torch.full((tokens,), -1, dtype=torch.int64, device=device) if asked.entropy else None,
+        stated.call(torch.full, (tokens,), -1, dtype=torch.int64, device=device) if asked.entropy else None,
         zeros() if asked.mean_logits else None,
         zeros() if asked.sum_sq else None,
         zeros() if asked.top else None,
     )
-    run.vectors.packed.zero_()
+    stated.zero(run.vectors.packed)
     if tokens == 0:
         return made
     temperature = call.token_temperature
@@ -131,7 +132,7 @@ def forward(
     picked = Picked(empty(), *((None, None) if k == 1 else (empty(k), empty(k, dtype=torch.int32))))
     sums = asked._replace(mean_logits=asked.mean_logits or smoothing)
     sizes, memory = config.token_chunks(tokens), None
-    counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
+    counted = (ids, ignore_index) if k == 1 else (stated.call(_any_counts, ids, ignore_index), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
     numbers = None if len(sizes) == 1 and not config.in_forward else _numbers(run, sizes)
     upstream = factor = None
@@ -197,7 +198,7 @@ def _numbers(run: Run, sizes: Sequence[int]) -> Tensor:
     From the second chunk on they are even.
     """
     number = len(sizes) + 1
-    numbers = torch.empty((number, VECTOR), dtype=torch.int32, device=run.weight.device)
+    numbers = stated.empty((number, VECTOR), torch.int32, run.weight.device)
     run.launch(
         vectors.chunk_numbers, (-(-number // BLOCK),), numbers=numbers, FIRST=sizes[0], SIZE=sizes[min(1, number - 2)],
         N=number, BLOCK=BLOCK,
@@ -225,7 +226,7 @@ def _chunk_gradients(
         sums = sums.view(-1, part.hidden)
         for first, number in chunks(0, part.tokens, chunk.hidden_step):
             apart, slices = chunk_hidden(number, part.hidden, len(sums))
-            mine, positions = sums[: slices * number].zero_(), (first, first + number)
+            mine, positions = stated.zero(sums[: slices * number]), (first, first + number)
             launches.hidden_product(
                 part, buffer, normalizer, mine, False, 0, tiles, apart=apart, slices=slices, positions=positions
             ).run()
@@ -258,13 +259,18 @@ def _chunk_gradients(
 
 def _ids(call: LinearCall) -> Tensor:
     """[T, K] int64."""
-    return call.ids.reshape(call.number, call.several).to(torch.int64).contiguous()
+    shape = call.number, call.several
+    return stated.changed(call.ids, lambda ids: ids.reshape(shape).to(torch.int64).contiguous())
+
+
+def _any_counts(ids: Tensor, ignore_index: int) -> Tensor:
+    return (ids != ignore_index).any(1).to(torch.int64)
 
 
 def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Each token's weighted cross-entropy, and where top1 is known whether it is the target."""
-    loss = torch.empty_like(made.lse)
-    correct = None if made.top1 is None else torch.empty_like(made.top1, dtype=torch.bool)
+    loss = stated.empty_like(made.lse)
+    correct = None if made.top1 is None else stated.empty_like(made.top1, torch.bool)
     if run.tokens > 0:
         run.launch(
             softmax.token_losses, (-(-run.tokens // 256),), known=made, token_weight=token_weight, loss=loss,
@@ -290,11 +296,11 @@ def loss_gradients(
     apart, tokens = reduction == "none", len(known.lse)
 
     def vector(wanted: bool) -> Tensor | None:
-        return torch.empty_like(known.lse) if wanted else None
+        return stated.empty_like(known.lse) if wanted else None
 
     weighed = run.class_weight is not None and run.options.label_smoothing > 0
     made = OutputGradients(
-        torch.empty_like(known.log_prob), vector(run.options.z_loss > 0), None, vector(weighed), vector(weighed)
+        stated.empty_like(known.log_prob), vector(run.options.z_loss > 0), None, vector(weighed), vector(weighed)
     )
     if tokens > 0:
         run.launch(
@@ -315,7 +321,7 @@ def loss_gradients(
 
 def loss_factor(run: Run, grad_loss: Tensor | None, divisor: Tensor | None, *, mean: bool) -> Tensor:
     """[] float32: the gradient by the sum of the losses, of that (None: 1) by the loss that `reduce_losses` made."""
-    factor = torch.empty((), dtype=torch.float32, device=run.weight.device)
+    factor = stated.empty((), torch.float32, run.weight.device)
     run.launch(vectors.loss_factor, (1,), grad_loss=grad_loss, divisor=divisor, factor=factor, MEAN=mean).run()
     return factor
 
@@ -348,7 +354,7 @@ def backward(
     tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
     if start_sum is not None and grads.hidden is not None:
         # Not in the memory of hidden's rows, which the weight's products read.
-        grads = grads._replace(hidden=torch.zeros_like(grads.hidden, dtype=torch.float32))
+        grads = grads._replace(hidden=stated.zero(stated.empty_like(grads.hidden, torch.float32)))
     summed: Callable[[], Tensor] | None = None
     if tokens > 0:
         ids = _ids(call)
@@ -452,12 +458,12 @@ def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, ro
     if out.dtype == torch.float32 and not add:
         # Twice as long as the first 16 bits: from the end on, by halves, what is written has been read.
         assert left.digits is not None
-        left = left._replace(digits=left.digits.clone())
+        left = left._replace(digits=stated.call(torch.clone, left.digits))
         while last > PAIRS:
             first = up(-(-last // 2), PAIRS)
             scale(first, last, left)
             last = first
-        left = left._replace(first=left.first[:last].clone())
+        left = left._replace(first=stated.call(torch.clone, left.first[:last]))
     scale(0, last, left)
 
 
@@ -490,12 +496,12 @@ def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
     """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
     label = terms.entry_label
     if len(label) > MOST_COUNTED:
-        key = torch.empty_like(label)
+        key = stated.empty_like(label)
         grid = (-(-len(label) // BLOCK),)
         run.launch(vectors.sort_keys, grid, label=label, key=key, N=len(label), IDS=terms.ids, BLOCK=BLOCK).run()
-        labels, positions = key.sort(stable=True)
-        return labels, positions.to(torch.int32)
-    packed = torch.empty((2, up(len(label), VECTOR)), dtype=torch.int32, device=label.device)
+        labels, positions = stated.call(torch.sort, key, stable=True)
+        return labels, stated.call(Tensor.to, positions, torch.int32)
+    packed = stated.empty((2, up(len(label), VECTOR)), torch.int32, label.device)
     labels, positions = packed[:, : len(label)]
     run.launch(
         vectors.sort_labels,
@@ -518,11 +524,11 @@ def position_terms(
     tokens = run.tokens
     sizes = [tokens] * 4 + [tokens * ids.shape[1]] + [tokens] * 3
     padded = [up(size, VECTOR) for size in sizes]
-    packed = known.lse.new_empty(sum(padded))
+    packed = stated.empty(sum(padded), torch.float32, known.lse.device)
     row_scale, product_scale, even, entropy_scale, entry, lse, mean, size = (
         x[:size] for x, size in zip(packed.split(padded), sizes, strict=True)
     )
-    entry_label = ids.new_empty(tokens * ids.shape[1], dtype=torch.int32)
+    entry_label = stated.empty(tokens * ids.shape[1], torch.int32, ids.device)
     entropy = upstream.entropy is not None
     terms = Terms(
         row_scale,
@@ -558,6 +564,6 @@ def position_terms(
     ).run()
     grad_scale = float16_scale(size, run.vectors, run.dtype)
     if grad_scale is not None:
-        packed[: sum(padded[:5])] *= grad_scale
-        terms = terms._replace(inverse_grad_scale=1 / grad_scale)
-    return terms._replace(product_scale=torch.ones_like(lse)) if entropy else terms
+        stated.call(Tensor.mul_, packed[: sum(padded[:5])], grad_scale)
+        terms = terms._replace(inverse_grad_scale=stated.call(torch.reciprocal, grad_scale))
+    return terms._replace(product_scale=stated.call(torch.ones_like, lse)) if entropy else terms

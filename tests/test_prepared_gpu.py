@@ -1,4 +1,4 @@
-"""Tapes of the ops on a GPU: from the third call of a kind on, the bits and the memory are those of the first."""
+"""Prepared calls on a GPU: from the third one of a kind on, the bits and the memory are those of the first."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from losses import mixed_plan, plan_in_forward
-from onchip.core import configs
-from onchip.frontend import torch_program, torch_tape
+from onchip.frontend import torch_prepared
 from onchip.torch import (
     cross_entropy,
     fp8_linear,
@@ -23,6 +22,7 @@ from shared import aside, capture
 
 pytestmark = pytest.mark.gpu
 T, H, V = 300, 256, 1000
+SMALL = 2 << 20  # bytes
 
 
 def _leaves(seed, *shapes, dtype=torch.bfloat16):
@@ -116,34 +116,25 @@ STEPS = {
 }
 
 
-@pytest.fixture(params=["programs", "Triton's launchers"])
-def tapes(monkeypatch, request):
-    """How often a tape was made, run, or refused, and the most bytes that one's small memory takes; by both ways."""
-    counts = {"made": 0, "run": 0, "refused": [], "small": 0, "programs": 0}
-    counts["way"] = request.param
-    if request.param == "programs":
-        assert torch_program.extension() is not None
-    else:
-        monkeypatch.setattr(torch_program, "extension", lambda: None)
+@pytest.fixture
+def prepared(monkeypatch):
+    """How often a call was prepared, run so, or refused."""
+    counts = {"made": 0, "run": 0, "refused": []}
 
-    def record(function, tensors):
-        made, tape = real(function, tensors)
-        if isinstance(tape, str):
-            counts["refused"].append(tape)
-            return made, tape
-        counts["made"] += 1
-        counts["small"] = max(counts["small"], tape.small)
-        counts["programs"] += "program" in tape.source
+    def finish(self, results):
+        made = real_finish(self, results)
+        counts["made"] += not isinstance(made, str)
+        counts["refused"] += [made] if isinstance(made, str) else []
+        return made
 
-        def run(*tensors):
-            counts["run"] += 1
-            return tape.run(*tensors)
+    def run(self, given):
+        counts["run"] += 1
+        return real_run(self, given)
 
-        return made, tape._replace(run=run)
-
-    real = torch_tape.record
-    monkeypatch.setattr(torch_tape, "record", record)
-    configs.clear_cache()
+    real_finish, real_run = torch_prepared.Builder.finish, torch_prepared.Prepared.run
+    monkeypatch.setattr(torch_prepared.Builder, "finish", finish)
+    monkeypatch.setattr(torch_prepared.Prepared, "run", run)
+    torch_prepared.forget()
     return counts
 
 
@@ -153,29 +144,28 @@ def _bits(step, seed):
     return [out.detach(), *[x for x in grads if x is not None]]
 
 
-def _check(step, tapes):
+def _check(step, prepared):
     seeds = (1, 2, 3, 4, 5)
     first = {}
     for seed in seeds:
-        configs.clear_cache()  # no tapes
+        torch_prepared.forget()
         first[seed] = _bits(step, seed)
-    assert tapes["run"] == 0
+    assert prepared["run"] == 0
     for seed in seeds:
         for a, b in zip(_bits(step, seed), first[seed], strict=True):
             assert torch.equal(a, b), seed
-    assert not tapes["refused"]
-    assert tapes["run"] >= 6
-    assert tapes["programs"] == 0 if tapes["way"] != "programs" else tapes["programs"] >= 1
+    assert not prepared["refused"]
+    assert prepared["run"] >= 6
     return step
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_bits(name, tapes):
-    _check(STEPS[name], tapes)
+def test_bits(name, prepared):
+    _check(STEPS[name], prepared)
 
 
 @pytest.mark.parametrize("name", ["mixed", "in_forward"])
-def test_bits_of_other_plans(name, tapes):
+def test_bits_of_other_plans(name, prepared):
     step = _head(linear_cross_entropy, scratch_bytes=1 << 24)
     for seed in (1, 2, 3, 4):
         with mixed_plan() if name == "mixed" else plan_in_forward(first=256):
@@ -183,13 +173,13 @@ def test_bits_of_other_plans(name, tapes):
             again = [_bits(step, s) for s in (seed, seed + 1, seed + 2)]
         for x, y in zip(expected, again, strict=True):
             assert all(map(torch.equal, x, y))
-    assert tapes["run"] > 0
-    assert not tapes["refused"]
+    assert prepared["run"] > 0
+    assert not prepared["refused"]
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_memory(name, tapes):
-    """The peak of a call from a tape is no higher than that of the first, and what small memory shares."""
+def test_memory(name, prepared):
+    """The peak of a prepared call is no higher than that of the first, and what small memory shares."""
     # Bytes that were asked for: blocks of the allocator's cache may be up to a MiB larger.
     peaks = []
     for _ in range(4):
@@ -198,30 +188,22 @@ def test_memory(name, tapes):
         torch.cuda.reset_peak_memory_stats()
         _bits(STEPS[name], 1)
         peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
-    assert tapes["run"] > 0
-    assert peaks[3] <= peaks[0] + tapes["small"]
+    assert prepared["run"] > 0
+    assert peaks[3] <= peaks[0] + SMALL
 
 
-def test_another_thread(tapes):
+def test_another_thread(prepared):
     """One that CUDA hasn't seen, and several at once."""
     step = STEPS["linear_cross_entropy"]
     expected = {seed: _bits(step, seed) for seed in (1, 2, 3, 4)}
-    before = tapes["run"]
+    before = prepared["run"]
     with ThreadPoolExecutor(4) as pool:
         for seed, made in zip(expected, pool.map(partial(_bits, step), expected), strict=True):
             assert all(map(torch.equal, made, expected[seed]))
-    assert tapes["run"] > before
+    assert prepared["run"] > before
 
 
-def test_an_error_of_the_drivers_is_raised():
-    """Of a fill of more memory than there is."""
-    steps = [torch_program.Fill(torch_program.Place("x"), 1 << 50)]
-    program, _ = torch_program.build(steps, 0, {})
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: cuMemsetD8Async"):
-        program(torch.cuda.current_stream().cuda_stream, torch.empty(8, device="cuda").data_ptr())
-
-
-def test_streams_graphs_and_a_kept_graph(tapes):
+def test_streams_graphs_and_a_kept_graph(prepared):
     hidden, weight = _leaves(1, (T, H), (V, H))
     target = _target(1)
     step = partial(linear_cross_entropy, hidden, weight, target)
@@ -242,7 +224,7 @@ def test_streams_graphs_and_a_kept_graph(tapes):
 
 
 @pytest.mark.parametrize("name", ["mixed", "in_forward"])
-def test_the_same_memory(name, tapes):
+def test_the_same_memory(name, prepared):
     """Whose numbers change: eagerly, on another stream, captured by the caller, and after a call with other memory."""
     given = {seed: (*_leaves(seed, (T, H), (V, H)), _target(seed)) for seed in range(1, 16)}
     hidden, weight, target = (x.detach().clone() for x in given[1])
@@ -260,7 +242,7 @@ def test_the_same_memory(name, tapes):
     with mixed_plan() if name == "mixed" else plan_in_forward():
         expected = {}
         for seed in given:
-            configs.clear_cache()  # no tapes
+            torch_prepared.forget()
             expected[seed] = bits(*given[seed])
 
         def check(made, seed):
@@ -278,7 +260,7 @@ def test_the_same_memory(name, tapes):
         check(bits(), 2)
 
 
-def test_weight_grad_out(tapes):
+def test_weight_grad_out(prepared):
     hidden, weight = _leaves(1, (T, H), (V, H))
     out = torch.zeros(V, H, device="cuda")
     for i in range(1, 5):
@@ -287,16 +269,16 @@ def test_weight_grad_out(tapes):
             once = out.clone()
         assert torch.allclose(out, i * once, rtol=1e-5)
     assert weight.grad is None
-    assert tapes["run"] > 0
+    assert prepared["run"] > 0
 
 
-def test_a_watched_launch_is_not_repeated(tapes):
+def test_a_watched_launch_is_not_prepared(prepared):
     from triton import knobs
 
     step, seen = STEPS["linear_cross_entropy"], []
     for _ in range(3):
         _bits(step, 1)
-    before = tapes["run"]
+    before = prepared["run"]
     assert before > 0
 
     def hook(metadata):
@@ -308,4 +290,4 @@ def test_a_watched_launch_is_not_repeated(tapes):
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert seen
-    assert tapes["run"] == before
+    assert prepared["run"] == before
