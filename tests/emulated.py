@@ -58,10 +58,11 @@ def emulating(keep=(), seed=0):
     """
     done, scratch, allocate = [], [], setup._allocate
 
-    def noted(like, size):
+    def noted(like, shape, dtype):
         """Exponentials are in two pieces of memory, of which a descriptor has one and reaches to the other."""
-        scratch.append(allocate(like, size).fill_(255))
-        return scratch[-1]
+        made = allocate(like, shape, dtype)
+        scratch.append(made.view(-1).view(torch.uint8).fill_(255))
+        return made
 
     def run(launch):
         kernel = _compile(launch)

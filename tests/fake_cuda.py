@@ -169,8 +169,8 @@ def gpu():
         made = Driver(Library(os.environ["FAKE_CUDA"]))
         stack.enter_context(mock.patch.object(driver, "_active", made))
         stack.enter_context(mock.patch.object(torch_prepared, "is_prepared", _is_prepared))
-        allocate = partial(torch_prepared.empty, dtype=torch.uint8, device=torch.device("cpu"))
-        stack.enter_context(mock.patch.object(setup, "_allocate", lambda _, size: allocate(size)))
+        allocate = partial(torch_prepared.empty, device=torch.device("cpu"))
+        stack.enter_context(mock.patch.object(setup, "_allocate", lambda _, shape, dtype: allocate(shape, dtype)))
         for name in ("device_refusal", "triton_refusal"):
             for module in [x for x in sys.modules.values() if x.__name__.startswith("onchip.") and hasattr(x, name)]:
                 stack.enter_context(mock.patch.object(module, name, return_value=None))

@@ -247,9 +247,9 @@ def memory_off_by_256():
     """Memory for exponentials begins at a multiple of 256 bytes, mostly not of 512, as of another allocator."""
     real, starts = triton_setup._allocate, itertools.cycle((256, 256, 0))
 
-    def off(like, size):
-        start = next(starts)
-        return real(like, size + start)[start:]
+    def off(like, shape, dtype):
+        start, size = next(starts), math.prod(shape) * dtype.itemsize
+        return real(like, (size + start,), torch.uint8)[start:].view(dtype).view(shape)
 
     with mock.patch.object(triton_setup, "_allocate", off):
         yield

@@ -103,7 +103,6 @@ STEPS = {
     "linear_cross_entropy": _head(linear_cross_entropy),
     "linear_cross_entropy-none": _head(linear_cross_entropy, reduction="none", z_loss=1e-3, label_smoothing=0.1),
     "linear_cross_entropy-small": _head(linear_cross_entropy, scratch_bytes=1 << 20, strategy="recompute"),
-    "linear_cross_entropy-fp8": _head(linear_cross_entropy, precision="fp8"),
     "linear_cross_entropy-normalized": _normalized,
     "linear_log_probs": _log_probs,
     "cross_entropy": _rows(cross_entropy, backend="triton"),

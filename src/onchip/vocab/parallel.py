@@ -244,11 +244,9 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
         sent.append(mine.entropy)
     if asked.mean_logits:
         assert mine.uniform is not None
-        sent += [
-            x * shards.rows if shards.rows else torch.zeros_like(mine.lse)
-            for x in (mine.uniform, mine.mean_logits)
-            if x is not None
-        ]
+        # As many on each rank, whatever way it has its statistics.
+        means = mine.uniform, mean_of(mine) if mine.mean_logits is None else mine.mean_logits
+        sent += [x * shards.rows if shards.rows else torch.zeros_like(mine.lse) for x in means]
     if asked.sum_sq:
         sent.append(mine.log_sum_sq)
     found = gather(op, shards, sent, asked.class_weight, check_values=check_values)
@@ -274,10 +272,16 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
     if asked.mean_logits:
         uniform = found.sure(uniform_over(found, next(rows), lse, log_share) / shards.vocab)
         # As a difference of these two it would lose the digits of one near 0.
-        mean_logits = total - uniform if mine.mean_logits is None else found.sure(next(rows).sum(0) / shards.vocab)
+        mean_logits = found.sure(next(rows).sum(0) / shards.vocab)
     if asked.sum_sq:
         log_sum_sq = found.sure(log_sum((next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf))[0])
     return TokenStats(found.sure(total), found.sure(log_prob), index, entropy, mean, mean_logits, uniform, log_sum_sq)
+
+
+def mean_of(stats: TokenStats) -> Tensor:
+    """[n]: the mean of the logits, of lse less that of lse - z; -inf where all are."""
+    assert stats.uniform is not None
+    return torch.where(stats.lse == -torch.inf, -torch.inf, stats.lse - stats.uniform)
 
 
 def log_prob_of(ids: Tensor, found: Gathered, parts: Sequence[Tensor], lse: Tensor, log_share: Tensor) -> Tensor:

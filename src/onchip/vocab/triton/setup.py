@@ -146,19 +146,20 @@ def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.
     """
+    memory = _allocate(like, shape, dtype)
+    if memory.data_ptr() % EXPONENTIALS_ROW == 0:
+        return memory
     size = math.prod(shape) * dtype.itemsize
-    memory = _allocate(like, size)
-    if memory.data_ptr() % EXPONENTIALS_ROW:
-        memory = _allocate(like, size + EXPONENTIALS_ROW)
-        memory = memory[-memory.data_ptr() % EXPONENTIALS_ROW :]
-    return memory[:size].view(dtype).view(shape)
+    spare = _allocate(like, (size + EXPONENTIALS_ROW,), torch.uint8)
+    return spare[-spare.data_ptr() % EXPONENTIALS_ROW :][:size].view(dtype).view(shape)
 
 
-def _allocate(like: Tensor, size: int) -> Tensor:
-    """So many bytes; the CPU's, for the interpreter, are pages of their own."""
+def _allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Not yet filled; the CPU's, for the interpreter, are pages of their own."""
     if like.device.type != "cpu":
-        return stated.empty(size, torch.uint8, like.device)
-    return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
+        return stated.empty(shape, dtype, like.device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 class TokenChunk(NamedTuple):
