@@ -158,7 +158,7 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
             run, p.buffer, p.rows, launches.Sum(p.grad_weight), None, None, 0, 0, tiles, add=False
         ),
         "hidden_gradient": lambda: launches.hidden_product(
-            run, p.buffer, p.terms.product_scale, p.sums, False, 0, tiles
+            run, p.buffer, p.terms.product_scale, p.sums, False, 0, tiles, positions=(0, run.tokens)
         ),
     }[kernel]()
     for out in outputs:

@@ -55,12 +55,13 @@ def _forward(call: Call) -> TritonOutputs:
         asked=Asked(entropy=options.return_stats),
         token_weight=token_weight,
         divisor=lambda: _divisor(call, number),
+        losses=True,
     )
-    losses, correct = walks.losses(run, out, token_weight)
-    loss = losses.view(shape)
+    assert out.loss is not None
+    loss = out.loss.view(shape)
     if options.reduction != "none":
-        loss = reduce_losses(losses, number, _divisor(call, number), mean=options.reduction == "mean")
-    made = (out.lse, out.log_prob, out.entropy, correct, out.top1)
+        loss = reduce_losses(out.loss, number, _divisor(call, number), mean=options.reduction == "mean")
+    made = (out.lse, out.log_prob, out.entropy, out.correct, out.top1)
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 
 
@@ -93,13 +94,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     )
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
-    by_output = walks.loss_gradients(run, known, grad_loss, divisor, weight)
-    factor = None
-    if kept.config.in_forward and call.options.reduction != "none":
-        # What forward rounded is divided already.
-        rounded = rounds_in_forward(call.problem("cuda"))
-        mean = call.options.reduction == "mean" and not rounded
-        factor = walks.loss_factor(run, grad_loss, None if rounded else divisor, mean=mean)
+    mean = call.options.reduction == "mean"
+    # What forward rounded is divided already.
+    rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
+    by_output, factor = walks.loss_gradients(
+        run, known, grad_loss, divisor, weight, mean=mean, by_mean=mean and not rounded
+    )
     return walks.backward(
         run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
     )

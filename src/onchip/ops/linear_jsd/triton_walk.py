@@ -36,8 +36,8 @@ from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gath
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved
-from onchip.vocab.triton.softmax import compact_tokens
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
+from onchip.vocab.triton.token_launches import compact
 
 # Tiles of a token's row that a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8
@@ -93,8 +93,7 @@ class Pair:
 
     def number_tokens(self) -> None:
         """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
-        known = {"target": self.ids, "ignore_index": self.ignore_index, "T": self.call.number, "BLOCK": 4096}
-        Launch(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
+        compact(self.vectors, self.ids, self.ignore_index).run()
         if not self.sides:
             stated.call(_put_labels, self.vectors.label, self.ids, self.vectors.order, self.call.size)
 

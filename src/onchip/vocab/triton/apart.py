@@ -149,19 +149,21 @@ def multiply(blocks, barriers, wide, first, steps, zeros):
 
 
 @gluon.jit
-def add(value, out, product_scale, t, n, row, h, H, stride):
+def add(value, out, product_scale, scaled, t, n, row, h, H, stride):
     """Add a product of the positions from t on to what is at (row, h)."""
     layout: gl.constexpr = value.type.layout
     r = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     c = h + gl.arange(0, TILE, gl.SliceLayout(0, layout))
-    if product_scale is not None:
-        value *= gl.load(product_scale + t + r, mask=t + r < n, other=0.0)[:, None]
+    scale = gl.load(product_scale + t + r, mask=t + r < n, other=0.0)
+    value *= gl.where(scaled != 0, scale, 1.0)[:, None]
     at = out + (row + r).to(gl.int64)[:, None] * stride + c[None, :]
     gl.atomic_add(at, value, mask=(t + r < n)[:, None] & (c < H)[None, :], sem="relaxed")
 
 
 @gluon.jit
-def take_units(blocks, barriers, work, out, product_scale, n, first, slice_rows, H, stride, PROGRAMS: gl.constexpr):
+def take_units(
+    blocks, barriers, work, out, product_scale, scaled, n, first, slice_rows, H, stride, PROGRAMS: gl.constexpr
+):
     """The products of this program's units."""
     zeros = gl.zeros((TILE, TILE), gl.float32, products_layout())
     _, whole, rest, cut, _ = work
@@ -172,17 +174,18 @@ def take_units(blocks, barriers, work, out, product_scale, n, first, slice_rows,
         done += end - begin
         row = i * TILE + s * slice_rows
         down, right = (1 - wide) * TILE, wide * TILE
-        add(acc, out, product_scale, first + i * TILE, n, row, j * TILE, H, stride)
-        add(acc_2, out, product_scale, first + i * TILE + down, n, row + down, j * TILE + right, H, stride)
+        add(acc, out, product_scale, scaled, first + i * TILE, n, row, j * TILE, H, stride)
+        add(acc_2, out, product_scale, scaled, first + i * TILE + down, n, row + down, j * TILE + right, H, stride)
 
 
-@gluon.jit(do_not_specialize=["first", "last", "slice_rows", "slices", "first_tile", "chunk_tiles"])
+@gluon.jit(do_not_specialize=["scaled", "first", "last", "slice_rows", "slices", "first_tile", "chunk_tiles"])
 def hidden_apart(
     exponentials,  # [rows, VOCAB_TILE] in blocks of [TILE, STEP]
     weight,  # [V, H], in such of [STEP, TILE]
     out,  # [.., H] float32, added to
     number,  # [1] int32
-    product_scale,  # [T] float32: what each row of the product is multiplied by
+    product_scale,  # [T] float32: what each row of the product is multiplied by, if it is `scaled`
+    scaled,
     first,
     last,
     slice_rows,
@@ -211,9 +214,10 @@ def hidden_apart(
     barrier()
     gl.warp_specialize(
         [
-            (take_units, (blocks, barriers, work, out, product_scale, n, first, slice_rows, H, out_stride, PROGRAMS)),
+            (take_units, (blocks, barriers, work, out, product_scale, scaled, n, first, slice_rows, H, out_stride,
+                          PROGRAMS)),
             (copy, (exponentials, weight, blocks, barriers, work, buffer, first, first_tile, H, PROGRAMS)),
         ],
         [1],
         [FEW_REGISTERS],
-    )
+    )  # fmt: skip

@@ -133,13 +133,12 @@ def unscaled_logits(product, bias, v, inner_scale, V):
 
 @triton.jit
 def add_entries(
-    value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H,
-    IDS: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
+    value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, ids, OPERAND: tl.constexpr
+):
     """Add to columns c of a position's hidden gradient what comes of its ids' entries, with the weight as operand."""
-    for k in range(IDS):
-        g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
-        y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
+    for k in range(ids):
+        g = tl.load(at_target + at * ids + k, mask=at >= 0, other=0.0)
+        y = tl.maximum(tl.load(label + at * ids + k, mask=at >= 0, other=0), 0).to(tl.int64)
         w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
         value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(OPERAND).to(tl.float32)
     return value

@@ -14,7 +14,6 @@ from onchip.kernels.triton.tiles import add_columns, add_digits, load_block, pla
 from onchip.vocab.triton.blocks import (
     NO_LABEL,
     VOCAB_TILE,
-    add_entries,
     at_the_end,
     buffer_row,
     load_weight,
@@ -381,25 +380,24 @@ def weight_gradient(
             store_columns(out, out_stride, v, j * BLOCK_H, V, H, value, BLOCK_V, BLOCK_H, PARTS, TMA)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "of_positions"])
 def column_sums(
     x,  # [N, H], any strides
-    factor,  # [N] float32; None: 1
-    count,  # [1] int32: of the rows, those before it alone; None: all
+    factor,  # [N] float32
+    count,
     out,  # [PARTS, H] float32 out
     x_stride_n,
     x_stride_h,
     N,
+    of_positions,  # whether the rows are: each counts times its factor then, and those before `count` alone
     H,
     PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of the rows, as operands, each times its factor, in parts."""
-    n = N
-    if count is not None:
-        n = tl.minimum(tl.load(count), N)
+    """Sums of the rows, as operands, in parts."""
+    n = tl.where(of_positions != 0, tl.minimum(tl.load(count), N), N)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # One sum over a program's rows at the end: warps would wait for each other at each.
     total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
@@ -407,9 +405,7 @@ def column_sums(
         t = start + tl.arange(0, BLOCK_T)
         at = t.to(tl.int64)[:, None] * x_stride_n + c.to(tl.int64)[None, :] * x_stride_h
         row = tl.load(x + at, mask=(t < n)[:, None] & (c < H)[None, :], other=0).to(OPERAND).to(tl.float32)
-        if factor is not None:
-            row *= tl.load(factor + t, mask=t < n, other=0.0)[:, None]
-        total += row
+        total += row * tl.load(factor + t, mask=(t < n) & (of_positions != 0), other=1.0)[:, None]
     tl.store(out + tl.program_id(0) * H + c, tl.sum(total, 0), mask=c < H)
 
 
@@ -466,13 +462,16 @@ def add_targets(
             tl.store(grad_bias + y, tl.load(grad_bias + y) + sum_g, mask=once)
 
 
-@triton.jit(do_not_specialize=["first", "last", "out_rows", "slice_rows", "first_tile", "chunk_tiles", "slices"])
+@triton.jit(
+    do_not_specialize=["first", "last", "out_rows", "slice_rows", "first_tile", "chunk_tiles", "slices", "scaled"]
+)
 def hidden_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     weight,  # [V, H]
     out,  # [out_rows, H] float32, added to
     count,
-    product_scale,  # [T] float32: what each row of the product is multiplied by
+    product_scale,  # [T] float32: what each row of the product is multiplied by, if it is `scaled`
+    scaled,
     first,
     last,
     out_rows,
@@ -530,9 +529,9 @@ def hidden_gradient(
             )
             b = load_weight(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TURNED, TMA)
             acc = tl.dot(a, b, acc)
-        if product_scale is not None:
-            t = t0 + tl.arange(0, BLOCK_T)
-            acc *= tl.load(product_scale + t, mask=t < n, other=0.0)[:, None]
+        t = t0 + tl.arange(0, BLOCK_T)
+        r = tl.load(product_scale + t, mask=t < n, other=0.0)
+        acc *= tl.where(scaled != 0, r, 1.0)[:, None]
         add_columns(
             out,
             out_stride,
@@ -581,43 +580,3 @@ def bias_gradient(
     if inverse_grad_scale is not None:
         total *= tl.load(inverse_grad_scale)
     tl.store(out + v, total, mask=v < V)
-
-
-@triton.jit(do_not_specialize=["kept", "half_rows"])
-def finish_hidden(
-    sums,  # [T, H] float32, by position; with half_rows those from `kept` on are in two halves, so many rows apart
-    weight,  # [V, H]
-    position,
-    label,  # [T * IDS] int32: a position's targets
-    at_target,  # [T * IDS] float32
-    even,  # [T] float32, of those before `kept`: what each logit's gradient lacks
-    weight_sum,  # [H] float32, of the rows of weight
-    inverse_grad_scale,
-    out,  # [T, H] out, by token
-    weight_stride_v,
-    weight_stride_h,
-    H,
-    kept,
-    half_rows,
-    IDS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Round the hidden gradient, and put each row in its token's place; 0 for ignored tokens.
-
-    With `at_target`, the targets' terms are not in the sums yet.
-    """
-    t = tl.program_id(0)
-    at = tl.load(position + t)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(sums + tl.cast(at, tl.int64) * H + c, mask=(c < H) & (at >= 0), other=0.0)
-    if (at >= kept) & (half_rows > 0):
-        value += tl.load(sums + tl.cast(at + half_rows, tl.int64) * H + c, mask=c < H, other=0.0)
-    if even is not None:
-        e = tl.load(even + at, mask=(at >= 0) & (at < kept), other=0.0)
-        value -= e * tl.load(weight_sum + c, mask=c < H, other=0.0)
-    if at_target is not None:
-        value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS, OPERAND)
-    if inverse_grad_scale is not None:
-        value *= tl.load(inverse_grad_scale)
-    tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)

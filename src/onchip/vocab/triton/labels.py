@@ -22,6 +22,7 @@ from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.tiling import VOCAB_TILE
+from onchip.vocab.triton.token_launches import compact
 
 
 class LabelStats(NamedTuple):
@@ -56,7 +57,7 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels
     ids = stated.call(torch.full, (tokens, 1), -1, dtype=torch.int64, device=device)
     picked = Picked(stated.empty(tokens, torch.float32, device), None, None)
     partials = Partials.empty(run.vocab, len(rows), device, Asked(entropy=run.options.return_stats), labels=True)
-    run.launch(softmax.compact_tokens, (1,), warps=8, target=ids, ignore_index=0, BLOCK=4096).run()
+    compact(run.vectors, ids, 0).run()
     hidden = call.hidden.reshape(tokens, run.hidden)
     for first in range(0, tokens, len(rows)):
         launches.gather(run, hidden, ids, 0, temperature, picked, rows, first).run()

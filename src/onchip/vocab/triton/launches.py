@@ -325,6 +325,8 @@ class TokenSoftmax(NamedTuple):
     mean_logits: Tensor | None = None
     log_sum_sq: Tensor | None = None  # log(sum(p**2))
     top: Tensor | None = None  # the largest logit
+    loss: Tensor | None = None  # weighted cross-entropy
+    correct: Tensor | None = None  # bool: with top1, whether that is the target
 
 
 class Terms(NamedTuple):
@@ -455,8 +457,8 @@ def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
         gradients.column_sums,
         (parts, -(-run.hidden // block)),
         x=x,
-        factor=factor,
-        count=None if factor is None else run.vectors.number,
+        factor=run.vectors.factor if factor is None else factor,
+        of_positions=int(factor is not None),
         out=out,
         x_stride_n=x.stride(0),
         x_stride_h=x.stride(1),
@@ -603,7 +605,7 @@ def add_weight(
 def hidden_product(
     run: Run,
     buffer: LogitBuffer,
-    product_scale: Tensor | None,
+    product_scale: Tensor,
     sums: Tensor,
     halves: bool,
     first_tile: int,
@@ -613,25 +615,25 @@ def hidden_product(
     slices: int = 1,
     positions: tuple[int, int] | None = None,
 ) -> Launch:
-    """With `product_scale` of the positions that are kept, else of the others; in `slices` of sums.
+    """Of `positions`, the first, and the last and one, that are kept, times `product_scale`; without them of all that
+    aren't; in `slices` of sums.
 
     `apart`: whether by the kernel of apart.py, where that can run; None leaves it to H.
-    `positions`: the first, and the last and one, in the place of all that are kept.
     """
-    kept = min(buffer.kept, run.tokens)
-    first, last = positions or ((kept, run.tokens) if product_scale is None else (0, kept))
-    out = sums[first:] if product_scale is None else sums if slices > 1 else sums[: last - first]
+    first, last = positions or (min(buffer.kept, run.tokens), run.tokens)
+    out = sums[first:] if positions is None else sums if slices > 1 else sums[: last - first]
     rows = len(sums) // slices
     common = {
         **buffer.known,
         "out_stride": out.stride(0),
         "product_scale": product_scale,
+        "scaled": int(positions is not None),
         "first": first,
         "last": last,
-        "slice_rows": rows if slices > 1 else buffer.rows.in_third if product_scale is None else 0,
+        "slice_rows": rows if slices > 1 else buffer.rows.in_third if positions is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "slices": max(slices, 2 if product_scale is not None or halves else 1),
+        "slices": max(slices, 2 if positions is not None or halves else 1),
     }
     if run.gluon and run.weight.stride(1) == 1 and (hidden_apart(run.hidden) if apart is None else apart):
         from onchip.vocab.triton import gluon_launches

@@ -18,6 +18,7 @@ from onchip.vocab.triton import gradients, launches, setup
 from onchip.vocab.triton.launches import BLOCK, TOKEN_TILE, VOCAB_TILE, LogitBuffer, Run, Sum, Terms, Vectors
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Gradients, Saved
+from onchip.vocab.triton.token_launches import finish_hidden
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
@@ -43,6 +44,7 @@ class Products:
     """The products that make a layer's gradients of its logits' gradient, in `buffer`."""
 
     run: Run
+    weight: Tensor  # the caller's
     grads: Gradients  # out; the weight's memory may be the buffer's, if that begins a chunk further on
     config: TritonPlan
     buffer: LogitBuffer
@@ -72,7 +74,7 @@ class Products:
             size = min(config.kept, run.tokens) + 2 * recomputed if config.halves else run.tokens
             sums = stated.zeros((size, run.hidden), torch.float32, rows.device)
         even = even if buffer.kept > 0 else None
-        return Products(run, grads, config, buffer, rows, sums, product_scale, inverse_grad_scale, even)
+        return Products(run, layer.weight, grads, config, buffer, rows, sums, product_scale, inverse_grad_scale, even)
 
     @property
     def kept(self) -> int:
@@ -95,7 +97,10 @@ class Products:
             ).run()  # fmt: skip
         if self.kept > 0 and self.sums is not None:
             tiles = self.run.vocab_tiles
-            launches.hidden_product(self.run, self.buffer, self.product_scale, self.sums, False, 0, tiles).run()
+            product = launches.hidden_product(
+                self.run, self.buffer, self.product_scale, self.sums, False, 0, tiles, positions=(0, self.kept)
+            )
+            product.run()
 
     def take_hidden(self, first: int, tiles: int) -> None:
         """A chunk of the vocabulary that is recomputed: hidden's part."""
@@ -126,7 +131,9 @@ class Products:
     def _recomputed_product(self) -> Launch:
         """For `again`: of no chunk yet."""
         assert self.sums is not None
-        return launches.hidden_product(self.run, self.buffer, None, self.sums, self.config.halves, 0, 0).fixed()
+        return launches.hidden_product(
+            self.run, self.buffer, self.product_scale, self.sums, self.config.halves, 0, 0
+        ).fixed()
 
     @cached_property
     def _weight_product(self) -> Launch:
@@ -139,21 +146,17 @@ class Products:
         return made.fixed()
 
     def finish(self, terms: Terms | None = None) -> None:
-        """Hidden's gradient of its sums; with `terms` the ids' entries are added."""
-        if self.sums is None:
+        """Hidden's gradient of its sums; with `terms` the ids' entries are added, where any are kept."""
+        if self.sums is None or self.grads.hidden is None:
             return
-        self.run.launch(
-            gradients.finish_hidden,
-            (self.run.tokens, -(-self.run.hidden // BLOCK)),
-            sums=self.sums,
-            label=None if terms is None else terms.entry_label,
-            at_target=None if terms is None else terms.entry,
-            even=self.even,
-            weight_sum=None if self.even is None else launches.column_sums(self.run, self.run.weight),
-            inverse_grad_scale=self.inverse_grad_scale,
-            out=self.grads.hidden,
-            kept=self.kept,
-            half_rows=self.buffer.rows.in_third if self.config.halves else 0,
-            IDS=1 if terms is None else terms.ids,
-            BLOCK=BLOCK,
+        finish_hidden(
+            self.run,
+            self.weight,
+            self.sums,
+            terms,
+            None if self.even is None else launches.column_sums(self.run, self.run.weight),
+            self.inverse_grad_scale,
+            self.kept,
+            self.buffer.rows.in_third if self.config.halves else 0,
+            self.grads.hidden,
         ).run()

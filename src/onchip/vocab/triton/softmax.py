@@ -8,6 +8,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total, soft_loss, tanh
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
+from onchip.vocab.triton import tiling
 from onchip.vocab.triton.blocks import (
     REACH,
     VOCAB_TILE,
@@ -19,9 +20,21 @@ from onchip.vocab.triton.blocks import (
     unscaled_logits,
 )
 
+VECTOR = tl.constexpr(tiling.VECTOR)
 
-@triton.jit(do_not_specialize=["T"])
-def compact_tokens(target, vectors, T, ignore_index, BLOCK: tl.constexpr):
+
+@triton.jit(do_not_specialize=["T", "first_size", "size", "chunks"])
+def compact_tokens(
+    target,
+    vectors,
+    numbers,  # [chunks, VECTOR] int32, the first of each out: how many of its positions are of tokens
+    T,
+    ignore_index,
+    first_size,  # positions of the first chunk
+    size,  # of the others
+    chunks,
+    BLOCK: tl.constexpr,
+):
     """Number the tokens that are not ignored, in their order.  One program."""
     total = tl.zeros((), tl.int32)
     for start in range(0, T, BLOCK):
@@ -32,6 +45,11 @@ def compact_tokens(target, vectors, T, ignore_index, BLOCK: tl.constexpr):
         tl.store(vectors.order + at, t, mask=(t < T) & (kept != 0))
         total += tl.sum(kept, 0)
     tl.store(vectors.number, total)
+    for start in range(0, chunks, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        before = tl.where(i == 0, 0, first_size + (i - 1) * size)
+        most = tl.where(i == 0, first_size, size)
+        tl.store(numbers + i * VECTOR, tl.minimum(tl.maximum(total - before, 0), most), mask=i < chunks)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -247,15 +265,19 @@ def merge_tiles(
     partials,  # Partials
     tile_weight,  # [tiles] float32: the sums of the class weights
     class_total,  # [] float32: their sum
+    class_weight,  # [V] float32: of the losses, as the next
+    token_weight,  # [T] float32
     out,  # TokenSoftmax out, but for the log-probabilities of all ids
     normalizer,  # [T] float32 out, by position: what makes probabilities of what is kept
     inverse_exponential_scale,
+    label_smoothing,
+    z_loss,
     V,
     tiles,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The softmax over all tiles."""
+    """The softmax over all tiles, and the weighted losses."""
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mine = at < tl.load(vectors.number)
     y = tl.load(vectors.label + at, mask=mine, other=0)
@@ -331,6 +353,19 @@ def merge_tiles(
         tl.store(out.top1 + t, index.to(tl.int64), mask=mine)
     if out.top is not None:
         tl.store(out.top + t, of_tiles, mask=mine)
+    if out.loss is not None:
+        # A masked target's is -inf, which smoothing of 1 would multiply by 0.
+        loss = tl.where(label_smoothing < 1, -(1 - label_smoothing) * log_prob, 0.0)
+        if class_weight is not None:
+            loss *= tl.load(class_weight + y, mask=mine & (y >= 0), other=0.0)
+        loss += z_loss * value_lse * value_lse
+        if out.uniform_loss is not None:
+            loss += label_smoothing * uniform
+        if token_weight is not None:
+            loss *= tl.load(token_weight + t, mask=mine, other=0.0)
+        tl.store(out.loss + t, tl.where(y < 0, float("nan"), loss), mask=mine)
+    if out.correct is not None:
+        tl.store(out.correct + t, index == y, mask=mine)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -428,41 +463,6 @@ def spread_log_probs(
     # The difference of two that are -inf is NaN.
     value = tl.load(out.leading + t, mask=good, other=0.0) + tl.where(z == top, 0.0, z - top)
     tl.store(out.log_prob + i, tl.where(good, value, tl.where(counted, float("nan"), 0.0)), mask=i < N)
-
-
-@triton.jit(do_not_specialize=["T"])
-def token_losses(
-    vectors,  # Vectors
-    known,  # TokenSoftmax
-    token_weight,  # [T] float32
-    class_weight,  # [V] float32
-    loss,  # [T] float32 out
-    correct,  # [T] bool out, with top1
-    T,
-    label_smoothing,
-    z_loss,
-    BLOCK: tl.constexpr,
-):
-    """The weighted loss of each token, and whether its target has the largest logit; 0 for ignored ones."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.load(vectors.position + t, mask=t < T, other=-1)
-    kept = at >= 0
-    y = tl.load(vectors.label + at, mask=kept, other=0)
-    lse_t = tl.load(known.lse + t, mask=kept, other=0.0)
-    log_prob = tl.load(known.leading + t, mask=kept, other=0.0)
-    # A masked target's is -inf, which smoothing of 1 would multiply by 0.
-    value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * log_prob, 0.0)
-    if class_weight is not None:
-        value *= tl.load(class_weight + y, mask=kept & (y >= 0), other=0.0)
-    value += z_loss * lse_t * lse_t
-    if known.uniform_loss is not None:
-        value += label_smoothing * tl.load(known.uniform_loss + t, mask=kept, other=0.0)
-    if token_weight is not None:
-        value *= tl.load(token_weight + t, mask=kept, other=0.0)
-    value = tl.where(y < 0, float("nan"), value)
-    tl.store(loss + t, tl.where(kept, value, 0.0), mask=t < T)
-    if known.top1 is not None:
-        tl.store(correct + t, kept & (tl.load(known.top1 + t, mask=kept, other=-1) == y), mask=t < T)
 
 
 @triton.jit

@@ -11,71 +11,73 @@ from onchip.kernels.triton.tiles import PAIR_ROWS, upper_row
 from onchip.vocab.triton.blocks import add_entries
 
 
-@triton.jit(do_not_specialize=["begin", "slice_rows", "slices"])
-def keep_hidden(
-    sums,  # [slices * slice_rows, H] float32, by position
-    order,
-    count,
-    into,  # [T, H] out, by token: float32, or the first 16 bits as int16
-    digits,  # [T, H] uint8 out: the next 8 bits; None with float32
-    begin,  # the position of the first sum
-    slice_rows,
-    slices,
-    H,
-    BLOCK: tl.constexpr,
-):
-    """Leave rows of hidden's gradient for backward, which scales and rounds them."""
-    t = tl.program_id(0)
-    if begin + t < tl.load(count):
-        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.zeros((BLOCK,), tl.float32)
-        for i in range(slices):
-            value += tl.load(sums + (t + i * slice_rows).to(tl.int64) * H + c, mask=c < H, other=0.0)
-        at = tl.load(order + begin + t).to(tl.int64) * H + c
-        if digits is None:
-            tl.store(into + at, value, mask=c < H)
-        else:
-            first, more = split_float(value)
-            tl.store(into + at, first, mask=c < H)
-            tl.store(digits + at, more, mask=c < H)
-
-
-@triton.jit
-def scale_hidden(
-    left,  # [T, H] what keep_hidden left, by token; the memory of out
-    digits,
+@triton.jit(do_not_specialize=["keeps", "scales", "begin", "kept", "slices", "slice_rows", "ids"])
+def hidden_rows(
+    sums,  # [slices * slice_rows, H] float32, by position from `begin` on
+    left,  # [T, H] by token: float32, or the first 16 bits as int16; the memory of out
+    digits,  # [T, H] uint8: the next 8 bits; None with float32
     weight,  # [V, H]
     position,
-    label,  # [T * IDS] int32: a position's targets
-    at_target,  # [T * IDS] float32
+    order,
+    count,
+    label,  # [T * ids] int32: a position's targets
+    at_target,  # [T * ids] float32
     row_scale,  # [T] float32, by position
-    even,  # [T] float32, by position: what each logit's gradient lacks
+    even,  # [T] float32, of positions before `kept`: what each logit's gradient lacks
     weight_sum,  # [H] float32, of the rows of weight
     inverse_grad_scale,
     out,  # [T, H] out, by token
     weight_stride_v,
     weight_stride_h,
     H,
-    IDS: tl.constexpr,
+    keeps,
+    scales,
+    begin,  # a position
+    kept,
+    slices,  # of the sums of positions from `kept` on
+    slice_rows,
+    ids,  # targets of a position whose terms aren't in the sums yet
     OPERAND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make hidden's gradient of what forward left of it; 0 for ignored tokens."""
-    t = tl.program_id(0)
-    at = tl.load(position + t)
+    """Rows of hidden's gradient.  With `keeps`, of positions: their sums are left for backward, which scales and rounds
+    them; else of all tokens, 0 for ignored ones: what was left is scaled, with `scales`, or the sums are rounded.
+    """
+    i = tl.program_id(0)
+    at = begin + i
+    if keeps == 0:
+        at = tl.load(position + i)
+    here = (at >= 0) & (at < tl.load(count))
+    token = tl.load(order + at, mask=here & (keeps != 0), other=i).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    where = t.to(tl.int64) * H + c
-    inside = (c < H) & (at >= 0)
-    value = tl.load(left + where, mask=inside, other=0)
-    if digits is not None:
-        value = join_float(value, tl.load(digits + where, mask=inside, other=0))
-    value *= tl.load(row_scale + at, mask=at >= 0, other=0.0)
-    if even is not None:
-        value -= tl.load(even + at, mask=at >= 0, other=0.0) * tl.load(weight_sum + c, mask=c < H, other=0.0)
-    value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS, OPERAND)
-    if inverse_grad_scale is not None:
-        value *= tl.load(inverse_grad_scale)
-    tl.store(out + where, value, mask=c < H)
+    inside = (c < H) & here
+    where = token * H + c
+    value = tl.zeros((BLOCK,), tl.float32)
+    for k in range(tl.where(scales != 0, 0, tl.where(at >= kept, slices, 1))):
+        value += tl.load(sums + (at - begin + k * slice_rows).to(tl.int64) * H + c, mask=inside, other=0.0)
+    if left is not None:
+        before = tl.load(left + where, mask=inside & (scales != 0), other=0)
+        if digits is not None:
+            before = join_float(before, tl.load(digits + where, mask=inside & (scales != 0), other=0))
+        value += before * tl.load(row_scale + at, mask=here & (scales != 0), other=0.0)
+    if keeps != 0:
+        if digits is not None:
+            first, more = split_float(value)
+            tl.store(left + where, first, mask=inside)
+            tl.store(digits + where, more, mask=inside)
+        elif left is not None:
+            tl.store(left + where, value, mask=inside)
+    else:
+        if even is not None:
+            e = tl.load(even + at, mask=here & (at < kept), other=0.0)
+            value -= e * tl.load(weight_sum + c, mask=inside & (at < kept), other=0.0)
+        if at_target is not None:
+            value = add_entries(
+                value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, ids, OPERAND
+            )
+        if inverse_grad_scale is not None:
+            value *= tl.load(inverse_grad_scale)
+        tl.store(out + where, value, mask=c < H)
 
 
 @triton.jit

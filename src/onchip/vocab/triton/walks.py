@@ -43,6 +43,7 @@ from onchip.vocab.triton.memory import PAIRS, TritonPlan, rounds_in_forward
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
 from onchip.vocab.triton.tiling import VECTOR, chunk_hidden
+from onchip.vocab.triton.token_launches import compact, keep_hidden, scale_hidden
 
 # Labels that are sorted by one kernel: on an H100 8192 took 0.04 ms, 16384 0.10 and 32768 0.37, where PyTorch takes
 # 0.05 and the host 0.16 more.
@@ -93,6 +94,7 @@ def forward(
     asked: Asked,
     token_weight: Tensor | None = None,  # [T] float32
     divisor: Callable[[], Tensor | None] = lambda: None,  # of the loss: [] float32, once it is known which tokens count
+    losses: bool = False,  # whether they are made; with the entropy, what is correct as well
 ) -> TokenSoftmax:
     """The log-probabilities of each token's ids, lse, and what is asked for; with the entropy top1 as well.
 
@@ -121,6 +123,8 @@ def forward(
         zeros() if asked.mean_logits else None,
         zeros() if asked.sum_sq else None,
         zeros() if asked.top else None,
+        zeros() if losses else None,
+        stated.zeros(tokens, torch.bool, device) if losses and asked.entropy else None,
     )
     stated.zero(run.vectors.packed)
     if tokens == 0:
@@ -132,12 +136,15 @@ def forward(
     picked = Picked(empty(), *((None, None) if k == 1 else (empty(k), empty(k, dtype=torch.int32))))
     sums = asked._replace(mean_logits=asked.mean_logits or smoothing)
     sizes, memory = config.token_chunks(tokens), None
-    counted = (ids, ignore_index) if k == 1 else (stated.call(_any_counts, ids, ignore_index), 0)
-    run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
-    numbers = None if len(sizes) == 1 and not config.in_forward else _numbers(run, sizes)
-    upstream = factor = None
-    if config.in_forward and rounds_in_forward(call.problem("cuda")):
-        factor = loss_factor(run, None, divisor(), mean=run.options.reduction == "mean")
+    target, ignored = (ids, ignore_index) if k == 1 else (stated.call(_any_counts, ids, ignore_index), 0)
+    numbers: Tensor | None = None
+    if len(sizes) > 1 or config.in_forward:
+        numbers = stated.empty((len(sizes) + 1, VECTOR), torch.int32, device)
+    compact(run.vectors, target, ignored, numbers, sizes).run()
+    upstream = factor = by = None
+    rounds = config.in_forward and rounds_in_forward(call.problem("cuda"))
+    if config.in_forward and call.grads[1]:
+        by = divisor()
     for i, (last, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
         first = last - size
         if memory is None or (i == 1 and config.first_chunk):
@@ -151,6 +158,7 @@ def forward(
             (-(-part.tokens // 16),),
             warps=8,
             target_logit=picked.target_logit[first:],
+            token_weight=token_weight,
             partials=memory.partials,
             tiles=len(memory.partials.maximum),
             out=made,
@@ -174,9 +182,11 @@ def forward(
                 launches.write(part, memory.kept, label, None, (0, memory.kept.kept), 0, run.vocab_tiles).run()
             if memory.chunk is not None:
                 if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
-                    upstream = loss_gradients(run, made, None, None, token_weight, reduction="sum")
+                    # Of the sum of the losses; what the last chunk rounds is divided by what the loss is.
+                    by_mean = run.options.reduction == "mean"
+                    upstream, factor = loss_gradients(run, made, None, by, token_weight, by_mean=by_mean)
                 assert numbers is not None
-                end = None if factor is None else End(factor, numbers[i + 1, :1])
+                end = End(factor, numbers[i + 1, :1]) if rounds else None
                 _chunk_gradients(part, call, memory.chunk, made, upstream, end, add=first > 0)
     if picked.label is not None:
         run.launch(
@@ -191,19 +201,6 @@ def forward(
             BLOCK=BLOCK,
         ).run()
     return made
-
-
-def _numbers(run: Run, sizes: Sequence[int]) -> Tensor:
-    """[chunks + 1, VECTOR] int32, in the first column: of the positions of each chunk, how many are of tokens, and 0.
-    From the second chunk on they are even.
-    """
-    number = len(sizes) + 1
-    numbers = stated.empty((number, VECTOR), torch.int32, run.weight.device)
-    run.launch(
-        vectors.chunk_numbers, (-(-number // BLOCK),), numbers=numbers, FIRST=sizes[0], SIZE=sizes[min(1, number - 2)],
-        N=number, BLOCK=BLOCK,
-    ).run()  # fmt: skip
-    return numbers
 
 
 def _chunk_gradients(
@@ -230,17 +227,7 @@ def _chunk_gradients(
             launches.hidden_product(
                 part, buffer, normalizer, mine, False, 0, tiles, apart=apart, slices=slices, positions=positions
             ).run()
-            part.launch(
-                sum_kernels.keep_hidden,
-                (number, -(-part.hidden // BLOCK)),
-                sums=mine,
-                begin=first,
-                slice_rows=number,
-                into=chunk.left.hidden.first,
-                digits=chunk.left.hidden.digits,
-                slices=slices,
-                BLOCK=BLOCK,
-            ).run()
+            keep_hidden(part, call, mine, first, number, slices, chunk.left.hidden).run()
     if upstream is not None:
         terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
         even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
@@ -267,33 +254,22 @@ def _any_counts(ids: Tensor, ignore_index: int) -> Tensor:
     return (ids != ignore_index).any(1).to(torch.int64)
 
 
-def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Each token's weighted cross-entropy, and where top1 is known whether it is the target."""
-    loss = stated.empty_like(made.lse)
-    correct = None if made.top1 is None else stated.empty_like(made.top1, torch.bool)
-    if run.tokens > 0:
-        run.launch(
-            softmax.token_losses, (-(-run.tokens // 256),), known=made, token_weight=token_weight, loss=loss,
-            correct=correct, BLOCK=256,
-        ).run()  # fmt: skip
-    return loss, correct
-
-
 def loss_gradients(
     run: Run,
     known: TokenSoftmax,
     grad_loss: Tensor | None,
     divisor: Tensor | None,
     token_weight: Tensor | None,
-    reduction: str = "",
-) -> OutputGradients:
-    """Those by the log-probability and lse, of that by the loss (None: 1), which `reduce_losses` made or is by token.
-
-    `reduction` stands for that of the options.
+    *,
+    mean: bool = False,
+    by_mean: bool = False,
+) -> tuple[OutputGradients, Tensor]:
+    """Those by the log-probability and lse, of that by the loss (None: 1); and, [] float32, that by the sum of the
+    losses.  `mean`: the loss is their mean; `by_mean`: the same for the latter.
     """
-    reduction = reduction or run.options.reduction
-    grad_loss = None if grad_loss is None else grad_loss.reshape(-1)
-    apart, tokens = reduction == "none", len(known.lse)
+    given = grad_loss is not None
+    flat = known.lse if grad_loss is None else grad_loss.reshape(-1)
+    apart, tokens = run.options.reduction == "none", len(known.lse)
 
     def vector(wanted: bool) -> Tensor | None:
         return stated.empty_like(known.lse) if wanted else None
@@ -302,28 +278,25 @@ def loss_gradients(
     made = OutputGradients(
         stated.empty_like(known.log_prob), vector(run.options.z_loss > 0), None, vector(weighed), vector(weighed)
     )
+    of_sum = stated.empty((), torch.float32, known.lse.device)
     if tokens > 0:
         run.launch(
             vectors.loss_gradients,
             (-(-tokens // 256),),
             T=tokens,
-            grad_loss=grad_loss,
-            grad_stride=grad_loss.stride(0) if grad_loss is not None and apart else 0,
+            grad_loss=flat,
+            grad_stride=flat.stride(0) if given and apart else 0,
             divisor=divisor,
             token_weight=token_weight,
             lse=known.lse,
             upstream=made,
-            MEAN=reduction == "mean",
+            of_sum=of_sum,
+            given=int(given),
+            mean=int(mean),
+            mean_of_sum=int(by_mean),
             BLOCK=256,
         ).run()
-    return made
-
-
-def loss_factor(run: Run, grad_loss: Tensor | None, divisor: Tensor | None, *, mean: bool) -> Tensor:
-    """[] float32: the gradient by the sum of the losses, of that (None: 1) by the loss that `reduce_losses` made."""
-    factor = stated.empty((), torch.float32, run.weight.device)
-    run.launch(vectors.loss_factor, (1,), grad_loss=grad_loss, divisor=divisor, factor=factor, MEAN=mean).run()
-    return factor
+    return made, of_sum
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -389,7 +362,7 @@ def backward(
         if kept > 0 and (wanted[1] or wanted[2]):
             _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
         if start_sum is None:
-            products.finish(terms if kept else None)
+            products.finish(terms)
     _, weight, bias = grads.made(call.dtypes[2])
     if start_sum is None or grads.hidden is None:
         return None, weight, bias
@@ -402,7 +375,7 @@ def _finish_and_sum(
     """Make hidden's gradient, and begin to add up that of all ranks."""
     if products.grads.hidden is None:
         return None
-    products.finish(terms if products.kept else None)
+    products.finish(terms)
     return start_sum(products.grads.hidden.view(call.hidden.shape))
 
 
@@ -416,28 +389,16 @@ def _scale_sums(
         _scale_weight(run, sums.weight, grads.weight, factor, rounded=rounded, add=grads.add)
         _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
     if grads.hidden is not None:
-        run.launch(
-            sum_kernels.scale_hidden,
-            (run.tokens, -(-run.hidden // BLOCK)),
-            left=sums.hidden.first,
-            digits=sums.hidden.digits,
-            label=terms.entry_label,
-            at_target=terms.entry,
-            row_scale=terms.row_scale,
-            even=terms.even,
-            weight_sum=None if terms.even is None else launches.column_sums(run, run.weight),
-            inverse_grad_scale=terms.inverse_grad_scale,
-            out=grads.hidden,
-            IDS=terms.ids,
-            BLOCK=BLOCK,
-        ).run()
+        weight_sum = None if terms.even is None else launches.column_sums(run, run.weight)
+        scale_hidden(run, sums.hidden, terms, weight_sum, grads.hidden).run()
 
 
 def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, rounded: bool, add: bool) -> None:
     """Make the weight's gradient of its sum, which begins where that does, or add it to the caller's."""
+    paired = left.paired
 
     def scale(first: int, last: int, left: Sum) -> None:
-        if left.paired:
+        if paired:
             first, last = first // 2, up(last, PAIRS) // 2
         run.launch(
             sum_kernels.scale_weight,
@@ -448,7 +409,7 @@ def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, ro
             factor=factor,
             first=first,
             last=last,
-            PAIRED=left.paired,
+            PAIRED=paired,
             ROUNDED=rounded,
             ADD=add,
             BLOCK=BLOCK,
@@ -495,12 +456,7 @@ def _target_terms(
 def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
     """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
     label = terms.entry_label
-    if len(label) > MOST_COUNTED:
-        key = stated.empty_like(label)
-        grid = (-(-len(label) // BLOCK),)
-        run.launch(vectors.sort_keys, grid, label=label, key=key, N=len(label), IDS=terms.ids, BLOCK=BLOCK).run()
-        labels, positions = stated.call(torch.sort, key, stable=True)
-        return labels, stated.call(Tensor.to, positions, torch.int32)
+    counts = len(label) <= MOST_COUNTED
     packed = stated.empty((2, up(len(label), VECTOR)), torch.int32, label.device)
     labels, positions = packed[:, : len(label)]
     run.launch(
@@ -510,10 +466,14 @@ def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
         sorted_label=labels,
         sorted_position=positions,
         N=len(label),
+        sorts=int(counts),
         IDS=terms.ids,
         BLOCK=32,
         OTHERS=256,
     ).run()
+    if not counts:
+        labels, by = stated.call(torch.sort, labels, stable=True)
+        positions = stated.call(Tensor.to, by, torch.int32)
     return labels, positions
 
 

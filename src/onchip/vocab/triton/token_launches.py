@@ -1,0 +1,101 @@
+"""Launches of kernels that number tokens, and that take rows of hidden's gradient to where they belong."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.triton.launch import Launch
+from onchip.vocab.torch.call import Layer
+from onchip.vocab.triton import softmax, sums
+from onchip.vocab.triton.launches import BLOCK, Run, Sum, Terms, Vectors
+
+
+def compact(
+    vectors: Vectors, target: Tensor, ignore_index: int, numbers: Tensor | None = None, sizes: Sequence[int] = (0,)
+) -> Launch:
+    """Number the tokens that are not ignored, in all and, with `numbers`, in chunks of these sizes, and one of none.
+    From the second chunk on they are even.
+    """
+    arguments = {
+        "target": target,
+        "vectors": vectors,
+        "numbers": vectors.number if numbers is None else numbers,
+        "T": len(target),
+        "ignore_index": ignore_index,
+        "first_size": sizes[0],
+        "size": sizes[min(1, len(sizes) - 1)],
+        "chunks": 0 if numbers is None else len(sizes) + 1,
+        "BLOCK": 4096,
+    }
+    return Launch(softmax.compact_tokens, (1,), arguments, warps=8)
+
+
+def keep_hidden(run: Run, layer: Layer, sums: Tensor, first: int, number: int, slices: int, into: Sum) -> Launch:
+    """Leave hidden's gradient of so many positions, which is in sums, for `scale_hidden`."""
+    out = into.first.view(layer.hidden.dtype)
+    memory = {"sums": sums, "left": into.first, "digits": into.digits, "out": out}
+    cut = {"keeps": 1, "begin": first, "kept": 0, "slices": slices, "slice_rows": number}
+    return _hidden_rows(run, layer.weight, number, None, **memory, **cut)
+
+
+def scale_hidden(run: Run, left: Sum, terms: Terms, weight_sum: Tensor | None, out: Tensor) -> Launch:
+    """Hidden's gradient, of what `keep_hidden` left."""
+    memory = {"sums": run.vectors.factor, "left": left.first, "digits": left.digits, "out": out}
+    more = {"scales": 1, "kept": run.tokens, "ids": terms.ids, "weight_sum": weight_sum}
+    return _hidden_rows(run, run.weight, run.tokens, terms, **memory, **more)
+
+
+def finish_hidden(
+    run: Run,
+    weight: Tensor,
+    sums: Tensor,
+    terms: Terms | None,
+    weight_sum: Tensor | None,
+    inverse_grad_scale: Tensor | None,
+    kept: int,
+    half_rows: int,
+    out: Tensor,
+) -> Launch:
+    """Hidden's gradient, of sums in which the ids' terms of `kept` positions, if there are any, are missing.  With
+    `half_rows` the sums of the others are in two halves, so many rows apart.  `weight` is the caller's.
+    """
+    # For the compiler what isn't read is as in the others: for all numbers of tokens there is one kernel.
+    memory = {"sums": sums, "out": out, "left": None, "digits": None, "inverse_grad_scale": inverse_grad_scale}
+    if terms is not None and out.element_size() == 2:
+        memory |= {"left": out.view(torch.int16), "digits": out.view(torch.uint8)}
+    elif terms is not None:
+        memory |= {"left": out}
+    cut = {"kept": kept, "slices": 2 if half_rows else 1, "slice_rows": half_rows}
+    ids = 0 if terms is None or kept == 0 else terms.ids
+    return _hidden_rows(run, weight, run.tokens, terms, **memory, **cut, ids=ids, weight_sum=weight_sum)
+
+
+def _hidden_rows(run: Run, weight: Tensor, rows: int, terms: Terms | None, **more: Any) -> Launch:
+    """Of so many rows; where there are terms, or will be, what isn't known yet has something in its place."""
+    floats = run.vectors.factor
+    arguments: dict[str, Any] = {
+        "weight": weight,
+        "weight_stride_v": weight.stride(0),
+        "weight_stride_h": weight.stride(1),
+        "label": run.vectors.label,
+        "at_target": floats,
+        "row_scale": floats,
+        "even": floats if run.options.label_smoothing > 0 else None,
+        "inverse_grad_scale": floats if run.dtype == torch.float16 else None,
+        "keeps": 0,
+        "scales": 0,
+        "begin": 0,
+        "slices": 0,
+        "slice_rows": 0,
+        "ids": 0,
+        "weight_sum": None,
+    }
+    if terms is not None:
+        arguments |= {"label": terms.entry_label, "at_target": terms.entry, "row_scale": terms.row_scale}
+        arguments |= {"even": terms.even, "inverse_grad_scale": terms.inverse_grad_scale}
+    arguments |= more
+    if arguments["even"] is not None and arguments["weight_sum"] is None:
+        arguments["weight_sum"] = floats
+    return run.launch(sums.hidden_rows, (rows, -(-run.hidden // BLOCK)), **arguments, BLOCK=BLOCK)
