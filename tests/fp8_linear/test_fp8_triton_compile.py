@@ -84,7 +84,7 @@ def quantizer(x, fmt, by_block):
     launch = triton_launches.quantize_launch(x, *outs, fmt, "float32", by_block=by_block)
     assert set(launch.arguments) == {p.name for p in launch.kernel.params}
     found = compiled(launch)
-    assert found.stack == 0
+    assert found.stack <= (64 if found.constants["WHOLE"] else 0)  # of the last rows, which are masked
     # To the nearest, ties to even, saturating; two numbers to an instruction.
     assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
     # Divisions that may call a function take 64 registers more: fewer programs fit a multiprocessor.
@@ -106,13 +106,13 @@ def quantizer(x, fmt, by_block):
 def test_quantizers_of_words(fmt, by_block, dtype, shape):
     found = quantizer(torch.empty(shape, dtype=dtype), fmt, by_block)
     # Of 16-bit numbers four programs of 8 warps fit a multiprocessor, of whole blocks, else three; of float32 two.
-    pairs = dtype != torch.float32
+    pairs, ways = dtype != torch.float32, 2 if found.constants["WHOLE"] else 1
     assert found.registers <= (128 if not pairs else 64 if found.constants["WHOLE"] else 80)
     # A block is read once, by 256 threads 16 bytes at a time; a thread computes a scale of each kind, at most.
-    assert len(re.findall(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)) == (8 if pairs else 16)
-    assert len(re.findall(r"ld\.global", found.ptx)) == (8 if pairs else 16)
-    assert found.ptx.count("rcp.approx") == (1 if by_block else 2)
-    assert found.ptx.count("cvt.rn.satfinite") == 64
+    assert len(re.findall(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)) == ways * (8 if pairs else 16)
+    assert len(re.findall(r"ld\.global", found.ptx)) == ways * (8 if pairs else 16)
+    assert found.ptx.count("rcp.approx") == ways * (1 if by_block else 2)
+    assert found.ptx.count("cvt.rn.satfinite") == 64 * ways
 
 
 @pytest.mark.parametrize(("by_block", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)

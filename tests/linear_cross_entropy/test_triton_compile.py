@@ -87,10 +87,10 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
         for name, f in vars(module).items()
         if hasattr(f, "params") and f.__module__ == module.__name__ and not name.startswith("_")
     }
-    of_rows, of_many_labels = {"reduce_losses"}, {"sort_keys"}
-    assert {name for name, _ in made} - of_rows == in_files - OF_LOG_PROBS - of_many_labels
-    for name, switch in (("softmax_tiles", "buffer"), ("weight_gradient", "ADD"), ("hidden_gradient", "product_scale")):
-        there = {x[switch] is not None and x[switch] is not False for kernel, x in made if kernel == name}
+    of_rows = {"reduce_losses"}
+    assert {name for name, _ in made} - of_rows == in_files - OF_LOG_PROBS
+    for name, switch in (("softmax_tiles", "buffer"), ("weight_gradient", "ADD"), ("hidden_gradient", "scaled")):
+        there = {bool(x[switch]) for kernel, x in made if kernel == name}
         assert there == {True, False}, name
 
 
@@ -201,8 +201,9 @@ def test_hidden_apart(hidden, dtype):
     for plan in (replace(MIXED["plan"], halves=True), triton_spec.TritonPlan(128, in_forward=True)):
         found += launches(HOPPER, hidden=hidden, dtype=dtype, plan=plan, in_turns=True)
     assert "hidden_gradient" not in {x.kernel.__name__ for x in found}
-    made = compile_all([x for x in found if x.kernel.__name__ == "hidden_apart"], HOPPER[0])
-    assert {k.constants["product_scale"] for k in made} == {True, False}
+    found = [x for x in found if x.kernel.__name__ == "hidden_apart"]
+    assert {x.arguments["scaled"] for x in found} == {0, 1}
+    made = compile_all(found, HOPPER[0])
     assert_fits(made, HOPPER[1])
     for k in made:
         assert k.stack == 0
@@ -266,7 +267,7 @@ launches_of_ids = partial(launches, op=linear_log_probs, lse=True)
 @pytest.mark.parametrize("options", OF_IDS)
 def test_hopper_of_ids(options):
     """What differs from linear_cross_entropy's launches."""
-    own = {"gather_tokens", "gradient_tiles", "position_terms", "add_targets", "finish_hidden", *OF_LOG_PROBS}
+    own = {"gather_tokens", "gradient_tiles", "position_terms", "add_targets", "hidden_rows", *OF_LOG_PROBS}
     found = [x for x in launches_of_ids(HOPPER, **OF_IDS[options]) if x.kernel.__name__ in own]
     for k in compile_all(found, HOPPER[0]):
         assert k.shared <= HOPPER[1], (k.kernel, k.constants, k.shared)

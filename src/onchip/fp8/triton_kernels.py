@@ -98,7 +98,7 @@ def load_operand(x, stride, row, k, rows, R: tl.constexpr, TMA: tl.constexpr):
         return tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def scaled_product(
     a,  # [M, depth] FP8
     b,  # [N, depth] FP8

@@ -84,8 +84,10 @@ def quantize_launch(
     aligned = words == BLOCK or x.stride(0) % 2 == width % 2 == x.data_ptr() % 4 == 0
     tall = blocks(height) > _MOST_BLOCKS
     grid = (blocks(height), blocks(width)) if tall else (blocks(width), blocks(height))
-    # More programs at once; the compiler alone takes 175 of float32 and 125 of what isn't aligned.
-    registers = 128 if words == BLOCK else None if aligned else 80
+    whole = tiles is None and width % BLOCK == 0
+    # More programs at once; the compiler alone takes 175 of float32, 125 of what isn't aligned, and 80 of last rows,
+    # which are few.
+    registers = 128 if words == BLOCK else 80 if not aligned else 64 if whole else None
     arguments = {
         "x": x,
         "rows": None if rows is None else rows.data,
@@ -96,8 +98,8 @@ def quantize_launch(
         "stride_r": x.stride(0),
         "rows_stride": 0 if rows is None else rows.data.stride(0),
         "columns_stride": 0 if columns is None else columns.data.stride(0) // 4,
-        "rows_scale_stride": 0 if rows is None else rows.scales.stride(0),
-        "columns_scale_stride": 0 if columns is None else columns.scales.stride(0),
+        "rows_scale_stride": rows.scales.stride(0) if by_block and rows is not None else 0,
+        "columns_scale_stride": columns.scales.stride(0) if by_block and columns is not None else 0,
         "R_16": height + 16,
         "C_16": width + 16,
         "BY_BLOCK": by_block,
@@ -105,7 +107,7 @@ def quantize_launch(
         "FP8_MAX": FP8_MAX[fmt],
         "POWER_OF_TWO": scale == "power_of_two",
         "ALIGNED": aligned,
-        "WHOLE": tiles is None and height % BLOCK == 0 == width % BLOCK,
+        "WHOLE": whole,
         "EACH": words // _WARPS,
         "TALL": tall,
     }

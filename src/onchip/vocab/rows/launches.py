@@ -228,7 +228,8 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
 def rows_of(x: Tensor) -> tuple[int, int, int]:
     """Of [..., V] how many rows lie in an outer one, and the strides of outer and inner rows."""
     leading = leading_dimensions(x)
-    (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
+    # Of one row its stride says nothing, but the compiler would make another kernel of 0.
+    (_, outer), (inner, row) = [(1, 0), (1, x.stride(-2) if x.ndim > 1 else x.shape[-1]), *leading][-2:]
     return x.shape[:-1].numel() if len(leading) < 2 else inner, outer, row
 
 

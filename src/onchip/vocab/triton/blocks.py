@@ -149,10 +149,11 @@ def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr):
     """A tile of labels of tokens, from entry v0 on: as they are, from V on anything; and smoothed and weighed, from V
     on 0.  Of tokens from n on, anything.
 
-    `labels`: Labels; the tokens are in `labels.rows` of an outer row.
+    `labels`: Labels; the tokens are in `labels.rows` of an outer row, which is `odd`.
     """
+    rows = row_number(labels.rows)
     t = tl.minimum(t, tl.maximum(n, 1) - 1)
-    i, j = (t // labels.rows).to(tl.int64), (t % labels.rows).to(tl.int64)
+    i, j = (t // rows).to(tl.int64), (t % rows).to(tl.int64)
     c = tl.arange(0, VOCAB_TILE)
     # Entries by constants beside one address of each token: so addresses take few registers.
     at = (labels.probs + i * labels.outer + j * labels.inner + tl.cast(v0, tl.int64) * labels.stride)[:, None]

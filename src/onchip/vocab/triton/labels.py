@@ -17,6 +17,7 @@ from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.soft import SoftStats
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import launches, setup, softmax
+from onchip.vocab.triton.blocks import odd
 from onchip.vocab.triton.launches import Labels, Partials, Picked, Run, Terms
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
@@ -38,7 +39,7 @@ class LabelStats(NamedTuple):
 def labels_of(values: Tensor, smoothing: float) -> Labels:
     """Of a tensor [..., V] whose leading dimensions reduce to two."""
     inner, outer, row = rows_of(values)
-    return Labels(values, inner, outer, row, values.stride(-1), smoothing)
+    return Labels(values, odd(inner), outer, row, values.stride(-1), smoothing)
 
 
 def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels) -> LabelStats:

@@ -298,7 +298,7 @@ class Labels(NamedTuple):
     """A probability of every entry for each token."""
 
     probs: Tensor  # [..., V]
-    rows: int  # tokens of an outer row of two
+    rows: int  # tokens of an outer row of two, as an `odd` number
     outer: int  # strides, in elements: of outer rows, of tokens and of entries
     inner: int
     stride: int
