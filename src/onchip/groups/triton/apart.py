@@ -3,7 +3,7 @@
 One warp copies blocks of the next tile while two groups of four end theirs, each its half of a tile, the second one
 behind: `onchip.kernels.triton.staggered` has that.  A result leaves while the next tile is multiplied.  Programs are
 persistent.  They take the next tile from a counter where tiles take different times, as for the weight's gradient, and
-where groups are SHORT: most tiles share no weight then, and memory is what programs wait for.  Elsewhere each has a
+where groups are short: most tiles share no weight then, and memory is what programs wait for.  Elsewhere each has a
 list of its own, and they go through memory together: with 128 groups of 512 rows an H100 took 0.32 ms instead of 0.35.
 
 For the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no
@@ -84,17 +84,17 @@ def hear_tile(speech, n):
 
 
 @gluon.jit
-def find_rows(plan, G, tile, tiles_m, tiles_n, GROUP: gl.constexpr):
+def find_rows(plan, G, tile, tiles_m, tiles_n, together):
     """A tile's column of tiles, its group, its first row and the group's end."""
-    i, j = place_tile(tile, tiles_m, tiles_n, GROUP)
+    i, j = place_tile(tile, tiles_m, tiles_n, together)
     at = tile_of(plan, G, i)
     return j, gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
 
 @gluon.jit
 def copy_rows(
-    ring, speech, x, weight, counter, plan, G, N, K,
-    GATED: gl.constexpr, TURNED: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, SHORT: gl.constexpr,
+    ring, speech, x, weight, counter, plan, G, N, K, together, short,
+    GATED: gl.constexpr, TURNED: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Take tiles, tell the others which, and copy their operands where there is room."""
     tiles_m = gl.load(plan)
@@ -105,15 +105,15 @@ def copy_rows(
     while tile < tiles_m * tiles_n:
         tell_tile(speech, told, tile)
         told += 1
-        j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
-        if SHORT:
+        j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, together)
+        alone = short != 0
+        if alone:
             alone = end - gl.load(plan + HEAD + g) <= ROWS
         for k in range(gl.cdiv(K, STEP)):
-            if SHORT:  # noqa: SIM102 - elsewhere there is no `alone`
-                # Two steps at a time of a weight that no other tile of rows reads: they are next to each other in
-                # memory, and so come 6% faster (256 groups of 128 rows on an H100).
-                if alone & (k % 2 == 0):
-                    wait_for_room(ring, step + 1, STAGES)
+            # Two steps at a time of a weight that no other tile of rows reads: they are next to each other in memory,
+            # and so come 6% faster (256 groups of 128 rows on an H100).
+            if alone & (k % 2 == 0):
+                wait_for_room(ring, step + 1, STAGES)
             come, first_rows, last_rows, block = begin_copies(ring, step, STEP_BYTES, STAGES)
             row = LAST - (end - first)  # `load_rows` says why
             copy_in(x, [LAST, end, row, k * STEP], come, first_rows)
@@ -128,7 +128,7 @@ def copy_rows(
             else:
                 copy_in(weight, [g, j * COLUMNS, k * STEP], come, block)
             step += 1
-        if SHORT:
+        if short != 0:
             tile = gl.atomic_add(counter, 1, sem="relaxed") + PROGRAMS
         else:
             tile += PROGRAMS
@@ -137,8 +137,8 @@ def copy_rows(
 
 @gluon.jit
 def multiply_rows(
-    ring, speech, staged, bias, row_scale, out, product, plan, T, G, N, K,
-    GATED: gl.constexpr, TURNED: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    ring, speech, staged, bias, row_scale, out, product, plan, T, G, N, K, together,
+    GATED: gl.constexpr, TURNED: gl.constexpr, W: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One group's halves of the tiles that `copy_rows` says, rows from W * HALF on, and what follows the product."""
     layout: gl.constexpr = products_layout()
@@ -152,7 +152,7 @@ def multiply_rows(
     heard = 1
     tile = hear_tile(speech, 0)
     while tile < tiles_m * tiles_n:
-        j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, GROUP)
+        j, g, first, end = find_rows(plan, G, tile, tiles_m, tiles_n, together)
         first += W * HALF
         lead = (LAST, end, LAST - (end - first))
         acc = multiply(ring, step, steps, zeros, "mk", COMMON, W)
@@ -199,7 +199,7 @@ def multiply_rows(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "together", "short"])
 def product_apart(
     x,  # [T, K] of 16-bit numbers, in blocks of [HALF, STEP] that end where a group does
     weight,  # [G, N, K], in blocks of [1, COLUMNS, STEP], of CONCATENATED half; TURNED: [G, K, N], [1, STEP, COLUMNS]
@@ -208,16 +208,16 @@ def product_apart(
     out,  # [T, N] out, with an activation [T, N / 2]; in blocks of [HALF, WIDTH] that end where a group does
     product,  # [T, N] out, the same: before activation and scale
     plan,
-    counter,  # [1] int32: 0; None if not SHORT
+    counter,  # [1] int32: 0, if they are short
     T,
     G,
     N,
     K,
+    together,  # `tiles_together` of problem.py, and `are_short`
+    short,
     GATED: gl.constexpr,
     TURNED: gl.constexpr,
-    GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    SHORT: gl.constexpr,  # `are_short` of problem.py
 ):
     """`grouped_product` without index and FP8."""
     # Of CONCATENATED a copy of the weight is half of a block.
@@ -229,11 +229,11 @@ def product_apart(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (multiply_rows, (ring, speech, staged_0, bias, row_scale, out, product, plan, T, G, N, K, GATED, TURNED,
-                             FIRST, GROUP, PROGRAMS)),
-            (multiply_rows, (ring, speech, staged_1, bias, row_scale, out, product, plan, T, G, N, K, GATED, TURNED,
-                             SECOND, GROUP, PROGRAMS)),
-            (copy_rows, (ring, speech, x, weight, counter, plan, G, N, K, GATED, TURNED, GROUP, PROGRAMS, SHORT)),
+            (multiply_rows, (ring, speech, staged_0, bias, row_scale, out, product, plan, T, G, N, K, together, GATED,
+                             TURNED, FIRST, PROGRAMS)),
+            (multiply_rows, (ring, speech, staged_1, bias, row_scale, out, product, plan, T, G, N, K, together, GATED,
+                             TURNED, SECOND, PROGRAMS)),
+            (copy_rows, (ring, speech, x, weight, counter, plan, G, N, K, together, short, GATED, TURNED, PROGRAMS)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

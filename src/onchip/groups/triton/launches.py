@@ -302,16 +302,16 @@ def _product_apart(
         "out": ragged(out, width, rows, shared_descriptor),
         "product": None if before is None else ragged(before, width, rows, shared_descriptor),
         "plan": of_plan,
-        "counter": stated.zeros(1, torch.int32, out.device) if short else None,
+        "counter": stated.zeros(1, torch.int32, out.device) if short else of_plan,
         "T": tokens,
         "G": groups,
         "N": n,
         "K": k,
         "GATED": gated,
         "TURNED": turned,
-        "GROUP": tiles_together(tokens, groups),
+        "together": tiles_together(tokens, groups),
+        "short": int(short),
         "PROGRAMS": device.programs,
-        "SHORT": short,
     }
     return Launch(apart.product_apart, (device.programs,), arguments, registers=ALL_REGISTERS)
 

@@ -37,12 +37,12 @@ def store_block(x, stride, row, column, rows, columns, value, R: tl.constexpr, C
 
 
 @triton.jit
-def place_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile: up to GROUP rows of tiles at a time, column by column, so that L2 serves the operands.
+def place_tile(tile, tiles_m, tiles_n, group):
+    """Row and column of a tile: so many rows of tiles at a time, column by column, so that L2 serves the operands.
 
     The groups are even: of 17 rows as 16 and 1, the last took as long as reading all of the weight for one row does.
     """
-    size = tl.cdiv(tiles_m, tl.cdiv(tiles_m, GROUP))
+    size = tl.cdiv(tiles_m, tl.cdiv(tiles_m, group))
     per_group = size * tiles_n
     first = (tile // per_group) * size
     height = min(tiles_m - first, size)
