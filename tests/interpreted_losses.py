@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from linear_cross_entropy import lce_fp8_cases as fp8_cases
 from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
 from losses import CE, LCE, LLP, VOCAB, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from numbers_kept import assert_is_tanh, assert_rounds
+from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
@@ -585,6 +587,28 @@ def tanh_at_any_size():
 def floats_of_few_digits(way):
     digits = 16 if way == 16 else 12
     assert_rounds(partial(triton_bits, device="cpu", paired=digits == 12, rounded=way == "rounded"), digits)
+
+
+@check(4, 8)
+def a_float32_gradient_of_few_digits(bits):
+    """Each row of it, the first ones too, in the memory of the 16 bits that come first."""
+    vocab, hidden, pairs = 300, 24, triton_memory.PAIRS
+    value = torch.randint(-(2**31), 2**31, (vocab, hidden), dtype=torch.int64).to(torch.int32)
+    value &= 0x3FFFFFFF & -(1 << (16 - bits))  # finite, and of so many digits beyond the first 16 bits
+    digits = (value >> (16 - bits) & (1 << bits) - 1).to(torch.uint8)
+    if bits == 4:  # of two rows in each
+        halves = torch.nn.functional.pad(digits, (0, 0, 0, -vocab % pairs)).view(-1, 2, pairs // 2, hidden)
+        digits = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, hidden)
+    out = torch.empty(vocab, hidden)
+    first = out.view(-1).view(torch.int16)[: value.numel()].view(vocab, hidden)
+    first.copy_((value >> 16).to(torch.int16))
+    run = SimpleNamespace(
+        vocab=vocab,
+        hidden=hidden,
+        launch=lambda kernel, grid, **more: Launch(kernel, grid, {"V": vocab, "H": hidden, **more}),
+    )
+    walks._scale_weight(run, triton_launches.Sum(first, digits), out, torch.tensor(0.5), rounded=False, add=False)
+    assert torch.equal(out, value.view(torch.float32) / 2)
 
 
 @check()

@@ -1,30 +1,158 @@
-"""What is compiled for a head doesn't depend on how many tokens there are."""
+"""What is compiled for a call doesn't depend on how many tokens there are.
 
+A call is made on memory that nobody reads, up to its operator; that is rehearsed, forward and backward, on tensors
+without memory, and what it would launch is gathered.
+"""
+
+import math
+import mmap
 import random
 from collections import defaultdict
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 from linear_cross_entropy import ahead_of_time
-from onchip.frontend import torch_ahead
-from onchip.torch import linear_log_probs
+from onchip.fp8 import torch_products
+from onchip.frontend.torch_ahead import without_memory
+from onchip.frontend.torch_register import Operator
+from onchip.groups.triton import op as groups_op
+from onchip.kernels.triton.launch import Launch
+from onchip.ops.cross_entropy import cases as logits_cases
+from onchip.ops.fp8_linear import cases as fp8_cases
+from onchip.ops.grouped_matmul import cases as grouped_cases
+from onchip.ops.linear_cross_entropy import cases as head_cases
+from onchip.ops.linear_jsd import cases as jsd_cases
+from onchip.ops.linear_log_probs import cases as log_probs_cases
+from onchip.torch import (
+    cross_entropy,
+    fp8_linear,
+    grouped_matmul,
+    jsd,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_log_probs,
+    log_probs,
+)
+from onchip.vocab.rows import launches as rows_launches
 
 HOPPER = 90, 232448
-# Heads of each kind: kernels differ by H; with fewer entries forward makes no gradients.
-HEADS = {
-    "turns": {"hidden": 576, "vocab": 16640},
-    "staggered": {"hidden": 1024, "vocab": 16640},
-    "wide": {"hidden": 4160, "vocab": 16640},
-    "few entries": {"hidden": 520, "vocab": 1000},
-    "smoothing": {"hidden": 1024, "vocab": 16640, "label_smoothing": 0.1, "z_loss": 1e-4},
-    "softcap": {"hidden": 1024, "vocab": 16640, "softcap": 30.0},
-    "none": {"hidden": 1024, "vocab": 16640, "reduction": "none"},
-    "float32 weight": {"hidden": 1024, "vocab": 16640, "parameters": torch.float32},
-    "log-probs": {"hidden": 1024, "vocab": 16640, "op": linear_log_probs},
-}
-# Kernels of one head for all lengths, with those that stand in for each other.
-MOST = 28
+# Kernels of one head and set of options for all lengths, with those that stand in for each other.
+MOST = 20
+# Pages that the system doesn't count: mmap has the name from Python 3.13 on.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+def blank(*shape, dtype=torch.bfloat16, grad=False):
+    """A tensor that takes no memory as long as nobody writes to it."""
+    size = math.prod(shape) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, max(1, size), flags=flags), dtype=torch.uint8)
+    return memory[:size].view(dtype).view(shape).requires_grad_(grad)
+
+
+leaf = partial(blank, grad=True)
+indices = partial(blank, dtype=torch.int64)
+
+
+# ------------------------------------------------------------------------------------------------------------- calls
+
+
+def head(tokens, *, op=linear_cross_entropy, hidden, vocab, frozen=False, autocast=False, ids=None, **options):
+    weight = blank(vocab, hidden, dtype=torch.float32 if autocast else torch.bfloat16, grad=not frozen)
+    target = indices(tokens) if ids is None else indices(tokens, ids)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        op(leaf(tokens, hidden), weight, target, backend="triton", **options)
+
+
+def two_heads(tokens, *, hidden, teacher_hidden, vocab, **options):
+    teacher = blank(tokens, teacher_hidden), blank(vocab, teacher_hidden)
+    linear_jsd(leaf(tokens, hidden), leaf(vocab, hidden), *teacher, backend="triton", **options)
+
+
+def of_logits(tokens, *, op=cross_entropy, vocab, sliced=0, ids=None, **options):
+    logits = leaf(tokens, vocab + sliced)[:, :vocab]
+    given = blank(tokens, vocab) if op is jsd else indices(tokens) if ids is None else indices(tokens, ids)
+    op(logits, given, backend="triton", **options)
+
+
+def labelled(tokens, *, hidden, vocab):
+    labels = blank(tokens, vocab)
+    if hidden:
+        linear_cross_entropy(leaf(tokens, hidden), leaf(vocab, hidden), labels, backend="triton")
+    else:
+        cross_entropy(leaf(tokens, vocab), labels, backend="triton")
+
+
+def grouped(tokens, *, model, way="plain", **options):
+    # What is in `sizes` the host doesn't read.
+    sizes, weight = indices(model.groups), leaf(model.groups, model.n, model.k)
+    made = partial(grouped_matmul, weight=weight, group_sizes=sizes, backend="triton", **options)
+    if way == "rows":  # of tokens
+        made(leaf(tokens, model.k), rows=indices(8 * tokens))
+    elif way == "scattered":
+        scale = leaf(8 * tokens, dtype=torch.float32)
+        made(leaf(8 * tokens, model.k), scatter_rows=indices(8 * tokens), row_scale=scale, num_rows=tokens)
+    else:
+        add_to = blank(*weight.shape, dtype=torch.float32) if way == "added" else None
+        made(leaf(tokens, model.k), weight_grad_out=add_to)
+
+
+def quantised(tokens, *, n, k, add=False, **options):
+    add_to = blank(n, k, dtype=torch.float32) if add else None
+    fp8_linear(leaf(tokens, k), leaf(n, k), backend="triton", weight_grad_out=add_to, **options)
+
+
+def _heads():
+    """By all that a case has but its tokens and how many of them are ignored."""
+    for case in (*head_cases.SUITES["users"], *head_cases.SUITES["cuda"]):
+        more = {"frozen": case.frozen, "autocast": case.autocast} if hasattr(case, "frozen") else {}
+        yield {"hidden": case.hidden, "vocab": case.vocab, **more, **case.options}
+    for case in (*log_probs_cases.SUITES["cuda"], *log_probs_cases.SUITES["others"]):
+        yield {"op": linear_log_probs, "hidden": case.hidden, "vocab": case.vocab, **case.options}
+    yield {"op": linear_log_probs, "hidden": 4096, "vocab": 128256, "ids": 4}
+
+
+def _others():
+    for case in (*jsd_cases.SUITES["cuda"], *jsd_cases.SUITES["others"]):
+        teacher_hidden = case.teacher_hidden or case.hidden
+        sizes = {"hidden": case.hidden, "teacher_hidden": teacher_hidden, "vocab": case.vocab}
+        yield two_heads, {**sizes, **case.options}
+    for vocab, sliced in {(x.vocab, x.sliced) for x in logits_cases.SUITES["cuda"] + logits_cases.SUITES["others"]}:
+        yield of_logits, {"vocab": vocab, "sliced": sliced}
+    yield of_logits, {"vocab": 50257, "reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-4}
+    yield of_logits, {"vocab": 128256, "return_stats": True}
+    yield of_logits, {"op": jsd, "vocab": 128256}
+    for options in ({}, {"entropy": True}, {"ids": 4}):
+        yield of_logits, {"op": log_probs, "vocab": 128256, **options}
+    yield labelled, {"hidden": 1024, "vocab": 8192}
+    yield labelled, {"hidden": 0, "vocab": 1000}
+    for model in grouped_cases.MODELS:
+        yield grouped, {"model": model}
+        yield grouped, {"model": model, "activation": "swiglu"}
+    for options in ({"way": "rows", "activation": "swiglu"}, {"way": "scattered"}, {"way": "added"}):
+        yield grouped, {"model": grouped_cases.MODELS[-1], **options}
+    for case in fp8_cases.SUITES["cuda"]:
+        yield quantised, {"n": case.n, "k": case.k}
+    yield quantised, {"n": 4096, "k": 14336, "add": True, "grad_dtype": "e5m2"}
+
+
+def _named(calls):
+    def text(x):
+        return getattr(x, "__name__", None) or getattr(x, "name", None) or str(x)
+
+    return {" ".join((f.__name__, *(f"{k}={text(x)}" for k, x in options.items()))): partial(f, **options)
+            for f, options in calls}  # fmt: skip
+
+
+HEADS, OTHERS = _named((head, options) for options in _heads()), _named(_others())
+CALLS = HEADS | OTHERS
+
+
+# --------------------------------------------------------------------------------------------------- what is launched
 
 
 def kind_of(launch):
@@ -34,48 +162,101 @@ def kind_of(launch):
     return kind, str(source.attrs)
 
 
-def compiled(tokens, head):
-    return [kind_of(x) for x in ahead_of_time.launches(HOPPER, tokens=tokens, in_turns=True, **HEADS[head])]
+class _Reached(Exception):
+    """What a call comes to."""
+
+    def __init__(self, operator, call):
+        self.operator, self.call = operator, call
 
 
-def lengths(number):
-    draw = random.Random(number)
-    return [1, 8192, 100_000, *(round(10 ** (5 * draw.random())) for _ in range(number))]
+def _reach(operator, call):
+    raise _Reached(operator, call)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_few_kernels_for_all_lengths(head):
-    found = defaultdict(set)
-    for tokens in lengths(5):
-        for kind, attributes in compiled(tokens, head):
-            found[kind].add(attributes)
-    assert {kind: x for kind, x in found.items() if len(x) > 1} == {}  # nothing but 16's divisibility differs
-    assert len(found) <= MOST
+def asked_for(call, rehearse):
+    """What `rehearse`, of the call's operator and arguments, asks the compiler for, each once."""
+    found = {}
+
+    def add(launch):
+        found.setdefault(kind_of(launch))
+
+    def spills(launch, *_):  # what is looked at is compiled
+        return add(launch) or False
+
+    with ExitStack() as stack:
+        stack.enter_context(ahead_of_time.recording(HOPPER, in_turns=True, run=add))
+        stack.enter_context(mock.patch.object(Launch, "spills", spills))
+        stack.enter_context(mock.patch.object(groups_op, "check"))
+        for module in (rows_launches, torch_products, groups_op):
+            stack.enter_context(mock.patch.object(module, "device_refusal", return_value=None))
+        with mock.patch.object(Operator, "is_plain", _reach), pytest.raises(_Reached) as reached:
+            call()
+        rehearse(reached.value.operator, reached.value.call)
+    return list(found)
 
 
-def rehearsed(tokens, head):
+def compiled(call, tokens):
+    def rehearse(operator, arguments):
+        given = operator.call.tensors_of(arguments)
+        operator._rehearse_with(arguments, [without_memory(x) for x in given])
+
+    return asked_for(partial(call, tokens), rehearse)
+
+
+def rehearsed(call, tokens):
     """What the first launch of a call finds out about the others, and about calls of other lengths."""
-    found = []
-
-    def run(launch):
-        gathered = torch_ahead.gathered()
-        found.extend(torch_ahead.rehearsed() if gathered is None else ())
-        if gathered is not None:
-            gathered.append(launch)
-
-    ahead_of_time.launches(HOPPER, tokens=tokens, in_turns=True, run=run, **HEADS[head])
-    return [kind_of(x) for x in found]
+    return asked_for(partial(call, tokens), lambda operator, arguments: operator._rehearse(arguments))
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_the_first_launch_knows_all_kernels(head):
-    known = set(rehearsed(3000, head))
-    for tokens in (3000, 1003, 2200, 5007, 8999):
-        assert not set(compiled(tokens, head)) - known
-    assert len(known) <= MOST
+def lengths(number, least=1, most=100_000):
+    draw = random.Random(number)
+    between = (round(least * (most / least) ** draw.random()) for _ in range(number))
+    return [least, most, *between]
+
+
+def check_all_lengths(call, number):
+    found, most = defaultdict(set), defaultdict(int)
+    for tokens in {16, 8192, *lengths(number)}:
+        of_length = defaultdict(set)
+        for kind, attributes in compiled(call, tokens):
+            of_length[kind].add(attributes)
+        for kind, attributes in of_length.items():
+            found[kind] |= attributes
+            most[kind] = max(most[kind], len(attributes))
+    # What differs in nothing but 16's divisibility differs in one call.
+    assert {kind: x for kind, x in found.items() if len(x) > most[kind]} == {}
+    assert sum(len(x) for x in found.values()) <= MOST, sorted(kind[0] for kind in found)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_few_kernels_for_all_lengths(name):
+    check_all_lengths(CALLS[name], 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
-def test_few_kernels_for_a_thousand_lengths(head):
-    assert len({x for tokens in lengths(1000) for x in compiled(tokens, head)}) <= MOST
+@pytest.mark.parametrize("name", CALLS)
+def test_few_kernels_for_a_thousand_lengths(name):
+    check_all_lengths(CALLS[name], 1000)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_first_launch_knows_all_kernels(name):
+    known = set(rehearsed(HEADS[name], 3000))
+    for tokens in (1003, 5007, 8999):
+        assert not set(compiled(HEADS[name], tokens)) - known
+    assert len(known) <= MOST
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_kernels_after_the_second_call(name):
+    """Of lengths that differ by no more than a factor of 3."""
+    for least in (100, 3000, 20_000):
+        first, second, *others = lengths(2, least, 3 * least)
+        known = {x for tokens in (first, second) for x in compiled(OTHERS[name], tokens)}
+        assert not {x for tokens in others for x in compiled(OTHERS[name], tokens)} - known
+
+
+def test_groups_sizes_are_not_read():
+    """By the host, that is: what the kernels of grouped_matmul are compiled for can't depend on them."""
+    call = OTHERS[next(name for name in OTHERS if name.startswith("grouped"))]
+    assert all(kind[0] in {"plan_tiles", "product_apart", "weight_gradient_apart"} for kind, _ in compiled(call, 512))

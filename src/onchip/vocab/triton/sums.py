@@ -110,7 +110,7 @@ def scale_weight(
     for row in range(first + tl.program_id(0), last, tl.num_programs(0)):
         more = tl.load(digits + tl.cast(row, tl.int64) * H + c, mask=c < H, other=0)
         if PAIRED:
-            v = upper_row(row)
+            v = upper_row(tl.cast(row, tl.int32))
             at, there = v.to(tl.int64) * H + c, (c < H) & (v < V)
             also = there & (v + PAIR_ROWS < V)
             upper = tl.load(left + at, mask=there, other=0)
