@@ -3,7 +3,6 @@ import os
 import pytest
 import torch
 
-from onchip.core import configs
 from onchip.frontend import torch_prepared
 
 # JAX would take three quarters of a GPU's memory at once, which PyTorch's tests and other processes need too.
@@ -40,7 +39,6 @@ def seed():
 def free_gpu_memory(request):
     """What a big test had on the GPU is there for other processes' tests, and plans that it patched are forgotten."""
     yield
-    configs.clear_cache()
     torch_prepared.forget()
     if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()
@@ -53,15 +51,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def config_folder(tmp_path, monkeypatch):
-    """The user's folder of tuned configs, empty."""
-    monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "config" / app)
-    configs.clear_cache()
-    yield configs.user_folder()
-    configs.clear_cache()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"
 HEADER = "| with | Python | tests | passed | failed | on |\n|---|---|---|---|---|---|\n"
 # What the JAX environments have beside JAX, and numbers that its interpreter knows.
-BESIDE_JAX = ("numpy<2.4", "absl-py", "pytest", "jsonschema", "typer", "rich", "platformdirs", "msgspec")
+BESIDE_JAX = ("numpy<2.4", "absl-py", "pytest", "jsonschema", "typer", "rich", "msgspec")
 COMPILED = ("tests/*/test_*triton_compile.py", "tests/*/test_*fp8_compile.py", "tests/test_launch.py")
 MOSAIC = "lower or kernels_are_the_same or shared_memory"
 LOWERED = (

@@ -1,4 +1,4 @@
-"""The `onchip` command: demo, plan, check, bench, tune, info.  A command's module is imported when it runs."""
+"""The `onchip` command: demo, plan, check, bench, info.  A command's module is imported when it runs."""
 
 import functools
 import inspect
@@ -32,7 +32,6 @@ COMMANDS = {
     "plan": _Entry("onchip.plan.command:run_plan", "Tell what an op costs before it runs.", shows_progress=False),
     "check": _Entry("onchip.check:run_check", "Compare the ops with float64 on this machine."),
     "bench": _Entry("onchip.bench.run:run_bench", "Time an op beside its competitors."),
-    "tune": _Entry("onchip.tune.run:run_tune", "Find the fastest tiles of an op on this GPU."),
     "info": _Entry("onchip.info:run_info", "Show versions, devices and backends.", shows_progress=False),
 }
 

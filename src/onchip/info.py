@@ -8,22 +8,20 @@ from typing import Any
 from rich.console import Console
 
 import onchip
-from onchip.core.configs import device_slug
 from onchip.core.machine import FRAMEWORKS, package_version
 from onchip.core.tables import print_table
 from onchip.ops import OPS
-from onchip.tune.run import tuned_configs
 
 
 def run_info(console: Console) -> dict[str, Any]:
-    """Versions, devices, which backends are usable here and why the others are not, and which configs are tuned."""
+    """Versions, devices, and which backends are usable here and why the others are not."""
     packages = ("torch", "triton", "jax", "jaxlib", "numpy")
     versions = {"python": platform.python_version(), **{name: package_version(name) for name in packages}}
     machine = {"system": platform.platform(), "processor": platform.processor() or platform.machine()}
-    # By framework: why it is not here, why it has no CUDA device, and the names of those that it has.
+    # By framework: why it is not here, and why it has no CUDA device.
     missing = {name: f"{FRAMEWORKS[name]} is not installed; pip install 'onchip[{name}]'" for name in FRAMEWORKS}
     missing = {name: reason for name, reason in missing.items() if versions[name] is None}
-    no_cuda, devices = dict(missing), {name: list[str]() for name in FRAMEWORKS}
+    no_cuda = dict(missing)
     if versions["torch"] is not None:
         import torch
 
@@ -35,17 +33,12 @@ def run_info(console: Console) -> dict[str, Any]:
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             machine[f"cuda:{i}"] = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute {p.major}.{p.minor}"
-            devices["torch"] += [device_slug(p.name)] if "torch" not in no_cuda else []
     if versions["jax"] is not None:
         import jax
 
         machine |= {f"jax {d.platform}:{d.id}": d.device_kind for d in jax.devices()}
-        devices["jax"] = [device_slug(d.device_kind) for d in jax.devices() if d.platform == "gpu"]
-        if not devices["jax"]:
+        if all(d.platform != "gpu" for d in jax.devices()):
             no_cuda["jax"] = f"JAX sees no CUDA device (jaxlib {versions['jaxlib']})"
-    tuned = tuned_configs(devices)
-    if not any(devices.values()):
-        tuned["notes"] = [f"none apply, as there is no CUDA device here ({no_cuda.get('torch')})"]
     document = {
         "onchip": onchip.__version__,
         "versions": versions,
@@ -57,7 +50,6 @@ def run_info(console: Console) -> dict[str, Any]:
             for row in _backends(name, op, missing.get(name), no_cuda.get(name))
         ],
         "triton": _triton(no_cuda.get("torch")) if versions["torch"] and versions["triton"] else [],
-        "tuned": tuned,
     }
     _show(document, console)
     return document
@@ -72,12 +64,6 @@ def _show(document: Mapping[str, Any], console: Console) -> None:
     if document["triton"]:
         rows = [[row["part"], "yes" if row["on"] else "no", row["why"]] for row in document["triton"]]
         print_table(console, ("part", "on", "why"), rows, title="beyond Triton's interface")
-    tuned = document["tuned"]
-    if tuned["rows"]:
-        columns = ("device", "op", "kernel", "case", "how", "source")
-        _print_grouped(tuned["rows"], columns, "dtype", "tuned configs", console)
-    for note in tuned["notes"]:
-        console.print(f"tuned configs: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_grouped(

@@ -9,7 +9,7 @@ from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.collectives import triton_launches as launches
 from onchip.kernels.triton.launch import Device
 
-HOPPER, AMPERE, ADA = Device("", 90, 132, 232448), Device("", 80, 108, 166912), Device("", 89, 142, 101376)
+HOPPER, AMPERE, ADA = Device(90, 132, 232448), Device(80, 108, 166912), Device(89, 142, 101376)
 RANKS, N, C = 4, 1024, 256
 
 

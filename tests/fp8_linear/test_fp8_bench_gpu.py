@@ -1,4 +1,4 @@
-"""The benchmark and the tuning of fp8_linear on a device: small real runs, and the gate past 2**31 elements."""
+"""The benchmark of fp8_linear on a device: small real runs, and the gate past 2**31 elements."""
 
 from io import StringIO
 
@@ -9,11 +9,7 @@ from rich.console import Console
 from onchip.bench import harness, plots
 from onchip.bench.ops.fp8_linear import LINEAR, PRODUCTS, QUANTIZED_BEFORE, SCALED_MM
 from onchip.bench.ops.fp8_linear import TORCH as benchmark
-from onchip.core.configs import read_entries
-from onchip.fp8.triton_tiles import ProductConfig
 from onchip.ops.fp8_linear import cases
-from onchip.tune import fp8_linear as tuning
-from onchip.tune.run import run_tune
 
 pytestmark = pytest.mark.gpu
 
@@ -47,15 +43,3 @@ def test_the_gate_sees_the_end_of_a_result_of_more_than_2_to_31_elements():
         out[0, 0] = torch.nan
         ((error, _),) = benchmark.check(reference, "forward", [out]).values()
         assert error != error
-
-
-@pytest.mark.parametrize("kernel", tuning.KERNELS)
-def test_candidates_run_and_are_right(kernel, tmp_path, monkeypatch):
-    """All that fit; those that spill too, for time is what they cost."""
-    monkeypatch.setattr(tuning, "CASES", {"small": {"m": 1024, "n": 640, "k": 768}})
-    how = {"cases": ["small"], "kernels": [kernel], "out": tmp_path, "console": Console(file=StringIO())}
-    (row,) = run_tune("fp8_linear", "torch", **how)["rows"]
-    assert row["status"] == "tuned"
-    assert set(row["outcomes"]) <= {"right", "shared memory"}, row["outcomes"]
-    (entry,) = read_entries(tmp_path, "fp8_linear", next(tmp_path.iterdir()).name)
-    assert ProductConfig(**entry.config).rows in (64, 128, 256)

@@ -70,7 +70,7 @@ def pointers():
     """As on a GPU without descriptors."""
     from onchip.groups.triton import launches
 
-    with mock.patch.object(launches, "describe", return_value=Device("", 80, 3, 101376)):
+    with mock.patch.object(launches, "describe", return_value=Device(80, 3, 101376)):
         for problem in (EVERYTHING, PLAIN):
             assert_within_bounds(CHECKER.check_case(problem, torch.float16, backend="triton"))
 
@@ -178,7 +178,7 @@ def fp8(how):
     """By descriptors and by pointers, each with the plain product and with all that surrounds one."""
     from onchip.groups.triton import launches
 
-    device = Device("", 89, 3, 101376) if how == "pointers" else Device("", 90, 4, 232448)
+    device = Device(89, 3, 101376) if how == "pointers" else Device(90, 4, 232448)
     with mock.patch.object(launches, "describe", return_value=device):
         for problem_, dtype in ((FP8, torch.float16), (FP8_EVERYTHING, torch.float32)):
             arguments, grad = problem(problem_, dtype)

@@ -17,7 +17,7 @@ T, G, N, K = 4096, 4, 1024, 512
 P = Problem(T, T, G, N, K, N, T)
 PLAN = torch.empty(plan_numbers(P), dtype=torch.int32)
 INDEX, SCALE = torch.empty(T, dtype=torch.int32), torch.empty(T)
-HOPPER, AMPERE, ADA = Device("", 90, 132, 232448), Device("", 80, 108, 166912), Device("", 89, 142, 101376)
+HOPPER, AMPERE, ADA = Device(90, 132, 232448), Device(80, 108, 166912), Device(89, 142, 101376)
 OPTIONS, SWIGLU = Options(), Options(activation="swiglu")
 LIKE = torch.empty(0, dtype=torch.bfloat16)
 

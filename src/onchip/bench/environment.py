@@ -10,7 +10,7 @@ from typing import Any
 
 import onchip
 from onchip.bench.harness import adapter
-from onchip.core import configs
+from onchip.core import machine
 from onchip.core.machine import package_version
 
 
@@ -40,8 +40,8 @@ def device_slug(device: str, framework: str = "torch") -> str:
     if device == "cpu":
         # "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "AMD EPYC 7B13 64-Core Processor"
         model = re.sub(r"\((R|TM)\)|\bCPU\b|@.*|\b\d+-Core\b|\bProcessor\b", " ", _cpu_model(), flags=re.I)
-        return f"cpu-{configs.device_slug(model)}-{_cores()}c"
-    return configs.device_slug(_gpu(framework)["gpu"])
+        return f"cpu-{machine.device_slug(model)}-{_cores()}c"
+    return machine.device_slug(_gpu(framework)["gpu"])
 
 
 def _cpu_model() -> str:

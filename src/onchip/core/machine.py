@@ -1,5 +1,7 @@
 """What is here: installed packages and devices.  Commands ask before they start work."""
 
+import functools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -75,3 +77,10 @@ def resolve_device(device: str, framework: str = "torch") -> str:
         name = FRAMEWORKS[framework]
         raise ValueError(f"--device is cuda, but {name} sees no CUDA device here; `onchip info` says more")
     return "cuda" if sees_cuda else "cpu"
+
+
+@functools.cache
+def device_slug(name: str) -> str:
+    """A short name for a GPU: "h100" for "NVIDIA H100 80GB HBM3", "rtx-4090" for "NVIDIA GeForce RTX 4090"."""
+    short = re.sub(r"NVIDIA|GeForce|Tesla|\b\d+ ?GB\b|\bHBM\w*|\bSXM\w*|\bPCIe\b", " ", name, flags=re.I)
+    return re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-")

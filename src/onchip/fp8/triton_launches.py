@@ -12,10 +12,9 @@ from torch import Tensor
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
 from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.fp8.triton_kernels import scaled_product
-from onchip.fp8.triton_tiles import ProductConfig, heuristic_product, product_sizes, stored_product
+from onchip.fp8.triton_tiles import ProductConfig, product_config
 from onchip.fp8.triton_words import quantize_words
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.torch_inputs import dtype_name
 from onchip.kernels.triton.launch import Launch, describe, descriptor, device_of
 
 # Of a quantiser's program.
@@ -48,11 +47,8 @@ def product(
 ) -> Tensor:
     """As `torch_products.multiply`, in one launch."""
     out = stated.empty((len(a.data), len(b.data)), dtype, a.data.device) if add_to is None else add_to
-    device, capability, processors, shared = describe(out.device)
-    if config is None:
-        sizes = product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
-        heuristic = heuristic_product(shared, by_block)
-        config = stored_product(device, by_block, sizes, dtype_name(out.dtype), heuristic)
+    capability, processors, shared = describe(out.device)
+    config = config or product_config(shared, by_block)
     add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))
     return out

@@ -1,18 +1,9 @@
-"""How fp8_linear's products in Triton are cut: a config that `onchip tune` stored for such sizes, or the heuristic's.
+"""How fp8_linear's products in Triton are cut.  No framework."""
 
-A layer's three products are stored as what they are, A B^T of so many rows, columns and numbers in each sum.  What
-counts the tokens, and so is another number in every run, is rounded up to a power of two first: the rows, of a weight's
-gradient the length of its sums.  No framework.
-"""
+from dataclasses import dataclass
+from functools import lru_cache
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-
-from onchip.core.configs import find_config
-from onchip.fp8.numbers import BLOCK, OP
-
-# By whether B has 128x128 scales: the output's and x's gradient's product, and the weight's gradient's.
-KERNELS = {True: "product", False: "wgrad_product"}
+from onchip.fp8.numbers import BLOCK
 
 
 @dataclass(frozen=True)
@@ -34,39 +25,16 @@ class ProductConfig:
     """A tile of the result leaves in so many pieces, each staged in shared memory."""
 
     def __post_init__(self) -> None:
-        if self.columns > BLOCK:
-            raise ValueError(f"a stored tile has {self.columns} columns; {BLOCK} is the most")
+        assert self.columns <= BLOCK
 
 
-def heuristic_product(shared: int, by_block: bool) -> ProductConfig:
-    """The config of a product where nothing was tuned, by the device's shared memory per block in bytes."""
+@lru_cache
+def product_config(shared: int, by_block: bool) -> ProductConfig:
+    """The config by the device's shared memory per block in bytes, and by whether B has 128x128 scales: the output's
+    and x's gradient's product, and the weight's gradient's.
+    """
     group = 8 if by_block else 16  # of a weight's gradient 2 to 7% faster than 8, on an H200
     if shared >= 227 * 1024:
         # On an H100 670 to 900 TFLOP/s, and 720 to 750 of a weight's gradient; tiles of 128x128 650 to 800, and 560.
         return ProductConfig(rows=64, stages=3, warps=4, group=group, per_processor=2, parts=2)
     return ProductConfig(stages=2, group=group, parts=2)
-
-
-def product_shared_bytes(c: ProductConfig, element_bytes: int) -> int:
-    """Bytes of shared memory of a product's program: operands of all stages, a piece of the result, barriers."""
-    operands = c.stages * (c.rows + c.columns) * BLOCK
-    return operands + c.rows * c.columns * element_bytes // c.parts + 2048
-
-
-def bucket(tokens: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, tokens - 1).bit_length()
-
-
-def product_sizes(by_block: bool, rows: int, columns: int, depth: int) -> dict[str, int]:
-    """What a config is stored and found by; n and k are exact."""
-    m, n, k = (rows, columns, depth) if by_block else (depth, rows, columns)
-    return {"m": bucket(m), "n": n, "k": k}
-
-
-def stored_product(
-    device: str, by_block: bool, sizes: Mapping[str, int], dtype: str, heuristic: ProductConfig
-) -> ProductConfig:
-    """The config of a product whose result has this dtype, on what `configs.device_slug` names."""
-    found = find_config(OP, KERNELS[by_block], device, dtype, sizes, asdict(heuristic))
-    return heuristic if found.how == "heuristic" else ProductConfig(**found.config)

@@ -4,15 +4,14 @@ A `Launch` is run, or compiled ahead of time.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.core.configs import until_cleared
 from onchip.fp8.torch_quantize import Quantized
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.torch_inputs import dtype_name
 from onchip.groups.problem import ROWS, Options, Problem, are_short, tiles_together
 from onchip.groups.triton import kernels
 from onchip.groups.triton.tiles import (
@@ -24,7 +23,6 @@ from onchip.groups.triton.tiles import (
     plan_tiles,
     power_of_two,
     product_config,
-    stored_config,
 )
 from onchip.kernels.triton.launch import (
     ALL_REGISTERS,
@@ -84,12 +82,12 @@ class _Cut(NamedTuple):
     stages: int
 
 
-@until_cleared
+@lru_cache(maxsize=4096)
 def _product_cut(
     device: Device,
     config: ProductConfig | None,
     dtypes: tuple[torch.dtype, torch.dtype],  # of x and out
-    sizes: tuple[int, int, int, int],  # T or more, G, N, K
+    sizes: tuple[int, int, int],  # G, N, K
     strides: tuple[tuple[int, ...], ...],  # of x, weight, out and product
     aligned: tuple[bool, ...],  # these, for TMA
     scale_strides: tuple[int, ...] | None,  # of a weight's in FP8
@@ -102,14 +100,10 @@ def _product_cut(
 ) -> _Cut:
     """Of `product`.  A call in which all of this is as before has none of it to do."""
     of_x, of_out = (dtype.itemsize for dtype in dtypes)
-    _, groups, n, k = sizes
+    groups, n, k = sizes
     of_bytes = of_x, of_x, of_out, of_out
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
-    c = config
-    if c is None:
-        c = product_config(device.shared, of_x, short=short)
-        kernel = ("fp8_" if of_x == 1 else "") + ("product", "swiglu", "interleaved")[gated]
-        c = _stored(kernel, device, dtypes[1], sizes, tma, c)
+    c = config or product_config(device.shared, of_x, short=short)
     half = c.columns // 2
     parts = c.parts * max(1, of_out // max(2, of_x))
     if gated == 2 and parts > 1:  # two results are staged at once
@@ -150,23 +144,6 @@ def _product_cut(
         half if gated == 1 else c.columns // parts,
     )
     return _Cut(Shared(arguments), widths, c.warps, stages)
-
-
-def _stored(
-    kernel: str,
-    device: Device,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int, int],
-    tma: Sequence[bool],
-    heuristic: ProductConfig,
-) -> ProductConfig:
-    """A stored config, if there is one.
-
-    It was measured with descriptors: without some of them, a program may take more shared memory than there is.
-    """
-    if device.capability >= 90 and not all(tma):
-        return heuristic
-    return stored_config(kernel, device.slug, dtype_name(dtype), sizes, heuristic)
 
 
 def product(
@@ -211,7 +188,7 @@ def product(
         device,
         config,
         (x.dtype, out.dtype),
-        (power_of_two(tokens), groups, n, k),
+        (groups, n, k),
         (x.stride(), strides, out.stride(), four[3].stride()),
         tuple([tma and a.data_ptr() % 16 == 0 for a in four]),
         None if weight_scales is None else weight_scales.stride(),
@@ -316,12 +293,12 @@ def _product_apart(
     return Launch(apart.product_apart, (device.programs,), arguments, registers=ALL_REGISTERS)
 
 
-@until_cleared
+@lru_cache(maxsize=4096)
 def _gradient_cut(
     device: Device,
     config: ProductConfig | None,
     dtypes: tuple[torch.dtype, torch.dtype],  # of a and out
-    sizes: tuple[int, int, int, int],  # T or more, G, A, B
+    sizes: tuple[int, int, int],  # G, A, B
     strides: tuple[tuple[int, ...], ...],  # of a, b and out
     aligned: tuple[bool, ...],  # these, for TMA
     *,
@@ -331,14 +308,14 @@ def _gradient_cut(
     """Of `weight_gradient`, as `_product_cut`."""
     of_a, of_out = (dtype.itemsize for dtype in dtypes)
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, (of_a, of_a, of_out), strict=True)]
-    c = config or _stored("weight_gradient", device, dtypes[0], sizes, tma, gradient_config(device.shared, of_a))
+    c = config or gradient_config(device.shared, of_a)
     parts = c.parts * max(1, of_out // of_a)
     arguments = {
         "a_stride": strides[0][0],
         "b_stride": strides[1][0],
-        "G": sizes[1],
-        "A": sizes[2],
-        "B": sizes[3],
+        "G": sizes[0],
+        "A": sizes[1],
+        "B": sizes[2],
         "ADD": add,
         "BLOCK_M": c.depth,
         "BLOCK_A": c.rows,
@@ -383,7 +360,7 @@ def weight_gradient(
         device,
         config,
         (a.dtype, out.dtype),
-        (power_of_two(max(len(a), len(b))), groups, rows, columns),
+        (groups, rows, columns),
         (a.stride(), b.stride(), out.stride()),
         tuple([tma and x.data_ptr() % 16 == 0 for x in (a, b, out)]),
         indexed=(a_index is not None, b_index is not None),
@@ -442,8 +419,7 @@ def scaled_weight_gradient(
     tma = device.capability >= 90 if tma is None else tma
     groups, rows, columns = out.shape
     tma_out = tma and out.data_ptr() % 16 == 0 and suits(out.stride(), out.element_size())
-    sizes = a.data.shape[1] - ROWS * groups, groups, rows, columns
-    c = config or _stored("fp8_weight_gradient", device, out.dtype, sizes, [tma_out], gradient_config(device.shared, 1))
+    c = config or gradient_config(device.shared, 1)
     parts = c.parts * out.element_size() // 2
     arguments = {
         "a": descriptor(a.data, a.data.stride(0), c.rows, FP8_DEPTH) if tma else a.data,

@@ -1,12 +1,8 @@
-"""How grouped products in Triton are cut: a config that `onchip tune` stored for such sizes, or the heuristic's.
+"""How grouped products in Triton are cut.  No framework."""
 
-No framework.
-"""
+from dataclasses import dataclass, replace
 
-from dataclasses import asdict, dataclass, replace
-
-from onchip.core.configs import find_config
-from onchip.groups.problem import OP, ROWS, Problem
+from onchip.groups.problem import ROWS, Problem
 
 PLAN_HEAD = 4
 """Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if an index is wrong, and the first
@@ -99,34 +95,6 @@ def gradient_config(shared: int, element_bytes: int) -> ProductConfig:
     return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=16)
 
 
-# What is tuned: the products of rows, without and with an activation whose argument is kept, and over rows.
-KERNELS = ("product", "swiglu", "weight_gradient", "fp8_product", "fp8_swiglu", "fp8_weight_gradient")
-FP8_KERNELS = KERNELS[3:]
-
-
 def power_of_two(x: int) -> int:
     """The next one that is no less."""
     return 1 << max(0, x - 1).bit_length()
-
-
-def sizes_of_product(tokens: int, groups: int, n: int, k: int) -> dict[str, int]:
-    """What a config is stored and found by: tokens are another number in every run."""
-    return {"m": power_of_two(tokens), "g": groups, "n": n, "k": k}
-
-
-def stored_config(
-    kernel: str, device: str, dtype: str, sizes: tuple[int, int, int, int], heuristic: ProductConfig
-) -> ProductConfig:
-    """The config of a product of rows of this dtype, on what `configs.device_slug` names; `sizes` are T, G, N and K."""
-    found = find_config(OP, kernel, device, dtype, sizes_of_product(*sizes), asdict(heuristic))
-    return heuristic if found.how == "heuristic" else ProductConfig(**found.config)
-
-
-def shared_bytes_of(kernel: str, c: ProductConfig) -> int:
-    """Bytes of shared memory of a multiprocessor's programs: operands of all stages, a piece of a result, barriers."""
-    element = 1 if kernel in FP8_KERNELS else 2
-    of_weight = kernel.endswith("weight_gradient")
-    operands = c.stages * (c.rows + c.columns) * c.depth * element
-    # SwiGLU's result and what it keeps leave in halves: as gate, and as up.
-    piece = c.rows * c.columns * 2 // (2 if kernel.endswith("swiglu") else c.parts)
-    return c.per_processor * ((max(operands, piece) if of_weight else operands + piece) + 1024)

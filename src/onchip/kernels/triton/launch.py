@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onchip.core.configs import device_slug
 from onchip.frontend import torch_ahead, torch_prepared
 from onchip.kernels.triton.compiling import compile_kernels
 from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, interpreted, settings
@@ -306,7 +305,6 @@ ALL_REGISTERS = 168
 class Device(NamedTuple):
     """What a launch depends on."""
 
-    slug: str  # its name in stored configs
     capability: int  # 90 is 9.0
     programs: int  # multiprocessors
     shared: int  # bytes of shared memory that a block may use
@@ -316,14 +314,14 @@ def describe(device: torch.device) -> Device:
     """A GPU; what runs on the CPU, under the interpreter, is launched as on a small Hopper."""
     if torch_ahead.gathered() is not None and torch.cuda.is_available():
         return _describe(torch.cuda.current_device())
-    return _describe(device.index) if device.type == "cuda" else Device("", 90, 4, 232448)
+    return _describe(device.index) if device.type == "cuda" else Device(90, 4, 232448)
 
 
 @lru_cache(maxsize=64)
 def _describe(index: int | None) -> Device:
     p = torch.cuda.get_device_properties(index)
     shared: int = p.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(device_slug(p.name), 10 * p.major + p.minor, p.multi_processor_count, shared)
+    return Device(10 * p.major + p.minor, p.multi_processor_count, shared)
 
 
 def device_of(x: Tensor) -> Any:

@@ -128,7 +128,7 @@ def hidden_tile(hidden: int) -> int:
 def heuristic_tiles(
     hidden: int = VOCAB_TILE, weight_layout: str = "vh", tokens: int = 2 * _SHORT
 ) -> dict[str, dict[str, int]]:
-    """The kernels' tiles where nothing is stored, as `MosaicConfig.from_numbers` takes them; `tokens` are those of the
+    """The kernels' tiles, as `MosaicConfig.from_numbers` takes them; `tokens` are those of the
     weight's product.
 
     Among those that were tried they are the fastest, or within 3% of it, on an H100 and, for stages and slots, an H200.

@@ -43,7 +43,6 @@ from onchip.vocab.mosaic.positions import (
     gradient_of_sums,
     gradient_with_last,
     rows_from,
-    stored_tiles,
     unfused,
 )
 from onchip.vocab.xla.loss import Call
@@ -98,9 +97,8 @@ def tiles_of(call: Call, tokens: int | None = None) -> dict[str, Any]:
 
     layer = call.source
     layout, tokens = ("vh", "hv")[layer.vocab_axis], tokens or len(layer.hidden)
-    heuristic = mosaic_spec.heuristic_tiles(layer.hidden.shape[1], layout, tokens)
-    stored = stored_tiles(call, heuristic)
-    return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
+    tiles = mosaic_spec.heuristic_tiles(layer.hidden.shape[1], layout, tokens)
+    return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in tiles.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ forward

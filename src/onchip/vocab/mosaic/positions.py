@@ -6,14 +6,13 @@ numbers for each position; here they are merged to a token's statistics, and, in
 prepared for the kernels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.core import configs
 from onchip.vocab.mosaic.bits import join
 from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
@@ -257,18 +256,6 @@ class Positions(NamedTuple):
 def concatenated(made: list[Any]) -> Any:
     """Trees of [part, ...] values as one."""
     return made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
-
-
-def stored_tiles(call: Call, heuristics: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
-    """How each kernel is cut: as is stored for the device and the sizes, else as is given."""
-    tokens, hidden = call.source.hidden.shape
-    slug = configs.device_slug(str(jax.devices()[0].device_kind))
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": call.source.vocab}
-    dtype = call.source.hidden.dtype.name
-    return {
-        kernel: configs.find_config("linear_cross_entropy", kernel, slug, dtype, sizes, heuristic).config
-        for kernel, heuristic in heuristics.items()
-    }
 
 
 def rows_from(call: Call, start: Array | int, size: int) -> Call:

@@ -10,13 +10,12 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.core import configs
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
@@ -32,9 +31,6 @@ from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
     from onchip.vocab.triton.blocks import BufferRows
-
-# Stored under the name of the op that was tuned first.
-_CONFIGS = "linear_cross_entropy"
 
 
 def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -423,7 +419,7 @@ def make_run(
     *,
     weight: Tensor | None = None,
 ) -> "launches.Run":
-    """A linear layer as the walks take it, its kernels' tiles from the stored configs.
+    """A linear layer as the walks take it, with its kernels' tiles.
 
     `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
     `class_weight`: [V] float32, contiguous.  `weight`: that of `Saved`, or of `weight_in_backward`.
@@ -435,9 +431,9 @@ def make_run(
         weight = product_weight(layer.weight, dtype)
     # The bias in the products' dtype first, as F.linear does under autocast.
     bias = None if layer.bias is None else stated.changed(layer.bias, lambda x: x.to(dtype).float())
-    slug, capability, programs, shared = describe(weight.device)
-    vocab, hidden = weight.shape
-    tiles = _tiles(slug, DTYPES[dtype], tokens, vocab, hidden, shared, tiling.heuristic_tiles)
+    capability, programs, shared = describe(weight.device)
+    hidden = weight.shape[1]
+    tiles = _tiles(hidden, shared, tiling.heuristic_tiles)
     rows_at = hidden, max(weight.stride())
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
@@ -450,15 +446,9 @@ def make_run(
     )
 
 
-@configs.until_cleared
-def _tiles(
-    device: str, dtype: str, tokens: int, vocab: int, hidden: int, shared: int, heuristic: Any
-) -> "dict[str, launches.Tiles]":
-    """Those of each kernel, by the function that makes the default ones."""
+@lru_cache(maxsize=64)
+def _tiles(hidden: int, shared: int, heuristic: Any) -> "dict[str, launches.Tiles]":
+    """Those of each kernel, by the function that chooses them."""
     from onchip.vocab.triton import launches
 
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
-    return {
-        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, device, dtype, sizes, default).config)
-        for kernel, default in heuristic(shared, hidden).items()
-    }
+    return {kernel: launches.Tiles(**numbers) for kernel, numbers in heuristic(shared, hidden).items()}

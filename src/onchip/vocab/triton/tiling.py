@@ -52,7 +52,7 @@ def hidden_apart(hidden: int) -> bool:
 
 
 def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]:
-    """The kernels' tiles where nothing was tuned, by the device's shared memory per block in bytes."""
+    """The kernels' tiles, by the device's shared memory per block in bytes."""
     # Four stages of 48 KiB and a piece of the result: what was fastest on an H100 at all shapes, or within 2%.
     depth, most = (64, 4) if shared >= 227 * 1024 else (64, 3) if shared >= 160 * 1024 else (32, 3)
 
@@ -68,7 +68,7 @@ def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]
         }
 
     # Of logits, with the whole vocabulary in one launch: forward on an H200 took 1 to 4% longer in groups of 8 with 4
-    # stages.  With 64 tiles of the vocabulary, as `onchip tune` times them, there is no difference.
+    # stages.  With 64 tiles of the vocabulary there is no difference.
     made = {
         "softmax_tiles": tiles(2, group=16, stages=3),
         "gradient_tiles": tiles(2, group=16, stages=3),
