@@ -26,7 +26,7 @@ check: $(VENV)/.for-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m sphinx -q -W -b html docs build/docs
-	OMP_NUM_THREADS=1 $(BIN)/onchip check --fuzz 120 --calls 100 --seed 0  # always the same calls: what fails is the commit's
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 120 --calls 100 --seed 0  # always the same calls: what fails is the commit's
 
 # The types of what the docs show, by mypy and pyright: a minute.
 check-examples: $(VENV)/.for-dev

@@ -1,4 +1,4 @@
-"""`onchip check --fuzz`: random calls are legal, judged, shrunk, and printed as programs that fail alike."""
+"""`python -m fuzz`: random calls are legal, judged, shrunk, and printed as programs that fail alike."""
 
 import functools
 import itertools
@@ -8,19 +8,16 @@ import sys
 import warnings
 
 import pytest
-from typer.testing import CliRunner
 
 import onchip.torch
-from onchip import cli
-from onchip.fuzz import run
-from onchip.fuzz.call import program
-from onchip.fuzz.draw import TABLES, legal, simpler, table
-from onchip.fuzz.judge import Wrong
+from fuzz import run
+from fuzz.__main__ import main
+from fuzz.call import program
+from fuzz.draw import TABLES, legal, simpler, table
+from fuzz.judge import Wrong
 from onchip.groups.torch import loop
 
-
-def check(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["check", *map(str, arguments)])
+ALONE = ["cross_entropy", "--framework", "torch", "--device", "cpu"]
 
 
 def simplest(framework, op, **values):
@@ -43,11 +40,11 @@ def faulty(monkeypatch):
     monkeypatch.setattr(onchip.torch, "cross_entropy", wrong)
 
 
-def test_a_fault_is_found_shrunk_and_printed(faulty):
-    result = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 60, "--seed", 1)
-    assert result.exit_code == 1
-    assert "a call fails: Wrong: " in result.stdout
-    said = result.stdout[result.stdout.index("from onchip.fuzz") :]
+def test_a_fault_is_found_shrunk_and_printed(faulty, capsys):
+    assert main([*ALONE, "--seed", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "a call fails: Wrong: " in printed
+    said = printed[printed.index("from fuzz") :]
     assert "device='cpu', op='cross_entropy'" in said
     assert "shape=(2,)" in said
     assert "ignored=0.3, label_smoothing=0.1" in said
@@ -59,15 +56,15 @@ def test_a_fault_is_found_shrunk_and_printed(faulty):
     )
 
 
-def test_a_run_without_failures():
-    result = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 1, "--seed", 5)
-    assert result.exit_code == 0, result.output
-    assert "random calls for 1 s, seed 5" in result.stdout
-    assert " comparisons, 0 failures, seed 5" in result.stdout
-    assert check("--fuzz", 0).exit_code == 2
-    assert "no random calls of collective_matmul, only its cases" in check("collective_matmul", "--fuzz", 1).stderr
-    few = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 60, "--calls", 7, "--seed", 5)
-    assert "\n7 calls, " in few.stdout
+def test_a_run_without_failures(capsys):
+    assert main([*ALONE, "--seconds", "60", "--calls", "7", "--seed", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "random calls for 60 s, seed 5" in printed
+    assert "\n7 calls, " in printed
+    assert " comparisons, 0 failures, seed 5" in printed
+    with pytest.raises(SystemExit):
+        main(["collective_matmul"])
+    assert "no random calls of collective_matmul" in capsys.readouterr().err
 
 
 def test_a_seed_makes_the_same_calls():

@@ -14,8 +14,6 @@ from rich.text import Text
 from onchip.core.machine import FRAMEWORKS, choose_framework, installed_frameworks, require_packages, resolve_device
 from onchip.core.names import Device, known_op, operands, words
 from onchip.core.tables import print_table
-from onchip.fuzz.draw import TABLES
-from onchip.fuzz.run import run_fuzz
 from onchip.ops import OPS
 
 # Without `full`, one check in so many, backwards from the last: compiling takes JAX seconds for each.  These are prime,
@@ -30,18 +28,12 @@ def run_check(
     framework: Annotated[str | None, words("Default: those that are installed.", "torch", "jax", "all")] = None,
     device: Device = "auto",
     full: Annotated[bool, typer.Option("--full", help="All cases in all dtypes: minutes instead of one.")] = False,
-    fuzz: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Random calls for so long, instead of the cases.")
-    ] = None,
-    calls: Annotated[int | None, typer.Option(help="Stop after so many random calls.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random calls. Default: a random one.")] = None,
     console: Console,
 ) -> dict[str, Any]:
     """Run the ops' correctness cases on this machine against float64 oracles.
 
-    It is a sample of each op's cases, the same one every time, or with `full` all of them; with `fuzz` random calls
-    instead, see `run_fuzz`.  A table for each framework and op has a row per case, dtype and implementation: the
-    quantity that comes nearest its bound.
+    It is a sample of each op's cases, the same one every time, or with `full` all of them.  A table for each framework
+    and op has a row per case, dtype and implementation: the quantity that comes nearest its bound.
 
     Returns:
         All comparisons, as a document.
@@ -59,9 +51,6 @@ def run_check(
         frameworks = installed_frameworks() or frameworks
     for name in frameworks:
         require_packages("check", (name,), name)
-    if fuzz is not None:
-        fuzzed = [op for op in OPS if op in (ops or TABLES)]
-        return run_fuzz(frameworks, fuzzed, device, console, seconds=fuzz, most=calls, seed=seed)
     chosen = [op for op in OPS if op in (ops or OPS)]
     rows: list[dict[str, Any]] = []
     devices = {framework: resolve_device(device, framework) for framework in frameworks}

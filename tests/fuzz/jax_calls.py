@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fuzz.draw import Call
+from fuzz.judge import CONSTANTS, named, scratch_budget
 from onchip.frontend.topk import TopK
-from onchip.fuzz.draw import Call
-from onchip.fuzz.judge import CONSTANTS, named, scratch_budget
 
 
 def array(name: str, x: Any, dtype: str | None, call: Call) -> Any:

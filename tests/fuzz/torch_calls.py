@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.fuzz.draw import Call
-from onchip.fuzz.judge import CONSTANTS, named, scratch_budget
+from fuzz.draw import Call
+from fuzz.judge import CONSTANTS, named, scratch_budget
 from onchip.oracle.torch import computed
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from fuzz.draw import Call, table
+from fuzz.judge import CONSTANTS, assert_right, compare
 from onchip.frontend.topk import TopK
-from onchip.fuzz.draw import Call, table
-from onchip.fuzz.judge import CONSTANTS, assert_right, compare
 from onchip.oracle.checks import Check, adapter
 
 # Options that the oracle doesn't know.
@@ -25,7 +25,7 @@ def program(call: Call) -> str:
     """Python code that runs the call alone; values that it doesn't name are the simplest ones."""
     first = _simplest(call)
     named = [f"{name}={value!r}" for name, value in call.items() if name not in first or value != first[name]]
-    return f"from onchip.fuzz.call import check\n\ncheck({', '.join(named)})\n"
+    return f"from fuzz.call import check\n\ncheck({', '.join(named)})\n"
 
 
 def check(**values: Any) -> None:
@@ -42,7 +42,7 @@ def run(call: Call) -> list[Check]:
     framework, device, family, dtype = call["framework"], call["device"], call["op"], call["dtype"]
     op = "jsd" if call.get("student") == "logits" else family
     cases, reference = (import_module(f"onchip.ops.{family}.{part}") for part in ("cases", "reference"))
-    calls, fw = import_module(f"onchip.fuzz.{framework}_calls"), adapter(framework)
+    calls, fw = import_module(f"fuzz.{framework}_calls"), adapter(framework)
     of = getattr(import_module(f"onchip.{framework}"), op)
 
     first, of_case = _simplest(call), cases.Case.__dataclass_fields__
