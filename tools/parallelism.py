@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from onchip.plan import memory_text, plan
+from onchip.plan import plan
 from onchip.plan.gpus import product_ms
-from onchip.plan.links import exchange, link_rate
+from onchip.plan.links import exchange
+from onchip.plan.words import memory_text
 
 GPU, TOKENS, SEQUENCE, BATCH = "h100", 8192, 8192, 4 << 20
-LINK, NETWORK = link_rate(GPU, None), 40.0  # GB/s a GPU, within a host and between hosts
+LINK, NETWORK = 360.0, 40.0  # GB/s a GPU, within a host (80% of the NVLink's data sheet) and between hosts
 HOSTS_OF = 8
 BODY_RATE = 0.8  # of the rate of large products, for a body's own products
 
@@ -60,18 +61,26 @@ def step(model: Body, ranks: int) -> Step:
     products = 3 * model.parameters * TOKENS // ranks
     attention = 3 * model.layers * model.hidden * SEQUENCE * TOKENS // ranks  # causal: half of the square, twice
     hidden = exchange("hidden", "all-gather", 2 * TOKENS * model.hidden, ranks, LINK).ms if ranks > 1 else 0.0
-    of_loss = plan(tokens=TOKENS, model=model.name, gpu=GPU, tensor_parallel=ranks, sequence_parallel=ranks > 1)
+    assert hidden is not None
+    of_loss = plan(
+        tokens=TOKENS,
+        model=model.name,
+        gpu=GPU,
+        tensor_parallel=ranks,
+        sequence_parallel=ranks > 1,
+        link=LINK if ranks > 1 else None,
+    )
     row = of_loss.row("default")
     assert row.ms is not None
     assert row.memory_bytes is not None
     assert of_loss.baseline.ms is not None
     assert of_loss.baseline.memory_bytes is not None
     return Step(
-        body=product_ms(GPU, products + attention) / BODY_RATE,
+        body=product_ms(products + attention) / BODY_RATE,
         # Two all-gathers and two reduce-scatters a layer in each direction, and two all-gathers again in backward.
         body_exchanges=10 * model.layers * hidden,
         loss=row.ms,
-        loss_exchanges=sum(x.exposed_ms for x in of_loss.exchanges),
+        loss_exchanges=sum(x.exposed_ms or 0.0 for x in of_loss.exchanges),
         eager=of_loss.baseline.ms,
         loss_bytes=row.memory_bytes,
         eager_bytes=of_loss.baseline.memory_bytes,

@@ -4,6 +4,6 @@ Sizes of 0, 1 and ragged ones, strides, dtypes, autocast, all options at once, s
 least on, upstream gradients of any strides, any choice of inputs that need gradients, under jit and not.  An exception
 or a warning counts as a failure, and so does a refusal, since all calls that are drawn are legal.
 
-The first call that fails is made simpler as long as it fails in the same way, and printed as a Python program that makes
+The first call that fails is made simpler as long as it fails in the same way, and printed as a program that makes
 this call alone: what it doesn't name has its simplest value.
 """

@@ -1,4 +1,4 @@
-"""GPUs that times are predicted for: what was measured on an H100, and scaled for the others.  No framework."""
+"""GPUs to plan for, and the times that were measured on an H100 and an H200.  No framework."""
 
 from typing import NamedTuple
 
@@ -15,78 +15,57 @@ _GROUPED = ((955.0, 4.6), (935.0, 5.0), (875.0, 4.4))
 
 
 class Gpu(NamedTuple):
-    """One GPU by its data sheet."""
+    """One GPU."""
 
     title: str
     capability: tuple[int, int]
-    product: float
-    """TFLOP/s of bfloat16 products that are summed in float32, without sparsity."""
-    memory: float
-    """TB/s."""
-    multiprocessors: int
-    source: str
+    faster_memory: float | None = None
+    """How many times faster its memory is than an H100's, by the data sheets; None where no times were measured."""
+    source: str = ""
     """Where its times come from."""
 
 
-_SCALED = (
-    "Times are a guess: rates measured on an H100, scaled by the data sheets' TFLOP/s and memory bandwidth. Nothing "
-    "was measured on this GPU."
-)
 GPUS = {
-    "h100": Gpu("H100 SXM 80GB", (9, 0), 989, 3.35, 132, "Times are predicted with rates measured on an H100 SXM."),
+    "h100": Gpu("H100 SXM 80GB", (9, 0), 1.0, "Times are predicted with rates measured on an H100 SXM."),
     "h200": Gpu(
-        "H200 SXM", (9, 0), 989, 4.8, 132, "Times are predicted with an H100's measured rates and the H200's memory "
+        "H200 SXM", (9, 0), 4.8 / 3.35, "Times are predicted with an H100's measured rates and the H200's memory "
         "bandwidth from the data sheet; runs on an H200 took 8% less to 9% more.",
     ),
-    "a100": Gpu("A100 SXM 80GB", (8, 0), 312, 2.04, 108, _SCALED),
-    "l40s": Gpu("L40S", (8, 9), 362, 0.864, 142, _SCALED),
-    "4090": Gpu("GeForce RTX 4090", (8, 9), 165, 1.01, 128, _SCALED),
-    "b200": Gpu("B200 SXM", (10, 0), 2250, 8.0, 148, _SCALED),
+    "a100": Gpu("A100 SXM 80GB", (8, 0)),
+    "l40s": Gpu("L40S", (8, 9)),
+    "4090": Gpu("GeForce RTX 4090", (8, 9)),
+    "b200": Gpu("B200 SXM", (10, 0)),
 }  # fmt: skip
-_MEASURED = GPUS["h100"]
-
-
-def faster_products(gpu: str) -> float:
-    """How many times faster its products are than an H100's."""
-    return GPUS[gpu].product / _MEASURED.product
 
 
 def faster_memory(gpu: str) -> float:
-    """How many times faster its memory is than an H100's."""
-    return GPUS[gpu].memory / _MEASURED.memory
+    """Of a GPU with times."""
+    faster = GPUS[gpu].faster_memory
+    assert faster is not None
+    return faster
 
 
 def rates(gpu: str) -> Rates:
-    """The rates of the Triton kernels' cost model: computing goes by the products' rate, storing by the memory's."""
-    measured, product, memory = RATES["h100"], faster_products(gpu), faster_memory(gpu)
-    return measured._replace(
-        product=measured.product * product,
-        softmax=measured.softmax / product,
-        again=measured.again / product,
-        keep=measured.keep / memory,
-        add=measured.add / memory,
-        accumulate=measured.accumulate / memory,
-        programs=GPUS[gpu].multiprocessors,
-    )
+    """The rates of the Triton kernels' cost model: storing goes by the memory's."""
+    measured, memory = RATES["h100"], faster_memory(gpu)
+    keep, add, accumulate = (rate / memory for rate in (measured.keep, measured.add, measured.accumulate))
+    return measured._replace(keep=keep, add=add, accumulate=accumulate)
 
 
-def product_ms(gpu: str, multiplications: int) -> float:
+def product_ms(multiplications: int) -> float:
     """Of a product in bfloat16 or float16, with so many multiplications."""
-    return 2e-9 * multiplications / rates(gpu).product
+    return 2e-9 * multiplications / RATES["h100"].product
 
 
-def fp8_ms(gpu: str, outputs: int, weights: int, quantised: int) -> float | None:
+def fp8_ms(gpu: str, outputs: int, weights: int, quantised: int) -> float:
     """Of FP8 products with so many multiplications, those of a weight's gradient apart, and of so many bytes that are
-    read or written beside them.  None where cuBLAS has no such products.
+    read or written beside them.
     """
-    if GPUS[gpu].capability != (9, 0):
-        return None
     moved = quantised / (_FP8_QUANTISED * faster_memory(gpu))
     return 2e-9 * (outputs / _FP8_PRODUCT + weights / _FP8_WEIGHT_PRODUCT) + 1e-9 * moved
 
 
 def grouped_ms(gpu: str, multiplications: int, weight_bytes: int, *, gradients: bool) -> float:
     """Of grouped products with so many multiplications each: one, or three with gradients."""
-    products, memory = faster_products(gpu), faster_memory(gpu)
-    of = _GROUPED if gradients else _GROUPED[:1]
-    return 1e-9 * sum(2 * multiplications / (rate * products) + weight_bytes / (beside * memory) for rate, beside in of)
+    memory, of = faster_memory(gpu), _GROUPED if gradients else _GROUPED[:1]
+    return 1e-9 * sum(2 * multiplications / rate + weight_bytes / (beside * memory) for rate, beside in of)

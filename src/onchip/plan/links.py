@@ -1,23 +1,8 @@
-"""What ranks that share a vocabulary tell each other, and what that takes.  No framework.
-
-Nothing was measured here: a rate is 80% of what the data sheet gives in one direction, about what NCCL reaches with
-large messages, and each exchange takes 10 microseconds beside.
-"""
-
-from collections.abc import Mapping
+"""What ranks that share a vocabulary tell each other, and what that takes over a given link.  No framework."""
 
 import msgspec
 
-# GB/s that a GPU sends at most while it receives as much, by data sheet: NVLink within a host, or else PCIe.
-LINKS: Mapping[str, tuple[str, float]] = {
-    "h100": ("NVLink", 450.0),
-    "h200": ("NVLink", 450.0),
-    "a100": ("NVLink", 300.0),
-    "l40s": ("PCIe", 32.0),
-    "4090": ("PCIe", 32.0),
-    "b200": ("NVLink", 900.0),
-}
-_REACHED = 0.8
+# What each exchange takes beside.
 _START_MS = 0.01
 
 
@@ -30,37 +15,27 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """The collective: "all-gather", "all-reduce" or "reduce-scatter"."""
     bytes: int
     """What each rank sends, and receives."""
-    ms: float
-    """Predicted time."""
+    ms: float | None
+    """Predicted time; None where no rate was given."""
     hidden_under: str | None
     """What is computed meanwhile; None: nothing."""
-    exposed_ms: float
-    """What of the time remains beside that."""
-
-
-def link_rate(gpu: str, rate: float | None) -> float:
-    """GB/s that a rank reaches: the caller's number, or a part of the data sheet's."""
-    return _REACHED * LINKS[gpu][1] if rate is None else rate
+    exposed_ms: float | None
+    """What of the time remains beside that; None where one of both is not known."""
 
 
 def exchange(
-    name: str, kind: str, whole: int, ranks: int, rate: float, under: tuple[str, float] | None = None
+    name: str, kind: str, whole: int, ranks: int, rate: float | None, under: tuple[str, float | None] | None = None
 ) -> Exchange:
     """Of a tensor that has `whole` bytes after an all-gather, or before it is reduced; `rate` in GB/s.
 
-    A ring sends the part (n - 1) / n of them; an all-reduce twice as much.  `under`: what is computed meanwhile, ms.
+    A ring sends the part (n - 1) / n of them; an all-reduce twice as much.  `under`: what is computed
+    meanwhile, and its time in ms.
     """
     sent = (2 if kind == "all-reduce" else 1) * whole * (ranks - 1) // ranks
-    ms = _START_MS + 1e-6 * sent / rate
-    covered = 0.0 if under is None else under[1]
-    return Exchange(
-        name=name,
-        kind=kind,
-        bytes=sent,
-        ms=ms,
-        hidden_under=None if under is None else under[0],
-        exposed_ms=max(0.0, ms - covered),
-    )
+    ms = None if rate is None else _START_MS + 1e-6 * sent / rate
+    beside, covered = under or (None, 0.0)
+    exposed = None if ms is None or covered is None else max(0.0, ms - covered)
+    return Exchange(name=name, kind=kind, bytes=sent, ms=ms, hidden_under=beside, exposed_ms=exposed)
 
 
 def exchanges(
@@ -69,8 +44,8 @@ def exchanges(
     itemsize: int,
     numbers: int,
     ranks: int,
-    rate: float,
-    weight_product_ms: float,
+    rate: float | None,
+    weight_product_ms: float | None,
     *,
     gradients: bool,
     sequence: bool,

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from onchip.core.machine import FRAMEWORKS
-from onchip.plan import Plan, Row, budget_text, memory_text, time_text
+from onchip.plan.document import Plan, Row
 from onchip.plan.gpus import GPUS
+from onchip.plan.words import budget_text, memory_text, time_text
 
 _Cell = Callable[[Plan, Row], str]
 

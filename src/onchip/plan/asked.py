@@ -1,0 +1,144 @@
+"""What a plan is asked for, and what an op says of it.  No framework."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from onchip.plan.gpus import GPUS
+from onchip.vocab.memory import Problem
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The call that is planned; of a tensor-parallel one, what one rank does."""
+
+    op: str
+    problem: Problem
+    """`hidden` 0 for an op that has none; with all gradients that there are."""
+    framework: str
+    precision: str
+    gpu: str
+    gradients: bool
+    entropy: bool = False
+    teacher_hidden: int = 0
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """In and out features of the linear layers."""
+    experts: int = 0
+    """Of grouped_matmul."""
+    rows: int = 0
+    """Of x, where the product reads them by an index; or 0."""
+    ranks: int = 1
+    """That share a layer, of collective_matmul."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether it runs where times were measured."""
+        return self.problem.device == "cuda" and GPUS[self.gpu].faster_memory is not None
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether rates of its products are known."""
+        return self.measured and self.problem.dtype != "float32"
+
+    @property
+    def wanted(self) -> Problem:
+        """The problem with no gradients where none are wanted."""
+        p = self.problem
+        return p if self.gradients else replace(p, grad_hidden=False, grad_weight=False)
+
+    @property
+    def products(self) -> int:
+        """That a loss can't do without: the logits', hidden's gradient and the weight's."""
+        return 2 + self.problem.grad_weight if self.gradients else 1
+
+
+class Step(NamedTuple):
+    """What a call does in one budget."""
+
+    memory_parts: dict[str, int]
+    """Bytes at the peak, above inputs, results and returned gradients."""
+    products: float
+    """Matrix products of tokens x hidden x vocab."""
+    recomputed: int
+    """Tokens whose logits backward computes again."""
+    chunk: dict[str, int]
+    """Tokens, and entries of the vocabulary, that are worked on at a time."""
+    ms: float | None
+    """None where there is no model of the backend's time."""
+    sent: int | None = None
+    """Bytes that a rank sends; None for an op of one."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a backend runs the call: all that a plan says of it is made of these."""
+
+    step: Callable[[str, int | None], Step]
+    """What a strategy does in a budget, by default its own; raises ValueError where that is too small."""
+    least: Callable[[str], int]
+    """Bytes of the smallest budget that a strategy runs in."""
+    default: Callable[[str], int]
+    """Bytes of the budget that a strategy takes by default."""
+    strategies: tuple[str, ...] = ("auto",)
+    chosen: Callable[[int | None], str] = lambda budget: "auto"
+    """The strategy that a call takes in a budget; raises ValueError as `step` does."""
+
+
+class Plain(NamedTuple):
+    """What the op replaces: its expression in the framework's own functions."""
+
+    name: str
+    expression: str
+    memory: int | None = None
+    ms: float | None = None
+
+
+class Layer(NamedTuple):
+    """How an op without budgets runs a linear layer of those that are asked for."""
+
+    step: Callable[[Asked, str, str], Step]
+    """What it does for the layer of a name, by a backend."""
+    plain: tuple[str, str]
+    """Name and expression of what it replaces."""
+    plain_ms: Callable[[Asked, tuple[int, int]], float | None] = lambda asked, features: None
+    """The predicted time of that, of so many in and out features; None where there is no model of it."""
+
+    def replaced(self, asked: Asked) -> Plain:
+        """What all layers replace."""
+        times = [self.plain_ms(asked, features) for features in asked.linears.values()]
+        known = [ms for ms in times if ms is not None]
+        name, expression = (text.format(dtype=asked.problem.dtype) for text in self.plain)
+        return Plain(name, expression, None, sum(known) if len(known) == len(times) else None)
+
+
+class Backend(NamedTuple):
+    """A backend of an op; of several the first that refuses nothing is the one that the op takes."""
+
+    refusal: Callable[[Asked], str | None]
+    way: Callable[[Asked], Way] | None = None
+    """None of an op that has a `Layer`."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op, as `onchip plan` knows it."""
+
+    backends: Mapping[tuple[str, str], Mapping[str, Backend]]
+    """By framework and precision, and by name in the order in which the op tries them."""
+    plain: Callable[[Asked], Plain]
+    needs: tuple[str, ...] = ("hidden", "vocab")
+    takes: tuple[str, ...] = ()
+    """Sizes and options that it knows besides."""
+    layer: Layer | None = None
+    """Of an op that has a row for each layer."""
+    source: str = ""
+    """Where its times come from, if not from what its GPU says."""
+    logits: int = 1
+    """Logits per token and entry of the vocabulary."""
+    softcap: bool = True
+    """Whether it can cap the logits."""
+    ids: int = 0
+    """Ids per token, of log-probabilities."""
+    numbers: int = 3
+    """Float32 a token that ranks which share the vocabulary gather: lse, what it was rounded by, and the target's
+    log-probability; 0 where that is not known."""

@@ -1,0 +1,106 @@
+"""The rows of a plan: what a call does in each budget, or for each layer.  No framework."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from onchip.core.sizes import MIB, UNITS
+from onchip.frontend.options import require_int, require_positive_int, scratch_in_bytes
+from onchip.plan.asked import Asked, Layer, Step, Way
+from onchip.plan.document import Row
+from onchip.plan.words import budget_text
+
+_BUDGETS_MIB = (64, 256, 1024, 4096, 16384)
+_NO_BOUND = 1 << 62
+
+
+def in_bytes(op: str, value: float | str, logits: int) -> int | None:
+    """A budget as an op's scratch_bytes takes it; None, the default, is a part of less than a byte."""
+    budget = scratch_in_bytes(op, value, logits)
+    if value is None or budget is not None:
+        require_int(op, "scratch_bytes", budget)
+        require_positive_int(op, "scratch_bytes", budget)
+    return None if budget is None else int(budget)
+
+
+def few_rows(way: Way, asked: Sequence[int]) -> list[Row]:
+    """The default budget and those that are asked for; or else the smallest, the default one and the fastest."""
+    default = _row(way, "default", None)
+    if asked:
+        return [default, *(_row(way, budget_text(size), size) for size in asked)]
+    smallest = _row(way, "smallest", _rounded(min(way.least(strategy) for strategy in way.strategies)))
+    largest = _row(way, "fastest" if default.ms is not None else "largest", _NO_BOUND)
+    largest = _row(way, largest.name, _rounded(largest.memory_bytes or 0))
+    of_default, of_smallest, of_largest = (row.memory_bytes or 0 for row in (default, smallest, largest))
+    faster = default.ms is None or (largest.ms is not None and largest.ms < 0.98 * default.ms)
+    before = [smallest] if of_smallest < 0.95 * of_default else []
+    return [*before, default, *([largest] if faster and of_largest > 1.05 * of_default else [])]
+
+
+def many_rows(way: Way, asked: Sequence[int], logits_bytes: int) -> list[Row]:
+    """Those of many budgets and all strategies."""
+    least = min(way.least(strategy) for strategy in way.strategies)
+    sizes = {_rounded(least), *(mib * MIB for mib in _BUDGETS_MIB), _rounded(logits_bytes // 8), *asked}
+    budgets = [("default", None), *((budget_text(size), size) for size in sorted(sizes)), ("no bound", _NO_BOUND)]
+    return [_row(way, name, size, strategy) for name, size in budgets for strategy in _chosen_first(way, size)]
+
+
+def _chosen_first(way: Way, budget: int | None) -> list[str]:
+    """All strategies, that one first which the op takes in this budget."""
+    try:
+        chosen = way.chosen(budget)
+    except ValueError:
+        return list(way.strategies)
+    return [chosen, *(strategy for strategy in way.strategies if strategy != chosen)]
+
+
+def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -> Row:
+    """The plan in a budget; by default of the strategy that the op takes."""
+    shown = None if budget == _NO_BOUND else budget
+    try:
+        strategy = strategy or way.chosen(budget)
+        step = way.step(strategy, budget)
+    except ValueError:
+        strategy = strategy or min(way.strategies, key=way.least)
+        least = way.least(strategy)
+        return Row(name=name, strategy=strategy, scratch_bytes=shown, budget_bytes=shown, fits=False, needs_bytes=least)
+    default = way.default(strategy) if budget is None else shown
+    return _fitting(step, name, strategy=strategy, scratch_bytes=shown, budget_bytes=default, needs=way.least(strategy))
+
+
+def layer_row(asked: Asked, layer: Layer, name: str, backend: str) -> Row:
+    """Of the layer of a name."""
+    step, plain_ms = layer.step(asked, name, backend), layer.plain_ms(asked, asked.linears[name])
+    return _fitting(step, name, sent_bytes=step.sent, plain_ms=plain_ms)
+
+
+def _fitting(
+    step: Step,
+    name: str,
+    strategy: str = "auto",
+    scratch_bytes: int | None = None,
+    budget_bytes: int | None = None,
+    needs: int | None = None,
+    **more: Any,
+) -> Row:
+    size = sum(step.memory_parts.values())
+    return Row(
+        name=name,
+        strategy=strategy,
+        scratch_bytes=scratch_bytes,
+        budget_bytes=budget_bytes,
+        fits=True,
+        needs_bytes=size if needs is None else needs,
+        memory_bytes=size,
+        memory_parts=step.memory_parts,
+        products=step.products,
+        recomputed_tokens=step.recomputed,
+        chunk=step.chunk,
+        ms=step.ms,
+        **more,
+    )
+
+
+def _rounded(size: int) -> int:
+    """A budget that people can read: up to a MiB, from 128 MiB on to 16, from a GiB on to a quarter of one."""
+    unit = UNITS["GiB"] // 4 if size >= UNITS["GiB"] else 16 * MIB if size >= 128 * MIB else MIB
+    return -(-size // unit) * unit
