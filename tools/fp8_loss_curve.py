@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from onchip.bench import environment
+from onchip.bench.figures import picture
 from onchip.core import files
 from onchip.demo import data, torch_train, train
 from onchip.demo.model import ModelConfig
@@ -49,14 +50,11 @@ def measure(steps: int, tokens: int, threads: int) -> dict[str, Any]:
     }
 
 
-def draw(document: dict[str, Any], path: Path) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
+def draw(document: dict[str, Any]) -> bytes:
     losses = {name: np.array(values) for name, values in document["losses"].items()}
     steps = np.arange(1, len(losses["fp8"]) + 1)
-    with mpl.rc_context({"font.size": 11, "axes.grid": True, "grid.color": "#e5e7eb", "svg.hashsalt": "onchip"}):
-        figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+
+    def fill(figure: Any) -> None:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         above.plot(steps, losses["onchip"], color=COLORS["onchip"], linewidth=3, alpha=0.45, label="float32")
         above.plot(steps, losses["fp8"], color=COLORS["fp8"], linewidth=1, label="FP8 layers")
@@ -67,8 +65,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
         below.set(title="Difference from float32", xlabel="step", ylabel="nats per token")
         for axes in (above, below):
             axes.legend(frameon=False)
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, metadata={"Date": None})
+
+    return picture(fill, 6.4, 5.6, size=11, layout="constrained")
 
 
 def main() -> None:
@@ -82,7 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.plot:
         files.replace(given.numbers, json.dumps(measure(given.steps, given.tokens, given.threads), indent=1) + "\n")
-    draw(json.loads(given.numbers.read_text()), given.picture)
+    files.replace(given.picture, draw(json.loads(given.numbers.read_text())))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ rewrites the table between the page's two markers, and the picture.  The model o
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from onchip.bench.figures import picture
 from onchip.plan import plan
 from onchip.plan.gpus import product_ms
 from onchip.plan.links import exchange
@@ -122,36 +123,29 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def draw(path: Path) -> None:
+def draw(figure: Any) -> None:
     """The loss's part of a step by the number of GPUs."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     gpus = [8, 16, 32, 64, 128, 256, 512, 1024]
     colors = {1: "#6b7280", 2: "#0b5fd6", 4: "#c2772b", 8: "#1b7f5c"}
-    with mpl.rc_context({"font.size": 10, "axes.grid": True, "grid.color": "#e5e7eb", "svg.hashsalt": "onchip"}):
-        figure = Figure(figsize=(9, 3.4), layout="constrained")
-        for axes, model in zip(figure.subplots(1, 3), MODELS, strict=True):
-            for ranks, color in colors.items():
-                for fused, style in ((True, "-"), (False, ":")):
-                    shares = [(n, share(model, ranks, n, fused=fused)) for n in gpus]
-                    there = [(n, 100 * part) for n, part in shares if part is not None]
-                    label = f"TP {ranks}" if fused else None
-                    axes.plot(*zip(*there, strict=True), style, color=color, label=label)
-            axes.set(title=model.name, xlabel="GPUs", xscale="log", ylim=(0, None))
-            axes.set_xticks([8, 64, 512], ["8", "64", "512"])
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.axes[0].set_ylabel("the loss, % of a step")
-        figure.axes[0].legend(frameon=False, title="dotted: eager")
-        figure.savefig(path, metadata={"Date": None})
+    for axes, model in zip(figure.subplots(1, 3), MODELS, strict=True):
+        for ranks, color in colors.items():
+            for fused, style in ((True, "-"), (False, ":")):
+                shares = [(n, share(model, ranks, n, fused=fused)) for n in gpus]
+                there = [(n, 100 * part) for n, part in shares if part is not None]
+                label = f"TP {ranks}" if fused else None
+                axes.plot(*zip(*there, strict=True), style, color=color, label=label)
+        axes.set(title=model.name, xlabel="GPUs", xscale="log", ylim=(0, None))
+        axes.set_xticks([8, 64, 512], ["8", "64", "512"])
+    figure.axes[0].set_ylabel("the loss, % of a step")
+    figure.axes[0].legend(frameon=False, title="dotted: eager")
 
 
 def main() -> None:
-    page, picture = Path(sys.argv[1]), Path(sys.argv[2])
+    page = Path(sys.argv[1])
     before, _, rest = page.read_text(encoding="utf-8").partition("<!-- table -->\n")
     _, _, after = rest.partition("<!-- end -->\n")
     page.write_text(f"{before}<!-- table -->\n{table()}\n<!-- end -->\n{after}", encoding="utf-8")
-    draw(picture)
+    Path(sys.argv[2]).write_bytes(picture(draw, 9, 3.4, layout="constrained"))
 
 
 if __name__ == "__main__":

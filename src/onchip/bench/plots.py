@@ -9,12 +9,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onchip.bench.figures import GRAY, picture
 from onchip.bench.units import format_bytes, format_ms
 from onchip.core import files
 
@@ -38,22 +38,7 @@ _PEERS = (
     "#c2772b", "#6b7280", "#be123c", "#111827", "#86198f", "#a3a314", "#e11d8f", "#78350f", "#ea580c", "#f0a202",
     "#9f8170",
 ), "vPX<>*dh"  # fmt: skip
-_GRAY = "#374151"
 _DASHES = (0, (4, 3))
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: a smaller file that can be searched
-    "svg.hashsalt": "onchip",  # the same bytes from the same results
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9ca3af",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e5e7eb",
-    "xtick.color": _GRAY,
-    "ytick.color": _GRAY,
-}
 
 
 def short_name(impl: str) -> str:
@@ -72,7 +57,7 @@ def time_memory_svg(rows: Rows, case: str, modes: Sequence[str]) -> str:
             axes.set_title(f"{case}: {mode}", loc="left", fontweight="bold")
             _scatter(axes, points, styles)
 
-    return _svg(draw, 7.2 * len(modes), max(3.4, 1.2 + 0.36 * max(map(len, panels))))
+    return picture(draw, 7.2 * len(modes), max(3.4, 1.2 + 0.36 * max(map(len, panels))), size=9.5).decode()
 
 
 def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
@@ -90,7 +75,7 @@ def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
         )
     floor = points[0]["floor_ms"]
     if floor:
-        axes.axvline(floor, color=_GRAY, linestyle=_DASHES, linewidth=1)
+        axes.axvline(floor, color=GRAY, linestyle=_DASHES, linewidth=1)
     times = [t for r in points for t in (r["p10_ms"], r["p90_ms"])] + [floor or points[0]["median_ms"]]
     _time_axis(axes, "x", times)
     _memory_axis(axes, points)
@@ -133,7 +118,7 @@ def growth_svg(rows: Rows) -> str | None:
     # The legend's lines: one for each implementation, and the floor.
     bottom = 0.75 + 0.22 * -(-(len(styles) + 1) // columns)
     width, height = max(6.2, 4.6 * len(sweeps)), 5.7 + bottom
-    return _svg(draw, width, height)
+    return picture(draw, width, height, size=9.5).decode()
 
 
 def _growth_panels(above: "Axes", below: "Axes", points: Sequence[Point], styles: Styles) -> None:
@@ -144,7 +129,7 @@ def _growth_panels(above: "Axes", below: "Axes", points: Sequence[Point], styles
         below.plot(xs, heights, markersize=5, **look)
     floors = sorted({x: r["floor_ms"] for x, r in points if r["floor_ms"]}.items())
     if floors:
-        above.plot(*zip(*floors, strict=True), color=_GRAY, linestyle=_DASHES, label="matrix products alone")
+        above.plot(*zip(*floors, strict=True), color=GRAY, linestyle=_DASHES, label="matrix products alone")
     sizes = sorted({x for x, _ in points})
     _log_axis(below, "x", sizes, lambda x: f"{x:.0f}")
 
@@ -225,20 +210,6 @@ def _log_axis(
     axis.set_major_locator(FixedLocator(sorted(ticks)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
     axis.set_minor_locator(NullLocator())
-
-
-def _svg(draw: Callable[["Figure"], None], width: float, height: float) -> str:
-    """The figure that `draw` fills, `width` by `height` inches."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), facecolor="white")
-        draw(figure)
-        text = StringIO()
-        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
-    return text.getvalue()
 
 
 def main() -> None:

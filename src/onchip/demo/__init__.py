@@ -6,7 +6,7 @@ depends on the framework is in two files each, of which only the chosen framewor
 `jax_model.py` (the Llama), `torch_train.py` and `jax_train.py` (losses, optimizer).
 """
 
-PACKAGES = {"torch": ("torch",), "jax": ("jax", "equinox", "optax")}
+PACKAGES = {"torch": ("torch", "transformers"), "jax": ("jax", "optax")}
 EXTRAS = {"torch": "torch,demo", "jax": "jax,demo-jax"}
 """What to install for them."""
 

@@ -2,10 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
+from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from onchip.demo.data import Ids
-from onchip.demo.jax_model import Llama
+from onchip.demo.jax_model import Weights, hidden_states
 from onchip.demo.model import ModelConfig, initial_weights
 from onchip.demo.train import BETAS, TrainConfig
 from onchip.jax import linear_cross_entropy
@@ -72,38 +71,36 @@ class JaxTrainer:
 
     def __init__(self, model: ModelConfig, loss: Loss, config: TrainConfig) -> None:
         self.device = config.device
-        self.model = Llama(model, initial_weights(model, config.seed))
+        self.weights: Weights = {name: jnp.asarray(x) for name, x in initial_weights(model, config.seed).items()}
         optimizer = optax.chain(
             optax.clip_by_global_norm(config.max_grad_norm),
             optax.scale_by_adam(*BETAS),
             optax.add_decayed_weights(config.weight_decay),
         )
-        self.state = optimizer.init(eqx.filter(self.model, eqx.is_inexact_array))
+        self.state = optimizer.init(self.weights)
 
-        def mean_loss(model: Llama, ids: Array) -> Array:
-            return loss(jax.vmap(model)(ids), model.head, ids)
+        def mean_loss(weights: Weights, ids: Array) -> Array:
+            return loss(jax.vmap(partial(hidden_states, model, weights))(ids), weights["lm_head.weight"], ids)
 
-        def step(model: Llama, state: Any, rate: Array, ids: Array) -> tuple[Llama, Any, Array]:
-            value, gradients = eqx.filter_value_and_grad(mean_loss)(model, ids)
-            updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_inexact_array))
-            return eqx.apply_updates(model, jax.tree.map(lambda x: -rate * x, updates)), state, value
+        def step(weights: Weights, state: Any, rate: Array, ids: Array) -> tuple[Weights, Any, Array]:
+            value, gradients = jax.value_and_grad(mean_loss)(weights, ids)
+            updates, state = optimizer.update(gradients, state, weights)
+            return optax.apply_updates(weights, jax.tree.map(lambda x: -rate * x, updates)), state, value
 
-        def logits(model: Llama, ids: Array, last: Array) -> Array:
-            return model.head @ model(ids)[last]
+        def logits(weights: Weights, ids: Array, last: Array) -> Array:
+            return weights["lm_head.weight"] @ hidden_states(model, weights, ids)[last]
 
-        self._mean_loss = eqx.filter_jit(mean_loss)
-        self._step = eqx.filter_jit(step)
-        self._logits = eqx.filter_jit(logits)
+        self._mean_loss, self._step, self._logits = jax.jit(mean_loss), jax.jit(step), jax.jit(logits)
 
     def step(self, ids: Ids, rate: float) -> float:
-        self.model, self.state, loss = self._step(self.model, self.state, jnp.float32(rate), put(ids, self.device))
+        self.weights, self.state, loss = self._step(self.weights, self.state, jnp.float32(rate), put(ids, self.device))
         return float(loss)
 
     def evaluate(self, ids: Ids) -> float:
-        return float(self._mean_loss(self.model, put(ids, self.device)))
+        return float(self._mean_loss(self.weights, put(ids, self.device)))
 
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
-        return np.asarray(self._logits(self.model, put(ids, self.device), jnp.int32(last)))
+        return np.asarray(self._logits(self.weights, put(ids, self.device), jnp.int32(last)))
 
 
 def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, JaxTrainer]:
@@ -113,4 +110,4 @@ def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, JaxTrain
 
 def implementation() -> str:
     """What the model is made of."""
-    return f"a Llama of equinox {version('equinox')}"
+    return f"a Llama of jax.numpy, jax {jax.__version__}"

@@ -1,7 +1,6 @@
-"""What the demo found: a table on the terminal, a picture, and an HTML page."""
+"""What the demo found: tables on the terminal, a picture, and an HTML page."""
 
 import base64
-import io
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from onchip.bench.figures import GRAY, picture
 from onchip.bench.units import format_bytes, format_ms
 from onchip.core.tables import print_table
 from onchip.demo import EXTRAS
@@ -18,12 +18,11 @@ from onchip.demo.stacks import STACKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Document = Mapping[str, Any]
 Draw = Callable[["Axes", Document], None]
 
-MOE_COLUMNS = ("a layer of experts", "memory", "time")
-COLUMNS = ("vocabulary", "memory, plain", "onchip", "time, plain", "onchip")
 _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "#c2772b", "linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
     "onchip": {"color": "#0b5fd6", "linewidth": 1.4},
@@ -33,36 +32,38 @@ _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"color": "#15803d", "linewidth": 1.2, "linestyle": "--"},
 }
 _MEASURED = ("plain", "onchip")
-_STYLE: Any = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e5e7eb",
-}
 
 
-def _measured_rows(document: Document) -> list[tuple[str, ...]]:
-    """The texts of `COLUMNS`."""
-    return [
-        (
-            f"{row['vocab']:,}",
-            *(format_bytes(row[name]["extra_bytes"]) for name in _MEASURED),
-            *(format_ms(row[name]["median_ms"]) for name in _MEASURED),
-        )
-        for row in document["head_and_loss"]
-    ]
+# ------------------------------------------------------------------------------------------------- tables and words
 
 
-def _loss_rows(document: Document) -> list[tuple[str, ...]]:
+def _tables(document: Document) -> dict[str, list[Sequence[str]]]:
+    """Columns and rows of each table: of the losses, of head and loss, and with --moe of a layer of experts."""
     losses, held_out = document["losses"], document["held_out_loss"]
-    return [
-        ("loss at the first step", *(f"{values[0]:.6f}" for values in losses.values())),
-        ("loss at the last step", *(f"{values[-1]:.6f}" for values in losses.values())),
-        ("held-out loss", *(f"{held_out[name]:.6f}" for name in losses)),
-    ]
+    layer = document["moe"]["layer"] if document["moe"] else {}
+    return {
+        "losses": [
+            ("training", *losses),
+            ("loss at the first step", *(f"{values[0]:.6f}" for values in losses.values())),
+            ("loss at the last step", *(f"{values[-1]:.6f}" for values in losses.values())),
+            ("held-out loss", *(f"{held_out[name]:.6f}" for name in losses)),
+        ],
+        "costs": [
+            ("vocabulary", "memory, plain", "onchip", "time, plain", "onchip"),
+            *(
+                (
+                    f"{row['vocab']:,}",
+                    *(format_bytes(row[name]["extra_bytes"]) for name in _MEASURED),
+                    *(format_ms(row[name]["median_ms"]) for name in _MEASURED),
+                )
+                for row in document["head_and_loss"]
+            ),
+        ],
+        "experts": [
+            ("a layer of experts", "memory", "time"),
+            *((name, format_bytes(x["extra_bytes"]), format_ms(x["median_ms"])) for name, x in layer.items()),
+        ],
+    }
 
 
 def _verdict(document: Document) -> str:
@@ -83,12 +84,6 @@ def _fp8_verdict(fp8: Mapping[str, Any]) -> str:
     )
 
 
-def _moe_rows(document: Document) -> list[tuple[str, ...]]:
-    """The texts of `MOE_COLUMNS`, none without --moe."""
-    layer = document["moe"]["layer"] if document["moe"] else {}
-    return [(name, format_bytes(cost["extra_bytes"]), format_ms(cost["median_ms"])) for name, cost in layer.items()]
-
-
 def _moe_verdict(moe: Mapping[str, Any]) -> str:
     """Whether the two trainings with experts are the same one."""
     difference = moe["difference"]
@@ -101,14 +96,17 @@ def _moe_verdict(moe: Mapping[str, Any]) -> str:
 
 def print_report(document: Document, console: Console) -> None:
     """Both losses, the measurements, and the sample."""
-    for title, columns, rows in (
-        ("", ("training", *document["losses"]), _loss_rows(document)),
-        ("head and loss, forward and backward", COLUMNS, _measured_rows(document)),
-    ):
+    tables = _tables(document)
+
+    def show(name: str, title: str = "") -> None:
+        columns, *rows = tables[name]
         print_table(console, columns, rows, title=title, right=columns[1:])
+
+    show("losses")
+    show("costs", "head and loss, forward and backward")
     console.print(Text(_verdict(document), style="green" if document["difference"]["within_bound"] else "bold red"))
     if moe := document["moe"]:
-        print_table(console, MOE_COLUMNS, _moe_rows(document), right=MOE_COLUMNS[1:])
+        show("experts")
         console.print(_moe_verdict(moe), highlight=False)
     if fp8 := document["fp8"]:
         console.print(_fp8_verdict(fp8), highlight=False)
@@ -117,29 +115,7 @@ def print_report(document: Document, console: Console) -> None:
     console.print(Panel(Text(sample["text"]), title=title, title_align="left"))
 
 
-def picture_png(document: Document) -> bytes:
-    """All drawings in one picture."""
-    return _figure(document, [_DRAWINGS[:2], _DRAWINGS[2:]], (11, 7), "png")
-
-
-def drawings_svg(document: Document) -> list[bytes]:
-    """Each drawing by itself, small enough for the width of a phone."""
-    return [_figure(document, [[draw]], (5.2, 3.6), "svg") for draw in _DRAWINGS]
-
-
-def _figure(document: Document, grid: Sequence[Sequence[Draw]], inches: tuple[float, float], kind: str) -> bytes:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=inches, dpi=130, layout="constrained")
-        axes = figure.subplots(len(grid), len(grid[0]), squeeze=False)
-        for draws, row in zip(grid, axes, strict=True):
-            for draw, one in zip(draws, row, strict=True):
-                draw(one, document)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind)
-    return buffer.getvalue()
+# --------------------------------------------------------------------------------------------------------- drawings
 
 
 def _draw_losses(axes: "Axes", document: Document) -> None:
@@ -151,31 +127,28 @@ def _draw_losses(axes: "Axes", document: Document) -> None:
 
 
 def _draw_difference(axes: "Axes", document: Document) -> None:
-    difference = document["difference"]
-    steps = range(1, document["settings"]["steps"] + 1)
-    # A logarithm has no zero: steps on which the two agree in every bit leave a gap.
-    axes.plot(steps, [d or np.nan for d in difference["per_step"]], "o", markersize=3, color="#374151")
-    if moe := document["moe"]:
-        values = [d or np.nan for d in moe["difference"]["per_step"]]
-        axes.plot(steps, values, "+", markersize=4, color=_LOOKS["grouped"]["color"], label="|loop − grouped|")
-        axes.legend(frameon=False, loc="lower right")
-    if fp8 := document["fp8"]:
-        label = f"|fp8 − {fp8['baseline']}|"
-        axes.plot(steps, np.abs(fp8["per_step"]), "x", markersize=3, color=_LOOKS["fp8"]["color"], label=label)
+    difference, moe, fp8 = (document[name] for name in ("difference", "moe", "fp8"))
+    drawn: list[tuple[Sequence[float], str, str, str | None]] = [(difference["per_step"], "o", GRAY, None)]
+    drawn += [(moe["difference"]["per_step"], "+", _LOOKS["grouped"]["color"], "|loop − grouped|")] if moe else []
+    drawn += [(fp8["per_step"], "x", _LOOKS["fp8"]["color"], f"|fp8 − {fp8['baseline']}|")] if fp8 else []
+    for values, marker, color, label in drawn:
+        # A logarithm has no zero: steps on which the two agree in every bit leave a gap.
+        heights = [abs(x) or np.nan for x in values]
+        axes.plot(range(1, len(values) + 1), heights, marker, markersize=3, color=color, label=label)
+    if len(drawn) > 1:
         axes.legend(frameon=False, loc="lower right")
     compared, bound = difference["compared_steps"], difference["bound"]
     axes.plot([1, compared], [bound] * 2, color="#be123c", linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"bound for the first {compared} steps",
-        (1, bound),
-        (0, -5),
-        textcoords="offset points",
-        va="top",
-        color="#be123c",
-    )
+    _name(axes, f"bound for the first {compared} steps", (1, bound), "#be123c", below=True, ha="left")
     title = "Difference of the two losses (gaps: none)"
     axes.set(title=title, xlabel="step", ylabel="|plain − onchip|", yscale="log")
     axes.margins(y=0.15)
+
+
+def _name(axes: "Axes", text: str, at: tuple[float, float], color: str, *, below: bool, ha: Any = "center") -> None:
+    """Write it below or above a point."""
+    offset, va = (-7, "top") if below else (6, "bottom")
+    axes.annotate(text, at, (0, offset), textcoords="offset points", va=va, ha=ha, color=color)
 
 
 def _draw_memory(axes: "Axes", document: Document) -> None:
@@ -192,20 +165,12 @@ def _draw_growth(axes: "Axes", document: Document, key: str, unit: int, show: Ca
     """A line for each loss over the vocabularies; the last point of each is named."""
     rows = document["head_and_loss"]
     vocabs = [row["vocab"] for row in rows]
+    most = max(rows[-1][name][key] for name in _MEASURED)
     for name in _MEASURED:
-        values = [row[name][key] for row in rows]
-        color = _LOOKS[name]["color"]
-        axes.plot(vocabs, [value / unit for value in values], "o-", label=name, color=color, linewidth=2)
-        below = values[-1] < max(rows[-1][other][key] for other in _MEASURED)
-        axes.annotate(
-            show(values[-1]),
-            (vocabs[-1], values[-1] / unit),
-            (0, -8 if below else 6),
-            textcoords="offset points",
-            va="top" if below else "bottom",
-            ha="center",
-            color=color,
-        )
+        values, color = [row[name][key] / unit for row in rows], _LOOKS[name]["color"]
+        axes.plot(vocabs, values, "o-", label=name, color=color, linewidth=2)
+        last = rows[-1][name][key]
+        _name(axes, show(last), (vocabs[-1], values[-1]), color, below=last < most)
     axes.set_xticks(vocabs, [f"{vocab:,}" for vocab in vocabs])
     axes.set_xlabel("vocabulary")
     axes.set_ylim(bottom=0)
@@ -213,7 +178,23 @@ def _draw_growth(axes: "Axes", document: Document, key: str, unit: int, show: Ca
     axes.legend(frameon=False, loc="upper left")
 
 
-_DRAWINGS = (_draw_losses, _draw_difference, _draw_memory, _draw_time)
+_DRAWINGS: tuple[Draw, ...] = (_draw_losses, _draw_difference, _draw_memory, _draw_time)
+
+
+def picture_png(document: Document) -> bytes:
+    """All drawings in one picture."""
+
+    def draw(figure: "Figure") -> None:
+        for one, axes in zip(_DRAWINGS, figure.subplots(2, 2).flat, strict=True):
+            one(axes, document)
+
+    return picture(draw, 11, 7, "png", size=11, dpi=130, layout="constrained")
+
+
+def _drawing(draw: Draw, document: Document) -> str:
+    """One by itself, small enough for the width of a phone, as an address."""
+    svg = picture(lambda figure: draw(figure.subplots(), document), 5.2, 3.6, size=11, layout="constrained")
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
 def html_page(document: Document) -> str:
@@ -225,16 +206,12 @@ def html_page(document: Document) -> str:
     )
     return template.render(
         document=document,
-        drawings=[base64.b64encode(drawing).decode() for drawing in drawings_svg(document)],
+        drawings=[_drawing(draw, document) for draw in _DRAWINGS],
+        tables=_tables(document),
         verdict=_verdict(document),
         fp8_verdict=document["fp8"] and _fp8_verdict(document["fp8"]),
         moe_verdict=document["moe"] and _moe_verdict(document["moe"]),
-        moe_columns=MOE_COLUMNS,
-        moe_rows=_moe_rows(document),
-        columns=COLUMNS,
-        measured=_measured_rows(document),
         logits=format_bytes(document["head_and_loss"][-1]["logits_bytes"]),
-        losses=_loss_rows(document),
         extras=EXTRAS[document["settings"]["framework"]],
         stacks=STACKS[document["settings"]["framework"]],
     )

@@ -1,35 +1,25 @@
-"""The model of model.py in PyTorch: transformers' LlamaForCausalLM; where that is missing, one that is called alike."""
+"""The models of the PyTorch demo: transformers' Llama, and one with a mixture of experts in the place of each MLP."""
 
 from importlib.metadata import version
-from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from onchip.demo import SEQUENCE
-from onchip.demo.model import ModelConfig, initial_weights
+from onchip.demo.model import EXPERTS, TOP_K, ModelConfig, initial_weights
+from onchip.torch import MoE
+
+
+def implementation() -> str:
+    """What the model is made of."""
+    return f"LlamaForCausalLM of transformers {version('transformers')}"
 
 
 def language_model(config: ModelConfig, seed: int) -> nn.Module:
     """The model with its initial weights; `model(input_ids=ids, labels=ids).loss` is its loss."""
-    model = _of_transformers(config) if find_spec("transformers") else Llama(config)
-    model.load_state_dict({name: torch.from_numpy(x) for name, x in initial_weights(config, seed).items()})
-    return model
-
-
-def implementation() -> str:
-    """Which of the two `language_model` takes."""
-    if find_spec("transformers"):
-        return f"LlamaForCausalLM of transformers {version('transformers')}"
-    return "a Llama of the demo's own (transformers is not installed)"
-
-
-def _of_transformers(config: ModelConfig) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = LlamaConfig(
         vocab_size=config.vocab,
         hidden_size=config.hidden,
@@ -43,72 +33,38 @@ def _of_transformers(config: ModelConfig) -> nn.Module:
         use_cache=False,
     )
     model: nn.Module = LlamaForCausalLM(sizes)
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in initial_weights(config, seed).items()})
     return model
 
 
-class Llama(nn.Module):
-    """A Llama with the parameters of transformers' and as much of its interface as the demo and `patch` use."""
+class LoopedMoE(MoE):
+    """The same layer as models have it: one expert after the other, on the tokens that are its own."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        norm = nn.RMSNorm(config.hidden, config.norm_eps)
-        embedding = nn.Embedding(config.vocab, config.hidden)
-        layers = nn.Sequential(*(Layer(config) for _ in range(config.layers)))
-        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
-        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        """Token ids [B, S] to an object with `logits` [B, S, V] and, with labels, `loss`."""
-        hidden = self.model["norm"](self.model["layers"](self.model["embed_tokens"](input_ids)))
-        logits = self.lm_head(hidden)
-        if labels is None:
-            return SimpleNamespace(logits=logits)
-        following = F.pad(labels[:, 1:], (0, 1), value=-100)
-        return SimpleNamespace(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), following.flatten()))
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        tokens = x.flatten(0, -2)
+        scores, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
+        scores = scores / scores.sum(-1, keepdim=True)
+        y = torch.zeros_like(tokens)
+        for i in range(self.num_experts):
+            token, choice = (chosen == i).nonzero(as_tuple=True)
+            gate, up = F.linear(tokens[token], self.gate_up[i]).chunk(2, -1)
+            expert = F.linear(F.silu(gate) * up, self.down[i])
+            y = y.index_add(0, token, expert * scores[token, choice, None])
+        return y.view_as(x)
 
 
-class Layer(nn.Module):
-    """Causal self-attention, then a gated MLP, each on the normalised residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        hidden, inner = config.hidden, config.intermediate
-        self.heads, self.rope_theta = config.heads, config.rope_theta
-        self.input_layernorm = nn.RMSNorm(hidden, config.norm_eps)
-        self.self_attn = nn.ModuleDict({f"{name}_proj": nn.Linear(hidden, hidden, bias=False) for name in "qkvo"})
-        self.post_attention_layernorm = nn.RMSNorm(hidden, config.norm_eps)
-        widening = {f"{name}_proj": nn.Linear(hidden, inner, bias=False) for name in ("gate", "up")}
-        self.mlp = MLP({**widening, "down_proj": nn.Linear(inner, hidden, bias=False)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-    def attend(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            self.self_attn[f"{name}_proj"](x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in "qkv"
-        )
-        query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.self_attn["o_proj"](mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+def expert_layer(kind: type[nn.Module], config: ModelConfig, seed: int) -> nn.Module:
+    """A layer with its initial weights, the same for each kind."""
+    make: Any = kind
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer: nn.Module = make(config.hidden, config.intermediate // 2, EXPERTS, TOP_K)
+    return layer
 
 
-class MLP(nn.ModuleDict):
-    """SwiGLU between two linear layers and a third."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = F.silu(self["gate_proj"](x)) * self["up_proj"](x)
-        return self["down_proj"](inner)  # type: ignore[no-any-return]
-
-
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions (https://arxiv.org/abs/2104.09864) for [B, heads, S, size]: entry i turns with i + size / 2."""
-    half = x.shape[-1] // 2
-    rates = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * rates
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def put_experts(model: nn.Module, kind: type[nn.Module], config: ModelConfig, seed: int) -> None:
+    """Put such layers into the model, in the place of its MLPs."""
+    device = next(model.parameters()).device
+    layers: Any = model.get_submodule("model.layers")
+    for i, layer in enumerate(layers):
+        layer.mlp = expert_layer(kind, config, seed + i).to(device)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
+from onchip.demo.torch_model import LoopedMoE, expert_layer, language_model, put_experts
 from onchip.demo.torch_model import implementation as implementation
-from onchip.demo.torch_model import language_model
-from onchip.demo.torch_moe import LoopedMoE, expert_layer, put_experts
 from onchip.demo.train import BETAS, TrainConfig
 from onchip.integrations.transformers import patch
 from onchip.torch import MoE, convert_linears, linear_cross_entropy
