@@ -11,11 +11,11 @@ from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.options import require_bool, require_one_of, require_positive, require_positive_int
-from onchip.plan.asked import Asked
+from onchip.plan.asked import PlannedCall
 from onchip.plan.document import Baseline, Plan, Row
 from onchip.plan.gpus import GPUS, product_ms
 from onchip.plan.links import Exchange, exchanges
-from onchip.plan.models import Model, model_of_config, named_model
+from onchip.plan.models import ModelSizes, model_of_config, named_model
 from onchip.plan.rows import few_rows, in_bytes, layer_row, many_rows
 from onchip.plan.ways import OPS
 from onchip.plan.words import note_of_exchanges, notes, verdict
@@ -164,7 +164,7 @@ def plan(
         weight_grad_out=weight_grad_out,
     )
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
-    asked = Asked(
+    asked = PlannedCall(
         op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears, experts or 0, rows or 0,
         tensor_parallel,
     )  # fmt: skip
@@ -295,7 +295,7 @@ def _check_taken(op: str, given: Mapping[str, Any]) -> None:
             raise ValueError(f"plan: {op} has no {name}, which is for {of}; leave it out")
 
 
-def _found(model: str | None, config: str | Path | None) -> Model | None:
+def _found(model: str | None, config: str | Path | None) -> ModelSizes | None:
     if model is not None and config is not None:
         raise ValueError("plan: give a model or a config, not both")
     if config is not None:
@@ -307,7 +307,7 @@ def _found(model: str | None, config: str | Path | None) -> Model | None:
 
 def _linears(
     takes: Sequence[str],
-    found: Model | None,
+    found: ModelSizes | None,
     in_features: int | None,
     out_features: int | None,
     experts: int | None,

@@ -9,7 +9,7 @@ from onchip.vocab.memory import Problem
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedCall:
     """The call that is planned; of a tensor-parallel one, what one rank does."""
 
     op: str
@@ -52,7 +52,7 @@ class Asked:
         return 2 + self.problem.grad_weight if self.gradients else 1
 
 
-class Step(NamedTuple):
+class StepPlan(NamedTuple):
     """What a call does in one budget."""
 
     memory_parts: dict[str, int]
@@ -73,7 +73,7 @@ class Step(NamedTuple):
 class Way:
     """How a backend runs the call: all that a plan says of it is made of these."""
 
-    step: Callable[[str, int | None], Step]
+    step: Callable[[str, int | None], StepPlan]
     """What a strategy does in a budget, by default its own; raises ValueError where that is too small."""
     least: Callable[[str], int]
     """Bytes of the smallest budget that a strategy runs in."""
@@ -93,17 +93,17 @@ class Plain(NamedTuple):
     ms: float | None = None
 
 
-class Layer(NamedTuple):
+class LayerPlan(NamedTuple):
     """How an op without budgets runs a linear layer of those that are asked for."""
 
-    step: Callable[[Asked, str, str], Step]
+    step: Callable[[PlannedCall, str, str], StepPlan]
     """What it does for the layer of a name, by a backend."""
     plain: tuple[str, str]
     """Name and expression of what it replaces."""
-    plain_ms: Callable[[Asked, tuple[int, int]], float | None] = lambda asked, features: None
+    plain_ms: Callable[[PlannedCall, tuple[int, int]], float | None] = lambda asked, features: None
     """The predicted time of that, of so many in and out features; None where there is no model of it."""
 
-    def replaced(self, asked: Asked) -> Plain:
+    def replaced(self, asked: PlannedCall) -> Plain:
         """What all layers replace."""
         times = [self.plain_ms(asked, features) for features in asked.linears.values()]
         known = [ms for ms in times if ms is not None]
@@ -114,22 +114,22 @@ class Layer(NamedTuple):
 class Backend(NamedTuple):
     """A backend of an op; of several the first that refuses nothing is the one that the op takes."""
 
-    refusal: Callable[[Asked], str | None]
-    way: Callable[[Asked], Way] | None = None
-    """None of an op that has a `Layer`."""
+    refusal: Callable[[PlannedCall], str | None]
+    way: Callable[[PlannedCall], Way] | None = None
+    """None of an op that has a `LayerPlan`."""
 
 
 @dataclass(frozen=True)
-class Op:
+class PlannedOp:
     """One op, as `onchip plan` knows it."""
 
     backends: Mapping[tuple[str, str], Mapping[str, Backend]]
     """By framework and precision, and by name in the order in which the op tries them."""
-    plain: Callable[[Asked], Plain]
+    plain: Callable[[PlannedCall], Plain]
     needs: tuple[str, ...] = ("hidden", "vocab")
     takes: tuple[str, ...] = ()
     """Sizes and options that it knows besides."""
-    layer: Layer | None = None
+    layer: LayerPlan | None = None
     """Of an op that has a row for each layer."""
     source: str = ""
     """Where its times come from, if not from what its GPU says."""

@@ -6,18 +6,18 @@ from onchip.fp8 import numbers as fp8
 from onchip.groups import problem as grouped
 from onchip.groups.triton.tiles import copying_rows_pays, plan_numbers
 from onchip.ops.collective_matmul.fp8_cost import fp8_cost
-from onchip.plan.asked import Asked, Layer, Step
+from onchip.plan.asked import LayerPlan, PlannedCall, StepPlan
 from onchip.plan.gpus import GPUS, fp8_ms, grouped_ms, product_ms
 
 
 def _of_layer(
-    asked: Asked, features: tuple[int, int], parts: dict[str, int], ms: float | None, sent: int | None = None
-) -> Step:
+    asked: PlannedCall, features: tuple[int, int], parts: dict[str, int], ms: float | None, sent: int | None = None
+) -> StepPlan:
     sizes = {"tokens": asked.problem.tokens, "in_features": features[0], "out_features": features[1]}
-    return Step(parts, 3 if asked.gradients else 1, 0, sizes, ms, sent)
+    return StepPlan(parts, 3 if asked.gradients else 1, 0, sizes, ms, sent)
 
 
-def _fp8_step(asked: Asked, name: str, backend: str) -> Step:
+def _fp8_step(asked: PlannedCall, name: str, backend: str) -> StepPlan:
     """One linear layer in FP8: memory as docs/ops/fp8_linear.md has it, time by the measured products and quantiser."""
     (k, n), m, grad = asked.linears[name], asked.problem.tokens, asked.gradients
     p = fp8.Problem(m, n, k, asked.problem.dtype)
@@ -36,14 +36,14 @@ def _larger(*phases: dict[str, int]) -> dict[str, int]:
     return max(phases, key=lambda phase: sum(phase.values()))
 
 
-def _linear_ms(asked: Asked, features: tuple[int, int]) -> float | None:
+def _linear_ms(asked: PlannedCall, features: tuple[int, int]) -> float | None:
     """nn.Linear in the same dtype."""
     if not asked.has_rates:
         return None
     return product_ms((3 if asked.gradients else 1) * asked.problem.tokens * features[0] * features[1])
 
 
-def _grouped_step(asked: Asked, name: str, backend: str) -> Step:
+def _grouped_step(asked: PlannedCall, name: str, backend: str) -> StepPlan:
     """The products of experts: memory as docs/ops/grouped_matmul.md has it, its way through the kernels."""
     (k, n), p, groups, grad = asked.linears[name], asked.problem, asked.experts, asked.gradients
     size, kept = DTYPE_BYTES[p.dtype], "kept until backward: " if grad else ""
@@ -61,7 +61,7 @@ def _grouped_step(asked: Asked, name: str, backend: str) -> Step:
     return _of_layer(asked, (k, n), parts, _grouped_ms(asked, (k, n)))
 
 
-def _grouped_ms(asked: Asked, features: tuple[int, int]) -> float | None:
+def _grouped_ms(asked: PlannedCall, features: tuple[int, int]) -> float | None:
     if not asked.has_rates:
         return None
     weight = features[0] * features[1]
@@ -69,7 +69,7 @@ def _grouped_ms(asked: Asked, features: tuple[int, int]) -> float | None:
     return grouped_ms(asked.gpu, asked.problem.tokens * weight, weight_bytes, gradients=asked.gradients)
 
 
-def _grouped_mm_ms(asked: Asked, features: tuple[int, int]) -> float | None:
+def _grouped_mm_ms(asked: PlannedCall, features: tuple[int, int]) -> float | None:
     """PyTorch's own took about 1.1 times as long, on an H100 in bfloat16."""
     ms = _grouped_ms(asked, features)
     return None if ms is None else 1.1 * ms
@@ -79,7 +79,7 @@ def _grouped_mm_ms(asked: Asked, features: tuple[int, int]) -> float | None:
 _ROW_PARALLEL = ("row parallel", "attention out", "down")
 
 
-def _collective_step(asked: Asked, name: str, backend: str) -> Step:
+def _collective_step(asked: PlannedCall, name: str, backend: str) -> StepPlan:
     """A linear layer that ranks share: memory as docs/ops/collective_matmul.md has it."""
     (k, n), p, ranks = asked.linears[name], asked.problem, asked.ranks
     by_rows = name in _ROW_PARALLEL
@@ -108,10 +108,10 @@ def _collective_step(asked: Asked, name: str, backend: str) -> Step:
     return _of_layer(asked, (k, n), parts, None, made.sent)
 
 
-FP8 = Layer(_fp8_step, ("nn.Linear in {dtype}", "F.linear(x, weight)"), _linear_ms)
-GROUPED = Layer(
+FP8 = LayerPlan(_fp8_step, ("nn.Linear in {dtype}", "F.linear(x, weight)"), _linear_ms)
+GROUPED = LayerPlan(
     _grouped_step, ("F.grouped_mm", "F.grouped_mm(x, weight.mT, offs=group_offsets)"), _grouped_mm_ms
 )  # fmt: skip
-COLLECTIVE = Layer(
+COLLECTIVE = LayerPlan(
     _collective_step, ("one collective", "all_gather and F.linear, or F.linear and reduce_scatter")
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSizes:
     """What a plan needs to know of a model.  Sizes in elements; None is what isn't known."""
 
     name: str
@@ -109,9 +109,9 @@ _TIED = (
 )  # fmt: skip
 
 
-def _model(name: str, hidden: int, vocab: int, *block: int) -> Model:
+def _model(name: str, hidden: int, vocab: int, *block: int) -> ModelSizes:
     wide, heads, of_keys, size = block or (None, 0, 0, 0)
-    return Model(
+    return ModelSizes(
         name=name,
         hidden=hidden,
         vocab=vocab,
@@ -136,7 +136,7 @@ def _plain(name: str) -> str:
     return "-".join(re.findall(r"[a-z]+|\d+", short))
 
 
-def named_model(name: str) -> Model:
+def named_model(name: str) -> ModelSizes:
     """The model of a name, written as on the Hub or shorter, in any case.
 
     Raises:
@@ -166,7 +166,7 @@ _GATED = (
 )  # fmt: skip
 
 
-def model_of_config(path: Path) -> Model:
+def model_of_config(path: Path) -> ModelSizes:
     """The model of a config.json as transformers writes it, or of the folder that holds one.
 
     Raises:
@@ -194,7 +194,7 @@ def model_of_config(path: Path) -> Model:
     softcap = _number(file, merged, _SOFTCAP)
     name = config.get("_name_or_path") or " ".join(map(str, config.get("architectures") or ())) or str(file)
     tied = merged.get("tie_word_embeddings") is True
-    model = Model(str(name), hidden, vocab, softcap, tied=tied)
+    model = ModelSizes(str(name), hidden, vocab, softcap, tied=tied)
     if merged.get("model_type") not in _GATED or hidden is None:
         return model
     heads, wide = _size(file, merged, ("num_attention_heads",)), _size(file, merged, ("intermediate_size",))

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.plan.asked import Asked, Plain
+from onchip.plan.asked import Plain, PlannedCall
 from onchip.plan.gpus import faster_memory, product_ms, rates
 
 # Launches of a plain step, and of its forward alone: what few tokens take.
@@ -20,7 +20,7 @@ class _Measured(NamedTuple):
     bytes: int
     ps: float
 
-    def plain(self, asked: Asked, products: int, *, after_peak: int) -> Plain:
+    def plain(self, asked: PlannedCall, products: int, *, after_peak: int) -> Plain:
         """`products`: hidden sizes summed over all products.  `after_peak`: bytes of gradients that are not there yet
         at the peak.
         """
@@ -49,46 +49,46 @@ _COMPILED_JSD = _Measured("torch.compile", "the divergence of two float32 softma
 _XLA = _Measured(_JIT, "the loss of hidden @ weight.T in 16 bits, under jax.jit", 6, 5.2, 2, 1.5)
 
 
-def _of_hidden(asked: Asked) -> int:
+def _of_hidden(asked: PlannedCall) -> int:
     """Bytes of hidden's gradient."""
     p = asked.problem
     return DTYPE_BYTES[p.hidden_dtype] * p.tokens * p.hidden if asked.gradients else 0
 
 
-def _of_weight(asked: Asked) -> int:
+def _of_weight(asked: PlannedCall) -> int:
     p = asked.problem
     return DTYPE_BYTES[p.weight_dtype] * p.vocab * p.hidden * p.grad_weight if asked.gradients else 0
 
 
-def _was_measured(asked: Asked) -> bool:
+def _was_measured(asked: PlannedCall) -> bool:
     """Whether memory was, of what XLA or TorchInductor compiles."""
     return asked.problem.device == "cuda" and asked.problem.dtype != "float32"
 
 
-def _known(asked: Asked, measured: _Measured, after_peak: int) -> Plain:
+def _known(asked: PlannedCall, measured: _Measured, after_peak: int) -> Plain:
     return measured.plain(asked, asked.products * asked.problem.hidden, after_peak=after_peak)
 
 
-def loss(asked: Asked) -> Plain:
+def loss(asked: PlannedCall) -> Plain:
     if asked.framework == "torch":
         return _known(asked, _LOSS, _of_hidden(asked) + _of_weight(asked))
     return _known(asked, _XLA, 0) if _was_measured(asked) else Plain(*_XLA[:2])
 
 
-def log_probs(asked: Asked) -> Plain:
+def log_probs(asked: PlannedCall) -> Plain:
     if asked.framework == "jax":
         return Plain(_JIT, "jax.nn.log_softmax of the logits")
     return _known(asked, _ENTROPY if asked.entropy else _LOG_PROBS, _of_hidden(asked) + _of_weight(asked))
 
 
-def cross_entropy(asked: Asked) -> Plain:
+def cross_entropy(asked: PlannedCall) -> Plain:
     if asked.framework == "jax":
         return Plain(_JIT, "jax.nn.log_softmax of the logits")
     p = asked.problem
     return _CROSS_ENTROPY.plain(asked, 0, after_peak=asked.gradients * DTYPE_BYTES[p.dtype] * p.tokens * p.vocab)
 
 
-def jsd(asked: Asked) -> Plain:
+def jsd(asked: PlannedCall) -> Plain:
     if asked.framework == "jax":
         return Plain(_JIT, "the divergence of two softmaxes")
     p = asked.problem

@@ -5,7 +5,7 @@ from typing import Any
 
 from onchip.core.sizes import MIB, UNITS
 from onchip.frontend.options import require_int, require_positive_int, scratch_in_bytes
-from onchip.plan.asked import Asked, Layer, Step, Way
+from onchip.plan.asked import LayerPlan, PlannedCall, StepPlan, Way
 from onchip.plan.document import Row
 from onchip.plan.words import budget_text
 
@@ -67,14 +67,14 @@ def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -
     return _fitting(step, name, strategy=strategy, scratch_bytes=shown, budget_bytes=default, needs=way.least(strategy))
 
 
-def layer_row(asked: Asked, layer: Layer, name: str, backend: str) -> Row:
+def layer_row(asked: PlannedCall, layer: LayerPlan, name: str, backend: str) -> Row:
     """Of the layer of a name."""
     step, plain_ms = layer.step(asked, name, backend), layer.plain_ms(asked, asked.linears[name])
     return _fitting(step, name, sent_bytes=step.sent, plain_ms=plain_ms)
 
 
 def _fitting(
-    step: Step,
+    step: StepPlan,
     name: str,
     strategy: str = "auto",
     scratch_bytes: int | None = None,

@@ -12,7 +12,7 @@ from onchip.core.sizes import DTYPE_BYTES
 from onchip.ops.linear_jsd import memory as jsd_memory
 from onchip.ops.linear_jsd import triton_memory as jsd_triton_memory
 from onchip.plan import layers, plain
-from onchip.plan.asked import Asked, Backend, Op, Step, Way
+from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.gpus import GPUS, faster_memory, fp8_ms, rates
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config, Planner
@@ -25,11 +25,11 @@ from onchip.vocab.xla import memory as xla_memory
 # ---------------------------------------------------------------------------------------------- what backends refuse
 
 
-def _never(asked: Asked) -> None:
+def _never(asked: PlannedCall) -> None:
     return None
 
 
-def _triton(asked: Asked) -> str | None:
+def _triton(asked: PlannedCall) -> str | None:
     p = asked.problem
     # Kernels without products read float32 as well.
     if p.device == "cuda" and (p.dtype != "float32" or not p.hidden):
@@ -37,28 +37,28 @@ def _triton(asked: Asked) -> str | None:
     return f"its kernels don't run in {p.dtype} on {p.device}"
 
 
-def _mosaic(asked: Asked) -> str | None:
+def _mosaic(asked: PlannedCall) -> str | None:
     p = asked.problem
     refusal = mosaic_memory.refusal(p, "gpu" if p.device == "cuda" else p.device, weight_layout="vh")
     return refusal or _hopper(asked)
 
 
-def _fp8_triton(asked: Asked) -> str | None:
+def _fp8_triton(asked: PlannedCall) -> str | None:
     return _only_cuda(asked) or _hopper(asked)
 
 
-def _hopper(asked: Asked) -> str | None:
+def _hopper(asked: PlannedCall) -> str | None:
     gpu = GPUS[asked.gpu]
     if gpu.capability == (9, 0):
         return None
     return f"it needs compute capability 9.0 (Hopper), and a {gpu.title} has {gpu.capability[0]}.{gpu.capability[1]}"
 
 
-def _only_cuda(asked: Asked) -> str | None:
+def _only_cuda(asked: PlannedCall) -> str | None:
     return None if asked.problem.device == "cuda" else f"its kernels don't run on {asked.problem.device}"
 
 
-def _fp8_capable(asked: Asked) -> str | None:
+def _fp8_capable(asked: PlannedCall) -> str | None:
     gpu = GPUS[asked.gpu]
     lacks = None if gpu.capability >= (8, 9) else f"FP8 needs compute capability 8.9, and a {gpu.title} has 8.0"
     return _only_cuda(asked) or lacks
@@ -67,7 +67,7 @@ def _fp8_capable(asked: Asked) -> str | None:
 # ---------------------------------------------------------------------------------------------------- how they run it
 
 Said = tuple[float, int, dict[str, int], float | None]
-"""The fields of `Step` behind its memory."""
+"""The fields of `StepPlan` behind its memory."""
 
 
 def _planned(
@@ -79,9 +79,9 @@ def _planned(
 ) -> Way:
     """What a planner of a problem says; `say` of a plan."""
 
-    def step(strategy: str, budget: int | None) -> Step:
+    def step(strategy: str, budget: int | None) -> StepPlan:
         c = planner.plan(p, strategy, budget)
-        return Step(planner.parts(p, c), *say(c))
+        return StepPlan(planner.parts(p, c), *say(c))
 
     return Way(step, partial(planner.least, p), partial(planner.default, p), strategies, chosen)
 
@@ -121,43 +121,43 @@ def _of_config(c: Config) -> dict[str, int]:
     return {"tokens": c.token_chunk, "vocab": c.vocab_chunk}
 
 
-def _triton_way(asked: Asked) -> Way:
+def _triton_way(asked: PlannedCall) -> Way:
     p = asked.wanted
     strategies = ("auto", "stash", "recompute") if asked.gradients and not p.ids else ("auto",)
     predict = partial(triton_planner.predict, rates=rates(asked.gpu)) if asked.measured else None
     return _kernels(triton_planner.PLANNER, p, (asked.products, 1), predict, _of_weight_chunks, strategies)
 
 
-def _mosaic_way(asked: Asked) -> Way:
+def _mosaic_way(asked: PlannedCall) -> Way:
     strategies = ("auto", "stash", "recompute") if asked.gradients else ("auto",)
     predict = mosaic_memory.predict if asked.measured else None
     return _kernels(mosaic_memory.PLANNER, asked.wanted, (asked.products, 1), predict, _of_blocks, strategies)
 
 
-def _jsd_problem(asked: Asked, *, stash: bool) -> jsd_memory.Problem:
+def _jsd_problem(asked: PlannedCall, *, stash: bool) -> jsd_memory.Problem:
     student = asked.wanted
     teacher = replace(asked.problem, hidden=asked.teacher_hidden, grad_hidden=False, grad_weight=False)
     return jsd_memory.Problem(student.vocab, student, teacher, stash=stash and asked.gradients)
 
 
-def _jsd_triton_way(asked: Asked) -> Way:
+def _jsd_triton_way(asked: PlannedCall) -> Way:
     p = _jsd_problem(asked, stash=False)
     predict = partial(jsd_triton_memory.predict, rates=rates(asked.gpu)) if asked.measured else None
     return _kernels(jsd_triton_memory.PLANNER, p, (4 if asked.gradients else 2, 2), predict, _of_weight_chunks)
 
 
-def _jsd_way(planner: Planner[int]) -> Callable[[Asked], Way]:
-    def way(asked: Asked) -> Way:
+def _jsd_way(planner: Planner[int]) -> Callable[[PlannedCall], Way]:
+    def way(asked: PlannedCall) -> Way:
         number = 4 if asked.gradients else 2
         return _planned(planner, _jsd_problem(asked, stash=True), lambda chunk: (number, 0, {"tokens": chunk}, None))
 
     return way
 
 
-def _of_products(module: Any) -> Callable[[Asked], Way]:
+def _of_products(module: Any) -> Callable[[PlannedCall], Way]:
     """A backend of the framework's own products; `module` has its planner and its choice of a strategy."""
 
-    def way(asked: Asked) -> Way:
+    def way(asked: PlannedCall) -> Way:
         p = asked.wanted
 
         def say(c: Config) -> Said:
@@ -170,30 +170,30 @@ def _of_products(module: Any) -> Callable[[Asked], Way]:
     return way
 
 
-def _log_probs_of_products(planner: Planner[Config], *, both_walks: bool) -> Callable[[Asked], Way]:
+def _log_probs_of_products(planner: Planner[Config], *, both_walks: bool) -> Callable[[PlannedCall], Way]:
     """Forward, and a backward that computes the logits again; `both_walks`: each plans for itself, where JAX has one
     plan for both."""
 
-    def way(asked: Asked) -> Way:
+    def way(asked: PlannedCall) -> Way:
         p, again = asked.wanted, asked.gradients
         strategy = "recompute" if again else "forward"
         walks = ("forward", "recompute") if again and both_walks else (strategy,)
 
-        def step(_: str, budget: int | None) -> Step:
+        def step(_: str, budget: int | None) -> StepPlan:
             planner.require(p, strategy, budget)
             plans = [planner.plan(p, walk, budget) for walk in walks]
             parts = max((planner.parts(p, c) for c in plans), key=lambda parts: sum(parts.values()))
-            return Step(parts, asked.products + again, p.tokens if again else 0, _of_config(plans[-1]), None)
+            return StepPlan(parts, asked.products + again, p.tokens if again else 0, _of_config(plans[-1]), None)
 
         return Way(step, lambda _: planner.least(p, strategy), lambda _: planner.default(p, strategy))
 
     return way
 
 
-def _fp8_way(asked: Asked, *, triton: bool) -> Way:
+def _fp8_way(asked: PlannedCall, *, triton: bool) -> Way:
     p = asked.wanted
 
-    def step(_: str, budget: int | None) -> Step:
+    def step(_: str, budget: int | None) -> StepPlan:
         chunk = fp8_memory.plan(p, budget)
         ms = None
         # Smaller chunks than the default's were not measured.
@@ -203,18 +203,18 @@ def _fp8_way(asked: Asked, *, triton: bool) -> Way:
             of_weight = (DTYPE_BYTES[p.dtype] + 1 + asked.gradients) * p.vocab * p.hidden
             outputs, weights = (2 * product, product * p.grad_weight) if p.any_grad else (product, 0)
             ms = fp8_ms(asked.gpu, outputs, weights, of_weight + (6 if p.any_grad else 4) * logits)
-        return Step(fp8_memory.scratch_parts(p, chunk), asked.products, 0, {"tokens": chunk}, ms)
+        return StepPlan(fp8_memory.scratch_parts(p, chunk), asked.products, 0, {"tokens": chunk}, ms)
 
     planner = fp8_memory.PLANNER
     return Way(step, lambda _: planner.least(p, ""), lambda _: fp8_memory.scratch_bytes(p, fp8_memory.plan(p, None)))
 
 
-def _fp8_torch_way(asked: Asked) -> Way:
+def _fp8_torch_way(asked: PlannedCall) -> Way:
     # The framework's own products take what they take on the CPU.
     return _fp8_way(replace(asked, problem=replace(asked.problem, device="cpu")), triton=False)
 
 
-def _rows_way(asked: Asked, *, triton: bool = False, xla: bool = False) -> Way:
+def _rows_way(asked: PlannedCall, *, triton: bool = False, xla: bool = False) -> Way:
     of = asked.problem
     p = row_memory.Problem(
         of.tokens, of.vocab, of.dtype, of.device, grad=asked.gradients, softcap=of.softcap, triton=triton, xla=xla
@@ -234,8 +234,8 @@ def _rows_way(asked: Asked, *, triton: bool = False, xla: bool = False) -> Way:
 # --------------------------------------------------------------------------------------------------------- the table
 
 _TORCH_LOSS = {"triton": Backend(_triton, _triton_way), "torch": Backend(_never, _of_products(memory))}
-OPS: dict[str, Op] = {
-    "linear_cross_entropy": Op(
+OPS: dict[str, PlannedOp] = {
+    "linear_cross_entropy": PlannedOp(
         backends={
             ("torch", "full"): _TORCH_LOSS,
             ("torch", "fp8"): {
@@ -250,7 +250,7 @@ OPS: dict[str, Op] = {
         plain=plain.loss,
         takes=("frozen", "weight_grad_out"),
     ),
-    "linear_log_probs": Op(
+    "linear_log_probs": PlannedOp(
         backends={
             ("torch", "full"): {
                 "triton": Backend(_triton, _triton_way),
@@ -262,7 +262,7 @@ OPS: dict[str, Op] = {
         takes=("entropy", "frozen"),
         ids=1,
     ),
-    "cross_entropy": Op(
+    "cross_entropy": PlannedOp(
         backends={
             ("torch", "full"): {
                 "triton": Backend(_triton, partial(_rows_way, triton=True)),
@@ -273,7 +273,7 @@ OPS: dict[str, Op] = {
         plain=plain.cross_entropy,
         needs=("vocab",),
     ),
-    "linear_jsd": Op(
+    "linear_jsd": PlannedOp(
         backends={
             ("torch", "full"): {
                 "triton": Backend(_triton, _jsd_triton_way),
@@ -287,14 +287,14 @@ OPS: dict[str, Op] = {
         softcap=False,
         numbers=0,
     ),
-    "fp8_linear": Op(
+    "fp8_linear": PlannedOp(
         backends={("torch", "full"): {"scaled_mm": Backend(_fp8_triton), "triton": Backend(_fp8_capable)}},
         plain=layers.FP8.replaced,
         needs=(),
         takes=("in_features", "out_features"),
         layer=layers.FP8,
     ),
-    "grouped_matmul": Op(
+    "grouped_matmul": PlannedOp(
         backends={("torch", "full"): {"triton": Backend(_only_cuda)}},
         plain=layers.GROUPED.replaced,
         needs=(),
@@ -303,7 +303,7 @@ OPS: dict[str, Op] = {
         source="Times are predicted with rates measured on an H100, for groups of the same size; for an H200 with its "
         "memory bandwidth from the data sheet.",
     ),
-    "collective_matmul": Op(
+    "collective_matmul": PlannedOp(
         backends={("torch", x): {"ring": Backend(_never)} for x in ("full", "fp8")},
         plain=layers.COLLECTIVE.replaced,
         needs=(),

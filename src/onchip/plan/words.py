@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from onchip.core.sizes import MIB, UNITS
-from onchip.plan.asked import Asked, Plain
+from onchip.plan.asked import Plain, PlannedCall
 from onchip.plan.document import Row
 from onchip.plan.gpus import GPUS
 from onchip.plan.links import Exchange
-from onchip.plan.models import Model
+from onchip.plan.models import ModelSizes
 from onchip.plan.ways import OPS
 
 
@@ -41,7 +41,7 @@ def _needs(size: int | None, ms: float | None) -> str:
     return " and ".join([*said, *([time_text(ms)] if ms is not None else [])])
 
 
-def verdict(asked: Asked, plain: Plain, rows: Sequence[Row]) -> str:
+def verdict(asked: PlannedCall, plain: Plain, rows: Sequence[Row]) -> str:
     if asked.linears:
         return _verdict_of_layers(asked, plain, rows)
     default = next(row for row in rows if row.name == "default")
@@ -64,7 +64,7 @@ def verdict(asked: Asked, plain: Plain, rows: Sequence[Row]) -> str:
     return f'{said} For {faster:.0f}% more speed give it {memory_text(last.scratch_bytes)}: scratch_bytes="{budget}".'
 
 
-def _verdict_of_layers(asked: Asked, plain: Plain, rows: Sequence[Row]) -> str:
+def _verdict_of_layers(asked: PlannedCall, plain: Plain, rows: Sequence[Row]) -> str:
     times = [row.ms for row in rows if row.ms is not None]
     layers = "the layer" if len(rows) == 1 else "the linear layers of a block"
     kept = sum(size for row in rows for name, size in (row.memory_parts or {}).items() if name.startswith("kept"))
@@ -81,7 +81,13 @@ def _verdict_of_layers(asked: Asked, plain: Plain, rows: Sequence[Row]) -> str:
 
 
 def notes(
-    asked: Asked, backend: str, rows: Sequence[Row], plain: Plain, vocab: int | None, ranks: int, found: Model | None
+    asked: PlannedCall,
+    backend: str,
+    rows: Sequence[Row],
+    plain: Plain,
+    vocab: int | None,
+    ranks: int,
+    found: ModelSizes | None,
 ) -> list[str]:
     """What the numbers leave out, and where the times come from; `vocab` of all `ranks`."""
     p, gpu, op = asked.problem, GPUS[asked.gpu], OPS[asked.op]
