@@ -1,29 +1,161 @@
 """Kernels compiled side by side, before the first of them is launched."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from threading import Timer
-from typing import Any
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from hashlib import sha256
+from inspect import getclosurevars
+from pathlib import Path
+from pickle import PicklingError
+from threading import Thread, Timer
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import onchip
+from onchip.kernels.triton.compile_process import Job, compile_one, dumps
 
 # Seconds after which a line says what takes so long.
 PATIENCE = 2.0
 
+Ask = Callable[[], Any]
+"""Asks Triton for a kernel, without launching it."""
 
-def compile_kernels(kernels: Sequence[Any], compile_one: Sequence[Callable[[], Any]]) -> None:
-    """Compile kernels side by side, Triton's passes and ptxas in threads of their own; those in Gluon take longest."""
+
+@lru_cache(maxsize=1)
+def hash_triton() -> None:
+    """Begin to hash Triton's files, in a thread beside what comes before the first launch: all keys have that hash."""
+
+    def run() -> None:
+        from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
+
+        triton_key()
+
+    Thread(target=run, daemon=True).start()
+
+
+class Compiled(NamedTuple):
+    """What was done about kernels that are needed."""
+
+    names: list[str]
+    """Those that were compiled."""
+    loaded: int
+    """How many others were in Triton's cache."""
+    seconds: float
+
+
+def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
+    """Before a launch whose kernel this process lacks: where Triton's cache lacks it too, compile it and the `others`
+    that are coming.
+    """
+    from triton.runtime._async_compile import active_mode  # type: ignore[import-untyped]
+
+    if active_mode.get() is not None or not _looked_up([first]).missing:  # the caller's own mode
+        return
+    with _Process() as process:
+        coming = others()
+        if coming:
+            process.compile(_looked_up([first, *coming]).missing)
+
+
+def compile_all(asked: Sequence[Ask]) -> Compiled:
+    """Compile those that Triton's cache lacks, and load the others."""
+    start = perf_counter()
+    found = _looked_up(asked)
+    if found.missing:
+        with _Process() as process:
+            process.compile(found.missing)
+    return Compiled(sorted(x.name for x in found.missing), found.loaded, perf_counter() - start)
+
+
+class _Missing(NamedTuple):
+    name: str
+    is_gluon: bool
+    ask: Ask
+    job: Job
+
+
+class _Looked(NamedTuple):
+    missing: list[_Missing]
+    loaded: int
+
+
+def _looked_up(asked: Sequence[Ask]) -> _Looked:
+    """Load what is in Triton's cache, and say what isn't."""
     from triton import AsyncCompileMode  # type: ignore[import-untyped]
+    from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
+    from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
 
-    order = sorted(range(len(kernels)), key=lambda i: not kernels[i].is_gluon())
-    with (
-        _patience(len(kernels)),
-        ThreadPoolExecutor(min(len(kernels), len(os.sched_getaffinity(0)))) as pool,
-        AsyncCompileMode(pool),
-    ):
-        for i in order:
-            compile_one[i]()
+    missing: dict[str, _Missing] = {}
+    loaded: set[str] = set()
+
+    class Mode(AsyncCompileMode):  # type: ignore[misc]
+        """In which Triton hands over what it would compile, with its key in the cache."""
+
+        def submit(self, key: str, compile_fn: Ask, finalize_fn: Callable[[Any], None], *_: Any) -> Any:
+            wanted = getclosurevars(compile_fn).nonlocals
+            source, file = wanted["src"], f"{wanted['src'].name[:150]}.json"
+            if file in (get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {}):
+                kernel = compile_fn()
+                finalize_fn(kernel)
+                loaded.add(key)
+                return kernel
+            job = Job(source, wanted["target"], wanted["options"].__dict__, wanted["env_vars"])
+            missing.setdefault(key, _Missing(source.name, isinstance(source, GluonASTSource), ask, job))
+            return None
+
+    with Mode(None):
+        for ask in asked:
+            ask()
+    return _Looked(list(missing.values()), len(loaded))
+
+
+class _Process:
+    """A process that compiles (compile_process.py), which begins while it isn't known yet what."""
+
+    def __enter__(self) -> "_Process":
+        from triton import knobs
+        from triton.runtime.cache import triton_key
+
+        path = [str(Path(onchip.__file__).parents[1]), *sys.path]
+        code = f"import sys; sys.path[:] = {path!r}; from onchip.kernels.triton.compile_process import main; main()"
+        environment = os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir}
+        try:
+            self.started: Any = subprocess.Popen(
+                [sys.executable, "-S", "-c", code, triton_key()],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
+            )  # fmt: skip
+        except OSError:
+            self.started = None
+        return self
+
+    def compile(self, missing: Sequence[_Missing]) -> None:
+        """Compile these, those in Gluon first, which take longest; here what the process couldn't."""
+        ordered = sorted(missing, key=lambda x: not x.is_gluon)
+        with _patience(len(ordered)):
+            if self.started is not None:
+                with suppress(PicklingError, AttributeError, TypeError):  # what has no name that another can import
+                    self.started.communicate(dumps([x.job for x in ordered]))
+            asked = [x.ask for x in ordered]
+            left = _looked_up(asked).missing
+            if left:
+                _compile_in_threads(left)
+                _looked_up(asked)
+
+    def __exit__(self, *_: object) -> None:
+        if self.started is not None:
+            self.started.stdin.close()
+            self.started.kill()
+            self.started.wait()
+
+
+def _compile_in_threads(missing: Sequence[_Missing]) -> None:
+    """Triton's passes and ptxas side by side."""
+    with ThreadPoolExecutor(min(len(missing), len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(compile_one, [x.job for x in missing]))
 
 
 @contextmanager

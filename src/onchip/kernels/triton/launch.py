@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.frontend import torch_ahead, torch_prepared
-from onchip.kernels.triton.compiling import compile_kernels
+from onchip.kernels.triton.compiling import Ask, compile_coming, hash_triton
+from onchip.kernels.triton.keys import settle
 from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, interpreted, settings
 
 # Bytes of a thread's stack beyond which a smaller tile is taken.  Triton 3.6 stays below it everywhere.
@@ -97,7 +98,7 @@ class Launch(NamedTuple):
             stream = active.get_current_stream(device)
             found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
         else:
-            _compile(torch_ahead.rehearsed(), device)
+            compile_coming(self.ask, lambda: asks(torch_ahead.rehearsed(), device))
             found = self.kernel[self.grid](**self.arguments, **self.options)
             if not hasattr(found, "packed_metadata"):  # it is still being compiled
                 if told is not None:
@@ -107,6 +108,11 @@ class Launch(NamedTuple):
         if told is not None:
             told.require(_is_unwatched, partial(active.get_current_stream, device))
             told.launch(found.run, self.grid, found.function, found.packed_metadata, values)
+
+    def ask(self) -> Any:
+        """The kernel, compiled and not launched."""
+        settle(self.kernel)
+        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
 
     def _values(self, compiled: "_Compiled") -> list[Any]:
         """All arguments in the order of the parameters."""
@@ -130,7 +136,11 @@ class Launch(NamedTuple):
         key = self._key(compiled, device, self._values(compiled))
         spilled = compiled.spilled.get(key)
         if spilled is None:
-            found = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
+            if (coming := torch_ahead.gathered()) is not None:
+                coming.append(self)
+                return False
+            compile_coming(self.ask, lambda: asks(torch_ahead.rehearsed(), device))
+            found = self.ask()
             assert found.run is not None  # it is loaded, which counts them
             spilled = compiled.spilled[key] = 4 * found.n_spills
         return spilled > most
@@ -144,19 +154,15 @@ class Launch(NamedTuple):
         return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self.shared)
 
 
-def _compile(launches: Sequence[Launch], device: int) -> None:
-    """Compile what these would launch, and isn't compiled yet."""
-    missing = {}
+def asks(launches: Sequence[Launch], device: int) -> list[Ask]:
+    """What asks for the kernels of these, each once, that this process lacks."""
+    missing: dict[Any, Ask] = {}
     for launch in launches:
         compiled = _Compiled.of(launch.kernel)
         key = launch._key(compiled, device, launch._values(compiled))
         if key not in compiled.by_key:
-            missing[id(launch.kernel), key] = launch
-    if len(missing) > 1:
-        kernels = [launch.kernel for launch in missing.values()]
-        compile_kernels(
-            kernels, [partial(x.kernel.warmup, grid=x.grid, **x.arguments, **x.options) for x in missing.values()]
-        )
+            missing.setdefault((id(launch.kernel), key), launch.ask)
+    return list(missing.values())
 
 
 class _Compiled(NamedTuple):
@@ -288,6 +294,7 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
         return f"it runs on CUDA tensors, not on {device!r}"
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs"
+    hash_triton()
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
 

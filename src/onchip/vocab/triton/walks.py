@@ -471,7 +471,7 @@ def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
         BLOCK=32,
         OTHERS=256,
     ).run()
-    if not counts:
+    if not counts and not labels.is_meta:  # where PyTorch would import SymPy
         labels, by = stated.call(torch.sort, labels, stable=True)
         positions = stated.call(Tensor.to, by, torch.int32)
     return labels, positions

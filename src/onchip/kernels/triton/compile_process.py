@@ -1,0 +1,86 @@
+"""The process that compiles kernels for another one, and leaves them in Triton's cache.
+
+Triton makes its intermediate language in Python, so threads take turns at it.  This process knows neither PyTorch nor a
+GPU, is there in a fraction of a second, and forks for each kernel.  It takes Triton's own key as an argument and what
+`dumps` makes of a list of jobs from its standard input.
+"""
+
+import io
+import os
+import pickle
+import sys
+from collections import namedtuple
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Job(NamedTuple):
+    """One kernel: the arguments of Triton's `compile`."""
+
+    source: Any
+    target: Any
+    options: dict[str, Any]
+    environment: dict[str, str]
+
+
+class _Pickler(pickle.Pickler):
+    """Kernels by name, and named tuples by their fields: their classes may be where PyTorch is imported."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
+
+        if isinstance(obj, JITCallable):
+            return _named, (obj.fn.__module__, obj.fn.__qualname__, obj.cache_key)
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return _tuple_of, (type(obj).__name__, obj._fields, tuple(obj))
+        return NotImplemented
+
+
+def _named(module: str, name: str, key: str) -> Any:
+    found = getattr(import_module(module), name)
+    found.hash = key  # or Triton would compute it anew
+    return found
+
+
+def _tuple_of(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
+    return namedtuple(name, fields)(*values)  # type: ignore[misc]
+
+
+def dumps(jobs: Sequence[Job]) -> bytes:
+    """What `main` reads."""
+    made = io.BytesIO()
+    _Pickler(made).dump([tuple(job) for job in jobs])
+    return made.getvalue()
+
+
+def main() -> None:
+    """Compile, in as many processes at a time as there are cores, first those that come first."""
+    from triton.runtime import cache  # type: ignore[import-untyped]
+
+    cache.triton_key = lambda: sys.argv[1]  # the hash of all of Triton's files, which takes a third of a second
+    most, running = len(os.sched_getaffinity(0)), 0
+    for job in pickle.load(sys.stdin.buffer):
+        if running == most:
+            os.wait()
+            running -= 1
+        if os.fork() == 0:
+            try:
+                compile_one(Job(*job))
+            finally:
+                os._exit(0)  # whoever asked finds it missing, compiles it, and says what is wrong
+        running += 1
+    for _ in range(running):
+        os.wait()
+
+
+def compile_one(job: Job) -> None:
+    """Compile a kernel, and what Triton launches it with."""
+    import triton  # type: ignore[import-untyped]
+
+    made = triton.compile(job.source, target=job.target, options=job.options, _env_vars=job.environment)
+    with suppress(Exception):  # versions differ; what is missing is made where it is launched
+        from triton.backends.nvidia.driver import CudaLauncher  # type: ignore[import-untyped]
+
+        CudaLauncher(made.src, made.metadata)

@@ -1,0 +1,41 @@
+"""Keys of kernels in Triton's cache that are the same in every process."""
+
+from collections.abc import Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+
+def settle(kernel: Any) -> None:
+    """Compute the keys of what a kernel calls, then its own.
+
+    In a function's key Triton has the globals that its callees use, but only of those callees whose keys it has
+    computed before: so the order of a process's calls would decide whether what another one compiled is found.
+    """
+    _settle(kernel, set())
+
+
+def _settle(function: Any, seen: set[int]) -> None:
+    if id(function) in seen or function.hash is not None:
+        return
+    seen.add(id(function))
+    for callee in _callees(function):
+        _settle(callee, seen)
+    _ = function.cache_key
+
+
+def _callees(function: Any) -> Iterator[Any]:
+    from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
+
+    scope, names = function.get_capture_scope(), sorted(_names(function.fn.__code__))
+    for found in (scope.get(name) for name in names):
+        if isinstance(found, JITCallable):
+            yield found
+        elif isinstance(found, ModuleType):
+            yield from (x for name in names if isinstance(x := getattr(found, name, None), JITCallable))
+        elif getattr(found, "__triton_aggregate__", False):
+            yield from (x for x in found.hash_attrs if isinstance(x, JITCallable))
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(x) for x in code.co_consts if isinstance(x, CodeType))
+    return {*code.co_names, *code.co_freevars}.union(*inner)
