@@ -90,6 +90,9 @@ def _columns(rows: Sequence[Row], device: str) -> list[Column]:
     named = [name for name in _SIZES if any(name in x for x in sizes)] or ["sizes"]
     memory = [x and x / 2**20 for x in of("extra_bytes")]
     optional = [
+        _aligned("mean, ms", of("mean_ms"), 3),
+        _aligned("worst, ms", of("worst_ms"), 3),
+        _numbers("worst × floor", of("worst_ratio"), format_ratio),
         _aligned("host, ms", of("host_ms"), 3),
         _numbers("kernels", of("kernels"), str),
         _aligned("compile, s", of("compile_s"), 1),

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from onchip.bench import environment, harness, report
+from onchip.bench import environment, harness, lengths, report
 from onchip.bench.page import html_page
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
@@ -95,6 +95,9 @@ def run_bench(
     device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
+    of_lengths = suite == lengths.SUITE
+    if of_lengths and (framework != "torch" or world is not None):
+        raise ValueError("--suite lengths is of PyTorch, in one process")
     target = benchmark_of(op, framework, world)
     if world is not None:
         _check_gpus(world, device)
@@ -105,9 +108,13 @@ def run_bench(
         there = ", ".join(target.SUITES)
         raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and there is: {there}")
     usual = "world" if world is not None and device == "cuda" else device
-    default = [case.name for case in target.SUITES[suite or usual]]
+    if of_lengths and device == "cpu":
+        default = [target.SUITES["cpu"][0].name]
+    else:
+        default = [case.name for case in target.SUITES[suite or usual]]
     chosen = matching("--case", cases, default if suite else target.CASES) if cases else default
-    by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
+    known = lengths.implementations(target, device, dtype) if of_lengths else target.IMPLEMENTATIONS
+    by_name = {impl.name: impl for impl in known}
     implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
     chosen_modes = matching("--mode", modes, target.MODES) if modes else target.MODES
 
@@ -120,6 +127,8 @@ def run_bench(
     if world is not None:
         described |= {"world": world, "threads": target.fw.threads() // world or 1}
         name = f"{op}-world{world}"
+    if of_lengths:
+        name = f"{op}-{suite}"
     stem = out / f"{described['date'][:10]}-{described['device']}-{name}"
     path, page = (stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "html"))
     files.check_writable("--out", path, page)
@@ -128,7 +137,12 @@ def run_bench(
         "cases": chosen, "device": device, "dtype": dtype, "repeats": repeats, "date": described["date"],
         "modes": chosen_modes, "console": console,
     }  # fmt: skip
-    if world is None:
+    if of_lengths:
+        outcome = lengths.run_cases(
+            op, cases=[target.CASES[name] for name in chosen], chosen=implementations, device=device, dtype=dtype,
+            date=described["date"], console=console,
+        )  # fmt: skip
+    elif world is None:
         outcome = harness.run_cases(
             op,
             target,
@@ -147,7 +161,7 @@ def run_bench(
         raise _ended(outcome)
     found = {"environment": described, **outcome.as_json()}
     document = found if earlier is None else _added(earlier, found)
-    if (summary := target.summary(document["rows"])) is not None:
+    if not of_lengths and (summary := target.summary(document["rows"])) is not None:
         document["summary"] = summary
     files.replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # before all that could go wrong
     report.print_not_run(found, console)

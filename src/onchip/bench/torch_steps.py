@@ -76,6 +76,12 @@ def _as_large_as_l2(device: int) -> Tensor:
     return torch.zeros(2 * size // 4, dtype=torch.float32, device=device)
 
 
+def wait(device: str) -> None:
+    """Until the device is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 time_interleaved = partial(timing.time_interleaved, time_once)
 
 

@@ -45,7 +45,7 @@ def _named(module: str, name: str, key: str) -> Any:
 
 
 def _tuple_of(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
-    return namedtuple(name, fields)(*values)  # type: ignore[misc]
+    return namedtuple(name, fields)(*values)
 
 
 def dumps(jobs: Sequence[Job]) -> bytes:

@@ -87,7 +87,7 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
     """Load what is in Triton's cache, and say what isn't."""
     from triton import AsyncCompileMode  # type: ignore[import-untyped]
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
-    from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
+    from triton.runtime.cache import get_cache_manager
 
     missing: dict[str, _Missing] = {}
     loaded: set[str] = set()

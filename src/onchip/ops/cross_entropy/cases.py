@@ -91,6 +91,7 @@ SUITES = {
         _case("vocab-8192", 16384, 8192),
         _case("vocab-1000", 32768, 1000),
     ),
+    "lengths": (_case(f"{LLAMA}-lengths", 8192, MODELS[LLAMA][1]),),
     "others": (
         *(_case(name, 8192, vocab) for name, (_, vocab) in MODELS.items() if name != LLAMA),
         _case(f"{LLAMA}-zipf", 8192, MODELS[LLAMA][1], zipf=True),

@@ -106,5 +106,6 @@ MODEL_CASES = tuple(
 SUITES = {
     "cpu": (Case("cpu", 512, 768, 640),),
     "cuda": tuple(case for case in MODEL_CASES if case.name.endswith("-gate-up-1")),
+    "lengths": (Case("llama3.1-8b-gate-up-lengths", 8192, 28672, 4096),),
     "primus": MODEL_CASES,
 }

@@ -141,4 +141,5 @@ MODEL_CASES = tuple(
 SUITES = {
     "cpu": (Case("cpu", skewed(512, 8), 256, 192),),
     "cuda": MODEL_CASES,
+    "lengths": (Case("qwen3-30b-a3b-up-lengths", skewed(65536, 128), 1536, 2048),),
 }

@@ -68,6 +68,7 @@ SUITES = {
         *(_timed(f"vocab-{v}", 2048, 512, v) for v in (2048, 4096, 8192, 16384, 32768)),
         *(_timed(f"tokens-{t}", t, 512, 16384) for t in (256, 512, 1024, 2048, 4096)),
     ),
+    "lengths": (_timed(f"{LLAMA}-lengths", 8192, *MODELS[LLAMA]),),
     "users": USERS,
     "world": WORLD,
     "cuda": (

@@ -133,6 +133,7 @@ SUITES = {
         *(_case(f"llama3.1-8b-beta-{b}", 4096, 4096, 128256, beta=b) for b in (0.5, 0.0, 1.0)),
         _case("llama3.2-1b-llama3.1-8b", 4096, 2048, 128256, teacher_hidden=4096),
     ),
+    "lengths": (_case("llama3.1-8b-lengths", 8192, 4096, 128256, beta=0.5),),
     "others": (
         _case("qwen3-0.6b-qwen3-8b", 4096, 1024, 151936, teacher_hidden=4096),
         _case("qwen3-8b-qwen3-32b", 4096, 4096, 151936, teacher_hidden=5120),

@@ -109,5 +109,6 @@ LLAMA = "llama3.1-8b"
 SUITES = {
     "cpu": (_case("cpu", 1024, 512, 16384), _case("cpu-entropy", 1024, 512, 16384, entropy=True)),
     "cuda": (_case(LLAMA, 8192, *MODELS[LLAMA]), _case(f"{LLAMA}-entropy", 8192, *MODELS[LLAMA], entropy=True)),
+    "lengths": (_case(f"{LLAMA}-lengths", 8192, *MODELS[LLAMA]),),
     "others": tuple(_case(name, 8192, h, v) for name, (h, v) in MODELS.items() if name != LLAMA),
 }
