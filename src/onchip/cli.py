@@ -1,4 +1,4 @@
-"""The `onchip` command: demo, plan, check, bench, info.  A command's module is imported when it runs."""
+"""The `onchip` command: demo, plan, check, bench, warm-up, info.  A command's module is imported when it runs."""
 
 import functools
 import inspect
@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": _Entry("onchip.plan.command:run_plan", "Tell what an op costs before it runs.", shows_progress=False),
     "check": _Entry("onchip.check:run_check", "Compare the ops with float64 on this machine."),
     "bench": _Entry("onchip.bench.run:run_bench", "Time an op beside its competitors."),
+    "warm-up": _Entry("onchip.warm_up:run_warm_up", "Compile an op's kernels before they are needed."),
     "info": _Entry("onchip.info:run_info", "Show versions, devices and backends.", shows_progress=False),
 }
 

@@ -6,7 +6,8 @@ would launch is then compiled at once (`kernels/triton/compiling.py`).
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,9 +32,22 @@ class Coming:
 
     def __enter__(self) -> None:
         _thread.coming = self.rehearse
+        warm = getattr(_thread, "warm", None)
+        if warm is not None:
+            warm(rehearsed())
 
     def __exit__(self, *_: object) -> None:
         _thread.coming = None
+
+
+@contextmanager
+def warming(warm: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Calls of this thread are rehearsed, be their kernels compiled or not, and `warm` gets what they launch."""
+    _thread.warm = warm
+    try:
+        yield
+    finally:
+        _thread.warm = None
 
 
 def lengths(tokens: int, hidden: int) -> list[int]:

@@ -22,6 +22,7 @@ from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs.torch_rows import log_probs
 from onchip.torch.heads import lm_jsd, lm_log_probs
+from onchip.torch.warm import WarmUp, warm_up
 
 __all__ = [
     "ColumnParallelLinear",
@@ -38,6 +39,7 @@ __all__ = [
     "QuantizedWeight",
     "RowParallelLinear",
     "TopK",
+    "WarmUp",
     "all_gather_matmul",
     "convert_linears",
     "cross_entropy",
@@ -54,5 +56,6 @@ __all__ = [
     "matmul_reduce_scatter",
     "quantize_activation",
     "quantize_weight",
+    "warm_up",
     "weights_unchanged",
 ]

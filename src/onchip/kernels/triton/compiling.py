@@ -12,7 +12,6 @@ from inspect import getclosurevars
 from pathlib import Path
 from pickle import PicklingError
 from threading import Thread, Timer
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import onchip
@@ -37,14 +36,25 @@ def hash_triton() -> None:
     Thread(target=run, daemon=True).start()
 
 
-class Compiled(NamedTuple):
-    """What was done about kernels that are needed."""
+class Told(NamedTuple):
+    """Names of the kernels that were asked for: those that were compiled, and those that Triton's cache had."""
 
-    names: list[str]
-    """Those that were compiled."""
-    loaded: int
-    """How many others were in Triton's cache."""
-    seconds: float
+    compiled: list[str]
+    found: list[str]
+
+
+_told: list[Told] = []
+
+
+@contextmanager
+def told() -> Iterator[Told]:
+    """What is compiled in this process while this lasts, by whatever thread."""
+    made = Told([], [])
+    _told.append(made)
+    try:
+        yield made
+    finally:
+        _told[:] = [x for x in _told if x is not made]
 
 
 def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
@@ -53,22 +63,33 @@ def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
     """
     from triton.runtime._async_compile import active_mode  # type: ignore[import-untyped]
 
-    if active_mode.get() is not None or not _looked_up([first]).missing:  # the caller's own mode
+    if active_mode.get() is not None:  # the caller's own mode
+        return
+    found = _looked_up([first])
+    if not found.missing:
+        _tell([], found.names)
         return
     with _Process() as process:
         coming = others()
         if coming:
-            process.compile(_looked_up([first, *coming]).missing)
+            found = _looked_up([first, *coming])
+            process.compile(found.missing)
+    _tell([x.name for x in found.missing], found.names)
 
 
-def compile_all(asked: Sequence[Ask]) -> Compiled:
+def compile_all(asked: Sequence[Ask]) -> None:
     """Compile those that Triton's cache lacks, and load the others."""
-    start = perf_counter()
     found = _looked_up(asked)
     if found.missing:
         with _Process() as process:
             process.compile(found.missing)
-    return Compiled(sorted(x.name for x in found.missing), found.loaded, perf_counter() - start)
+    _tell([x.name for x in found.missing], found.names)
+
+
+def _tell(compiled: Sequence[str], found: Sequence[str]) -> None:
+    for x in _told:
+        x.compiled.extend(compiled)
+        x.found.extend(found)
 
 
 class _Missing(NamedTuple):
@@ -80,7 +101,8 @@ class _Missing(NamedTuple):
 
 class _Looked(NamedTuple):
     missing: list[_Missing]
-    loaded: int
+    names: list[str]
+    """Of the others."""
 
 
 def _looked_up(asked: Sequence[Ask]) -> _Looked:
@@ -90,7 +112,7 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
     from triton.runtime.cache import get_cache_manager
 
     missing: dict[str, _Missing] = {}
-    loaded: set[str] = set()
+    loaded: dict[str, str] = {}
 
     class Mode(AsyncCompileMode):  # type: ignore[misc]
         """In which Triton hands over what it would compile, with its key in the cache."""
@@ -101,7 +123,7 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
             if file in (get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {}):
                 kernel = compile_fn()
                 finalize_fn(kernel)
-                loaded.add(key)
+                loaded[key] = source.name
                 return kernel
             job = Job(source, wanted["target"], wanted["options"].__dict__, wanted["env_vars"])
             missing.setdefault(key, _Missing(source.name, isinstance(source, GluonASTSource), ask, job))
@@ -110,7 +132,7 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
     with Mode(None):
         for ask in asked:
             ask()
-    return _Looked(list(missing.values()), len(loaded))
+    return _Looked(list(missing.values()), list(loaded.values()))
 
 
 class _Process:

@@ -1,0 +1,216 @@
+"""Kernels that are compiled before they are needed."""
+
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend import torch_ahead
+from onchip.kernels.triton import compiling
+from onchip.kernels.triton.launch import asks
+from onchip.kernels.triton.versions import interpreted, settings
+
+OP = "warm_up"
+
+
+class WarmUp(NamedTuple):
+    """What `warm_up` did."""
+
+    device: str
+    """The GPU's name."""
+    compiled: tuple[str, ...]
+    """Names of the kernels that were compiled; one may be there several times, for other options."""
+    found: int
+    """How many others were in Triton's cache."""
+    seconds: float
+
+
+class _Sizes(NamedTuple):
+    tokens: int
+    hidden: int
+    vocab: int
+    teacher_hidden: int
+    in_features: int
+    out_features: int
+    experts: int
+
+
+Make = Callable[..., Tensor]
+"""Zeros of a shape, whether they need a gradient, and of another dtype if there is one."""
+
+
+def _head(s: _Sizes, make: Make) -> dict[str, Tensor]:
+    return {"hidden": make(s.tokens, s.hidden), "weight": make(s.vocab, s.hidden, of_weight=True)}
+
+
+def _ids(s: _Sizes, make: Make) -> Tensor:
+    return make(s.tokens, dtype=torch.int64)
+
+
+def _jsd(s: _Sizes, make: Make) -> dict[str, Tensor]:
+    teacher = s.teacher_hidden or s.hidden
+    return {
+        "student_hidden": make(s.tokens, s.hidden),
+        "student_weight": make(s.vocab, s.hidden, of_weight=True),
+        "teacher_hidden": make(s.tokens, teacher, constant=True),
+        "teacher_weight": make(s.vocab, teacher, constant=True),
+    }
+
+
+def _groups(s: _Sizes, make: Make) -> dict[str, Tensor]:
+    sizes = make(s.experts, dtype=torch.int32)
+    sizes[0] = s.tokens
+    weight = make(s.experts, s.out_features, s.in_features, of_weight=True)
+    return {"x": make(s.tokens, s.in_features), "weight": weight, "group_sizes": sizes}
+
+
+class _Call(NamedTuple):
+    sizes: Sequence[str]
+    """What must be given."""
+    arguments: Callable[[_Sizes, Make], dict[str, Tensor]]
+
+
+CALLS = {
+    "linear_cross_entropy": _Call(("hidden", "vocab"), lambda s, make: _head(s, make) | {"target": _ids(s, make)}),
+    "linear_log_probs": _Call(("hidden", "vocab"), lambda s, make: _head(s, make) | {"ids": _ids(s, make)}),
+    "linear_jsd": _Call(("hidden", "vocab"), _jsd),
+    "cross_entropy": _Call(
+        ("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "target": _ids(s, make)}
+    ),
+    "log_probs": _Call(("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "ids": _ids(s, make)}),
+    "fp8_linear": _Call(
+        ("in_features", "out_features"),
+        lambda s, make: {
+            "x": make(s.tokens, s.in_features),
+            "weight": make(s.out_features, s.in_features, of_weight=True),
+        },
+    ),
+    "grouped_matmul": _Call(("in_features", "out_features", "experts"), _groups),
+}  # fmt: skip
+
+
+def warm_up(
+    op: str,
+    *,
+    hidden: int | None = None,
+    vocab: int | None = None,
+    teacher_hidden: int | None = None,
+    in_features: int | None = None,
+    out_features: int | None = None,
+    experts: int | None = None,
+    tokens: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | None = None,
+    gradients: bool = True,
+    frozen: bool = False,
+    device: torch.device | str | int | None = None,
+    **options: Any,
+) -> WarmUp:
+    """Compile the kernels of an op before they are needed: later processes with this kind of GPU find them.
+
+    It calls the op once, forward and backward, with inputs of zeros that it makes on the GPU, and rehearses calls of
+    other lengths.  Kernels depend on sizes, dtypes, options and the GPU's model, and not on the number of tokens.  Call
+    it with what the training will use; in a job of several ranks one of them is enough, before the others begin.
+
+    Args:
+        op: "linear_cross_entropy", "linear_log_probs", "linear_jsd", "cross_entropy", "log_probs", "fp8_linear" or
+            "grouped_matmul".
+        hidden: H, of the ops whose name begins with linear; of linear_jsd the student's.
+        vocab: V, of the ops of a vocabulary.
+        teacher_hidden: of linear_jsd.  Default: `hidden`.
+        in_features: K of fp8_linear and grouped_matmul.
+        out_features: N of the same.
+        experts: groups of grouped_matmul.
+        tokens: T of the call, or rows.
+        dtype: of the inputs.
+        weight_dtype: of the weight, where it is another, as in mixed precision.
+        gradients: False for forward alone, under `torch.no_grad`.
+        frozen: the weight gets no gradient, as under LoRA.
+        device: a CUDA device.  Default: the current one.
+        options: what the op is called with beside: `softcap=30.0`, `reduction="none"`, `strategy="recompute"`.
+
+    Returns:
+        The GPU's name, the names of the kernels that were compiled, how many were there already, and the seconds.
+
+    Raises:
+        ValueError: no such op, a size that it needs and hasn't got, no CUDA device, or what the op says of its options.
+        TypeError: an option that the op doesn't have.
+
+    Memory: the inputs, their gradients and what the call takes, as `onchip plan` says.
+
+    Example:
+        >>> from onchip.torch import warm_up
+        >>> warm_up("linear_cross_entropy", hidden=4096, vocab=128256)  # doctest: +SKIP
+        WarmUp(device='NVIDIA H100 80GB HBM3', compiled=('add_targets', ...), found=0, seconds=...)
+    """
+    if op not in CALLS:
+        raise ValueError(f"{OP}: op must be one of {', '.join(CALLS)}; got {op!r}")
+    given = {
+        "hidden": hidden, "vocab": vocab, "teacher_hidden": teacher_hidden, "in_features": in_features,
+        "out_features": out_features, "experts": experts,
+    }  # fmt: skip
+    for name, size in (*given.items(), ("tokens", tokens)):
+        if size is None and name in CALLS[op].sizes:
+            raise ValueError(f"{OP}: {op} needs {' and '.join(CALLS[op].sizes)}; {name} is missing")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{OP}: {name} must be an int of 1 or more; got {size!r}")
+    where = _device(device)
+    sizes = _Sizes(tokens, **{name: size or 0 for name, size in given.items()})
+    return _warmed(op, sizes, dtype, weight_dtype or dtype, where, options, gradients=gradients, frozen=frozen)
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ValueError(f"{OP}: kernels are compiled for the GPU that is there, and PyTorch sees no CUDA device")
+    if interpreted():
+        raise ValueError(f"{OP}: Triton's interpreter compiles nothing; run without TRITON_INTERPRET")
+    where = torch.device("cuda" if device is None else device)
+    if where.type != "cuda":
+        raise ValueError(f"{OP}: device must be a CUDA device; got {str(where)!r}")
+    return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+
+
+def _warmed(
+    op: str,
+    sizes: _Sizes,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    options: dict[str, Any],
+    *,
+    gradients: bool,
+    frozen: bool,
+) -> WarmUp:
+    def make(*shape: int, dtype: torch.dtype = dtype, of_weight: bool = False, constant: bool = False) -> Tensor:
+        made = torch.zeros(shape, dtype=weight_dtype if of_weight else dtype, device=device)
+        return made.requires_grad_(dtype.is_floating_point and not constant and not (of_weight and frozen))
+
+    function = getattr(import_module("onchip.torch"), op)
+    start = time.perf_counter()
+    with _current(device), compiling.told() as told, torch_ahead.warming(_compile), torch.set_grad_enabled(gradients):
+        arguments = CALLS[op].arguments(sizes, make)
+        returned = function(**arguments, **options)
+        if gradients:
+            leaves = [x for x in arguments.values() if x.requires_grad]
+            outputs = [x for x in (returned if isinstance(returned, tuple) else (returned,)) if is_output(x)]
+            torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return WarmUp(name, tuple(sorted(told.compiled)), len(told.found), time.perf_counter() - start)
+
+
+def is_output(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _current(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else torch.enable_grad()
+
+
+def _compile(launches: list[Any]) -> None:
+    if launches:
+        compiling.compile_all(asks(launches, settings().driver.active.get_current_device()))

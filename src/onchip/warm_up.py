@@ -1,0 +1,106 @@
+"""`onchip warm-up`: compiles an op's kernels for the GPU that is here."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from onchip.core.machine import require_packages
+from onchip.core.names import known_op, operands, words
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.plan.models import model_of_config, named_model
+
+OPS = (
+    "linear_cross_entropy", "linear_log_probs", "linear_jsd", "cross_entropy", "log_probs", "fp8_linear",
+    "grouped_matmul",
+)  # fmt: skip
+
+
+def run_warm_up(
+    op: Annotated[str, operands(OPS)] = "linear_cross_entropy",
+    *,
+    model: Annotated[str | None, typer.Option(help="A model's name on the Hugging Face Hub: llama-3.1-8b.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A model's config.json, or its folder.", metavar="FILE")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
+    teacher_hidden: Annotated[int | None, typer.Option(help="Of linear_jsd. Default: as --hidden.")] = None,
+    in_features: Annotated[int | None, typer.Option(help="Of fp8_linear and grouped_matmul.")] = None,
+    out_features: Annotated[int | None, typer.Option(help="Of the same.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Of grouped_matmul.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the call, or rows; kernels don't depend on them.")] = 8192,
+    dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
+    weight_dtype: Annotated[str | None, words("The weight's dtype, if it is another.", *DTYPE_BYTES)] = None,
+    forward: Annotated[bool, typer.Option("--forward", help="Of forward alone, without gradients.")] = False,
+    frozen: Annotated[bool, typer.Option("--frozen", help="The weight gets no gradient.")] = False,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="What the op is called with: softcap=30; several times.", metavar="NAME=VALUE"),
+    ] = None,
+    console: Console,
+) -> dict[str, Any]:
+    """Compile an op's kernels before they are needed, for the GPU that is here.
+
+    Returns:
+        The GPU's name, the kernels that were compiled, how many were found, and the seconds.
+
+    Raises:
+        ImportError: PyTorch is missing.
+        ValueError: as `onchip.torch.warm_up`.
+    """
+    known_op(op, OPS)
+    require_packages("warm-up", ("torch",), "torch")
+    for name, given in (("--dtype", dtype), ("--weight-dtype", weight_dtype)):
+        if given is not None and given not in DTYPE_BYTES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}; got {given!r}")
+    if model is not None and config is not None:
+        raise ValueError("--model and --config both name a model; give one")
+    if model is not None or config is not None:
+        found = named_model(model) if model is not None else model_of_config(config)  # type: ignore[arg-type]
+        hidden, vocab = hidden or found.hidden, vocab or found.vocab
+    import torch
+
+    from onchip.torch import warm_up
+
+    sizes = {
+        "hidden": hidden, "vocab": vocab, "teacher_hidden": teacher_hidden, "in_features": in_features,
+        "out_features": out_features, "experts": experts,
+    }  # fmt: skip
+    try:
+        made = warm_up(
+            op, **sizes, tokens=tokens, dtype=getattr(torch, dtype),
+            weight_dtype=None if weight_dtype is None else getattr(torch, weight_dtype), gradients=not forward,
+            frozen=frozen, **_options(options or []),
+        )  # fmt: skip
+    except TypeError as error:
+        raise ValueError(f"--option: {error}") from error
+    console.print(
+        f"{op} on {made.device}: {len(made.compiled)} kernels compiled, {made.found} found, {made.seconds:.1f} s",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if made.compiled:
+        console.print(", ".join(dict.fromkeys(made.compiled)), highlight=False)
+    return {"op": op, **made._asdict(), "compiled": list(made.compiled)}
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    """Numbers, true, false and none as what they are, and all else as words."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--option must be NAME=VALUE, such as softcap=30; got {text!r}")
+        found[name] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    known = {"true": True, "false": False, "none": None}
+    if text.lower() in known:
+        return known[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
