@@ -15,6 +15,7 @@ from onchip import cli
 from onchip.kernels.triton.launch import interpreted
 from onchip.torch import warm, warm_up
 from onchip.warm_up import OPS, _options, run_warm_up
+from shared import assert_fits_schema
 
 TINY = {"hidden": 32, "vocab": 50, "teacher_hidden": 0, "in_features": 128, "out_features": 128, "experts": 2}
 
@@ -113,6 +114,7 @@ def test_the_command_hands_on_what_it_is_given(monkeypatch):
     assert document == {
         "op": "linear_log_probs", "device": "GPU", "compiled": ["a", "b", "b"], "found": 3, "seconds": 1.5
     }  # fmt: skip
+    assert_fits_schema("warm-up", document)
     assert (asked["hidden"], asked["vocab"], asked["dtype"], asked["weight_dtype"]) == (
         4096, 1000, torch.bfloat16, torch.float32
     )  # fmt: skip

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from hashlib import sha256
 from inspect import getclosurevars
 from pathlib import Path
 from pickle import PicklingError
-from threading import Thread, Timer
+from threading import Timer
 from typing import Any, NamedTuple
 
 import onchip
@@ -22,18 +21,6 @@ PATIENCE = 2.0
 
 Ask = Callable[[], Any]
 """Asks Triton for a kernel, without launching it."""
-
-
-@lru_cache(maxsize=1)
-def hash_triton() -> None:
-    """Begin to hash Triton's files, in a thread beside what comes before the first launch: all keys have that hash."""
-
-    def run() -> None:
-        from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
-
-        triton_key()
-
-    Thread(target=run, daemon=True).start()
 
 
 class Told(NamedTuple):
@@ -109,7 +96,7 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
     """Load what is in Triton's cache, and say what isn't."""
     from triton import AsyncCompileMode  # type: ignore[import-untyped]
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
-    from triton.runtime.cache import get_cache_manager
+    from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
 
     missing: dict[str, _Missing] = {}
     loaded: dict[str, str] = {}

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.frontend import torch_ahead, torch_prepared
-from onchip.kernels.triton.compiling import Ask, compile_coming, hash_triton
+from onchip.kernels.triton.compiling import Ask, compile_coming
 from onchip.kernels.triton.keys import settle
-from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, interpreted, settings
+from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, hashing, interpreted, settings
 
 # Bytes of a thread's stack beyond which a smaller tile is taken.  Triton 3.6 stays below it everywhere.
 SPILLED = 512
@@ -294,7 +294,7 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
         return f"it runs on CUDA tensors, not on {device!r}"
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs"
-    hash_triton()
+    hashing()
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any, NamedTuple
 
 
@@ -38,6 +39,21 @@ def interpreted() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=1)
+def hashing() -> Thread:
+    """A thread that hashes all of Triton's files, which every kernel's key in its cache begins with: it takes a third
+    of a second, beside what comes before the first launch."""
+
+    def run() -> None:
+        from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
+
+        triton_key()
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 class _Recorder:
@@ -92,6 +108,7 @@ def gluon_refusal() -> str | None:
     """Why kernels in Gluon can't be compiled, or None: a small one that has what the others have is, without a GPU."""
 
     def trial() -> str | None:
+        hashing().join()
         import_module("onchip.kernels.triton.trial").compile_for_hopper()
         return None
 
