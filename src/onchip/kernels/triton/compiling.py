@@ -10,7 +10,7 @@ from hashlib import sha256
 from inspect import getclosurevars
 from pathlib import Path
 from pickle import PicklingError
-from threading import Timer
+from threading import RLock, Timer
 from typing import Any, NamedTuple
 
 import onchip
@@ -44,6 +44,10 @@ def told() -> Iterator[Told]:
         _told[:] = [x for x in _told if x is not made]
 
 
+# Threads parse Python's source one at a time: CPython 3.11 may fail where several do at once.
+_one_at_a_time = RLock()
+
+
 def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
     """Before a launch whose kernel this process lacks: where Triton's cache lacks it too, compile it and the `others`
     that are coming.
@@ -52,16 +56,18 @@ def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
 
     if active_mode.get() is not None:  # the caller's own mode
         return
-    found = _looked_up([first])
-    if not found.missing:
-        _tell([], found.names)
-        return
-    with _Process() as process:
-        coming = others()
-        if coming:
-            found = _looked_up([first, *coming])
-            process.compile(found.missing)
-    _tell([x.name for x in found.missing], found.names)
+    with _one_at_a_time:
+        found = _looked_up([first])
+        if found.missing:
+            with _Process() as process:
+                coming = others()
+                if coming:
+                    found = _looked_up([first, *coming])
+                    process.compile(found.missing)
+                else:
+                    compile_one(found.missing[0].job)
+                    _looked_up([first])
+        _tell([x.name for x in found.missing], found.names)
 
 
 def compile_all(asked: Sequence[Ask]) -> None:
