@@ -39,11 +39,6 @@ def rows_of(weight, vocab_major, vocab):
     return jnp.pad(w, ((0, vocab - len(w)), (0, 0)))
 
 
-def in_matrix(values, vocab, vocab_major):
-    """The part that is inside of a matrix of so many entries; nothing is written outside."""
-    return values[:vocab] if vocab_major else values[:, :vocab]
-
-
 def entries(matrix, first, size, vocab_major, tokens):
     """[tokens, size] of what a matrix keeps from entry `first` on; zeros outside."""
     axis = 0 if vocab_major else 1
@@ -69,12 +64,18 @@ def labels_of(labels, tokens, padded):
 
 
 def softmax_tiles(
-    into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, labels=None, config=None,
+    into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, begin=None, labels=None, config=None,
 ):  # fmt: skip
-    kept, partials = into or (None, None)
+    rooms, partials = into or ((), None)
     rows, weight, label, factor, count, *_ = operands
+    if begin is not None:
+        begin = jnp.minimum(begin[0], len(label))  # and no further than the last row
+        place = begin + jnp.arange(len(rows))
+        rows = jnp.zeros((len(label), rows.shape[1]), rows.dtype).at[place].set(rows, mode="drop")
+        operands = operands._replace(rows=rows)
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
+    mine = jnp.ones(tokens, bool) if begin is None else jnp.isin(jnp.arange(tokens), place)
     x = unscaled(operands, vocab_major, padded)
     inside = jnp.arange(padded) < vocab
     x = jnp.where(inside[None], x, -jnp.inf).reshape(tokens, -1, config.part_n)
@@ -92,20 +93,29 @@ def softmax_tiles(
         unwritten = jnp.iinfo(jnp.int32).max if value.dtype == jnp.int32 else jnp.nan
         return jnp.where(done[None], value.T, unwritten)
 
-    if kept is not None:
+    if rooms:
         above = maximum - shift[:, None]
         f = jnp.where(above > REACH, 1.0, jnp.exp(above)) * exponential_scale
         value = (e * f[:, :, None]).reshape(tokens, padded)
         if operands.inner_scale is not None:
             value *= 1 - jnp.minimum(jnp.square(x.reshape(tokens, padded)), 1)
         value = value.astype(rows.dtype)
-        value = turned(jnp.where(done[:, None], value, jnp.nan), vocab_major)
-        cut = (lambda first, last: value[first:last]) if vocab_major else (lambda first, last: value[:, first:last])
-        kept.spare[...] = cut(kept.split, padded)
-        if kept.in_weight_grad is not None:
-            at = slice(kept.shift, kept.shift + kept.split)
-            at = (at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)
-            kept.in_weight_grad[at] = cut(0, kept.split)
+        value = jnp.where(done[:, None], value, jnp.nan)
+        start = 0
+        for kept in rooms:
+            size = min(tokens_of(kept.spare, vocab_major), tokens - start)
+            of_room = slice(start, start + size)
+            start += size
+
+            def write(ref, first, entries, of_room=of_room, size=size):
+                at = slice(first, first + entries.stop - entries.start), slice(0, size)
+                at = at if vocab_major else at[::-1]
+                old = turned(ref[at], vocab_major)
+                ref[at] = turned(jnp.where(mine[of_room, None], value[of_room, entries], old), vocab_major)
+
+            write(kept.spare, 0, slice(kept.split, padded))
+            if kept.in_weight_grad is not None:
+                write(kept.in_weight_grad, kept.shift, slice(0, kept.split))
     made = Partials(
         part(maximum),
         part(e.sum(2)),
@@ -124,7 +134,7 @@ def softmax_tiles(
             made = made._replace(**{cost: part(each.sum(2)), mass: part(q.sum(2))})
     if partials is None:
         return made
-    jax.tree.map(lambda ref, x: ref.__setitem__(..., x), partials, made)
+    jax.tree.map(lambda ref, x: ref.__setitem__(..., jnp.where(mine, x, ref[...])), partials, made)
     return None
 
 
@@ -170,7 +180,7 @@ def kept_entries(kept, vocab, vocab_major, tokens):
 
 
 def hidden_product(
-    weight, count, *, vocab_major, tokens, first_token=0, kept=None, kept_tokens=0, in_digits=None, in_scratch=None,
+    weight, count, *, vocab_major, tokens, first_token=None, kept=None, kept_tokens=0, in_digits=None, in_scratch=None,
     recomputed=None, first=None, scale=None, add_to=None, second=None, halves=False, slices=1, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
@@ -183,7 +193,14 @@ def hidden_product(
             parts.append(kept_entries(in_digits, vocab, vocab_major, tokens_of(in_digits.spare, vocab_major)))
         if in_scratch is not None:
             parts.append(entries(in_scratch, 0, padded, vocab_major, tokens_of(in_scratch, vocab_major)))
-        e = jnp.concatenate(parts)[first_token : first_token + tokens]
+        e = jnp.concatenate(parts)
+        if first_token is not None:
+            begin, count = first_token[0], jnp.clip(count - first_token, 0, tokens)
+            e, scale = (
+                lax.dynamic_slice_in_dim(jnp.pad(x, [(0, tokens)] + [(0, 0)] * (x.ndim - 1)), begin, tokens)
+                for x in (e, scale)
+            )
+        e = e[:tokens]
     first = 0 if first is None else first[0]
     size, done = e.shape[1], tokens_done(tokens, count)
     w = lax.dynamic_slice_in_dim(rows_of(weight, vocab_major, padded + size), first, size, 0)
@@ -204,56 +221,69 @@ def hidden_product(
 
 
 def weight_product(
-    out, rows, count, *, vocab_major, first, size, skip=0, number=None, kept=None, in_spare=False, kept_tokens=None,
-    in_digits=None, in_scratch=None, recomputed=None, begins=None, half=None, even=None, inverse_grad_scale=None,
-    after=None, config=None,
+    out, rows, count, *, vocab_major, first, chunks, number=None, kept=None, kept_tokens=None, in_digits=None,
+    in_scratch=None, recomputed=None, begins=None, half=None, even=None, inverse_grad_scale=None, after=None,
+    config=None,
 ):  # fmt: skip
     total, out = (out, out.first) if isinstance(out, Sum) else (None, out)
-    before = skip + (0 if number is None else number[0] * size)
-    first = first + before
+    chunks = jnp.asarray(chunks)
+    before = chunks[0] + (0 if number is None else number[0] * chunks[1])
+    first = first[0] + before
     tokens, kept_tokens = len(rows), len(rows) if kept_tokens is None else kept_tokens
     axis = 0 if vocab_major else 1
     vocab = out.shape[axis]
+    whole = -(-vocab // WIDE) * WIDE  # of which the chunk is the first part
+
+    def of_kept(memory, kept, tokens):
+        in_memory = entries(memory[...], first + kept.shift, whole, vocab_major, tokens)
+        in_spare = entries(kept.spare, first - kept.split, whole, vocab_major, tokens)
+        return jnp.where(first < kept.split, in_memory, in_spare)
+
     parts = []
     if kept_tokens:
-        assert in_spare or size <= kept.shift
-        source, at = (kept.spare, 0) if in_spare else (out[...], first[0] + kept.shift)
-        parts.append(entries(source, at, size, vocab_major, kept_tokens))
+        parts.append(of_kept(out, kept, kept_tokens))
     if in_digits is not None:
-        source, at = (in_digits.spare, 0) if in_spare else (total.digits[...], first[0] + in_digits.shift)
-        parts.append(entries(source, at, size, vocab_major, tokens_of(in_digits.spare, vocab_major)))
+        parts.append(of_kept(total.digits, in_digits, tokens_of(in_digits.spare, vocab_major)))
     if in_scratch is not None:
-        parts.append(entries(in_scratch, first[0], size, vocab_major, in_scratch.shape[1 if vocab_major else 0]))
+        parts.append(entries(in_scratch, first, whole, vocab_major, in_scratch.shape[1 if vocab_major else 0]))
     if recomputed is not None:
         recomputed = turned(recomputed, vocab_major)
-        parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, size))), before, size, 1))
+        parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, whole))), before, whole, 1))
     done = jnp.arange(tokens) < -(-count[0] // config.tile_k) * config.tile_k
-    e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
+    inside = jnp.arange(whole) < chunks[1]
+    e = jnp.where(done[:, None] & inside[None], jnp.concatenate(parts).astype(jnp.float32), 0)
     product = e.T @ rows.astype(jnp.float32)
     if even is not None:
         product -= even[None, : rows.shape[1]] * (1 if begins is None else begins[0])
     product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale[0]
-    axis = 0 if vocab_major else 1
-    made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
     if total is not None:
         assert begins is None or not kept_tokens
-        add_to_sum(total, product if vocab_major else product.T, begins, half, first[0], axis, config, count)
+        add_to_sum(total, product if vocab_major else product.T, begins, half, first, chunks[1], axis, config, count)
         return
-    old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
-    new = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
-    out[...] = jnp.where(count[0] > 0, new, out[...])
+    made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
+    write_part(out, made, first, chunks[1], axis, count)
 
 
-def add_to_sum(total, product, begins, half, first, axis, config, count):
+def write_part(ref, made, first, size, axis, count):
+    """Write the first `size` rows or columns of `made` to those from `first` on; nothing is written outside."""
+    pad = [(0, made.shape[axis]) if a == axis else (0, 0) for a in range(2)]
+    old = jnp.pad(ref[...], pad)
+    there = lax.dynamic_slice_in_dim(old, first, made.shape[axis], axis)
+    mine = jnp.arange(made.shape[axis]) < size
+    new = jnp.where(mine[:, None] if axis == 0 else mine, made, there)
+    new = lax.dynamic_update_slice_in_dim(old, new, first, axis)[: ref.shape[0], : ref.shape[1]]
+    ref[...] = jnp.where(count[0] > 0, new, ref[...])
+
+
+def add_to_sum(total, product, begins, half, first, size, axis, config, count):
     """As the kernel does it, for all rows as one tile's part after the other; the chunk begins with entry `first`."""
     words = total.digits.shape[1] // -(-total.first.shape[1] // config.tile_n)
     whole, columns = product.shape[axis], product.shape[1]
     starts = first, first if axis == 0 else first // config.tile_n * words
-    sizes = whole, whole if axis == 0 else whole // config.tile_n * words
-    # What is beyond the last entry is written nowhere.
-    pads = ([(0, size if a == axis else 0) for a in range(2)] for size in sizes)
+    lengths = whole, whole if axis == 0 else whole // config.tile_n * words
+    pads = ([(0, length if a == axis else 0) for a in range(2)] for length in lengths)
     wide = [jnp.pad(ref[...], pad) for ref, pad in zip(total, pads, strict=True)]
-    part = [lax.dynamic_slice_in_dim(*x, axis) for x in zip(wide, starts, sizes, strict=True)]
+    part = [lax.dynamic_slice_in_dim(*x, axis) for x in zip(wide, starts, lengths, strict=True)]
     new = product + (0 if begins is None else jnp.where(begins[0], 0, Sum(*part).value(config)))
     new = jnp.pad(new, ((0, 0), (0, -columns % config.tile_n)))
     firsts, digits = [], []
@@ -262,32 +292,36 @@ def add_to_sum(total, product, begins, half, first, axis, config, count):
         together = 16 // sums.bits_of(total.first.dtype)
         for start in range(0, len(blocks), together):
             rounding = None if half is None else half[0]
-            *first, words = sums.as_stored(blocks[start : start + together], total.first.dtype, rounding)
-            firsts += first
-            digits.append(words)
+            *first_bits, words_made = sums.as_stored(blocks[start : start + together], total.first.dtype, rounding)
+            firsts += first_bits
+            digits.append(words_made)
+    sizes = size, size if axis == 0 else -(-size // config.tile_n) * words
     made = jnp.concatenate(firsts, 1)[:, :columns], jnp.concatenate(digits, 1)
-    for ref, old, new, start in zip(total, wide, made, starts, strict=True):
-        new = lax.dynamic_update_slice_in_dim(old, new, start, axis)
-        ref[...] = jnp.where(count[0] > 0, new[: ref.shape[0], : ref.shape[1]], ref[...])
+    for ref, value, start, length in zip(total, made, starts, sizes, strict=True):
+        write_part(ref, value, start, length, axis, count)
 
 
-def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, vocab, config):
-    (tokens,) = before.shape
-    moved = (before != after) & (jnp.arange(tokens) < count[0])
+def rebase_exponentials(rooms, maximum, before, after, count, *, vocab_major, vocab, config):
+    (all_tokens,) = before.shape
+    moved = (before != after) & (jnp.arange(all_tokens) < count[0])
     top = jnp.repeat(maximum.T, config.part_n, 1)
     used = jnp.where(top - before[:, None] > REACH, top, before[:, None])
-    f = jnp.where(moved[:, None], jnp.exp(used - after[:, None]), 1)
+    factors = jnp.where(moved[:, None], jnp.exp(used - after[:, None]), 1)
 
-    def rebased(ref, first, start, stop):
-        size = stop - start
+    def rebased(ref, first, f):
+        tokens, size = f.shape
         value = entries(ref[...], first, size, vocab_major, tokens).astype(jnp.float32)
-        value = turned(jnp.where(f[:, start:stop] == 1, value, value * f[:, start:stop]).astype(ref.dtype), vocab_major)
+        value = turned(jnp.where(f == 1, value, value * f).astype(ref.dtype), vocab_major)
         at = slice(first, first + size)
         ref[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = value
 
-    if kept.in_weight_grad is not None and kept.split:
-        rebased(kept.in_weight_grad, kept.shift, 0, kept.split)
-    rebased(kept.spare, 0, kept.split, top.shape[1])
+    start = 0
+    for kept in rooms:
+        f = factors[start : start + tokens_of(kept.spare, vocab_major)]
+        start += len(f)
+        if kept.in_weight_grad is not None and kept.split:
+            rebased(kept.in_weight_grad, kept.shift, f[:, : kept.split])
+        rebased(kept.spare, 0, f[:, kept.split :])
 
 
 def scale_sum(out, digits, factor, *, config):

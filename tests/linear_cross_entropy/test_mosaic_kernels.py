@@ -20,7 +20,7 @@ from onchip.kernels.mosaic.product import MosaicConfig
 from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic.bits import HALF_A_PLACE, join, split
 from onchip.vocab.mosaic.blocks import Kept, tanh
-from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands
+from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands, Partials
 from onchip.vocab.mosaic.sums import Sum
 from onchip.vocab.xla.tiles import Wanted
 
@@ -38,6 +38,11 @@ def compile_only(f, *shapes):
 
 def at(entry):
     return jnp.full(1, entry, jnp.int32)
+
+
+def of(size, skip=0):
+    """What tells a kernel which chunk it is."""
+    return jnp.array([skip, size], jnp.int32)
 
 
 @pytest.mark.parametrize("hidden", [128, 136, 192, 2560, 2880, 4072, 4096, 5120, 7168])
@@ -184,7 +189,7 @@ def test_softmax(vocab_major, weighed, interpreter):
         stash = reference_to(jnp.full(s.weight.shape, jnp.nan, jnp.bfloat16))
         spare = reference_to(jnp.full((PADDED - SPLIT, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
         made = kernels.softmax_tiles(
-            (Kept(stash, spare, SHIFT, SPLIT), None), operands, vocab_major=vocab_major, shift=s.shift,
+            ([Kept(stash, spare, SHIFT, SPLIT)], None), operands, vocab_major=vocab_major, shift=s.shift,
             wanted=Wanted(True, True, True), config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return made, jax.freeze(stash), jax.freeze(spare)
@@ -265,7 +270,7 @@ def test_softmax_all_kept_in_scratch(interpreter):
     def run():
         spare = reference_to(jnp.full((PADDED, TOKENS), jnp.nan, jnp.bfloat16))
         kernels.softmax_tiles(
-            (Kept(None, spare), None), s.operands, vocab_major=True, shift=s.shift, wanted=Wanted(), config=CONFIG,
+            ([Kept(None, spare)], None), s.operands, vocab_major=True, shift=s.shift, wanted=Wanted(), config=CONFIG,
             interpret=interpreter,
         )  # fmt: skip
         return jax.freeze(spare)
@@ -274,6 +279,47 @@ def test_softmax_all_kept_in_scratch(interpreter):
     own = np.arange(PADDED) == s.label[: s.n, None]
     assert relative(values[: s.n], np.where(own, 0, s.exponentials)) < 2**-8
     assert (values[s.n :] == 0).all()
+
+
+def test_rooms(interpreter):
+    """Exponentials of the first 128 tokens in the memory of the weight's gradient, of the others in scratch, from two
+    launches of one kernel; made relative to something else together; and hidden's product of the second half."""
+    s, half = Small(vocab_major=True, vocab=448), TOKENS // 2
+    common = {"vocab_major": True, "config": CONFIG, "interpret": interpreter}
+    moved = (np.arange(TOKENS) % 3 == 0).astype(np.float32)
+
+    @jax.jit
+    def run():
+        stash, spare, scratch = (
+            reference_to(jnp.full((entries, tokens), jnp.nan, jnp.bfloat16))
+            for entries, tokens in ((s.vocab, HIDDEN), (PADDED - SPLIT, half), (PADDED, half))
+        )
+        rooms = [Kept(stash, spare, SHIFT, SPLIT), Kept(None, scratch)]
+        partials = Partials(*(reference_to(jnp.full((CONFIG.parts(s.vocab), TOKENS), jnp.nan)) for _ in range(2)))
+        for begin in (0, half):
+            operands = s.operands._replace(rows=s.rows[begin : begin + half])
+            kernels.softmax_tiles(
+                (rooms, partials), operands, shift=s.shift, begin=at(begin), wanted=Wanted(), **common
+            )  # fmt: skip
+        rebase.rebase_exponentials(
+            rooms, partials.maximum[...], s.shift, s.shift + moved, s.count, vocab=s.vocab, **common
+        )
+        hidden = kernels.hidden_product(
+            s.weight, s.count, tokens=half, first_token=at(half), kept=Kept(stash, spare[...], SHIFT, SPLIT),
+            kept_tokens=half, in_scratch=scratch[...], scale=s.scale, **common,
+        )  # fmt: skip
+        return hidden, *(jax.freeze(x) for x in (stash, spare, scratch, partials.maximum))
+
+    hidden, stash, spare, scratch, maximum = (np.asarray(x, np.float64) for x in run())
+    np.testing.assert_allclose(maximum[:, : s.n].T, s.z.reshape(s.n, -1, CONFIG.part_n).max(2), rtol=1e-5, atol=1e-5)
+    first = np.concatenate([s.values(stash, SHIFT, SPLIT, half), s.values(spare, 0, PADDED - SPLIT, half)], 1)
+    values = np.concatenate([first, s.values(scratch, 0, PADDED, half)])
+    own = np.arange(PADDED) == s.label[: s.n, None]
+    expected = np.where(own, 0, s.exponentials * np.exp(-moved)[: s.n, None])
+    assert relative(values[: s.n], expected) < 2**-7
+    assert (values[s.n :] == 0).all()
+    expected = values[half : s.n, : s.vocab] @ s.weight64 * s.scale[half : s.n, None]
+    assert relative(hidden[: s.n - half], expected) < 1e-6
 
 
 # These two take the interpreter 20 s a layout: each has one.
@@ -299,8 +345,8 @@ def test_products(vocab_major, interpreter):
         hidden = whole(tokens=TOKENS, scale=s.scale)
         chunk = partial(kernels.weight_product, ref, s.rows, s.count, kept=both, kept_tokens=kept, **common)
         for number in range(SPLIT // SHIFT):
-            chunk(first=at(0), size=SHIFT, number=at(number), after=hidden)
-        chunk(first=at(SPLIT), size=PADDED - SPLIT, in_spare=True)
+            chunk(first=at(0), chunks=of(SHIFT), number=at(number), after=hidden)
+        chunk(first=at(SPLIT), chunks=of(PADDED - SPLIT))
         return hidden, jax.freeze(ref)
 
     hidden, gradient = run()
@@ -359,7 +405,7 @@ def test_sums(vocab_major, tile_n, dtype, bound, interpreter):
         total = Sum(*(reference_to(jnp.full_like(x, jnp.nan)) for x in Sum.empty(s.weight, config)))
         for scale in (1, 2):
             kernels.weight_product(
-                total, rows * scale, s.count, vocab_major=vocab_major, first=at(0), size=PADDED, kept_tokens=0,
+                total, rows * scale, s.count, vocab_major=vocab_major, first=at(0), chunks=of(PADDED), kept_tokens=0,
                 in_scratch=in_scratch, begins=jnp.full(1, scale == 1), config=config, interpret=interpreter,
             )  # fmt: skip
         return Sum(*(jax.freeze(x) for x in total)).value(config)
@@ -405,12 +451,12 @@ def test_sums_that_begin_in_the_memory_of_exponentials(vocab_major, dtype, bound
             in_scratch=in_scratch, **common,
         )  # fmt: skip
         for number in range(SPLIT // SHIFT):
-            begin(first=at(0), size=SHIFT, number=at(number))
-        begin(first=at(SPLIT), size=PADDED - SPLIT, in_spare=True)
+            begin(first=at(0), chunks=of(SHIFT), number=at(number))
+        begin(first=at(SPLIT), chunks=of(PADDED - SPLIT))
         once = Sum(*(x[...] for x in total)).value(config)
         add = partial(kernels.weight_product, total, s.rows, s.count, kept_tokens=0, in_scratch=whole, **common)
         for first, size in ((0, 256), (256, 512)):  # in chunks too
-            add(first=at(first), size=size, begins=jnp.zeros(1, bool))
+            add(first=at(first), chunks=of(size), begins=jnp.zeros(1, bool))
         return once, Sum(*(jax.freeze(x) for x in total)).value(config)
 
     expected = np.asarray(jnp.asarray(values[: s.n, : s.vocab], dtype), np.float64).T @ s.rows64
@@ -457,8 +503,8 @@ def test_sums_lower(vocab_major, hidden, tile_n, dtype):
             *map(reference_to, Sum.empty(jnp.zeros((vocab, hidden) if vocab_major else (hidden, vocab), dtype), config))
         )
         kernels.weight_product(
-            total, rows, count, vocab_major=vocab_major, first=at(0), size=2304, kept_tokens=0, in_scratch=in_scratch,
-            begins=count > 5, config=config,
+            total, rows, count, vocab_major=vocab_major, first=at(0), chunks=of(2304), kept_tokens=0,
+            in_scratch=in_scratch, begins=count > 5, config=config,
         )  # fmt: skip
         return jax.freeze(total.first), jax.freeze(total.digits)
 
@@ -504,7 +550,7 @@ def test_gradient_again(vocab_major, interpreter):
         others = again[:, kept:] if vocab_major else again[kept:]
         ref = reference_to(stash)
         kernels.weight_product(
-            ref, s.rows, s.count, size=size, kept=Kept(None, spare, SHIFT, SPLIT), in_spare=True, kept_tokens=kept,
+            ref, s.rows, s.count, chunks=of(size), kept=Kept(None, spare, SHIFT, SPLIT), kept_tokens=kept,
             recomputed=others, **common,
         )  # fmt: skip
         return again, hidden, jax.freeze(ref)
@@ -540,7 +586,7 @@ def test_rebasing(vocab_major, interpreter):
     def run(after):
         refs = reference_to(stash), reference_to(spare)
         rebase.rebase_exponentials(
-            Kept(*refs, SHIFT, SPLIT), maximum, before, after, jnp.asarray([n]),
+            [Kept(*refs, SHIFT, SPLIT)], maximum, before, after, jnp.asarray([n]),
             vocab_major=vocab_major, vocab=s.vocab, config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return [jax.freeze(x) for x in refs]

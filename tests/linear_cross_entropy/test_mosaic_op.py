@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from plain_kernels import forget
 
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op
@@ -22,6 +23,7 @@ MIB = 1 << 20
 def as_on_hopper(monkeypatch):
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
+    forget()  # plans of other tests
 
 
 def lowered(tokens, hidden, vocab, *, dtype=jnp.bfloat16, layout="vh", argnums=(0, 1), bias=False, batch=(), **options):
@@ -60,18 +62,15 @@ def test_models_lower_and_nothing_is_copied(model, layout, as_on_hopper):
     p = problem(4096, *MODELS[model])
     plan = mosaic_spec.plan(p, "auto")
     groups = mosaic_spec.groups(p.vocab, plan, recomputed=more)
-    # softmax, settle, hidden's product and the targets' terms once; weight's product for each kind of chunk, alone or
-    # in a loop.  With more tokens than H another softmax, and for each kind of group logits again and hidden's product;
-    # with exponentials in scratch one softmax more, which is settled.
-    products = sum(len(group.chunks) for group in groups) + (1 + 2 * len(groups) if more else 0)
-    assert launches(text) == 4 + products + 2 * (plan.kept_in_scratch > 0)
+    # softmax, settle, hidden's product, weight's and the targets' terms once.  With more tokens than H another softmax,
+    # and for each kind of group logits again, hidden's product, and weight's.
+    kinds = len(groups) if more else 1
+    assert launches(text) == 4 + kinds + (1 + 2 * kinds if more else 0)
     assert len(groups) <= 3
-    # Two arrays of each of softmax, settle and hidden's product, and of the softmax in scratch; the weight's gradient,
-    # and its targets' terms but for columns; and the sums of hidden's products of recomputed logits.
-    kinds = sum(len(group.chunks) for group in groups)
-    assert written_in_place(text) == 6 + kinds + (layout == "vh") + (1 + plan.halves) * len(groups) * more + 2 * (
-        plan.kept_in_scratch > 0
-    )
+    # Two arrays of each of softmax, settle and hidden's product, or three where some exponentials are in scratch; the
+    # weight's gradient, and its targets' terms but for columns; and the sums of hidden's products of recomputed logits.
+    arrays = 6 + 2 * (plan.kept_in_scratch > 0) + kinds + (layout == "vh")
+    assert written_in_place(text) == arrays + (1 + plan.halves) * kinds * more
     assert "stablehlo.copy" not in text
 
 
@@ -92,9 +91,8 @@ def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
     text = lowered(1000, 256, 4096, layout="hv")
     groups = mosaic_spec.groups(4096, c, recomputed=True)
-    kinds = sum(len(group.chunks) for group in groups)
-    # The softmax of three kinds of tokens, two of which are settled; hidden's product, and the targets' terms.
-    assert launches(text) == 3 + 2 + 1 + 1 + 2 * len(groups) + kinds
+    # The softmax of tokens that are kept, which are settled, and of others; hidden's product, and the targets' terms.
+    assert launches(text) == 2 + 1 + 1 + 1 + 3 * len(groups) - 1  # both single chunks' are the same
     assert "stablehlo.copy" not in text
 
 
@@ -127,17 +125,13 @@ def test_a_larger_first_chunk_lowers(layout, dtype, argnums, in_digits, as_on_ho
     )  # fmt: skip
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
     text = lowered(1100, 512, 4096, layout=layout, dtype=dtype, argnums=argnums)
-    kinds = sum(len(group.chunks) for group in mosaic_spec.groups(4096, c, recomputed=False))
-    assert kinds == 3
-    # Softmax and rebase of what is in the weight gradient's memory, with its digits, in scratch, and of another
-    # chunk's; the weight's product for each kind of chunk of the vocabulary, and of another chunk; its scaling, and
-    # the targets' terms.
+    # Softmax, rebase and the products of the first chunk, and of another one; the sum's scaling; the targets' terms.
     hidden, digits, rounded = 0 in argnums, in_digits > 0, dtype == jnp.bfloat16
-    assert launches(text) == 6 + 2 * digits + kinds + 1 + 1 + 2 * hidden + rounded
-    # Two arrays of the first softmax and rebase and of those in the digits' memory, one of each of the others; two or
-    # three of hidden's product in that memory, and two of each weight's; the scaled sum; and the targets' terms but for
-    # columns.
-    arrays = 2 * (2 + 2 * digits + 1 + 1) + (2 + digits) * hidden + 2 * (kinds + 1)
+    assert launches(text) == 2 * (3 + hidden) + 1 + rounded
+    # Two arrays of partial results, and of the first softmax and rebase the exponentials in the gradient's memory, with
+    # its digits and in scratch, of other chunks' those in scratch; two or three of hidden's product in that memory, and
+    # two of each weight's; the scaled sum; and the targets' terms but for columns.
+    arrays = 2 + 2 * (3 + 2 * digits) + 2 * 1 + (2 + digits) * hidden + 2 * 2
     assert written_in_place(text) == arrays + rounded + (layout == "vh")
     assert "stablehlo.copy" not in text
 

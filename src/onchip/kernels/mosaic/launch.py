@@ -59,6 +59,26 @@ def launch(
     return dict(zip(outputs, run(*inputs.values()), strict=True))
 
 
+def written(kernel: Callable[..., Any], static: Mapping[str, Any], state: Any, *arrays: Any, **more: Any) -> Any:
+    """What kernel(references, *arrays, **more, **static) leaves of the `state` that they refer to.
+
+    It is traced and lowered once for all calls alike, which a kernel takes some tenths of a second: of the same
+    function, options and shapes.  `static` must be hashable.
+    """
+    return _written(kernel, tuple(sorted(static.items())), state, arrays, more)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _written(kernel: Callable[..., Any], static: Any, state: Any, arrays: Any, more: Any) -> Any:
+    return pl.run_state(lambda refs: kernel(refs, *arrays, **more, **dict(static)))(state)
+
+
+def in_place(kernel: Callable[..., Any], static: Mapping[str, Any], refs: Any, *arrays: Any, **more: Any) -> None:
+    """As `written`, of references."""
+    state = written(kernel, static, jax.tree.map(lambda ref: ref[...], refs), *arrays, **more)
+    jax.tree.map(lambda ref, x: ref.__setitem__(..., x), refs, state)
+
+
 def multiprocessors() -> int:
     """Of the device that the kernel will run on; an H100's where only its lowering is wanted."""
     device = jax.devices()[0]

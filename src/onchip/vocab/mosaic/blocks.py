@@ -10,13 +10,14 @@ be read.
 Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -125,3 +126,16 @@ def send_exponentials(target: Any, t: Any, v: Any, vocab_major: bool) -> Callabl
         plgpu.copy_smem_to_gmem(block, target.at[pl.ds(row, BOX), pl.ds(column, BOX)], commit_group=False)
 
     return send
+
+
+def by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]]) -> None:
+    """Call what is for token t: the function of the first (end, function) with t < end; empty ranges are left out."""
+    used, begin = [], 0
+    for end, function in ranges:
+        if min(end, tokens) > begin:
+            used.append((end, function))
+            begin = end
+    *others, (_, call) = used
+    for end, function in reversed(others):
+        call = partial(lax.cond, t < end, function, call)
+    call()

@@ -14,6 +14,7 @@ Matrix operands come through TMA, which fills up with zeros outside of a matrix 
 of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ from onchip.vocab.mosaic.blocks import (
     REACH,
     Kept,
     beside_labels,
+    by_range,
     class_weights,
     label_strips,
     send_exponentials,
@@ -68,7 +70,8 @@ def _logits_tiles(
     interpret: Any,
     first_row: int = 0,
 ) -> dict[str, Array]:
-    """A kernel over the tiles of the logits of so many entries, from that in `first` on if it is among `inputs`.
+    """A kernel over the tiles of the logits of so many entries, from that in `first` on if it is among `inputs`; and of
+    the positions of the operands' rows alone, which begin with that in `first_position`, if that is.
 
     The first position's hidden state is in row `first_row`.
     """
@@ -77,7 +80,10 @@ def _logits_tiles(
     assert tokens % c.tile_m == 0
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        return ceil_div(refs["number"][0], c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
+        number = refs["number"][0]
+        if "first_position" in refs:
+            number = lax.clamp(jnp.int32(0), number - refs["first_position"][0], jnp.int32(len(operands.rows)))
+        return ceil_div(number, c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
 
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
@@ -108,13 +114,16 @@ def _logits_tiles(
 
 
 def softmax_tiles(
-    into: tuple[Kept, Partials | None] | None,  # references to write to; None: the partials are returned
+    into: tuple[Sequence[Kept], Partials | None] | None,  # references to write to: rooms, each for the positions after
+    # those of the ones before, and partials; None: the partials are returned
     operands: Operands,
     *,
     vocab_major: bool,
     wanted: Wanted,
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
     exponential_scale: float = 1.0,
+    begin: Array | None = None,  # [1] int32: the position of the first of the operands' rows, where those aren't all;
+    # they are multiples of 128, and so are rooms
     labels: Labels | None = None,  # soft ones, in the place of `operands.label`
     config: MosaicConfig,
     interpret: Any = None,
@@ -124,15 +133,17 @@ def softmax_tiles(
     The exponential that would be kept at a label's own entry is 0: `add_targets` of rebase.py sees to those.  With
     softcap exponentials are kept times its derivative.  With soft labels nothing is kept.
     """
-    c, (kept, partials) = config, into or (None, None)
+    c, (rooms, partials) = config, into or ((), None)
     dtype, tokens = operands.rows.dtype, len(operands.label)
     vocab = vocab_of(operands.weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    assert labels is None or (kept is None and wanted.argmax)
+    assert labels is None or (not rooms and wanted.argmax)
+    assert begin is None or partials is not None
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
-        over = pl.ds(p.m, c.part_m)
+        t = p.m if begin is None else refs["first_position"][0] + p.m
+        over = pl.ds(t, c.part_m)
         y = registers.load(refs["label"].at[over], 1)
         soft_labels = None if labels is None else label_strips(refs, p, p.n, c, registers)
         k = registers.load(refs["factor"].at[over], 1)
@@ -191,12 +202,11 @@ def softmax_tiles(
             add("others", jnp.sum(e, axis=1))
             return e
 
-        if kept is None:
+        if not rooms:
             width = c.part_n if labels is None else BOX
             for n in range(0, c.part_n, width):
                 exponentials(n, width)
         else:
-            split = kept.split
             above = top * k - registers.load(refs["shift"].at[over], 1)
             f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
 
@@ -207,32 +217,48 @@ def softmax_tiles(
                     e = e * (1 - jnp.minimum(jnp.square(x[:, n : n + width]), 1.0))
                 return e.astype(dtype)
 
-            in_spare = send_exponentials(refs["spare"], p.m, p.n - split, vocab_major)
+            def sender(i: int, begin: int) -> Callable[[Any, int, int], None]:
+                """What sends a block to the i-th room, of positions from `begin` on."""
+                room, in_room = rooms[i], t - begin if begin else t
+                in_spare = send_exponentials(refs[f"spare {i}"], in_room, p.n - room.split, vocab_major)
+                if room.in_weight_grad is None:
+                    return in_spare
 
-            def send(block: Any, m: int, n: int) -> None:
-                if kept.in_weight_grad is None:
-                    in_spare(block, m, n)
-                    return
-                send_to_weight_grad = send_exponentials(refs["in_weight_grad"], p.m, p.n + kept.shift, vocab_major)
-                lax.cond(p.n < split, lambda: send_to_weight_grad(block, m, n), lambda: in_spare(block, m, n))
+                def send(block: Any, m: int, n: int) -> None:
+                    memory = refs[f"in_weight_grad {i}"]
+                    in_memory = send_exponentials(memory, in_room, p.n + room.shift, vocab_major)
+                    lax.cond(p.n < room.split, lambda: in_memory(block, m, n), lambda: in_spare(block, m, n))
+
+                return send
+
+            senders = [sender(i, begin) for i, begin in enumerate([0, *ends[:-1]])]
+
+            def send(*block: Any) -> None:
+                by_range(t, tokens, [(end, partial(x, *block)) for end, x in zip(ends, senders, strict=True)])
 
             store(kept_strip, send)
         for name, value in sums.items():
             refs[name][here, over] = value
 
+    ends = list(itertools.accumulate(tokens_of(room.spare, vocab_major) for room in rooms))
+    assert not rooms or ends[-1] >= tokens
     inputs: dict[str, Any] = {"shift": shift}
-    if kept is not None:
-        inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
+    for i, room in enumerate(rooms):
+        inputs |= {f"in_weight_grad {i}": room.in_weight_grad, f"spare {i}": room.spare}
     soft = {"labels": labels is not None, "weighed": operands.class_weight is not None}
     shapes = jax.eval_shape(lambda: Partials.empty(c.parts(vocab), tokens, wanted, **soft))
+    outputs = {name: x for name, x in shapes._asdict().items() if x is not None}
+    if begin is not None:
+        inputs |= {"first_position": begin} | {name: getattr(partials, name) for name in outputs}
+        outputs = {}
     made = _logits_tiles(
         operands,
         vocab,
         epilogue,
         vocab_major=vocab_major,
         inputs=inputs,
-        outputs={name: x for name, x in shapes._asdict().items() if x is not None},
-        stores=kept is not None,
+        outputs=outputs,
+        stores=bool(rooms),
         labels=labels,
         name="softmax_tiles",
         config=c,
@@ -330,11 +356,9 @@ def weight_product(
     *,
     vocab_major: bool,
     first: Array,  # [1] int32: vocabulary entry with which a group of chunks begins
-    size: int,  # of the chunk, a multiple of the tile along the vocabulary
-    skip: int = 0,  # entries of the group before the chunk, but for
-    number: Array | None = None,  # [1] int32: how many chunks of `size` more are before it
+    chunks: Array,  # [2] int32: entries of the group before the chunks alike, and of each, a multiple of the tile
+    number: Array | None = None,  # [1] int32: how many of these are before the chunk
     kept: Kept | None = None,  # with `out` for the memory of the weight's gradient
-    in_spare: bool = False,  # the chunk is of the entries from `split` on
     kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
     in_digits: Kept | None = None,  # those of the next, with the `Sum`'s digits for the memory of the gradient
     in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
@@ -350,7 +374,9 @@ def weight_product(
 ) -> None:
     """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once, or with `begins` added.
 
-    The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
+    It reads what the chunk is: chunks of all sizes are one compiled kernel, and a loop's own counter says which it is.
+    Of one up to `split` of `kept` exponentials are in the memory of the gradient, of one from there on in `spare`; none
+    has both.  One that were longer than `shift` would overwrite exponentials that it reads.
     """
     c = config
     tokens, hidden = rows.shape
@@ -362,15 +388,13 @@ def weight_product(
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    assert size % tile_v == 0
     assert kept_tokens % c.tile_k == digits_end % c.tile_k == last_kept % c.tile_k == 0
-    if kept_tokens > 0:
-        assert kept is not None
-        assert in_spare or size <= kept.shift, "the chunk would overwrite exponentials that it reads"
+    assert kept is not None or digits_end == 0
 
     def before(refs: Refs) -> Any:
         """Entries of the group before the chunk."""
-        return skip if number is None else skip + refs["number"][0] * size
+        skipped = refs["chunks"][0]
+        return skipped if number is None else skipped + refs["number"][0] * refs["chunks"][1]
 
     def of_digits(column: Any) -> Any:
         """Where those of a tile begin, of the column that it begins with."""
@@ -378,7 +402,7 @@ def weight_product(
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         steps = ceil_div(refs["count"][0], c.tile_k)
-        there = lax.min(vocab - refs["first"][0] - before(refs), jnp.int32(size))
+        there = lax.min(vocab - refs["first"][0] - before(refs), refs["chunks"][1])
         tiles_v, tiles_h = jnp.where(steps > 0, ceil_div(there, tile_v), 0), -(-hidden // tile_h)
         return (tiles_v, tiles_h, steps) if vocab_major else (tiles_h, tiles_v, steps)
 
@@ -395,19 +419,13 @@ def weight_product(
             else:
                 load_block(source, t, c.tile_k, v, tile_v, b, barrier)
 
-        def from_kept() -> None:
-            assert kept is not None
-            if in_spare:
-                exponentials(refs["spare"], v, t)
-            else:
-                exponentials(refs["out"], first + kept.shift + v, t)
-
-        def from_digits() -> None:
-            assert in_digits is not None
-            if in_spare:
-                exponentials(refs["digits_spare"], v, t - kept_tokens)
-            else:
-                exponentials(refs["digits"], first + in_digits.shift + v, t - kept_tokens)
+        def from_kept(where: Kept | None, memory: str, spare: str, t: Any) -> None:
+            assert where is not None
+            lax.cond(
+                first < where.split,
+                lambda: exponentials(refs[memory], first + where.shift + v, t),
+                lambda: exponentials(refs[spare], first - where.split + v, t),
+            )
 
         def from_scratch() -> None:
             exponentials(refs["in_scratch"], first + v, t - digits_end)
@@ -416,8 +434,13 @@ def weight_product(
             exponentials(refs["recomputed"], before(refs) + v, t - last_kept)
 
         ends = (kept_tokens, digits_end, last_kept, tokens)
-        places = (from_kept, from_digits, from_scratch, from_recomputed)
-        _by_range(t, tokens, list(zip(ends, places, strict=True)))
+        places = (
+            lambda: from_kept(kept, "out", "spare", t),
+            lambda: from_kept(in_digits, "digits", "digits_spare", t - kept_tokens),
+            from_scratch,
+            from_recomputed,
+        )
+        by_range(t, tokens, list(zip(ends, places, strict=True)))
         load_block(refs["rows"], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
@@ -473,9 +496,9 @@ def weight_product(
         assert inverse_grad_scale is None
         assert begins is None or digits_end == 0, "a sum and exponentials can't be in the same memory"
         addends = None if begins is None else Addends(copy_sum, add_sum)
-    inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first, "number": number}
-    if in_spare:
-        inputs |= {"spare": kept and kept.spare, "digits_spare": in_digits and in_digits.spare}
+    inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first}
+    inputs |= {"chunks": chunks, "number": number}
+    inputs |= {"spare": kept and kept.spare, "digits_spare": in_digits and in_digits.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
     inputs |= {"even": even, "digits": None if total is None else total.digits}
     inputs |= {"begins": None if begins is None else begins.astype(jnp.int32), "half": half}
@@ -502,14 +525,14 @@ def hidden_product(
     *,
     vocab_major: bool,
     tokens: int,  # T
-    first_token: int = 0,  # of those whose exponentials are kept; the T tokens and `count` begin there
+    first_token: Array | None = None,  # [1] int32: the T tokens begin there; `count` and `scale` are of all then
     kept: Kept | None = None,  # of the first tokens, `in_weight_grad` a reference
     kept_tokens: int = 0,
     in_digits: Kept | None = None,  # those of the next
     in_scratch: Array | None = None,  # and of the last ones, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
-    scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
+    scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by, or [all] with `first_token`
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to
     second: Any = None,  # the same for second halves of tiles
     halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
@@ -532,8 +555,10 @@ def hidden_product(
     registers = Registers(interpret)
     size = vocab if recomputed is None else recomputed.shape[0 if vocab_major else 1]
     digits_end = kept_tokens + (0 if in_digits is None else tokens_of(in_digits.spare, vocab_major))
-    end = first_token + tokens
-    assert all(x % c.tile_m == 0 or x >= end for x in (first_token, kept_tokens, digits_end))
+    end = tokens
+    if first_token is not None:
+        end = digits_end + (0 if in_scratch is None else tokens_of(in_scratch, vocab_major))
+    assert all(x % c.tile_m == 0 or x >= end for x in (kept_tokens, digits_end))
     adds = add_to is not None
     assert not adds or (interpret is None and slices == 1)  # the interpreter has no copies that add
     assert slices == 1 or tokens % c.tile_m == 0
@@ -541,7 +566,13 @@ def hidden_product(
     def tiles_and_steps(refs: Refs) -> tuple[Any, Any]:
         """Of the rows of one slice; past the last entry operands are 0."""
         entries = lax.min(vocab - refs["first"][0], jnp.int32(size))
-        return ceil_div(refs["count"][0], c.tile_m), ceil_div(entries, c.tile_k * slices)
+        number = refs["count"][0]
+        if first_token is not None:
+            number = lax.clamp(jnp.int32(0), number - refs["first_token"][0], jnp.int32(tokens))
+        return ceil_div(number, c.tile_m), ceil_div(entries, c.tile_k * slices)
+
+    def token_of(refs: Refs, row: Any) -> Any:
+        return row if first_token is None else refs["first_token"][0] + row
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         tiles_m, steps = tiles_and_steps(refs)
@@ -570,13 +601,13 @@ def hidden_product(
         if recomputed is not None:
             exponentials(refs["recomputed"], v, t)
         else:
-            t = first_token + t
+            t = token_of(refs, t)
             places = (
                 (kept_tokens, lambda: from_kept(kept, "in_weight_grad", "spare", t)),
                 (digits_end, lambda: from_kept(in_digits, "in_digits", "digits_spare", t - kept_tokens)),
                 (end, lambda: exponentials(refs["in_scratch"], v, t - digits_end)),
             )
-            _by_range(t, end, places, begin=first_token)
+            by_range(t, end, places)
         first = refs["first"][0]
         if vocab_major:
             load_block(refs["weight"], first + v, c.tile_k, h, c.tile_n, b, barrier)
@@ -588,7 +619,7 @@ def hidden_product(
         of_slice = lax.div(p.i, tiles_m)
         row = p.m - of_slice * tiles_m * c.tile_m
         if scale is not None:
-            factor = registers.load(refs["scale"].at[pl.ds(row, c.part_m)], 1)
+            factor = registers.load(refs["scale"].at[pl.ds(token_of(refs, row), c.part_m)], 1)
             product = product * registers.spread(factor, shape, 1)
         strip = lambda n, width: product[:, n : n + width]  # noqa: E731
         send = send_to(refs["out"], of_slice * tokens + row, p.n, BOX // 2, "add" if adds else None)
@@ -599,7 +630,7 @@ def hidden_product(
         store(strip, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
 
     first = jnp.zeros(1, jnp.int32) if first is None else first
-    inputs: dict[str, Any] = {"weight": weight, "count": count, "first": first}
+    inputs: dict[str, Any] = {"weight": weight, "count": count, "first": first, "first_token": first_token}
     for where, memory, spare in ((kept, "in_weight_grad", "spare"), (in_digits, "in_digits", "digits_spare")):
         inputs |= {} if where is None else {memory: where.in_weight_grad, spare: where.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}
@@ -620,18 +651,3 @@ def hidden_product(
         interpret=interpret,
     )
     return made.get("out")
-
-
-def _by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]], begin: int = 0) -> None:
-    """Call what is for token t: the function of the first (end, function) with t < end; empty ranges of those from
-    `begin` on are left out.
-    """
-    used = []
-    for end, function in ranges:
-        if min(end, tokens) > begin:
-            used.append((end, function))
-            begin = end
-    *others, (_, call) = used
-    for end, function in reversed(others):
-        call = partial(lax.cond, t < end, function, call)
-    call()

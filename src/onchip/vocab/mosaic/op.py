@@ -7,13 +7,14 @@ derived in docs/internals/linear_cross_entropy.md; sizes, positions and what lie
 kernels.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onchip.frontend.jax_call import vary_alike
@@ -39,6 +40,7 @@ from onchip.vocab.mosaic.positions import (
     Upstream,
     after,
     bias_gradient,
+    concatenated,
     gradient_of_first,
     gradient_of_sums,
     gradient_with_last,
@@ -71,6 +73,23 @@ class Exponentials(NamedTuple):
     gradient: Any = None  # a `Kept`, with the weight's gradient
     digits: Any = None  # a `Kept`, with the digits of the weight's sum
     scratch: Any = None  # one without
+
+    @staticmethod
+    def of(rooms: list[Any], plan: MosaicPlan) -> "Exponentials":
+        """From what `_rooms` makes."""
+        left = iter(rooms)
+        tokens = plan.kept_in_gradient, plan.kept_in_digits, plan.kept_in_scratch
+        return Exponentials(*(next(left) if n else None for n in tokens))
+
+    @property
+    def memory(self) -> tuple[Any, Any]:
+        """Of the gradient, and of the digits."""
+        return tuple(None if x is None else x.in_weight_grad for x in self[:2])  # type: ignore[return-value]
+
+    def lying(self, memory: Sequence[Any]) -> "Exponentials":
+        """The same in this memory."""
+        gradient, digits = (x and replace(x, in_weight_grad=y) for x, y in zip(self[:2], memory, strict=True))
+        return self._replace(gradient=gradient, digits=digits)
 
 
 class Saved(NamedTuple):
@@ -128,50 +147,52 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
 
 def _keeping(plan: MosaicPlan, wanted: Wanted, at: Positions) -> tuple[TokenStats, Saved]:
     """As `forward`, with exponentials kept."""
-    from jax.experimental.pallas import run_state
-
+    from onchip.kernels.mosaic.launch import written
     from onchip.vocab.mosaic import kernels, rebase
     from onchip.vocab.mosaic.blocks import REACH
 
     call, tiles = at.call, tiles_of(at.call)
     config = tiles["softmax_tiles"]
-    layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
+    layer, padded, kept, major = at.layer, len(at.label), plan.kept, at.layer.vocab_axis == 0
     dtype, scale = layer.weight.dtype, _exponential_scale(layer.weight.dtype)
-    softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
+    static = {"vocab_major": major, "wanted": wanted, "config": config}
+    part = slice(0, kept)
+    # Neither partial results nor hidden states of several parts are copied; a chunk of tokens has few of the latter.
+    size = max(plan.kept_in_gradient, plan.kept_in_digits, plan.kept_in_scratch) if plan.by_tokens else kept
     rooms = _rooms(layer, plan, tiles["weight_product"])
-    parts = {name: part for name, (part, _) in rooms.items()}
-    if plan.kept < padded:
-        parts["nowhere"] = slice(plan.kept, padded)
-    # Neither hidden states nor partial results of several parts are copied.
-    taken: dict[str, Partials] = {}
-    shifts, targets, kept = {}, {}, {}
-    done = call.tokens.number
-    for name, part in parts.items():
-        operands = at.operands(at.rows(after(call.tokens.source[part], done)), part)
-        target = targets[name] = at.target_logit(operands.rows, part)
-        if name in rooms:
-            # float16's exponents don't reach: there all tokens are rebased.
-            shift = jnp.full_like(target, -3e38) if dtype == jnp.float16 else target + 30.0
-            shifts[name] = jnp.where(at.there[part], shift, jnp.inf)
-            empty = Partials.empty(config.parts(layer.vocab), len(operands.label), wanted)
-            keep = partial(softmax_tiles, operands=operands, shift=shifts[name], exponential_scale=scale)
-            kept[name], taken[name] = run_state(keep)((rooms[name][1], empty))
-        else:
-            taken[name] = softmax_tiles(None, operands)
-        done = taken[name].maximum
-    stats = at.joined([at.stats(taken[name], targets[name], part) for name, part in parts.items()])
-    bases = []
-    for name in rooms:
-        part, maximum = parts[name], taken[name].maximum
-        top = jnp.where(at.there[part], jnp.max(maximum, 0), LOWEST)
-        base = jnp.where(top - shifts[name] > REACH, stats.lse[part], shifts[name])
-        move = partial(
-            rebase.rebase_exponentials, maximum=maximum, before=shifts[name], after=base, count=at.number_in(part),
-            vocab_major=major, vocab=layer.vocab, config=config,
+    state: Any = vary_alike((rooms, Partials.empty(config.parts(layer.vocab), kept, wanted)), at.number)
+    targets: list[Array] = []
+    shifts: list[Array] = []
+    source = call.tokens.source
+    for begin in range(0, kept, size):
+        mine = slice(begin, min(begin + size, kept))
+        of_mine, state = lax.optimization_barrier((source[mine], state)) if begin else (source[mine], state)
+        # All parts have as many rows: those are one kernel.
+        rows = at.rows(jnp.pad(of_mine, (0, size - len(of_mine)), constant_values=len(layer.hidden)))
+        targets.append(at.target_logit(rows[: len(of_mine)], mine))
+        # float16's exponents don't reach: there all tokens are rebased.
+        of_part = jnp.full_like(targets[-1], -3e38) if dtype == jnp.float16 else targets[-1] + 30.0
+        shifts.append(jnp.where(at.there[mine], of_part, jnp.inf))
+        shift = jnp.pad(concatenated(shifts), (0, kept - mine.stop), constant_values=jnp.inf)
+        state = written(
+            kernels.softmax_tiles, static | {"exponential_scale": scale}, state, at.operands(rows, part), shift=shift,
+            begin=None if size == kept else jnp.full(1, begin, jnp.int32),
         )  # fmt: skip
-        kept[name] = run_state(move)(kept[name])
-        bases.append(base)
-    saved = unfused((jnp.concatenate(bases), Exponentials(**kept)))
+    rooms, partials = state
+    target = concatenated(targets)
+    made = [at.stats(partials, target, part)]
+    if kept < padded:
+        others = slice(kept, padded)
+        rows = at.rows(after(source[others], partials.maximum))
+        more: Any = kernels.softmax_tiles(None, at.operands(rows, others), **static)
+        made.append(at.stats(more, at.target_logit(rows, others), others))
+    stats = at.joined(made)
+    top = jnp.where(at.there[part], jnp.max(partials.maximum, 0), LOWEST)
+    base = jnp.where(top - shift > REACH, stats.lse[part], shift)
+    static = {"vocab_major": major, "vocab": layer.vocab, "config": config}
+    number = at.number_in(part)
+    rooms = written(rebase.rebase_exponentials, static, rooms, partials.maximum, shift, base, number)
+    saved = unfused((base, Exponentials.of(rooms, plan)))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
 
 
@@ -182,6 +203,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     """
     from jax.experimental.pallas import run_state
 
+    from onchip.kernels.mosaic.launch import in_place
     from onchip.vocab.mosaic import kernels
     from onchip.vocab.mosaic.sums import Sum, half_a_place
 
@@ -218,16 +240,18 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             else:
                 digits = total.digits if kept.digits is None else kept.digits.in_weight_grad
                 total = Sum(kept.gradient.in_weight_grad, digits)
+            beside = kept.lying((None, None))
+            static = {"vocab_major": major, "kept_tokens": one.kept_in_gradient}
+            static["config"] = tiles_of(call, size)["weight_product"]
 
             def add(total: Any) -> None:
                 for group in groups(layer.vocab, one, recomputed=False):
                     product = partial(
-                        kernels.weight_product, total, rows, here.number, vocab_major=major,
-                        first=jnp.full(1, group.first, jnp.int32), kept=kept.gradient, in_spare=group.in_spare,
-                        kept_tokens=one.kept_in_gradient, in_digits=kept.digits,
-                        in_scratch=None if kept.scratch is None else kept.scratch.spare, begins=begins,
-                        half=half_a_place(at.number <= start + size, weight.dtype), even=evenly,
-                        config=tiles_of(call, size)["weight_product"],
+                        in_place, kernels.weight_product, static, total, rows, here.number,
+                        first=jnp.full(1, group.first, jnp.int32), kept=beside.gradient,
+                        in_digits=beside.digits, begins=begins, even=evenly,
+                        in_scratch=None if kept.scratch is None else kept.scratch.spare,
+                        half=half_a_place(at.number <= start + size, weight.dtype),
                     )  # fmt: skip
                     _of_chunks(group, product)
 
@@ -258,24 +282,34 @@ def _hidden_of_chunk(
         returned as of `_hidden_of_kept`.
     """
     hidden, size = at.layer.hidden, len(scale)
-    # No two are the same; beyond the last token there is none.
-    token = jnp.where(at.there, at.call.tokens.source, len(hidden) + jnp.arange(size))
-    step = size if kept.gradient is None else hidden_step(hidden.shape[1])
-    for first in range(0, size, step):
-        part = slice(first, min(first + step, size))
-        if kept.gradient is None:
-            made = _hidden_in_slices(at, kept.scratch.spare, scale)
-        else:
-            kept, made = _hidden_of_kept(at, kept, in_gradient, scale, part, left)
-        left = [
-            old.at[token[part]].set(new.astype(old.dtype), mode="drop", unique_indices=True)
+
+    def write(left: list[Array], token: Array, made: Array) -> list[Array]:
+        return [
+            old.at[token].set(new.astype(old.dtype), mode="drop", unique_indices=True)
             for old, new in zip(left, split(made, hidden.dtype), strict=True)
         ]
-    return kept, left
+
+    step = size if kept.gradient is None else min(size, hidden_step(hidden.shape[1]))
+    there, source = (jnp.pad(x, (0, -size % step)) for x in (at.there, at.call.tokens.source))
+    # No two are the same; beyond the last token there is none.
+    token = jnp.where(there, source, len(hidden) + jnp.arange(len(there)))
+    if kept.gradient is None:
+        return kept, write(left, token, _hidden_in_slices(at, kept.scratch.spare, scale))
+
+    def part(number: Array | int, state: Any) -> Any:
+        memory, left = state
+        begin = number * step
+        mine = kept.lying(memory)
+        memory, made = _hidden_of_kept(at, mine, in_gradient, scale, begin, step if size > step else None, left)
+        return memory, write(left, lax.dynamic_slice_in_dim(token, begin, step), made)
+
+    state = vary_alike((kept.memory, left), at.number)
+    memory, left = part(0, state) if size <= step else lax.fori_loop(0, len(token) // step, part, state)
+    return kept.lying(memory), left
 
 
-def _rooms(layer: Projection, plan: MosaicPlan, config: Any) -> dict[str, tuple[slice, Any]]:
-    """Memory for exponentials, by the names of `Exponentials`, and the positions that it is for."""
+def _rooms(layer: Projection, plan: MosaicPlan, config: Any) -> list[Any]:
+    """Memory for exponentials, a `Kept` of each kind that the plan has: one for the positions after another's."""
     from onchip.vocab.mosaic.blocks import Kept
     from onchip.vocab.mosaic.sums import Sum
 
@@ -286,20 +320,13 @@ def _rooms(layer: Projection, plan: MosaicPlan, config: Any) -> dict[str, tuple[
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    def beside(memory: Array, tokens: int) -> Kept:
-        return Kept(memory, scratch(whole - split, tokens), plan.chunk, split)
-
     of_sum = Sum.empty(layer.weight, config)
-    first, rooms = 0, {}
-    for name, tokens, made in (
-        ("gradient", plan.kept_in_gradient, partial(beside, of_sum.first)),
-        ("digits", plan.kept_in_digits, partial(beside, of_sum.digits)),
-        ("scratch", plan.kept_in_scratch, lambda tokens: Kept(None, scratch(whole, tokens))),
-    ):
-        if tokens:
-            rooms[name] = slice(first, first + tokens), made(tokens)
-        first += tokens
-    return rooms
+    rooms = [
+        Kept(memory, scratch(whole - split, tokens), plan.chunk, split)
+        for tokens, memory in ((plan.kept_in_gradient, of_sum.first), (plan.kept_in_digits, of_sum.digits))
+        if tokens
+    ]
+    return [*rooms, Kept(None, scratch(whole, plan.kept_in_scratch))] if plan.kept_in_scratch else rooms
 
 
 def _exponential_scale(dtype: Any) -> float:
@@ -333,6 +360,7 @@ def gradients(
     """
     from jax.experimental.pallas import run_state
 
+    from onchip.kernels.mosaic.launch import in_place
     from onchip.vocab.mosaic import kernels, rebase
 
     tiles = tiles_of(saved.call)
@@ -352,7 +380,8 @@ def gradients(
         if exponentials.gradient is None:  # all in scratch
             sums = _hidden_in_slices(at, exponentials.scratch.spare, relative)
         else:
-            exponentials, sums = _hidden_of_kept(at, exponentials, plan.kept_in_gradient, relative, slice(0, kept))
+            memory, sums = _hidden_of_kept(at, exponentials, plan.kept_in_gradient, relative)
+            exponentials = exponentials.lying(memory)
         grad_hidden = gradient_of_first(at, above, sums, targets=True)
     if kept and exponentials.gradient is not None:
         out = exponentials.gradient.in_weight_grad
@@ -396,12 +425,12 @@ def gradients(
         recomputed = recompute(state, begin, group.size) if recomputed_rows else None
         if not needs.weight:
             return
+        static = {"vocab_major": major, "kept_tokens": plan.kept_in_gradient, "config": tiles["weight_product"]}
         product = partial(
-            kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin,
-            kept=exponentials.gradient if kept else None, in_spare=group.in_spare,
-            kept_tokens=plan.kept_in_gradient, in_scratch=in_scratch,
+            in_place, kernels.weight_product, static, state["out"], rows, at.number, first=begin,
+            kept=exponentials.lying((None, None)).gradient if kept else None, in_scratch=in_scratch,
             recomputed=recomputed, even=even_rows, inverse_grad_scale=above.inverse_grad_scale,
-            after=grad_hidden if kept else None, config=tiles["weight_product"],
+            after=grad_hidden if kept else None,
         )  # fmt: skip
         _of_chunks(group, product)
 
@@ -450,36 +479,47 @@ def _hidden_in_slices(at: Positions, in_scratch: Any, scale: Array) -> Array:
 
 
 def _hidden_of_kept(
-    at: Positions, exponentials: Exponentials, in_gradient: int, scale: Array, part: slice, done: Any = None
-) -> tuple[Exponentials, Array]:
-    """As `_hidden_in_slices` of the positions of `part`, where the exponentials of the first `in_gradient` are in the
-    memory of the weight's gradient: with `exponentials` as they are after it, so that nothing is written there before.
+    at: Positions,
+    kept: Exponentials,
+    in_gradient: int,
+    scale: Array,
+    begin: Array | int = 0,
+    size: int | None = None,
+    done: Any = None,
+) -> tuple[Any, Array]:
+    """As `_hidden_in_slices`, where the exponentials of the first `in_gradient` positions are in the memory of the
+    weight's gradient: with `memory` of `Exponentials` as it is after it, so that nothing is written there before.
 
+    begin, size: the product is of so many positions from there on; beyond the last one it is 0.
     done: what must be there before memory is taken.
     """
-    from jax.experimental.pallas import run_state
-
+    from onchip.kernels.mosaic.launch import written
     from onchip.vocab.mosaic import kernels
 
-    layer, tokens, scratch = at.layer, part.stop - part.start, exponentials.scratch
-    memory = tuple(None if x is None else x.in_weight_grad for x in exponentials[:2])
-
-    def lying(memory: Any) -> list[Any]:
-        return [x and replace(x, in_weight_grad=y) for x, y in zip(exponentials[:2], memory, strict=True)]
-
-    def product(state: Any) -> None:
-        kept, in_digits = lying(state[0])
-        kernels.hidden_product(
-            layer.weight, at.number_in(part), vocab_major=layer.vocab_axis == 0, tokens=tokens, first_token=part.start,
-            kept=kept, kept_tokens=in_gradient, in_digits=in_digits, in_scratch=scratch and scratch.spare,
-            scale=scale[part], add_to=state[1], halves=True, config=tiles_of(at.call)["hidden_product"],
-        )  # fmt: skip
-
+    layer, tokens = at.layer, size or len(scale)
+    static = {
+        "kernel": kernels.hidden_product, "vocab_major": layer.vocab_axis == 0, "tokens": tokens,
+        "kept_tokens": in_gradient, "halves": True, "config": tiles_of(at.call)["hidden_product"],
+    }  # fmt: skip
     # Of a zero of its own, or XLA would make one matrix for all parts and copy it.
     zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), done), (tokens, layer.hidden.shape[1]))
-    memory, sums = run_state(product)((memory, zeros))
-    gradient, digits = lying(memory)
-    return Exponentials(gradient, digits, scratch), sums
+    made: tuple[Any, Array] = written(
+        _add_hidden, static, (kept.memory, zeros), layer.weight, at.number, kept.lying((None, None)), scale,
+        None if size is None else jnp.asarray(begin, jnp.int32).reshape(1),
+    )  # fmt: skip
+    return made
+
+
+def _add_hidden(
+    into: Any, weight: Array, number: Array, beside: Exponentials, scale: Array, begin: Array | None, *, kernel: Any,
+    **static: Any,
+) -> None:  # fmt: skip
+    """hidden's product, of exponentials in memory that is a reference, added to another one."""
+    kept = beside.lying(into[0])
+    kernel(
+        weight, number, kept=kept.gradient, in_digits=kept.digits, in_scratch=kept.scratch and kept.scratch.spare,
+        scale=scale, first_token=begin, add_to=into[1], **static,
+    )  # fmt: skip
 
 
 def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
@@ -539,7 +579,7 @@ def _of_chunks(group: Group, product: Callable[..., None]) -> None:
     """The product of each chunk of a group."""
     skip = 0
     for size, times in group.chunks:
-        _repeat(times, partial(product, size=size, skip=skip))
+        _repeat(times, partial(product, chunks=np.array([skip, size], np.int32)))
         skip += size * times
 
 

@@ -4,7 +4,9 @@ They work in place on what the kernels of kernels.py leave: kept exponentials, a
 are bound by device memory, with one warpgroup per program and several programs per multiprocessor.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, load_block, swizzled
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.bits import join, to_bits
-from onchip.vocab.mosaic.blocks import LOG2E, REACH, Kept, vocab_of
+from onchip.vocab.mosaic.blocks import LOG2E, REACH, Kept, by_range, tokens_of, vocab_of
 from onchip.vocab.mosaic.positions import NO_LABEL
 from onchip.vocab.mosaic.sums import bits_of
 
@@ -29,7 +31,7 @@ _AHEAD = 8  # rows of hidden that are on their way at a time
 
 
 def rebase_exponentials(
-    kept: Kept,  # references
+    rooms: Sequence[Kept],  # references, as of `softmax_tiles`
     maximum: Array,  # [parts, T] float32: of z, as of `softmax_tiles` with the same config
     before: Array,  # [T] float32: what the exponentials are relative to
     after: Array,  # [T] float32: what they are to be relative to
@@ -48,6 +50,9 @@ def rebase_exponentials(
     registers = Registers(interpret)
     assert tokens % _TOKENS == 0
     assert config.part_n % BOX == 0
+    ends = list(itertools.accumulate(tokens_of(room.spare, vocab_major) for room in rooms))
+    assert all(end % _TOKENS == 0 for end in ends[:-1])
+    assert ends[-1] >= tokens
     # Of others 0 and 0: what is there past the last token may be anything.
     moved = (before != after) & (jnp.arange(tokens) < count[0])
     before, after = jnp.where(moved, before, 0), jnp.where(moved, after, 0)
@@ -69,26 +74,33 @@ def rebase_exponentials(
             def entries(number: Any, _: None) -> None:
                 v = (program + number * programs) * BOX
 
-                def place(v: Any, b: int) -> tuple[Any, Any]:
+                def place(v: Any, t: Any, b: int) -> tuple[Any, Any]:
                     return (v, t + b * BOX) if vocab_major else (t + b * BOX, v)
 
-                def load(source: Any, v: Any) -> None:
+                def load(source: Any, v: Any, t: Any) -> None:
                     for b in range(boxes):
-                        row, column = place(v, b)
+                        row, column = place(v, t, b)
                         load_block(source, row, BOX, column, BOX, shared.at[b], full)
 
-                def send(target: Any, v: Any) -> None:
+                def send(target: Any, v: Any, t: Any) -> None:
                     for b in range(boxes):
-                        row, column = place(v, b)
+                        row, column = place(v, t, b)
                         into = target.at[pl.ds(row, BOX), pl.ds(column, BOX)]
                         plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
 
-                def where_kept(f: Callable[[Any, Any], None]) -> None:
-                    in_spare = lambda: f(refs["spare"], v - kept.split)  # noqa: E731
-                    if kept.in_weight_grad is None:
+                def in_room(f: Callable[..., None], i: int, begin: int) -> None:
+                    room, at = rooms[i], t - begin if begin else t
+                    in_spare = lambda: f(refs[f"spare {i}"], v - room.split, at)  # noqa: E731
+                    if room.in_weight_grad is None:
                         in_spare()
                     else:
-                        lax.cond(v < kept.split, lambda: f(refs["in_weight_grad"], v + kept.shift), in_spare)
+                        in_memory = lambda: f(refs[f"in_weight_grad {i}"], v + room.shift, at)  # noqa: E731
+                        lax.cond(v < room.split, in_memory, in_spare)
+
+                def where_kept(f: Callable[..., None]) -> None:
+                    begins = [0, *ends]
+                    calls = [partial(in_room, f, i, begins[i]) for i in range(len(rooms))]
+                    by_range(t, tokens, list(zip(ends, calls, strict=True)))
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
@@ -111,9 +123,11 @@ def rebase_exponentials(
         lax.fori_loop(0, tokens // _TOKENS, tokens_from, None)
         plgpu.wait_smem_to_gmem(0)
 
-    scratch = [swizzled((boxes, BOX, BOX), kept.spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
-    inputs = {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare, "maximum": maximum}
-    inputs |= {"before": before, "after": after, "any_moved": any_moved}
+    scratch = [swizzled((boxes, BOX, BOX), rooms[0].spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
+    inputs: dict[str, Any] = {}
+    for i, room in enumerate(rooms):
+        inputs |= {f"in_weight_grad {i}": room.in_weight_grad, f"spare {i}": room.spare}
+    inputs |= {"maximum": maximum, "before": before, "after": after, "any_moved": any_moved}
     grid = {"program": programs}
     launch(body, inputs, {}, scratch, grid=grid, warpgroups=1, name="rebase_exponentials", interpret=interpret)
 
