@@ -5,8 +5,10 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 from onchip.frontend.jax_call import varies_over
 
@@ -48,15 +50,48 @@ def launch(
         kernel_name=name,
     )
     parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    out_type = tuple(outputs.values())
-    if axes := frozenset[str]().union(*map(varies_over, inputs.values())):
-        # Inside of a jax.shard_map with check_vma: results vary as all that they are made of.
-        vary = jax.sharding.ManualAxisType(varying=axes)
-        out_type = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=vary) for x in out_type)
+    # Inside of a jax.shard_map with check_vma results must say that they vary over nothing, too.
+    same = jax.sharding.ManualAxisType()
+    out_type = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=same) for x in outputs.values())
     run = pl.kernel(
         kernel, out_type=out_type, mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
     )
-    return dict(zip(outputs, run(*inputs.values()), strict=True))
+
+    def made_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(outputs, run(*inputs.values()), strict=True))
+
+    axes = frozenset[str]().union(*map(varies_over, inputs.values()))
+    return _untracked(made_of, inputs, outputs, axes) if axes else made_of(inputs)
+
+
+def _untracked(
+    run: Callable[[Mapping[str, Any]], dict[str, Any]],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    axes: frozenset[str],
+) -> dict[str, Any]:
+    """`run` inside of a `jax.shard_map` with check_vma: Pallas refuses references to what varies over such axes."""
+    references = {name: x for name, x in inputs.items() if isinstance(x, jax.Ref)}
+
+    def hidden(state: Any, arrays: Any) -> Any:
+        state, arrays = jax.tree.map(lambda x: lax.bitcast_convert_type(x, x.dtype), (state, arrays))
+        empty = {name: lax.empty(x.shape, x.dtype) for name, x in outputs.items()}
+
+        def on(refs: Any) -> None:
+            mine, results = refs
+            for name, x in run({name: mine.get(name, arrays.get(name)) for name in inputs}).items():
+                results[name][...] = x
+
+        return pl.run_state(on)((state, empty))
+
+    here = jax.shard_map(hidden, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=False)
+    state = {name: x[...] for name, x in references.items()}
+    made = here(state, {name: x for name, x in inputs.items() if name not in references})
+    state, results = jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes)), to="varying"), made)
+    for name, x in state.items():
+        references[name][...] = x
+    found: dict[str, Any] = results
+    return found
 
 
 def written(kernel: Callable[..., Any], static: Mapping[str, Any], state: Any, *arrays: Any, **more: Any) -> Any:

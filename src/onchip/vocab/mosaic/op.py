@@ -451,7 +451,7 @@ def gradients(
         state |= dict.fromkeys(names, jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32))
     if needs.bias:
         state["bias"] = jnp.zeros(up(layer.vocab, VOCAB_TILE), jnp.float32)
-    state = run_state(walk)(state)
+    state = run_state(walk)(vary_alike(state, at.number))
     if "sums" in state:
         sums = sum(state[name] for name in names)
         if grad_hidden is None:
