@@ -145,53 +145,70 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
 
 
-def _keeping(plan: MosaicPlan, wanted: Wanted, at: Positions) -> tuple[TokenStats, Saved]:
-    """As `forward`, with exponentials kept."""
+def _keeping(
+    plan: MosaicPlan, wanted: Wanted, at: Positions, memory: Any = None, begin: int = 0
+) -> tuple[TokenStats, Saved]:
+    """As `forward`, with exponentials kept: in the plan's rooms, from position `begin` of those on.
+
+    memory: as of `_rooms`.
+    """
     from onchip.kernels.mosaic.launch import written
     from onchip.vocab.mosaic import kernels, rebase
     from onchip.vocab.mosaic.blocks import REACH
 
     call, tiles = at.call, tiles_of(at.call)
     config = tiles["softmax_tiles"]
-    layer, padded, kept, major = at.layer, len(at.label), plan.kept, at.layer.vocab_axis == 0
+    layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
+    kept = min(plan.kept, padded)
     dtype, scale = layer.weight.dtype, _exponential_scale(layer.weight.dtype)
     static = {"vocab_major": major, "wanted": wanted, "config": config}
     part = slice(0, kept)
     # Neither partial results nor hidden states of several parts are copied; a chunk of tokens has few of the latter.
-    size = max(plan.kept_in_gradient, plan.kept_in_digits, plan.kept_in_scratch) if plan.by_tokens else kept
-    rooms = _rooms(layer, plan, tiles["weight_product"])
-    state: Any = vary_alike((rooms, Partials.empty(config.parts(layer.vocab), kept, wanted)), at.number)
+    in_parts = plan.by_tokens and plan.kept_in_gradient > 0
+    size = max(plan.kept_in_gradient, plan.kept_in_digits, plan.kept_in_scratch) if in_parts else kept
+    rooms = _rooms(layer, plan, tiles["weight_product"], memory)
+    state: Any = vary_alike((rooms, Partials.empty(config.parts(layer.vocab), plan.kept, wanted)), at.number)
     targets: list[Array] = []
     shifts: list[Array] = []
     source = call.tokens.source
-    for begin in range(0, kept, size):
-        mine = slice(begin, min(begin + size, kept))
-        of_mine, state = lax.optimization_barrier((source[mine], state)) if begin else (source[mine], state)
+
+    def in_rooms(x: Array, beside: float) -> Array:
+        """Of the positions that are kept here, among all that the rooms have."""
+        return jnp.pad(x, (begin, plan.kept - begin - len(x)), constant_values=beside)
+
+    whole = at.operands(at.layer.hidden, part)
+    whole = whole._replace(
+        label=in_rooms(whole.label, 0), factor=in_rooms(whole.factor, 1), number=whole.number + begin
+    )  # fmt: skip
+    for first in range(0, kept, size):
+        mine = slice(first, min(first + size, kept))
+        of_mine, state = lax.optimization_barrier((source[mine], state)) if first else (source[mine], state)
         # All parts have as many rows: those are one kernel.
         rows = at.rows(jnp.pad(of_mine, (0, size - len(of_mine)), constant_values=len(layer.hidden)))
         targets.append(at.target_logit(rows[: len(of_mine)], mine))
         # float16's exponents don't reach: there all tokens are rebased.
         of_part = jnp.full_like(targets[-1], -3e38) if dtype == jnp.float16 else targets[-1] + 30.0
         shifts.append(jnp.where(at.there[mine], of_part, jnp.inf))
-        shift = jnp.pad(concatenated(shifts), (0, kept - mine.stop), constant_values=jnp.inf)
         state = written(
-            kernels.softmax_tiles, static | {"exponential_scale": scale}, state, at.operands(rows, part), shift=shift,
-            begin=None if size == kept else jnp.full(1, begin, jnp.int32),
+            kernels.softmax_tiles, static | {"exponential_scale": scale}, state, whole._replace(rows=rows),
+            shift=in_rooms(concatenated(shifts), jnp.inf),
+            begin=jnp.full(1, begin + first, jnp.int32) if in_parts else None,
         )  # fmt: skip
     rooms, partials = state
-    target = concatenated(targets)
-    made = [at.stats(partials, target, part)]
+    mine_of = jax.tree.map(lambda x: x[:, begin : begin + kept], partials)
+    target, shift = concatenated(targets), concatenated(shifts)
+    made = [at.stats(mine_of, target, part)]
     if kept < padded:
         others = slice(kept, padded)
         rows = at.rows(after(source[others], partials.maximum))
         more: Any = kernels.softmax_tiles(None, at.operands(rows, others), **static)
         made.append(at.stats(more, at.target_logit(rows, others), others))
     stats = at.joined(made)
-    top = jnp.where(at.there[part], jnp.max(partials.maximum, 0), LOWEST)
+    top = jnp.where(at.there[part], jnp.max(mine_of.maximum, 0), LOWEST)
     base = jnp.where(top - shift > REACH, stats.lse[part], shift)
     static = {"vocab_major": major, "vocab": layer.vocab, "config": config}
-    number = at.number_in(part)
-    rooms = written(rebase.rebase_exponentials, static, rooms, partials.maximum, shift, base, number)
+    moved = (in_rooms(x, 0) for x in (shift, base))
+    rooms = written(rebase.rebase_exponentials, static, rooms, partials.maximum, *moved, whole.number)
     saved = unfused((base, Exponentials.of(rooms, plan)))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
 
@@ -214,19 +231,22 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     even_rows = _even_rows(at, None if even is None else jnp.where(at.there, even, 0)) if needs.weight else None
     others = replace(plan, kept_in_gradient=0, kept_in_digits=0, kept_in_scratch=plan.token_chunk,
                      chunk=up(layer.vocab, VOCAB_TILE))  # fmt: skip
+    in_memory = plan.kept_in_gradient + plan.kept_in_digits
 
-    def chunk(start: Array | int, one: MosaicPlan, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
-        size = one.kept
+    def chunk(
+        start: Array | int, size: int, one: MosaicPlan, begin: int, carry: tuple[TokenStats, Sums]
+    ) -> tuple[TokenStats, Sums]:
         mine = rows_from(call, start, size)
         # Of no tokens the first chunk's kernels write zeros, and the others' nothing.
         here = Positions.of(mine, jnp.where(start == 0, 1, 0))
-        found, saved = _keeping(one, wanted, here)
+        stats, sums = carry
+        memory = sums.weight if one.kept_in_gradient else None
+        found, saved = _keeping(one, wanted, here, memory, begin)
         kept, base = saved.kept, saved.base
         assert base is not None
         relative = jnp.where(here.there, jnp.exp(base - found.lse), 0) / _exponential_scale(weight.dtype)
-        stats, sums = carry
         if needs.hidden:
-            kept, written = _hidden_of_chunk(here, kept, one.kept_in_gradient, relative, sums.hidden)
+            kept, written = _hidden_of_chunk(here, one, kept, relative, sums.hidden, begin)
             sums = sums._replace(hidden=written)
         if needs.weight:
             scale = cut(row_scale, start, size)
@@ -234,18 +254,18 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             factor = relative * jnp.where(here.there, factor, 0)
             # Only now: hidden's float32 gradient is gone.
             rows = _scaled(here.rows(after(mine.tokens.source, sums.hidden)), factor)
-            total, begins, evenly = sums.weight, None, even_rows
-            if kept.gradient is None:
-                begins, evenly = jnp.reshape(start == 0, 1), None if plan.first_chunk else even_rows
-            else:
+            total, first = sums.weight, one.kept_in_gradient > 0 and not begin
+            if kept.gradient is not None:
                 digits = total.digits if kept.digits is None else kept.digits.in_weight_grad
                 total = Sum(kept.gradient.in_weight_grad, digits)
-            beside = kept.lying((None, None))
-            static = {"vocab_major": major, "kept_tokens": one.kept_in_gradient}
+            beside = kept.lying((None, None)) if first else Exponentials(scratch=kept.scratch)
+            static = {"vocab_major": major, "kept_tokens": plan.kept_in_gradient if first else 0}
             static["config"] = tiles_of(call, size)["weight_product"]
+            begins = None if first else jnp.reshape(start == 0, 1)
+            evenly = even_rows if first or not plan.first_chunk else None
 
             def add(total: Any) -> None:
-                for group in groups(layer.vocab, one, recomputed=False):
+                for group in groups(layer.vocab, one if first else others, recomputed=False):
                     product = partial(
                         in_place, kernels.weight_product, static, total, rows, here.number,
                         first=jnp.full(1, group.first, jnp.int32), kept=beside.gradient,
@@ -262,26 +282,28 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     of_hidden = [lax.empty(layer.hidden.shape, dtype) for dtype in (layer.hidden.dtype, jnp.uint8)]
     carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(of_hidden if needs.hidden else None, of_weight)
     carry = vary_alike(carry, at.number)
-    begin, size = plan.first_chunk, plan.token_chunk
-    if begin:
-        in_memory = plan.kept_in_gradient + plan.kept_in_digits
-        carry = chunk(0, replace(plan, kept_in_scratch=begin - in_memory), carry)
-    number = (len(at.label) - begin) // size
-    stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(begin + i * size, others, carry), carry)
+    done, size, rooms, begin = plan.first_chunk, plan.token_chunk, others, 0
+    if done:
+        first = replace(plan, kept_in_scratch=done - in_memory)
+        carry = chunk(0, done, first, 0, carry)
+        # Where its scratch has room, other chunks' kernels are the same ones.
+        rooms, begin = (first, in_memory) if first.kept_in_scratch >= size else (others, 0)
+    number = (len(at.label) - done) // size
+    stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(done + i * size, size, rooms, begin, carry), carry)
     inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
     saved = unfused(sums._replace(inverse_grad_scale=inverse))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=saved)
 
 
 def _hidden_of_chunk(
-    at: Positions, kept: Exponentials, in_gradient: int, scale: Array, left: list[Array]
+    at: Positions, plan: MosaicPlan, kept: Exponentials, scale: Array, left: list[Array], begin: int
 ) -> tuple[Exponentials, list[Array]]:
     """Write a chunk's hidden gradient, times each position's `scale`, into what is left for backward, by token.
 
-    kept: the chunk's exponentials, those of the first `in_gradient` positions in the memory of the weight's gradient;
-        returned as of `_hidden_of_kept`.
+    kept: exponentials in the plan's rooms, the chunk's from position `begin` of those on; returned as of
+        `_hidden_of_kept`.
     """
-    hidden, size = at.layer.hidden, len(scale)
+    hidden = at.layer.hidden
 
     def write(left: list[Array], token: Array, made: Array) -> list[Array]:
         return [
@@ -289,27 +311,30 @@ def _hidden_of_chunk(
             for old, new in zip(left, split(made, hidden.dtype), strict=True)
         ]
 
-    step = size if kept.gradient is None else min(size, hidden_step(hidden.shape[1]))
-    there, source = (jnp.pad(x, (0, -size % step)) for x in (at.there, at.call.tokens.source))
+    step = len(scale) if kept.gradient is None else hidden_step(hidden.shape[1])
+    there, source = (jnp.pad(x, (0, -len(scale) % step)) for x in (at.there, at.call.tokens.source))
     # No two are the same; beyond the last token there is none.
     token = jnp.where(there, source, len(hidden) + jnp.arange(len(there)))
     if kept.gradient is None:
         return kept, write(left, token, _hidden_in_slices(at, kept.scratch.spare, scale))
+    scale = jnp.pad(scale, (begin, plan.kept - begin - len(scale)))
 
     def part(number: Array | int, state: Any) -> Any:
         memory, left = state
-        begin = number * step
         mine = kept.lying(memory)
-        memory, made = _hidden_of_kept(at, mine, in_gradient, scale, begin, step if size > step else None, left)
-        return memory, write(left, lax.dynamic_slice_in_dim(token, begin, step), made)
+        memory, made = _hidden_of_kept(at, mine, plan.kept_in_gradient, scale, begin, number * step, step, left)
+        return memory, write(left, lax.dynamic_slice_in_dim(token, number * step, step), made)
 
-    state = vary_alike((kept.memory, left), at.number)
-    memory, left = part(0, state) if size <= step else lax.fori_loop(0, len(token) // step, part, state)
+    state, parts = vary_alike((kept.memory, left), at.number), len(token) // step
+    memory, left = part(0, state) if parts == 1 else lax.fori_loop(0, parts, part, state)
     return kept.lying(memory), left
 
 
-def _rooms(layer: Projection, plan: MosaicPlan, config: Any) -> list[Any]:
-    """Memory for exponentials, a `Kept` of each kind that the plan has: one for the positions after another's."""
+def _rooms(layer: Projection, plan: MosaicPlan, config: Any, memory: Any) -> list[Any]:
+    """Memory for exponentials, a `Kept` of each kind that the plan has: one for the positions after another's.
+
+    memory: that of the weight's sum, a `Sum`, if it is there already.
+    """
     from onchip.vocab.mosaic.blocks import Kept
     from onchip.vocab.mosaic.sums import Sum
 
@@ -320,7 +345,7 @@ def _rooms(layer: Projection, plan: MosaicPlan, config: Any) -> list[Any]:
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    of_sum = Sum.empty(layer.weight, config)
+    of_sum = memory or Sum.empty(layer.weight, config)
     rooms = [
         Kept(memory, scratch(whole - split, tokens), plan.chunk, split)
         for tokens, memory in ((plan.kept_in_gradient, of_sum.first), (plan.kept_in_digits, of_sum.digits))
@@ -483,14 +508,16 @@ def _hidden_of_kept(
     kept: Exponentials,
     in_gradient: int,
     scale: Array,
-    begin: Array | int = 0,
+    begin: int = 0,
+    first: Array | int = 0,
     size: int | None = None,
     done: Any = None,
 ) -> tuple[Any, Array]:
     """As `_hidden_in_slices`, where the exponentials of the first `in_gradient` positions are in the memory of the
     weight's gradient: with `memory` of `Exponentials` as it is after it, so that nothing is written there before.
 
-    begin, size: the product is of so many positions from there on; beyond the last one it is 0.
+    begin: where positions begin, among those that `kept` and `scale` are of.
+    first, size: the product is of so many positions from there on; beyond the last one it is 0.
     done: what must be there before memory is taken.
     """
     from onchip.kernels.mosaic.launch import written
@@ -504,8 +531,8 @@ def _hidden_of_kept(
     # Of a zero of its own, or XLA would make one matrix for all parts and copy it.
     zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), done), (tokens, layer.hidden.shape[1]))
     made: tuple[Any, Array] = written(
-        _add_hidden, static, (kept.memory, zeros), layer.weight, at.number, kept.lying((None, None)), scale,
-        None if size is None else jnp.asarray(begin, jnp.int32).reshape(1),
+        _add_hidden, static, (kept.memory, zeros), layer.weight, begin + at.number, kept.lying((None, None)), scale,
+        None if size is None else jnp.asarray(begin + first, jnp.int32).reshape(1),
     )  # fmt: skip
     return made
 
