@@ -251,7 +251,9 @@ def weight_product(
         parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, whole))), before, whole, 1))
     done = jnp.arange(tokens) < -(-count[0] // config.tile_k) * config.tile_k
     inside = jnp.arange(whole) < chunks[1]
-    e = jnp.where(done[:, None] & inside[None], jnp.concatenate(parts).astype(jnp.float32), 0)
+    # In scratch there may be more than there are tokens.
+    e = jnp.concatenate(parts)[:tokens].astype(jnp.float32)
+    e = jnp.where(done[:, None] & inside[None], e, 0)
     product = e.T @ rows.astype(jnp.float32)
     if even is not None:
         product -= even[None, : rows.shape[1]] * (1 if begins is None else begins[0])

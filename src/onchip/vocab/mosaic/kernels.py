@@ -361,7 +361,8 @@ def weight_product(
     kept: Kept | None = None,  # with `out` for the memory of the weight's gradient
     kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
     in_digits: Kept | None = None,  # those of the next, with the `Sum`'s digits for the memory of the gradient
-    in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
+    in_scratch: Array
+    | None = None,  # exponentials of the next, of all of the vocabulary: [V', those or more], or turned
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
     begins: Array | None = None,  # [1] bool: the product is added to that `Sum`, unless nothing of it is written yet
     half: Array | None = None,  # [1] int32: that of `split`, for the `Sum`

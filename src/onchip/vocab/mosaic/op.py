@@ -7,7 +7,7 @@ derived in docs/internals/linear_cross_entropy.md; sizes, positions and what lie
 kernels.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,9 +27,7 @@ from onchip.vocab.mosaic.memory import (
     Group,
     MosaicPlan,
     groups,
-    hidden_slices,
     hidden_step,
-    split_at,
     up,
 )
 from onchip.vocab.mosaic.positions import (
@@ -47,13 +45,19 @@ from onchip.vocab.mosaic.positions import (
     rows_from,
     unfused,
 )
+from onchip.vocab.mosaic.rooms import (
+    Exponentials,
+    exponential_scale,
+    hidden_in_slices,
+    hidden_of_kept,
+    rooms_of,
+    tiles_of,
+)
 from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write_rows
 
 Array = jax.Array
 SEQUENTIAL = True
-# A float16 exponential is kept times this: without it, whatever is below 6e-8 would be lost.
-_FLOAT16_EXPONENTIAL = 32768.0
 
 plan, select = mosaic_spec.plan, positions.select
 
@@ -65,31 +69,6 @@ def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) 
         return refused
     capability = getattr(jax.devices()[0], "compute_capability", "none")
     return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
-
-
-class Exponentials(NamedTuple):
-    """Where those of some positions are, in order: as many as there is room for in each."""
-
-    gradient: Any = None  # a `Kept`, with the weight's gradient
-    digits: Any = None  # a `Kept`, with the digits of the weight's sum
-    scratch: Any = None  # one without
-
-    @staticmethod
-    def of(rooms: list[Any], plan: MosaicPlan) -> "Exponentials":
-        """From what `_rooms` makes."""
-        left = iter(rooms)
-        tokens = plan.kept_in_gradient, plan.kept_in_digits, plan.kept_in_scratch
-        return Exponentials(*(next(left) if n else None for n in tokens))
-
-    @property
-    def memory(self) -> tuple[Any, Any]:
-        """Of the gradient, and of the digits."""
-        return tuple(None if x is None else x.in_weight_grad for x in self[:2])  # type: ignore[return-value]
-
-    def lying(self, memory: Sequence[Any]) -> "Exponentials":
-        """The same in this memory."""
-        gradient, digits = (x and replace(x, in_weight_grad=y) for x, y in zip(self[:2], memory, strict=True))
-        return self._replace(gradient=gradient, digits=digits)
 
 
 class Saved(NamedTuple):
@@ -108,16 +87,6 @@ class Sums(NamedTuple):
     hidden: Any  # by token, the first 16 bits and the next 8: of the softmax alone, without the tokens' factors
     weight: Any  # a `Sum` without the targets' terms, for an upstream gradient of 1; its bfloat16 bits are the nearest
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
-
-
-def tiles_of(call: Call, tokens: int | None = None) -> dict[str, Any]:
-    """How each kernel is cut, the weight's product of so many tokens."""
-    from onchip.kernels.mosaic.product import MosaicConfig
-
-    layer = call.source
-    layout, tokens = ("vh", "hv")[layer.vocab_axis], tokens or len(layer.hidden)
-    tiles = mosaic_spec.heuristic_tiles(layer.hidden.shape[1], layout, tokens)
-    return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in tiles.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -150,7 +119,7 @@ def _keeping(
 ) -> tuple[TokenStats, Saved]:
     """As `forward`, with exponentials kept: in the plan's rooms, from position `begin` of those on.
 
-    memory: as of `_rooms`.
+    memory: as of `rooms_of`.
     """
     from onchip.kernels.mosaic.launch import written
     from onchip.vocab.mosaic import kernels, rebase
@@ -160,13 +129,13 @@ def _keeping(
     config = tiles["softmax_tiles"]
     layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
     kept = min(plan.kept, padded)
-    dtype, scale = layer.weight.dtype, _exponential_scale(layer.weight.dtype)
+    dtype, scale = layer.weight.dtype, exponential_scale(layer.weight.dtype)
     static = {"vocab_major": major, "wanted": wanted, "config": config}
     part = slice(0, kept)
     # Neither partial results nor hidden states of several parts are copied; a chunk of tokens has few of the latter.
     in_parts = plan.by_tokens and plan.kept_in_gradient > 0
     size = max(plan.kept_in_gradient, plan.kept_in_digits, plan.kept_in_scratch) if in_parts else kept
-    rooms = _rooms(layer, plan, tiles["weight_product"], memory)
+    rooms = rooms_of(layer, plan, tiles["weight_product"], memory)
     state: Any = vary_alike((rooms, Partials.empty(config.parts(layer.vocab), plan.kept, wanted)), at.number)
     targets: list[Array] = []
     shifts: list[Array] = []
@@ -244,7 +213,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         found, saved = _keeping(one, wanted, here, memory, begin)
         kept, base = saved.kept, saved.base
         assert base is not None
-        relative = jnp.where(here.there, jnp.exp(base - found.lse), 0) / _exponential_scale(weight.dtype)
+        relative = jnp.where(here.there, jnp.exp(base - found.lse), 0) / exponential_scale(weight.dtype)
         if needs.hidden:
             kept, written = _hidden_of_chunk(here, one, kept, relative, sums.hidden, begin)
             sums = sums._replace(hidden=written)
@@ -301,7 +270,7 @@ def _hidden_of_chunk(
     """Write a chunk's hidden gradient, times each position's `scale`, into what is left for backward, by token.
 
     kept: exponentials in the plan's rooms, the chunk's from position `begin` of those on; returned as of
-        `_hidden_of_kept`.
+        `hidden_of_kept`.
     """
     hidden = at.layer.hidden
 
@@ -316,46 +285,18 @@ def _hidden_of_chunk(
     # No two are the same; beyond the last token there is none.
     token = jnp.where(there, source, len(hidden) + jnp.arange(len(there)))
     if kept.gradient is None:
-        return kept, write(left, token, _hidden_in_slices(at, kept.scratch.spare, scale))
+        return kept, write(left, token, hidden_in_slices(at, kept.scratch.spare, scale))
     scale = jnp.pad(scale, (begin, plan.kept - begin - len(scale)))
 
     def part(number: Array | int, state: Any) -> Any:
         memory, left = state
         mine = kept.lying(memory)
-        memory, made = _hidden_of_kept(at, mine, plan.kept_in_gradient, scale, begin, number * step, step, left)
+        memory, made = hidden_of_kept(at, mine, plan.kept_in_gradient, scale, begin, number * step, step, left)
         return memory, write(left, lax.dynamic_slice_in_dim(token, number * step, step), made)
 
     state, parts = vary_alike((kept.memory, left), at.number), len(token) // step
     memory, left = part(0, state) if parts == 1 else lax.fori_loop(0, parts, part, state)
     return kept.lying(memory), left
-
-
-def _rooms(layer: Projection, plan: MosaicPlan, config: Any, memory: Any) -> list[Any]:
-    """Memory for exponentials, a `Kept` of each kind that the plan has: one for the positions after another's.
-
-    memory: that of the weight's sum, a `Sum`, if it is there already.
-    """
-    from onchip.vocab.mosaic.blocks import Kept
-    from onchip.vocab.mosaic.sums import Sum
-
-    split, whole = split_at(layer.vocab, plan.chunk), up(layer.vocab, VOCAB_TILE)
-
-    def scratch(entries: int, tokens: int) -> Array:
-        shape = (entries, tokens) if layer.vocab_axis == 0 else (tokens, entries)
-        empty: Array = lax.empty(shape, layer.weight.dtype)
-        return empty
-
-    of_sum = memory or Sum.empty(layer.weight, config)
-    rooms = [
-        Kept(memory, scratch(whole - split, tokens), plan.chunk, split)
-        for tokens, memory in ((plan.kept_in_gradient, of_sum.first), (plan.kept_in_digits, of_sum.digits))
-        if tokens
-    ]
-    return [*rooms, Kept(None, scratch(whole, plan.kept_in_scratch))] if plan.kept_in_scratch else rooms
-
-
-def _exponential_scale(dtype: Any) -> float:
-    return _FLOAT16_EXPONENTIAL if dtype == jnp.float16 else 1.0
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -399,13 +340,13 @@ def gradients(
     if kept:
         assert saved.base is not None
         from_base = jnp.where(at.there[:kept], jnp.exp(saved.base - above.lse[:kept]), 0)
-        relative = above.factor[:kept] * from_base / _exponential_scale(weight.dtype)
+        relative = above.factor[:kept] * from_base / exponential_scale(weight.dtype)
         row_factor = row_factor.at[:kept].set(relative)
     if kept and needs.hidden:
         if exponentials.gradient is None:  # all in scratch
-            sums = _hidden_in_slices(at, exponentials.scratch.spare, relative)
+            sums = hidden_in_slices(at, exponentials.scratch.spare, relative)
         else:
-            memory, sums = _hidden_of_kept(at, exponentials, plan.kept_in_gradient, relative)
+            memory, sums = hidden_of_kept(at, exponentials, plan.kept_in_gradient, relative)
             exponentials = exponentials.lying(memory)
         grad_hidden = gradient_of_first(at, above, sums, targets=True)
     if kept and exponentials.gradient is not None:
@@ -488,65 +429,6 @@ def gradients(
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
     grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
     return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
-
-
-def _hidden_in_slices(at: Positions, in_scratch: Any, scale: Array) -> Array:
-    """Of exponentials that are all in scratch, times each position's `scale`: [those, H] float32."""
-    from onchip.vocab.mosaic import kernels
-
-    layer, tokens = at.layer, len(scale)
-    slices = hidden_slices(tokens, layer.hidden.shape[1])
-    made: Any = kernels.hidden_product(
-        layer.weight, at.number, vocab_major=layer.vocab_axis == 0, tokens=tokens, recomputed=in_scratch, scale=scale,
-        slices=slices, config=tiles_of(at.call)["hidden_product"],
-    )  # fmt: skip
-    return jnp.sum(made.reshape(slices, tokens, -1), 0)
-
-
-def _hidden_of_kept(
-    at: Positions,
-    kept: Exponentials,
-    in_gradient: int,
-    scale: Array,
-    begin: int = 0,
-    first: Array | int = 0,
-    size: int | None = None,
-    done: Any = None,
-) -> tuple[Any, Array]:
-    """As `_hidden_in_slices`, where the exponentials of the first `in_gradient` positions are in the memory of the
-    weight's gradient: with `memory` of `Exponentials` as it is after it, so that nothing is written there before.
-
-    begin: where positions begin, among those that `kept` and `scale` are of.
-    first, size: the product is of so many positions from there on; beyond the last one it is 0.
-    done: what must be there before memory is taken.
-    """
-    from onchip.kernels.mosaic.launch import written
-    from onchip.vocab.mosaic import kernels
-
-    layer, tokens = at.layer, size or len(scale)
-    static = {
-        "kernel": kernels.hidden_product, "vocab_major": layer.vocab_axis == 0, "tokens": tokens,
-        "kept_tokens": in_gradient, "halves": True, "config": tiles_of(at.call)["hidden_product"],
-    }  # fmt: skip
-    # Of a zero of its own, or XLA would make one matrix for all parts and copy it.
-    zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), done), (tokens, layer.hidden.shape[1]))
-    made: tuple[Any, Array] = written(
-        _add_hidden, static, (kept.memory, zeros), layer.weight, begin + at.number, kept.lying((None, None)), scale,
-        None if size is None else jnp.asarray(begin + first, jnp.int32).reshape(1),
-    )  # fmt: skip
-    return made
-
-
-def _add_hidden(
-    into: Any, weight: Array, number: Array, beside: Exponentials, scale: Array, begin: Array | None, *, kernel: Any,
-    **static: Any,
-) -> None:  # fmt: skip
-    """hidden's product, of exponentials in memory that is a reference, added to another one."""
-    kept = beside.lying(into[0])
-    kernel(
-        weight, number, kept=kept.gradient, in_digits=kept.digits, in_scratch=kept.scratch and kept.scratch.spare,
-        scale=scale, first_token=begin, add_to=into[1], **static,
-    )  # fmt: skip
 
 
 def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:

@@ -17,6 +17,7 @@ from onchip.frontend.jax_call import IGNORED
 from onchip.vocab.mosaic import memory, op
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.vocab.mosaic.positions import LOWEST, Labels, Operands, Partials, Positions, Upstream, concatenated
+from onchip.vocab.mosaic.rooms import tiles_of
 from onchip.vocab.xla import soft
 from onchip.vocab.xla.loss import Call, Outputs
 from onchip.vocab.xla.soft import LabelStats, SoftLabels
@@ -108,7 +109,7 @@ def _of_ids(plan: MosaicPlan, wanted: Wanted, call: Call) -> TokenStats:
     at = Positions.of(call)
     kernel: Any = partial(
         kernels.softmax_tiles, None, vocab_major=at.layer.vocab_axis == 0, wanted=wanted,
-        config=op.tiles_of(call)["softmax_tiles"],
+        config=tiles_of(call)["softmax_tiles"],
     )  # fmt: skip
     launch = _launched(plan, at, kernel)
     made: list[TokenStats] = []
@@ -136,7 +137,7 @@ def _by_ids(call: Call, saved: Saved, upstream: Array) -> Any:
         entries = jnp.where(entries == 0, 0, entries * (1 - x * x))
     nothing = jnp.zeros_like(gradient.factor)
     above = _upstream(at, stats, nothing, gradient.factor, nothing, gradient.even, grad_scale)
-    major, config = call.source.vocab_axis == 0, op.tiles_of(call)["gradient_tiles"]
+    major, config = call.source.vocab_axis == 0, tiles_of(call)["gradient_tiles"]
 
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(
