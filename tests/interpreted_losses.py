@@ -352,6 +352,13 @@ def soft_labels_of_every_entry(how):
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 
 
+@check("everything", "statistics")
+def soft_labels_by_few_addresses(how):
+    """As where the compiler keeps too little in registers."""
+    with mock.patch.object(triton_launches.Launch, "spills", return_value=True):
+        soft_labels_of_every_entry(how)
+
+
 @check("plain", "everything", "small tiles", "certain", "statistics")
 def soft_labels_of_logits(how):
     """A probability for every entry: of labels [..., 1:, :] in a wider tensor, and of one id, with all its digits."""

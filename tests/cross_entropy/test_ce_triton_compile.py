@@ -56,7 +56,7 @@ def test_kernels(capability, vocab, dtype, options):
     assert set(found) == {"losses", "gradients"}
     for k in found.values():
         assert k.shared <= 4096
-        assert k.stack <= 32, (k.kernel, k.constants, k.stack)
+        assert k.spilled <= 32, (k.kernel, k.constants, k.stack)
         assert k.registers <= 64
         assert "ld.global.L1::evict_first.L2::cache_hint.v4.b32" in k.ptx
     gradient = "losses" if "reduction" not in options else "gradients"
@@ -65,7 +65,7 @@ def test_kernels(capability, vocab, dtype, options):
 
 def test_every_option_at_once():
     for k in compile_all(launches(128256, **EVERYTHING), HOPPER):
-        assert k.stack <= 256, (k.kernel, k.constants, k.stack)
+        assert k.spilled <= 256, (k.kernel, k.constants, k.stack)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_log_probs(capability, vocab, dtype, ids, options):
     assert set(compiled) == {"log_probs", "log_prob_gradients", "write_ids"} | of_ids
     for k in compiled.values():
         assert k.shared <= 8192
-        assert k.stack <= 64, (k.kernel, k.constants, k.stack)
+        assert k.spilled <= 64, (k.kernel, k.constants, k.stack)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_soft_labels(capability, vocab, dtype, labels, options):
     assert set(compiled) == kernels
     for k in compiled.values():
         assert k.shared <= 8192
-        assert k.stack <= (256 if "return_stats" in options else 64), (k.kernel, k.constants, k.stack)
+        assert k.spilled <= (256 if "return_stats" in options else 64), (k.kernel, k.constants, k.stack)
         assert k.kernel in ("share_ids", "write_ids") or "ld.global.L1::evict_first.L2::cache_hint.v4.b32" in k.ptx
 
 
@@ -132,7 +132,7 @@ def test_rows_that_are_not_aligned():
     found = by_kernel(compile_all(launches(50257), HOPPER))
     for k in found.values():
         assert k.constants["UNIT"] == 1
-        assert k.stack <= 128, (k.kernel, k.constants, k.stack)
+        assert k.spilled <= 128, (k.kernel, k.constants, k.stack)
         assert "ld.global.L1::evict_first.L2::cache_hint.b16" in k.ptx
 
 
@@ -188,5 +188,5 @@ def test_a_shard_of_the_vocabulary(options):
     compiled = by_kernel(compile_all(found, HOPPER))
     assert set(compiled) == {"losses", "gradients"}
     for k in compiled.values():
-        assert k.stack <= 128, (k.kernel, k.constants, k.stack)
+        assert k.spilled <= 128, (k.kernel, k.constants, k.stack)
         assert k.registers <= 64

@@ -76,7 +76,7 @@ def quantizer(x, fmt, by_block):
     launch = triton_launches.quantize_launch(x, *outs, fmt, "float32", by_block=by_block)
     assert set(launch.arguments) == {p.name for p in launch.kernel.params}
     found = compiled(launch)
-    assert found.stack <= (64 if found.constants["WHOLE"] else 0)  # of the last rows, which are masked
+    assert found.spilled <= (64 if found.constants["WHOLE"] else 0)  # of the last rows, which are masked
     # To the nearest, ties to even, saturating; two numbers to an instruction.
     assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
     # Divisions that may call a function take 64 registers more: fewer programs fit a multiprocessor.

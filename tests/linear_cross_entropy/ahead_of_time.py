@@ -25,6 +25,12 @@ from onchip.vocab.triton import planner, tiling
 from onchip.vocab.triton import setup as triton_setup
 
 PRODUCTS = ("softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient")
+IS_LATER = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:2]) > (3, 6)
+# By kernel, bytes of a thread's stack that Triton 3.7, 3.8 or 3.9 takes beyond what 3.6 does.
+LATER = {
+    "losses": 96, "log_probs": 72, "weight_added": 72, "weight_gradient": 8, "softmax_in_turns": 8, "softmax_gradient": 8,
+    "quantize_words": 32,
+}  # fmt: skip
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -50,6 +56,11 @@ class Compiled:
     registers: int
     stack: int
     """Bytes of a thread's stack: what registers don't hold is spilled there."""
+
+    @property
+    def spilled(self) -> int:
+        """The stack, without what a later compiler than the one that the kernels were written with may take of it."""
+        return max(0, self.stack - (LATER.get(self.kernel, 0) if IS_LATER else 0))
 
 
 @contextmanager

@@ -65,7 +65,7 @@ SOFT = ({"soft": "ids"}, ALL | {"soft": "ids"}, {"soft": "dense"}, ALL | CLASSES
 def test_it_fits(options):
     found = compiled(**options)
     # With softcap tanh's polynomial and its exponential form are there at once, in 128 registers.
-    assert found.stack <= (72 if {"softcap", "class_weight"} & options.keys() else 32)
+    assert found.spilled <= (72 if {"softcap", "class_weight"} & options.keys() else 32)
     assert 2 * found.shared <= SHARED
 
 
@@ -83,5 +83,5 @@ def test_the_statistics_and_the_targets_logits(options):
     assert set(made) == {"target_logits", "losses"}
     assert made["losses"].constants["target_logit"]
     for k in made.values():
-        assert k.stack <= (112 if k.kernel == "losses" and "class_weight" in options else 32), (k.kernel, k.stack)
+        assert k.spilled <= (112 if k.kernel == "losses" and "class_weight" in options else 32), (k.kernel, k.stack)
         assert "v4.b32" in k.ptx

@@ -32,7 +32,7 @@ from onchip.ops.linear_jsd.triton_op import Left
 from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gather
+from onchip.vocab.triton.launches import FEW, LogitBuffer, Picked, Run, Tiles, Vectors, gather, low_rows
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved
@@ -132,26 +132,33 @@ def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) ->
 
 def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_tile: int, tiles: int) -> Launch:
     """Logits of the positions from `first` on, of which `rows` has the hidden states."""
-    t = run.tiles["softmax_tiles"]
-    parts = t.parts * out.numbers.element_size() // 2  # the same bytes in shared memory
-    arguments = {
-        **out._asdict(),
-        **run.weight_blocks(VOCAB_TILE, t.depth),
-        "rows": run.operand(rows, t.rows, t.depth),
-        "rows_stride": rows.stride(0),
-        "C": len(rows),
-        "label": pair.vectors.label[first:],
-        "below": run.operand(out.numbers, t.rows, VOCAB_TILE // parts),
-        "below_rows": len(out.numbers),
-        "tile_rows": len(out.largest),
-        "first": first,
-        "first_tile": first_tile,
-        "chunk_tiles": tiles,
-        "inverse_temperature": 1 / pair.call.options.temperature,
-        "BLOCK_T": t.rows,
-        "PARTS": parts,
-    }
-    return run.product(kernels.logit_tiles, t, arguments)
+
+    def launch(t: Tiles) -> Launch:
+        parts = t.parts * out.numbers.element_size() // 2  # the same bytes in shared memory
+        arguments = {
+            **out._asdict(),
+            **run.weight_blocks(VOCAB_TILE, t.depth),
+            "rows": run.operand(rows, t.rows, t.depth),
+            "rows_stride": rows.stride(0),
+            "C": len(rows),
+            "label": pair.vectors.label[first:],
+            "below": run.operand(out.numbers, t.rows, VOCAB_TILE // parts),
+            "below_rows": len(out.numbers),
+            "tile_rows": len(out.largest),
+            "first": first,
+            "first_tile": first_tile,
+            "chunk_tiles": tiles,
+            "inverse_temperature": 1 / pair.call.options.temperature,
+            "BLOCK_T": t.rows,
+            "PARTS": parts,
+        }
+        return run.product(kernels.logit_tiles, t, arguments)
+
+    tiles_of_logits = run.tiles["softmax_tiles"]
+    made = launch(tiles_of_logits)
+    if run.bias is None or not made.spills(FEW):
+        return made
+    return launch(replace(tiles_of_logits, rows=min(tiles_of_logits.rows, low_rows(run))))
 
 
 def divergence(

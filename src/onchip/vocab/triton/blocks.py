@@ -144,12 +144,17 @@ def add_entries(
     return value
 
 
+# Columns of a tile of labels that lie side by side, a row of them for each warp, where few addresses are wanted.
+LANES = tl.constexpr(16)
+
+
 @triton.jit
-def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr):
+def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr, FEW: tl.constexpr):
     """A tile of labels of tokens, from entry v0 on: as they are, from V on anything; and smoothed and weighed, from V
     on 0.  Of tokens from n on, anything.
 
-    `labels`: Labels; the tokens are in `labels.rows` of an outer row, which is `odd`.
+    `labels`: Labels; the tokens are in `labels.rows` of an outer row, which is `odd`.  FEW: a thread gets several entries
+    of few tokens in the place of one entry of many, each of whose addresses takes two registers.
     """
     rows = row_number(labels.rows)
     t = tl.minimum(t, tl.maximum(n, 1) - 1)
@@ -157,7 +162,11 @@ def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr):
     c = tl.arange(0, VOCAB_TILE)
     # Entries by constants beside one address of each token: so addresses take few registers.
     at = (labels.probs + i * labels.outer + j * labels.inner + tl.cast(v0, tl.int64) * labels.stride)[:, None]
-    if RAGGED:
+    if FEW:
+        lanes = tl.reshape(c, (VOCAB_TILE // LANES, 1, LANES))
+        near = tl.load(at[None, :, :] + lanes * labels.stride, mask=lanes < V - v0, other=0)
+        given = tl.reshape(tl.permute(near, (1, 0, 2)), (t.shape[0], VOCAB_TILE)).to(tl.float32)
+    elif RAGGED:
         given = tl.load(at + tl.minimum(c, V - 1 - v0)[None, :] * labels.stride).to(tl.float32)
     else:
         given = tl.load(at + c[None, :] * labels.stride).to(tl.float32)

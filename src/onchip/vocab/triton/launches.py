@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
-from onchip.kernels.triton.launch import Launch, Shared, descriptor
+from onchip.kernels.triton.launch import SPILLED, Launch, Shared, descriptor
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
@@ -24,6 +24,8 @@ from onchip.vocab.triton.tiling import ALIGNED, IN_TURNS, VECTOR, hidden_apart, 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
 TOKEN_TILE = 128
+# Bytes of a thread's stack that a few numbers take, which a tile needs once.
+FEW = 24
 # Elements that a program takes at a time of what is no product.
 BLOCK = 1024
 # A float16 buffer holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
@@ -425,7 +427,8 @@ def softmax(
         return run.product(softmax_kernels.softmax_tiles, t, arguments)
 
     sums_alone = labels is None and partials.plain and partials.offset_sum is None
-    return _in_registers(run, "softmax_tiles", launch, simple=sums_alone)
+    labels_alone = labels is not None and partials.moment is None and run.options.softcap is None
+    return _in_registers(run, "softmax_tiles", launch, simple=sums_alone, most=FEW if labels_alone else SPILLED)
 
 
 def low_rows(run: Run) -> int:
@@ -433,9 +436,11 @@ def low_rows(run: Run) -> int:
     return max(64, run.tiles["weight_gradient"].depth)
 
 
-def _in_registers(run: Run, name: str, launch: Callable[[Tiles, bool], Launch], *, simple: bool) -> Launch:
-    """The launch with tiles of this name; where more follows a product than the compiler keeps in registers, with lower
-    tiles, and without what it makes of an empty product; then by more warps.
+def _in_registers(
+    run: Run, name: str, launch: Callable[[Tiles, bool], Launch], *, simple: bool, most: int = SPILLED
+) -> Launch:
+    """The launch with tiles of this name; where more follows a product than the compiler keeps in registers but for
+    `most` bytes, with lower tiles, and what takes fewer; then by more warps.
 
     `simple`: nothing follows that could be too much, but for a bias or softcap.
     """
@@ -444,7 +449,7 @@ def _in_registers(run: Run, name: str, launch: Callable[[Tiles, bool], Launch], 
     if simple and run.bias is None and run.options.softcap is None:
         return made
     for warps in (tiles.warps, 16):
-        if made.spills():
+        if made.spills(most):
             made = launch(replace(tiles, rows=min(tiles.rows, low_rows(run)), warps=warps), True)
     return made
 
@@ -530,7 +535,8 @@ def gradient(
         return run.product(gradients.gradient_tiles, t, arguments)
 
     alone = labels is None and terms.even is None and terms.entropy_scale is None
-    return _in_registers(run, "gradient_tiles", launch, simple=alone)
+    labels_alone = labels is not None and run.options.softcap is None
+    return _in_registers(run, "gradient_tiles", launch, simple=alone, most=FEW if labels_alone else SPILLED)
 
 
 def weight_product(
