@@ -462,6 +462,12 @@ def test_reported_trainers_are_those_that_ask_for_it():
     assert named == asking | {"GMPOTrainer"}
 
 
+def test_another_version_with_the_same_functions_will_do(monkeypatch):
+    monkeypatch.setattr(trl, "__version__", "1.17.0.dev0")
+    assert str(integration.install()).startswith("TRL 1.17.0.dev0 runs through onchip")
+    integration.uninstall()
+
+
 def other(*arguments):
     """Another library's."""
 
@@ -469,15 +475,20 @@ def other(*arguments):
 @pytest.mark.parametrize(
     ("place", "value", "error", "message"),
     [
-        ((trl, "__version__"), "1.17.0", RuntimeError, "this is TRL 1.17.0, and onchip knows .*pip install 'trl==1.16"),
+        ((sys.modules, "trl.trainer.distillation_trainer"), None, RuntimeError, "has no trl.*; pip install 'trl==1.16"),
         ((sys.modules, "trl"), None, ModuleNotFoundError, "TRL isn't installed; pip install 'onchip"),
-        ((distillation_trainer, "_chunked_divergence_loss"), None, RuntimeError, "there is no trl.*; reinstall TRL"),
+        (
+            (distillation_trainer, "_chunked_divergence_loss"),
+            None,
+            RuntimeError,
+            "has no trl.*; pip install 'trl==1.16",
+        ),
         ((distillation_trainer, "_chunked_divergence_loss"), other, RuntimeError, "replaced by test_trl; undo that"),
         (
             (ChunkedLogProbFunction, "forward"),
             staticmethod(utils.pad),
             RuntimeError,
-            r"takes \(.*knows it with \(hidden",
+            r"takes \(.*knows it with \(hidden.*pip install 'trl==1.16",
         ),
     ],
 )

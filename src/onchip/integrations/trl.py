@@ -27,8 +27,8 @@ from torch import Tensor
 from onchip.frontend.torch_inputs import DTYPES, dtype_name, is_dtensor
 from onchip.torch import LogProbs, linear_jsd, linear_log_probs
 
-VERSION = "1.16"
-"""Of TRL, whose functions these are."""
+REMEDY = "pip install 'trl==1.16.*'"
+"""Whose functions these are; another TRL that has the same will do."""
 
 LOG_PROBS = "_ChunkedLogProbFunction"
 DIVERGENCE = "_chunked_divergence_loss"
@@ -162,8 +162,8 @@ def install() -> Installed:
 
     Raises:
         ModuleNotFoundError: TRL isn't installed.
-        RuntimeError: TRL's version isn't 1.16, or one of its functions isn't the one that onchip knows, or was
-            replaced by something else.  Then nothing is replaced.
+        RuntimeError: one of TRL's functions isn't there, takes other arguments than those that onchip knows of TRL
+            1.16, or was replaced by something else.  Then nothing is replaced.
 
     Example:
         >>> from onchip.integrations.trl import install, uninstall
@@ -196,39 +196,38 @@ def uninstall() -> None:
 
 
 def _version() -> str:
-    """TRL's; raise unless it is installed, in the version that onchip knows."""
+    """TRL's; raise unless it is installed."""
     try:
-        version = str(importlib.import_module("trl").__version__)
+        return str(importlib.import_module("trl").__version__)
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
         raise ModuleNotFoundError(
             "onchip.integrations.trl: TRL isn't installed; pip install 'onchip[integrations]'", name="trl"
         ) from None
-    if version.split(".")[:2] != VERSION.split("."):
-        raise RuntimeError(
-            f"onchip.integrations.trl: this is TRL {version}, and onchip knows the functions of TRL {VERSION}; "
-            f"pip install 'trl=={VERSION}.*'"
-        )
-    return version
 
 
 def _found(name: str) -> Any:
     """TRL's own under this name; raise unless its arguments are those that onchip knows."""
     place = f"{_HOMES[name]}.{name}"
-    found = getattr(importlib.import_module(_HOMES[name]), name, None)
+    try:
+        found = getattr(importlib.import_module(_HOMES[name]), name, None)
+    except ModuleNotFoundError as error:
+        if not _HOMES[name].startswith(str(error.name)):  # what TRL itself lacks
+            raise
+        found = None
     if found is _OURS[name]:
         return _originals[name]
     function = getattr(found, "forward", None) if name == LOG_PROBS else found
     if function is None:
-        raise RuntimeError(f"onchip.integrations.trl: there is no {place}; reinstall TRL")
+        raise RuntimeError(f"onchip.integrations.trl: TRL {_version()} has no {place}; {REMEDY}")
     if not function.__module__.startswith("trl."):
         raise RuntimeError(f"onchip.integrations.trl: {place} was replaced by {function.__module__}; undo that first")
     parameters = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "ctx")
     if parameters != _PARAMETERS[name]:
         raise RuntimeError(
-            f"onchip.integrations.trl: {place} takes ({', '.join(parameters)}), and onchip knows it with "
-            f"({', '.join(_PARAMETERS[name])}); reinstall TRL"
+            f"onchip.integrations.trl: {place} of TRL {_version()} takes ({', '.join(parameters)}), and onchip knows "
+            f"it with ({', '.join(_PARAMETERS[name])}); {REMEDY}"
         )
     return found
 

@@ -1,5 +1,6 @@
 """Which version of a training stack an integration knows."""
 
+import re
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 
@@ -23,10 +24,15 @@ def require(integration: str, distribution: str, version: str) -> str:
         raise ModuleNotFoundError(
             f"onchip.integrations.{integration}: {distribution} isn't installed; {remedy}", name=distribution
         ) from None
-    known = version.split(".")
-    if found.split(".")[: len(known)] != known:
+    known = _numbers(version)
+    if _numbers(found)[: len(known)] != known:
         raise RuntimeError(
             f"onchip.integrations.{integration}: this is {distribution} {found}, and onchip knows the interface of "
             f"{distribution} {version}; {remedy}"
         )
     return found
+
+
+def _numbers(version: str) -> list[int]:
+    """Of a release: 0.9.5.dev1 is one of 0.9.5."""
+    return [int(x) for x in re.findall(r"\d+", version.split("+")[0])]
