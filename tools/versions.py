@@ -25,7 +25,7 @@ from pathlib import Path
 TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 JAX = {"0.10.2": "3.11", "0.11.2": "3.12", "0.12.0": "3.12"}  # and the Python that it is for
 # Without their dependencies, but for what these need another version of.
-INTEGRATIONS = ("transformers==5.24.0", "peft", "trl", "tokenizers", "huggingface_hub")
+INTEGRATIONS = ("transformers==5.24.0", "peft", "trl", "accelerate", "tokenizers", "huggingface_hub")
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"

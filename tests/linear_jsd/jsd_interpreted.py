@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from interpreter import main, registering
+from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import CHECKER
@@ -45,6 +46,14 @@ CASES = {c.name: replace(c, tokens=4) for c in CHECK_CASES if c.name in NAMES}
 @check(*CASES)
 def case(name):
     assert_right(CASES[name])
+
+
+@check()
+def tiles_of_fewer_tokens():
+    """As where the compiler keeps too little in registers: of 66 tokens, two."""
+    with mock.patch.object(Launch, "spills", return_value=True) as asked:
+        assert_right(replace(CASES["everything"], tokens=66))
+    assert asked.called
 
 
 # The same maths from logits: one kernel, far quicker here.
@@ -138,6 +147,7 @@ def what_is_refused_says_why():
 
 # What differs from another by a number.
 SLOW = (
+    "tiles_of_fewer_tokens",
     *(f"case-{x}" for x in ("per token", "equal models", "masked vocab")),
     *(f"places-{x}" for x in ("recomputed", "held in scratch")),
     *(f"logits-{x}, beta {b}" for x in ("logits", "close") for b in (0.0, 1.0)),
