@@ -25,7 +25,7 @@ VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
 TOKEN_TILE = 128
 # Bytes of a thread's stack that a few numbers take, which a tile needs once.
-FEW = 24
+FEW = 16
 # Elements that a program takes at a time of what is no product.
 BLOCK = 1024
 # A float16 buffer holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
