@@ -427,13 +427,21 @@ def softmax(
         return run.product(softmax_kernels.softmax_tiles, t, arguments)
 
     sums_alone = labels is None and partials.plain and partials.offset_sum is None
-    labels_alone = labels is not None and partials.moment is None and run.options.softcap is None
-    return _in_registers(run, "softmax_tiles", launch, simple=sums_alone, most=FEW if labels_alone else SPILLED)
+    most = SPILLED if partials.moment is not None else spilled_by_labels(run, labels)
+    return _in_registers(run, "softmax_tiles", launch, simple=sums_alone, most=most)
 
 
 def low_rows(run: Run) -> int:
     """Of a tile of logits with few: no fewer than the weight's product takes in a step."""
     return max(64, run.tiles["weight_gradient"].depth)
+
+
+def spilled_by_labels(run: Run, labels: Labels | None) -> int:
+    """Bytes of a thread's stack beyond which tiles of logits, and of labels, are taken otherwise.  Labels of 16 bits
+    leave room for what follows, but for a softcap.
+    """
+    plain = labels is not None and labels.probs.element_size() == 2 and run.options.softcap is None
+    return FEW if plain else SPILLED
 
 
 def _in_registers(
@@ -448,8 +456,8 @@ def _in_registers(
     made = launch(tiles, False)
     if simple and run.bias is None and run.options.softcap is None:
         return made
-    for warps in (tiles.warps, 16):
-        if made.spills(most):
+    for warps, limit in ((tiles.warps, most), (16, SPILLED)):
+        if made.spills(limit):
             made = launch(replace(tiles, rows=min(tiles.rows, low_rows(run)), warps=warps), True)
     return made
 
@@ -535,8 +543,7 @@ def gradient(
         return run.product(gradients.gradient_tiles, t, arguments)
 
     alone = labels is None and terms.even is None and terms.entropy_scale is None
-    labels_alone = labels is not None and run.options.softcap is None
-    return _in_registers(run, "gradient_tiles", launch, simple=alone, most=FEW if labels_alone else SPILLED)
+    return _in_registers(run, "gradient_tiles", launch, simple=alone, most=spilled_by_labels(run, labels))
 
 
 def weight_product(
