@@ -39,13 +39,15 @@ def hopper(monkeypatch, tmp_path):
 
 
 def launches():
-    label, number, key = (torch.zeros(8, dtype=torch.int32) for _ in range(3))
-    same = {"label": label, "number": number, "key": key, "N": 8, "BLOCK": 128}
-    return [Launch(vectors.sort_keys, (1,), {**same, "IDS": ids}) for ids in (1, 2)]
+    vectors_of_ids = {
+        x: torch.zeros(8, dtype=torch.int32) for x in ("label", "number", "sorted_label", "sorted_position")
+    }
+    same = {**vectors_of_ids, "N": 8, "sorts": 1, "BLOCK": 32, "OTHERS": 64}
+    return [Launch(vectors.sort_labels, (1,), {**same, "IDS": ids}) for ids in (1, 2)]
 
 
 def forget():
-    vectors.sort_keys.device_caches.clear()
+    vectors.sort_labels.device_caches.clear()
 
 
 def test_a_process_fills_the_cache(hopper, monkeypatch):
@@ -53,13 +55,13 @@ def test_a_process_fills_the_cache(hopper, monkeypatch):
     asked = [x.ask for x in launches()]
     with compiling.told() as told:
         compiling.compile_all(asked)
-    assert told == (["sort_keys"] * 2, [])
+    assert told == (["sort_labels"] * 2, [])
     assert [x.asm["cubin"] is not None for x in (ask() for ask in asked)] == [True, True]
     forget()
     monkeypatch.setattr(compiling, "_Process", pytest.fail)  # now there is nothing to compile
     with compiling.told() as told:
         compiling.compile_all(asked)
-    assert told == ([], ["sort_keys"] * 2)
+    assert told == ([], ["sort_labels"] * 2)
 
 
 def test_threads_compile_what_a_process_could_not(hopper, monkeypatch):
@@ -70,7 +72,7 @@ def test_threads_compile_what_a_process_could_not(hopper, monkeypatch):
 
 
 def test_what_cannot_be_compiled_says_why(hopper):
-    bad = Launch(vectors.sort_keys, (1,), {**launches()[0].given, "BLOCK": 100})
+    bad = Launch(vectors.sort_labels, (1,), {**launches()[0].given, "BLOCK": 100})
     with pytest.raises(Exception, match="arange's range must be a power of 2"):
         compiling.compile_all([bad.ask])
 
