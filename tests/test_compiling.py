@@ -1,7 +1,10 @@
 """Kernels that are compiled by a process of their own, before the first is launched."""
 
+import gc
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,3 +128,18 @@ def test_the_process_needs_no_torch(hopper):
     path = str(Path(compiling.__file__).parents[3])
     subprocess.run([sys.executable, "-c", code], input=sent, check=True, env={"PYTHONPATH": path})
     assert isinstance(found[0].job, Job)
+
+
+def test_no_tensor_is_kept_of_what_was_compiled(hopper):
+    gc.collect()
+    gc.disable()
+    try:
+        made = launches()
+        kept = [weakref.ref(x) for x in made[0].given.values() if isinstance(x, torch.Tensor)]
+        asked = [x.ask for x in made]
+        compiling.compile_coming(asked[0], partial(list, asked))
+        del made, asked
+        assert kept
+        assert not any(x() is not None for x in kept)
+    finally:
+        gc.enable()

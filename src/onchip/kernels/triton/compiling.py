@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from hashlib import sha256
 from inspect import getclosurevars
 from pathlib import Path
@@ -100,12 +101,24 @@ class _Looked(NamedTuple):
 
 def _looked_up(asked: Sequence[Ask]) -> _Looked:
     """Load what is in Triton's cache, and say what isn't."""
+    missing: dict[str, _Missing] = {}
+    loaded: dict[str, str] = {}
+    mode = _mode_class()(None)
+    mode.missing, mode.loaded = missing, loaded
+    with mode:
+        for ask in asked:
+            mode.ask = ask
+            ask()
+    # Whatever still has the mode has no launch with it, and so no tensor.
+    mode.ask = mode.missing = mode.loaded = None
+    return _Looked(list(missing.values()), list(loaded.values()))
+
+
+@lru_cache(maxsize=1)
+def _mode_class() -> Any:
     from triton import AsyncCompileMode  # type: ignore[import-untyped]
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
     from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
-
-    missing: dict[str, _Missing] = {}
-    loaded: dict[str, str] = {}
 
     class Mode(AsyncCompileMode):  # type: ignore[misc]
         """In which Triton hands over what it would compile, with its key in the cache."""
@@ -116,16 +129,13 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
             if file in (get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {}):
                 kernel = compile_fn()
                 finalize_fn(kernel)
-                loaded[key] = source.name
+                self.loaded[key] = source.name
                 return kernel
             job = Job(source, wanted["target"], wanted["options"].__dict__, wanted["env_vars"])
-            missing.setdefault(key, _Missing(source.name, isinstance(source, GluonASTSource), ask, job))
+            self.missing.setdefault(key, _Missing(source.name, isinstance(source, GluonASTSource), self.ask, job))
             return None
 
-    with Mode(None):
-        for ask in asked:
-            ask()
-    return _Looked(list(missing.values()), list(loaded.values()))
+    return Mode
 
 
 class _Process:
