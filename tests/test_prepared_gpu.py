@@ -55,6 +55,18 @@ def _normalized(seed):
     return linear_cross_entropy(hidden, weight, _target(seed), normalizer=100.0 + seed), (hidden, weight)
 
 
+def _with_stats(seed):
+    hidden, weight = _leaves(seed, (T, H), (V, H))
+    return linear_cross_entropy(hidden, weight, _target(seed), return_stats=True)[0], (hidden, weight)
+
+
+def _weighed(seed):
+    hidden, weight, of_class = _leaves(seed, (T, H), (V, H), (V,))
+    of_class = of_class.detach().float().abs()
+    made = linear_cross_entropy(hidden, weight, _target(seed), class_weight=of_class, label_smoothing=0.1)
+    return made, (hidden, weight)
+
+
 def _log_probs(seed):
     hidden, weight = _leaves(seed, (T, H), (V, H))
     made = linear_log_probs(hidden, weight, _target(seed), entropy=True)
@@ -104,6 +116,9 @@ STEPS = {
     "linear_cross_entropy-none": _head(linear_cross_entropy, reduction="none", z_loss=1e-3, label_smoothing=0.1),
     "linear_cross_entropy-small": _head(linear_cross_entropy, scratch_bytes=1 << 20, strategy="recompute"),
     "linear_cross_entropy-normalized": _normalized,
+    "linear_cross_entropy-shift": _head(linear_cross_entropy, shift=True),
+    "linear_cross_entropy-stats": _with_stats,
+    "linear_cross_entropy-class_weight": _weighed,
     "linear_log_probs": _log_probs,
     "cross_entropy": _rows(cross_entropy, backend="triton"),
     "log_probs": _rows(log_probs, backend="triton"),

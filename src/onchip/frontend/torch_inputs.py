@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Module, Parameter
 
 from onchip.core.backends import choose_backend
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import require_positive
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -242,6 +243,10 @@ def autocast_dtype(op: str, x: Tensor) -> torch.dtype | None:
 
 def following(x: Tensor, last: int, dtype: torch.dtype, *, dim: int = -1) -> Tensor:
     """What `x` has at the next position of a sequence, the dimension `dim`, and `last` at its end."""
+    return stated.call(_following, x, last, dtype, dim)
+
+
+def _following(x: Tensor, last: int, dtype: torch.dtype, dim: int) -> Tensor:
     made = torch.full(x.shape, last, dtype=dtype, device=x.device)
     size = x.shape[dim]
     if size > 1:
@@ -306,7 +311,8 @@ def check_normalizer(
     if not isinstance(normalizer, Tensor):
         refuse_numpy(op, "normalizer", normalizer)
         require_positive(op, "normalizer", normalizer)
-        return torch.full((), torch.sym_float(normalizer), dtype=accumulator(like.dtype), device=device)
+        total = accumulator(like.dtype)
+        return stated.call(torch.full, (), torch.sym_float(normalizer), dtype=total, device=device)
     require_tensor(op, "normalizer", normalizer)
     if normalizer.ndim != 0:
         raise ValueError(f"{op}: normalizer must be a number or a 0-d tensor; got shape {list(normalizer.shape)}")

@@ -27,7 +27,8 @@ def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: tor
 
     Values that are wrong raise on the CPU, and elsewhere with check_inputs, where they may be read.
     """
-    each = class_weight.to(accumulator(dtype)).contiguous()
+    total = accumulator(dtype)
+    each = stated.changed(class_weight, lambda x: x.to(total).contiguous())
     if (options.check_inputs or each.device.type == "cpu") and has_values(each):
         wrong = ~((each >= 0) & (each < float("inf")))
         if bool(wrong.any()):
@@ -56,14 +57,23 @@ class Weights(NamedTuple):
         if class_weight is None:
             return Weights(token_weight, normalizer, None)
         each = checked_class_weight(op, options, class_weight, dtype)
-        ids = target.to(torch.int64)
-        of_target = each[ids.clamp(0, len(each) - 1)].masked_fill(ids == options.ignore_index, 0)
+        of_target = stated.call(_of_target, each, target, options.ignore_index)
         if options.reduction == "mean" and normalizer is None:
-            total = of_target.sum()
-            normalizer = total.masked_fill(total == 0, 1)
+            normalizer = stated.call(_sum_or_one, of_target)
         if not in_token_weight(options):
             return Weights(token_weight, normalizer, each)
-        return Weights(of_target if token_weight is None else token_weight * of_target, normalizer, None)
+        by_token = of_target if token_weight is None else stated.call(torch.mul, token_weight, of_target)
+        return Weights(by_token, normalizer, None)
+
+
+def _of_target(each: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    ids = target.to(torch.int64)
+    return each[ids.clamp(0, len(each) - 1)].masked_fill(ids == ignore_index, 0)
+
+
+def _sum_or_one(x: Tensor) -> Tensor:
+    total = x.sum()
+    return total.masked_fill(total == 0, 1)
 
 
 def asked_by(options: Any, class_weight: Tensor | None = None) -> Asked:
@@ -125,7 +135,7 @@ class Outputs(NamedTuple):
 
     def stats(self) -> LossStats:
         """What the caller gets with return_stats."""
-        made: Any = (*self[1:], self.log_prob + self.lse)  # none of it is None then
+        made: Any = (*self[1:], stated.call(torch.add, self.log_prob, self.lse))  # none of it is None then
         return LossStats(*made)
 
 
