@@ -32,8 +32,11 @@ check: $(VENV)/.for-dev
 check-examples: $(VENV)/.for-dev
 	$(BIN)/python tools/check_examples.py
 
+# Workers share the cards: tests/cards.py gives worker i card i mod their number.
+GPU_WORKERS ?= $(shell expr 14 \* $$(ls -d /dev/nvidia[0-9]* 2>/dev/null | wc -l))
+
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.for-dev)
-	$(GPU_PYTHON) -m pytest -m gpu tests
+	PYTHONPATH="tests$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m pytest -p cards -m gpu -n $(GPU_WORKERS) --dist worksteal tests
 
 # CHROME names another Chromium or Chrome than the one on the PATH.
 test-browser: $(VENV)/.for-dev
