@@ -28,10 +28,9 @@ from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, cross_entropy, linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
-from onchip.vocab.triton import launches as triton_launches
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import planner as triton_planner
-from onchip.vocab.triton import setup, walks
+from onchip.vocab.triton import records, setup, walks
 from soft_labels import assert_right as assert_soft
 from soft_labels import class_weights, everything, right_stats
 from soft_labels import problem as soft_problem
@@ -119,7 +118,7 @@ def mixed(name):
 @check("everything held", "ids")
 def tiles_of_fewer_tokens(name):
     """As where the compiler keeps too little in registers."""
-    with mock.patch.object(triton_launches.Launch, "spills", return_value=True), mixed_plan(halves=False):
+    with mock.patch.object(records.Launch, "spills", return_value=True), mixed_plan(halves=False):
         (ENTROPY if name == "ids" else AUTO).assert_case(MIXED[name])
 
 
@@ -355,7 +354,7 @@ def soft_labels_of_every_entry(how):
 @check("everything", "statistics")
 def soft_labels_by_few_addresses(how):
     """As where the compiler keeps too little in registers."""
-    with mock.patch.object(triton_launches.Launch, "spills", return_value=True):
+    with mock.patch.object(records.Launch, "spills", return_value=True):
         soft_labels_of_every_entry(how)
 
 
@@ -614,7 +613,7 @@ def a_float32_gradient_of_few_digits(bits):
         hidden=hidden,
         launch=lambda kernel, grid, **more: Launch(kernel, grid, {"V": vocab, "H": hidden, **more}),
     )
-    walks._scale_weight(run, triton_launches.Sum(first, digits), out, torch.tensor(0.5), rounded=False, add=False)
+    walks._scale_weight(run, records.Sum(first, digits), out, torch.tensor(0.5), rounded=False, add=False)
     assert torch.equal(out, value.view(torch.float32) / 2)
 
 

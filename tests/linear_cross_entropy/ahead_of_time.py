@@ -20,8 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.kernels.triton.launch import SPILLED
 from onchip.torch import TopK, linear_cross_entropy
-from onchip.vocab.triton import launches as triton_launches
-from onchip.vocab.triton import planner, tiling
+from onchip.vocab.triton import planner, records, tiling
 from onchip.vocab.triton import setup as triton_setup
 
 PRODUCTS = ("softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient")
@@ -73,7 +72,7 @@ def recording(device, *, tiles=None, plan=None, in_turns=False, run=None):
     capability, shared = device
     found = []
     heuristic_tiles = tiling.heuristic_tiles
-    make_run = triton_launches.Run
+    make_run = records.Run
 
     def wanted(_, hidden):
         return heuristic_tiles(shared, hidden) | dict(tiles or {})
@@ -85,9 +84,9 @@ def recording(device, *, tiles=None, plan=None, in_turns=False, run=None):
         mock.patch.object(triton_setup, "refusal", return_value=None),
         mock.patch.object(tiling, "heuristic_tiles", wanted),
         mock.patch.object(planner, "plan", side_effect=planner.plan if plan is None else lambda *_, **__: plan),
-        mock.patch.object(triton_launches, "Run", of_device),
-        mock.patch.object(triton_launches.Launch, "run", run or (lambda launch: found.append(launch))),
-        mock.patch.object(triton_launches.Launch, "spills", lambda launch, *most: spills(launch, capability, *most)),
+        mock.patch.object(records, "Run", of_device),
+        mock.patch.object(records.Launch, "run", run or (lambda launch: found.append(launch))),
+        mock.patch.object(records.Launch, "spills", lambda launch, *most: spills(launch, capability, *most)),
     ):
         yield found
 

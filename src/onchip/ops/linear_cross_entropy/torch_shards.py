@@ -122,14 +122,14 @@ def _triton_save(call: ShardedCall, made: TritonOutputs) -> TritonKept:
 
 
 def _triton_gradients(kept: TritonKept, upstream: Made, wanted: Wanted) -> Made:
-    from onchip.vocab.triton import launches, walks
+    from onchip.vocab.triton import records, walks
 
     call, (grad_loss,), options = kept.call, upstream, kept.call.options
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
     each = tokens.upstream(grad_loss, options.reduction)
     row = tokens.weight * each
-    known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
+    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     classes, even, rest = tokens.classes, None, None
     if classes is not None and options.label_smoothing > 0:
         even = row * (options.label_smoothing / call.vocab)

@@ -80,7 +80,7 @@ def _save(call: Call, made: TritonOutputs) -> Kept:
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's if there is any."""
-    from onchip.vocab.triton import launches, walks
+    from onchip.vocab.triton import records, walks
 
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
@@ -92,7 +92,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         call.class_weight,
         weight=setup.weight_in_backward(call, kept.config, kept.saved),
     )
-    known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
+    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
     mean = call.options.reduction == "mean"
     # What forward rounded is divided already.

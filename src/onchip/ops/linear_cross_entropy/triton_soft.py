@@ -92,7 +92,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def gradient_by_outputs(call: SoftCall, upstream: Made, lse: Tensor, log_prob: Tensor) -> tuple[Any, Any]:
     """What the kernels' backward takes: the softmax, and the loss's gradient by its logarithms."""
-    from onchip.vocab.triton import launches, walks
+    from onchip.vocab.triton import records, walks
 
     (grad_loss,) = upstream
     assert grad_loss is not None
@@ -105,7 +105,7 @@ def gradient_by_outputs(call: SoftCall, upstream: Made, lse: Tensor, log_prob: T
         each = torch.ones_like(by_log_prob) if call.class_weight is None else call.class_weight[tokens.ids]
         own = -even[:, None] * each
     by_output = walks.OutputGradients(by_log_prob.contiguous(), by_lse, even=even, rest=own)
-    return launches.TokenSoftmax(lse, log_prob), by_output
+    return records.TokenSoftmax(lse, log_prob), by_output
 
 
 LOSS = Operator(

@@ -32,9 +32,10 @@ from onchip.ops.linear_jsd.triton_op import Left
 from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.launches import FEW, LogitBuffer, Picked, Run, Tiles, Vectors, gather, low_rows
+from onchip.vocab.triton.launches import FEW, gather, low_rows
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
+from onchip.vocab.triton.records import LogitBuffer, Picked, Run, Tiles, Vectors
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact

@@ -125,14 +125,14 @@ def _triton_save(call: ShardedCall, made: TritonOutputs) -> TritonKept:
 
 
 def _triton_gradients(kept: TritonKept, upstream: Made, wanted: Wanted) -> Made:
-    from onchip.vocab.triton import launches, walks
+    from onchip.vocab.triton import records, walks
 
     call, shape = kept.call, (kept.lse.numel(), kept.call.several)
     log_prob, entropy, lse = (setup.flat(x) for x in upstream)
     by_output = walks.OutputGradients(
         None if log_prob is None else log_prob.view(shape), lse, entropy if call.options.entropy else None
     )
-    known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
+    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
     return shards.gradients(call, kept.config, kept.saved, known, by_output, wanted)
 
 

@@ -70,7 +70,7 @@ def _save(call: Call, made: TritonOutputs) -> Kept:
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
-    from onchip.vocab.triton import launches, walks
+    from onchip.vocab.triton import records, walks
 
     call = kept.call
     shape = call.number, call.several
@@ -81,7 +81,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     run = setup.make_run(
         call, call.options, kept.saved.vectors, weight=setup.weight_in_backward(call, kept.config, kept.saved)
     )
-    known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
+    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
     return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
 from onchip.kernels.triton.staggered import STEP
 from onchip.vocab.triton import adding, apart, staggered, turns
-from onchip.vocab.triton.launches import VOCAB_TILE, End, LogitBuffer, Partials, Run, Sum, Terms, Vectors
+from onchip.vocab.triton.records import VOCAB_TILE, End, LogitBuffer, Partials, Run, Sum, Terms, Vectors
 from onchip.vocab.triton.tiling import IN_TURNS
 
 

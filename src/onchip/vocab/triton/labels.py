@@ -18,9 +18,9 @@ from onchip.vocab.torch.soft import SoftStats
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import launches, setup, softmax
 from onchip.vocab.triton.blocks import odd
-from onchip.vocab.triton.launches import Labels, Partials, Picked, Run, Terms
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
+from onchip.vocab.triton.records import Labels, Partials, Picked, Run, Terms
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.tiling import VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact

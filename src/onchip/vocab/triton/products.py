@@ -15,8 +15,8 @@ from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import gradients, launches, setup
-from onchip.vocab.triton.launches import BLOCK, TOKEN_TILE, VOCAB_TILE, LogitBuffer, Run, Sum, Terms, Vectors
 from onchip.vocab.triton.memory import TritonPlan
+from onchip.vocab.triton.records import BLOCK, TOKEN_TILE, VOCAB_TILE, LogitBuffer, Run, Sum, Terms, Vectors
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.token_launches import finish_hidden
 

@@ -29,7 +29,7 @@ from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.tiling import EXPONENTIALS_ROW, TOKEN_TILE, VOCAB_TILE
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
-    from onchip.vocab.triton import launches
+    from onchip.vocab.triton import records
     from onchip.vocab.triton.blocks import BufferRows
 
 
@@ -162,7 +162,7 @@ class TokenChunk(NamedTuple):
     """Memory for a chunk of tokens whose gradients forward computes."""
 
     rows: Tensor  # [tokens, H]
-    buffer: "launches.LogitBuffer"
+    buffer: "records.LogitBuffer"
     work: Tensor  # bytes: of what the softmax leaves for each tile, then of hidden's gradient by position, in float32
     normalizer: Tensor  # [tokens] float32, by position
     left: "Sums"  # of all chunks
@@ -218,12 +218,12 @@ class TokenChunk(NamedTuple):
 class Sums(NamedTuple):
     """What forward leaves of gradients that it computed up to factors, in the memory of `Saved`."""
 
-    hidden: "launches.Sum"  # [T, H], by token
-    weight: "launches.Sum"  # [V, H]
+    hidden: "records.Sum"  # [T, H], by token
+    weight: "records.Sum"  # [V, H]
 
     @staticmethod
     def of(layer: Layer, saved: Saved) -> "Sums":
-        from onchip.vocab.triton.launches import Sum
+        from onchip.vocab.triton.records import Sum
 
         problem, scratch = layer.problem("cuda"), saved.scratch_memory.view(torch.uint8)
         shape, in_scratch = layer.weight.shape, triton_spec.sum_in_scratch(problem)
@@ -248,7 +248,7 @@ def position_rows(layer: Layer, saved: Saved) -> Tensor:
     return flat_memory[: layer.hidden.numel()].view(-1, layer.hidden.shape[-1])
 
 
-def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
+def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "records.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
     nothing = saved.scratch_memory[:0]
     weight_grad = saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing
@@ -266,14 +266,14 @@ def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int
 
 def _spanning(
     given: tuple[Tensor, Tensor, Tensor], *, shift: int = 0, stride: int, tiles: tuple[int, int, int], kept: int
-) -> "launches.LogitBuffer":
+) -> "records.LogitBuffer":
     """The buffer in these pieces: of the weight's gradient, of scratch, and the third.
 
     shift, stride: in the first, rows before the first tile's, and from one tile to the next.  tiles: tokens in each.
     kept: of these, what forward fills.
     """
     from onchip.vocab.triton.blocks import BufferRows, odd
-    from onchip.vocab.triton.launches import LogitBuffer
+    from onchip.vocab.triton.records import LogitBuffer
 
     spread = partial(
         _spread,
@@ -332,7 +332,7 @@ def _spread(
     )
 
 
-def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
+def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, records.LogitBuffer | None]":
     """What forward fills in: hidden states by position, and exponentials, None where none are kept."""
     if any(layer.grads):
         return position_rows(layer, saved), logit_buffer(layer, config, saved) if config.kept > 0 else None
@@ -418,13 +418,13 @@ def make_run(
     class_weight: Tensor | None = None,
     *,
     weight: Tensor | None = None,
-) -> "launches.Run":
+) -> "records.Run":
     """A linear layer as the walks take it, with its kernels' tiles.
 
     `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
     `class_weight`: [V] float32, contiguous.  `weight`: that of `Saved`, or of `weight_in_backward`.
     """
-    from onchip.vocab.triton import launches
+    from onchip.vocab.triton import records
 
     dtype, tokens = layer.dtype, layer.number
     if weight is None or weight.numel() == 0:
@@ -438,17 +438,17 @@ def make_run(
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
-    unpacked = launches.Vectors.unpack(vectors, tokens)
+    unpacked = records.Vectors.unpack(vectors, tokens)
     tma = capability >= 90 and aligned_rows
     gluon = tma and has_gluon(capability)
-    return launches.Run(
+    return records.Run(
         weight, dtype, bias, tokens, options, unpacked, tiles, programs, tma=tma, class_weight=class_weight, gluon=gluon
     )
 
 
 @lru_cache(maxsize=64)
-def _tiles(hidden: int, shared: int, heuristic: Any) -> "dict[str, launches.Tiles]":
+def _tiles(hidden: int, shared: int, heuristic: Any) -> "dict[str, records.Tiles]":
     """Those of each kernel, by the function that chooses them."""
-    from onchip.vocab.triton import launches
+    from onchip.vocab.triton import records
 
-    return {kernel: launches.Tiles(**numbers) for kernel, numbers in heuristic(shared, hidden).items()}
+    return {kernel: records.Tiles(**numbers) for kernel, numbers in heuristic(shared, hidden).items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import softmax, sums
-from onchip.vocab.triton.launches import BLOCK, Run, Sum, Terms, Vectors
+from onchip.vocab.triton.records import BLOCK, Run, Sum, Terms, Vectors
 
 
 def compact(

@@ -26,7 +26,9 @@ from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import gradients, launches, setup, softmax, vectors
 from onchip.vocab.triton import sums as sum_kernels
-from onchip.vocab.triton.launches import (
+from onchip.vocab.triton.memory import PAIRS, TritonPlan, rounds_in_forward
+from onchip.vocab.triton.products import Products, chunks, float16_scale
+from onchip.vocab.triton.records import (
     BLOCK,
     TOKEN_TILE,
     VOCAB_TILE,
@@ -39,8 +41,6 @@ from onchip.vocab.triton.launches import (
     Terms,
     TokenSoftmax,
 )
-from onchip.vocab.triton.memory import PAIRS, TritonPlan, rounds_in_forward
-from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
 from onchip.vocab.triton.tiling import VECTOR, chunk_hidden
 from onchip.vocab.triton.token_launches import compact, keep_hidden, scale_hidden
