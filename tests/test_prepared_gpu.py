@@ -9,6 +9,7 @@ import torch
 from losses import mixed_plan, plan_in_forward
 from onchip.frontend import torch_prepared
 from onchip.torch import (
+    TopK,
     cross_entropy,
     fp8_linear,
     grouped_matmul,
@@ -53,6 +54,19 @@ def _normalized(seed):
     """By another number in each call."""
     hidden, weight = _leaves(seed, (T, H), (V, H))
     return linear_cross_entropy(hidden, weight, _target(seed), normalizer=100.0 + seed), (hidden, weight)
+
+
+def _soft(op, labels, **options):
+    """Of so many labels for each token, or of every entry."""
+
+    def step(seed):
+        hidden, weight, probs = _leaves(seed, (T, H), (V, H), (T, labels))
+        probs = probs.detach().float().softmax(-1)
+        ids = torch.arange(labels, device="cuda").expand(T, labels)
+        target = probs if labels == V else TopK(ids, probs, "probs", "truncated")
+        return op(hidden, weight, target, backend="triton", **options), (hidden, weight)
+
+    return step
 
 
 def _with_stats(seed):
@@ -119,6 +133,8 @@ STEPS = {
     "linear_cross_entropy-shift": _head(linear_cross_entropy, shift=True),
     "linear_cross_entropy-stats": _with_stats,
     "linear_cross_entropy-class_weight": _weighed,
+    "linear_cross_entropy-topk": _soft(linear_cross_entropy, 3, z_loss=1e-3),
+    "linear_cross_entropy-dense": _soft(linear_cross_entropy, V, return_stats=False),
     "linear_log_probs": _log_probs,
     "cross_entropy": _rows(cross_entropy, backend="triton"),
     "log_probs": _rows(log_probs, backend="triton"),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.topk import TopK, check_labels, most_log_prob, raise_for_log_prob
 from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, refuse_gradient, require_tensors
 
@@ -41,7 +42,7 @@ def parts_of(target: Any, leading: torch.Size) -> tuple[Tensor, Tensor, str]:
     """Ids, the numbers that they or all entries have, and the kind of these."""
     if isinstance(target, TopK):
         return target.indices, target.values, target.kind
-    return torch.zeros(leading, dtype=torch.int64, device=target.device), target, "probs"
+    return stated.zeros(leading, torch.int64, target.device), target, "probs"
 
 
 def _eps(x: Tensor) -> float:

@@ -29,6 +29,7 @@ from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph
 from onchip.frontend.torch_prepared import Kinds
 
 C = TypeVar("C")
+T = TypeVar("T")
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 
 Wanted = Sequence[bool]
@@ -240,6 +241,15 @@ class Operator(Generic[C, O]):
         apply = self._apply if plain else self._node.apply
         *connected, link = apply(self, saving, kept, (*outputs[:count], outputs[-1]), *inputs)
         return (*connected, *outputs[count:-1], link)
+
+    def stated(self, call: C, function: Callable[..., T], *tensors: Tensor | None) -> T:
+        """`function(call, *tensors)`, stated as one operator on the call's tensors and these."""
+        count, rest = len(self.call.tensors), self.call.rest_of(call)
+
+        def of_tensors(*given: Tensor | None) -> T:
+            return function(self.call.build(given[:count], rest), *given[count:])
+
+        return torch_prepared.call(of_tensors, *self.call.tensors_of(call), *tensors)
 
     # What the registered operators run: the op's functions on unpacked arguments.
 

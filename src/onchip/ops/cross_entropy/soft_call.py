@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import LOSS_DTYPES
 from onchip.frontend.torch_labels import check_log_probs
 from onchip.frontend.torch_register import Made, Wanted
@@ -112,4 +112,4 @@ def save(call: SoftCall, made: SoftMade) -> Kept:
 
 def fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
     """Contiguous, whatever the logits' strides."""
-    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
+    return [stated.empty_like(kept.call.logits)]

@@ -4,7 +4,7 @@ Forward reads logits and labels once, and so does backward.  The loss is reduced
 tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,9 @@ class Kept(NamedTuple):
 
 
 def _forward(call: SoftCall) -> Outputs:
-    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    options = call.options
+    if options.check_inputs:
+        call.tokens(check_values=True)
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
     losses, lse, less, mass = (stated.empty(call.number, torch.float32, call.logits.device) for _ in range(4))
@@ -51,7 +53,11 @@ def _forward(call: SoftCall) -> Outputs:
             "soft_losses", call.logits, call.labels, None, call.token_temperature, options, call.class_weight,
             loss=losses, lse=lse, less=less, mass=mass, **stats._asdict(),
         )  # fmt: skip
-    return Outputs(soft.reduced(options, losses, tokens, call.logits.shape[:-1]), lse, less, mass, stats)
+    return Outputs(LOSS.stated(call, _reduced, losses), lse, less, mass, stats)
+
+
+def _reduced(call: SoftCall, losses: Any) -> Tensor:
+    return soft.reduced(call.options, losses, call.tokens(check_values=False), call.logits.shape[:-1])
 
 
 def _fake(call: SoftCall) -> Outputs:
@@ -69,9 +75,8 @@ def _save(call: SoftCall, made: Outputs) -> Kept:
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, options, (grad_loss,) = kept.call, kept.call.options, upstream
     assert grad_loss is not None
-    tokens, (out,) = call.tokens(check_values=False), _fake_gradients(kept, upstream, wanted)
-    each = tokens.upstream(grad_loss, options.reduction)
-    row, _ = scaled_rows(tokens, options, each, torch.float32)
+    (out,) = _fake_gradients(kept, upstream, wanted)
+    row = LOSS.stated(call, _rows, grad_loss)
     if call.number > 0:
         with device_of(out):
             launch_soft(
@@ -79,6 +84,13 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
                 lse=kept.lse, less=kept.less, mass=kept.mass, row_factor=stated.changed(row, Tensor.contiguous),
             )  # fmt: skip
     return [out]
+
+
+def _rows(call: SoftCall, grad_loss: Any) -> Tensor:
+    """[T] float32: of each token's loss, times the derivative of the logits."""
+    tokens = call.tokens(check_values=False)
+    row, _ = scaled_rows(tokens, call.options, tokens.upstream(grad_loss, call.options.reduction), torch.float32)
+    return row
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:

@@ -4,6 +4,7 @@ Forward reads each row of logits once, and so does backward.  The loss, and the 
 made of a few of PyTorch's operations on numbers of tokens and ids.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from onchip.vocab.rows.launches import launch_ids, shares_of_ids
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch.softmax import TokenGradient
 
 
 def _forward(call: SoftCall) -> SoftMade:
-    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    options, ids = call.options, stated.call(_ids, call.ids, call.options.ignore_index)
+    if options.check_inputs:
+        call.tokens(check_values=True)
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
     asked = soft.asked_by(options, call.class_weight)
@@ -34,35 +38,51 @@ def _forward(call: SoftCall) -> SoftMade:
     argmax, uniform = empty(asked.entropy, dtype=torch.int64), empty(asked.mean_logits)
     if call.number > 0:
         launch_ids(
-            "log_probs", call.logits, None, _ids(call), call.token_temperature, options, asked.class_weight,
+            "log_probs", call.logits, None, ids, call.token_temperature, options, asked.class_weight,
             lse=lse, log_prob=log_prob, entropy=entropy, mean=empty(asked.entropy), top1=argmax, uniform=uniform,
             mean_logits=None, log_sum_sq_probs=None,
         )  # fmt: skip
-    losses = soft.token_losses(options, lse, log_prob, uniform, call.probs())
+    loss, *stats = LOSS.stated(call, _results, lse, log_prob, entropy, argmax, uniform)
+    assert loss is not None
+    return SoftMade(SoftOutputs(loss, lse, log_prob, None, None, soft.SoftStats(*stats)))
+
+
+def _results(call: SoftCall, *tensors: Any) -> list[Tensor | None]:
+    """The loss, and the fields of its statistics."""
+    lse, log_prob, entropy, argmax, uniform = tensors
+    tokens = call.tokens(check_values=False)
+    losses = soft.token_losses(call.options, lse, log_prob, uniform, call.probs())
     stats = soft.id_stats(lse, log_prob, entropy, argmax, call.probs(weighed=False), tokens.ids)
-    loss = soft.reduced(options, losses, tokens, call.logits.shape[:-1])
-    return SoftMade(SoftOutputs(loss, lse, log_prob, None, None, stats))
+    return [soft.reduced(call.options, losses, tokens, call.logits.shape[:-1]), *stats]
 
 
-def _ids(call: SoftCall) -> Tensor:
+def _ids(ids: Tensor, ignore_index: int) -> Tensor:
     """None is ignored: one that looks like it is out of range."""
-    return torch.where(call.ids == call.options.ignore_index, -1, call.ids.to(torch.int64))
+    return torch.where(ids == ignore_index, -1, ids.to(torch.int64))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, options, (grad_loss,) = kept.call, kept.call.options, upstream
     assert grad_loss is not None
-    tokens, (out,) = call.tokens(check_values=False), fake_gradients(kept, upstream, wanted)
-    each = tokens.upstream(grad_loss, options.reduction)
-    row, _ = scaled_rows(tokens, options, each, torch.float32)
-    known = kept.lse, kept.log_prob, call.probs(), tokens
+    (out,) = fake_gradients(kept, upstream, wanted)
     if call.number > 0:
         with device_of(out):
-            gradient = soft.loss_gradient(options, row, *known, call.logits.shape[-1], call.class_weight, shares_of_ids)
-            more = {name: None if x is None else x.contiguous() for name, x in vars(gradient).items()}
+            ids = stated.call(_ids, call.ids, options.ignore_index)
+            made = LOSS.stated(call, _by_token, grad_loss, kept.lse, kept.log_prob)
+            more = dict(zip([field.name for field in fields(TokenGradient)], made, strict=True))
             for kernel in ("log_prob_gradients", "write_ids"):
-                launch_ids(kernel, call.logits, out, _ids(call), call.token_temperature, options, **more)
+                launch_ids(kernel, call.logits, out, ids, call.token_temperature, options, **more)
     return [out]
+
+
+def _by_token(call: SoftCall, *tensors: Any) -> list[Tensor | None]:
+    """The fields of a `TokenGradient`."""
+    grad_loss, lse, log_prob = tensors
+    options, tokens = call.options, call.tokens(check_values=False)
+    row, _ = scaled_rows(tokens, options, tokens.upstream(grad_loss, options.reduction), torch.float32)
+    known = lse, log_prob, call.probs(), tokens, call.logits.shape[-1], call.class_weight, shares_of_ids
+    gradient = soft.loss_gradient(options, row, *known)
+    return [None if x is None else x.contiguous() for x in vars(gradient).values()]
 
 
 LOSS = Operator(

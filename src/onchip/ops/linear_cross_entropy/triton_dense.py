@@ -1,6 +1,6 @@
 """linear_cross_entropy for PyTorch with a probability for every entry, on Triton kernels: the operator's functions."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,14 +47,16 @@ def _forward(call: SoftCall) -> Outputs:
     from onchip.vocab.triton import labels
 
     config, options = _plan(call), call.options
-    tokens, saved = (
-        call.tokens(check_values=options.check_inputs and not call.hidden.is_meta),
-        setup.make_saved(call, config),
-    )
+    if options.check_inputs and not call.hidden.is_meta:
+        call.tokens(check_values=True)
+    saved = setup.make_saved(call, config)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     made = labels.forward(run, call, config, saved, labels.labels_of(call.labels, options.label_smoothing))
-    loss = soft.reduced(options, made.loss, tokens, call.hidden.shape[:-1])
-    return Outputs(loss, *made[1:], saved)
+    return Outputs(LOSS.stated(call, _reduced, made.loss), *made[1:], saved)
+
+
+def _reduced(call: SoftCall, losses: Any) -> Tensor:
+    return soft.reduced(call.options, losses, call.tokens(check_values=False), call.hidden.shape[:-1])
 
 
 def _fake(call: SoftCall) -> Outputs:
@@ -79,15 +81,20 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     call, options, (grad_loss,) = kept.call, kept.call.options, upstream
     assert grad_loss is not None
-    tokens = call.tokens(check_values=False)
-    each = tokens.upstream(grad_loss, options.reduction)
-    row, _ = scaled_rows(tokens, options, each, torch.float32)
+    row = LOSS.stated(call, _rows, grad_loss)
     run = setup.make_run(
         call, options, kept.saved.vectors, call.weight_grad_out, call.class_weight, weight=kept.saved.weight
     )
     known = labels.LabelStats(row, kept.lse, kept.less, kept.mass)
     given = labels.labels_of(call.labels, options.label_smoothing)
     return labels.backward(run, call, kept.config, kept.saved, given, known, row, wanted, add_to=call.weight_grad_out)
+
+
+def _rows(call: SoftCall, grad_loss: Any) -> Tensor:
+    """[T] float32: of each token's loss, times the derivative of the logits by the product."""
+    tokens = call.tokens(check_values=False)
+    row, _ = scaled_rows(tokens, call.options, tokens.upstream(grad_loss, call.options.reduction), torch.float32)
+    return row
 
 
 LOSS = Operator(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
@@ -41,26 +42,39 @@ class Kept(NamedTuple):
 def as_kernels_take_it(call: Any) -> Any:
     """z-loss and class weights are taken in here, but for what smoothing spreads; and no id is ignored: one that looks
     like it is out of range."""
-    ids = torch.where(call.ids == call.options.ignore_index, -1, call.ids.to(torch.int64))
+    ids = stated.call(_ids, call.ids, call.options.ignore_index)
     each = call.class_weight if call.options.label_smoothing > 0 else None
     return replace(call, ids=ids, class_weight=each, options=replace(call.options, z_loss=0.0))
+
+
+def _ids(ids: Tensor, ignore_index: int) -> Tensor:
+    return torch.where(ids == ignore_index, -1, ids.to(torch.int64))
 
 
 def _forward(call: SoftCall) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
     config, options = setup.plan(call), call.options
-    tokens = call.tokens(check_values=options.check_inputs and not call.hidden.is_meta)
+    if options.check_inputs and not call.hidden.is_meta:
+        call.tokens(check_values=True)
     saved, given = setup.make_saved(call, config), as_kernels_take_it(call)
     run = setup.make_run(
         given, given.options, saved.vectors, call.weight_grad_out, given.class_weight, weight=saved.weight
     )
     made = walks.forward(run, given, config, saved, asked=Asked(entropy=options.return_stats))
-    losses = soft.token_losses(options, made.lse, made.log_prob, made.uniform_loss, call.probs())
-    loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     known = made.lse, made.log_prob, made.entropy, made.top1
-    stats = soft.id_stats(*known, call.probs(weighed=False), given.ids.reshape(made.log_prob.shape))
-    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None, None, stats), saved)
+    loss, *stats = LOSS.stated(call, _results, given.ids, made.uniform_loss, *known)
+    assert loss is not None
+    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None, None, soft.SoftStats(*stats)), saved)
+
+
+def _results(call: SoftCall, *tensors: Any) -> list[Tensor | None]:
+    """The loss, and the fields of its statistics."""
+    ids, uniform, lse, log_prob, entropy, top1 = tensors
+    losses = soft.token_losses(call.options, lse, log_prob, uniform, call.probs())
+    loss = soft.reduced(call.options, losses, call.tokens(check_values=False), call.hidden.shape[:-1])
+    known = lse, log_prob, entropy, top1, call.probs(weighed=False), ids.reshape(log_prob.shape)
+    return [loss, *soft.id_stats(*known)]
 
 
 def _fake(call: SoftCall) -> TritonOutputs:
@@ -74,7 +88,7 @@ def _save(call: SoftCall, made: TritonOutputs) -> Kept:
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
-    from onchip.vocab.triton import walks
+    from onchip.vocab.triton import records, walks
 
     call = kept.call
     given = as_kernels_take_it(call)
@@ -86,8 +100,16 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         given.class_weight,
         weight=setup.weight_in_backward(given, kept.config, kept.saved),
     )
-    known, by_output = gradient_by_outputs(call, upstream, kept.lse, kept.log_prob)
+    (grad_loss,) = upstream
+    known = records.TokenSoftmax(kept.lse, kept.log_prob)
+    by_output = walks.OutputGradients(*LOSS.stated(call, _by_outputs, grad_loss, kept.lse, kept.log_prob))
     return walks.backward(run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
+
+
+def _by_outputs(call: SoftCall, *tensors: Any) -> list[Tensor | None]:
+    """The fields of the second that `gradient_by_outputs` returns."""
+    grad_loss, lse, log_prob = tensors
+    return [*gradient_by_outputs(call, (grad_loss,), lse, log_prob)[1]]
 
 
 def gradient_by_outputs(call: SoftCall, upstream: Made, lse: Tensor, log_prob: Tensor) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_labels import log_probs_or_nan
 from onchip.frontend.torch_types import LossStats, WithStats
@@ -48,7 +49,8 @@ class SoftStats(NamedTuple):
         if not options.return_stats:
             return SoftStats()
         total = accumulator(like.dtype)
-        return SoftStats(*(like.new_empty(tokens, dtype=x) for x in (total, total, torch.bool, torch.int64, total)))
+        dtypes = total, total, torch.bool, torch.int64, total
+        return SoftStats(*(stated.empty(tokens, x, like.device) for x in dtypes))
 
     def of(self, lse: Tensor) -> LossStats:
         """With this lse, [T], what the caller gets."""

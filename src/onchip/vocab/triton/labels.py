@@ -91,7 +91,7 @@ def backward(
     """As `walks.backward`: turn `saved` into hidden's gradient, and return those of weight and bias."""
     run, grads = _cut(run), Gradients.of(call, saved, wanted, add_to)
     if run.tokens > 0:
-        scale = float16_scale(row * (1 + known.mass), run.vectors, run.dtype)
+        scale = float16_scale(stated.call(_with_mass, row, known.mass), run.vectors, run.dtype)
         row = stated.changed(row, Tensor.contiguous) if scale is None else stated.call(torch.mul, row, scale)
         nothing = stated.zero(stated.empty_like(row))
         terms = Terms(
@@ -103,10 +103,10 @@ def backward(
             lse=known.lse,
             entry=nothing,
             entry_label=stated.call(torch.full_like, row, -1, dtype=torch.int32),
-            inverse_grad_scale=None if scale is None else 1 / scale,
+            inverse_grad_scale=None if scale is None else stated.call(torch.reciprocal, scale),
             mass=known.mass,
             less=known.less,
-            more=2 * run.options.z_loss * known.lse,
+            more=stated.call(torch.mul, known.lse, 2 * run.options.z_loss),
         )
         products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
         start = next(chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE))
@@ -117,6 +117,10 @@ def backward(
             products.take_chunk(first, tiles)
         products.finish()
     return grads.made(call.dtypes[2])
+
+
+def _with_mass(row: Tensor, mass: Tensor) -> Tensor:
+    return row * (1 + mass)
 
 
 def _cut(run: Run) -> Run:
