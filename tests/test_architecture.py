@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-OPS = ("cross_entropy", "linear_cross_entropy", "linear_jsd", "linear_log_probs")
+import onchip.ops
+from onchip.bench import harness
+from onchip.oracle.checks import Checker
+from onchip.plan.asked import PlannedOp
+from onchip.registry import OPS
 
 
 def run_python(code):
@@ -18,10 +23,18 @@ def test_arrows_go_one_way():
     assert lint_imports(config_filename="pyproject.toml", no_cache=True) == 0
 
 
-LAYERS = ("fp8_linear", "grouped_matmul", "collective_matmul")
-OF_OPS = [f"onchip.bench.ops.{op}" for op in (*OPS, *LAYERS)]
-# These import cases.py and reference.py too.
-CHECKS = [f"onchip.ops.{op}.checks" for op in (*OPS, *LAYERS)]
+def test_every_folder_is_an_op_that_is_registered_with_its_entries():
+    folders = {path.parent.name for path in Path(*onchip.ops.__path__).glob("*/__init__.py")}
+    assert folders == set(OPS)
+    for op in OPS.values():
+        assert isinstance(op.entry("checks:CHECKER"), Checker)
+        assert callable(op.entry("checks:plain_refusals"))
+        assert isinstance(op.entry("plan:PLAN"), PlannedOp)
+        assert any(isinstance(getattr(op.entry("bench"), name, None), harness.Op) for name in ("TORCH", "JAX", "WORLD"))
+
+
+# The checks import cases.py and reference.py too.
+OF_OPS = [f"onchip.ops.{op}.{entry}" for op in OPS for entry in ("bench", "checks", "plan")]
 PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory", "onchip.groups.problem",
             "onchip.collectives.problem"]  # fmt: skip
 
@@ -29,8 +42,8 @@ PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [
-        (["onchip", *PLANNERS, *(f"onchip.ops.{op}.spec" for op in OPS)], ["torch", "jax", "numpy"]),
-        (["onchip.cli", "onchip.plan", *OF_OPS, *CHECKS, "onchip.oracle.checks"], ["torch", "jax"]),
+        (["onchip", *PLANNERS, *(f"onchip.ops.{op}.spec" for op in OPS if OPS[op].loss)], ["torch", "jax", "numpy"]),
+        (["onchip.cli", "onchip.plan", *OF_OPS, "onchip.oracle.checks"], ["torch", "jax"]),
         (["onchip.cli"], ["matplotlib", "plotly"]),
         (["onchip.torch"], ["jax", "triton", "matplotlib", "plotly", "typer", "rich"]),
         (["onchip.jax"], ["torch", "triton", "matplotlib", "plotly", "typer", "rich"]),

@@ -109,13 +109,13 @@ class Run:
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "_busy_cores", lambda: 1.5)  # it would look for half a second
-    monkeypatch.setattr("onchip.bench.run.OPS", ("toy",))
     monkeypatch.setattr("onchip.bench.page.plotly_js", lambda: "/* 5 MB */")
 
     def run(*implementations, more=None, **options):
         op = ToyOp("torch", SUITES, lambda fw: implementations, make)
         vars(op).update({"DTYPES": ("float32", "float64")} | (more or {}))
-        monkeypatch.setitem(sys.modules, "onchip.bench.ops.toy", SimpleNamespace(TORCH=op))
+        toy = SimpleNamespace(entry=lambda path: SimpleNamespace(TORCH=op))
+        monkeypatch.setattr("onchip.bench.run.OPS", {"toy": toy})
         text = StringIO()
         settings = {"cases": None, "device": "cpu", "dtype": None, "repeats": 2, "impls": None, "out": tmp_path / "r"}
         settings |= {"console": Console(file=text, width=200)}

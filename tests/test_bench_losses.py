@@ -21,14 +21,15 @@ from rich.console import Console
 import onchip
 from onchip.bench import benchmark, harness, jax_steps, plots, torch_steps
 from onchip.bench import peers as bench_peers
-from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
 from onchip.bench.run import benchmark_named, benchmark_of, run_bench
-from onchip.ops import OPS
+from onchip.ops.cross_entropy import bench as cross_entropy
+from onchip.ops.linear_cross_entropy import bench as linear_cross_entropy
 from onchip.ops.linear_cross_entropy import cases as lce_cases
 from onchip.ops.linear_cross_entropy import reference as lce_reference
 from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
+from onchip.registry import OPS
 from onchip.torch import linear_cross_entropy as linear_cross_entropy_in_torch
 from onchip.vocab import memory
 
@@ -414,7 +415,7 @@ def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
 def test_nothing_is_imported_before_it_is_asked_for(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
     code = (
-        "import sys; from onchip.bench import harness, run; from onchip.ops import OPS;"
+        "import sys; from onchip.bench import harness, run; from onchip.registry import OPS;"
         f"names = ['{framework.upper()}', *(['WORLD'] if '{framework}' == 'torch' else [])];"
         f"ops = [made for op in OPS for name in names if (made := run.benchmark_named(op, name))];"
         "print([m for m in ('torch', 'jax', 'matplotlib', 'jinja2') if m in sys.modules]);"

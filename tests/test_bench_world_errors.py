@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from onchip.bench.ops import linear_cross_entropy
+from onchip.ops.linear_cross_entropy import bench as linear_cross_entropy
 from shared import run_cli
 
 

@@ -25,9 +25,9 @@ from onchip.core.sizes import DTYPE_BYTES
 from onchip.core.tables import print_table
 from onchip.kernels.triton import launch as triton_calls
 from onchip.kernels.triton import versions
-from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import checks, jax_op
 from onchip.oracle.checks import Check, Checker
+from onchip.registry import OPS
 from shared import run_cli, run_json
 
 

@@ -4,20 +4,19 @@ import dataclasses
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from onchip.ops import OPS as ALL_OPS
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_jsd import memory as jsd_memory
 from onchip.ops.linear_jsd import triton_memory as jsd_triton
 from onchip.plan import plan
+from onchip.plan.asked import planned_op
 from onchip.plan.gpus import GPUS
 from onchip.plan.models import MODELS, named_model
-from onchip.plan.ways import OPS
 from onchip.plan.words import budget_text, memory_text
+from onchip.registry import OPS
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.mosaic import memory as mosaic_memory
@@ -140,12 +139,11 @@ PLANNERS = {
 
 
 def test_the_ops_and_their_backends_are_those_that_there_are():
-    assert set(OPS) <= set(ALL_OPS)
     for op, entry in OPS.items():
-        backends = import_module(f"onchip.ops.{op}.torch_op").BACKENDS
-        known = tuple(entry.backends["torch", "full"])
+        backends = entry.entry("torch_op:BACKENDS")
+        known = tuple(planned_op(op).backends["torch", "full"])
         assert known == backends[: len(known)]
-    assert tuple(OPS["linear_cross_entropy"].backends["jax", "full"]) == jax_op.BACKENDS["gpu"][:2]
+    assert tuple(planned_op("linear_cross_entropy").backends["jax", "full"]) == jax_op.BACKENDS["gpu"][:2]
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "triton"), ("jax", "mosaic_gpu")])

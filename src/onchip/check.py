@@ -1,7 +1,6 @@
 """`onchip check`: every op's correctness cases on this machine, against the float64 oracle."""
 
 from dataclasses import asdict
-from importlib import import_module
 from itertools import product
 from math import isfinite
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.text import Text
 from onchip.core.machine import FRAMEWORKS, choose_framework, installed_frameworks, require_packages, resolve_device
 from onchip.core.names import Device, known_op, operands, words
 from onchip.core.tables import print_table
-from onchip.ops import OPS
+from onchip.registry import OPS
 
 # Without `full`, one check in so many, backwards from the last: compiling takes JAX seconds for each.  These are prime,
 # so that a case, a dtype and a variant each get their turn.
@@ -23,7 +22,7 @@ _COLUMNS = ("case", "dtype", "implementation", "worst of", "error", "bound", "")
 
 
 def run_check(
-    ops: Annotated[list[str] | None, operands(OPS, " Default: all.")] = None,
+    ops: Annotated[list[str] | None, operands(tuple(OPS), " Default: all.")] = None,
     *,
     framework: Annotated[str | None, words("Default: those that are installed.", "torch", "jax", "all")] = None,
     device: Device = "auto",
@@ -56,7 +55,7 @@ def run_check(
     devices = {framework: resolve_device(device, framework) for framework in frameworks}
     for framework, op in product(frameworks, chosen):
         device, name = devices[framework], FRAMEWORKS[framework]
-        checker = import_module(f"onchip.ops.{op}.checks").CHECKER
+        checker = OPS[op].entry("checks:CHECKER")
         shown: list[list[str | Text]] = []
         planned = checker.planned_checks(device, framework)
         if not full:

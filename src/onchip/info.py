@@ -10,7 +10,7 @@ from rich.console import Console
 import onchip
 from onchip.core.machine import FRAMEWORKS, package_version
 from onchip.core.tables import print_table
-from onchip.ops import OPS
+from onchip.registry import OPS
 
 
 def run_info(console: Console) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None)
         plain = {"torch" if framework == "torch" else "xla": missing}
         reasons = {"cpu": plain, "cuda": plain}
     else:
-        refusals = import_module(f"onchip.ops.{op}.checks").plain_refusals
+        refusals = OPS[op].entry("checks:plain_refusals")
         on_cpu = refusals("cpu", "bfloat16", framework)
         # PyTorch can't be asked about a device that isn't there.
         on_gpu = on_cpu if framework == "torch" and no_cuda else refusals("cuda", "bfloat16", framework)

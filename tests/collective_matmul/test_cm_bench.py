@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from onchip.bench.ops.collective_matmul import JAX, RETURNED, WORLD
+from onchip.ops.collective_matmul.bench import JAX, RETURNED, WORLD
 from onchip.ops.collective_matmul.torch_checks import session
 
 

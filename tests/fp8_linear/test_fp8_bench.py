@@ -16,10 +16,10 @@ from rich.console import Console
 
 from onchip.bench import benchmark as bench_benchmark
 from onchip.bench import plots
-from onchip.bench.ops import fp8_linear as module
 from onchip.bench.run import run_bench
 from onchip.fp8 import torch_quantize
 from onchip.fp8.torch_products import dequantized_product
+from onchip.ops.fp8_linear import bench as module
 from onchip.ops.fp8_linear import cases
 from onchip.oracle.checks import adapter_of
 

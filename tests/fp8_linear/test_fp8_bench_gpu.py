@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 
 from onchip.bench import harness, plots
-from onchip.bench.ops.fp8_linear import LINEAR, PRODUCTS, QUANTIZED_BEFORE, SCALED_MM
-from onchip.bench.ops.fp8_linear import TORCH as benchmark
 from onchip.ops.fp8_linear import cases
+from onchip.ops.fp8_linear.bench import LINEAR, PRODUCTS, QUANTIZED_BEFORE, SCALED_MM
+from onchip.ops.fp8_linear.bench import TORCH as benchmark
 
 pytestmark = pytest.mark.gpu
 

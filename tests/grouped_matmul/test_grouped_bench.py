@@ -8,7 +8,7 @@ import jax
 import pytest
 import torch
 
-from onchip.bench.ops.grouped_matmul import JAX, RETURNED, TORCH
+from onchip.ops.grouped_matmul.bench import JAX, RETURNED, TORCH
 from onchip.ops.grouped_matmul.cases import MODEL_CASES
 
 

@@ -10,9 +10,9 @@ import torch
 from lce_fp8_cases import CASES, GRADIENT_DB, LOSS_ERROR, assert_alike, assert_near, results
 
 from losses import LCE
-from onchip.bench.ops.linear_cross_entropy import TORCH as benchmark
 from onchip.fp8 import torch_quantize
 from onchip.ops.linear_cross_entropy import fp8_op
+from onchip.ops.linear_cross_entropy.bench import TORCH as benchmark
 from onchip.torch import LinearCrossEntropyLoss, linear_cross_entropy, quantize_weight
 from onchip.vocab.fp8 import memory as fp8_spec
 from shared import gradients

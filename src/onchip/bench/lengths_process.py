@@ -16,6 +16,7 @@ from typing import Any
 from onchip.bench.harness import Op
 from onchip.bench.peers import Implementation, no_compiler
 from onchip.bench.timing import Step
+from onchip.registry import OPS
 
 MODE = "forward+backward"
 COMPILED = "torch.compile(dynamic=True)"
@@ -148,14 +149,12 @@ def measure(asked: Asked, op: Op, tell: Callable[[str], None]) -> dict[str, Any]
 
 
 def main() -> None:
-    from importlib import import_module
-
     asked: Asked = pickle.load(sys.stdin.buffer)
 
     def say(**said: Any) -> None:
         print(json.dumps(said), flush=True)
 
-    op = import_module(f"onchip.bench.ops.{asked.op}").TORCH
+    op = OPS[asked.op].entry("bench:TORCH")
     found: Mapping[str, Any] = measure(asked, op, lambda doing: say(doing=doing))
     say(found=found)
 

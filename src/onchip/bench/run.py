@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -16,7 +15,7 @@ from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
 from onchip.core.names import Cases, Device, Framework, known_op, matching, operands, words
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.ops import OPS
+from onchip.registry import OPS
 
 
 class _Document(TypedDict):
@@ -49,7 +48,7 @@ def benchmark_of(op: str, framework: str, world: int | None = None) -> harness.O
 
 def benchmark_named(op: str, name: str) -> harness.Op | None:
     """Of "TORCH", "JAX" and "WORLD", those that the op has."""
-    made: harness.Op | None = getattr(import_module(f"onchip.bench.ops.{op}"), name, None)
+    made: harness.Op | None = getattr(OPS[op].entry("bench"), name, None)
     return made
 
 
@@ -57,7 +56,7 @@ _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def run_bench(
-    op: Annotated[str, operands(OPS)],
+    op: Annotated[str, operands(tuple(OPS))],
     framework: Framework = None,
     *,
     cases: Cases = None,

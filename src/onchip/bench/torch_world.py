@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from time import sleep
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from onchip.bench import harness, report
 from onchip.bench.world import Alone
+from onchip.registry import OPS
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -167,7 +167,7 @@ def run_cases(op: str, ranks: int, *, implementations: list[str], console: Conso
 
 def _run_rank(op: str, options: Mapping[str, Any], stderr: bool, path: str) -> None:
     """The harness in this rank; the first writes to `path` what is found, case by case."""
-    target: harness.Op = resolve_name(f"onchip.bench.ops.{op}:WORLD")
+    target: harness.Op = OPS[op].entry("bench:WORLD")
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     device = options["device"]
     if device == "cpu":

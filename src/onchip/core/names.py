@@ -27,6 +27,12 @@ Framework = Annotated[str | None, words("Default: torch where it is installed.",
 Cases = Annotated[list[str] | None, typer.Option("--case", help="Case name or pattern; may be given several times.")]
 
 
+def listed(names: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
     """The names that match a pattern, in their own order.
 

@@ -11,14 +11,14 @@ from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.options import require_bool, require_one_of, require_positive, require_positive_int
-from onchip.plan.asked import PlannedCall
+from onchip.plan.asked import PlannedCall, planned_op
 from onchip.plan.document import Baseline, Plan, Row
 from onchip.plan.gpus import GPUS, product_ms
 from onchip.plan.links import Exchange, exchanges
 from onchip.plan.models import ModelSizes, model_of_config, named_model
 from onchip.plan.rows import few_rows, in_bytes, layer_row, many_rows
-from onchip.plan.ways import OPS
 from onchip.plan.words import note_of_exchanges, notes, verdict
+from onchip.registry import OPS
 from onchip.vocab.memory import Problem
 
 __all__ = ["Baseline", "Plan", "Row", "plan"]
@@ -61,26 +61,27 @@ def plan(
     It looks at no device and at no framework.
 
     Args:
-        op: a loss over a vocabulary, "fp8_linear", "grouped_matmul" or "collective_matmul".
-        tokens: all leading dimensions multiplied; of grouped_matmul the rows of the product, each token once for each
-            of its experts.
+        op: its name, of those that `onchip plan --help` lists.  A size or an option that only some ops have raises for
+            the others, and names those that have it.
+        tokens: all leading dimensions multiplied; of a product with `experts` its rows, each token once for each of
+            its experts.
         hidden: the size of a hidden state; it goes before a model's.
         vocab: entries of the vocabulary; likewise.
         model: a name on the Hugging Face Hub, in any case, with or without its organisation.
         config: the path of a model's config.json, or of its folder.
-        teacher_hidden: of linear_jsd, the teacher's; by default as `hidden`.
-        in_features: of fp8_linear, grouped_matmul and collective_matmul, with `out_features`: those of the whole layer.
-            A model has those of its blocks, but not of experts.
+        teacher_hidden: the teacher's; by default as `hidden`.
+        in_features: with `out_features`: those of the whole layer.  A model has those of its blocks, but not of
+            experts.
         out_features: of the same.
-        experts: of grouped_matmul, how many groups of rows there are.
-        rows: of grouped_matmul, how many rows x has where it is read by its argument `rows`.
+        experts: how many groups of rows there are.
+        rows: how many rows x has where it is read by its argument `rows`.
         dtype: of the inputs: "float32", "bfloat16" or "float16".
         weight_dtype: the weight's, where autocast casts it; by default as `dtype`.
         gradients: of forward and backward with all gradients, or False: of forward alone.
-        frozen: of linear_cross_entropy and linear_log_probs, whether the weight needs no gradient.
+        frozen: whether the weight needs no gradient.
         weight_grad_out: of linear_cross_entropy in PyTorch, whether backward adds the weight's gradient to a tensor of
             the caller's.
-        entropy: of linear_log_probs, whether the entropy is asked for too.
+        entropy: whether the entropy is asked for too.
         device: "cuda" or "cpu"; what to plan for, not what is here.
         gpu: "h100" (the default), "h200", "a100", "l40s", "4090" or "b200".  Times are predicted for the first two,
             where they were measured.
@@ -113,7 +114,7 @@ def plan(
     3.0
     """
     require_one_of("plan", "op", op, tuple(OPS))
-    known = OPS[op]
+    known = planned_op(op)
     _check_words(op, framework, precision, device, gpu, dtype, weight_dtype)
     of_weight = {"frozen": frozen, "weight_grad_out": weight_grad_out}
     flags = {"gradients": gradients, "entropy": entropy, "every_budget": every_budget, **of_weight}
@@ -136,7 +137,7 @@ def plan(
         ),
         (
             weight_grad_out and framework == "jax",
-            "in JAX linear_cross_entropy has no weight_grad_out; leave it out",
+            f"in JAX {op} has no weight_grad_out; leave it out",
         ),
     )
     found = _found(model, config)
@@ -227,7 +228,7 @@ def _check_words(
     op: str, framework: str, precision: str, device: str, gpu: str | None, dtype: str, weight_dtype: str | None
 ) -> None:
     """Raise for an unknown word, and for words that don't go together."""
-    known = OPS[op]
+    known = planned_op(op)
     choose_framework(framework)
     for name, value, allowed in (
         ("precision", precision, PRECISIONS),
@@ -264,7 +265,7 @@ def _refuse(*reasons: tuple[bool, str]) -> None:
 
 def _check_ranks(op: str, tokens: int, vocab: int, ranks: int, sequence_parallel: bool, link: float | None) -> None:
     """Raise where ranks can't share what the op has."""
-    known = OPS[op]
+    known = planned_op(op)
     shares = known.layer is None
     of_ranks = "sequence_parallel and link are of ranks that share the vocabulary; give tensor_parallel too"
     _refuse(
@@ -287,11 +288,16 @@ def _check_ranks(op: str, tokens: int, vocab: int, ranks: int, sequence_parallel
         require_positive("plan", "link", link)
 
 
+def ops_with(name: str) -> list[str]:
+    """The ops that have a size or an option of this name."""
+    return [op for op in OPS if name in (*planned_op(op).needs, *planned_op(op).takes)]
+
+
 def _check_taken(op: str, given: Mapping[str, Any]) -> None:
     """Raise for a size or an option that the op doesn't have."""
     for name, value in given.items():
-        if value is not None and name not in (*OPS[op].needs, *OPS[op].takes):
-            of = ", ".join(other for other, entry in OPS.items() if name in (*entry.needs, *entry.takes))
+        if value is not None and op not in (having := ops_with(name)):
+            of = ", ".join(having)
             raise ValueError(f"plan: {op} has no {name}, which is for {of}; leave it out")
 
 

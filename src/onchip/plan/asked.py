@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from onchip.plan.gpus import GPUS
+from onchip.registry import OPS
 from onchip.vocab.memory import Problem
 
 
@@ -24,11 +25,11 @@ class PlannedCall:
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """In and out features of the linear layers."""
     experts: int = 0
-    """Of grouped_matmul."""
+    """Groups of rows, each with a weight of its own; or 0."""
     rows: int = 0
     """Of x, where the product reads them by an index; or 0."""
     ranks: int = 1
-    """That share a layer, of collective_matmul."""
+    """That share a layer."""
 
     @property
     def measured(self) -> bool:
@@ -137,8 +138,15 @@ class PlannedOp:
     """Logits per token and entry of the vocabulary."""
     softcap: bool = True
     """Whether it can cap the logits."""
+    fp8: bool = False
+    """Whether its products are in FP8 at every precision."""
     ids: int = 0
     """Ids per token, of log-probabilities."""
     numbers: int = 3
     """Float32 a token that ranks which share the vocabulary gather: lse, what it was rounded by, and the target's
     log-probability; 0 where that is not known."""
+
+
+def planned_op(name: str) -> PlannedOp:
+    made: PlannedOp = OPS[name].entry("plan:PLAN")
+    return made

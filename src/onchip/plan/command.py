@@ -10,12 +10,13 @@ import msgspec
 import typer
 from rich.console import Console
 
-from onchip.core.names import operands, words
+from onchip.core.names import listed, operands, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan import PRECISIONS, plan
+from onchip.plan.asked import planned_op
 from onchip.plan.gpus import GPUS
 from onchip.plan.show import show
-from onchip.plan.ways import OPS
+from onchip.registry import OPS
 
 _WORDS: Mapping[str, Iterable[str]] = {
     "dtype": DTYPE_BYTES,
@@ -23,7 +24,7 @@ _WORDS: Mapping[str, Iterable[str]] = {
     "gpu": GPUS,
     "device": ("cuda", "cpu"),
     "framework": ("torch", "jax"),
-    "backend": ("auto", *dict.fromkeys(name for op in OPS.values() for of in op.backends.values() for name in of)),
+    "backend": ("auto", *dict.fromkeys(name for op in OPS for of in planned_op(op).backends.values() for name in of)),
     "precision": PRECISIONS,
 }
 # Arguments that the command has otherwise.
@@ -83,6 +84,9 @@ def _options() -> Iterator[inspect.Parameter]:
             of, default = Annotated[str, operands(tuple(OPS))], parameter.default
         else:
             said = re.sub(r"`(\w+)`", lambda found: _flag(found[1]), helps.get(name, "").replace('"', ""))
+            having = [op for op in OPS if name in planned_op(op).takes]
+            if having and not said.startswith("of "):
+                said = f"of {listed(having)}, {said}"
             said = said[:1].upper() + said[1:]
             flags = (_flag(name),) if kind is bool else ()
             option = words(said, *_WORDS[name]) if name in _WORDS else typer.Option(*flags, help=said)

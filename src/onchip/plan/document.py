@@ -33,9 +33,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ms: float | None = None
     """Predicted time; None where there is no model of it."""
     sent_bytes: int | None = None
-    """Of collective_matmul: what this rank sends to others."""
+    """Of layers that ranks share: what this rank sends to others."""
     plain_ms: float | None = None
-    """What the baseline is predicted to take for the layer, of fp8_linear and grouped_matmul."""
+    """What the baseline is predicted to take for the layer, of an op without budgets."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weight_grad_out: bool
     """Whether its gradient is added to a tensor of the caller's."""
     tensor_parallel: int
-    """Ranks that share the vocabulary, or of collective_matmul the layers."""
+    """Ranks that share the vocabulary or the layers."""
     sequence_parallel: bool
     """Whether each of them has the hidden states of its part of the tokens."""
     link: float | None

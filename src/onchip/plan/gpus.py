@@ -8,11 +8,6 @@ from onchip.vocab.triton.costs import RATES, Rates
 # quantiser reads and writes: results/2026-11-22-h100-fp8_linear.json.
 _FP8_PRODUCT, _FP8_WEIGHT_PRODUCT, _FP8_QUANTISED = 1275.0, 975.0, 2.9
 
-# Of grouped products in bfloat16 on an H100: TFLOP/s, and TB/s of the groups' weights that are read or written beside;
-# of output, x's gradient and weight's.  Fitted to even groups in results/2026-11-24-h100-grouped_matmul*.json, which
-# are within 11%, 9% and 3%.
-_GROUPED = ((955.0, 4.6), (935.0, 5.0), (875.0, 4.4))
-
 
 class Gpu(NamedTuple):
     """One GPU."""
@@ -63,9 +58,3 @@ def fp8_ms(gpu: str, outputs: int, weights: int, quantised: int) -> float:
     """
     moved = quantised / (_FP8_QUANTISED * faster_memory(gpu))
     return 2e-9 * (outputs / _FP8_PRODUCT + weights / _FP8_WEIGHT_PRODUCT) + 1e-9 * moved
-
-
-def grouped_ms(gpu: str, multiplications: int, weight_bytes: int, *, gradients: bool) -> float:
-    """Of grouped products with so many multiplications each: one, or three with gradients."""
-    memory, of = faster_memory(gpu), _GROUPED if gradients else _GROUPED[:1]
-    return 1e-9 * sum(2 * multiplications / rate + weight_bytes / (beside * memory) for rate, beside in of)

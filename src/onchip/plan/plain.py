@@ -10,8 +10,11 @@ from onchip.plan.gpus import faster_memory, product_ms, rates
 _STEP_KERNELS, _KERNELS = 8, 4
 
 
-class _Measured(NamedTuple):
-    """What an expression was measured to take for each logit, of a step and of forward alone."""
+class Measured(NamedTuple):
+    """What an expression was measured to take for each logit, of a step and of forward alone.
+
+    Bytes follow from what autograd keeps.  Times are those of results/2026-11-2[12]-h100-*.json.
+    """
 
     name: str
     expression: str
@@ -36,64 +39,24 @@ class _Measured(NamedTuple):
         return Plain(self.name, self.expression, size, ms)
 
 
-# Bytes follow from what autograd keeps.  Times are those of results/2026-11-21-h100-linear_cross_entropy.json and
-# results/2026-11-22-h100-*.json: of linear_log_probs, linear_jsd, cross_entropy and linear_cross_entropy-jax.
-_EAGER, _JIT = "eager PyTorch", "plain JAX"
-_LOSS = _Measured(_EAGER, "F.cross_entropy(F.linear(hidden, weight).float(), target)", 12, 17.0, 8, 8.4)
-_CROSS_ENTROPY = _Measured(_EAGER, "F.cross_entropy(logits.float(), target)", 12, 16.9, 8, 8.3)
-_LOG_PROBS = _Measured(_EAGER, "F.linear(hidden, weight).float().log_softmax(-1).gather(-1, ids)", 12, 15.9, 10, 8.3)
-_ENTROPY = _LOG_PROBS._replace(
-    expression=f"{_LOG_PROBS.expression}, and the entropy", step_bytes=20, step_ps=42.3, bytes=14, ps=16.4
-)
-_COMPILED_JSD = _Measured("torch.compile", "the divergence of two float32 softmaxes, compiled", 8, 13.9, 4, 5.7)
-_XLA = _Measured(_JIT, "the loss of hidden @ weight.T in 16 bits, under jax.jit", 6, 5.2, 2, 1.5)
+EAGER, JIT = "eager PyTorch", "plain JAX"
 
 
-def _of_hidden(asked: PlannedCall) -> int:
+def of_hidden(asked: PlannedCall) -> int:
     """Bytes of hidden's gradient."""
     p = asked.problem
     return DTYPE_BYTES[p.hidden_dtype] * p.tokens * p.hidden if asked.gradients else 0
 
 
-def _of_weight(asked: PlannedCall) -> int:
+def of_weight(asked: PlannedCall) -> int:
     p = asked.problem
     return DTYPE_BYTES[p.weight_dtype] * p.vocab * p.hidden * p.grad_weight if asked.gradients else 0
 
 
-def _was_measured(asked: PlannedCall) -> bool:
+def was_measured(asked: PlannedCall) -> bool:
     """Whether memory was, of what XLA or TorchInductor compiles."""
     return asked.problem.device == "cuda" and asked.problem.dtype != "float32"
 
 
-def _known(asked: PlannedCall, measured: _Measured, after_peak: int) -> Plain:
+def known(asked: PlannedCall, measured: Measured, after_peak: int) -> Plain:
     return measured.plain(asked, asked.products * asked.problem.hidden, after_peak=after_peak)
-
-
-def loss(asked: PlannedCall) -> Plain:
-    if asked.framework == "torch":
-        return _known(asked, _LOSS, _of_hidden(asked) + _of_weight(asked))
-    return _known(asked, _XLA, 0) if _was_measured(asked) else Plain(*_XLA[:2])
-
-
-def log_probs(asked: PlannedCall) -> Plain:
-    if asked.framework == "jax":
-        return Plain(_JIT, "jax.nn.log_softmax of the logits")
-    return _known(asked, _ENTROPY if asked.entropy else _LOG_PROBS, _of_hidden(asked) + _of_weight(asked))
-
-
-def cross_entropy(asked: PlannedCall) -> Plain:
-    if asked.framework == "jax":
-        return Plain(_JIT, "jax.nn.log_softmax of the logits")
-    p = asked.problem
-    return _CROSS_ENTROPY.plain(asked, 0, after_peak=asked.gradients * DTYPE_BYTES[p.dtype] * p.tokens * p.vocab)
-
-
-def jsd(asked: PlannedCall) -> Plain:
-    if asked.framework == "jax":
-        return Plain(_JIT, "the divergence of two softmaxes")
-    p = asked.problem
-    if not _was_measured(asked):
-        return Plain(*_COMPILED_JSD[:2])
-    # A product for each model's logits, and two for the student's gradients.
-    products = p.hidden * (3 if asked.gradients else 1) + asked.teacher_hidden
-    return _COMPILED_JSD.plain(asked, products, after_peak=asked.gradients * DTYPE_BYTES[p.dtype] * p.tokens * p.hidden)

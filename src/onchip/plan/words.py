@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from onchip.core.sizes import MIB, UNITS
-from onchip.plan.asked import Plain, PlannedCall
+from onchip.plan.asked import Plain, PlannedCall, planned_op
 from onchip.plan.document import Row
 from onchip.plan.gpus import GPUS
 from onchip.plan.links import Exchange
 from onchip.plan.models import ModelSizes
-from onchip.plan.ways import OPS
 
 
 def budget_text(size: int) -> str:
@@ -90,7 +89,7 @@ def notes(
     found: ModelSizes | None,
 ) -> list[str]:
     """What the numbers leave out, and where the times come from; `vocab` of all `ranks`."""
-    p, gpu, op = asked.problem, GPUS[asked.gpu], OPS[asked.op]
+    p, gpu, op = asked.problem, GPUS[asked.gpu], planned_op(asked.op)
     softcap = found.softcap if found is not None else None
     timed = any(row.ms is not None for row in rows)
     lacking = (
@@ -115,7 +114,7 @@ def notes(
         f"{of_ranks}. Sums travel in float32.": ranks > 1 and layers,
         f"{of_ranks}, {shared}": ranks > 1 and not layers,
         "The times leave out what it takes to read x by rows and to sum up its gradient.": timed and asked.rows > 0,
-        "FP8 products are an approximation.": asked.precision == "fp8" or asked.op == "fp8_linear",
+        "FP8 products are an approximation.": asked.precision == "fp8" or op.fp8,
         "The model's head shares its weight with the embedding.": found is not None and found.tied and p.hidden > 0,
         f"The model caps its logits, and {asked.op} has no softcap.": bool(softcap) and not layers and not p.softcap,
         f"The model caps its logits: {capped}": p.softcap,

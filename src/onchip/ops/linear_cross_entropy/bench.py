@@ -175,9 +175,7 @@ def _in_fp8(fw: Any, name: str, before: bool) -> Implementation:
 
 
 def _quantized_before_steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
-    from onchip.ops.fp8_linear.torch_op import quantize_weight
-
-    copies = quantize_weight(problem.arrays[1])
+    copies = imported("onchip.torch:quantize_weight")(problem.arrays[1])
 
     def of_copies(hidden: Any, weight: Any, target: Any, **options: Any) -> Any:
         return op(hidden, copies._replace(weight=weight), target, **options)

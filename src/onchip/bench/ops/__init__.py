@@ -1,1 +1,0 @@
-"""For each op what `onchip bench` runs: its steps and its peers."""

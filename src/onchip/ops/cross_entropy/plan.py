@@ -1,0 +1,49 @@
+"""What `onchip plan` says of the op.  No framework."""
+
+from functools import partial
+
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, Way
+from onchip.plan.gpus import faster_memory
+from onchip.plan.plain import EAGER, JIT, Measured
+from onchip.plan.ways import Said, never, planned, triton_refusal
+from onchip.vocab.rows import memory
+
+_CROSS_ENTROPY = Measured(EAGER, "F.cross_entropy(logits.float(), target)", 12, 16.9, 8, 8.3)
+
+
+def _rows_way(asked: PlannedCall, *, triton: bool = False, xla: bool = False) -> Way:
+    of = asked.problem
+    p = memory.Problem(
+        of.tokens, of.vocab, of.dtype, of.device, grad=asked.gradients, softcap=of.softcap, triton=triton, xla=xla
+    )
+
+    def say(rows: int) -> Said:
+        ms = None
+        if triton and asked.measured:
+            # Read once, and the gradient written: results/2026-11-22-h100-cross_entropy.json, where rows are long.
+            per_byte = 2 * 0.41 if asked.gradients else 0.34
+            ms = 1e-9 * per_byte * p.tokens * p.vocab * DTYPE_BYTES[p.dtype] / faster_memory(asked.gpu)
+        return 0, 0, {"tokens": rows}, ms
+
+    return planned(memory.PLANNER, p, say)
+
+
+def _plain(asked: PlannedCall) -> Plain:
+    if asked.framework == "jax":
+        return Plain(JIT, "jax.nn.log_softmax of the logits")
+    p = asked.problem
+    return _CROSS_ENTROPY.plain(asked, 0, after_peak=asked.gradients * DTYPE_BYTES[p.dtype] * p.tokens * p.vocab)
+
+
+PLAN = PlannedOp(
+    backends={
+        ("torch", "full"): {
+            "triton": Backend(triton_refusal, partial(_rows_way, triton=True)),
+            "torch": Backend(never, _rows_way),
+        },
+        ("jax", "full"): {"xla": Backend(never, partial(_rows_way, xla=True))},
+    },
+    plain=_plain,
+    needs=("vocab",),
+)

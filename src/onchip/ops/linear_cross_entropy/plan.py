@@ -1,0 +1,83 @@
+"""What `onchip plan` says of the op.  No framework."""
+
+from dataclasses import replace
+from functools import partial
+
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.gpus import fp8_ms
+from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight, was_measured
+from onchip.plan.ways import fp8_triton_refusal, hopper_refusal, kernels, never, of_products, triton_refusal, triton_way
+from onchip.vocab import memory
+from onchip.vocab.fp8 import memory as fp8_memory
+from onchip.vocab.mosaic import memory as mosaic_memory
+from onchip.vocab.xla import memory as xla_memory
+
+_LOSS = Measured(EAGER, "F.cross_entropy(F.linear(hidden, weight).float(), target)", 12, 17.0, 8, 8.4)
+_XLA = Measured(JIT, "the loss of hidden @ weight.T in 16 bits, under jax.jit", 6, 5.2, 2, 1.5)
+
+
+def _mosaic(asked: PlannedCall) -> str | None:
+    p = asked.problem
+    refusal = mosaic_memory.refusal(p, "gpu" if p.device == "cuda" else p.device, weight_layout="vh")
+    return refusal or hopper_refusal(asked)
+
+
+def _of_blocks(c: mosaic_memory.MosaicPlan) -> dict[str, int]:
+    return {"tokens": c.token_chunk, "vocab": c.recompute_chunks * c.chunk, "weight_gradient_rows": c.chunk}
+
+
+def _mosaic_way(asked: PlannedCall) -> Way:
+    strategies = ("auto", "stash", "recompute") if asked.gradients else ("auto",)
+    predict = mosaic_memory.predict if asked.measured else None
+    return kernels(mosaic_memory.PLANNER, asked.wanted, (asked.products, 1), predict, _of_blocks, strategies)
+
+
+def _fp8_way(asked: PlannedCall, *, triton: bool) -> Way:
+    p = asked.wanted
+
+    def step(_: str, budget: int | None) -> StepPlan:
+        chunk = fp8_memory.plan(p, budget)
+        ms = None
+        # Smaller chunks than the default's were not measured.
+        if triton and asked.measured and chunk >= min(p.tokens, fp8_memory.DEFAULT_CHUNK):
+            product, logits = p.tokens * p.hidden * p.vocab, p.tokens * p.vocab
+            # The weight is read and quantised in both orientations.  Logits are written, read, and quantised in both.
+            of_weight = (DTYPE_BYTES[p.dtype] + 1 + asked.gradients) * p.vocab * p.hidden
+            outputs, weights = (2 * product, product * p.grad_weight) if p.any_grad else (product, 0)
+            ms = fp8_ms(asked.gpu, outputs, weights, of_weight + (6 if p.any_grad else 4) * logits)
+        return StepPlan(fp8_memory.scratch_parts(p, chunk), asked.products, 0, {"tokens": chunk}, ms)
+
+    planner = fp8_memory.PLANNER
+    return Way(step, lambda _: planner.least(p, ""), lambda _: fp8_memory.scratch_bytes(p, fp8_memory.plan(p, None)))
+
+
+def _fp8_torch_way(asked: PlannedCall) -> Way:
+    # The framework's own products take what they take on the CPU.
+    return _fp8_way(replace(asked, problem=replace(asked.problem, device="cpu")), triton=False)
+
+
+def _plain(asked: PlannedCall) -> Plain:
+    if asked.framework == "torch":
+        return known(asked, _LOSS, of_hidden(asked) + of_weight(asked))
+    return known(asked, _XLA, 0) if was_measured(asked) else Plain(*_XLA[:2])
+
+
+PLAN = PlannedOp(
+    backends={
+        ("torch", "full"): {
+            "triton": Backend(triton_refusal, triton_way),
+            "torch": Backend(never, of_products(memory)),
+        },
+        ("torch", "fp8"): {
+            "triton": Backend(fp8_triton_refusal, partial(_fp8_way, triton=True)),
+            "torch": Backend(never, _fp8_torch_way),
+        },
+        ("jax", "full"): {
+            "mosaic_gpu": Backend(_mosaic, _mosaic_way),
+            "xla": Backend(never, of_products(xla_memory)),
+        },
+    },
+    plain=_plain,
+    takes=("frozen", "weight_grad_out"),
+)
