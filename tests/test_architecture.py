@@ -30,11 +30,13 @@ def test_every_folder_is_an_op_that_is_registered_with_its_entries():
         assert isinstance(op.entry("checks:CHECKER"), Checker)
         assert callable(op.entry("checks:plain_refusals"))
         assert isinstance(op.entry("plan:PLAN"), PlannedOp)
+        assert not op.warms_up or op.entry("warm_up:CALLS")
         assert any(isinstance(getattr(op.entry("bench"), name, None), harness.Op) for name in ("TORCH", "JAX", "WORLD"))
 
 
 # The checks import cases.py and reference.py too.
 OF_OPS = [f"onchip.ops.{op}.{entry}" for op in OPS for entry in ("bench", "checks", "plan")]
+OF_OPS += [f"onchip.ops.{op}.warm_up" for op in OPS if OPS[op].warms_up]
 PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory", "onchip.groups.problem",
             "onchip.collectives.problem"]  # fmt: skip
 

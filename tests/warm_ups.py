@@ -8,6 +8,7 @@ import torch
 
 import fake_cuda
 import onchip.torch
+from onchip.frontend.warm_up import Sizes, calls
 from onchip.kernels.triton import compiling
 from onchip.torch import warm
 
@@ -19,11 +20,12 @@ LENGTHS = 7, 300, 1003, 5000
 
 
 def call(op, tokens):
-    def make(*shape, dtype=torch.bfloat16, of_weight=False, constant=False):
-        return torch.zeros(shape, dtype=dtype).requires_grad_(dtype.is_floating_point and not constant)
+    def make(*shape, dtype="bfloat16", of_weight=False, constant=False):
+        made = torch.zeros(shape, dtype=getattr(torch, dtype))
+        return made.requires_grad_(made.is_floating_point() and not constant)
 
-    sizes = dict.fromkeys(warm._Sizes._fields, 0) | CALLS[op] | {"tokens": tokens}
-    arguments = warm.CALLS[op].arguments(warm._Sizes(**sizes), make)
+    sizes = dict.fromkeys(Sizes._fields, 0) | CALLS[op] | {"tokens": tokens}
+    arguments = calls()[op].arguments(Sizes(**sizes), make)
     getattr(onchip.torch, op)(**arguments).backward()
 
 
@@ -31,7 +33,7 @@ def main():
     op, kind = sys.argv[1:]
     lacked = []
     with fake_cuda.gpu():
-        sizes = warm._Sizes(**dict.fromkeys(warm._Sizes._fields, 0) | CALLS[op] | {"tokens": 64})
+        sizes = Sizes(**dict.fromkeys(Sizes._fields, 0) | CALLS[op] | {"tokens": 64})
         made = None
         if kind == "warm":
             made = warm._warmed(

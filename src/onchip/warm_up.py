@@ -7,14 +7,17 @@ import typer
 from rich.console import Console
 
 from onchip.core.machine import require_packages
-from onchip.core.names import known_op, operands, words
+from onchip.core.names import known_op, listed, operands, words
 from onchip.core.sizes import DTYPE_BYTES
+from onchip.frontend.warm_up import calls
 from onchip.plan.models import model_of_config, named_model
 
-OPS = (
-    "linear_cross_entropy", "linear_log_probs", "linear_jsd", "cross_entropy", "log_probs", "fp8_linear",
-    "grouped_matmul",
-)  # fmt: skip
+_CALLS = calls()
+OPS = tuple(_CALLS)
+
+
+def _of(size: str) -> str:
+    return f"Of {listed([op for op, call in _CALLS.items() if size in call.sizes])}."
 
 
 def run_warm_up(
@@ -25,9 +28,9 @@ def run_warm_up(
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
     teacher_hidden: Annotated[int | None, typer.Option(help="Of linear_jsd. Default: as --hidden.")] = None,
-    in_features: Annotated[int | None, typer.Option(help="Of fp8_linear and grouped_matmul.")] = None,
+    in_features: Annotated[int | None, typer.Option(help=_of("in_features"))] = None,
     out_features: Annotated[int | None, typer.Option(help="Of the same.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Of grouped_matmul.")] = None,
+    experts: Annotated[int | None, typer.Option(help=_of("experts"))] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the call, or rows; kernels don't depend on them.")] = 8192,
     dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
     weight_dtype: Annotated[str | None, words("The weight's dtype, if it is another.", *DTYPE_BYTES)] = None,

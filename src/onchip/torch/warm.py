@@ -1,7 +1,6 @@
 """Kernels that are compiled before they are needed."""
 
 import time
-from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_ahead
+from onchip.frontend.warm_up import Sizes, calls
 from onchip.kernels.triton import compiling
 from onchip.kernels.triton.launch import asks
 from onchip.kernels.triton.versions import interpreted, settings
@@ -26,70 +26,6 @@ class WarmUp(NamedTuple):
     found: int
     """How many others were in Triton's cache."""
     seconds: float
-
-
-class _Sizes(NamedTuple):
-    tokens: int
-    hidden: int
-    vocab: int
-    teacher_hidden: int
-    in_features: int
-    out_features: int
-    experts: int
-
-
-Make = Callable[..., Tensor]
-"""Zeros of a shape, whether they need a gradient, and of another dtype if there is one."""
-
-
-def _head(s: _Sizes, make: Make) -> dict[str, Tensor]:
-    return {"hidden": make(s.tokens, s.hidden), "weight": make(s.vocab, s.hidden, of_weight=True)}
-
-
-def _ids(s: _Sizes, make: Make) -> Tensor:
-    return make(s.tokens, dtype=torch.int64)
-
-
-def _jsd(s: _Sizes, make: Make) -> dict[str, Tensor]:
-    teacher = s.teacher_hidden or s.hidden
-    return {
-        "student_hidden": make(s.tokens, s.hidden),
-        "student_weight": make(s.vocab, s.hidden, of_weight=True),
-        "teacher_hidden": make(s.tokens, teacher, constant=True),
-        "teacher_weight": make(s.vocab, teacher, constant=True),
-    }
-
-
-def _groups(s: _Sizes, make: Make) -> dict[str, Tensor]:
-    sizes = make(s.experts, dtype=torch.int32)
-    sizes[0] = s.tokens
-    weight = make(s.experts, s.out_features, s.in_features, of_weight=True)
-    return {"x": make(s.tokens, s.in_features), "weight": weight, "group_sizes": sizes}
-
-
-class _Call(NamedTuple):
-    sizes: Sequence[str]
-    """What must be given."""
-    arguments: Callable[[_Sizes, Make], dict[str, Tensor]]
-
-
-CALLS = {
-    "linear_cross_entropy": _Call(("hidden", "vocab"), lambda s, make: _head(s, make) | {"target": _ids(s, make)}),
-    "linear_log_probs": _Call(("hidden", "vocab"), lambda s, make: _head(s, make) | {"ids": _ids(s, make)}),
-    "linear_jsd": _Call(("hidden", "vocab"), _jsd),
-    "cross_entropy": _Call(
-        ("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "target": _ids(s, make)}
-    ),
-    "log_probs": _Call(("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "ids": _ids(s, make)}),
-    "fp8_linear": _Call(
-        ("in_features", "out_features"),
-        lambda s, make: {
-            "x": make(s.tokens, s.in_features),
-            "weight": make(s.out_features, s.in_features, of_weight=True),
-        },
-    ),
-    "grouped_matmul": _Call(("in_features", "out_features", "experts"), _groups),
-}  # fmt: skip
 
 
 def warm_up(
@@ -116,14 +52,13 @@ def warm_up(
     it with what the training will use; in a job of several ranks one of them is enough, before the others begin.
 
     Args:
-        op: "linear_cross_entropy", "linear_log_probs", "linear_jsd", "cross_entropy", "log_probs", "fp8_linear" or
-            "grouped_matmul".
+        op: the name of a function of `onchip.torch`, of those that `onchip warm-up --help` lists.
         hidden: H, of the ops whose name begins with linear; of linear_jsd the student's.
         vocab: V, of the ops of a vocabulary.
         teacher_hidden: of linear_jsd.  Default: `hidden`.
-        in_features: K of fp8_linear and grouped_matmul.
+        in_features: K of a linear layer, or of one for each group of rows.
         out_features: N of the same.
-        experts: groups of grouped_matmul.
+        experts: groups of rows.
         tokens: T of the call, or rows.
         dtype: of the inputs.
         weight_dtype: of the weight, where it is another, as in mixed precision.
@@ -146,19 +81,19 @@ def warm_up(
         >>> warm_up("linear_cross_entropy", hidden=4096, vocab=128256)  # doctest: +SKIP
         WarmUp(device='NVIDIA H100 80GB HBM3', compiled=('add_targets', ...), found=0, seconds=...)
     """
-    if op not in CALLS:
-        raise ValueError(f"{OP}: op must be one of {', '.join(CALLS)}; got {op!r}")
+    if op not in (known := calls()):
+        raise ValueError(f"{OP}: op must be one of {', '.join(known)}; got {op!r}")
     given = {
         "hidden": hidden, "vocab": vocab, "teacher_hidden": teacher_hidden, "in_features": in_features,
         "out_features": out_features, "experts": experts,
     }  # fmt: skip
     for name, size in (*given.items(), ("tokens", tokens)):
-        if size is None and name in CALLS[op].sizes:
-            raise ValueError(f"{OP}: {op} needs {' and '.join(CALLS[op].sizes)}; {name} is missing")
+        if size is None and name in known[op].sizes:
+            raise ValueError(f"{OP}: {op} needs {' and '.join(known[op].sizes)}; {name} is missing")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{OP}: {name} must be an int of 1 or more; got {size!r}")
     where = _device(device)
-    sizes = _Sizes(tokens, **{name: size or 0 for name, size in given.items()})
+    sizes = Sizes(tokens, **{name: size or 0 for name, size in given.items()})
     return _warmed(op, sizes, dtype, weight_dtype or dtype, where, options, gradients=gradients, frozen=frozen)
 
 
@@ -175,8 +110,8 @@ def _device(device: torch.device | str | int | None) -> torch.device:
 
 def _warmed(
     op: str,
-    sizes: _Sizes,
-    dtype: torch.dtype,
+    sizes: Sizes,
+    inputs_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
     options: dict[str, Any],
@@ -184,14 +119,15 @@ def _warmed(
     gradients: bool,
     frozen: bool,
 ) -> WarmUp:
-    def make(*shape: int, dtype: torch.dtype = dtype, of_weight: bool = False, constant: bool = False) -> Tensor:
-        made = torch.zeros(shape, dtype=weight_dtype if of_weight else dtype, device=device)
-        return made.requires_grad_(dtype.is_floating_point and not constant and not (of_weight and frozen))
+    def make(*shape: int, dtype: str | None = None, of_weight: bool = False, constant: bool = False) -> Tensor:
+        trained = weight_dtype if of_weight else inputs_dtype
+        made = torch.zeros(shape, dtype=getattr(torch, dtype) if dtype else trained, device=device)
+        return made.requires_grad_(made.is_floating_point() and not constant and not (of_weight and frozen))
 
     function = getattr(import_module("onchip.torch"), op)
     start = time.perf_counter()
     with _current(device), compiling.told() as told, torch_ahead.warming(_compile), torch.set_grad_enabled(gradients):
-        arguments = CALLS[op].arguments(sizes, make)
+        arguments = calls()[op].arguments(sizes, make)
         returned = function(**arguments, **options)
         if gradients:
             leaves = [x for x in arguments.values() if x.requires_grad]

@@ -1,0 +1,12 @@
+"""What `warm_up` calls the op with.  No framework."""
+
+from typing import Any
+
+from onchip.frontend.warm_up import Call, Make, Sizes
+
+
+def _arguments(s: Sizes, make: Make) -> dict[str, Any]:
+    return {"x": make(s.tokens, s.in_features), "weight": make(s.out_features, s.in_features, of_weight=True)}
+
+
+CALLS = {"fp8_linear": Call(("in_features", "out_features"), _arguments)}
