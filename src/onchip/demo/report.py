@@ -89,7 +89,7 @@ def _moe_verdict(moe: Mapping[str, Any]) -> str:
     difference = moe["difference"]
     return (
         f"With {moe['experts']} experts in each layer, {moe['top_k']} for each token, the losses of a loop over the "
-        f"experts and of grouped_matmul differ by at most {difference['largest_in_compared_steps']:.1e} over the first "
+        f"experts and of onchip's MoE differ by at most {difference['largest_in_compared_steps']:.1e} over the first "
         f"{difference['compared_steps']} steps, and by at most {difference['largest']:.1e} on any."
     )
 
