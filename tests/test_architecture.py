@@ -12,6 +12,8 @@ from onchip.oracle.checks import Checker
 from onchip.plan.asked import PlannedOp
 from onchip.registry import OPS
 
+DOCS = Path(__file__).parent.parent / "docs"
+
 
 def run_python(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -31,6 +33,7 @@ def test_every_folder_is_an_op_that_is_registered_with_its_entries():
         assert callable(op.entry("checks:plain_refusals"))
         assert isinstance(op.entry("plan:PLAN"), PlannedOp)
         assert not op.warms_up or op.entry("warm_up:CALLS")
+        assert all((DOCS / kind / f"{op.name}.md").exists() for kind in ("ops", "internals"))
         assert any(isinstance(getattr(op.entry("bench"), name, None), harness.Op) for name in ("TORCH", "JAX", "WORLD"))
 
 

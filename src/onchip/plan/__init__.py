@@ -288,17 +288,16 @@ def _check_ranks(op: str, tokens: int, vocab: int, ranks: int, sequence_parallel
         require_positive("plan", "link", link)
 
 
-def ops_with(name: str) -> list[str]:
-    """The ops that have a size or an option of this name."""
-    return [op for op in OPS if name in (*planned_op(op).needs, *planned_op(op).takes)]
-
-
 def _check_taken(op: str, given: Mapping[str, Any]) -> None:
     """Raise for a size or an option that the op doesn't have."""
     for name, value in given.items():
-        if value is not None and op not in (having := ops_with(name)):
-            of = ", ".join(having)
-            raise ValueError(f"plan: {op} has no {name}, which is for {of}; leave it out")
+        if value is not None and op not in (having := _ops_with(name)):
+            raise ValueError(f"plan: {op} has no {name}, which is for {', '.join(having)}; leave it out")
+
+
+def _ops_with(name: str) -> list[str]:
+    """The ops that have a size or an option of this name."""
+    return [op for op in OPS if name in (*planned_op(op).needs, *planned_op(op).takes)]
 
 
 def _found(model: str | None, config: str | Path | None) -> ModelSizes | None:
