@@ -289,8 +289,8 @@ def test_softmax_all_kept_in_scratch(interpreter):
 
 
 def test_rooms():
-    """In a process of its own: the interpreter's threads wait for each other in XLA's, of which a process that ran other
-    tests may have too few left."""
+    """In a process of its own: the interpreter's threads wait for each other in XLA's, of which a process that ran
+    other tests may have too few left."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
     command = [sys.executable, "-c", "import test_mosaic_kernels; test_mosaic_kernels.check_rooms()"]
     subprocess.run(command, check=True, env=environment, timeout=200)

@@ -7,8 +7,8 @@ needs, in another such object, and `gradients(kept, upstream, wanted)` computes 
 dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's functions directly and attaches autograd
 to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
-`linear_cross_entropy` and `grouped_matmul` end as `Operator.__call__` does, so that they alone are on the stack when
-`forward` runs; the other ops call the operator.  Calls of a kind that was seen before come to `connect` alone
+Two public functions, of a head's loss and of experts' products, end as `Operator.__call__` does, so that they alone are
+on the stack when `forward` runs; the others call the operator.  Calls of a kind that was seen before come to `connect` alone
 (torch_repeat.py).
 """
 
