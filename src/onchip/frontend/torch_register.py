@@ -8,8 +8,8 @@ dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's fu
 to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
 Two public functions, of a head's loss and of experts' products, end as `Operator.__call__` does, so that they alone are
-on the stack when `forward` runs; the others call the operator.  Calls of a kind that was seen before come to `connect` alone
-(torch_repeat.py).
+on the stack when `forward` runs; the others call the operator.  Calls of a kind that was seen before come to `connect`
+alone (torch_repeat.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
