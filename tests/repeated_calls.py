@@ -232,10 +232,10 @@ SCENARIOS = {
 
 
 def main(names):
-    from onchip.frontend import torch_prepared
+    from onchip.frontend import torch_builder
 
     with fake_cuda.gpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_prepared, "_ALIGNED", 64)  # as memory of the CPU's is
+        patch.setattr(torch_builder, "ALIGNED", 64)  # as memory of the CPU's is
         for name in names:
             SCENARIOS[name]("cpu")
             print(name)

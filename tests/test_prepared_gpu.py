@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from losses import mixed_plan, plan_in_forward
-from onchip.frontend import torch_prepared
+from onchip.frontend import torch_builder, torch_prepared
 from onchip.torch import (
     TopK,
     cross_entropy,
@@ -161,9 +161,9 @@ def prepared(monkeypatch):
         counts["run"] += 1
         return real_run(self, given)
 
-    real_finish, real_run = torch_prepared.Builder.finish, torch_prepared.Prepared.run
-    monkeypatch.setattr(torch_prepared.Builder, "finish", finish)
-    monkeypatch.setattr(torch_prepared.Prepared, "run", run)
+    real_finish, real_run = torch_builder.Builder.finish, torch_builder.Prepared.run
+    monkeypatch.setattr(torch_builder.Builder, "finish", finish)
+    monkeypatch.setattr(torch_builder.Prepared, "run", run)
     torch_prepared.forget()
     return counts
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import onchip
+from onchip.frontend import torch_builder
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.torch_prepared import Builder, Kinds, Prepared, builder
+from onchip.frontend.torch_builder import Builder, Prepared
+from onchip.frontend.torch_prepared import Kinds, builder
 
 
 @pytest.fixture(autouse=True)
 def as_the_cpus_memory_is(monkeypatch):
-    monkeypatch.setattr(stated, "_ALIGNED", 64)
+    monkeypatch.setattr(torch_builder, "ALIGNED", 64)
 
 
 class Log(list):

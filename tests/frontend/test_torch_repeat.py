@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from onchip.frontend import torch_prepared, torch_repeat
+from onchip.frontend import torch_builder, torch_prepared, torch_repeat
 from onchip.frontend.torch_prepared import call as stated
 from onchip.frontend.torch_register import Operator, needed
 from onchip.frontend.torch_repeat import repeatable
@@ -105,7 +105,7 @@ def toy(x, y=None, *, factor=2.0, memory=None, way="plain", check_inputs=False):
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch_prepared, "is_prepared", lambda x: True)
-    monkeypatch.setattr(torch_prepared, "_ALIGNED", 64)  # as memory of the CPU's is
+    monkeypatch.setattr(torch_builder, "ALIGNED", 64)  # as memory of the CPU's is
     torch_prepared.forget()
     ran.clear()
 

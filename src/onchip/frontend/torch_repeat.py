@@ -24,8 +24,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from onchip.frontend import torch_prepared
+from onchip.frontend.torch_builder import Builder, Prepared, versions
 from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_prepared import SEEN_ONCE, Builder, Known, Prepared, versions
+from onchip.frontend.torch_prepared import SEEN_ONCE, Known
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,0 +1,462 @@
+"""What is taken down of an operator that states what it does (torch_prepared.py), and the steps that do it again.
+
+Places in lists have the stream first, then the given tensors, then all else in the order in which it was stated.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+ALIGNED = 512  # bytes: what the CUDA allocator's blocks are multiples of
+_SMALL = 1 << 20  # bytes: what is smaller has a place in one allocation, unless it is needed as a tensor
+_UNKNOWN = "memory is neither an argument's nor a stated operator's"
+
+Tensors = Sequence[Tensor | None]
+Step = Callable[[list[Any], list[Any]], None]  # given addresses and what is made of them, and tensors
+
+THREAD = threading.local()
+"""Its `builder` is the one that is told what this thread's operator does."""
+
+
+class Prepared(NamedTuple):
+    """Does what was stated, for other tensors of the same kind."""
+
+    size: int
+    steps: Sequence[Step]
+    results: Sequence[Callable[[list[Any]], Tensor] | None]
+    conditions: Sequence[Callable[[], bool]]
+    """What must hold."""
+    stream: Callable[[], Any]
+
+    def may_run(self) -> bool:
+        """Whether the conditions hold."""
+        for holds in self.conditions:  # noqa: SIM110 - half the time of all()
+            if not holds():
+                return False
+        return True
+
+    def run(self, given: Tensors) -> list[Tensor | None]:
+        at: list[Any] = [0] * self.size
+        tensors: list[Any] = [None] * self.size
+        at[0] = self.stream()
+        for i, x in enumerate(given, 1):
+            if x is not None:
+                tensors[i], at[i] = x, x.data_ptr()
+        for step in self.steps:
+            step(at, tensors)
+        return [None if find is None else find(tensors) for find in self.results]
+
+
+class _Geometry(NamedTuple):
+    """A tensor of some memory."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    strides: Sequence[int]
+    more: int = 0
+    """Bytes that it begins after the memory's own tensor."""
+
+    @staticmethod
+    def of(x: Tensor, more: int = 0) -> "_Geometry":
+        return _Geometry(x.dtype, tuple(x.shape), x.stride(), more)
+
+    def view(self, x: Tensor) -> Tensor:
+        size = self.dtype.itemsize
+        if self.dtype == x.dtype:
+            return x.as_strided(self.shape, self.strides, x.storage_offset() + self.more // size)
+        start = (x.storage_offset() * x.element_size() + self.more) // size
+        made = torch.empty(0, dtype=self.dtype, device=x.device)
+        return made.set_(x.untyped_storage(), start, self.shape, self.strides)
+
+
+class _Memory(NamedTuple):
+    """A storage that is known: a given tensor's, a buffer's, or that of an operator's result."""
+
+    address: int
+    geometry: _Geometry
+    storage: StorageWeakRef
+    """While it is there, no other storage gets this one's place."""
+    storage_bytes: int
+
+
+class Attached(NamedTuple):
+    """That an operator's outputs were connected by autograd."""
+
+    operator: Any
+    saving: Any
+    """What its node keeps beside tensors; None: it has no node."""
+    kept: Tensors
+    """The tensors that its node keeps."""
+    inputs: Tensors
+    """The operator's differentiable tensors."""
+    before: Tensors
+    """The outputs as they were computed, and a link where there is a node."""
+    after: Tensors
+    """The same, connected."""
+    versions: Sequence[int | None]
+    """How often the connected ones had been changed in place."""
+
+
+class Builder:
+    """Takes down what an operator does while this lasts.  Places in lists have the stream first, then the tensors that
+    are given."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.refused = ""
+        self.attached: list[Attached] = []
+        self._device = next(x.device for x in tensors if x is not None)
+        self._size = 1
+        self._given = len(tensors)
+        self._memory: dict[int, _Memory] = {}
+        self._places: dict[int, int] = {}  # by storage
+        self._steps: list[tuple[Step, set[int], int | None]] = []  # with the memory it needs, and that it allocates
+        self._as_tensors: set[int] = set()
+        self._computed: dict[Hashable, int] = {}
+        self._derived: list[tuple[Callable[[], Any], int, set[int]]] = []  # what is there, if it still is
+        self._conditions: dict[Callable[[], bool], None] = {}
+        self._stream: Callable[[], Any] = lambda: 0
+        for x in tensors:
+            place = self._new()
+            if x is not None:
+                known = self._places.get(x.untyped_storage()._cdata)
+                if known is None:
+                    self._know(place, x)
+                elif self._memory[known].address != x.data_ptr():
+                    self.refuse("two arguments share memory")
+
+    def __enter__(self) -> "Builder":
+        THREAD.builder = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        THREAD.builder = None
+
+    def refuse(self, reason: str) -> None:
+        """Prepare no call of this kind."""
+        self.refused = self.refused or reason
+
+    def require(self, holds: Callable[[], bool], stream: Callable[[], Any]) -> None:
+        """Do what is stated only where this holds, on the stream that is current then."""
+        self._conditions[holds], self._stream = None, stream
+
+    def connected(
+        self, operator: Any, saving: Any, kept: Tensors, inputs: Tensors, before: Tensors, after: Tensors
+    ) -> None:
+        """Note that these outputs were connected to these inputs."""
+        self.attached.append(Attached(operator, saving, kept, inputs, before, after, versions(after)))
+
+    # ------------------------------------------------------------------------------------------------ statements
+
+    def allocate(self, x: Tensor) -> None:
+        if x.device != self._device:
+            return  # unknown where it is used
+        place = self._new()
+        self._know(place, x)
+        if x.data_ptr() % ALIGNED:
+            self.refuse("memory is not aligned as PyTorch's allocator does it")
+        dtype, shape, strides, _ = self._memory[place].geometry
+        device = self._device
+
+        def step(at: list[Any], tensors: list[Any]) -> None:
+            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            address = x.data_ptr()
+            if address & (ALIGNED - 1):  # of an allocator that isn't PyTorch's own
+                x = _aligned(x)
+                address = x.data_ptr()
+            tensors[place], at[place] = x, address
+
+        self._steps.append((step, set(), place))
+
+    def zero(self, x: Tensor) -> None:
+        uses: set[int] = set()
+        find = self._finder(x, uses)
+
+        def step(_: list[Any], tensors: list[Any]) -> None:
+            find(tensors).zero_()
+
+        self._steps.append((step, uses, None))
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
+        given, results = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], _tensors_of(made)
+        if not all(self._knows(x) for x in given):  # what it makes is unknown where it is used
+            if any(self._knows(x) for x in results):
+                self.refuse(_UNKNOWN)
+            return
+        uses: set[int] = set()
+        finders = [self._argument(x, uses) for x in args]
+        keywords = {name: self._argument(x, uses) for name, x in kwargs.items()}
+        places: list[int | None] = []
+        for x in results:
+            place = None if x is None or self._knows(x) else self._new()
+            if x is not None and place is not None:
+                self._know(place, x)
+            places.append(place)
+
+        def step(at: list[Any], tensors: list[Any]) -> None:
+            made = function(*[find(tensors) for find in finders], **{k: find(tensors) for k, find in keywords.items()})
+            for place, x in zip(places, _tensors_of(made), strict=True):
+                if x is not None and place is not None:
+                    tensors[place], at[place] = x, x.data_ptr()
+
+        self._steps.append((step, uses, None))
+        for place in places:
+            if place is not None:
+                self._steps.append((lambda *_: None, {place}, None))  # it is freed no earlier
+
+    def launch(self, run: Any, grid: Sequence[int], function: Any, metadata: Any, values: Sequence[Any]) -> None:
+        """Of a kernel that Triton compiled, by its launcher."""
+        if self.refused or 0 in grid:
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        uses: set[int] = set()
+        template: list[Any] = [*values]
+        addresses: list[tuple[int, int, int]] = []
+        objects: list[tuple[int, int]] = []
+        for i, value in enumerate(values):
+            found = self._place_of(value, uses)
+            if found is None:
+                continue
+            place, more = found
+            template[i] = None
+            if more is None:
+                objects.append((i, place))
+            elif place == 0:
+                template[i] = 0
+            else:
+                addresses.append((i, place, more))
+
+        def step(at: list[Any], tensors: list[Any]) -> None:
+            values = template[:]
+            for i, place, more in addresses:
+                values[i] = at[place] + more
+            for i, place in objects:
+                values[i] = at[place]
+            run(x, y, z, at[0], function, metadata, None, None, None, *values)
+
+        self._steps.append((step, uses, None))
+
+    def derive(self, function: Callable[..., Any], pieces: Sequence[Tensor], matrix: Tensor, rows: Any) -> None:
+        """Say that of the addresses of these pieces `function` makes the address of `matrix`, how many rows it has, and
+        `rows`, an argument of launches."""
+        if self.refused:
+            return
+        uses: set[int] = set()
+        places = [self._address(x, uses) for x in pieces]
+        whole = self._compute(None, lambda at: function(*[at[i] + more if i else 0 for i, more in places]), uses)
+        found: list[Callable[[], Any]] = [weakref.ref(matrix), lambda: None, lambda: rows]
+        for there, part in zip(found, map(itemgetter, range(3)), strict=True):
+            self._derived.append((there, self._compute(None, partial(_part_at, part, whole), uses), uses))
+
+    def finish(self, results: Tensors) -> Prepared | str:
+        """What does the same for other tensors and returns the like of these; or why nothing does."""
+        kept: set[int] = set()
+        finders = [None if x is None else self._finder(x, kept) for x in results]
+        if self.refused:
+            return self.refused
+        born: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for n, (_, uses, made) in enumerate(self._steps):
+            last.update(dict.fromkeys(uses, n))
+            if made is not None:
+                born[made] = last[made] = n
+        unneeded = {i for i, n in born.items() if last[i] == n and i not in kept}
+        small = [i for i in born.keys() - unneeded - self._as_tensors if 0 < self._memory[i].storage_bytes < _SMALL]
+        steps = [self._share(small, born, last)] if small else []
+        unneeded.update(small)
+        for n, (step, uses, made) in enumerate(self._steps):
+            if made not in unneeded:
+                steps.append(step)
+            gone = [i for i in sorted(uses - unneeded - kept) if last[i] == n and i > self._given]
+            if gone:
+                steps.append(_freeing(gone))
+        return Prepared(self._size, steps, finders, [*self._conditions], self._stream)
+
+    def _share(self, small: Sequence[int], born: dict[int, int], last: dict[int, int]) -> Step:
+        """Allocate all of this memory at once."""
+        sizes, lives = [self._memory[i].storage_bytes for i in small], [(born[i], last[i]) for i in small]
+        starts, size = _starts(sizes, lives)
+        whole, device, places = self._new(), self._device, [*zip(small, starts, strict=True)]
+
+        def step(at: list[Any], tensors: list[Any]) -> None:
+            tensors[whole] = x = torch.empty(size + ALIGNED, dtype=torch.uint8, device=device)
+            first = -(-x.data_ptr() // ALIGNED) * ALIGNED
+            for place, start in places:
+                at[place] = first + start
+
+        return step
+
+    # ----------------------------------------------------------------------------------------------------- places
+
+    def _new(self) -> int:
+        self._size += 1
+        return self._size - 1
+
+    def _knows(self, x: Tensor | None) -> bool:
+        return x is not None and x.untyped_storage()._cdata in self._places
+
+    def _know(self, place: int, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        self._places[storage._cdata] = place
+        self._memory[place] = _Memory(x.data_ptr(), _Geometry.of(x), StorageWeakRef(storage), storage.nbytes())
+
+    def _address(self, x: Tensor, uses: set[int]) -> tuple[int, int]:
+        """The place of a tensor's memory, and how many bytes further on it begins; 0 is that of none."""
+        if x.numel() == 0 or x.data_ptr() == 0:
+            return 0, 0
+        place = self._places.get(x.untyped_storage()._cdata)
+        if place is None:
+            self.refuse(_UNKNOWN)
+            return 0, 0
+        uses.add(place)
+        return place, x.data_ptr() - self._memory[place].address
+
+    def _place_of(self, x: Any, uses: set[int]) -> tuple[int, int | None] | None:
+        """Where an argument of a launch is: an address and bytes further on, or an object (None); None: a constant."""
+        for there, place, of in self._derived:
+            if x is not None and x is there():
+                uses |= of
+                return place, 0 if isinstance(x, Tensor) else None
+        if isinstance(x, Tensor):
+            return self._address(x, uses)
+        if hasattr(x, "block_shape"):
+            return self._descriptor(x, uses), None
+        if isinstance(x, tuple):
+            return self._tuple(x, uses)
+        return None
+
+    def _tuple(self, x: tuple[Any, ...], uses: set[int]) -> tuple[int, None] | None:
+        mine: set[int] = set()
+        parts = [self._place_of(y, mine) for y in x]
+        if parts == [None] * len(parts):
+            return None
+        uses |= mine
+        template = [y if part is None else 0 for y, part in zip(x, parts, strict=True)]
+        filled = [(i, *part) for i, part in enumerate(parts) if part is not None and part[0] > 0]
+
+        def make(at: list[Any]) -> tuple[Any, ...]:
+            values = template[:]
+            for i, place, more in filled:
+                values[i] = at[place] if more is None else at[place] + more
+            return tuple(values)
+
+        return self._compute((tuple(filled), *[(type(y), y) for y in template]), make, mine), None
+
+    def _descriptor(self, x: Any, uses: set[int]) -> int:
+        """A descriptor of Triton's with an address in the place of its tensor."""
+        mine: set[int] = set()
+        base = self._place_of(x.base, mine)
+        assert base is not None
+        uses |= mine
+        (place, more), kind = base, type(x)
+        fields = {name: value for name, value in vars(x).items() if name != "base"}
+        rows = next((i + 1 for i, (there, *_) in enumerate(self._derived) if x.base is there()), None)
+        rows_at = self._derived[rows][1] if rows is not None and x.shape[0] == len(x.base) else None
+
+        def make(at: list[Any]) -> Any:
+            made = object.__new__(kind)
+            vars(made).update(fields)
+            made.base = _Address(at[place] + more if place else 0)
+            if rows_at is not None:
+                made.shape = [at[rows_at], *made.shape[1:]]
+            return made
+
+        key = kind, base, rows_at, tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.padding
+        return self._compute((*key, str(getattr(x, "layout", ""))), make, mine)
+
+    def _compute(self, key: Hashable, make: Callable[[list[Any]], Any], uses: set[int]) -> int:
+        """The place of what `make` makes of addresses, once for each key that isn't None."""
+        if key is not None and key in self._computed:
+            return self._computed[key]
+        place = self._new()
+        if key is not None:
+            self._computed[key] = place
+
+        def step(at: list[Any], _: list[Any]) -> None:
+            at[place] = make(at)
+
+        self._steps.append((step, set(uses), None))
+        return place
+
+    def _finder(self, x: Tensor, uses: set[int]) -> Callable[[list[Any]], Tensor]:
+        """What finds such a tensor among those that are there."""
+        place = self._places.get(x.untyped_storage()._cdata)
+        if place is None:
+            self.refuse(_UNKNOWN)
+            return lambda tensors: tensors[0]
+        uses.add(place)
+        self._as_tensors.add(place)
+        memory = self._memory[place]
+        geometry = _Geometry.of(x, x.data_ptr() - memory.address if x.numel() else 0)
+        if geometry == memory.geometry:
+            return lambda tensors: tensors[place]
+        return lambda tensors: geometry.view(tensors[place])
+
+    def _argument(self, x: Any, uses: set[int]) -> Callable[[list[Any]], Any]:
+        if isinstance(x, Tensor):
+            return self._finder(x, uses)
+        return lambda _: x
+
+
+def _tensors_of(made: Any) -> list[Tensor | None]:
+    """What an operator made: a tensor or several, with None in the place of all else."""
+    return [x if isinstance(x, Tensor) else None for x in (made if isinstance(made, tuple | list) else [made])]
+
+
+def versions(tensors: Tensors) -> list[int | None]:
+    """How often each was changed in place; autograd doesn't count for those of inference mode."""
+    return [None if x is None or x.is_inference() else x._version for x in tensors]
+
+
+def _part_at(part: Callable[[Any], Any], place: int, at: list[Any]) -> Any:
+    return part(at[place])
+
+
+class _Address:
+    """Stands for the tensor of a descriptor."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _starts(sizes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """Where memory of these sizes, needed from a first step to a last one, begins in one allocation, and its size.
+
+    What is needed at once doesn't overlap.  The largest first, each at the lowest place that is free.
+    """
+    at = [0] * len(sizes)
+    placed: list[int] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        first, last = lives[i]
+        others = sorted((at[j], at[j] + sizes[j]) for j in placed if lives[j][0] <= last and first <= lives[j][1])
+        for start, end in others:
+            if at[i] + sizes[i] <= start:
+                break
+            at[i] = max(at[i], -(-end // ALIGNED) * ALIGNED)
+        placed.append(i)
+    return at, max((a + size for a, size in zip(at, sizes, strict=True)), default=0)
+
+
+def _freeing(places: Sequence[int]) -> Step:
+    def step(_: list[Any], tensors: list[Any]) -> None:
+        for place in places:
+            tensors[place] = None
+
+    return step
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Memory for the same, aligned."""
+    memory = torch.empty(x.untyped_storage().nbytes() + ALIGNED, dtype=torch.uint8, device=x.device)
+    return _Geometry.of(x, -memory.data_ptr() % ALIGNED).view(memory)
