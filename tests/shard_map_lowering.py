@@ -24,10 +24,10 @@ def kernels(f, *shapes, check_vma):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     step = jax.jit(jax.value_and_grad(lambda *given: on_device(*given).sum(), (0, 1)))
     text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    return [_readable(module) for module in re.findall(r'module = "((?:[^"\\]|\\.)*)"', text)]
+    return [readable(module) for module in re.findall(r'module = "((?:[^"\\]|\\.)*)"', text)]
 
 
-def _readable(module):
+def readable(module):
     """Without places in the source, and without the numbers that JAX gives the kernels of a process."""
     escaped = re.compile(r"\\([0-9A-F]{2}|.)")
     code = escaped.sub(lambda x: chr(int(x[1], 16)) if len(x[1]) == 2 else x[1], module).encode("latin-1")

@@ -1,0 +1,231 @@
+"""What a call launches on an H100, as text: kernels, PyTorch's operators and memory, in their order.
+
+Calls run on tensors without memory, forward and backward, as they would on the GPU.  The text names no address, and
+no function of this library: code that is moved and does the same says the same.
+"""
+
+import gc
+import sys
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onchip.fp8 import cublas
+from onchip.frontend import torch_prepared, torch_register
+from onchip.kernels.triton import launch as launches
+from onchip.kernels.triton.launch import Device, Launch
+
+H100 = Device(90, 132, 232448)
+_SHORT = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}  # fmt: skip
+# Modules of this library that look at the device.
+_ON_DEVICE = (
+    "onchip.fp8.torch_products", "onchip.fp8.triton_launches", "onchip.groups.triton.launches", "onchip.groups.triton.op",
+    "onchip.vocab.rows.launches", "onchip.vocab.triton.setup", "onchip.vocab.triton.walks",
+)  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what runs while it lasts, and the memory that is taken."""
+
+    def __init__(self, **given):
+        super().__init__()
+        self.lines, self.peak = [], 0
+        self._storages, self._names = {}, {}
+        self._last, self._said = {}, {}  # by kernel, and by parameter
+        for name, x in given.items():
+            self.name(name, x)
+
+    def name(self, name, x):
+        """What its memory is called."""
+        self._names[x.untyped_storage()._cdata] = name
+        self._storages[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage()), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            self.lines.append(f"{func} {self._all((*_tensors(args),))}")
+            return _collective(args)
+        made = func(*args, **kwargs)
+        if _is_view(func):
+            return made
+        new = [x for x in _tensors((made,)) if x.untyped_storage()._cdata not in self._storages]
+        for x in new:
+            storage = x.untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        if "empty" in str(func):
+            self.lines.append(f"empty {' '.join(_kind(x) for x in new)}")
+        else:
+            into = f" -> {' '.join(_kind(x) for x in new)}" if new else ""
+            words = [*args, *(f"{k}={self._one(x)}" for k, x in kwargs.items() if k not in ("device", "layout"))]
+            self.lines.append(f"{func} {self._all(words)}{into}")
+        return made
+
+    @property
+    def live(self):
+        """Bytes that are taken now, beyond what was given."""
+        return sum(size for weak, size in self._storages.values() if not weak.expired())
+
+    def launch(self, launch):
+        """A kernel: constants after a colon, and other arguments that aren't None.
+
+        What it has in common with its last launch in this call isn't said again; `^` is what another kernel's argument
+        of that name was.
+        """
+        kernel = launch.kernel.__name__
+        constants = {p.name for p in launch.kernel.params if p.is_constexpr}
+        said = {name: self._one(x) for name, x in launch.arguments.items()}
+        before = self._last.get(kernel)
+        words = [f"{'x'.join(map(str, launch.grid))}, warps {launch.warps}, stages {launch.stages}"]
+        words[0] += "" if launch.registers is None else f", registers {launch.registers}"
+        for name, x in said.items():
+            if x != ("None" if before is None else before[name]):
+                short = "^" if len(x) > 30 and self._said.get(name) == x else x
+                words.append(f"{name}{':' if name in constants else '='}{short}")
+        self._last[kernel] = said
+        self._said |= said
+        self.lines.append(f"{kernel} {'again ' if before else ''}{' '.join(words)}")
+
+    def note(self, what, *tensors):
+        self.lines.append(f"{what} {self._all(tensors)}")
+
+    def _all(self, values):
+        return " ".join(self._one(x) for x in values)
+
+    def _one(self, x):
+        if isinstance(x, Tensor):
+            return self._tensor(x)
+        if hasattr(x, "block_shape"):
+            layout = getattr(x, "layout", None)
+            swizzle = "" if layout is None else f" swizzle {layout.swizzle_byte_width}"
+            at = f"{_list(x.shape)}:{_list(x.strides)} by {_list(x.block_shape)}{swizzle}"
+            return f"tma({self._tensor(x.base)} {at})"
+        if isinstance(x, tuple | list):
+            return f"({' '.join(self._one(y) for y in x)})"
+        if callable(getattr(x, "fn", None)):  # a function that kernels call
+            return x.fn.__name__
+        said = x if isinstance(x, str) else str(x)
+        assert " at 0x" not in said, said
+        return _SHORT.get(said.removeprefix("torch."), said)
+
+    def _tensor(self, x):
+        storage = x.untyped_storage()
+        known = self._names.get(storage._cdata)
+        if known is None:
+            self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), 0))
+            known = self._names[storage._cdata] = f"m{sum(y.startswith('m') for y in self._names.values()) + 1}"
+        offset = x.storage_offset() * x.element_size()
+        return f"{_kind(x)}@{known}{f'+{offset}' if offset else ''}"
+
+
+def _list(numbers):
+    return ",".join(map(str, numbers))
+
+
+def _kind(x):
+    dtype = str(x.dtype).removeprefix("torch.")
+    strides = "" if x.is_contiguous() else f":{_list(x.stride())}"
+    return f"{_SHORT.get(dtype, dtype)}[{_list(x.shape)}]{strides}"
+
+
+def _tensors(values):
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple | list):
+            yield from _tensors(x)
+
+
+def _is_view(func):
+    returns = func._schema.returns
+    return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+
+
+def _collective(args):
+    """As if done: what was to be written, and work that is waited for."""
+    from torch._C._distributed_c10d import FakeWork, Work
+
+    return args[0], Work.boxed(FakeWork())
+
+
+# -------------------------------------------------------------------------------------------------------- the device
+
+
+@contextmanager
+def on_h100(recorder, *, spills=False):
+    """Tensors without memory are the GPU's, and what is launched goes to the recorder."""
+    autocast = torch.is_autocast_enabled
+    replaced = {
+        "describe": lambda device: H100,
+        "device_refusal": lambda *_: None,
+        "device_of": lambda x: nullcontext(),
+    }
+    real = {name: getattr(launches, name) for name in replaced} | {"are_plain": torch_register.are_plain}
+    replaced["are_plain"] = lambda *_: True
+    for module in _ON_DEVICE:
+        import_module(module)
+    modules = [x for name, x in [*sys.modules.items()] if name.startswith("onchip.")]
+    patches = [
+        mock.patch.object(x, name, replaced[name])
+        for x in modules
+        for name in replaced
+        if vars(x).get(name) is real[name]
+    ]
+    refusals = [x for x in modules if "scaled_mm_refusal" in vars(x)]
+    patches += [mock.patch.object(x, "scaled_mm_refusal", lambda *_: None) for x in refusals]
+    patches += [
+        mock.patch.object(Launch, "run", lambda launch: recorder.launch(launch)),
+        mock.patch.object(Launch, "spills", lambda *_: spills),
+        mock.patch.object(cublas, "added", partial(_added, recorder)),
+        mock.patch.object(torch, "is_autocast_enabled", lambda *x: x != ("meta",) and autocast(*x)),
+    ]
+    torch_prepared.forget()
+    for x in patches:
+        x.start()
+    Tensor.is_cuda = property(lambda x: x.device.type == "meta")
+    try:
+        with recorder:
+            yield
+    finally:
+        del Tensor.is_cuda
+        for x in reversed(patches):
+            x.stop()
+        torch_prepared.forget()
+
+
+def _added(recorder, a, b, by_block, out):
+    recorder.note(f"cuBLASLt by {'block' if by_block else 'row'}", a.data, a.scales, b.data, b.scales, out)
+    return True
+
+
+def recorded(op, given, options, *, spills=False):
+    """The lines of a call with these tensors, forward and backward."""
+    recorder = Recorder(**given)
+    leaves = [x for x in given.values() if x.requires_grad and x.is_leaf]
+    gc.disable()  # what is freed, and when, is left to counts of references
+    try:
+        with on_h100(recorder, spills=spills):
+            made = op(**options)
+        recorder.lines.append(f"forward: at most {recorder.peak} bytes, {recorder.live} at its end")
+        outputs = [x for x in _tensors((made,)) if x.requires_grad]
+        if leaves and outputs:
+            upstream = [torch.empty_like(x) for x in outputs]
+            for i, x in enumerate(upstream):
+                recorder.name(f"upstream{i}", x)
+            recorder.peak = 0
+            with on_h100(recorder, spills=spills):
+                grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+            recorder.lines.append(f"backward: at most {recorder.peak} bytes, {recorder.live} at its end")
+            recorder.note("gradients", *grads)
+    finally:
+        gc.enable()
+    return recorder.lines

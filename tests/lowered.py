@@ -1,0 +1,203 @@
+"""What JAX makes of calls for an H100: Mosaic's kernels, and XLA's program around them, as hashes of their text.
+
+The text has no places in the source and no numbers that a process counts.
+"""
+
+import re
+import sys
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from hashlib import sha256
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from onchip.frontend import jax_inputs
+from onchip.jax import (
+    TopK,
+    cross_entropy,
+    fp8_linear,
+    grouped_matmul,
+    jsd,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_log_probs,
+    log_probs,
+)
+from onchip.ops.fp8_linear import jax_op as fp8_op
+from onchip.ops.grouped_matmul import jax_op as grouped_op
+from onchip.vocab.mosaic import op as mosaic_op
+from shard_map_lowering import readable
+
+BF16, F32, INT = jnp.bfloat16, jnp.float32, jnp.int32
+_NAME = re.compile(r"module @(\w+)")
+_MODULE = re.compile(r'module = "((?:[^"\\]|\\.)*)"')
+
+
+@contextmanager
+def on_h100():
+    """JAX's default device is a GPU that every kernel can run on."""
+    real = jax_inputs.platform
+    with ExitStack() as stack:
+        for module in [x for name, x in sys.modules.items() if name.startswith("onchip.")]:
+            if vars(module).get("platform") is real:
+                stack.enter_context(mock.patch.object(module, "platform", lambda: "gpu"))
+        stack.enter_context(mock.patch.object(mosaic_op, "refusal", lambda *_: None))
+        for module in (fp8_op, grouped_op):
+            stack.enter_context(mock.patch.object(module, "mosaic_refusal", lambda *_: None))
+        yield
+
+
+def lowered(op, leaves, constants, options):
+    """A line for each kernel, and one for the program, of a call and its gradients."""
+    arguments = [{name: jax.ShapeDtypeStruct(*x) for name, x in given.items()} for given in (leaves, constants)]
+
+    def call(leaves, constants):
+        made = op(**leaves, **constants, **options)
+        outputs = [x for x in jax.tree.leaves(made) if jnp.issubdtype(x.dtype, jnp.floating)]
+        differentiable = outputs[:1] if options.get("return_stats") else outputs
+        return sum(x.astype(F32).sum() for x in differentiable), made
+
+    with on_h100():
+        step = jax.jit(jax.value_and_grad(call, has_aux=True))
+        text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lines = []
+
+    def kernel(found):
+        said = readable(found[1])
+        lines.append(f"{_NAME.search(said)[1]} {_hash(said)}")
+        return f'module = "{_hash(said)}"'
+
+    text = re.sub(r'kernel_hash = "[^"]*"', "", _MODULE.sub(kernel, text))
+    counted = Counter(re.findall(r"stablehlo\.(\w+)", text))
+    return [*lines, f"program {_hash(text)}: {', '.join(f'{n} {name}' for name, n in sorted(counted.items()))}"]
+
+
+def _hash(text):
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------------- all cases
+
+OPTIONS = {
+    "plain": {},
+    "none": {"reduction": "none"},
+    "softcap": {"softcap": 30.0},
+    "smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-4},
+    "statistics": {"return_stats": True},
+    "class weights": {"class_weight": True},
+    "token weights": {"token_weight": True},
+    "bias": {"bias": True},
+}
+
+
+def head(tokens, hidden, vocab, *, op=linear_cross_entropy, labels=None, ids=None, backend="mosaic_gpu", **options):
+    turned = options.get("weight_layout") == "hv"
+    leaves = {"hidden": ((tokens, hidden), BF16), "weight": ((hidden, vocab) if turned else (vocab, hidden), BF16)}
+    constants = {}
+    if options.pop("bias", False):
+        leaves["bias"] = ((vocab,), BF16)
+    for name, size in (("class_weight", vocab), ("token_weight", tokens)):
+        if options.pop(name, False):
+            constants[name] = ((size,), F32)
+    if op is linear_log_probs:
+        constants["ids"] = ((tokens, ids) if ids else (tokens,), INT)
+    else:
+        _labels(constants, tokens, vocab, labels)
+    return lowered(_with_labels(op), leaves, constants, {**options, "backend": backend})
+
+
+def _labels(constants, tokens, vocab, labels):
+    constants["target"] = {"dense": ((tokens, vocab), BF16), "topk": ((tokens, 8), INT), None: ((tokens,), INT)}[labels]
+    if labels == "topk":
+        constants["probs"] = ((tokens, 8), F32)
+
+
+def _with_labels(op):
+    def call(*, probs=None, target=None, **given):
+        if target is not None:
+            given["target"] = target if probs is None else TopK(target, probs, "probs", "truncated")
+        return op(**given)
+
+    return call
+
+
+def of_logits(tokens, vocab, *, op=cross_entropy, labels=None, ids=None, **options):
+    constants = {}
+    for name, size in (("class_weight", vocab), ("token_weight", tokens)):
+        if options.pop(name, False):
+            constants[name] = ((size,), F32)
+    name = "student_logits" if op is jsd else "logits"
+    if op is jsd:
+        constants["teacher_logits"] = ((tokens, vocab), BF16)
+    elif op is log_probs:
+        constants["ids"] = ((tokens, ids) if ids else (tokens,), INT)
+    else:
+        _labels(constants, tokens, vocab, labels)
+    return lowered(_with_labels(op), {name: ((tokens, vocab), BF16)}, constants, options)
+
+
+def two_heads(tokens, hidden, vocab, **options):
+    leaves = {"student_hidden": ((tokens, hidden), BF16), "student_weight": ((vocab, hidden), BF16)}
+    constants = {"teacher_hidden": ((tokens, hidden), BF16), "teacher_weight": ((vocab, hidden), BF16)}
+    return lowered(linear_jsd, leaves, constants, options)
+
+
+def grouped(tokens, *, way="plain", layout="gnk", **options):
+    groups, n, k = 8, 512, 384
+    leaves = {"x": ((tokens, k), BF16), "weight": ((groups, n, k) if layout == "gnk" else (groups, k, n), BF16)}
+    constants = {"group_sizes": ((groups,), INT)}
+    if way == "rows":
+        constants["rows"] = ((2 * tokens,), INT)
+    elif way == "scattered":
+        constants["scatter_rows"], options["num_rows"] = ((tokens,), INT), tokens // 2
+        leaves["row_scale"] = ((tokens,), F32)
+    return lowered(grouped_matmul, leaves, constants, {"weight_layout": layout, **options})
+
+
+def quantised(tokens, n, k, **options):
+    return lowered(fp8_linear, {"x": ((tokens, k), BF16), "weight": ((n, k), BF16)}, {}, options)
+
+
+def _cases():
+    for backend in ("mosaic_gpu", "xla"):
+        for name, options in OPTIONS.items():
+            yield f"linear_cross_entropy {backend} {name}", partial(head, 1024, 512, 32768, backend=backend, **options)
+        run = partial(head, 1024, 512, 32768, backend=backend)
+        yield f"linear_cross_entropy {backend} turned weight", partial(run, weight_layout="hv")
+        yield f"linear_cross_entropy {backend} recompute", partial(run, strategy="recompute")
+        yield f"linear_cross_entropy {backend} awkward", partial(head, 300, 192, 1088, backend=backend)
+        yield f"linear_cross_entropy {backend} llama3.1-8b", partial(head, 4096, 4096, 128256, backend=backend)
+        for labels in ("dense", "topk"):
+            for name in ("plain", "smoothing", "softcap"):
+                soft = partial(head, 300, 192, 1088, labels=labels, backend=backend, **OPTIONS[name])
+                yield f"linear_cross_entropy {backend} {labels} {name}", soft
+        for name, options in {"plain": {}, "entropy": {"entropy": True}, "four ids": {"ids": 4}}.items():
+            log_probs_of = partial(head, 1024, 512, 32768, op=linear_log_probs, backend=backend, **options)
+            yield f"linear_log_probs {backend} {name}", log_probs_of
+        for way in ("plain", "rows", "scattered"):
+            for layout in ("gnk", "gkn"):
+                name = f"grouped_matmul {backend} {way} {layout}"
+                yield name, partial(grouped, 1000, way=way, layout=layout, backend=backend)
+        swiglu = partial(grouped, 1000, way="rows", activation="swiglu", backend=backend)
+        yield f"grouped_matmul {backend} swiglu", swiglu
+        yield f"grouped_matmul {backend} fp8", partial(grouped, 1024, precision="fp8", backend=backend)
+        for name, options in {"plain": {}, "e5m2": {"grad_dtype": "e5m2"}, "powers": {"scale": "power_of_two"}}.items():
+            yield f"fp8_linear {backend} {name}", partial(quantised, 1024, 768, 640, backend=backend, **options)
+    yield "linear_cross_entropy fp8", partial(head, 1024, 512, 32768, backend="xla", precision="fp8")
+    for name, options in OPTIONS.items():
+        if name != "bias":
+            yield f"cross_entropy {name}", partial(of_logits, 1024, 32768, **options)
+    for labels in ("dense", "topk"):
+        yield f"cross_entropy {labels}", partial(of_logits, 1024, 32768, labels=labels)
+    for name, options in {"plain": {}, "entropy": {"entropy": True}, "four ids": {"ids": 4}}.items():
+        yield f"log_probs {name}", partial(of_logits, 1024, 32768, op=log_probs, **options)
+    for beta in (0.0, 0.5, 1.0):
+        yield f"jsd {beta}", partial(of_logits, 1024, 32768, op=jsd, beta=beta)
+        yield f"linear_jsd {beta}", partial(two_heads, 512, 256, 8192, beta=beta)
+
+
+CASES = dict(_cases())
