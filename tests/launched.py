@@ -8,7 +8,6 @@ import gc
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib import import_module
 from unittest import mock
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onchip.fp8 import cublas
+from onchip.fp8 import cublas, torch_products
 from onchip.frontend import torch_prepared, torch_register
 from onchip.kernels.triton import launch as launches
 from onchip.kernels.triton.launch import Device, Launch
@@ -26,11 +25,6 @@ _SHORT = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }  # fmt: skip
-# Modules of this library that look at the device.
-_ON_DEVICE = (
-    "onchip.fp8.torch_products", "onchip.fp8.triton_launches", "onchip.groups.triton.launches", "onchip.groups.triton.op",
-    "onchip.vocab.rows.launches", "onchip.vocab.triton.setup", "onchip.vocab.triton.walks",
-)  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):
@@ -110,7 +104,7 @@ class Recorder(TorchDispatchMode):
             at = f"{_list(x.shape)}:{_list(x.strides)} by {_list(x.block_shape)}{swizzle}"
             return f"tma({self._tensor(x.base)} {at})"
         if isinstance(x, tuple | list):
-            return f"({' '.join(self._one(y) for y in x)})"
+            return f"({' '.join('-' if y is None else self._one(y) for y in x)})"
         if callable(getattr(x, "fn", None)):  # a function that kernels call
             return x.fn.__name__
         said = x if isinstance(x, str) else str(x)
@@ -160,31 +154,30 @@ def _collective(args):
 # -------------------------------------------------------------------------------------------------------- the device
 
 
+# What this library asks about a device, and what it learns.  A module that is imported meanwhile keeps these answers.
+_ANSWERS = {
+    launches.describe: lambda device: H100,
+    launches.device_refusal: lambda *_: None,
+    launches.device_of: lambda x: nullcontext(),
+    torch_products.scaled_mm_refusal: lambda *_: None,
+    torch_register.are_plain: lambda *_: True,
+}
+
+
 @contextmanager
 def on_h100(recorder, *, spills=False):
-    """Tensors without memory are the GPU's, and what is launched goes to the recorder."""
+    """Tensors without memory are the GPU's, and what is launched goes to the recorder: in a process of its own."""
     autocast = torch.is_autocast_enabled
-    replaced = {
-        "describe": lambda device: H100,
-        "device_refusal": lambda *_: None,
-        "device_of": lambda x: nullcontext(),
-    }
-    real = {name: getattr(launches, name) for name in replaced} | {"are_plain": torch_register.are_plain}
-    replaced["are_plain"] = lambda *_: True
-    for module in _ON_DEVICE:
-        import_module(module)
     modules = [x for name, x in [*sys.modules.items()] if name.startswith("onchip.")]
     patches = [
-        mock.patch.object(x, name, replaced[name])
-        for x in modules
-        for name in replaced
-        if vars(x).get(name) is real[name]
+        mock.patch.object(module, question.__name__, answer)
+        for question, answer in _ANSWERS.items()
+        for module in modules
+        if vars(module).get(question.__name__) is question
     ]
-    refusals = [x for x in modules if "scaled_mm_refusal" in vars(x)]
-    patches += [mock.patch.object(x, "scaled_mm_refusal", lambda *_: None) for x in refusals]
     patches += [
         mock.patch.object(Launch, "run", lambda launch: recorder.launch(launch)),
-        mock.patch.object(Launch, "spills", lambda *_: spills),
+        mock.patch.object(Launch, "spills", return_value=spills),
         mock.patch.object(cublas, "added", partial(_added, recorder)),
         mock.patch.object(torch, "is_autocast_enabled", lambda *x: x != ("meta",) and autocast(*x)),
     ]

@@ -42,8 +42,8 @@ OPTIONS = {
     "statistics": {"return_stats": True},
     "shifted": {"shift": True},
     "everything": {
-        "class_weight": "classes", "token_weight": "each", "temperature": "each", "label_smoothing": 0.1, "z_loss": 1e-4,
-        "softcap": 30.0, "return_stats": True,
+        "class_weight": "classes", "token_weight": "each", "temperature": "each", "label_smoothing": 0.1,
+        "z_loss": 1e-4, "softcap": 30.0, "return_stats": True,
     },
 }  # fmt: skip
 OF_HEADS = {
@@ -118,7 +118,9 @@ def of_logits(tokens, *, vocab, op=cross_entropy, sliced=0, labels=None, ids=Non
         named["logits"] = given["computed"] = wide.clone()
     if op is jsd:
         given["teacher"] = blank(tokens, vocab)
-        return recorded(jsd, given, {"student_logits": wide, "teacher_logits": given["teacher"], **more, "backend": "triton"})
+        return recorded(
+            jsd, given, {"student_logits": wide, "teacher_logits": given["teacher"], **more, "backend": "triton"}
+        )
     if op is log_probs:
         named["ids"] = given["ids"] = blank(tokens, *([ids] if ids else []), dtype=INT)
     else:
@@ -207,7 +209,7 @@ def _each(run, named, tokens, **always):
 
 def _heads():
     yield from _suite(head_cases.USERS)
-    yield from _each(head, OPTIONS | OF_HEADS, (500,), **HEAD)
+    yield from _each(head, OPTIONS, (500,), **HEAD)
     yield from _each(head, {x: OPTIONS[x] for x in ("none", "class weights", "everything")} | OF_HEADS, (8192,), **HEAD)
     small = {f"small {name}": options for name, options in OPTIONS.items()}
     yield from _each(head, small, (4096,), hidden=576, vocab=49152)
@@ -228,7 +230,10 @@ def _soft():
         yield f"{labels} plain: 300", partial(head, 300, **HEAD, labels=labels)
         yield f"{labels} spilled: 2048", partial(head, 2048, **HEAD, labels=labels, spills=True)
     for name in ("plain", "everything"):
-        yield f"fp8 topk {name}: 2048", partial(head, 2048, **HEAD, labels="topk", precision="fp8", **OPTIONS.get(name, {}))
+        yield (
+            f"fp8 topk {name}: 2048",
+            partial(head, 2048, **HEAD, labels="topk", precision="fp8", **OPTIONS.get(name, {})),
+        )
 
 
 def _log_probs():
@@ -310,7 +315,7 @@ def _sharded():
     of_head = {"plain": {}, "everything": OPTIONS["everything"], "none": {"reduction": "none"}, "bias": {"bias": True},
                "topk": {"labels": "topk"}, "fp8": {"precision": "fp8"},
                "log-probs": {"op": linear_log_probs, "entropy": True}}  # fmt: skip
-    rows = {"plain": {}, "smoothing": {"label_smoothing": 0.1}, "log-probs": {"op": log_probs, "entropy": True}}  # fmt: skip
+    rows = {"plain": {}, "smoothing": OPTIONS["smoothing"], "log-probs": {"op": log_probs, "entropy": True}}
     for ranks in (1, 2):
         for name, options in of_head.items():
             run = partial(sharded, 4096, call=head, ranks=ranks, hidden=2048, vocab=128256)
