@@ -201,7 +201,13 @@ def _added(recorder, a, b, by_block, out):
 
 
 def recorded(op, given, options, *, spills=False):
-    """The lines of a call with these tensors, forward and backward."""
+    """The lines of a call with these tensors, forward and backward: of the second, for a first one imports modules,
+    which keeps memory for longer.
+    """
+    return [_recorded(op, given, options, spills) for _ in range(2)][1]
+
+
+def _recorded(op, given, options, spills):
     recorder = Recorder(**given)
     leaves = [x for x in given.values() if x.requires_grad and x.is_leaf]
     gc.disable()  # what is freed, and when, is left to counts of references
