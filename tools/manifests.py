@@ -4,8 +4,8 @@
     PYTHONPATH=src python tools/manifests.py --check        # says what differs, and fails if anything does
     PYTHONPATH=src python tools/manifests.py jsd jax        # these parts alone
 
-A part is a file: an op's launches in PyTorch, `jax` or `outputs`.  Other versions of the libraries make other text:
-a part that was written with others is not compared.
+A part is a file: an op's launches in PyTorch, the code of their `kernels`, `jax` or `outputs`.  Other versions of the
+libraries make other text: a part that was written with others is not compared.
 """
 
 import argparse
@@ -22,11 +22,10 @@ TORCH = (
     "linear_cross_entropy", "linear_cross_entropy_fp8", "linear_cross_entropy_soft", "linear_log_probs", "linear_jsd",
     "cross_entropy", "log_probs", "jsd", "grouped_matmul", "fp8_linear", "sharded",
 )  # fmt: skip
-PARTS = (*TORCH, "jax", "outputs")
-QUICK_OUTPUTS = ("linear_cross_entropy everything", "linear_cross_entropy top-k", "jsd", "grouped_matmul", "fp8_linear")
+PARTS = (*TORCH, "kernels", "jax", "outputs")
+QUICK_OUTPUTS = ("linear_cross_entropy everything", "linear_cross_entropy top-k", "jsd", "grouped_matmul")
 QUICK_JAX = (
-    "linear_cross_entropy mosaic_gpu plain", "linear_cross_entropy mosaic_gpu topk plain",
-    "grouped_matmul mosaic_gpu plain gnk", "fp8_linear mosaic_gpu plain",
+    "linear_cross_entropy mosaic_gpu plain", "grouped_matmul mosaic_gpu plain gnk", "fp8_linear mosaic_gpu plain",
 )  # fmt: skip
 
 
@@ -40,7 +39,7 @@ def make(part: str, quick: bool) -> dict[str, list[str]]:
     if part == "jax":
         import lowered
 
-        few = [x for x in lowered.CASES if "mosaic" not in x][::3]
+        few = [x for x in lowered.CASES if "mosaic" not in x][::4]
         return {x: lowered.CASES[x]() for x in ((*QUICK_JAX, *few) if quick else lowered.CASES)}
     if part == "outputs":
         import hashed
@@ -49,8 +48,13 @@ def make(part: str, quick: bool) -> dict[str, list[str]]:
         return hashed.outputs(names)
     import launched_cases
 
+    if part == "kernels":
+        import kernel_texts
+
+        runs = [run for cases in launched_cases.CASES.values() for run in cases.values()]
+        return kernel_texts.kernels(runs[:: 24 if quick else 1])
     cases = launched_cases.CASES[part]
-    return {name: run() for name, run in [*cases.items()][:: 3 if quick else 1]}
+    return {name: run() for name, run in [*cases.items()][:: 4 if quick else 1]}
 
 
 def arithmetic() -> str:
@@ -75,6 +79,8 @@ def differences(part: str, quick: bool) -> list[str]:
         return []
     made = make(part, quick)
     expected = {name: kept["cases"].get(name, []) for name in made} if quick else kept["cases"]
+    if part == "kernels" and quick:  # of a kernel's kinds some
+        expected = {name: sorted({*lines} & {*made[name]}) for name, lines in expected.items()}
     if part == "outputs" and kept["arithmetic"] != arithmetic():
         made = {name: _nearly(lines, expected.get(name, [])) for name, lines in made.items()}
     lines = []
@@ -102,7 +108,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="part", help=f"one of {', '.join(PARTS)}; default: all")
     parser.add_argument("--check", action="store_true", help="compare")
     parser.add_argument(
-        "--quick", action="store_true", help="compare a third of the cases, or fewer where they are slow"
+        "--quick", action="store_true", help="compare a quarter of the cases, or fewer where they are slow"
     )
     given = parser.parse_args()
     for part in given.parts:
