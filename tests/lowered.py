@@ -13,6 +13,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from onchip.frontend import jax_inputs
 from onchip.jax import (
@@ -25,6 +26,9 @@ from onchip.jax import (
     linear_jsd,
     linear_log_probs,
     log_probs,
+    sharded_linear_cross_entropy,
+    sharded_linear_jsd,
+    sharded_linear_log_probs,
 )
 from onchip.ops.fp8_linear import jax_op as fp8_op
 from onchip.ops.grouped_matmul import jax_op as grouped_op
@@ -105,7 +109,7 @@ def head(tokens, hidden, vocab, *, op=linear_cross_entropy, labels=None, ids=Non
     for name, size in (("class_weight", vocab), ("token_weight", tokens)):
         if options.pop(name, False):
             constants[name] = ((size,), F32)
-    if op is linear_log_probs:
+    if op in (linear_log_probs, sharded_linear_log_probs):
         constants["ids"] = ((tokens, ids) if ids else (tokens,), INT)
     else:
         _labels(constants, tokens, vocab, labels)
@@ -142,10 +146,10 @@ def of_logits(tokens, vocab, *, op=cross_entropy, labels=None, ids=None, **optio
     return lowered(_with_labels(op), {name: ((tokens, vocab), BF16)}, constants, options)
 
 
-def two_heads(tokens, hidden, vocab, **options):
+def two_heads(tokens, hidden, vocab, *, op=linear_jsd, **options):
     leaves = {"student_hidden": ((tokens, hidden), BF16), "student_weight": ((vocab, hidden), BF16)}
     constants = {"teacher_hidden": ((tokens, hidden), BF16), "teacher_weight": ((vocab, hidden), BF16)}
-    return lowered(linear_jsd, leaves, constants, options)
+    return lowered(op, leaves, constants, options)
 
 
 def grouped(tokens, *, way="plain", layout="gnk", **options):
@@ -162,6 +166,12 @@ def grouped(tokens, *, way="plain", layout="gnk", **options):
 
 def quantised(tokens, n, k, **options):
     return lowered(fp8_linear, {"x": ((tokens, k), BF16), "weight": ((n, k), BF16)}, {}, options)
+
+
+def sharded(op, run, *sizes, **options):
+    """Over a mesh of one device."""
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
+    return run(*sizes, op=op, vocab_axis="model", mesh=mesh, **options)
 
 
 def _cases():
@@ -185,6 +195,11 @@ def _cases():
         yield f"grouped_matmul {backend} swiglu", swiglu
         for name, options in {"plain": {}, "powers of two": {"scale": "power_of_two"}}.items():
             yield f"fp8_linear {backend} {name}", partial(quantised, 1024, 768, 640, backend=backend, **options)
+    for backend in ("mosaic_gpu", "xla"):
+        call = partial(sharded, sharded_linear_cross_entropy, head, 1024, 512, 4096, backend=backend)
+        yield f"sharded_linear_cross_entropy {backend}", call
+    yield "sharded_linear_log_probs", partial(sharded, sharded_linear_log_probs, head, 512, 256, 4096, backend="xla")
+    yield "sharded_linear_jsd", partial(sharded, sharded_linear_jsd, two_heads, 512, 256, 4096)
     yield "fp8_linear xla e5m2", partial(quantised, 1024, 768, 640, grad_dtype="e5m2", backend="xla")
     for name, options in OPTIONS.items():
         if name != "bias":
