@@ -55,7 +55,7 @@ def _operators(x, w):
     z = stated.zeros((4, 3), torch.float32, CPU)
     stated.call(torch.Tensor.add_, z.view(-1)[:6].view(2, 3), stated.call(torch.mul, w[:2], 2))
     copy = stated.empty((5, 2), torch.float32, CPU)
-    stated.call(torch.Tensor.copy_, copy, stated.changed(x, lambda x: x.reshape(-1)[:10].view(5, 2)))
+    stated.call(torch.Tensor.copy_, copy, stated.converted(x, lambda x: x.reshape(-1)[:10].view(5, 2)))
     values, indices = stated.call(torch.sort, stated.call(torch.mul, x, 3), dim=1)
     row = stated.zeros(16, torch.uint8, CPU)
     stated.call(torch.Tensor.add_, row.view(torch.float32), x[0, 0])

@@ -141,7 +141,7 @@ def scaled_mm_product(
         return stated.call(Tensor.add_, add_to, made)
     if after is not None:
         made = stated.call(Tensor.add_, made, after)
-    return stated.changed(made, lambda x: x.to(dtype).contiguous())
+    return stated.converted(made, lambda x: x.to(dtype).contiguous())
 
 
 def _pad(q: Quantized, rows: int, *, by_block: bool) -> Quantized:

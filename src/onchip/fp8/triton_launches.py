@@ -72,7 +72,7 @@ def quantize_launch(
     if turned:  # x^T lies in rows; its copies are x's, the other way round
         x, rows, columns = x.T, columns, rows
     elif x.stride(1) != 1 or x.stride(0) >= _LONGEST_ROW:
-        x = stated.changed(x, Tensor.contiguous)
+        x = stated.converted(x, Tensor.contiguous)
     if x.shape[1] >= _LONGEST_ROW:
         raise ValueError(f"{OP}: backend 'triton' takes fewer than {_LONGEST_ROW} columns; got {x.shape[1]}")
     height, width = x.shape if tiles is None else (BLOCK * len(tiles), x.shape[1])

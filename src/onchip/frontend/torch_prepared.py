@@ -82,7 +82,7 @@ def call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return made
 
 
-def changed(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+def converted(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     """`make(x)`, which is often x itself or a view of it, as of `contiguous`."""
     made, told = make(x), builder()
     if told is not None and made.untyped_storage()._cdata != x.untyped_storage()._cdata:

@@ -52,7 +52,7 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
     block = power_of_two(p.groups)
     tiles = max(1, min(128, _PLAN_ELEMENTS // block))
     arguments = {
-        "groups": stated.changed(groups, Tensor.contiguous),
+        "groups": stated.converted(groups, Tensor.contiguous),
         "plan": into,
         "T": p.tokens,
         "G": p.groups,
@@ -68,7 +68,7 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
 def check_indices(indices: Tensor, limit: int, into: Tensor, of_plan: Tensor) -> Launch:
     """Look for indices that are out of range."""
     count = len(indices)
-    indices = stated.changed(indices, Tensor.contiguous)
+    indices = stated.converted(indices, Tensor.contiguous)
     arguments = {"indices": indices, "plan": of_plan, "checked": into, "T": count, "limit": limit}
     return Launch(kernels.check_indices, (-(-count // _INDICES),), {**arguments, "BLOCK": _INDICES})
 
@@ -170,7 +170,7 @@ def product(
     if options is not None and options.activation is not None:
         gated = 1 if options.gate_up == "concatenated" else 2
     if x.stride(1) != 1:
-        x = stated.changed(x, Tensor.contiguous)
+        x = stated.converted(x, Tensor.contiguous)
     groups, n, k = weight.shape
     strides = weight.stride()
     turned = strides[2] != 1
@@ -216,8 +216,8 @@ def product(
         "weight": into,
         "x_scales": x_scales,
         "weight_scales": weight_scales,
-        "bias": None if bias is None else stated.changed(bias, Tensor.contiguous),
-        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
+        "bias": None if bias is None else stated.converted(bias, Tensor.contiguous),
+        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
         "index": index,
         "out": ragged(out, of_out, rows) if of_cut["TMA_OUT"] else out,
         "product": ragged(before, of_product, rows) if of_cut["TMA_PRODUCT"] else before,
@@ -274,8 +274,8 @@ def _product_apart(
     arguments = {
         "x": ragged(x, step, rows, shared_descriptor),
         "weight": blocks,
-        "bias": None if bias is None else stated.changed(bias, Tensor.contiguous),
-        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
+        "bias": None if bias is None else stated.converted(bias, Tensor.contiguous),
+        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
         "out": ragged(out, width, rows, shared_descriptor),
         "product": None if before is None else ragged(before, width, rows, shared_descriptor),
         "plan": of_plan,
@@ -348,7 +348,7 @@ def weight_gradient(
     """out = a.T @ b of each group's rows, or added to it."""
     device = describe(out.device)
     tma = device.capability >= 90 if tma is None else tma
-    a, b = (x if x.stride(1) == 1 else stated.changed(x, Tensor.contiguous) for x in (a, b))
+    a, b = (x if x.stride(1) == 1 else stated.converted(x, Tensor.contiguous) for x in (a, b))
     groups, rows, columns = out.shape
     whole = all(index is None or x.shape[1] % _ALIGNED == 0 for x, index in ((a, a_index), (b, b_index)))
     if whole and not add and config is None and tma and _run_apart(device, (a, b, out)):
@@ -456,12 +456,12 @@ def product_gradient(
     options: Options,
 ) -> Launch:
     """From the gradient of the result's rows those of the product and of the scales."""
-    grad = grad if grad.stride(1) == 1 else stated.changed(grad, Tensor.contiguous)
+    grad = grad if grad.stride(1) == 1 else stated.converted(grad, Tensor.contiguous)
     columns = grad.shape[1]
     arguments = {
         "grad": grad,
         "product": product,
-        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
+        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
         "index": index,
         "out": out,
         "grad_scale": grad_scale,
@@ -478,7 +478,7 @@ def product_gradient(
 def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     """The sums over each group's rows."""
     groups, columns = out.shape
-    grad = grad if grad.stride(1) == 1 else stated.changed(grad, Tensor.contiguous)
+    grad = grad if grad.stride(1) == 1 else stated.converted(grad, Tensor.contiguous)
     arguments = {"grad": grad, "out": out, "plan": of_plan, "grad_stride": grad.stride(0), "N": columns}
     return Launch(kernels.bias_gradient, (groups, -(-columns // 64)), {**arguments, "BLOCK_M": 64, "BLOCK": 64})
 
@@ -490,7 +490,7 @@ def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of
     block = min(_COLUMNS, power_of_two(columns))
     arguments = {
         "x": x,
-        "row_scale": None if row_scale is None else stated.changed(row_scale, Tensor.contiguous),
+        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
         "order": order,
         "starts": starts,
         "out": out,

@@ -163,7 +163,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         pairs = zip(made, by_group, strict=True)
         return [None if x is None else stated.call(Tensor.copy_, x, value) for x, value in pairs]
     grad_x, grad_weight, grad_bias, grad_scale = made
-    d: Tensor | None = grad_out if grad_out.stride(1) == 1 else stated.changed(grad_out, Tensor.contiguous)
+    d: Tensor | None = grad_out if grad_out.stride(1) == 1 else stated.converted(grad_out, Tensor.contiguous)
     if options.activation is not None or kept.row_scale is not None or kept.scatter_rows is not None:
         d = stated.empty((p.tokens, p.n), grad_out.dtype, grad_out.device) if any(wanted[:3]) else None
         launches.product_gradient(

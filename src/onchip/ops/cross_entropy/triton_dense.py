@@ -81,7 +81,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         with device_of(out):
             launch_soft(
                 "soft_gradients", call.logits, call.labels, out, call.token_temperature, options, call.class_weight,
-                lse=kept.lse, less=kept.less, mass=kept.mass, row_factor=stated.changed(row, Tensor.contiguous),
+                lse=kept.lse, less=kept.less, mass=kept.mass, row_factor=stated.converted(row, Tensor.contiguous),
             )  # fmt: skip
     return [out]
 

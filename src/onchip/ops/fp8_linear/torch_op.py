@@ -241,7 +241,7 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> Outputs:
     if call.check_weight:
         check_unchanged(OP, call.weight, call.of_weight, call.options.scale, call.backend)
-    bias = None if call.bias is None else stated.changed(call.bias, Tensor.contiguous)  # as kernels take it
+    bias = None if call.bias is None else stated.converted(call.bias, Tensor.contiguous)  # as kernels take it
     x, weight = call.of_x.operand, call.of_weight.operand
     out = multiply(call.backend, x, weight, by_block=True, dtype=call.dtype, bias=bias)
     return Outputs(out.view(*call.x.shape[:-1], len(call.weight)))
@@ -267,12 +267,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     by_x, by_weight, by_bias = wanted
-    flat = stated.changed(grad_out, lambda x: x.reshape(-1, x.shape[-1]))
+    flat = stated.converted(grad_out, lambda x: x.reshape(-1, x.shape[-1]))
     options = kept.options
     grad_x = grad_weight = grad_bias = None
     if by_bias:
         grad_bias = stated.call(torch.sum, flat, 0, dtype=torch.float32)
-        grad_bias = stated.changed(grad_bias, lambda x: x.to(kept.dtypes[2]))
+        grad_bias = stated.converted(grad_bias, lambda x: x.to(kept.dtypes[2]))
     if by_x or by_weight:
         quantize = quantizer(kept.backend)
         rows, columns = quantize(flat, options.grad_dtype, options.scale, rows=by_x, turned=by_weight)

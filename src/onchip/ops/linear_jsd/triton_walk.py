@@ -72,7 +72,7 @@ class Pair:
     @staticmethod
     def of(call: Call, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
         tokens, (target, ignore_index) = call.number, call.targets()
-        ids = stated.changed(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
+        ids = stated.converted(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
         target_logit = stated.empty(tokens, torch.float32, target.device)
         sides, given = {}, {}
         for who, model in enumerate(call.models):
@@ -84,7 +84,7 @@ class Pair:
                 run = setup.make_run(counted, LossOptions(), vectors)
                 sides[who] = Side(layer, config_of(call.head(who), plan), run)
             elif model.logits is not None:
-                x = stated.changed(model.logits, _rows)
+                x = stated.converted(model.logits, _rows)
                 given[who] = Logits(x, x.stride(0), None, None, None)
         return Pair(call, sides, given, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
 

@@ -157,7 +157,7 @@ def launch_ids(
 
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     tokens = shape.numel()
-    ids = stated.changed(ids, lambda x: x.reshape(tokens, -1).to(torch.int64).contiguous())
+    ids = stated.converted(ids, lambda x: x.reshape(tokens, -1).to(torch.int64).contiguous())
     tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=False)
     inner, rows = _rows(logits, out)
     unit, stride = _unit(logits, out, rows)
@@ -201,7 +201,7 @@ def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """As the function of this name in onchip.vocab.torch.softmax, with one launch for any number of ids."""
     from onchip.vocab.rows import ids as id_kernels
 
-    ids, g = (stated.changed(x, Tensor.contiguous) for x in (ids, g))
+    ids, g = (stated.converted(x, Tensor.contiguous) for x in (ids, g))
     same, rest = stated.empty_like(g), stated.empty_like(g)
     if g.numel() > 0:
         given = {"ids": ids, "g": g, "same": same, "rest": rest, "N": g.numel(), "K": g.shape[1], "BLOCK": 256}
@@ -245,7 +245,7 @@ def transform_scales(options: Any) -> dict[str, float | None]:
 
 def flat(x: Tensor | None) -> Tensor | None:
     """[...] as kernels take it: [T] float32."""
-    return None if x is None else stated.changed(x, _flat_numbers)
+    return None if x is None else stated.converted(x, _flat_numbers)
 
 
 def _flat_numbers(x: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def _flat_numbers(x: Tensor) -> Tensor:
 
 def _flat_ids(x: Tensor) -> Tensor:
     """int64: ignore_index may not fit in its own dtype."""
-    return stated.changed(x, lambda x: x.reshape(-1).to(torch.int64).contiguous())
+    return stated.converted(x, lambda x: x.reshape(-1).to(torch.int64).contiguous())
 
 
 def _any_counts(ids: Tensor, ignore_index: int) -> Tensor:

@@ -28,7 +28,7 @@ def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: tor
     Values that are wrong raise on the CPU, and elsewhere with check_inputs, where they may be read.
     """
     total = accumulator(dtype)
-    each = stated.changed(class_weight, lambda x: x.to(total).contiguous())
+    each = stated.converted(class_weight, lambda x: x.to(total).contiguous())
     if (options.check_inputs or each.device.type == "cpu") and has_values(each):
         wrong = ~((each >= 0) & (each < float("inf")))
         if bool(wrong.any()):

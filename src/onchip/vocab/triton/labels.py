@@ -92,7 +92,7 @@ def backward(
     run, grads = _cut(run), Gradients.of(call, saved, wanted, add_to)
     if run.tokens > 0:
         scale = float16_scale(stated.call(_with_mass, row, known.mass), run.vectors, run.dtype)
-        row = stated.changed(row, Tensor.contiguous) if scale is None else stated.call(torch.mul, row, scale)
+        row = stated.converted(row, Tensor.contiguous) if scale is None else stated.call(torch.mul, row, scale)
         nothing = stated.zero(stated.empty_like(row))
         terms = Terms(
             row_scale=row,

@@ -366,7 +366,7 @@ class Gradients(NamedTuple):
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of hidden, weight and, in this dtype, bias that are in no memory of forward's or the caller's."""
-        return None, self.new_weight, None if self.bias is None else stated.changed(self.bias, lambda x: x.to(dtype))
+        return None, self.new_weight, None if self.bias is None else stated.converted(self.bias, lambda x: x.to(dtype))
 
 
 def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -430,7 +430,7 @@ def make_run(
     if weight is None or weight.numel() == 0:
         weight = product_weight(layer.weight, dtype)
     # The bias in the products' dtype first, as F.linear does under autocast.
-    bias = None if layer.bias is None else stated.changed(layer.bias, lambda x: x.to(dtype).float())
+    bias = None if layer.bias is None else stated.converted(layer.bias, lambda x: x.to(dtype).float())
     capability, programs, shared = describe(weight.device)
     hidden = weight.shape[1]
     tiles = _tiles(hidden, shared, tiling.heuristic_tiles)

@@ -247,7 +247,7 @@ def _chunk_gradients(
 def _ids(call: LinearCall) -> Tensor:
     """[T, K] int64."""
     shape = call.number, call.several
-    return stated.changed(call.ids, lambda ids: ids.reshape(shape).to(torch.int64).contiguous())
+    return stated.converted(call.ids, lambda ids: ids.reshape(shape).to(torch.int64).contiguous())
 
 
 def _any_counts(ids: Tensor, ignore_index: int) -> Tensor:
