@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,22 @@ def test_threads_compile_what_a_process_could_not(hopper, monkeypatch):
     asked = [x.ask for x in launches()]
     compiling.compile_all(asked)
     assert compiling._looked_up(asked).missing == []
+
+
+def test_threads_parse_in_turns(monkeypatch):
+    """CPython 3.11 and 3.12 count the depth of all threads together, and raise where two parse at once."""
+    inside, met = [], []
+
+    def make_ir():
+        inside.append(1)
+        time.sleep(0.01)
+        met.append(len(inside))
+        inside.pop()
+
+    jobs = [Job(SimpleNamespace(make_ir=make_ir), *[None] * 3) for _ in range(4)]
+    monkeypatch.setattr(compiling, "compile_one", lambda job: job.source.make_ir())
+    compiling._compile_in_threads([compiling._Missing("", False, None, x) for x in jobs])
+    assert met == [1] * 4
 
 
 def test_what_cannot_be_compiled_says_why(hopper):

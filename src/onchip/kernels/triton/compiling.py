@@ -11,7 +11,7 @@ from hashlib import sha256
 from inspect import getclosurevars
 from pathlib import Path
 from pickle import PicklingError
-from threading import RLock, Timer
+from threading import Lock, RLock, Timer
 from typing import Any, NamedTuple
 
 import onchip
@@ -45,7 +45,7 @@ def told() -> Iterator[Told]:
         _told[:] = [x for x in _told if x is not made]
 
 
-# Threads parse Python's source one at a time: CPython 3.11 may fail where several do at once.
+# One of the caller's threads compiles at a time, for the reason that `_compile_in_threads` says; the next finds it.
 _one_at_a_time = RLock()
 
 
@@ -178,9 +178,22 @@ class _Process:
 
 
 def _compile_in_threads(missing: Sequence[_Missing]) -> None:
-    """Triton's passes and ptxas side by side."""
+    """Triton's passes and ptxas side by side, and its parser in turns: up to Python 3.12 all threads together count how
+    deep they are in a syntax tree, and one that was interrupted fails.
+    """
+    parser = Lock()
+    for x in missing:
+        x.job.source.make_ir = _in_turns(parser, x.job.source.make_ir)
     with ThreadPoolExecutor(min(len(missing), len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(compile_one, [x.job for x in missing]))
+
+
+def _in_turns(lock: Lock, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return fn(*args, **kwargs)
+
+    return made
 
 
 @contextmanager
