@@ -90,6 +90,11 @@ class Shards:
     sequence: int  # the dimension of hidden whose tokens are sharded; -1: every rank has all
     reduce: bool  # hidden's gradient, over the ranks
 
+    @property
+    def there(self) -> bool:
+        """Whether anything is sharded."""
+        return self.group != ""
+
     def whole(self, shapes: Shapes, weights: Sequence[str], hidden: Sequence[str] = (), dim: int = 0) -> dict[str, Any]:
         """The shapes of all ranks' tensors, given this one's: of `weights`, sharded in this dimension, and of `hidden`
         states."""
@@ -104,6 +109,10 @@ class Shards:
         if self.sequence < 0:
             return tuple(hidden)
         return _with(hidden, self.sequence, hidden[self.sequence] * self.ranks)
+
+
+WHOLE = Shards("", 1, 0, 0, 0, -1, False)
+"""What a call of a whole vocabulary has in the place of a rank's part."""
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ Sources: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053) has 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +25,6 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
-from onchip.vocab import memory
-from onchip.vocab.chunks import Config
-from onchip.vocab.torch import walk
-from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 
@@ -44,53 +39,14 @@ ELSEWHERE, IGNORED, BAD = -1, -2, -3
 HEADER = 3
 
 
-@dataclass(frozen=True)
-class ShardedCall(LinearCall):
-    """This rank's arguments of an operator, where a bare call of the op has the whole vocabulary's."""
-
-    shards: Shards
-    kernels: bool
-    """Whether ranks run kernels, which take ignored tokens too."""
-
-    @property
-    def vocab(self) -> int:
-        return self.shards.vocab
-
-    @property
-    def sizes(self) -> Any:
-        """What ranks must have in common."""
-        return self.hidden.shape, self.hidden.dtype, self.weight.dtype
-
-    @property
-    def leading(self) -> torch.Size:
-        """The dimensions of all tokens."""
-        return torch.Size(self.shards.whole_shape(self.hidden.shape)[:-1])
-
-    def problem(self, device: str = "", **more: Any) -> memory.Problem:
-        return super().problem(device, sharded=True, **more)
-
-    def tokens(self, *, check_values: bool, compact: bool = True) -> Any:
-        return super().tokens(check_values=check_values, compact=compact and not self.kernels)
-
-    @property
-    def runs_kernels(self) -> bool:
-        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without.
-
-        Raises ValueError where PyTorch's own products need more scratch.
-        """
-        if self.kernels and self.shards.rows > 0:
-            return True
-        strategy = "recompute" if any(self.grads) else "forward"
-        memory.PLANNER.require(self.problem(compacted=self.device == "cpu"), strategy, self.budget)
-        return False
-
-
 def group_of(shards: Shards) -> dist.ProcessGroup:
     return _resolve_process_group(shards.group)  # type: ignore[arg-type]  # newer releases have a NewType of str
 
 
 def of_shard(tokens: Ids, shards: Shards) -> Any:
     """The same tokens, with ids as this shard numbers them: in it, or nowhere."""
+    if not shards.there:
+        return tokens
     ids = tokens.ids - shards.start
     elsewhere = (tokens.ids == NOWHERE) | (ids < 0) | (ids >= shards.rows)
     return replace(tokens, ids=ids.masked_fill(elsewhere, NOWHERE), bad=None)
@@ -109,6 +65,8 @@ def local(call: Any, *, fake: bool = False) -> Any:
     """The call of this rank's shard: all tokens' hidden states (of a `fake` one not yet filled) and, without padding,
     the rows of the weight."""
     shards: Shards = call.shards
+    if not shards.there:
+        return call
     hidden = call.hidden.new_empty(shards.whole_shape(call.hidden.shape)) if fake else whole_hidden(call.hidden, shards)
     more = {}
     if len(call.weight) > shards.rows:
@@ -119,7 +77,9 @@ def local(call: Any, *, fake: bool = False) -> Any:
 
 def class_weight_of_shard(class_weight: Tensor | None, shards: Shards) -> Tensor | None:
     """[rows] of [V]."""
-    return None if class_weight is None else class_weight[shards.start : shards.start + shards.rows]
+    if class_weight is None or not shards.there:
+        return class_weight
+    return class_weight[shards.start : shards.start + shards.rows]
 
 
 def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int:
@@ -127,49 +87,6 @@ def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int
     numbers = (several + 8) * tokens * (shards.ranks + 1)
     gathered = 0 if shards.sequence < 0 else 2 * shards.ranks * hidden.numel() * hidden.element_size()
     return numbers * accumulator(hidden.dtype).itemsize + gathered
-
-
-# ----------------------------------------------------------------------------------- with PyTorch's own products
-
-
-def statistics(op: str, call: Any, tokens: Ids, asked: Asked) -> TokenStats:
-    """The statistics of every token over the whole vocabulary; `asked` has the class weights of all of it."""
-    shards: Shards = call.shards
-    mine = local(call)
-    config = mine.plan("forward", of_shard(tokens, shards))
-    return softmax(op, mine.layer, call.options, shards, tokens, config, asked)
-
-
-def softmax(
-    op: str, source: Any, options: Any, shards: Shards, tokens: Ids, config: Config, asked: Asked
-) -> TokenStats:
-    """The same of anything that has this rank's logits, as `walk.forward` takes it."""
-    here = of_shard(tokens, shards)
-    asked = asked._replace(class_weight=class_weight_of_shard(asked.class_weight, shards))
-    running = walk.softmax(source, options, here, config, asked)
-    known = running.stats(here, max(1, shards.rows), asked)
-    return combine(op, shards, known, tokens, asked, check_values=options.check_inputs)
-
-
-def gradients(
-    call: Any,
-    tokens: Ids,
-    gradient: TokenGradient,
-    grad_scale: Tensor | None,
-    weight_grad_out: Tensor | None = None,
-    **more: Any,
-) -> tuple[Tensor | None, ...]:
-    """Those of this rank's tensors, of the whole vocabulary's `gradient`; `more` are fields of the problem."""
-    shards: Shards = call.shards
-    here, mine, gradient = of_shard(tokens, shards), local(call), gradient_of_shard(gradient, shards)
-    if weight_grad_out is not None:
-        weight_grad_out = weight_grad_out[: shards.rows]
-    config = mine.plan("recompute", here, **more)
-    hidden, *others = walk.recompute(
-        mine, here, config, gradient, grad_scale=grad_scale, weight_grad_out=weight_grad_out,
-        start_sum=partial(start_sum, shards),
-    )  # fmt: skip
-    return hidden, *(padded(x, len(call.weight)) for x in others)
 
 
 def gradient_of_shard(gradient: TokenGradient, shards: Shards) -> TokenGradient:

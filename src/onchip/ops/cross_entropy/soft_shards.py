@@ -18,7 +18,7 @@ from onchip.vocab import parallel, soft_shards
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch import soft
+from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -79,7 +79,7 @@ def _forward(call: ShardedCall) -> SoftMade:
     if rows.dense:
         made = soft_shards.dense_stats(OP, source, options, shards, tokens, config, mine.labels, weight)
         return plain_soft.made_of_dense(rows, tokens, made)
-    stats = parallel.softmax(OP, source, options, shards, tokens, config, soft.asked_by(options, weight))
+    stats = walk.statistics_of(OP, source, options, shards, tokens, config, soft.asked_by(options, weight))
     return plain_soft.made_of(rows, tokens, stats)
 
 

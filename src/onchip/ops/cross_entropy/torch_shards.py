@@ -18,6 +18,7 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows import shards as row_shards
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows.launches import flat, launch_rows
+from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.tiles import Tokens, targets
 
@@ -86,7 +87,7 @@ def _forward(call: ShardedCall) -> ShardedOutputs:
     if call.runs_kernels:
         stats = row_shards.statistics(OP, call, tokens, asked)
     else:
-        stats = parallel.softmax(OP, torch_rows.Rows(call.mine), options, call.shards, tokens, config, asked)
+        stats = walk.statistics_of(OP, torch_rows.Rows(call.mine), options, call.shards, tokens, config, asked)
     return ShardedOutputs(Outputs.of(options, stats, tokens, call.target.shape))
 
 

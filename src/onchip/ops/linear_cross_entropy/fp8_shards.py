@@ -20,7 +20,8 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.ops.linear_cross_entropy.fp8_op import Fp8Call, Fp8Outputs
 from onchip.ops.linear_cross_entropy.spec import OP
-from onchip.ops.linear_cross_entropy.torch_shards import ShardedCall, check_ranks
+from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.ops.linear_cross_entropy.torch_shards import check_ranks
 from onchip.vocab import parallel
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.fp8.torch import Call as LogitsCall
@@ -33,7 +34,7 @@ from onchip.vocab.torch.tiles import Tokens
 class ShardedFp8Call(NamedTuple):
     """The arguments of the operator."""
 
-    call: ShardedCall
+    call: Call
     copies: Copies  # of the rows that are of the vocabulary
     check_weight: bool  # compare the copies, which the caller made, with the weight
     backend: str
@@ -73,7 +74,7 @@ def _forward(arguments: ShardedFp8Call) -> Fp8Outputs:
     return Fp8Outputs(Outputs.of(options, stats, tokens, call.target.shape), parts)
 
 
-def _logits_call(call: ShardedCall, tokens: Tokens) -> LogitsCall:
+def _logits_call(call: Call, tokens: Tokens) -> LogitsCall:
     """What is asked of the logits, with targets as this shard numbers them."""
     target = parallel.ids_for_kernels(call.target, call.shards, call.options.ignore_index)
     tau = tokens.temperature
@@ -88,7 +89,7 @@ def _logits_call(call: ShardedCall, tokens: Tokens) -> LogitsCall:
     )
 
 
-def _chunk(arguments: ShardedFp8Call, mine: ShardedCall) -> int:
+def _chunk(arguments: ShardedFp8Call, mine: Call) -> int:
     """Tokens of a chunk.  Raises ValueError if the budget is too small."""
     problem = mine.problem("cuda" if arguments.backend == "triton" else "cpu")
     return memory.plan(replace(problem, dtype=DTYPES[mine.hidden.dtype]), mine.budget, mine.shards.ranks)
@@ -150,7 +151,7 @@ LOSS: Operator[Any, Fp8Outputs] = Operator(
 )
 
 
-def arguments_of(call: ShardedCall, weight: Tensor | QuantizedWeight, backend: str) -> ShardedFp8Call:
+def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> ShardedFp8Call:
     """The arguments of the operator, of a call."""
     fp8_op.check_options(call.options, grad_bias=call.grads[2])
     chosen, shards = choose_backend(OP, backend, fp8_op.refusals(call.hidden.device)), call.shards

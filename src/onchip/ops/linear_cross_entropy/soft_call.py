@@ -34,7 +34,7 @@ class SoftCall(Call):
 
     def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
         """All of them; values are always checked on the CPU, unless kernels take them."""
-        first = (1, 0) if self.options.shift else ()
+        first, compact = (1, 0) if self.options.shift else (), compact and not self.kernels
         if self.kind == "log_probs" and (check_values or (compact and self.labels.device.type == "cpu")):
             check_log_probs(OP, "target", self.labels, first=first)
         chosen = tiles.select(

@@ -5,7 +5,7 @@ those of its shard (`vocab.soft_shards`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab import memory, parallel, soft_shards
 from onchip.vocab.agreement import require_agreement
-from onchip.vocab.torch import soft
+from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.triton import shards
@@ -26,22 +26,17 @@ from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
 
-@dataclass(frozen=True)
-class ShardedCall(parallel.ShardedCall, SoftCall):
-    """The arguments of an operator; class_weight is of the whole vocabulary."""
-
-
 class Kept(NamedTuple):
     """What backward is given."""
 
-    call: ShardedCall
+    call: SoftCall
     lse: Tensor
     log_prob: Tensor
     largest: Tensor | None
     mass: Tensor | None
 
 
-def run(call: ShardedCall) -> SoftOutputs:
+def run(call: SoftCall) -> SoftOutputs:
     """What the backend that was chosen computes."""
     operator: Operator[Any, Any] = TRITON if not call.dense and call.runs_kernels else LOSS
     if call.dense:
@@ -51,7 +46,7 @@ def run(call: ShardedCall) -> SoftOutputs:
     return made
 
 
-def _check_ranks(call: ShardedCall) -> None:
+def _check_ranks(call: SoftCall) -> None:
     """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
     require_agreement(
         OP, call, (call.sizes, call.dense, call.kind), call.ids, None if call.dense else call.labels,
@@ -60,21 +55,21 @@ def _check_ranks(call: ShardedCall) -> None:
     )  # fmt: skip
 
 
-def _fake(call: ShardedCall) -> SoftMade:
+def _fake(call: SoftCall) -> SoftMade:
     return plain_soft.fake(call)
 
 
-def _save(call: ShardedCall, made: SoftMade) -> Kept:
+def _save(call: SoftCall, made: SoftMade) -> Kept:
     return Kept(call, *made.out[1:5])
 
 
 # K ids.
 
 
-def _forward(call: ShardedCall) -> SoftMade:
+def _forward(call: SoftCall) -> SoftMade:
     _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
-    stats = parallel.statistics(OP, call, tokens, soft.asked_by(call.options, call.class_weight))
+    stats = walk.statistics(OP, call, tokens, soft.asked_by(call.options, call.class_weight))
     return plain_soft.made_of(call, tokens, stats)
 
 
@@ -82,7 +77,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
     gradient, grad_scale = plain_soft.gradient_of_ids(kept, tokens, upstream)
-    return parallel.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out)
+    return walk.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out)
 
 
 # Every entry.
@@ -100,7 +95,7 @@ def _local(call: Any) -> Any:
     )
 
 
-def _dense_forward(call: ShardedCall) -> SoftMade:
+def _dense_forward(call: SoftCall) -> SoftMade:
     _check_ranks(call)
     options, tokens, mine = call.options, call.tokens(check_values=call.options.check_inputs), _local(call)
     config = plain_soft.dense_plan(mine, tokens)
@@ -116,7 +111,7 @@ def _dense_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return hidden, *(parallel.padded(x, len(call.weight)) for x in others)
 
 
-def _operator(name: str, forward: Any, gradients: Any) -> Operator[ShardedCall, SoftMade]:
+def _operator(name: str, forward: Any, gradients: Any) -> Operator[SoftCall, SoftMade]:
     return Operator(
         name,
         op=OP,
@@ -148,25 +143,25 @@ class TritonOutputs(NamedTuple):
 class TritonKept(NamedTuple):
     """What backward is given."""
 
-    call: ShardedCall
+    call: SoftCall
     config: TritonPlan
     lse: Tensor
     log_prob: Tensor
     saved: Saved
 
 
-def _triton_forward(call: ShardedCall) -> TritonOutputs:
+def _triton_forward(call: SoftCall) -> TritonOutputs:
     _check_ranks(call)
     tokens, asked = call.tokens(check_values=call.options.check_inputs), soft.asked_by(call.options, None)
     stats, saved = shards.statistics(OP, triton_soft.as_kernels_take_it(call), tokens, asked)
     return TritonOutputs(plain_soft.made_of(call, tokens, stats).out, saved)
 
 
-def _triton_fake(call: ShardedCall) -> TritonOutputs:
+def _triton_fake(call: SoftCall) -> TritonOutputs:
     return TritonOutputs(_fake(call).out, shards.fake_saved(triton_soft.as_kernels_take_it(call)))
 
 
-def _triton_save(call: ShardedCall, made: TritonOutputs) -> TritonKept:
+def _triton_save(call: SoftCall, made: TritonOutputs) -> TritonKept:
     config = shards.plan(triton_soft.as_kernels_take_it(call))
     return TritonKept(call, config, made.out.lse, made.out.log_prob, made.saved)
 

@@ -31,6 +31,7 @@ class Call(LinearCall):
     def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
         """Which tokens count; values are always checked on the CPU, unless all tokens are to be there."""
         first = (1,) if self.options.shift else ()
+        compact = compact and not self.kernels
         return tiles.targets(
             OP, self, self.vocab, dtype=self.dtype, check_values=check_values, first=first, compact=compact
         )

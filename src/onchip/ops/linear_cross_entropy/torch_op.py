@@ -29,7 +29,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
-from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
+from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
@@ -336,18 +336,19 @@ def linear_cross_entropy(
         grads=needed(hidden, matrix, bias),
         copied=copied,
         compiled=sizes_are_symbols(hidden, matrix),
+        shards=shards or WHOLE,
+        # In FP8 ignored tokens are masked, not left out: which tokens share a scale must not depend on them.
+        kernels=shards is not None and chosen != "torch",
         **weights._asdict(),
         weight_grad_out=weight_grad_out,
     )
     operator: Operator[Any, Any]
     arguments: Any
     if shards is not None:
-        # In FP8 ignored tokens are masked, not left out: which tokens share a scale must not depend on them.
-        arguments = torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen != "torch")
         if chosen == "fp8":
-            operator, arguments = fp8_shards.LOSS, fp8_shards.arguments_of(arguments, weight, backend)
+            operator, arguments = fp8_shards.LOSS, fp8_shards.arguments_of(call, weight, backend)
         else:
-            operator = torch_shards.operator(arguments)
+            operator, arguments = torch_shards.operator(call), call
     elif chosen == "fp8":
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":

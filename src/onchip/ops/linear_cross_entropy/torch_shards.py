@@ -4,7 +4,7 @@ As 'recompute' does, forward keeps two numbers per token, those of the whole voc
 logits of this rank's shard again.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
-from onchip.vocab import parallel
 from onchip.vocab.agreement import require_agreement
+from onchip.vocab.torch import walk
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss
 from onchip.vocab.triton import shards
@@ -21,15 +21,10 @@ from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
 
-@dataclass(frozen=True)
-class ShardedCall(parallel.ShardedCall, Call):
-    """The arguments of an operator; class_weight is of the whole vocabulary."""
-
-
 class Kept(NamedTuple):
     """What backward is given."""
 
-    call: ShardedCall
+    call: Call
     lse: Tensor
     log_prob: Tensor
 
@@ -40,7 +35,7 @@ class TorchOutputs(NamedTuple):
     out: Outputs
 
 
-def check_ranks(call: ShardedCall) -> None:
+def check_ranks(call: Call) -> None:
     """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
     require_agreement(
         OP, call, call.sizes, call.target, call.token_weight, call.normalizer, call.class_weight,
@@ -49,18 +44,18 @@ def check_ranks(call: ShardedCall) -> None:
     )  # fmt: skip
 
 
-def _forward(call: ShardedCall) -> TorchOutputs:
+def _forward(call: Call) -> TorchOutputs:
     check_ranks(call)
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    stats = parallel.statistics(OP, call, tokens, asked_by(options, call.class_weight))
+    stats = walk.statistics(OP, call, tokens, asked_by(options, call.class_weight))
     return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape))
 
 
-def _fake(call: ShardedCall) -> TorchOutputs:
+def _fake(call: Call) -> TorchOutputs:
     return TorchOutputs(call.empty_outputs())
 
 
-def _save(call: ShardedCall, made: TorchOutputs) -> Kept:
+def _save(call: Call, made: TorchOutputs) -> Kept:
     return Kept(call, made.out.lse, made.out.log_prob)
 
 
@@ -69,7 +64,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
     gradient, grad_scale = gradient_of_loss(call, tokens, grad_loss, kept.lse, kept.log_prob)
-    return parallel.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out)
+    return walk.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out)
 
 
 LOSS = Operator(
@@ -99,25 +94,25 @@ class TritonOutputs(NamedTuple):
 class TritonKept(NamedTuple):
     """What backward is given."""
 
-    call: ShardedCall
+    call: Call
     config: TritonPlan
     lse: Tensor
     log_prob: Tensor
     saved: Saved
 
 
-def _triton_forward(call: ShardedCall) -> TritonOutputs:
+def _triton_forward(call: Call) -> TritonOutputs:
     check_ranks(call)
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     stats, saved = shards.statistics(OP, call, tokens, asked_by(options, call.class_weight))
     return TritonOutputs(Outputs.of(options, stats, tokens, call.target.shape), saved)
 
 
-def _triton_fake(call: ShardedCall) -> TritonOutputs:
+def _triton_fake(call: Call) -> TritonOutputs:
     return TritonOutputs(call.empty_outputs(), shards.fake_saved(call))
 
 
-def _triton_save(call: ShardedCall, made: TritonOutputs) -> TritonKept:
+def _triton_save(call: Call, made: TritonOutputs) -> TritonKept:
     return TritonKept(call, shards.plan(call), made.out.lse, made.out.log_prob, made.saved)
 
 
@@ -158,6 +153,6 @@ TRITON = Operator(
 )
 
 
-def operator(call: ShardedCall) -> Operator[Any, Any]:
+def operator(call: Call) -> Operator[Any, Any]:
     """What runs it."""
     return TRITON if call.runs_kernels else LOSS

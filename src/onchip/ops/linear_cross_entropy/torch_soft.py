@@ -21,7 +21,7 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
-from onchip.frontend.torch_parallel import Sharding, Shards, localized
+from onchip.frontend.torch_parallel import WHOLE, Sharding, Shards, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_types import WithStats
 from onchip.ops.linear_cross_entropy import fp8_op, plain_soft, soft_shards, triton_dense, triton_soft
@@ -121,6 +121,8 @@ def run(
         grads=needed(hidden, matrix, bias),
         copied=copied,
         compiled=sizes_are_symbols(hidden, matrix),
+        shards=shards or WHOLE,
+        kernels=shards is not None and chosen == "triton",
         token_weight=token_weight,
         normalizer=normalizer,
         class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight, dtype),
@@ -133,7 +135,7 @@ def run(
     if chosen == "fp8":
         out = fp8_op.SOFT(fp8_op.arguments_of(call, weight, backend)).out
     elif shards is not None:
-        out = soft_shards.run(soft_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton"))
+        out = soft_shards.run(call)
     elif chosen == "triton":
         out = triton_dense.LOSS(call) if dense else triton_soft.LOSS(call).out
     else:

@@ -18,6 +18,7 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import shards as row_shards
 from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.torch import walk
 from onchip.vocab.torch.tiles import Ids
 
 
@@ -85,7 +86,7 @@ def _forward(call: ShardedCall) -> TorchOutputs:
     if call.runs_kernels:
         stats = row_shards.statistics_of_ids(LOGITS_OP, call, rows.ids, rows.token_temperature, tokens, asked)
     else:
-        stats = parallel.softmax(LOGITS_OP, torch_rows.Rows(call.mine), options, shards, tokens, config, asked)
+        stats = walk.statistics_of(LOGITS_OP, torch_rows.Rows(call.mine), options, shards, tokens, config, asked)
     return TorchOutputs.of(stats, tokens, rows.logits.shape[:-1], rows.ids)
 
 

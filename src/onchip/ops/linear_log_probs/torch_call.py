@@ -38,7 +38,7 @@ class Call(LinearCall):
             temperature=self.options.temperature,
             dtype=self.dtype,
             check_values=check_values,
-            compact=compact,
+            compact=compact and not self.kernels,
             first=(1, *[0] * (self.ids.ndim + 1 - self.hidden.ndim)) if self.options.shift else (),
         )
 

@@ -23,7 +23,7 @@ from onchip.frontend.torch_inputs import (
     sizes_are_symbols,
     temperature_tensor,
 )
-from onchip.frontend.torch_parallel import HiddenLayout, OfShardedLogits, OfShards, Sharding, localized
+from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShardedLogits, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
@@ -300,14 +300,15 @@ def linear_log_probs(
         grads=needed(hidden, weight, bias),
         copied=copied_rows(hidden) + shifted_bytes + (copied_weight(weight, dtype) if chosen == "triton" else 0),
         compiled=sizes_are_symbols(hidden, weight),
+        shards=shards or WHOLE,
+        kernels=shards is not None and chosen == "triton",
     )
     operator: Operator[Any, Any] = triton_op.LOG_PROBS if chosen == "triton" else LOG_PROBS
     if shards is not None:
         from onchip.ops.linear_log_probs import torch_shards
 
         copied = call.copied + sent_bytes(ids.numel() // call.several, call.several, shards, hidden)
-        arguments = vars(call) | {"copied": copied, "shards": shards, "kernels": chosen == "triton"}
-        return returned(options, torch_shards.run(torch_shards.ShardedCall(**arguments)))
+        return returned(options, torch_shards.run(replace(call, copied=copied)))
     if chosen == "torch":
         strategy = "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)

@@ -1,6 +1,6 @@
 """linear_log_probs for PyTorch where the vocabulary is sharded over ranks (`vocab.parallel`): both backends."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,34 +11,30 @@ from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs
 from onchip.vocab import parallel
 from onchip.vocab.agreement import require_agreement
+from onchip.vocab.torch import walk
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
 
-@dataclass(frozen=True)
-class ShardedCall(parallel.ShardedCall, Call):
-    """The arguments of an operator."""
-
-
 class Kept(NamedTuple):
     """What backward is given."""
 
-    call: ShardedCall
+    call: Call
     log_prob: Tensor
     entropy: Tensor | None
     lse: Tensor
     mean: Tensor | None
 
 
-def run(call: ShardedCall) -> Outputs:
+def run(call: Call) -> Outputs:
     """What the backend that was chosen computes."""
     made: Outputs = (TRITON if call.runs_kernels else LOG_PROBS)(call).out
     return made
 
 
-def _check_ranks(call: ShardedCall) -> None:
+def _check_ranks(call: Call) -> None:
     """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
     require_agreement(
         OP, call, call.sizes, call.ids, call.token_temperature, split={"weight": call.weight},
@@ -46,18 +42,18 @@ def _check_ranks(call: ShardedCall) -> None:
     )  # fmt: skip
 
 
-def _forward(call: ShardedCall) -> TorchOutputs:
+def _forward(call: Call) -> TorchOutputs:
     _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
-    stats = parallel.statistics(OP, call, tokens, asked_by(call.options))
+    stats = walk.statistics(OP, call, tokens, asked_by(call.options))
     return TorchOutputs.of(stats, tokens, call.leading, call.ids)
 
 
-def _fake(call: ShardedCall) -> TorchOutputs:
+def _fake(call: Call) -> TorchOutputs:
     return TorchOutputs.empty(call.options, parallel.local(call, fake=True).hidden, call.ids)
 
 
-def _save(call: ShardedCall, made: TorchOutputs) -> Kept:
+def _save(call: Call, made: TorchOutputs) -> Kept:
     return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
 
 
@@ -65,7 +61,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
     gradient, grad_scale = gradient_by_outputs(kept, upstream, tokens)
-    return parallel.gradients(call, tokens, gradient, grad_scale, stats=gradient.entropy_row is not None)
+    return walk.gradients(call, tokens, gradient, grad_scale, stats=gradient.entropy_row is not None)
 
 
 LOG_PROBS = Operator(
@@ -95,7 +91,7 @@ class TritonOutputs(NamedTuple):
 class TritonKept(NamedTuple):
     """What backward is given."""
 
-    call: ShardedCall
+    call: Call
     config: TritonPlan
     log_prob: Tensor
     entropy: Tensor | None
@@ -103,23 +99,23 @@ class TritonKept(NamedTuple):
     saved: Saved
 
 
-def _stats(call: ShardedCall) -> bool:
+def _stats(call: Call) -> bool:
     """Whether the entropy and top1 are followed."""
     return bool(call.options.entropy or call.options.top1)
 
 
-def _triton_forward(call: ShardedCall) -> TritonOutputs:
+def _triton_forward(call: Call) -> TritonOutputs:
     _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats, saved = shards.statistics(OP, call, tokens, asked_by(call.options), stats=_stats(call))
     return TritonOutputs(TorchOutputs.of(stats, tokens, call.leading, call.ids).out, saved)
 
 
-def _triton_fake(call: ShardedCall) -> TritonOutputs:
+def _triton_fake(call: Call) -> TritonOutputs:
     return TritonOutputs(_fake(call).out, shards.fake_saved(call, stats=_stats(call)))
 
 
-def _triton_save(call: ShardedCall, made: TritonOutputs) -> TritonKept:
+def _triton_save(call: Call, made: TritonOutputs) -> TritonKept:
     out = made.out
     return TritonKept(call, shards.plan(call, stats=_stats(call)), out.log_prob, out.entropy, out.lse, made.saved)
 

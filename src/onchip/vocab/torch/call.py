@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator
+from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
@@ -88,7 +89,11 @@ OF_LAYER: dict[str, Any] = {"flops": attrgetter("flops"), "gradient_flops": grad
 
 @dataclass(frozen=True)
 class LinearCall(Layer):
-    """The layer and the ids whose probabilities are asked for; an op adds its own arguments."""
+    """The layer and the ids whose probabilities are asked for; an op adds its own arguments.
+
+    Where the vocabulary is sharded over ranks, layer and hidden states are this rank's, and ids and all else are of the
+    whole vocabulary and of all tokens.
+    """
 
     ids: Tensor  # [...] or [..., K]
     token_temperature: Tensor | None  # [...] or []
@@ -97,6 +102,15 @@ class LinearCall(Layer):
     """Bytes of the copies of inputs whose strides don't suit."""
     compiled: bool
     """Whether its sizes may have been symbols when it was made."""
+    shards: Shards
+    """This rank's part of the vocabulary; `WHOLE`: it has all."""
+    kernels: bool
+    """Whether ranks run kernels, which take ignored tokens too; False of a whole vocabulary."""
+
+    @property
+    def vocab(self) -> int:
+        """V of all ranks, of which ids are."""
+        return self.shards.vocab if self.shards.there else self.weight.shape[0]
 
     @property
     def number(self) -> int:
@@ -107,6 +121,16 @@ class LinearCall(Layer):
     def several(self) -> int:
         """K: 1 where ids have no dimension for it."""
         return self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
+
+    @property
+    def leading(self) -> torch.Size:
+        """The dimensions of all tokens."""
+        return torch.Size(self.shards.whole_shape(self.hidden.shape)[:-1])
+
+    @property
+    def sizes(self) -> Any:
+        """What ranks must have in common."""
+        return self.hidden.shape, self.hidden.dtype, self.weight.dtype
 
     @property
     def budget(self) -> int | None:
@@ -130,13 +154,25 @@ class LinearCall(Layer):
 
     def problem(self, device: str = "", **more: Any) -> Problem:
         """With what the call and its op know."""
-        more = {**self.of_op, **more}
+        more = {**self.of_op, "sharded": self.shards.there, **more}
         return super().problem(device, softcap=self.options.softcap is not None, copied=self.copied, **more)
 
     def plan(self, strategy: str, tokens: Ids, **more: Any) -> Config:
         """Of PyTorch's own products."""
         problem = self.problem(compacted=tokens.index is not None, **more)
         return memory.plan(problem, strategy, self.budget)
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without.
+
+        Raises ValueError where PyTorch's own products need more scratch.
+        """
+        if self.kernels and self.shards.rows > 0:
+            return True
+        strategy = "recompute" if any(self.grads) else "forward"
+        memory.PLANNER.require(self.problem(compacted=self.device == "cpu"), strategy, self.budget)
+        return False
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """In their parameters' dtypes, not yet filled."""

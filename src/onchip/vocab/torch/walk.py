@@ -1,17 +1,21 @@
 """The walk over the [tokens, vocab] matrix with PyTorch's own matrix products, tile by tile, on CPU and CUDA.
 
-`forward` makes each token's statistics; `stash` with them the gradients, for upstream gradients known before; and
-`recompute` the gradients, of recomputed logits.  A walk holds one tile of logits at a time and works in it in
-place.  Nothing here synchronises a GPU.
+`statistics` are each token's over the whole vocabulary, and `gradients` those of hidden, weight and bias, also where
+ranks have a part of the vocabulary each.  Of all that one rank has, `forward` makes the statistics; `stash` with them
+the gradients, for upstream gradients known before; and `recompute` the gradients, of recomputed logits.  A walk holds
+one tile of logits at a time and works in it in place.  Nothing here synchronises a GPU.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onchip.frontend.torch_parallel import Shards
 from onchip.kernels.torch_products import product
+from onchip.vocab import parallel
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
@@ -19,6 +23,48 @@ from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, spans, temper
 
 Gradients = tuple[Tensor | None, ...]
 """Of hidden, weight and bias; None: not wanted."""
+
+
+def statistics(op: str, call: LinearCall, tokens: Ids, asked: Asked) -> TokenStats:
+    """Those of every token over the whole vocabulary; `asked` has the class weights of all of it."""
+    mine = parallel.local(call)
+    config = mine.plan("forward", parallel.of_shard(tokens, call.shards))
+    return statistics_of(op, mine.layer, call.options, call.shards, tokens, config, asked)
+
+
+def statistics_of(
+    op: str, source: Any, options: Any, shards: Shards, tokens: Ids, config: Config, asked: Asked
+) -> TokenStats:
+    """The same of anything that has the logits, or this rank's part of them, as `forward` takes it."""
+    if not shards.there:
+        return forward(source, options, tokens, config, asked)
+    here = parallel.of_shard(tokens, shards)
+    asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, shards))
+    known = softmax(source, options, here, config, asked).stats(here, max(1, shards.rows), asked)
+    return parallel.combine(op, shards, known, tokens, asked, check_values=options.check_inputs)
+
+
+def gradients(
+    call: LinearCall,
+    tokens: Ids,
+    gradient: TokenGradient,
+    grad_scale: Tensor | None,
+    weight_grad_out: Tensor | None = None,
+    **more: Any,
+) -> Gradients:
+    """As `recompute`, of this rank's tensors, given what statistics of the whole vocabulary make of it; `more` are
+    fields of the problem."""
+    shards = call.shards
+    here, mine = parallel.of_shard(tokens, shards), parallel.local(call)
+    config = mine.plan("recompute", here, **more)
+    if not shards.there:
+        return recompute(mine, here, config, gradient, grad_scale=grad_scale, weight_grad_out=weight_grad_out)
+    hidden, *others = recompute(
+        mine, here, config, parallel.gradient_of_shard(gradient, shards), grad_scale=grad_scale,
+        weight_grad_out=None if weight_grad_out is None else weight_grad_out[: shards.rows],
+        start_sum=partial(parallel.start_sum, shards),
+    )  # fmt: skip
+    return hidden, *(parallel.padded(x, len(call.weight)) for x in others)
 
 
 def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked) -> TokenStats:
