@@ -28,7 +28,8 @@ def make_call(tokens, **options):
     classes = torch.ones(options["class_weight"]) if "class_weight" in options else None
     per_token = per_token("token_weight"), per_token("temperature")
     target, labels = options.get("target", target), options.get("labels")
-    return Call(target, *per_token, labels, torch.ones(()), classes, Options(**numbers))
+    kind = "ids" if labels is None else "probs" if target.ndim == 2 else "dense"
+    return Call(target, *per_token, labels, kind, torch.ones(()), classes, Options(**numbers), of_shard=False)
 
 
 def compiled(vocab=4096, rows=True, sums=False, soft=None, **options):
@@ -76,7 +77,7 @@ def test_the_statistics_and_the_targets_logits(options):
     call, found = make_call(256, **options), []
     softmax = Outputs(*(torch.empty(256) for _ in range(3)), None, None, None)
     with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
-        targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
+        targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.ids)
         fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, torch.empty(2, 128256)))
     made = {k.kernel: k for k in compile_all(found, HOPPER)}
     assert made.pop("softmax_gradient")

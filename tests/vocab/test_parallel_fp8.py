@@ -14,7 +14,7 @@ from linear_cross_entropy.lce_fp8_cases import GRADIENT_DB, LOSS_ERROR
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.ops.linear_cross_entropy import fp8_op
-from onchip.torch import linear_cross_entropy, quantize_weight
+from onchip.torch import TopK, linear_cross_entropy, quantize_weight
 from onchip.vocab import parallel
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.memory import Problem
@@ -59,16 +59,30 @@ def near(got, expected, what, bound=3e-3):
     assert error <= bound * expected.double().norm(), (what, float(error / expected.double().norm()))
 
 
-def compare(sizes, rank, options, how=None, **more):
+def soft_labels(kind):
+    """Of K ids, one of them twice, or of every entry."""
+    g = torch.Generator().manual_seed(1)
+    if kind == "dense":
+        return torch.rand(*TOKENS, VOCAB, generator=g) / VOCAB
+    ids = torch.randint(VOCAB, (*TOKENS, 5), generator=g)
+    ids[..., 1] = ids[..., 0]
+    return TopK(ids, torch.rand(ids.shape, generator=g).log(), "log_probs", "truncated")
+
+
+def compare(sizes, rank, options, how=None, labels=None, **more):
     """Everything of the shards against the whole; `how` is of the sharded call, `more` of both."""
     *tensors, target = layer(**more)
     if options.get("reduction") == "none":
         tensors[2] = None
     own, how = cut(sizes, rank), taken(sizes, rank, **(how or {}))
+    part = target
+    if labels is not None:
+        tensors[0], target = tensors[0].nan_to_num(), soft_labels(labels)
+        part = target[..., own] if labels == "dense" else target
     whole = [leaf(x) for x in tensors]
     mine = [leaf(tensors[0]), *(x if x is None else leaf(x[own]) for x in tensors[1:])]
     loss, stats = in_fp8(whole[0], whole[1], target, whole[2], return_stats=True, **options)
-    got, found = in_fp8(mine[0], mine[1], target, mine[2], return_stats=True, **options, **how)
+    got, found = in_fp8(mine[0], mine[1], part, mine[2], return_stats=True, **options, **how)
     same_bits(got, *found)
     for name, a, b in zip(("loss", *found._fields), (got, *found), (loss, *stats), strict=True):
         if a.is_floating_point():
@@ -94,6 +108,10 @@ def every_option(rank, ranks):
             compare(sizes, rank, options)
     compare(LAYOUTS[0], rank, {"reduction": "none", "z_loss": 1e-2})
     compare(LAYOUTS[0], rank, {}, dtype=torch.bfloat16)
+    for labels in ("topk", "dense"):
+        for sizes in LAYOUTS:
+            compare(sizes, rank, OPTIONS["everything"], labels=labels)
+        compare(LAYOUTS[0], rank, {"reduction": "none"}, labels=labels)
 
 
 def chunks_and_one_exchange(rank, ranks):
@@ -172,7 +190,7 @@ def other_calls(rank, ranks):
         ({"hidden": hidden.double(), "weight": weight[own].double()}, TypeError, "takes no float64"),
         ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
         ({"scratch_bytes": 8}, ValueError, "scratch_bytes=8 is too small"),
-        ({"target": torch.rand(*TOKENS, VOCAB)}, ValueError, "with precision='fp8' take no sharded vocabulary"),
+        ({"target": torch.rand(*TOKENS, VOCAB)[..., own], "backend": "triton"}, ValueError, "every entry take no sharded"),
         ({"target": target.masked_fill(target < 0, VOCAB)}, ValueError, r"target\[0, 0\] is 300, which is neither"),
         ({"vocab_start": 0}, ValueError, r"don't make up \[0, 300\)"),
     ):
@@ -218,7 +236,8 @@ def kernels(rank, ranks):
         mock.patch.object(fp8_op, "refusals", return_value={"torch": None, "triton": None}),
         mock.patch.object(walk, "LOGITS", torch.float32),
     ):
-        compare(LAYOUTS[0], rank, OPTIONS["everything"], {"backend": "triton"})
+        for labels in (None, "topk"):
+            compare(LAYOUTS[0], rank, OPTIONS["everything"], {"backend": "triton"}, labels)
 
 
 @pytest.mark.slow

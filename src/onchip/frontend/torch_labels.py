@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend import torch_prepared as stated
 from onchip.frontend.topk import TopK, check_labels, most_log_prob, raise_for_log_prob
 from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, refuse_gradient, require_tensors
 
@@ -21,28 +20,28 @@ def is_soft(target: Any, of: Any) -> bool:
 
 
 def check_label_tensors(
-    op: str, target: Any, given: Mapping[str, Any], token_weight: Any, class_weight: Any, temperature: Tensor | None
+    op: str,
+    target: Any,
+    given: Mapping[str, Any],
+    token_weight: Any,
+    class_weight: Any,
+    temperature: Tensor | None,
+    *,
+    soft: bool = True,
 ) -> dict[str, Tensor]:
-    """The tensors, those that are `given` among them, where all are of the right kind."""
+    """The tensors, those that are `given` among them, where all are of the right kind; `soft`: as `is_soft` says."""
     labels = {"target": target}
     if isinstance(target, TopK):
         check_labels(op, "target", target)
         labels = {"target.indices": target.indices, "target.values": target.values}
     constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": temperature}
     tensors = require_tensors(op, {**given, **labels, **constants}, optional=("bias", *constants))
-    names = ("target", "target.values")
-    check_kinds(op, tensors, integers=("target.indices",), constants=tuple(constants), labels=names, dtypes=LOSS_DTYPES)
+    names, integers = (("target", "target.values"), "target.indices") if soft else ((), "target")
+    check_kinds(op, tensors, integers=(integers,), constants=tuple(constants), labels=names, dtypes=LOSS_DTYPES)
     for name in names:
         if name in tensors:
             refuse_gradient(op, name, tensors[name])
     return tensors
-
-
-def parts_of(target: Any, leading: torch.Size) -> tuple[Tensor, Tensor, str]:
-    """Ids, the numbers that they or all entries have, and the kind of these."""
-    if isinstance(target, TopK):
-        return target.indices, target.values, target.kind
-    return stated.zeros(leading, torch.int64, target.device), target, "probs"
 
 
 def _eps(x: Tensor) -> float:

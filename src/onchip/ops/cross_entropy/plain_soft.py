@@ -13,10 +13,9 @@ from onchip.ops.cross_entropy.soft_call import Kept, SoftCall, SoftMade, fake, f
 from onchip.ops.cross_entropy.spec import OP
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch import soft, walk
-from onchip.vocab.torch.loss import scaled_rows
-from onchip.vocab.torch.soft import DenseStats, SoftOutputs
-from onchip.vocab.torch.softmax import TokenGradient, TokenStats
+from onchip.vocab.torch import dense, walk
+from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
 
@@ -24,30 +23,17 @@ def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows, config = torch_rows.Rows(call.logits), call.config()
     if call.dense:
-        made = soft.dense_stats(rows, options, tokens, config, call.labels, call.class_weight)
-        return made_of_dense(call, tokens, made)
-    return made_of(call, tokens, walk.forward(rows, options, tokens, config, soft.asked_by(options, call.class_weight)))
-
-
-def made_of(call: SoftCall, tokens: Tokens, stats: TokenStats) -> SoftMade:
-    """The outputs of K ids, given the statistics of the whole vocabulary."""
-    losses = soft.token_losses(call.options, stats.lse, stats.log_prob, stats.uniform, call.probs())
-    known = stats.lse, stats.log_prob
-    of = soft.id_stats(*known, stats.entropy, stats.argmax, call.probs(weighed=False), tokens.ids)
-    loss = soft.reduced(call.options, losses, tokens, call.logits.shape[:-1])
-    return SoftMade(SoftOutputs(loss, *known, None, None, of))
-
-
-def made_of_dense(call: SoftCall, tokens: Tokens, made: DenseStats) -> SoftMade:
-    """The outputs of every entry."""
-    return SoftMade(SoftOutputs(soft.reduced(call.options, made.loss, tokens, call.logits.shape[:-1]), *made[1:]))
+        made = dense.dense_stats(OP, rows, options, call.shards, tokens, config, call.labels, call.class_weight)
+        return SoftMade(dense.outputs_of(call, made, tokens))
+    stats = walk.forward(rows, options, tokens, config, asked_by(options, call.class_weight))
+    return SoftMade(Outputs.of(call, stats, tokens))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (out,) = kept.call, fake_gradients(kept, upstream, wanted)
     tokens, config = call.tokens(check_values=False), call.config()
     if call.dense:
-        write_dense(kept, call, soft.Whole.of(config.vocab_chunk, call.class_weight), tokens, config, upstream, out)
+        write_dense(kept, call, dense.Whole.of(config.vocab_chunk, call.class_weight), tokens, config, upstream, out)
     else:
         gradient = gradient_of_ids(kept, call, tokens, upstream, config.vocab_chunk)
         torch_rows.write_gradient(call.logits, call.options, tokens, config.token_chunk, gradient, out)
@@ -56,14 +42,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def gradient_of_ids(kept: Any, call: SoftCall, tokens: Tokens, upstream: Made, vocab: int) -> TokenGradient:
     """That of the tokens' logits, of K ids."""
-    row = _rows(call, tokens, upstream)
-    return soft.loss_gradient(
-        call.options, row, kept.lse, kept.log_prob, call.probs(), tokens, vocab, call.class_weight
-    )
+    row, n = _rows(call, tokens, upstream), tokens.number
+    return loss_gradient(call.options, row, kept.lse.reshape(-1), kept.log_prob.reshape(n, -1), vocab, tokens)
 
 
 def write_dense(
-    kept: Any, mine: SoftCall, whole: soft.Whole, tokens: Tokens, config: Config, upstream: Made, out: Tensor
+    kept: Any, mine: SoftCall, whole: dense.Whole, tokens: Tokens, config: Config, upstream: Made, out: Tensor
 ) -> None:
     """Write the gradient of the logits of `mine` to `out`: all of them or, where other ranks have other parts of the
     vocabulary, this rank's."""
@@ -74,9 +58,9 @@ def write_dense(
         z, slope, _ = tile.cut(stop - start, vocab)
         source.read(tokens, start, stop, z)
         apply(options, z, temperature_of(tokens, start, stop), slope)
-        known = (x[start:stop] for x in (row, kept.lse, kept.log_prob, kept.largest, kept.mass))
-        q = soft.rows_of(mine.labels, start, stop)
-        g = soft.dense_gradient(options, z, slope, q, mine.class_weight, whole, *known)
+        known = (x[start:stop] for x in (row, *dense.known_of(kept)))
+        q = dense.rows_of(mine.labels, start, stop)
+        g = dense.dense_gradient(options, z, slope, q, mine.class_weight, whole, *known)
         into.write(tokens, start, stop, g)
 
 

@@ -2,18 +2,19 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import LOSS_DTYPES
-from onchip.frontend.torch_labels import check_log_probs
+from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch import soft, tiles
-from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch import labels
+from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -28,9 +29,24 @@ class SoftCall(NamedTuple):
     token_temperature: Tensor | None  # [...] or []
     normalizer: Tensor | None  # []
     options: Options
-    kind: str  # of the labels: 'probs' or 'log_probs'
-    dense: bool
+    kind: str  # of the labels: 'probs', 'log_probs' or 'dense'
     grads: tuple[bool, ...]  # of logits
+    shards: Shards
+
+    @property
+    def dense(self) -> bool:
+        """Whether every entry has a label."""
+        return self.kind == "dense"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self.logits.dtype
+
+    @property
+    def vocab(self) -> int:
+        """V, of which ids are."""
+        return self.shards.vocab if self.shards.there else self.logits.shape[-1]
 
     @property
     def number(self) -> int:
@@ -42,24 +58,9 @@ class SoftCall(NamedTuple):
         """K."""
         return 1 if self.dense else self.ids.shape[-1]
 
-    def tokens(self, *, check_values: bool, vocab: int | None = None) -> Tokens:
-        """All of them; values are always checked on the CPU.  `vocab` is the whole, where logits are of a part."""
-        if self.kind == "log_probs" and (check_values or self.labels.device.type == "cpu"):
-            check_log_probs(OP, "target", self.labels)
-        chosen = tiles.select(
-            OP, "target.indices", self.ids, self.number, vocab or self.logits.shape[-1], self.token_temperature,
-            ignore_index=None, temperature=self.options.temperature, dtype=self.logits.dtype,
-            check_values=check_values,
-        )  # fmt: skip
-        return tiles.weighed(
-            OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
-        )
-
-    def probs(self, *, weighed: bool = True) -> Tensor:
-        """[T, K]: times the weights of classes, unless without."""
-        shape = self.number, self.several
-        values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
-        return soft.labels_of(values, self.kind, ids, self.class_weight if weighed else None, self.logits.dtype)
+    def tokens(self, *, check_values: bool) -> Tokens:
+        """All of them; values are always checked on the CPU."""
+        return labels.tokens(OP, self, check_values=check_values)
 
     def problem(self, *, triton: bool = False, sent: int = 0) -> row_memory.Problem:
         """What memory depends on."""
@@ -89,7 +90,7 @@ class SoftCall(NamedTuple):
 class SoftMade(NamedTuple):
     """What the operators return."""
 
-    out: SoftOutputs
+    out: Outputs
 
 
 class Kept(NamedTuple):
@@ -103,11 +104,11 @@ class Kept(NamedTuple):
 
 
 def fake(call: SoftCall) -> SoftMade:
-    return SoftMade(SoftOutputs.empty(call.options, call.logits, call.labels, dense=call.dense))
+    return SoftMade(Outputs.empty(call, call.logits))
 
 
 def save(call: SoftCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:5])
+    return Kept(call, made.out.lse, made.out.log_prob, made.out.largest, made.out.mass)
 
 
 def fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:

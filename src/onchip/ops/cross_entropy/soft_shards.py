@@ -1,7 +1,7 @@
 """cross_entropy for PyTorch with soft labels of logits whose vocabulary is sharded over ranks (`vocab.parallel`).
 
 Labels of K ids are the same on each rank, with ids of the whole vocabulary; of labels for every entry each rank has
-those of its shard (`vocab.soft_shards`).
+those of its shard (`vocab.torch.dense`).
 """
 
 from typing import NamedTuple
@@ -14,11 +14,12 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.cross_entropy import plain_soft
 from onchip.ops.cross_entropy.soft_call import SoftCall, SoftMade, fake
 from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.vocab import parallel, soft_shards
+from onchip.vocab import parallel
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch import soft, walk
+from onchip.vocab.torch import dense, walk
+from onchip.vocab.torch.loss import Outputs, asked_by
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -38,7 +39,7 @@ class ShardedCall(NamedTuple):
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """With ids of the whole vocabulary."""
-        return self.rows.tokens(check_values=check_values, vocab=self.shards.vocab)
+        return self.rows.tokens(check_values=check_values)
 
     @property
     def mine(self) -> SoftCall:
@@ -54,7 +55,7 @@ class ShardedCall(NamedTuple):
         """As of a `SoftCall`, of this rank's shard."""
         if not self.shards.rows:
             return Config("forward", 1, 1)
-        several = soft_shards.SENT if self.rows.dense else self.rows.several
+        several = dense.SENT if self.rows.dense else self.rows.several
         return self.mine.config(parallel.sent_bytes(self.rows.number, several, self.shards, self.rows.logits))
 
 
@@ -77,14 +78,14 @@ def _forward(call: ShardedCall) -> SoftMade:
     tokens, config, mine = call.tokens(check_values=options.check_inputs), call.config(), call.mine
     source, weight = torch_rows.Rows(mine.logits), rows.class_weight
     if rows.dense:
-        made = soft_shards.dense_stats(OP, source, options, shards, tokens, config, mine.labels, weight)
-        return plain_soft.made_of_dense(rows, tokens, made)
-    stats = walk.statistics_of(OP, source, options, shards, tokens, config, soft.asked_by(options, weight))
-    return plain_soft.made_of(rows, tokens, stats)
+        made = dense.dense_stats(OP, source, options, shards, tokens, config, mine.labels, weight)
+        return SoftMade(dense.outputs_of(rows, made, tokens))
+    stats = walk.statistics_of(OP, source, options, shards, tokens, config, asked_by(options, weight))
+    return SoftMade(Outputs.of(rows, stats, tokens))
 
 
 def _save(call: ShardedCall, made: SoftMade) -> Kept:
-    return Kept(call, *made.out[1:5])
+    return Kept(call, made.out.lse, made.out.log_prob, made.out.largest, made.out.mass)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -92,7 +93,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     tokens, mine = call.tokens(check_values=False), call.mine
     out = torch.empty(mine.logits.shape, dtype=mine.logits.dtype, device=mine.logits.device)
     if out.numel() > 0 and rows.dense:
-        whole = soft.Whole.of(shards.vocab, rows.class_weight)
+        whole = dense.Whole.of(shards.vocab, rows.class_weight)
         plain_soft.write_dense(kept, mine, whole, tokens, call.config(), upstream, out)
     elif out.numel() > 0:
         gradient = plain_soft.gradient_of_ids(kept, rows, tokens, upstream, shards.vocab)

@@ -41,6 +41,16 @@ class Call:
         """V, of which targets are."""
         return self.logits.shape[-1]
 
+    @property
+    def ids(self) -> Tensor:
+        """The targets."""
+        return self.target
+
+    @property
+    def kind(self) -> str:
+        """Of the labels."""
+        return "ids"
+
 
 class Outputs(NamedTuple):
     """What both backends compute."""
@@ -73,7 +83,7 @@ class Kept(NamedTuple):
 
 def fake(call: Call) -> Outputs:
     """Empty outputs, without a gradient."""
-    return Outputs(loss.Outputs.empty(call.options, call.logits, call.target.shape))
+    return Outputs(loss.Outputs.empty(call, call.logits))
 
 
 def save(call: Call, made: Outputs) -> Kept:

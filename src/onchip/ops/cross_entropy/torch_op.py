@@ -373,7 +373,7 @@ def _forward(call: Call) -> Outputs:
     rows = torch_rows.Rows(call.logits)
     config = Config("forward", row_chunk(call, tokens), rows.vocab)
     stats = walk.forward(rows, options, tokens, config, asked_by(options, call.class_weight))
-    return Outputs(LossOutputs.of(options, stats, tokens, call.target.shape))
+    return Outputs(LossOutputs.of(call, stats, tokens))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -88,11 +88,11 @@ def _forward(call: ShardedCall) -> ShardedOutputs:
         stats = row_shards.statistics(OP, call, tokens, asked)
     else:
         stats = walk.statistics_of(OP, torch_rows.Rows(call.mine), options, call.shards, tokens, config, asked)
-    return ShardedOutputs(Outputs.of(options, stats, tokens, call.target.shape))
+    return ShardedOutputs(Outputs.of(call, stats, tokens))
 
 
 def _fake(call: ShardedCall) -> ShardedOutputs:
-    return ShardedOutputs(Outputs.empty(call.options, call.logits, call.target.shape))
+    return ShardedOutputs(Outputs.empty(call, call.logits))
 
 
 def _save(call: ShardedCall, made: ShardedOutputs) -> Kept:
@@ -135,7 +135,7 @@ def _walk(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
     call, options = kept.call, kept.call.options
     row, _ = scaled_rows(tokens, options, tokens.upstream(grad_loss, options.reduction), torch.float32)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
-    gradient = loss_gradient(options, row, lse, log_prob[:, None], call.vocab, tokens.kept, tokens.classes)
+    gradient = loss_gradient(options, row, lse, log_prob[:, None], call.vocab, tokens)
     here, mine = parallel.of_shard(tokens, call.shards), parallel.gradient_of_shard(gradient, call.shards)
     torch_rows.write_gradient(call.mine, options, here, _chunk(call, tokens), mine, out)
 

@@ -13,15 +13,15 @@ from onchip.frontend.torch_inputs import (
     choose_torch_backend,
     temperature_tensor,
 )
-from onchip.frontend.torch_labels import check_label_tensors, parts_of
-from onchip.frontend.torch_parallel import Sharding, Shards, localized
+from onchip.frontend.torch_labels import check_label_tensors
+from onchip.frontend.torch_parallel import WHOLE, Sharding, Shards, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_types import WithStats
 from onchip.ops.cross_entropy import plain_soft, soft_shards, triton_dense, triton_soft
 from onchip.ops.cross_entropy.soft_call import SoftCall
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.rows import launches
-from onchip.vocab.torch import soft
+from onchip.vocab.torch.labels import parts_of
 from onchip.vocab.torch.loss import checked_class_weight
 
 
@@ -65,6 +65,7 @@ def run(
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)
     chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, target, shards))
     ids, labels, kind = parts_of(target, logits.shape[:-1])
+    assert labels is not None
     call = SoftCall(
         logits=logits,
         ids=ids,
@@ -75,16 +76,16 @@ def run(
         normalizer=normalizer,
         options=options,
         kind=kind,
-        dense="target" in tensors,
         grads=needed(logits),
+        shards=shards or WHOLE,
     )
     if shards is not None:
         out: Any = soft_shards.LOSS(soft_shards.ShardedCall(call, shards)).out
     elif chosen == "triton":
-        out = triton_dense.LOSS(call) if call.dense else triton_soft.LOSS(call).out
+        out = (triton_dense if call.dense else triton_soft).LOSS(call).out
     else:
         out = plain_soft.LOSS(call).out
-    return soft.shaped(out.loss, out.stats.of(out.lse) if options.return_stats else None, logits.shape[:-1])
+    return (out.loss, out.stats()) if options.return_stats else out.loss
 
 
 def _refusal(logits: Tensor, target: Any, shards: Shards | None) -> str | None:

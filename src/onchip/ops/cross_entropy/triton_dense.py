@@ -12,23 +12,11 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_of
-from onchip.ops.cross_entropy.soft_call import SoftCall
+from onchip.ops.cross_entropy.soft_call import SoftCall, SoftMade
 from onchip.ops.cross_entropy.spec import OP
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.launches import launch_soft
-from onchip.vocab.torch import soft
-from onchip.vocab.torch.loss import scaled_rows
-from onchip.vocab.torch.soft import SoftStats
-
-
-class Outputs(NamedTuple):
-    """What the operator returns."""
-
-    loss: Tensor  # [...] or []
-    lse: Tensor  # [T] float32, as the next
-    less: Tensor
-    mass: Tensor
-    stats: SoftStats
+from onchip.vocab.torch.loss import Outputs, reduced, scaled_rows
 
 
 class Kept(NamedTuple):
@@ -40,36 +28,33 @@ class Kept(NamedTuple):
     mass: Tensor
 
 
-def _forward(call: SoftCall) -> Outputs:
+def _forward(call: SoftCall) -> SoftMade:
     options = call.options
     if options.check_inputs:
         call.tokens(check_values=True)
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
-    losses, lse, less, mass = (stated.empty(call.number, torch.float32, call.logits.device) for _ in range(4))
-    stats = SoftStats.empty(options, call.logits, call.number)
+    out = _fake(call).out._replace(loss=stated.empty(call.number, torch.float32, call.logits.device))
     if call.number > 0:
         launch_soft(
             "soft_losses", call.logits, call.labels, None, call.token_temperature, options, call.class_weight,
-            loss=losses, lse=lse, less=less, mass=mass, **stats._asdict(),
+            **out.of_labels,
         )  # fmt: skip
-    return Outputs(LOSS.stated(call, _reduced, losses), lse, less, mass, stats)
+    return SoftMade(out._replace(loss=LOSS.stated(call, _reduced, out.loss)))
 
 
 def _reduced(call: SoftCall, losses: Any) -> Tensor:
-    return soft.reduced(call.options, losses, call.tokens(check_values=False), call.logits.shape[:-1])
+    tokens = call.tokens(check_values=False)
+    return reduced(call.options, losses * tokens.weight, tokens, call.logits.shape[:-1])
 
 
-def _fake(call: SoftCall) -> Outputs:
-    shape = call.logits.shape[:-1] if call.options.reduction == "none" else ()
-    loss, lse, less, mass = (
-        stated.empty(size, torch.float32, call.logits.device) for size in (shape, *[(call.number,)] * 3)
-    )
-    return Outputs(loss, lse, less, mass, SoftStats.empty(call.options, call.logits, call.number))
+def _fake(call: SoftCall) -> SoftMade:
+    return SoftMade(Outputs.empty(call, call.logits, kernels=True))
 
 
-def _save(call: SoftCall, made: Outputs) -> Kept:
-    return Kept(call, made.lse, made.less, made.mass)
+def _save(call: SoftCall, made: SoftMade) -> Kept:
+    assert made.out.mass is not None
+    return Kept(call, made.out.lse, made.out.log_prob, made.out.mass)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

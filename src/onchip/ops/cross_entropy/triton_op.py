@@ -53,7 +53,7 @@ def forward(call: Call) -> Outputs:
     if tokens > 0:
         launch_rows(
             "losses", logits, made.gradient, call.target, call.token_weight, call.token_temperature, options,
-            class_weight=call.class_weight, **out._asdict(), divisor=divisor,
+            class_weight=call.class_weight, **out.of_id, divisor=divisor,
         )  # fmt: skip
     if options.reduction != "none":
         out = out._replace(loss=reduce_losses(losses, None, divisor, mean=mean))

@@ -17,10 +17,8 @@ from onchip.ops.cross_entropy.soft_call import Kept, SoftCall, SoftMade, fake, f
 from onchip.ops.cross_entropy.spec import OP
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.launches import launch_ids, shares_of_ids
-from onchip.vocab.torch import soft
-from onchip.vocab.torch.loss import scaled_rows
-from onchip.vocab.torch.soft import SoftOutputs
-from onchip.vocab.torch.softmax import TokenGradient
+from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.softmax import TokenGradient, TokenStats
 
 
 def _forward(call: SoftCall) -> SoftMade:
@@ -29,7 +27,7 @@ def _forward(call: SoftCall) -> SoftMade:
         call.tokens(check_values=True)
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
-    asked = soft.asked_by(options, call.class_weight)
+    asked = asked_by(options, call.class_weight)
 
     def empty(wanted: bool = True, *more: int, dtype: torch.dtype = torch.float32) -> Any:
         return stated.empty((call.number, *more), dtype, call.logits.device) if wanted else None
@@ -42,18 +40,18 @@ def _forward(call: SoftCall) -> SoftMade:
             lse=lse, log_prob=log_prob, entropy=entropy, mean=empty(asked.entropy), top1=argmax, uniform=uniform,
             mean_logits=None, log_sum_sq_probs=None,
         )  # fmt: skip
-    loss, *stats = LOSS.stated(call, _results, lse, log_prob, entropy, argmax, uniform)
-    assert loss is not None
-    return SoftMade(SoftOutputs(loss, lse, log_prob, None, None, soft.SoftStats(*stats)))
+    loss, correct, *more = LOSS.stated(call, _results, lse, log_prob, entropy, argmax, uniform)
+    shape = call.logits.shape[:-1]
+    entropy, argmax = (None if x is None else x.view(shape) for x in (entropy, argmax))
+    return SoftMade(Outputs(loss, lse.view(shape), log_prob.view(call.ids.shape), entropy, correct, argmax, *more))
 
 
-def _results(call: SoftCall, *tensors: Any) -> list[Tensor | None]:
-    """The loss, and the fields of its statistics."""
+def _results(call: SoftCall, *tensors: Any) -> list[Any]:
+    """The outputs that kernels didn't make."""
     lse, log_prob, entropy, argmax, uniform = tensors
-    tokens = call.tokens(check_values=False)
-    losses = soft.token_losses(call.options, lse, log_prob, uniform, call.probs())
-    stats = soft.id_stats(lse, log_prob, entropy, argmax, call.probs(weighed=False), tokens.ids)
-    return [soft.reduced(call.options, losses, tokens, call.logits.shape[:-1]), *stats]
+    stats = TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None)
+    made = Outputs.of(call, stats, call.tokens(check_values=False))
+    return [made.loss, made.correct, made.expected, made.target_logit]
 
 
 def _ids(ids: Tensor, ignore_index: int) -> Tensor:
@@ -80,8 +78,8 @@ def _by_token(call: SoftCall, *tensors: Any) -> list[Tensor | None]:
     grad_loss, lse, log_prob = tensors
     options, tokens = call.options, call.tokens(check_values=False)
     row, _ = scaled_rows(tokens, options, tokens.upstream(grad_loss, options.reduction), torch.float32)
-    known = lse, log_prob, call.probs(), tokens, call.logits.shape[-1], call.class_weight, shares_of_ids
-    gradient = soft.loss_gradient(options, row, *known)
+    known = lse.reshape(-1), log_prob.reshape(tokens.ids.shape), call.logits.shape[-1]
+    gradient = loss_gradient(options, row, *known, tokens, shares_of_ids)
     return [None if x is None else x.contiguous() for x in vars(gradient).values()]
 
 

@@ -17,17 +17,22 @@ from onchip.fp8.torch_quantize import operand
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_autograd import scale_stash
 from onchip.frontend.torch_inputs import DTYPES, torch_refusal
+from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.frontend.torch_types import LossStats
 from onchip.kernels.triton.launch import device_refusal
-from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.vocab import parallel
+from onchip.vocab.chunks import Config
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.fp8.torch import Call as LogitsCall
 from onchip.vocab.fp8.walk import QUANTIZERS, SCALE, Parts, products_of
 from onchip.vocab.rows.launches import flat
-from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.torch import dense
+from onchip.vocab.torch import labels as labels_of
+from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.softmax import Asked, Running, TokenStats
+from onchip.vocab.torch.tiles import Tokens
 
 
 def check_options(options: Options, *, grad_bias: bool) -> None:
@@ -54,17 +59,8 @@ class Fp8Call(NamedTuple):
     """The arguments of the operator."""
 
     call: Call
-    copies: Copies  # of the weight
+    copies: Copies  # of the weight; of a shard of the vocabulary, of the rows that are of it
     check_weight: bool  # compare the copies, which the caller made, with it
-    backend: str
-
-
-class SoftFp8Call(NamedTuple):
-    """The same of soft labels."""
-
-    call: SoftCall
-    copies: Copies
-    check_weight: bool
     backend: str
 
 
@@ -86,77 +82,160 @@ class Kept(NamedTuple):
     backend: str
     ignore_index: int
     reduction: str
-
-
-def _logits_call(call: Call) -> LogitsCall:
-    """What is asked of the logits."""
-    ids, labels = call.ids.to(torch.int64).reshape(-1).contiguous(), None
-    kept = ids != call.options.ignore_index
-    if isinstance(call, SoftCall):
-        kept, labels = torch.full((), call.number, dtype=torch.int64, device=ids.device), call.labels
-        if not call.dense:
-            ids, labels = ids.view(call.number, call.several), call.probs(weighed=False)
-    return LogitsCall(
-        ids,
-        None if call.token_weight is None else flat(call.token_weight),
-        None if call.token_temperature is None else flat(call.token_temperature.expand(call.hidden.shape[:-1])),
-        labels,
-        call.divisor(kept),
-        call.class_weight,
-        call.options,
-    )
+    shards: Shards
+    tokens: int  # of all ranks
+    shape: tuple[int, ...]  # of this rank's hidden states
+    rows: int  # of its weight, padding among them
 
 
 def _forward(arguments: Fp8Call) -> Fp8Outputs:
-    call, options, backend = arguments.call, arguments.call.options, arguments.backend
+    call, backend = arguments.call, arguments.backend
+    call.check_ranks()
+    mine, check = parallel.local(call), call.options.check_inputs or not call.hidden.is_cuda
+    tokens = call.tokens(check_values=check) if check or call.shards.there else None
     if arguments.check_weight:
-        check_unchanged(OP, call.weight, arguments.copies, SCALE, QUANTIZERS[backend])
-    if options.check_inputs or not call.hidden.is_cuda:
-        call.tokens(check_values=True)
+        check_unchanged(OP, mine.weight, arguments.copies, SCALE, QUANTIZERS[backend])
     # Of the inputs' own dtypes, whatever autocast's.
-    device, more = "cuda" if backend == "triton" else "cpu", {"per_token_loss": options.reduction == "none"}
-    if isinstance(call, SoftCall):
-        more |= {"stats": options.return_stats, "class_weight": call.class_weight is not None}
-    problem = replace(call.problem(device, **more), dtype=DTYPES[call.hidden.dtype])
-    shape, logits_call = call.hidden.shape[:-1], _logits_call(call)
-    source = walk.Source(backend, call.hidden, call.weight, arguments.copies, call.bias, logits_call)
-    softmax, parts = walk.forward(source, call.hidden, call.grads, memory.plan(problem, call.budget))
-    out = Outputs._make(None if x is None else x.view(shape) for x in softmax)
-    if options.reduction != "none":
-        out = out._replace(loss=softmax.loss.sum() / logits_call.divisor)
+    problem = mine.problem("cuda" if backend == "triton" else "cpu", **_known(call))
+    chunk = memory.plan(replace(problem, dtype=DTYPES[call.hidden.dtype]), call.budget, call.shards.ranks)
+    asked = _logits_call(call, tokens)
+    source = walk.Source(backend, mine.hidden, mine.weight, arguments.copies, mine.bias, asked)
+    if call.shards.there:
+        assert tokens is not None
+        return _forward_of_shards(call, mine, source, tokens, chunk)
+    softmax, parts = walk.forward(source, call.hidden, call.grads, chunk)
+    shape = call.hidden.shape[:-1]
+    out = Outputs._make(
+        x if x is None else x.view(call.ids.shape if name == "log_prob" else shape)
+        for name, x in zip(Outputs._fields, softmax, strict=True)
+    )
+    if call.options.reduction != "none":
+        out = out._replace(loss=softmax.loss.sum() / asked.divisor)
     return Fp8Outputs(out, parts)
+
+
+def _known(call: Call) -> dict[str, bool]:
+    """Fields of the problem."""
+    options = call.options
+    return {
+        "per_token_loss": options.reduction == "none",
+        "stats": options.return_stats,
+        "class_weight": call.class_weight is not None,
+    }
+
+
+def _logits_call(call: Call, tokens: Tokens | None) -> LogitsCall:
+    """What is asked of the logits, of a shard with ids as it numbers them."""
+    shards, options, labels, kind = call.shards, call.options, call.labels, call.kind
+    ids, tau = call.ids.to(torch.int64), call.token_temperature
+    tau = None if tau is None else tau.expand(call.leading)
+    if kind in ("probs", "log_probs"):
+        labels, kind = labels_of.probs(call, weighed=False), "probs"
+        ids = torch.where(ids == options.ignore_index, -1, ids)  # no id is ignored
+    options = replace(options, reduction="none")
+    if shards.there:
+        assert tokens is not None
+        divisor = 1 / tokens.inverse_count
+        tau = tokens.temperature[:, 0] if isinstance(tokens.temperature, Tensor) else None
+        ids = parallel.ids_for_kernels(ids, shards, options.ignore_index)
+        options = replace(options, ignore_index=parallel.IGNORED)
+        labels = labels[..., : shards.rows] if labels is not None and call.dense else labels
+    elif kind == "ids":
+        divisor = call.divisor(ids != options.ignore_index)
+    else:
+        divisor = call.divisor(torch.full((), call.number, dtype=torch.int64, device=ids.device))
+    return LogitsCall(
+        ids.reshape((call.number, call.several) if kind == "probs" else (call.number,)).contiguous(),
+        None if call.token_weight is None else flat(call.token_weight),
+        None if tau is None else flat(tau),
+        labels,
+        kind,
+        divisor,
+        parallel.class_weight_of_shard(call.class_weight, shards),
+        options,
+        shards.there,
+    )
+
+
+def _forward_of_shards(call: Call, mine: Call, source: walk.Source, tokens: Tokens, chunk: int) -> Fp8Outputs:
+    """Each rank makes the statistics of its shard, one all-gather those of the whole vocabulary, and from these each
+    rank the gradient of its own logits, which are held in between where all tokens are one chunk, and else made again.
+    """
+    shards, options, parts = call.shards, call.options, Parts.empty(mine.hidden, mine.weight, call.grads)
+    there = shards.rows > 0 and tokens.number > 0
+    if parts.grad_hidden is not None and not there:
+        parts.grad_hidden.zero_()
+    row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
+    if call.dense:
+        assert source.call.labels is not None
+        config = Config("forward", chunk, max(1, shards.rows))
+        given = tokens, config, source.call.labels, call.class_weight
+        made = dense.dense_stats(OP, walk.Logits(source), options, shards, *given)
+        if there and any(call.grads):
+            known = row, made.lse, made.log_prob, made.largest, made.mass
+            walk.dense_gradients(source, parts, known, dense.Whole.of(call.vocab, call.class_weight), chunk)
+        return Fp8Outputs(dense.outputs_of(call, made, tokens), parts)
+    asked = asked_by(options, call.class_weight)
+    of_shard = asked._replace(class_weight=source.call.class_weight if asked.mean_logits else None)
+    known_here, held = walk.statistics(source, of_shard, chunk) if there else (_nothing(tokens, shards, of_shard), [])
+    stats = parallel.combine(OP, shards, known_here, tokens, of_shard, check_values=options.check_inputs)
+    if there and any(call.grads):
+        gradient = loss_gradient(options, row, stats.lse, stats.log_prob, shards.vocab, tokens)
+        walk.gradients(source, parts, parallel.gradient_of_shard(gradient, shards), held, chunk)
+    return Fp8Outputs(Outputs.of(call, stats, tokens), parts)
+
+
+def _nothing(tokens: Tokens, shards: Shards, asked: Asked) -> TokenStats:
+    """The statistics over an empty shard, or of no tokens."""
+    here = parallel.of_shard(tokens, shards)
+    return Running.empty(here.ids, torch.float32).stats(here, 1, asked)
 
 
 def _fake(arguments: Fp8Call) -> Fp8Outputs:
     call = arguments.call
-    return Fp8Outputs(
-        Outputs.empty(call.options, call.hidden, call.hidden.shape[:-1]),
-        Parts.empty(call.hidden, call.weight, call.grads),
-    )
+    mine = parallel.local(call, fake=True)
+    parts = Parts.empty(mine.hidden, mine.weight, call.grads)
+    # What of labels of every entry is in no statistics is there where ranks have exchanged it, and else kernels'.
+    return Fp8Outputs(call.empty_outputs(kernels=not call.shards.there), parts)
 
 
-def save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
-    """What backward needs."""
+def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
     call, options = arguments.call, arguments.call.options
     return Kept(
         made.parts,
         call.hidden if call.grads[1] else None,
-        None if isinstance(call, SoftCall) else call.target,
+        call.ids if call.kind == "ids" else None,
         call.weight_grad_out,
         call.dtypes,
         arguments.backend,
         options.ignore_index,
         options.reduction,
+        call.shards,
+        call.number,
+        tuple(call.hidden.shape),
+        len(call.weight),
     )
 
 
 def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
-    (grad_loss,) = upstreams
+    """The ranks' parts of hidden's gradient are summed in float32, under the product of the weight's."""
+    (grad_loss,), shards = upstreams, kept.shards
     assert grad_loss is not None
-    return gradients_of(kept, upstream_of(kept, grad_loss), wanted)
+    upstream, parts, summed = _upstream_of(kept, grad_loss), kept.parts, None
+    grad_hidden = grad_bias = None
+    if wanted[0] and parts.grad_hidden is not None and shards.there:
+        summed = parallel.start_sum(shards, parts.grad_hidden * upstream)
+    elif wanted[0] and parts.grad_hidden is not None:
+        grad_hidden = scale_stash(parts.grad_hidden, upstream, kept.dtypes[0])
+    if wanted[2] and parts.grad_bias is not None:
+        grad_bias = scale_stash(parts.grad_bias, upstream, kept.dtypes[2])
+    grad_weight = _weight_gradient(kept, upstream) if wanted[1] else None
+    if summed is not None:
+        grad_hidden = summed().to(kept.dtypes[0])
+    return grad_hidden, parallel.padded(grad_weight, kept.rows), parallel.padded(grad_bias, kept.rows)
 
 
-def upstream_of(kept: Kept, grad_loss: Tensor) -> Tensor:
+def _upstream_of(kept: Kept, grad_loss: Tensor) -> Tensor:
     """[] or [..., 1] float32: the upstream gradient, 0 for ignored tokens."""
     upstream = grad_loss.float()
     if kept.reduction != "none":
@@ -170,81 +249,61 @@ def _ignored(kept: Kept) -> Tensor | None:
     return None if kept.target is None else (kept.target == kept.ignore_index)[..., None]
 
 
-def gradients_of(kept: Kept, upstream: Tensor, wanted: Wanted) -> Made:
-    """Those that are wanted, for this upstream gradient."""
-    grad_hidden, grad_bias = (
-        scale_stash(x, upstream, kept.dtypes[i]) if wanted[i] and x is not None else None
-        for i, x in ((0, kept.parts.grad_hidden), (2, kept.parts.grad_bias))
-    )
-    if not wanted[1]:
-        return grad_hidden, None, grad_bias
+def _weight_gradient(kept: Kept, upstream: Tensor) -> Tensor | None:
+    """That of this rank's rows; None: it was added to the caller's."""
     assert kept.hidden is not None
-    ignored, per_token = _ignored(kept), kept.reduction == "none"
+    ignored, per_token, add_to = _ignored(kept), kept.reduction == "none", kept.weight_grad_out
+    h = parallel.whole_hidden(kept.hidden, kept.shards)
+    if add_to is not None and kept.shards.there:
+        add_to = add_to[: kept.shards.rows]
     # Not 0 times it: an ignored token's hidden state may be NaN.
-    h = kept.hidden if ignored is None else kept.hidden.masked_fill(ignored, 0)
+    h = h if ignored is None else h.masked_fill(ignored, 0)
     if per_token:
         h = h * upstream
-    h, add_to = h.reshape(-1, h.shape[-1]), kept.weight_grad_out
+    h = h.reshape(-1, h.shape[-1])
     _, turned = quantizer(QUANTIZERS[kept.backend])(h, "e4m3", SCALE, by_block=True, rows=False)
     if not per_token and turned is not None:
         stated.call(Tensor.mul_, turned.scales, upstream)
     products, columns = products_of(kept.backend, h), operand(kept.parts.columns, kept.parts.column_scales)
     made = multiply(products, columns, turned, by_block=True, dtype=kept.dtypes[1], add_to=add_to)
-    return grad_hidden, made if add_to is None else None, grad_bias
+    return made if add_to is None else None
 
 
 def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
-    grad_hidden, grad_bias = (
-        stated.empty_like(x, kept.dtypes[i]) if wanted[i] and x is not None else None
-        for i, x in ((0, kept.parts.grad_hidden), (2, kept.parts.grad_bias))
-    )
-    grad_weight, columns = None, kept.parts.columns
-    if wanted[1] and columns is not None and kept.hidden is not None and kept.weight_grad_out is None:
-        grad_weight = stated.empty((len(columns), kept.hidden.shape[-1]), kept.dtypes[1], kept.hidden.device)
-    return grad_hidden, grad_weight, grad_bias
+    parts = kept.parts
+    like = next(x for x in (parts.grad_hidden, kept.hidden, parts.grad_bias) if x is not None)
+    shapes = kept.shape, (kept.rows, kept.shape[-1]), (kept.rows,)
+    there = wanted[0], wanted[1] and kept.weight_grad_out is None, wanted[2]
+    sizes = zip(there, shapes, kept.dtypes, strict=True)
+    return [stated.empty(shape, dtype, like.device) if want else None for want, shape, dtype in sizes]
 
 
-def flops(arguments: Any) -> int:
+def _flops(arguments: Any) -> int:
     """Of the logits, and of hidden's gradient, which forward makes."""
     made: int = arguments.call.flops * (1 + arguments.call.grads[0])
     return made
 
 
-def weight_flops(kept: Kept, upstreams: Made, wanted: Wanted) -> int:
+def _weight_flops(kept: Kept, upstreams: Made, wanted: Wanted) -> int:
     """Of weight's gradient."""
-    if not wanted[1] or kept.hidden is None or kept.parts.columns is None:
+    if not wanted[1] or kept.parts.columns is None:
         return 0
-    size = kept.hidden.shape[-1]
-    tokens = kept.hidden.numel() // size if kept.target is None else kept.target.numel()  # of all ranks
-    return 2 * len(kept.parts.columns) * tokens * size
+    return 2 * len(kept.parts.columns) * kept.tokens * kept.shape[-1]
 
 
-DECLARED: dict[str, Any] = {
-    "op": OP,
-    "fake": _fake,
-    "save": save,
-    "gradients": _gradients,
-    "fake_gradients": _fake_gradients,
-    "differentiable": ("hidden", "weight", "bias"),
-    "adds_to": {"weight": "weight_grad_out"},
-    "flops": flops,
-    "gradient_flops": weight_flops,
-}
-
-
-def _soft_forward(arguments: SoftFp8Call) -> Fp8Outputs:
-    return _forward(Fp8Call(*arguments))
-
-
-LOSS: Operator[Any, Fp8Outputs] = Operator("linear_cross_entropy_in_fp8", forward=_forward, **DECLARED)
-SOFT: Operator[Any, Fp8Outputs] = Operator("linear_cross_entropy_soft_in_fp8", forward=_soft_forward, **DECLARED)
-
-
-def soft_stats(out: Outputs, call: SoftCall) -> LossStats:
-    """What the caller gets with return_stats, of soft labels."""
-    mass = call.labels.sum(-1, dtype=torch.float32) if call.dense else call.probs(weighed=False).sum(1)
-    mass, stats = mass.view(call.hidden.shape[:-1]), out.stats()
-    return stats._replace(target_logit=torch.where(mass == 0, 0, stats.log_prob + mass * stats.lse))
+LOSS: Operator[Any, Fp8Outputs] = Operator(
+    "linear_cross_entropy_by_fp8",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("hidden", "weight", "bias"),
+    adds_to={"weight": "weight_grad_out"},
+    flops=_flops,
+    gradient_flops=_weight_flops,
+)
 
 
 def check_dtypes(weight: Tensor | QuantizedWeight, precision: str, dtype: torch.dtype) -> None:
@@ -255,13 +314,26 @@ def check_dtypes(weight: Tensor | QuantizedWeight, precision: str, dtype: torch.
         raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
 
 
-def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call | SoftFp8Call:
+def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call:
     """The arguments of the operator, of a call."""
     check_options(call.options, grad_bias=call.grads[2])
-    chosen = choose_backend(OP, backend, refusals(call.hidden.device))
+    refused, shards, given = refusals(call.hidden.device), call.shards, weight
+    if call.dense and shards.there:
+        refused["triton"] = (
+            "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids; without kernels "
+            "it emulates FP8"
+        )
+    chosen = choose_backend(OP, backend, refused)
+    if shards.there:
+        if shards.rows == 0:  # for which kernels have nothing to do
+            chosen = "torch"
+        if isinstance(weight, QuantizedWeight) and len(call.weight) > shards.rows:
+            raise ValueError(
+                f"{OP}: weight was quantised with {len(call.weight) - shards.rows} rows of padding, which would share "
+                "scales with rows of the vocabulary; pass the weight itself"
+            )
+        given = weight if isinstance(weight, QuantizedWeight) else call.weight[: shards.rows]
     wanted = "hidden" if call.grads[0] else None
-    copies = copies_of(OP, weight, SCALE, QUANTIZERS[chosen], by_block=True, wanted=wanted)
+    copies = copies_of(OP, given, SCALE, QUANTIZERS[chosen], by_block=True, wanted=wanted)
     check = weight is not call.weight and (call.options.check_inputs or not call.weight.is_cuda)
-    if isinstance(call, SoftCall):
-        return SoftFp8Call(call, copies, check, chosen)
     return Fp8Call(call, copies, check, chosen)

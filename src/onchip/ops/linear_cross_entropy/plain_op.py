@@ -15,7 +15,7 @@ from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
-from onchip.vocab.torch import walk
+from onchip.vocab.torch import dense, walk
 from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
@@ -45,13 +45,17 @@ class Kept(NamedTuple):
     call: Call
     lse: Tensor
     log_prob: Tensor
+    largest: Tensor | None
+    mass: Tensor | None
 
 
 def _forward(call: Call) -> TorchOutputs:
+    call.check_ranks()
     tokens = call.tokens(check_values=call.options.check_inputs)
-    config = call.plan("forward", tokens)
-    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options, call.class_weight))
-    return TorchOutputs(Outputs.of(call.options, stats, tokens, call.target.shape), Stash())
+    if call.dense:
+        return TorchOutputs(dense.statistics(OP, call, tokens), Stash())
+    stats = walk.statistics(OP, call, tokens, asked_by(call.options, call.class_weight))
+    return TorchOutputs(Outputs.of(call, stats, tokens), Stash())
 
 
 def _fake(call: Call) -> TorchOutputs:
@@ -59,20 +63,21 @@ def _fake(call: Call) -> TorchOutputs:
 
 
 def _save(call: Call, made: TorchOutputs) -> Kept:
-    return Kept(call, made.out.lse, made.out.log_prob)
+    return Kept(call, made.out.lse, made.out.log_prob, made.out.largest, made.out.mass)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
+    if call.dense:
+        return dense.gradients(call, tokens, kept, grad_loss)
     gradient, grad_scale = gradient_of_loss(call, tokens, grad_loss, kept.lse, kept.log_prob)
-    config = call.plan("recompute", tokens)
-    return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
+    return walk.gradients(call, tokens, gradient, grad_scale, call.weight_grad_out)
 
 
 RECOMPUTED = Operator(
-    "linear_cross_entropy_again",
+    "linear_cross_entropy_by_recomputation",
     op=OP,
     forward=_forward,
     fake=_fake,
@@ -104,13 +109,12 @@ def _stash(call: Call) -> TorchOutputs:
     row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
 
     def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
-        classes = None if tokens.classes is None else tokens.classes.part(t0, t1)
-        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0], classes=classes)
+        return loss_gradient(options, row[t0:t1], lse, log_prob, call.vocab, tokens.part(t0, t1))
 
     config = call.plan("stash", tokens)
     asked = asked_by(options, call.class_weight)
     stats, made = walk.stash(call, tokens, config, gradient, asked, grad_scale=grad_scale)
-    return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape), Stash(*made))
+    return TorchOutputs(Outputs.of(call, stats, tokens), Stash(*made))
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
@@ -121,9 +125,7 @@ def _fake_stash(call: Call) -> TorchOutputs:
 
 def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
     options = call.options
-    return KeptStash(
-        made.stash, call.target, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index
-    )
+    return KeptStash(made.stash, call.ids, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index)
 
 
 def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
@@ -147,7 +149,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
 
 
 STASHED = Operator(
-    "linear_cross_entropy_at_once",
+    "linear_cross_entropy_with_gradients",
     op=OP,
     forward=_stash,
     fake=_fake_stash,

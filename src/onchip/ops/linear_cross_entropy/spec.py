@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from onchip.frontend.options import LossOptions, Shapes, check_class_weight, check_head, check_options, check_tokens
+from onchip.frontend.topk import check_label_shapes
 
 OP = "linear_cross_entropy"
 Strategy = Literal["auto", "stash", "recompute"]
@@ -22,6 +23,15 @@ class Options(LossOptions):
 
     def __post_init__(self) -> None:
         check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
+
+
+def check_labels(shapes: Shapes, *, soft: bool) -> tuple[int, ...]:
+    """Raise ValueError unless all shapes are right, of targets that are ids or `soft` labels; return the tokens'."""
+    if soft:
+        check_label_shapes(OP, "target", shapes, "hidden", check_head(OP, shapes))
+    else:
+        check_shapes(shapes, "target")
+    return shapes["hidden"][:-1]
 
 
 def check_shapes(shapes: Shapes, target: str, layout: str | None = None) -> None:

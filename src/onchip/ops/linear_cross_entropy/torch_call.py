@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from onchip.frontend.torch_inputs import LOSS_DTYPES, leading_dimensions
 from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.vocab import memory
+from onchip.vocab.agreement import require_agreement
+from onchip.vocab.torch import labels as labels_of
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.loss import Outputs
@@ -22,19 +26,18 @@ class Call(LinearCall):
     class_weight: Tensor | None  # [V] in the dtype of sums, contiguous; None where token_weight has it
     weight_grad_out: Tensor | None  # [V, H] in the dtype of sums; used in backward
     options: Options
+    labels: Tensor | None
+    """As the next one in `vocab.torch.labels`; of labels of every entry this rank has those of its rows."""
+    kind: str
 
     @property
-    def target(self) -> Tensor:
-        """The ids, [...]."""
-        return self.ids
+    def dense(self) -> bool:
+        """Whether every entry has a label."""
+        return self.kind == "dense"
 
     def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
         """Which tokens count; values are always checked on the CPU, unless all tokens are to be there."""
-        first = (1,) if self.options.shift else ()
-        compact = compact and not self.kernels
-        return tiles.targets(
-            OP, self, self.vocab, dtype=self.dtype, check_values=check_values, first=first, compact=compact
-        )
+        return labels_of.tokens(OP, self, check_values=check_values, compact=compact and not self.kernels)
 
     def divisor(self, kept: Tensor) -> Tensor:
         """0-d float32: what the loss is divided by, given which tokens are kept, or their number."""
@@ -42,18 +45,43 @@ class Call(LinearCall):
 
     @property
     def of_op(self) -> dict[str, Any]:
-        return {
-            "op": OP,
-            "per_token_loss": self.options.reduction == "none",
-            "smoothing": self.options.label_smoothing,
-            "class_weight": self.class_weight is not None,
-            "stats": self.options.return_stats,
-            "weight_grad_out": self.weight_grad_out is not None,
-        }
+        options = self.options
+        known: dict[str, Any] = {"op": OP, "weight_grad_out": self.weight_grad_out is not None}
+        if self.labels is not None and self.dense:
+            gathered = len(leading_dimensions(self.labels)) > 1
+            return known | {"labels": LOSS_DTYPES[self.labels.dtype], "gathered": gathered}
+        known |= {"smoothing": options.label_smoothing, "class_weight": self.class_weight is not None}
+        known |= {"stats": options.return_stats}
+        if self.kind == "ids":
+            return known | {"per_token_loss": options.reduction == "none"}
+        return known | {"ids": self.several}
 
-    def empty_outputs(self) -> Outputs:
-        """Not yet filled."""
-        return Outputs.empty(self.options, self.hidden, self.target.shape)
+    def require_memory(self) -> str:
+        """The strategy of PyTorch's own products, before labels are read: 'forward' and 'recompute' are one way.
+
+        Raises ValueError if scratch_bytes is too small.
+        """
+        # The worst case of targets: all of them count.
+        problem = self.problem(compacted=self.device == "cpu" and self.kind == "ids")
+        if self.kind == "ids" and not self.shards.there:
+            return memory.choose_strategy(problem, self.options.strategy, self.budget)
+        strategy = "stash" if self.dense else "recompute" if any(self.grads) else "forward"
+        memory.PLANNER.require(problem, strategy, self.budget)
+        return "recompute"
+
+    def check_ranks(self) -> None:
+        """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
+        if self.shards.there:
+            ids = self.ids if self.kind == "ids" else None
+            require_agreement(
+                OP, self, (self.sizes, self.kind), self.ids, None if self.dense else self.labels, self.token_weight,
+                self.normalizer, self.class_weight, self.token_temperature, split={"weight": self.weight},
+                hidden={"hidden": self.hidden}, ids=ids,
+            )  # fmt: skip
+
+    def empty_outputs(self, *, kernels: bool = False) -> Outputs:
+        """Not yet filled; `kernels` as of `Outputs.empty`."""
+        return Outputs.empty(self, self.hidden, kernels=kernels)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """One that is added to memory of the caller's is None."""

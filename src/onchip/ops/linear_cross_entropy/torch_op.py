@@ -1,10 +1,11 @@
 """linear_cross_entropy for PyTorch: the public function and module.
 
-`linear_cross_entropy` checks its inputs (torch_call.py) and chooses a backend, which is an operator
-(`frontend.torch_register`).  Its `_forward` (in plain_op.py, triton_op.py, fp8_op.py or, of a sharded vocabulary,
-torch_shards.py and fp8_shards.py) runs a walk of the engine (`vocab`).
+`linear_cross_entropy` checks its inputs and chooses a backend, which is an operator (`frontend.torch_register`) of a
+`Call` (torch_call.py), whatever its labels are, and whether its vocabulary is sharded.  The operator's `_forward` (in
+plain_op.py, triton_op.py or fp8_op.py) runs a walk of the engine (`vocab`).
 """
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from onchip.fp8.torch_operands import QuantizedWeight
+from onchip.frontend import topk
 from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     check_class_weight,
     check_normalizer,
-    check_tensors,
     check_weight_grad_out,
     choose_torch_backend,
     copied_rows,
@@ -27,18 +28,20 @@ from onchip.frontend.torch_inputs import (
     sizes_are_symbols,
     temperature_tensor,
 )
-from onchip.frontend.torch_labels import is_soft
+from onchip.frontend.torch_labels import check_label_tensors, is_soft
 from onchip.frontend.torch_module import LossModule
-from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShards, Sharding, localized
+from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShards, Sharding, Shards, localized
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.linear_cross_entropy import fp8_op, fp8_shards, plain_op, spec, torch_shards, torch_soft, triton_op
+from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import Call
-from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
-from onchip.vocab.torch.loss import Weights
+from onchip.vocab.rows.launches import layout_refusal
+from onchip.vocab.torch.dense import SENT
+from onchip.vocab.torch.labels import parts_of
+from onchip.vocab.torch.loss import Weights, returned
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")
@@ -247,46 +250,24 @@ def linear_cross_entropy(
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
     _, target = one_target(OP, target, labels)
+    soft, matrix = is_soft(target, hidden), weight.weight if isinstance(weight, QuantizedWeight) else weight
     sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
-    if is_soft(target, hidden):
-        return torch_soft.run(
-            hidden,
-            weight,
-            target,
-            bias,
-            shift=shift,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            token_weight=token_weight,
-            class_weight=class_weight,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            return_stats=return_stats,
-            scratch_bytes=scratch_bytes,
-            backend=backend,
-            strategy=strategy,
-            weight_grad_out=weight_grad_out,
-            precision=precision,
-            sharding=sharding,
-        )
-    assert not isinstance(target, TopK)
-    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
-    layer = {"hidden": hidden, "weight": matrix, "bias": bias}
-    shards = None
-    if sharding.there(layer):
-        rows = {"weight": matrix, "bias": bias, "weight_grad_out": weight_grad_out}
-        parts, shards = localized(OP, sharding, rows, {"hidden": hidden}, tokens=target)
-        hidden, matrix, bias, weight_grad_out = (parts[x] for x in ("hidden", *rows))
-    per_token_temperature = temperature_tensor(OP, temperature)
-    constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": per_token_temperature}
-    tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
+    layer: dict[str, Any] = {"hidden": hidden, "weight": matrix, "bias": bias}
+    by_entry = {"target": target} if soft and isinstance(target, Tensor) else {}
+    shards = WHOLE
+    if sharding.there(layer | by_entry):
+        rows = {"weight": matrix, "bias": bias, "weight_grad_out": weight_grad_out, **by_entry}
+        of_tokens = target.indices if isinstance(target, TopK) else target
+        parts, found = localized(OP, sharding, rows, {"hidden": hidden}, tokens=of_tokens, last=("target",))
+        layer, shards = {x: parts[x] for x in layer}, found or WHOLE
+        hidden, matrix, bias = layer.values()
+        target, weight_grad_out = parts.get("target", target), parts["weight_grad_out"]
+    tau = temperature_tensor(OP, temperature)
+    tensors = check_label_tensors(OP, target, layer, token_weight, class_weight, tau, soft=soft)
     shapes = shapes_of(tensors)
-    spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("weight", "bias"), ("hidden",)), "target")
+    if shards.there:
+        shapes = shards.whole(shards.whole(shapes, ("weight", "bias"), ("hidden",)), tuple(by_entry), dim=-1)
+    leading = spec.check_labels(shapes, soft=soft)
     check_class_weight(OP, tensors, "weight")
     options = Options(
         shift=shift,
@@ -298,66 +279,66 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         check_inputs=check_inputs,
-        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, target.numel() * matrix.shape[0]),
+        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, math.prod(leading) * matrix.shape[0]),
         strategy=strategy,
         return_stats=return_stats,
         precision=precision,
     )
-    check_shift(OP, options.shift, target.shape, "target of shape [..., S]")
+    _check_options(options, leading, shards, soft=soft)
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     fp8_op.check_dtypes(weight, precision, dtype)
-    if shards is not None:
-        _refuse_with_shards(precision, strategy)
-    shifted_bytes = 0
-    if shift:
+    copied, length = 0, None
+    if shift and soft:
+        length = leading[-1]
+        hidden, target, token_weight, tau = _without_last(hidden, target, token_weight, tau)
+        leading = (*leading[:-1], max(0, length - 1))
+        # Hidden's gradient is made of these positions first.
+        copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
+    elif shift:
+        assert isinstance(target, Tensor)
         # int64 holds every ignore_index.
         target = following(target, ignore_index, torch.int64)
         token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
-        shifted_bytes = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
-    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, dtype)
+        copied = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
+    ids, numbers, kind = parts_of(target, leading, soft=soft)
+    weights = Weights.of(OP, options, None if soft else ids, token_weight, normalizer, class_weight, dtype)
     chosen: str = precision
     if precision == "full":
-        refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
+        refusal = _refusal(hidden, numbers, kind, dtype, shards)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
-    copied = copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
-    copied += shifted_bytes
-    if shards is not None:
-        copied += sent_bytes(target.numel(), 1, shards, hidden)
+    copied += copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
+    if shards.there:
+        several = 1 if numbers is None else SENT if kind == "dense" else numbers.shape[-1]
+        copied += sent_bytes(math.prod(leading), several, shards, hidden)
     call = Call(
         hidden=hidden,
         weight=matrix,
         bias=bias,
-        ids=target,
-        token_temperature=per_token_temperature,
+        ids=ids,
+        token_temperature=tau,
         dtype=dtype,
         options=options,
         grads=needed(hidden, matrix, bias),
         copied=copied,
         compiled=sizes_are_symbols(hidden, matrix),
-        shards=shards or WHOLE,
+        shards=shards,
         # In FP8 ignored tokens are masked, not left out: which tokens share a scale must not depend on them.
-        kernels=shards is not None and chosen != "torch",
+        kernels=shards.there and chosen != "torch",
         **weights._asdict(),
         weight_grad_out=weight_grad_out,
+        labels=numbers,
+        kind=kind,
     )
     operator: Operator[Any, Any]
-    arguments: Any
-    if shards is not None:
-        if chosen == "fp8":
-            operator, arguments = fp8_shards.LOSS, fp8_shards.arguments_of(call, weight, backend)
-        else:
-            operator, arguments = torch_shards.operator(call), call
-    elif chosen == "fp8":
+    arguments: Any = call
+    if chosen == "fp8":
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
-    elif chosen == "triton":
-        operator, arguments = triton_op.LOSS, call
+    elif chosen == "triton" and (shards.rows > 0 or not shards.there):  # kernels have nothing to do in an empty shard
+        operator = triton_op.LOSS
     else:
-        # Before the targets are read, the worst case.
-        problem = call.problem(compacted=call.device == "cpu")
-        way = memory.choose_strategy(problem, options.strategy, call.budget)
-        operator, arguments = plain_op.STASHED if way == "stash" else plain_op.RECOMPUTED, call
+        operator = plain_op.STASHED if call.require_memory() == "stash" else plain_op.RECOMPUTED
     # `operator(arguments)`, with one function less on the stack.
     if operator.is_plain(arguments):
         with inside_operator(hidden), operator.coming(arguments):
@@ -365,16 +346,51 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return (out.loss, out.stats()) if return_stats else out.loss
+    return returned(out, options, length)
 
 
-def _refuse_with_shards(precision: str, strategy: str) -> None:
-    """Raise for what a sharded vocabulary has no way to compute."""
-    if precision == "full" and strategy == "stash":
+def _check_options(options: Options, leading: tuple[int, ...], shards: Shards, *, soft: bool) -> None:
+    """Raise for what labels or a vocabulary of this kind have no way to compute."""
+    stashed = options.precision == "full" and options.strategy == "stash"
+    check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]" if soft else "target of shape [..., S]")
+    if soft:
+        topk.refuse_options(OP, options)
+    if soft and stashed:
+        raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
+    if shards.there and stashed:
         raise ValueError(
             f"{OP}: strategy='stash' makes gradients before the ranks have exchanged their softmax; pass 'auto' or "
             "'recompute' with vocab_group"
         )
+    if soft and options.shift and shards.sequence == len(leading) - 1:
+        raise ValueError(
+            f"{OP}: shift=True of soft labels leaves out each sequence's last hidden state, which another rank may "
+            "have; pass hidden that isn't sharded within sequences, or labels of the next positions with a "
+            "token_weight of 0 for the last"
+        )
+
+
+def _without_last(
+    hidden: Tensor, target: Any, token_weight: Tensor | None, tau: Tensor | None
+) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
+    """Views without each sequence's last position, which predicts nothing, and the first's soft labels, which nothing
+    predicts; all is by position then."""
+    if isinstance(target, TopK):
+        target = target._replace(indices=target.indices[..., 1:, :], values=target.values[..., 1:, :])
+    else:
+        target = target[..., 1:, :]
+    token_weight = None if token_weight is None else token_weight[..., 1:]
+    return hidden[..., :-1, :], target, token_weight, tau if tau is None or tau.ndim == 0 else tau[..., :-1]
+
+
+def _refusal(hidden: Tensor, numbers: Tensor | None, kind: str, dtype: torch.dtype, shards: Shards) -> str | None:
+    """Why the Triton kernels can't serve a call."""
+    reason = None
+    if numbers is not None and kind == "dense":
+        reason = layout_refusal("target", numbers)
+        if shards.there:
+            reason = "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids"
+    return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 
 class LinearCrossEntropyLoss(LossModule[Result]):

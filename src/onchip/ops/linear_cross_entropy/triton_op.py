@@ -2,20 +2,27 @@
 
 `_forward` computes the loss, and leaves what gradients need in the memory that they will take: the exponentials of the
 logits in the weight's, the tokens' hidden states in hidden's.  `_gradients` turns these into the gradients, in place.
-What is launched is in `vocab.triton.walks`.
+What is launched is in `vocab.triton.walks`; of labels of every entry, in `vocab.triton.labels`.
+
+Of targets, kernels make the loss and its gradients by the logarithms that a softmax consists of.  Of labels of K ids,
+and of a vocabulary that is sharded over ranks, a few of PyTorch's operations on numbers of tokens and ids do.
 """
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.vocab import loss as maths
 from onchip.vocab.rows.launches import reduce_losses
-from onchip.vocab.torch.loss import Outputs
-from onchip.vocab.torch.softmax import Asked
-from onchip.vocab.triton import setup
+from onchip.vocab.torch.loss import Outputs, asked_by, reduced, scaled_rows
+from onchip.vocab.torch.softmax import Asked, TokenStats
+from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan, rounds_in_forward
 from onchip.vocab.triton.setup import Saved
 
@@ -34,16 +41,21 @@ class Kept(NamedTuple):
     config: TritonPlan
     lse: Tensor
     log_prob: Tensor
+    mass: Tensor | None
     saved: Saved
 
 
 def _forward(call: Call) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
-    config, options, shape = setup.plan(call), call.options, call.target.shape
+    if call.shards.there:
+        return _forward_of_shards(call)
+    config, options, shape = _plan(call), call.options, call.hidden.shape[:-1]
     if options.check_inputs and not call.hidden.is_meta:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
+    if call.kind != "ids":
+        return TritonOutputs((_forward_of_labels if call.dense else _forward_of_ids)(call, config, saved), saved)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     token_weight = setup.flat(call.token_weight)
     number = run.vectors.number
@@ -65,8 +77,19 @@ def _forward(call: Call) -> TritonOutputs:
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 
 
+def _plan(call: Call) -> TritonPlan:
+    """The same in forward and backward, also of a fake call."""
+    return shards.plan(call, **_known(call))
+
+
+def _known(call: Call) -> dict[str, bool]:
+    """Fields of the problem: of labels of K ids kernels are given another call."""
+    weighed = {"class_weight": call.class_weight is not None}
+    return weighed | {"stats": call.options.return_stats} if call.dense else weighed
+
+
 def _fake(call: Call) -> TritonOutputs:
-    return TritonOutputs(call.empty_outputs(), setup.make_saved(call, setup.plan(call), fake=True))
+    return TritonOutputs(call.empty_outputs(kernels=True), shards.fake_saved(call, **_known(call)))
 
 
 def _divisor(call: Call, number: Tensor) -> Tensor | None:
@@ -75,7 +98,7 @@ def _divisor(call: Call, number: Tensor) -> Tensor | None:
 
 
 def _save(call: Call, made: TritonOutputs) -> Kept:
-    return Kept(call, setup.plan(call), made.out.lse, made.out.log_prob, made.saved)
+    return Kept(call, _plan(call), made.out.lse, made.out.log_prob, made.out.mass, made.saved)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -84,34 +107,147 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
+    if call.dense:
+        return _gradients_of_labels(kept, grad_loss, wanted)
+    given, shape = _as_kernels_take_it(call), (kept.lse.numel(), call.several)
+    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape))
+    if call.shards.there:
+        by_output = walks.OutputGradients(*_by_outputs(call, grad_loss, known.lse, known.log_prob))
+        return shards.gradients(
+            given, kept.config, kept.saved, known, by_output, wanted, given.class_weight, call.weight_grad_out
+        )
     run = setup.make_run(
-        call,
-        call.options,
+        given,
+        given.options,
         kept.saved.vectors,
         call.weight_grad_out,
-        call.class_weight,
-        weight=setup.weight_in_backward(call, kept.config, kept.saved),
+        given.class_weight,
+        weight=setup.weight_in_backward(given, kept.config, kept.saved),
     )
-    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
-    divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
-    mean = call.options.reduction == "mean"
-    # What forward rounded is divided already.
-    rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
-    by_output, factor = walks.loss_gradients(
-        run, known, grad_loss, divisor, weight, mean=mean, by_mean=mean and not rounded
-    )
+    factor = None
+    if call.kind == "ids":
+        divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
+        mean = call.options.reduction == "mean"
+        # What forward rounded is divided already.
+        rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
+        by_output, factor = walks.loss_gradients(
+            run, known, grad_loss, divisor, weight, mean=mean, by_mean=mean and not rounded
+        )
+    else:
+        by_output = walks.OutputGradients(*LOSS.stated(call, _by_outputs, grad_loss, known.lse, known.log_prob))
     return walks.backward(
-        run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
+        run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
     )
+
+
+# ------------------------------------------------------------------------------------ labels of K ids, and of shards
+
+
+def _as_kernels_take_it(call: Call) -> Call:
+    """Of labels of K ids.  z-loss and class weights are taken in here, but for what smoothing spreads; and no id is
+    ignored: one that looks like it is out of range."""
+    if call.kind == "ids":
+        return call
+    ids = stated.call(_ids, call.ids, call.options.ignore_index)
+    each = call.class_weight if call.options.label_smoothing > 0 else None
+    return replace(call, ids=ids, class_weight=each, options=replace(call.options, z_loss=0.0))
+
+
+def _ids(ids: Tensor, ignore_index: int) -> Tensor:
+    return torch.where(ids == ignore_index, -1, ids.to(torch.int64))
+
+
+def _forward_of_ids(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
+    """Of a number for each of K ids."""
+    from onchip.vocab.triton import walks
+
+    given, shape = _as_kernels_take_it(call), call.hidden.shape[:-1]
+    run = setup.make_run(
+        given, given.options, saved.vectors, call.weight_grad_out, given.class_weight, weight=saved.weight
+    )
+    made = walks.forward(run, given, config, saved, asked=Asked(entropy=call.options.return_stats))
+    known = made.lse, made.log_prob, made.top1, made.entropy, made.uniform_loss
+    loss, correct, *more = LOSS.stated(call, _results, *known)
+    entropy, top1 = (None if x is None else x.view(shape) for x in (made.entropy, made.top1))
+    return Outputs(loss, made.lse.view(shape), made.log_prob.view(call.ids.shape), entropy, correct, top1, *more)
+
+
+def _results(call: Call, *tensors: Any) -> list[Any]:
+    """What of the outputs isn't among these."""
+    lse, log_prob, top1, entropy, uniform = tensors
+    stats = TokenStats(lse, log_prob, top1, entropy, None, None, uniform, None)
+    made = Outputs.of(call, stats, call.tokens(check_values=False))
+    return [made.loss, made.correct, made.expected, made.target_logit]
+
+
+def _forward_of_shards(call: Call) -> TritonOutputs:
+    call.check_ranks()
+    tokens = call.tokens(check_values=call.options.check_inputs)
+    asked = asked_by(call.options, call.class_weight)
+    stats, saved = shards.statistics(OP, _as_kernels_take_it(call), tokens, asked, **_known(call))
+    return TritonOutputs(Outputs.of(call, stats, tokens), saved)
+
+
+def _by_outputs(call: Call, *tensors: Any) -> list[Tensor | None]:
+    """The fields of `walks.OutputGradients`."""
+    grad_loss, lse, log_prob = tensors
+    tokens, terms = call.tokens(check_values=False), maths.Terms.of(call.options)
+    row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
+    share = None if call.class_weight is None or terms.label_smoothing is None else call.class_weight.mean()
+    by_log_prob, by_lse, even = maths.by_outputs(terms, row, lse, tokens.q, call.vocab, share)
+    own = None
+    if even is not None:
+        each = torch.ones_like(log_prob) if call.class_weight is None else call.class_weight[tokens.ids]
+        own = -even[:, None] * each
+    return [by_log_prob.contiguous(), by_lse, None, even, own]
+
+
+# ------------------------------------------------------------------------------------------------ labels of every entry
+
+
+def _forward_of_labels(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
+    from onchip.vocab.triton import labels
+
+    options = call.options
+    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
+    out = call.empty_outputs(kernels=True)
+    out = out._replace(loss=stated.empty(call.number, torch.float32, call.hidden.device))
+    labels.forward(run, call, config, saved, labels.labels_of(call.labels, options.label_smoothing), out)
+    return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
+
+
+def _reduced(call: Call, losses: Any) -> Tensor:
+    tokens = call.tokens(check_values=False)
+    return reduced(call.options, losses * tokens.weight, tokens, call.leading)
+
+
+def _gradients_of_labels(kept: Kept, grad_loss: Tensor, wanted: Wanted) -> Made:
+    """Turn hidden's memory into its gradient."""
+    from onchip.vocab.triton import labels
+
+    call, options, saved = kept.call, kept.call.options, kept.saved
+    row = LOSS.stated(call, _rows, grad_loss)
+    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
+    assert kept.mass is not None
+    known = labels.Known(*(x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.mass)))
+    given = labels.labels_of(call.labels, options.label_smoothing)
+    return labels.backward(run, call, kept.config, saved, given, known, row, wanted, add_to=call.weight_grad_out)
+
+
+def _rows(call: Call, grad_loss: Any) -> Tensor:
+    """[T] float32: of each token's loss, times the derivative of the logits by the product."""
+    tokens = call.tokens(check_values=False)
+    row, _ = scaled_rows(tokens, call.options, tokens.upstream(grad_loss, call.options.reduction), torch.float32)
+    return row
 
 
 LOSS = Operator(
-    "linear_cross_entropy_in_place",
+    "linear_cross_entropy_by_triton",
     op=OP,
     forward=_forward,
     fake=_fake,
     save=_save,
     gradients=_gradients,
     adds_to={"weight": "weight_grad_out"},
-    **setup.IN_PLACE,
+    **shards.IN_PLACE,
 )

@@ -16,9 +16,7 @@ from onchip.vocab.fp8.memory import TERMS
 from onchip.vocab.fp8.torch import Call, Gradient, fill
 from onchip.vocab.rows import shards
 from onchip.vocab.rows.launches import launch_ids, launch_rows, launch_soft, shares_of_ids, transform_scales
-from onchip.vocab.torch import soft
-from onchip.vocab.torch.loss import Outputs, scaled_rows
-from onchip.vocab.torch.soft import SoftStats
+from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 
 # Of a gradient's program.  Two on a multiprocessor, with a few registers spilled, take 0.64 ms for 2048 x 128256 logits
@@ -57,11 +55,11 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, out:
         else:
             terms = logits.new_empty((TERMS, len(logits)), dtype=torch.float32) if into.wanted else None
             launch_rows(
-                "losses", logits, None, part.target, part.token_weight, part.temperature, part.options,
-                part.class_weight, **out._asdict(), divisor=part.divisor, target_logit=of_targets, terms_out=terms,
+                "losses", logits, None, part.ids, part.token_weight, part.temperature, part.options,
+                part.class_weight, **out.of_id, divisor=part.divisor, target_logit=of_targets, terms_out=terms,
             )  # fmt: skip
             if terms is not None:
-                gradient_launch(part, logits, terms, into, target=part.target).run()
+                gradient_launch(part, logits, terms, into, target=part.ids).run()
 
 
 def _numbers(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,45 +68,68 @@ def _numbers(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> T
 
 def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> None:
     """Of soft labels of K ids."""
-    (n, vocab), options, tokens = logits.shape, part.options, part.tokens(logits.shape[1])
-    given, several = part.target, part.target.shape[1]
+    vocab, options, tokens = logits.shape[1], part.options, part.tokens(logits.shape[1])
     # No id is ignored: one that looks like it is out of range.
-    ids = torch.where(given == options.ignore_index, -1, given)
-    lse, log_prob = _numbers(logits, n), _numbers(logits, n, several)
-    asked, entropy, mean, argmax = soft.asked_by(options, part.class_weight), None, None, None
-    if asked.entropy:
-        entropy, mean, argmax = _numbers(logits, n), _numbers(logits, n), _numbers(logits, n, dtype=torch.int64)
-    uniform = _numbers(logits, n) if asked.mean_logits else None
-    launch_ids(
-        "log_probs", logits, None, ids, part.temperature, options, asked.class_weight, log_prob=log_prob, lse=lse,
-        entropy=entropy, mean=mean, top1=argmax, uniform=uniform, mean_logits=None, log_sum_sq_probs=None,
-    )  # fmt: skip
-    probs = part.probs(tokens.ids)
-    losses = soft.token_losses(options, lse, log_prob, uniform, probs) * tokens.weight
-    assert part.labels is not None
-    fill(out, losses, lse, soft.id_stats(lse, log_prob, entropy, argmax, part.labels, tokens.ids))
+    ids = torch.where(part.ids == options.ignore_index, -1, part.ids)
+    stats = _statistics_of_ids(part, logits, ids, options, asked_by(options, part.class_weight))
+    lse, log_prob = stats.lse, stats.log_prob
+    fill(out, Outputs.of(part, stats, tokens))
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
-    made = soft.loss_gradient(options, row, lse, log_prob, probs, tokens, vocab, part.class_weight, shares_of_ids)
+    made = loss_gradient(options, row, lse, log_prob, vocab, tokens, shares_of_ids)
     of_ids = ids_in_blocks(tokens.ids, made.at_ids, vocab)
     gradient_launch(part, logits, gradient_terms(part, made), into, **of_ids).run()
 
 
-def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, asked: Asked) -> TokenStats:
-    """As torch.py's."""
-    with device_of(logits):
-        return shards.statistics_of_shard(logits, part.target, part.temperature, part.options, asked, of_targets)
+def _statistics_of_ids(part: Call, logits: Tensor, ids: Tensor, options: Any, asked: Asked) -> TokenStats:
+    """Of K ids, over all of the vocabulary or a shard, which has no ids below 0."""
+    n = len(logits)
+
+    def make(wanted: bool = True, *more: int, dtype: torch.dtype = torch.float32) -> Any:
+        return logits.new_empty((n, *more), dtype=dtype) if wanted else None
+
+    made = {
+        "lse": make(),
+        "log_prob": make(True, ids.shape[1]),
+        "entropy": make(asked.entropy),
+        "mean": make(asked.entropy),
+        "top1": make(asked.entropy, dtype=torch.int64),
+        "uniform": make(asked.mean_logits),
+    }
+    beside = {"top_out": make(asked.top), "low_out": make()} if part.of_shard else {}
+    launch_ids(
+        "log_probs", logits, None, ids, part.temperature, options, asked.class_weight, mean_logits=None,
+        log_sum_sq_probs=None, **made, **beside,
+    )  # fmt: skip
+    lse, log_prob, entropy, mean, top1, uniform = made.values()
+    if part.of_shard:
+        log_prob = log_prob.masked_fill(ids < 0, 0)
+    return TokenStats(lse, log_prob, top1, entropy, mean, None, uniform, None, *beside.values())
 
 
-def gradient_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, gradient: TokenGradient, into: Gradient) -> None:
+def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, asked: Asked) -> TokenStats:
     """As torch.py's."""
-    at_target, inner = gradient.at_ids[:, 0], transform_scales(part.options)["inner_scale"]
-    if inner is not None:
-        at_target = at_target * (1 - (of_targets * inner).tanh().square())
-    terms = gradient_terms(part, gradient, at_target)
     with device_of(logits):
-        gradient_launch(part, logits, terms, into, target=part.target).run()
+        if part.of_ids:
+            return _statistics_of_ids(part, logits, part.ids, part.options, asked)
+        return shards.statistics_of_shard(logits, part.ids, part.temperature, part.options, asked, of_targets)
+
+
+def gradient_of_chunk(
+    part: Call, logits: Tensor, of_targets: Tensor | None, gradient: TokenGradient, into: Gradient
+) -> None:
+    """As torch.py's."""
+    with device_of(logits):
+        if of_targets is None:
+            of_ids = ids_in_blocks(part.ids, gradient.at_ids, logits.shape[1])
+            gradient_launch(part, logits, gradient_terms(part, gradient), into, **of_ids).run()
+            return
+        at_target, inner = gradient.at_ids[:, 0], transform_scales(part.options)["inner_scale"]
+        if inner is not None:
+            at_target = at_target * (1 - (of_targets * inner).tanh().square())
+        terms = gradient_terms(part, gradient, at_target)
+        gradient_launch(part, logits, terms, into, target=part.ids).run()
 
 
 def gradient_terms(part: Call, gradient: TokenGradient, at_target: Tensor | None = None) -> Tensor:
@@ -141,20 +162,14 @@ def ids_in_blocks(ids: Tensor, at_ids: Tensor, vocab: int) -> dict[str, Any]:
 
 def _dense_softmax(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> None:
     """Of labels of every entry."""
-    n, options, tokens, labels = len(logits), part.options, part.tokens(logits.shape[1]), part.labels
+    options, tokens, labels = part.options, part.tokens(logits.shape[1]), part.labels
     assert labels is not None
-
-    loss, lse, less, mass = (_numbers(logits, n) for _ in range(4))
-    stats = SoftStats.empty(options, logits, n)
-    launch_soft(
-        "soft_losses", logits, labels, None, part.temperature, options, part.class_weight, loss=loss, lse=lse,
-        less=less, mass=mass, **stats._asdict(),
-    )  # fmt: skip
-    fill(out, loss * tokens.weight, lse, stats)
+    launch_soft("soft_losses", logits, labels, None, part.temperature, options, part.class_weight, **out.of_labels)
+    out.loss.mul_(tokens.weight)
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
-    terms = _terms(part, lse, row, 2 * options.z_loss * lse, mass, less)
+    terms = _terms(part, out.lse, row, 2 * options.z_loss * out.lse, out.mass, out.log_prob)
     of_labels = {
         "labels": labels,
         "labels_stride": labels.stride(0),

@@ -8,8 +8,7 @@ tokens is kept, and backward makes the weight's gradient of it in one product, w
 so it is rounded once.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +20,18 @@ from onchip.fp8.torch_products import multiply
 from onchip.fp8.torch_quantize import Quantized, empty, operand
 from onchip.vocab.fp8 import torch as fp8_torch
 from onchip.vocab.fp8.torch import Call, Gradient
+from onchip.vocab.torch.dense import Whole
 from onchip.vocab.torch.loss import Outputs
-from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
-from onchip.vocab.torch.tiles import spans
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, write_at
+from onchip.vocab.torch.tiles import Ids, spans
 
 # The backends, best first, and which of fp8_linear's quantises as each does.
 QUANTIZERS = {"triton": "triton", "torch": "dequantize"}
 SCALE = "float32"
 # What the logits of a chunk are stored in.
 LOGITS = torch.bfloat16
+ChunkLogits = tuple[Tensor, Tensor | None]
+"""The logits of a chunk, and those of its targets where they stand apart."""
 
 
 class Parts(NamedTuple):
@@ -86,9 +88,12 @@ class Source:
         logits = multiply(self._products, rows, self._plain, by_block=True, bias=self._bias, dtype=LOGITS)
         if part.dense:
             return logits, None
-        of_targets: Tensor = self.softmaxes.target_logits(h, self.weight, self._bias, part.target)
+        of_targets: Tensor = self.softmaxes.target_logits(h, self.weight, self._bias, part.ids)
+        if part.of_ids and part.of_shard:
+            write_at(logits, part.ids, 0, of_targets.to(logits.dtype))
+            return logits, None
         if part.of_ids:
-            logits.scatter_(1, part.target.clamp(0, len(self.weight) - 1), of_targets.to(logits.dtype))
+            logits.scatter_(1, part.ids.clamp(0, len(self.weight) - 1), of_targets.to(logits.dtype))
             return logits, None
         return logits, of_targets
 
@@ -113,13 +118,28 @@ class Source:
             kept.grad_bias.add_(into.sums.sum(0))
 
 
+class Logits:
+    """A source's logits as `vocab.torch` reads them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.vocab = source, len(source.weight)
+
+    def reader(self, tokens: Ids, start: int, stop: int) -> Callable[[Tensor, int], None]:
+        """As a Projection's; a tile has all of the vocabulary."""
+        return lambda out, first: _copy(out, self._source.logits(start, stop)[0])
+
+
+def _copy(out: Tensor, logits: Tensor) -> None:
+    out.copy_(logits)
+
+
 def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -> tuple[Outputs, Parts]:
     """Each token's loss and softmax, [T], and what backward needs, so many tokens at a time; `grads` of hidden
     [..., H], weight and bias."""
     call = source.call
-    softmax = Outputs.empty(replace(call.options, reduction="none"), hidden, call.target.shape[:1])
+    softmax = Outputs.empty(call, hidden, kernels=True)
     kept = Parts.empty(hidden, source.weight, grads)
-    for start, stop in spans(len(call.target), chunk):
+    for start, stop in spans(len(call.ids), chunk):
         logits, of_targets = source.logits(start, stop)
         into = source.memory(kept, start, stop)
         out = Outputs._make(None if x is None else x[start:stop] for x in softmax)
@@ -130,27 +150,42 @@ def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -
     return softmax, kept
 
 
-def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, list[tuple[Tensor, Tensor | None]]]:
+def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, list[ChunkLogits]]:
     """Of each token over the shard of the vocabulary that the source has; and where all tokens are one chunk, its
     logits, for `gradients`.  There are tokens, and entries."""
     made, held = [], []
-    for start, stop in spans(len(source.call.target), chunk):
+    for start, stop in spans(len(source.call.ids), chunk):
         chunk_logits = source.logits(start, stop)
         made.append(source.softmaxes.statistics_of_chunk(source.call.part(start, stop), *chunk_logits, asked))
-        held = [chunk_logits] if stop - start == len(source.call.target) else []
+        held = [chunk_logits] if stop - start == len(source.call.ids) else []
         del chunk_logits
     fields = ([x for x in of_chunks if x is not None] for of_chunks in zip(*made, strict=True))
     return TokenStats._make(torch.cat(x) if x else None for x in fields), held
 
 
-def gradients(
-    source: Source, kept: Parts, gradient: TokenGradient, held: list[tuple[Tensor, Tensor | None]], chunk: int
-) -> None:
+def gradients(source: Source, kept: Parts, gradient: TokenGradient, held: list[ChunkLogits], chunk: int) -> None:
     """Fill `kept`, of logits that are `held` or made again."""
-    for start, stop in spans(len(source.call.target), chunk):
+
+    def write(part: Call, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: Gradient) -> None:
+        source.softmaxes.gradient_of_chunk(part, logits, of_targets, gradient.part(start, stop), into)
+
+    _gradients(source, kept, write, held, chunk)
+
+
+def dense_gradients(source: Source, kept: Parts, known: tuple[Tensor, ...], whole: Whole, chunk: int) -> None:
+    """The same of labels of every entry; `known` are the arguments of `dense_gradient` from `row` on, of all tokens."""
+
+    def write(part: Call, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: Gradient) -> None:
+        fp8_torch.dense_gradient_of_chunk(part, logits, whole, tuple(x[start:stop] for x in known), into)
+
+    _gradients(source, kept, write, [], chunk)
+
+
+def _gradients(source: Source, kept: Parts, write: Callable[..., None], held: list[ChunkLogits], chunk: int) -> None:
+    for start, stop in spans(len(source.call.ids), chunk):
         logits, of_targets = held.pop() if held else source.logits(start, stop)
         into, part = source.memory(kept, start, stop), source.call.part(start, stop)
-        source.softmaxes.gradient_of_chunk(part, logits, of_targets, gradient.part(start, stop), into)
+        write(part, logits, of_targets, start, stop, into)
         del logits
         source.multiply(kept, into, start, stop)
         del into

@@ -88,7 +88,7 @@ def backward(
     """Write the gradient of a cross-entropy's logits to `out`, which may be `logits`."""
     row, _ = scaled_rows(tokens, options, upstream, torch.float32)
     known = tokens.take(lse), tokens.take(log_prob)[:, None]
-    gradient = loss_gradient(options, row, *known, logits.shape[-1], tokens.kept, tokens.classes)
+    gradient = loss_gradient(options, row, *known, logits.shape[-1], tokens)
     write_gradient(logits, options, tokens, chunk, gradient, out)
 
 

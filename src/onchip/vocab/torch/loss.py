@@ -1,10 +1,9 @@
-"""Cross-entropy with label smoothing and z-loss: its value and its gradient, of each token's softmax statistics.
+"""Cross-entropy of ids: its value and its gradient, of each token's softmax statistics, by `vocab.loss`.
 
 `options` are an op's, with label_smoothing, z_loss and logit_scale.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator, has_values
-from onchip.frontend.torch_types import LossStats
-from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
-from onchip.vocab.torch.tiles import ClassWeights, Ids, Tokens
+from onchip.frontend.torch_types import LossStats, WithStats
+from onchip.vocab import loss as maths
+from onchip.vocab.torch import labels
+from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, shares_of_ids
+from onchip.vocab.torch.tiles import Ids, Tokens
 
 
 def in_token_weight(options: Any) -> bool:
@@ -47,7 +48,7 @@ class Weights(NamedTuple):
     def of(
         op: str,
         options: Any,
-        target: Tensor,
+        target: Tensor | None,  # None of soft labels, whose class weights are a part of them
         token_weight: Tensor | None,
         normalizer: Tensor | None,
         class_weight: Tensor | None,
@@ -57,6 +58,8 @@ class Weights(NamedTuple):
         if class_weight is None:
             return Weights(token_weight, normalizer, None)
         each = checked_class_weight(op, options, class_weight, dtype)
+        if target is None:
+            return Weights(token_weight, normalizer, each)
         of_target = stated.call(_of_target, each, target, options.ignore_index)
         if options.reduction == "mean" and normalizer is None:
             normalizer = stated.call(_sum_or_one, of_target)
@@ -85,69 +88,120 @@ def asked_by(options: Any, class_weight: Tensor | None = None) -> Asked:
 
 def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
     """[n]: the loss of each token, weighted but not yet reduced."""
-    value = torch.zeros_like(stats.lse)
-    if options.label_smoothing < 1:
-        value = -(1 - options.label_smoothing) * stats.log_prob[:, 0]
-    if tokens.classes is not None:
-        value = value * tokens.classes.target
-    if stats.uniform is not None:
-        value = value + options.label_smoothing * stats.uniform
-    if options.z_loss > 0:
-        value = value + options.z_loss * stats.lse.square()
+    cost = maths.expected(torch, stats.log_prob, tokens.q)
+    value: Tensor = maths.value(torch, maths.Terms.of(options), cost, stats.lse, stats.uniform)
     return value * tokens.weight
 
 
+def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> Tensor:
+    """Weighted losses [n], reduced, or those of all tokens in `shape`."""
+    losses = tokens.spread(losses, shape)
+    return losses if options.reduction == "none" else losses.sum() * tokens.inverse_count
+
+
 class Outputs(NamedTuple):
-    """What an operator returns of a cross-entropy, per token of target's shape; the last three with return_stats."""
+    """What an operator returns of a cross-entropy, by token in the leading dimensions."""
 
     loss: Tensor  # [...] or []
     lse: Tensor
-    log_prob: Tensor
-    entropy: Tensor | None
-    correct: Tensor | None  # bool
-    argmax: Tensor | None  # int64, -1 for ignored tokens
+    log_prob: Tensor  # of each id, in the shape of ids; of labels of every entry, of the largest logit, or its p - 1
+    # With return_stats:
+    entropy: Tensor | None = None
+    correct: Tensor | None = None  # bool
+    argmax: Tensor | None = None  # int64, -1 for ignored tokens
+    # And where labels are numbers, as they are given:
+    expected: Tensor | None = None  # sum of probability times log-probability
+    target_logit: Tensor | None = None  # sum of probability times logit
+    # Of labels of every entry:
+    largest: Tensor | None = None  # int64: where the largest logit is
+    mass: Tensor | None = None  # their sum, weighed by class
 
     @staticmethod
-    def empty(options: Any, like: Tensor, shape: torch.Size) -> "Outputs":
-        """Not yet filled, of hidden states or logits `like` these."""
-        total = accumulator(like.dtype)
+    def empty(call: Any, like: Tensor, *, kernels: bool = False) -> "Outputs":
+        """Not yet filled, of a call's labels (`labels`) and of hidden states or logits `like` these; as `kernels` of
+        labels of every entry fill it in, or PyTorch's operations."""
+        options, shape, dense = call.options, labels.leading(call), call.kind == "dense"
+        total, stats, soft = accumulator(like.dtype), options.return_stats, options.return_stats and call.kind != "ids"
 
-        def make(shape: Sequence[int], dtype: torch.dtype = total) -> Tensor:
-            return stated.empty(shape, dtype, like.device)
+        def make(wanted: bool = True, dtype: torch.dtype = total, shape: Sequence[int] = shape) -> Any:
+            return stated.empty(shape, dtype, like.device) if wanted else None
 
-        made = make(shape if options.reduction == "none" else ()), make(shape), make(shape)
-        if not options.return_stats:
-            return Outputs(*made, None, None, None)
-        return Outputs(*made, make(shape), make(shape, torch.bool), make(shape, torch.int64))
-
-    @staticmethod
-    def of(options: Any, stats: TokenStats, tokens: Tokens, shape: torch.Size) -> "Outputs":
-        """Those of targets of `shape`."""
-        loss = tokens.spread(token_losses(options, stats, tokens), shape)
         return Outputs(
-            loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
-            tokens.spread(stats.lse, shape),
-            tokens.spread(stats.log_prob, shape),
-            None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-            tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
-            tokens.spread(stats.argmax, shape, -1) if options.return_stats else None,
-        )
+            make(shape=shape if options.reduction == "none" else ()), make(), make(shape=call.ids.shape), make(stats),
+            make(stats, torch.bool), make(stats, torch.int64), make(soft), make(soft),
+            make(dense and not kernels, torch.int64), make(dense),
+        )  # fmt: skip
+
+    @staticmethod
+    def of(call: Any, stats: TokenStats, tokens: Tokens) -> "Outputs":
+        """Of ids, given the statistics of the whole vocabulary."""
+        options, shape = call.options, labels.leading(call)
+
+        def spread(x: Tensor | None, fill: int = 0) -> Any:
+            return None if x is None else tokens.spread(x, shape, fill)
+
+        loss = reduced(options, token_losses(options, stats, tokens), tokens, shape)
+        made = Outputs(loss, spread(stats.lse), tokens.spread(stats.log_prob, call.ids.shape))
+        if not options.return_stats:
+            return made
+        made = made._replace(entropy=spread(stats.entropy), argmax=spread(stats.argmax, -1))
+        if call.kind == "ids":
+            return made._replace(correct=spread(stats.is_top1(tokens)))
+        q, logit = labels.probs(call, weighed=False), None
+        expected, mass = maths.expected(torch, stats.log_prob, q), q.sum(1)
+        correct = stats.argmax == tokens.ids.gather(1, q.argmax(1, keepdim=True))[:, 0]
+        logit = torch.where(mass == 0, 0, expected + mass * stats.lse)
+        return made._replace(correct=spread(correct), expected=spread(expected), target_logit=spread(logit))
+
+    @property
+    def of_id(self) -> dict[str, Tensor | None]:
+        """What kernels fill in by one id each."""
+        return dict(zip(self._fields[:6], self[:6], strict=True))
+
+    @property
+    def of_labels(self) -> dict[str, Tensor | None]:
+        """What kernels fill in by labels of every entry."""
+        more = ("expected", "entropy", "correct", "argmax", "target_logit", "mass")
+        return {"loss": self.loss, "lse": self.lse, "less": self.log_prob} | {x: getattr(self, x) for x in more}
 
     def stats(self) -> LossStats:
         """What the caller gets with return_stats."""
-        made: Any = (*self[1:], stated.call(torch.add, self.log_prob, self.lse))  # none of it is None then
+        log_prob, logit = self.expected, self.target_logit
+        if log_prob is None or logit is None:
+            log_prob, logit = self.log_prob, stated.call(torch.add, self.log_prob, self.lse)
+        made: Any = (self.lse, log_prob, *self[3:6], logit)  # none of it is None then
         return LossStats(*made)
 
 
-def scaled_rows(tokens: Tokens, options: Any, upstream: Tensor, operand: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def returned(out: Outputs, options: Any, length: int | None = None) -> Tensor | WithStats:
+    """What a public function returns; with a sequence's `length`, what is by token is filled up to that with what
+    ignored tokens have."""
+    stats = out.stats() if options.return_stats else None
+    if length is None:
+        return out.loss if stats is None else (out.loss, stats)
+
+    def whole(x: Tensor, fill: int = 0) -> Tensor:
+        return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=fill)
+
+    loss = whole(out.loss) if out.loss.ndim else out.loss
+    if stats is None:
+        return loss
+    return loss, LossStats(*map(whole, stats))._replace(argmax=whole(stats.argmax, -1))
+
+
+def scaled_rows(
+    tokens: Tokens, options: Any, upstream: Tensor, operand: torch.dtype, mass: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """[n]: the upstream gradient of each token's loss times the derivative of the final logits by the product, and the
     factor that brings it into float16's range, which is included (None: none).
 
-    `upstream` is that of the reduced loss, 0-d or [n].
+    `upstream` is that of the reduced loss, 0-d or [n]; `mass` [n] the sum of labels of every entry.
     """
     row = tokens.weight * upstream * factor_to_product(tokens, options)
-    size = row if tokens.classes is None else row * tokens.classes.factor(options.label_smoothing)
-    grad_scale = float16_scale(size, operand)
+    if operand != torch.float16:
+        return row, None
+    mass = mass if tokens.q is None else tokens.q.sum(1)
+    grad_scale = float16_scale(row if mass is None else row * (1 + mass), operand)
     return (row if grad_scale is None else row * grad_scale), grad_scale
 
 
@@ -167,31 +221,38 @@ def gradient_of_loss(
     """The gradient of these tokens' logits for the upstream gradient, and the factor for float16 that is in it."""
     each = tokens.upstream(grad_loss, call.options.reduction)
     row, grad_scale = scaled_rows(tokens, call.options, each, call.operand)
-    lse, log_prob = (tokens.take(x.reshape(-1)) for x in (lse, log_prob))
-    made = loss_gradient(call.options, row, lse, log_prob[:, None], call.vocab, tokens.kept, tokens.classes)
-    return made, grad_scale
+    known = tokens.take(lse.reshape(-1)), tokens.take(log_prob.reshape(tokens.total, -1 if tokens.total else 1))
+    return loss_gradient(call.options, row, *known, call.vocab, tokens), grad_scale
 
 
 def loss_gradient(
     options: Any,
     row: Tensor,  # [n]
     lse: Tensor,  # [n]
-    log_prob: Tensor,  # [n, 1]
+    log_prob: Tensor,  # [n, K]
     vocab: int,
-    kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
-    classes: ClassWeights | None = None,
+    tokens: Tokens | None = None,
+    shares: Shares = shares_of_ids,
 ) -> TokenGradient:
-    """The gradient of the logits of these tokens, for upstream gradients of `row`."""
-    grad_lse = row * (2 * options.z_loss * lse) if options.z_loss > 0 else None
-    weighed = row if classes is None else row * classes.factor(options.label_smoothing)
-    made = token_gradient(lse, log_prob, -weighed[:, None], grad_lse=grad_lse, kept=kept)
-    if options.label_smoothing > 0:
-        even = row * (options.label_smoothing / vocab)
-        # In one number, which is 0 for a single class: separate terms would leave their roundings.
-        if classes is None:
-            more = row * (options.label_smoothing * (1 - 1 / vocab))
-        else:
-            more = even * (classes.total - classes.target)
-        class_weight = None if classes is None else classes.each
-        made = replace(made, even=even, class_weight=class_weight, at_ids=made.at_ids + more[:, None])
-    return made
+    """The gradient of the logits of these tokens, for upstream gradients of `row`.
+
+    Without `tokens` each has one id, and counts.  `shares` stands for `softmax.shares_of_ids`.
+    """
+    terms, center = maths.Terms.of(options), lse
+    each = own = share = q = mass = others = None
+    if tokens is not None and tokens.q is not None:
+        q, mass = tokens.q, tokens.q.sum(1)
+        if q.shape[1] > 1:
+            q, others = shares(tokens.ids, q)
+            if tokens.bad is not None:
+                row = row.masked_fill(tokens.bad.any(1), float("nan"))
+    if tokens is not None and tokens.class_weight is not None and terms.label_smoothing is not None:
+        each = tokens.class_weight
+        own, share = each[tokens.ids], each.mean()
+    if tokens is not None and tokens.kept is not None:
+        # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
+        center = center.masked_fill(~tokens.kept, float("inf"))
+    factor = maths.of_p(terms, mass, lse, share)
+    at_ids = maths.at_entry(torch, terms, log_prob, q, others, lse[:, None], vocab, own, share)
+    even = None if terms.label_smoothing is None else row * (terms.label_smoothing / vocab)
+    return TokenGradient(center, row * factor, row[:, None] * at_ids, even=even, class_weight=each)

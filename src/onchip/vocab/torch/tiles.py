@@ -98,34 +98,25 @@ class Ids:
 
 
 @dataclass(frozen=True)
-class ClassWeights:
-    """What the classes of a vocabulary weigh in a cross-entropy, in the dtype of its sums."""
-
-    each: Tensor  # [V]
-    total: Tensor  # 0-d
-    target: Tensor  # [n]: each computed token's target's
-
-    def part(self, start: int, stop: int) -> "ClassWeights":
-        """For tokens [start, stop)."""
-        return ClassWeights(self.each, self.total, self.target[start:stop])
-
-    def factor(self, label_smoothing: float) -> Tensor:
-        """[n]: of p in a token's gradient: what all entries get, and the target's weight times the rest."""
-        return (1 - label_smoothing) * self.target + label_smoothing / len(self.each) * self.total
-
-
-@dataclass(frozen=True)
 class Tokens(Ids):
-    """Tokens of one id each, the target, and what a loss makes of them."""
+    """Tokens and what a cross-entropy makes of them."""
 
     weight: Tensor  # [n]: 0 for ignored tokens, NaN for bad ones
     inverse_count: Tensor  # 0-d: 1 / what the mean divides by
-    classes: ClassWeights | None = None
+    q: Tensor | None = None  # [n, K]: the ids' probabilities, times the weights of their classes; None: 1 of one id
+    class_weight: Tensor | None = None  # [V] in the dtype of sums
 
     @property
     def label(self) -> Tensor:
-        """[n] int64: the target."""
+        """[n] int64: the target, where each token has one id."""
         return self.ids[:, 0]
+
+    def part(self, start: int, stop: int) -> "Tokens":
+        """The computed tokens [start, stop), all of which count."""
+        ids, bad, weight, q = (None if x is None else x[start:stop] for x in (self.ids, self.bad, self.weight, self.q))
+        assert ids is not None
+        assert weight is not None
+        return replace(self, index=None, kept=None, ids=ids, bad=bad, weight=weight, q=q)
 
     def upstream(self, grad: Tensor, reduction: str) -> Tensor:
         """The upstream gradients of the computed tokens' weighted losses, [n] or one for all, of the reduced loss's,
@@ -158,27 +149,28 @@ def select(
     on_cpu = compact and ids.device.type == "cpu"
     check_values = check_values or on_cpu
     plain = ids.reshape(tokens, -1 if tokens else 1).to(torch.int64)
-    counted = torch.ones_like(plain, dtype=torch.bool) if ignore_index is None else plain != ignore_index
-    out_of_range = counted & ((plain < 0) | (plain >= vocab))
+    counted = None if ignore_index is None else plain != ignore_index
+    out_of_range = (plain < 0) | (plain >= vocab)
+    out_of_range = out_of_range if counted is None else counted & out_of_range
     if check_values and bool(out_of_range.any()):
         wrong = out_of_range.view(ids.shape)
         where = [int(i) for i in wrong.nonzero()[0]]
         label, offset = int(ids[tuple(where)]), (0,) * (len(where) - len(first)) + first
         where = [i + j for i, j in zip(where, offset, strict=True)]
         raise_for_label(op, name, where, label, vocab, ignore_index, int(wrong.sum()), wrong.numel())
-    kept = counted.any(1)
+    kept = None if counted is None else counted.any(1)
     tau: Tensor | float = temperature
     total = accumulator(dtype)
     if token_temperature is not None:
         tau = token_temperature.reshape(-1).expand(tokens).to(total)
         if check_values:
             check_temperature_values(op, tau, kept)
-        tau = tau.masked_fill(~kept, 1)[:, None]
-    plain = plain.masked_fill(~counted, NOWHERE)
+        tau = (tau if kept is None else tau.masked_fill(~kept, 1))[:, None]
+    plain = plain if counted is None else plain.masked_fill(~counted, NOWHERE)
     if not on_cpu:
         return Ids(None, kept, plain.masked_fill(out_of_range, 0), out_of_range, tau, tokens, total)
     index = None
-    if not bool(kept.all()):
+    if kept is not None and not bool(kept.all()):
         index = kept.nonzero()[:, 0]
         plain = plain[index]
         tau = tau[index] if isinstance(tau, Tensor) else tau
@@ -204,7 +196,7 @@ def targets(
     )  # fmt: skip
     made = weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
     each = call.class_weight
-    return made if each is None else replace(made, classes=ClassWeights(each, each.sum(), each[made.label]))
+    return made if each is None else replace(made, q=each[made.label][:, None], class_weight=each)
 
 
 def weighed(
@@ -261,9 +253,10 @@ def _one_of_none(normalizer: Tensor, number: Tensor, dtype: torch.dtype) -> Tens
     return normalizer.to(dtype).masked_fill(number == 0, 1)
 
 
-def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None:
-    """Raise if one of the tokens that are `kept` has a temperature that is not above 0."""
-    wrong = kept & ~((temperature > 0) & (temperature < float("inf")))
+def check_temperature_values(op: str, temperature: Tensor, kept: Tensor | None) -> None:
+    """Raise if one of the tokens, of those that are `kept`, has a temperature that is not above 0."""
+    wrong = ~((temperature > 0) & (temperature < float("inf")))
+    wrong = wrong if kept is None else wrong & kept
     if bool(wrong.any()):
         value = float(temperature[wrong][0])
         raise ValueError(f"{op}: temperature must be finite and above 0 for every token; got {value}")

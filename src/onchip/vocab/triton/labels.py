@@ -14,7 +14,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.vocab.rows.launches import rows_of
 from onchip.vocab.torch.call import LinearCall
-from onchip.vocab.torch.soft import SoftStats
+from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import launches, setup, softmax
 from onchip.vocab.triton.blocks import odd
@@ -26,30 +26,40 @@ from onchip.vocab.triton.tiling import VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact
 
 
-class LabelStats(NamedTuple):
-    """What forward makes, [T] float32."""
+class GivenStats(NamedTuple):
+    """What kernels make of labels as they are given, by the names of `Outputs`; None without return_stats."""
 
-    loss: Tensor  # without the token's weight
+    expected: Tensor | None
+    entropy: Tensor | None
+    correct: Tensor | None
+    argmax: Tensor | None
+    target_logit: Tensor | None
+
+
+class Known(NamedTuple):
+    """What backward is given of forward, [T] float32."""
+
     lse: Tensor
     less: Tensor  # the largest p - 1, where that p is above LEADING of kernels/triton/maths.py
     mass: Tensor  # the sum of the labels, smoothed and weighed
-    stats: SoftStats = SoftStats()
 
 
-def labels_of(values: Tensor, smoothing: float) -> Labels:
+def labels_of(values: Tensor | None, smoothing: float) -> Labels:
     """Of a tensor [..., V] whose leading dimensions reduce to two."""
+    assert values is not None
     inner, outer, row = rows_of(values)
     return Labels(values, odd(inner), outer, row, values.stride(-1), smoothing)
 
 
-def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels) -> LabelStats:
-    """The loss of each token; what backward needs is left in `saved`."""
+def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels, out: Outputs) -> None:
+    """Fill `out`, which is that of kernels with the loss of each token, without its weight; what backward needs is left
+    in `saved`."""
     run, tokens, device = _cut(run), run.tokens, run.weight.device
-    loss, lse, less, mass = (stated.empty(tokens, torch.float32, device) for _ in range(4))
-    made = LabelStats(loss, lse, less, mass, SoftStats.empty(run.options, lse, tokens))
     stated.zero(run.vectors.packed)
     if tokens == 0:
-        return made
+        return
+    given = GivenStats(*(getattr(out, name) for name in GivenStats._fields))
+    made = {"loss": out.loss, "lse": out.lse, "less": out.log_prob, "mass": out.mass, "stats": given}
     rows, _ = setup.rows_and_buffer(call, config, saved)
     temperature = call.token_temperature
     if temperature is not None:
@@ -68,12 +78,11 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels
             (-(-len(rows) // 16),),
             warps=8,
             partials=partials,
-            **made._asdict(),
+            **made,
             first=first,
             BLOCK_T=16,
             BLOCK=256,
         ).run()
-    return made
 
 
 def backward(
@@ -82,7 +91,7 @@ def backward(
     config: TritonPlan,
     saved: Saved,
     labels: Labels,
-    known: LabelStats,
+    known: Known,
     row: Tensor,  # [T] float32: of each token's loss, times the derivative of the logits by the product
     wanted: Sequence[bool],
     *,

@@ -374,11 +374,11 @@ def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor
     return saved.hidden_memory, saved.weight_memory[: weight.shape[0]] if saved.weight_memory.numel() > 0 else made
 
 
-def _collect(kept: Any, made: Made, wanted: Wanted) -> Made:
+def collect(kept: Any, made: Made, wanted: Wanted) -> Made:
     return *in_memory(kept.saved, kept.call.weight, made[1]), made[2]
 
 
-def _fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
+def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
     new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
     made: Made = kept.call.empty_gradients((False, new_weight, wanted[2]))
     return made
@@ -395,8 +395,8 @@ IN_PLACE: dict[str, Any] = {
     "states": True,
     "by_token": ("hidden", "ids", "token_temperature", "token_weight", "labels", "probs"),
     "consumed": ("hidden_memory", "weight_memory"),
-    "fake_gradients": _fake_gradients,
-    "collect": _collect,
+    "fake_gradients": fake_gradients,
+    "collect": collect,
     "clone": clone,
     **OF_LAYER,
 }

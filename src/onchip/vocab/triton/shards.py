@@ -1,4 +1,4 @@
-"""The Triton kernels on one shard of a vocabulary: what `vocab.parallel` does with PyTorch's own products.
+"""The Triton kernels on one shard of a vocabulary, with `vocab.parallel` between the two halves.
 
 Exponentials are kept as of a whole vocabulary, relative to a shift of each token that this rank chose, of which its
 factor exp(shift - lse) takes account.  Hidden's gradient comes first, in float32, and is added up over the ranks while
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.vocab import parallel
@@ -39,7 +40,7 @@ def _run(mine: Any, saved: Saved, class_weight: Tensor | None, out: Tensor | Non
 
 def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, Saved]:
     """The statistics of every token over the whole vocabulary, and what backward needs; arguments as of
-    `parallel.statistics`, `more` are fields of the problem."""
+    `walk.statistics`, `more` are fields of the problem."""
     from onchip.vocab.triton import walks
 
     shards, mine = call.shards, of_shard(call)
@@ -92,6 +93,7 @@ def gradients(
     """Those of this rank's tensors that are in no memory of forward's: see `collect`."""
     from onchip.vocab.triton import walks
 
+    stated.refuse("ranks exchange")
     mine, shards = of_shard(call), call.shards
     out = None if weight_grad_out is None else weight_grad_out[: shards.rows]
     run = _run(mine, saved, class_weight, out)
@@ -111,7 +113,9 @@ def _in_memory(call: Any, saved: Saved) -> bool:
 
 
 def collect(kept: Any, made: Made, wanted: Wanted) -> Sequence[Tensor | None]:
-    """The gradients of what `gradients` made."""
+    """The gradients of what `gradients` made, or `walks.backward` of a whole vocabulary."""
+    if not kept.call.shards.there:
+        return setup.collect(kept, made, wanted)
     hidden, weight, bias = made
     if _in_memory(kept.call, kept.saved):
         weight = kept.saved.weight_memory[: len(kept.call.weight)]
@@ -120,16 +124,17 @@ def collect(kept: Any, made: Made, wanted: Wanted) -> Sequence[Tensor | None]:
 
 def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
     """Not yet filled."""
+    if not kept.call.shards.there:
+        return setup.fake_gradients(kept, upstream, wanted)
     new_weight = wanted[1] and not _in_memory(kept.call, kept.saved)
     made: Made = kept.call.empty_gradients((wanted[0], new_weight, wanted[2]))
     return made
 
 
-# How an op whose kept fields are `call`, `saved` and others registers that weight's gradient is made in place.  It does
-# more than launch: ranks exchange.
+# How an op whose kept fields are `call`, `saved` and others registers that gradients are made in place, the weight's of
+# a sharded vocabulary too.
 IN_PLACE: dict[str, Any] = setup.IN_PLACE | {
     "fake_gradients": fake_gradients,
     "collect": collect,
-    "states": False,
-    "by_token": (),
+    "exchanges": lambda call: call.shards.there,
 }

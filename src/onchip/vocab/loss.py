@@ -1,0 +1,111 @@
+"""The cross-entropy of a token, and its gradient, of its softmax's statistics: once for PyTorch and JAX.
+
+With p the softmax of a token's final logits z, lse their log-sum-exp, w_v the weights of classes (1 without), q_v the
+token's labels times these, S the sum of q, eps the label smoothing:
+
+    loss = (1 - eps) sum_v q_v (lse - z_v) + eps mean_v(w_v (lse - z_v)) + z_loss lse^2
+    d loss / d z_v = p_v ((1 - eps) S + eps mean(w) + 2 z_loss lse) - (1 - eps) q_v - eps w_v / V
+
+A label that is an id is K = 1 of K ids, whose q is its class's weight, or 1.  All that isn't an id's own entry has
+q_v = 0.  `xp` is where functions are found that both frameworks call the same: `torch`, or `jax.numpy`.
+"""
+
+from typing import Any, NamedTuple
+
+Array = Any
+
+
+class Terms(NamedTuple):
+    """The terms beside that of the labels: numbers, or arrays of no dimension; None for 0."""
+
+    label_smoothing: Array | None = None
+    z_loss: Array | None = None
+
+    @staticmethod
+    def of(options: Any) -> "Terms":
+        """Those of an op's options, which are numbers."""
+        return Terms(options.label_smoothing or None, options.z_loss or None)
+
+
+def expected(xp: Any, log_prob: Array, q: Array | None) -> Array:
+    """[n]: sum_k q_k log p_k of ids' log-probabilities [n, K]; without `q` that of one id, whose q is 1.
+
+    What has no probability costs nothing, though its logit be -inf.
+    """
+    if q is None:
+        return log_prob[:, 0]
+    return xp.where((q == 0) & (log_prob == -float("inf")), 0, q * log_prob).sum(1)
+
+
+def value(xp: Any, terms: Terms, cost: Array, lse: Array, uniform: Array | None) -> Array:
+    """[n]: the loss, of `cost`, sum_v q_v log p_v, and with smoothing of `uniform`, mean_v(w_v (lse - z_v))."""
+    loss: Array = -cost
+    eps = terms.label_smoothing
+    if eps is not None:
+        loss = _times(xp, 1 - eps, loss) + _times(xp, eps, uniform)
+    return loss if terms.z_loss is None else loss + terms.z_loss * xp.square(lse)
+
+
+def _times(xp: Any, factor: Array, x: Array) -> Array:
+    """A product that is 0 where the factor is: a masked logit's infinite loss is not asked for then."""
+    if isinstance(factor, int | float):
+        return factor * x if factor > 0 else xp.zeros_like(x)
+    return xp.where(factor > 0, factor * x, 0)
+
+
+def of_p(terms: Terms, mass: Array | None, lse: Array, share: Array | None) -> Array | float:
+    """[n]: what p is multiplied by, of `mass`, S (None: 1), and `share`, mean(w) (None: 1)."""
+    eps: Array = terms.label_smoothing
+    made = 1.0 if mass is None else mass
+    if eps is not None and not (mass is None and share is None):
+        made = (1 - eps) * made + eps * (1.0 if share is None else share)
+    return made if terms.z_loss is None else made + 2 * terms.z_loss * lse
+
+
+def at_entry(
+    xp: Any,
+    terms: Terms,
+    log_prob: Array,
+    q: Array | None,
+    others: Array | None,
+    lse: Array,
+    vocab: int,
+    own: Array | None,
+    share: Array | None,
+) -> Array:
+    """The gradient by an entry's logit, of its log-probability; all may have further dimensions.
+
+    q: its label (None: 1).  others: the sum of all others' (None: 0).  own: its class's weight, share: their mean
+    (None: 1).
+    """
+    eps, z_loss = terms.label_smoothing, terms.z_loss
+    # p - 1 as expm1(log p): 1 taken from a rounded p would lose all digits of a p near 1.
+    made = xp.expm1(log_prob)
+    if q is not None:
+        made = q * made
+    p: Array = None if eps is None and z_loss is None and others is None else xp.exp(log_prob)
+    if others is not None:
+        made = made + others * p
+    if eps is not None:
+        # The smoothing's part in one number, which is 0 for a single class.
+        rest = (p if share is None else p * share) - (1 / vocab if own is None else own / vocab)
+        made = (1 - eps) * made + eps * rest
+    return made if z_loss is None else made + 2 * z_loss * lse * p
+
+
+def by_outputs(
+    terms: Terms, row: Array, lse: Array, q: Array | None, vocab: int, share: Array | None
+) -> tuple[Array, Array | None, Array | None]:
+    """`row` [n] times the loss's gradients by the ids' log-probabilities [n, K], and by lse [n]; and what each logit's
+    gradient lacks, times its class's weight, [n]."""
+    eps, even = terms.label_smoothing, None
+    more: Array = None
+    if terms.z_loss is not None:
+        more = 2 * terms.z_loss * lse
+    if eps is None:
+        by_log_prob = -row[:, None]
+    else:
+        of_even = eps if share is None else eps * share
+        more, even = of_even if more is None else of_even + more, row * (eps / vocab)
+        by_log_prob = -(1 - eps) * row[:, None]
+    return by_log_prob if q is None else by_log_prob * q, None if more is None else row * more, even

@@ -1,0 +1,339 @@
+"""Cross-entropy with a label for every entry of the vocabulary, by the formulas of `vocab.loss`.
+
+Rows of the whole vocabulary are taken, a chunk of tokens at a time.  Of a vocabulary that is sharded over ranks, each
+has the labels of its shard.  With the names of `parallel` and a token's labels q, Q_r being their sum over shard r,
+what each rank knows of its own shard's softmax adds up to
+
+    sum_v q_v log p_v = sum_r (sum_v q_v log p_v^(r) + Q_r log(w_r)),    sum_v q_v = sum_r Q_r
+
+with and without weights of classes.  One all-gather brings this and all else; backward needs nothing more.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_parallel import Shards
+from onchip.vocab import loss as maths
+from onchip.vocab import parallel
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows.torch import flatten
+from onchip.vocab.torch import labels, walk
+from onchip.vocab.torch.loss import Outputs, reduced, scaled_rows
+from onchip.vocab.torch.softmax import Asked, Running, TokenStats
+from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
+
+# What each token sends with return_stats, label smoothing and all: what `parallel.sent_bytes` takes for K.
+SENT = 6
+# The logarithm of 1/2.
+LIKELY = -math.log(2)
+
+
+class SoftStats(NamedTuple):
+    """[n] each, of labels as they are given; None without return_stats."""
+
+    expected: Tensor | None = None  # sum of probability times log-probability
+    entropy: Tensor | None = None
+    correct: Tensor | None = None  # bool: whether the largest label is where the largest logit is
+    argmax: Tensor | None = None  # int64
+    target_logit: Tensor | None = None  # sum of probability times logit
+
+
+class DenseStats(NamedTuple):
+    """[n] unless noted."""
+
+    loss: Tensor
+    lse: Tensor
+    log_prob: Tensor  # [n, 1]: of the largest logit
+    largest: Tensor  # [n, 1] int64
+    mass: Tensor
+    stats: SoftStats
+
+
+def outputs_of(call: Any, made: DenseStats, tokens: Tokens) -> Outputs:
+    """What an operator returns, of a call's labels (`labels`)."""
+    shape, of = labels.leading(call), made.stats
+
+    def by_token(x: Tensor | None) -> Any:
+        return None if x is None else x.view(shape)
+
+    return Outputs(
+        reduced(call.options, made.loss * tokens.weight, tokens, shape), by_token(made.lse), by_token(made.log_prob),
+        by_token(of.entropy), by_token(of.correct), by_token(of.argmax), by_token(of.expected),
+        by_token(of.target_logit), by_token(made.largest), by_token(made.mass),
+    )  # fmt: skip
+
+
+def known_of(kept: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `dense_gradient` takes of all tokens, of the outputs that are kept: from lse on."""
+    lse, log_prob, largest, mass = (x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.largest, kept.mass))
+    return lse, log_prob[:, None], largest[:, None], mass
+
+
+def statistics(op: str, call: Any, tokens: Tokens) -> Outputs:
+    """What an operator of a layer returns."""
+    mine = _local(call)
+    config = _plan(mine, tokens)
+    given = tokens, config, mine.labels, call.class_weight
+    return outputs_of(call, dense_stats(op, mine.layer, call.options, call.shards, *given), tokens)
+
+
+def _plan(mine: Any, tokens: Tokens) -> Config:
+    """The same in forward and backward."""
+    config: Config = mine.plan("stash", tokens)
+    return config
+
+
+def _local(call: Any) -> Any:
+    """The call of this rank's shard, without padding: as `parallel.local`, and its part of what else is by entry."""
+    if not call.shards.there:
+        return call
+    mine, rows, out = parallel.local(call), call.shards.rows, call.weight_grad_out
+    return replace(
+        mine,
+        labels=call.labels[..., :rows],
+        class_weight=parallel.class_weight_of_shard(call.class_weight, call.shards),
+        weight_grad_out=None if out is None else out[:rows],
+    )
+
+
+def gradients(call: Any, tokens: Tokens, kept: Any, grad_loss: Tensor) -> walk.Gradients:
+    """Those of a layer, of what is kept of its `Outputs`, and of the upstream gradient of the reduced loss."""
+    options, shards, mine, known = call.options, call.shards, _local(call), known_of(kept)
+    layer, out, whole = mine.layer, mine.weight_grad_out, Whole.of(call.vocab, call.class_weight)
+    each = tokens.upstream(grad_loss, options.reduction)
+    row, grad_scale = scaled_rows(tokens, options, each, call.operand, known[-1])
+    config, vocab = _plan(mine, tokens), layer.vocab
+    n = tokens.number if vocab > 0 else 0
+    tile = Tile(min(n, config.token_chunk) * vocab, tokens, slope=options.softcap is not None, like=layer.hidden)
+    into, summed = walk.Accumulated(layer, tokens, config.vocab_chunk, call.grads), None
+    for t0, t1 in spans(n, config.token_chunk):
+        z, slope, _ = tile.cut(t1 - t0, vocab)
+        read_logits(layer, tokens, t0, t1, z, config.vocab_chunk)
+        apply(options, z, temperature_of(tokens, t0, t1), slope)
+        part = (x[t0:t1] for x in (row, *known))
+        g = dense_gradient(options, z, slope, rows_of(mine.labels, t0, t1), mine.class_weight, whole, *part)
+        operand = tile.operand(g)
+        into.add_hidden(operand, t0, t1, 0)
+        if into.hidden is not None and t1 == n:
+            summed = parallel.start_sum(shards, into.hidden.view(mine.hidden.shape))
+        into.add_weight(g, operand, tokens.rows(layer.hidden, t0, t1), t0, 0, into.weight)
+    hidden = None if into.hidden is None else into.hidden.view(mine.hidden.shape)
+    if hidden is not None:
+        hidden = (summed or parallel.start_sum(shards, hidden))()  # where there was no product at all
+    made: list[Tensor | None] = []
+    for x, dtype in zip((hidden, into.weight, into.bias), mine.dtypes, strict=True):
+        x = x if x is None or grad_scale is None else x.div_(grad_scale)
+        added = len(made) == 1 and out is not None
+        made.append(x if x is None or added else x.to(dtype))
+    if made[1] is not None and out is not None:
+        out.add_(made[1])
+        made[1] = None
+    if not shards.there:
+        return tuple(made)
+    return made[0], *(parallel.padded(x, len(call.weight)) for x in made[1:])
+
+
+class DenseSums(NamedTuple):
+    """What labels q make of the softmax over all of a vocabulary, or over a part of it alone; [n] unless noted."""
+
+    softmax: TokenStats  # with `uniform` where that is asked for, and the entropy with return_stats
+    cost: Tensor  # sum of w q log p, w being the weights of classes
+    mass: Tensor  # sum of w q
+    # With return_stats:
+    expected: Tensor | None  # sum of q log p
+    total: Tensor | None  # sum of q
+    largest_label: Tensor | None
+    likeliest: Tensor | None  # int64: where that is
+
+
+def dense_stats(
+    op: str,
+    source: Any,
+    options: Any,
+    shards: Shards,
+    tokens: Ids,
+    config: Config,
+    probs: Tensor,  # [..., V], or [..., rows] of this rank's shard
+    class_weight: Tensor | None,  # [V]
+) -> DenseStats:
+    """The losses of labels, and what their gradient needs; `source` is as `walk.forward` takes it.
+
+    With shards, what the gradient takes for the largest logit is for that of this rank's.
+    """
+    part = parallel.class_weight_of_shard(class_weight, shards)
+    sums = mine = dense_sums(source, options, tokens, config, probs, part)
+    log_prob, largest = mine.softmax.log_prob, mine.softmax.argmax
+    if shards.there:
+        sums, log_share = _exchanged(op, shards, options, mine, part)
+        log_prob = log_prob + log_share[:, None]
+    return _stats_of_sums(options, sums, log_prob, largest)
+
+
+def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Tensor) -> DenseStats:
+    """Of sums over all of a vocabulary, and what the gradient takes for the largest logit: its log-probability [n, 1]
+    and its place [n]."""
+    known = sums.softmax
+    loss = maths.value(torch, maths.Terms.of(options), sums.cost, known.lse, known.uniform)
+    of = SoftStats()
+    if sums.expected is not None and sums.total is not None and sums.likeliest is not None:
+        logit = torch.where(sums.total == 0, 0, sums.expected + sums.total * known.lse)
+        of = SoftStats(sums.expected, known.entropy, known.argmax == sums.likeliest, known.argmax, logit)
+    return DenseStats(loss, known.lse, log_prob, largest.clamp(min=0)[:, None], sums.mass, of)
+
+
+def dense_sums(
+    source: Any, options: Any, tokens: Ids, config: Config, probs: Tensor, class_weight: Tensor | None
+) -> DenseSums:
+    """Arguments as of `dense_stats`, or a part of the vocabulary's, which may be empty; the softmax's `log_prob` is
+    that of the largest logit."""
+    vocab, asked = source.vocab, options.return_stats
+    n = tokens.number if vocab > 0 else 0
+    running = Running.empty(tokens.ids, tokens.dtype)
+
+    def zeros(wanted: bool = True) -> Any:
+        return torch.zeros_like(running.max) if wanted else None
+
+    cost, mass, uniform = zeros(), zeros(), zeros(options.label_smoothing > 0)
+    entropy, expected, total, likeliest = zeros(asked), zeros(asked), zeros(asked), torch.zeros_like(running.argmax)
+    largest_label = torch.full_like(running.max, -torch.inf) if asked else None
+    tile = Tile(min(n, config.token_chunk) * vocab, tokens, spare=True)
+    for start, stop in spans(n, config.token_chunk):
+        z, _, log_p = tile.cut(stop - start, vocab)
+        assert log_p is not None
+        read_logits(source, tokens, start, stop, z, config.vocab_chunk)
+        apply(options, z, temperature_of(tokens, start, stop))
+        log_p.copy_(z)
+        part, q = running.part(start, stop), rows_of(probs, start, stop)
+        part.absorb(z, 0, tokens.ids[start:stop], Asked(), None)
+        log_p.sub_(part.max[:, None]).sub_(part.log_total[:, None])
+        if largest_label is not None:
+            # exp(z - max) log p is 0 where p is, where 0 * -inf would not be.
+            z.mul_(log_p).masked_fill_(log_p == -torch.inf, 0)
+            entropy[start:stop] = -z.sum(1) / part.total
+            torch.mul(log_p, q, out=z).masked_fill_(q == 0, 0)
+            expected[start:stop] = z.sum(1)
+            total[start:stop] = q.sum(1, dtype=z.dtype)
+            largest_label[start:stop], likeliest[start:stop] = q.max(1)
+        if class_weight is not None:
+            # A class that weighs nothing costs nothing, where 0 * -inf would not be 0.
+            log_p.masked_fill_(class_weight == 0, 0).mul_(class_weight)
+        mass[start:stop] = q.sum(1, dtype=z.dtype) if class_weight is None else torch.mul(q, class_weight, out=z).sum(1)
+        if uniform is not None:
+            uniform[start:stop] = -log_p.sum(1) / vocab
+        cost[start:stop] = log_p.masked_fill_(q == 0, 0).mul_(q).sum(1)
+    found = running.stats(tokens, vocab, Asked(top=True))
+    found = found._replace(log_prob=-running.log_total[:, None], entropy=entropy, uniform=uniform)
+    if not asked:
+        return DenseSums(found, cost, mass, None, None, None, None)
+    return DenseSums(found, cost, mass, expected, total, largest_label, likeliest)
+
+
+def read_logits(source: Any, tokens: Ids, start: int, stop: int, out: Tensor, chunk: int) -> None:
+    """Those of the tokens [start, stop), before their transform, `chunk` columns at a time."""
+    read = source.reader(tokens, start, stop)
+    for v0, v1 in spans(source.vocab, chunk):
+        read(out[:, v0:v1], v0)
+
+
+def rows_of(probs: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of labels [..., V], as they are."""
+    flat = flatten(probs)
+    if flat is not None:
+        return flat[start:stop]
+    rows = torch.arange(start, stop, dtype=torch.int64, device=probs.device)
+    return probs[torch.unravel_index(rows, probs.shape[:-1])]
+
+
+class Whole(NamedTuple):
+    """What the gradient of a part of the vocabulary needs of all of it."""
+
+    vocab: int
+    class_share: Tensor | None  # the mean weight of classes; None: 1
+
+    @staticmethod
+    def of(vocab: int, class_weight: Tensor | None) -> "Whole":
+        return Whole(vocab, None if class_weight is None else class_weight.mean())
+
+
+def dense_gradient(
+    options: Any,
+    z: Tensor,  # [C, V] final logits
+    slope: Tensor | None,  # [C, V]
+    probs: Tensor,  # [C, V]
+    class_weight: Tensor | None,  # [V]
+    whole: Whole,
+    row: Tensor,  # [C]
+    lse: Tensor,  # [C]
+    log_prob: Tensor,  # [C, 1]
+    largest: Tensor,  # [C, 1]
+    mass: Tensor,  # [C]
+) -> Tensor:
+    """Turn final logits in place into the gradient of the logits before softcap and scale.
+
+    They may be a part of the vocabulary: `lse`, `mass`, probabilities and `whole` are then of all of it.
+    """
+    (vocab, share), terms = whole, maths.Terms.of(options)
+    q = probs.to(z.dtype) if class_weight is None else probs * class_weight
+    own, labels = None if class_weight is None else class_weight[largest], q.gather(1, largest)
+    # Of the largest logit apart: 1 taken from a rounded p would lose all digits of a p near 1.
+    known = log_prob, labels, mass[:, None] - labels, lse[:, None]
+    at_largest = maths.at_entry(torch, terms, *known, vocab, own, share)
+    z.sub_(lse[:, None]).exp_().mul_((row * maths.of_p(terms, mass, lse, share))[:, None])
+    z.addcmul_(q, row[:, None], value=-(1 - options.label_smoothing))
+    even = row * (options.label_smoothing / vocab)
+    if terms.label_smoothing is not None and class_weight is not None:
+        z.addr_(even, class_weight, alpha=-1)
+    elif terms.label_smoothing is not None:
+        z.sub_(even[:, None])
+    # A small p, of a part where all are, would lose its own digits so.
+    exact = torch.where(log_prob > LIKELY, row[:, None] * at_largest, z.gather(1, largest))
+    z.scatter_(1, largest, exact)
+    return z if slope is None else z.mul_(slope)
+
+
+# ------------------------------------------------------------------------------------------------------------ shards
+
+
+def _exchanged(
+    op: str, shards: Shards, options: Any, mine: DenseSums, class_weight: Tensor | None
+) -> tuple[DenseSums, Tensor]:
+    """The sums over all of the vocabulary, and how far the log-sum-exp of this rank's shard lies below the whole's."""
+    known, smoothed = mine.softmax, options.label_smoothing > 0
+    sent: list[Any] = [*parallel.of_lse(known), mine.cost, mine.mass]
+    if known.uniform is not None:
+        sent.append(known.uniform * shards.rows)
+    if options.return_stats:
+        assert mine.likeliest is not None
+        dtype = known.lse.dtype
+        sent += [known.entropy, known.top, parallel.bits(known.argmax, dtype), mine.expected, mine.total]
+        sent += [mine.largest_label, parallel.bits(mine.likeliest, dtype)]
+    weighed = class_weight if smoothed else None
+    found = parallel.gather(op, shards, sent, weighed, check_values=options.check_inputs)
+    start, rows = found.start[:, None], iter(found.numbers)
+
+    lse = next(rows)
+    total, log_share = parallel.log_sum(lse, next(rows))
+    cost, mass = _of_labels(next(rows), next(rows), lse, log_share)
+    uniform = found.sure(parallel.uniform_over(found, next(rows), lse, log_share) / shards.vocab) if smoothed else None
+    entropy = expected = labels = likeliest = None
+    index = torch.full_like(known.argmax, -1)
+    if options.return_stats:
+        share = log_share.exp()
+        entropy = found.sure(torch.where(share == 0, 0, share * (next(rows) - log_share)).sum(0))
+        index = parallel.place_of_largest(next(rows), next(rows), start)
+        expected, labels = _of_labels(next(rows), next(rows), lse, log_share)
+        likeliest = parallel.place_of_largest(next(rows), next(rows), start)
+    softmax = TokenStats(found.sure(total), known.log_prob, index, entropy, None, None, uniform, None)
+    rank = parallel.group_of(shards).rank()
+    return DenseSums(softmax, found.sure(cost), mass, expected, labels, None, likeliest), log_share[rank]
+
+
+def _of_labels(costs: Tensor, masses: Tensor, lse: Tensor, log_share: Tensor) -> tuple[Tensor, Tensor]:
+    """[n]: the sums of q log p and of q over the vocabulary, of the shards', [ranks, n]."""
+    # A shard that is all out of the vocabulary has no softmax of its own.
+    costs = costs.masked_fill((lse == -torch.inf) & (masses != 0), -torch.inf)
+    return (costs + torch.where(masses == 0, 0, masses * log_share)).sum(0), masses.sum(0)

@@ -1,0 +1,83 @@
+"""The labels of a cross-entropy, as fields of an operator's call.
+
+ids: [...] or [..., K].  labels: their numbers, [..., K], or those of every entry, [..., V]; None: 1 of one id a token.
+kind: what these are: "ids" where there are none, "probs" or "log_probs" of K ids, "dense": probabilities of every
+entry, and then the ids [...] mean nothing.  The functions take any call with these, and with `token_weight`,
+`normalizer`, `class_weight`, `token_temperature`, `options`, the `dtype` of logits or products, T as `number`, V as
+`vocab`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.frontend import torch_prepared as stated
+from onchip.frontend.topk import TopK
+from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_labels import check_log_probs, log_probs_or_nan
+from onchip.vocab.torch.tiles import Tokens, select, weighed
+
+
+def parts_of(
+    target: Tensor | TopK[Tensor], leading: Sequence[int], *, soft: bool = True
+) -> tuple[Tensor, Tensor | None, str]:
+    """The fields, of a target that is ids or `soft` labels."""
+    if isinstance(target, TopK):
+        return target.indices, target.values, target.kind
+    return (stated.zeros(leading, torch.int64, target.device), target, "dense") if soft else (target, None, "ids")
+
+
+def several(call: Any) -> int:
+    """K."""
+    return call.ids.shape[-1] if call.kind in ("probs", "log_probs") else 1
+
+
+def leading(call: Any) -> torch.Size:
+    """The dimensions of all tokens."""
+    shape: torch.Size = call.ids.shape
+    return shape[:-1] if call.kind in ("probs", "log_probs") else shape
+
+
+def tokens(op: str, call: Any, *, check_values: bool, compact: bool = True) -> Tokens:
+    """Which tokens count, and what they weigh: of soft labels all.
+
+    Values are always checked on the CPU, unless kernels take them, without `compact`.
+    """
+    options, of_ids = call.options, call.kind == "ids"
+    first = () if not options.shift else (1,) if of_ids else (1, 0)
+    if call.kind == "log_probs" and (check_values or (compact and call.labels.device.type == "cpu")):
+        check_log_probs(op, "target", call.labels, first=first)
+    chosen = select(
+        op, "target" if of_ids else "target.indices", call.ids, call.number, call.vocab, call.token_temperature,
+        ignore_index=options.ignore_index if of_ids else None, temperature=options.temperature, dtype=call.dtype,
+        check_values=check_values, compact=compact, first=first,
+    )  # fmt: skip
+    made = weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
+    each, q = call.class_weight, None
+    if of_ids and each is not None:
+        q = each[made.label][:, None]
+    elif not of_ids and call.kind != "dense":
+        q = probs(call)
+    return replace(made, q=q, class_weight=each)
+
+
+def probs(call: Any, *, weighed: bool = True) -> Tensor:
+    """[T, K]: the probabilities of K ids, times the weights of their classes unless without."""
+    shape = call.number, several(call)
+    values, ids = call.labels.reshape(shape), call.ids.reshape(shape)
+    return probs_of(values, call.kind, ids, call.class_weight if weighed else None, call.dtype)
+
+
+def probs_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[n, K]: the probabilities that numbers of this kind are, times the weights of their ids [n, K], in the dtype of
+    sums over inputs of `dtype`."""
+    if kind == "log_probs":
+        values = log_probs_or_nan(values).to(accumulator(dtype)).exp()
+    else:
+        values = values.to(accumulator(dtype))
+    if class_weight is None:
+        return values
+    return values * class_weight[ids.to(torch.int64).clamp(0, len(class_weight) - 1)]
