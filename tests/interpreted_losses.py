@@ -63,7 +63,7 @@ def operator(name):
         dist.destroy_process_group()
 
 
-SLOW.add("operator-linear_jsd_by_triton_in_place")
+SLOW.add("operator-jsd_by_kernels of heads")
 
 
 # --------------------------------------------------------------------------------------------------- the oracle's cases

@@ -13,6 +13,7 @@ from every_loss import check_operators
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
+from onchip.frontend.torch_parallel import WHOLE
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import CHECKER
@@ -20,7 +21,7 @@ from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
-from onchip.ops.linear_jsd.torch_walk import walk
+from onchip.ops.linear_jsd.torch_walk import losses_and_gradients
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
 from shared import assert_within_bounds
 
@@ -194,10 +195,11 @@ def test_ignored_tokens_may_be_computed_all_the_same(given):
             models[1] = Model()
         call = Call(
             *models, *(topk[:2] if given == "top-k" else (None, None)), None, None, None, (torch.float32,) * 2, (6,), 9,
-            *topk[2:], Options(hard_weight=0.3), False, (False,) * 8,
+            *topk[2:], Options(hard_weight=0.3), False, (False,) * 8, WHOLE, False,
         )  # fmt: skip
         with mock.patch.object(memory, "plan", return_value=4):
-            losses, grads = walk(call, tokens, tokens.weight, [part.endswith("logits") for part in PARAMETERS])
+            wanted = [part.endswith("logits") for part in PARAMETERS]
+            losses, grads = losses_and_gradients(call, tokens, tokens.weight, wanted)
         made.append([tokens.spread(losses, (6,)), *(g for g in grads if g is not None)])
     assert len(made[0]) == (2 if given == "top-k" else 3)
     assert_same(*made)

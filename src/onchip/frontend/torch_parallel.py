@@ -82,7 +82,7 @@ NOTHING = Sharding()
 class Shards:
     """This rank's part of a vocabulary, and what the others have of hidden, as operators take it."""
 
-    group: str  # the name of the process group
+    group: str  # the name of the process group; empty: there is none, and this rank has all
     ranks: int
     start: int  # of the vocabulary: this rank's first row
     rows: int  # that are of the vocabulary: those after them are padding

@@ -47,6 +47,8 @@ class Saving(NamedTuple):
     """Which of the differentiable tensors need a gradient."""
     edges: Sequence[int]
     """Where these are among the node's edges: a tensor that is None has none."""
+    op: str
+    """What errors speak for."""
     packed: bool = False
     """Whether the rest is as a registered operator takes it."""
 
@@ -73,8 +75,8 @@ class Operator(Generic[C, O]):
 
     name: str
     _: KW_ONLY
-    op: str
-    """What errors speak for."""
+    op: str | Callable[[C], str]
+    """What errors speak for, or what tells it of a call."""
     forward: Callable[[C], O]
     """Computes the outputs, outside of autocast and on the call's device.  One that is not asked for is None, and an
     empty tensor where it comes from the registered operator.  Outputs share no memory."""
@@ -305,7 +307,8 @@ class Operator(Generic[C, O]):
         kept = self.save(call, made)
         given = [x is not None for x in inputs]
         edges = tuple([sum(given[:place]) for place in places])
-        return self.kept.tensors_of(kept), Saving(self.kept.rest_of(kept), self._grads(call)[0], edges)
+        op = self.op if isinstance(self.op, str) else self.op(call)
+        return self.kept.tensors_of(kept), Saving(self.kept.rest_of(kept), self._grads(call)[0], edges, op)
 
     def keep(self, ctx: Any, saving: Saving, kept: Made, link: Tensor | None) -> None:
         """Save for backward."""
@@ -328,10 +331,10 @@ class Operator(Generic[C, O]):
         present = [x for x in given if x is not None]
         if not present:
             return [None] * len(self.differentiable)
-        refuse_batches(self.op, present)
+        rest, grads, edges, op, packed = ctx.saving
+        refuse_batches(op, present)
         if ctx.used_up:
-            self._refuse_second(ctx)
-        rest, grads, edges, packed = ctx.saving
+            _refuse_second(op, ctx)
         if not (plain or packed):
             rest = self.kept.encode(rest)
         wanted = asked_for(ctx, grads, edges)
@@ -363,15 +366,7 @@ class Operator(Generic[C, O]):
         if ctx.used_up and graph_is_kept():
             ctx.used_up = False
         # The link is an output that no caller has and that none can change in place (`loss /= 2`).
-        return differentiable_once(self.op, made, *given, link)
-
-    def _refuse_second(self, ctx: Any) -> None:
-        """Raise for a second backward of the same graph, which autograd keeps where the first one failed."""
-        _ = ctx._raw_saved_tensors  # raises if the first came through
-        raise RuntimeError(
-            f"{self.op}: an earlier backward was interrupted after it had begun to overwrite what it needs; run "
-            "forward again, and set weight_grad_out anew if there is one"
-        )
+        return differentiable_once(op, made, *given, link)
 
     def _collected(self, kept: Any, made: Made, wanted: Wanted) -> Made:
         return made if self.collect is None else self.collect(kept, made, wanted)
@@ -452,6 +447,15 @@ def inside_operator(x: Tensor) -> AbstractContextManager[Any]:
     if elsewhere:
         stack.enter_context(torch.cuda.device(device.index))
     return stack
+
+
+def _refuse_second(op: str, ctx: Any) -> None:
+    """Raise for a second backward of the same graph, which autograd keeps where the first one failed."""
+    _ = ctx._raw_saved_tensors  # raises if the first came through
+    raise RuntimeError(
+        f"{op}: an earlier backward was interrupted after it had begun to overwrite what it needs; run forward again, "
+        "and set weight_grad_out anew if there is one"
+    )
 
 
 def _in_memory(x: Tensor | None) -> Tensor | None:

@@ -1,6 +1,7 @@
 """The call that the public functions make, and what is read off its arguments."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator, copied_rows, copied_weight
 from onchip.frontend.torch_labels import check_log_probs
+from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options
+from onchip.vocab import parallel
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
 
@@ -48,24 +52,29 @@ PARAMETERS = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in
 NO_GRADIENTS = (False,) * len(PARAMETERS)
 
 
+_SPLIT = ("weight", "logits")
+
+
 class Call(NamedTuple):
-    """The arguments of every backend's operators."""
+    """The arguments of every backend's operator, of a sharded vocabulary this rank's."""
 
     student: Model
-    teacher: Model  # empty where the teacher is a top-k
+    teacher: Model  # empty where the teacher is a top-k, whose ids are of the whole vocabulary
     indices: Tensor | None  # [..., K], and so `values`
     values: Tensor | None
     target: Tensor | None  # [...]
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
     dtypes: tuple[torch.dtype, ...]  # of both models' products
-    shape: tuple[int, ...]  # [...]
-    size: int  # vocabulary entries that count
+    shape: tuple[int, ...]  # [...], of all ranks
+    size: int  # vocabulary entries that count, of a shard its own
     topk_kind: str
     topk_rest: str
     options: Options
     stash: bool  # gradients are made in forward and kept
     grads: tuple[bool, ...]  # of `PARAMETERS`
+    shards: Shards
+    kernels: bool  # whether ranks run kernels, which take ignored tokens too
 
     @property
     def models(self) -> tuple[Model, Model]:
@@ -91,6 +100,26 @@ class Call(NamedTuple):
         """T."""
         return math.prod(self.shape)
 
+    @property
+    def vocab(self) -> int:
+        """Entries that count, of all ranks."""
+        return self.shards.vocab if self.shards.there else self.size
+
+    def of_all_tokens(self, *, fake: bool = False) -> "Call":
+        """With the hidden states of all ranks' tokens, of a `fake` call not yet filled."""
+        shards = self.shards
+        if shards.sequence < 0:
+            return self
+
+        def whole(x: Model) -> Model:
+            if x.hidden is None:
+                return x
+            if fake:
+                return x._replace(hidden=x.hidden.new_empty(shards.whole_shape(x.hidden.shape)))
+            return x._replace(hidden=parallel.whole_hidden(x.hidden, shards))
+
+        return self._replace(student=whole(self.student), teacher=whole(self.teacher))
+
     def new_loss(self) -> Tensor:
         """Memory for the result."""
         shape = self.shape if self.options.reduction == "none" else ()
@@ -107,25 +136,43 @@ class Call(NamedTuple):
             return stated.zeros(self.shape, torch.int64, self.first.device), -1
         return self.target, self.options.ignore_index
 
-    def tokens(self, *, check: bool, compact: bool = True) -> Tokens:
+    def tokens(self, *, check: bool) -> Tokens:
         """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for.
 
-        Without `compact` the CPU is a device as others.
+        Where ranks run kernels the CPU is a device as others.
         """
         (target, ignore_index), options, op = self.targets(), self.options, self.options.op
         check_values = check and options.check_inputs
         chosen = select(
-            op, "target", target, self.number, self.size, None,
+            op, "target", target, self.number, self.vocab, None,
             ignore_index=ignore_index, temperature=1.0, dtype=self.first.dtype, check_values=check_values,
-            compact=compact,
+            compact=not self.kernels,
         )  # fmt: skip
         tokens = weighed(op, chosen, self.token_weight, options.reduction, self.normalizer, check_values=check_values)
         if check and self.indices is not None and (options.check_inputs or self.indices.device.type == "cpu"):
             kept = None if self.target is None else target != ignore_index
-            check_indices(op, self.indices, kept, self.size)
+            check_indices(op, self.indices, kept, self.vocab)
             if self.values is not None and self.topk_kind == "log_probs":
                 check_log_probs(op, "teacher_topk", self.values, kept)
         return tokens
+
+    def reduced(self, tokens: Tokens, losses: Tensor) -> Tensor:
+        """The loss, of the computed tokens' without weights."""
+        loss = tokens.spread(losses * tokens.weight, self.shape)
+        return loss if self.options.reduction == "none" else loss.sum() * tokens.inverse_count
+
+    def check_ranks(self) -> None:
+        """On the CPU and with check_inputs: raise where ranks' arguments don't belong together; the call is of all
+        tokens."""
+        names = ("student_", "teacher_")
+        sizes = [(x.hidden.shape, x.hidden.dtype) for x in self.models if x.hidden is not None]
+        split = {who + part: getattr(x, part) for who, x in zip(names, self.models, strict=True) for part in _SPLIT}
+        require_agreement(
+            self.options.op, self, (sizes, self.shape, self.topk_kind, self.topk_rest),
+            self.target, self.token_weight, self.normalizer, self.indices, self.values,
+            split=split, ids=self.target,
+            hidden={f"{who}hidden": x.hidden for who, x in zip(names, self.models, strict=True)},
+        )  # fmt: skip
 
     def divisor(self, kept: Tensor) -> Tensor:
         """0-d: what the loss is divided by, given which tokens are kept, or their number."""
@@ -157,7 +204,8 @@ class Call(NamedTuple):
             copied += copied_weight(weight[: self.size], self.dtypes[who])
         op, layer = self.options.op, self.layer(who)
         if layer is not None:
-            return layer.problem(op=op, copied=copied)
+            problem: Head = layer.problem(op=op, copied=copied)
+            return problem if self.shards.sequence < 0 else replace(problem, tokens=self.number)
         device, vocab = "cpu" if self.first.device.type == "cpu" else "cuda", 0 if logits is None else logits.shape[-1]
         dtype, grad = LOSS_DTYPES[self.first.dtype if logits is None else logits.dtype], self.grads_of(who)[3]
         return Head(
@@ -167,5 +215,10 @@ class Call(NamedTuple):
     def problem(self, *, kernels: bool = False) -> Problem:
         """What plans are made for."""
         student, teacher = (self.head(who, kernels=kernels) for who in (0, 1))
-        topk = 0 if self.indices is None else self.indices.shape[-1]
-        return Problem(self.size, student, teacher, topk, self.options.hard_weight > 0, self.stash)
+        topk, shards, sent = 0 if self.indices is None else self.indices.shape[-1], self.shards, 0
+        if shards.there:
+            mine, dim = self.first, shards.sequence
+            if dim >= 0:
+                mine = mine.narrow(dim, 0, self.shape[dim] // shards.ranks)
+            sent = parallel.sent_bytes(self.number, max(1, topk), shards, mine)
+        return Problem(self.size, student, teacher, topk, self.options.hard_weight > 0, self.stash, sent)

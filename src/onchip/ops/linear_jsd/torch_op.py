@@ -1,12 +1,7 @@
-"""linear_jsd and jsd for PyTorch: the public functions, and the operators of backend "torch".
-
-A public function checks its inputs (torch_call.py) and calls an operator, whose `_forward` walks over chunks of tokens
-(torch_walk.py).  Where hidden states are given and the loss is one number, that walk makes the gradients too, and
-backward scales them.  Otherwise backward walks again, in `_gradients`.
-"""
+"""linear_jsd and jsd for PyTorch: the public functions, which check their inputs and choose how to compute."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +9,6 @@ from torch.distributed import ProcessGroup
 
 from onchip.frontend.options import Reduction, ScratchBytes, one_target
 from onchip.frontend.topk import TopK
-from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
     check_kinds,
@@ -24,14 +18,13 @@ from onchip.frontend.torch_inputs import (
     refuse_gradient,
     require_tensors,
 )
-from onchip.frontend.torch_parallel import HiddenLayout, Sharding, Shards, localized
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, Sharding, Shards, localized
+from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_jsd import memory, topk_shards, torch_shards, triton_op
+from onchip.ops.linear_jsd import memory, plain_op, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
-from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call, Model
-from onchip.ops.linear_jsd.torch_walk import walk
+from onchip.ops.linear_jsd.torch_call import Call, Model
 
 # The order of preference of "auto".
 BACKENDS = ("triton", "torch")
@@ -250,13 +243,13 @@ def jsd(
 _SHARDED = ("student_weight", "teacher_weight", "student_bias", "teacher_bias", "student_logits", "teacher_logits")
 
 
-def _localized(op: str, given: dict[str, Any], sharding: Sharding) -> tuple[dict[str, Any], Shards | None]:
+def _localized(op: str, given: dict[str, Any], sharding: Sharding) -> tuple[dict[str, Any], Shards]:
     """The arguments, where the vocabulary is sharded this rank's, and which part that is."""
     weights = {name: given[name] for name in _SHARDED if given.get(name) is not None}
     names = ("student_hidden", "teacher_hidden")
     hidden = {name: given[name] for name in names if given.get(name) is not None}
     if not sharding.there(weights | hidden):
-        return given, None
+        return given, WHOLE
     if given["vocab"] is not None:
         raise ValueError(f"{op}: vocab={given['vocab']} with a sharded vocabulary is called vocab_size; pass that")
     last = [name for name in weights if name.endswith("logits")]
@@ -264,7 +257,7 @@ def _localized(op: str, given: dict[str, Any], sharding: Sharding) -> tuple[dict
     if tokens is None and isinstance(topk, TopK):
         tokens = topk.indices
     tensors, shards = localized(op, sharding, weights, hidden, tokens=tokens, last=last)
-    return given | tensors, shards
+    return given | tensors, shards or WHOLE
 
 
 def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
@@ -273,12 +266,13 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
     options, topk = Options.of(op, given), given["teacher_topk"]
     tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
     shapes: Any = {name: tuple(x.shape) for name, x in tensors.items()}
-    if shards is not None:
+    if shards.there:
         names = [name for name in ("student_hidden", "teacher_hidden") if name in shapes]
         shapes = shards.whole(shapes, [x for x in _SHARDED if not x.endswith("logits")], names)
         shapes = shards.whole(shapes, [x for x in _SHARDED if x.endswith("logits")], dim=-1)
     shape, size = check_shapes(options, shapes, "target")
     options = options.with_scratch(given, math.prod(shape) * size)
+    size = shards.rows if shards.there else size
     check_kinds(
         op,
         tensors,
@@ -303,97 +297,14 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
     indices, values, kind, rest = topk or (None, None, "", "")
     call = Call(
         student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
-        kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
+        kind, rest, options, any(grads) and options.reduction != "none" and not given_logits and not shards.there,
+        grads, shards, False,
     )  # fmt: skip
     reason = triton_op.refusal(call)
-    if shards is not None and any(model.hidden is not None for model in call.models):
-        reason = "linear_jsd has no kernels for a sharded vocabulary; pass backend='torch', or jsd the logits"
     chosen = choose_torch_backend(op, given["backend"], first.device, reason)
-    if shards is not None:
-        call = call._replace(size=shards.rows, stash=False)
-        sharded = torch_shards.ShardedCall(call, shards, chosen == "triton")
-        torch_shards.require_scratch(sharded)
-        operators: dict[str, Operator[Any, Any]] = (torch_shards if topk is None else topk_shards).OPERATORS
-        loss: Tensor = operators[op](sharded).loss
-        return loss
     if chosen == "triton":
-        return triton_op.run(call)
+        call = call._replace(kernels=shards.there)
+        if not shards.there or shards.rows > 0:  # an empty shard has nothing for them, and exchanges the same
+            return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
-    return OPERATORS[op](call).loss
-
-
-# ------------------------------------------------------------------------------------------------------- the operators
-
-
-class Outputs(NamedTuple):
-    """The loss, and with `stash` the gradients in the dtype of sums for an upstream gradient of 1."""
-
-    loss: Tensor
-    student: Model
-    teacher: Model
-
-
-class Kept(NamedTuple):
-    """What backward is given: with `stash` gradients to scale, and no input is kept alive; else the call."""
-
-    call: Call
-    student: Model
-    teacher: Model
-    gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
-
-
-def _forward(call: Call) -> Outputs:
-    tokens = call.tokens(check=True)
-    grads = call.grads if call.stash else NO_GRADIENTS
-    losses, made = walk(call, tokens, tokens.weight * tokens.inverse_count, grads)
-    loss = tokens.spread(losses * tokens.weight, call.shape)
-    loss = loss if call.options.reduction == "none" else loss.sum() * tokens.inverse_count
-    return Outputs(loss, Model(*made[:4]), Model(*made[4:]))
-
-
-def _fake(call: Call) -> Outputs:
-    made = call.empty_gradients(call.grads if call.stash else NO_GRADIENTS, call.dtype)
-    return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
-
-
-def _save(call: Call, made: Outputs) -> Kept:
-    dtypes = tuple(torch.float32 if x is None else x.dtype for x in call.parameters)
-    if call.stash:
-        nothing: Any = dict.fromkeys(("indices", "values", "target", "token_weight", "normalizer"))
-        call = call._replace(student=Model(), teacher=Model(), **nothing)
-    return Kept(call, made.student, made.teacher, dtypes)
-
-
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    (grad_loss,) = upstream
-    assert grad_loss is not None
-    call = kept.call
-    made: Made = (*kept.student, *kept.teacher)
-    if call.stash:
-        factor = None if is_plain_one(grad_loss) else grad_loss
-    else:
-        tokens, factor = call.tokens(check=False), None
-        row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
-        _, made = walk(call, tokens, row, wanted)
-    return [
-        scale_stash(x, factor, dtype) if want and x is not None else None
-        for x, dtype, want in zip(made, kept.gradient_dtypes, wanted, strict=True)
-    ]
-
-
-OPERATORS = {
-    op: Operator(
-        f"{op}_by_torch",
-        op=op,
-        forward=_forward,
-        fake=_fake,
-        save=_save,
-        gradients=_gradients,
-        fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted, None),
-        differentiable=PARAMETERS,
-        flops=lambda call: call.flops(call.grads if call.stash else NO_GRADIENTS, logits=True),
-        gradient_flops=lambda kept, upstream, wanted: kept.call.flops(wanted, logits=False),
-        direct=lambda kept: kept.call.stash,
-    )
-    for op in (OP, LOGITS_OP)
-}
+    return plain_op.OPERATOR(call).loss

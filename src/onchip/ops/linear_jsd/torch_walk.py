@@ -1,11 +1,11 @@
 """The walk over chunks of tokens with PyTorch's own matrix products, on CPU and CUDA.
 
-A chunk holds both models' logits of the whole vocabulary, in float32 or float64.  Its losses and gradients are made in
-blocks of rows (divergence.py), which overwrite the logits.  Nothing here synchronises a GPU.
+A chunk holds both models' logits of the whole vocabulary, or of this rank's shard, in float32 or float64.  What is made
+of them is made in blocks of rows, which the gradients overwrite.  Nothing here synchronises a GPU.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 from onchip.frontend.options import LossOptions
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_labels import log_probs_or_nan
+from onchip.frontend.torch_parallel import Shards
 from onchip.kernels.torch_products import operand_dtype
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
 from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call, Model
+from onchip.vocab.parallel import start_sum
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.loss import loss_gradient
@@ -26,104 +28,137 @@ from onchip.vocab.torch.softmax import Asked, Running
 from onchip.vocab.torch.tiles import Tokens, spans
 from onchip.vocab.torch.walk import Accumulated
 
+Step = Callable[..., Sequence[Tensor | None]]
+"""`step(tokens, *logits)` is given which tokens (a slice) and their rows of each model's logits, and may overwrite
+these; it returns the gradients by them that are wanted, none at all where it only looks."""
+
 
 def walk(
     call: Call,
     tokens: Tokens,
-    row: Tensor,  # [n]: factor of each token's gradient
-    grads: Sequence[bool],  # of `PARAMETERS`
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The losses of the computed tokens, without weights, and the gradients that are wanted: of logits in their own
-    dtype, of all else in that of sums."""
-    n, label = tokens.number, tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
+    step: Step,
+    row: Tensor | None = None,  # [n]: factor of each token's gradient
+    grads: Sequence[bool] = NO_GRADIENTS,  # of `PARAMETERS`
+) -> list[Tensor | None]:
+    """Show all logits to `step`; returns the gradients that are wanted: of logits in their own dtype, of all else in
+    that of sums."""
+    n = tokens.number
     chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
-    whole = call.indices is None
-    models = [model_of(call, who, grads[4 * who : 4 * who + 4], tokens) for who in ((0, 1) if whole else (0,))]
-    buffers = [row.new_empty((chunk, call.size)) for _ in models]
-    losses, block = row.new_empty(n), -(-chunk // BLOCKS)
-    want = models[0][1] is not None, models[-1][1] is not None
-    for start, stop in spans(n, chunk):
+    models = [_model(call, who, grads[4 * who : 4 * who + 4], tokens) for who in range(1 + (call.indices is None))]
+    buffers = [tokens.weight.new_empty((chunk, call.size)) for _ in models]
+    for start, stop in spans(n, chunk) if call.size else ():  # a shard may be empty
         filled = [buffer[: stop - start] for buffer in buffers]
-        for z, (source, _, _) in zip(filled, models, strict=True):
-            source.read(tokens, start, stop, z)
-        for b0, b1 in spans(stop - start, block):
-            t0, t1 = start + b0, start + b1
-            teacher = filled[1][b0:b1] if whole else topk_rows(call, tokens, t0, t1)
-            value, *gradients = rows(ARRAYS, call.options, filled[0][b0:b1], teacher, label[t0:t1], want)
-            losses[t0:t1] = value
-            for into, g in zip(filled, gradients, strict=False):
-                if g is not None:
-                    torch.mul(g, row[t0:t1, None], out=into[b0:b1])
+        for z, model in zip(filled, models, strict=True):
+            model.read(start, stop, z)
+        for b0, b1 in spans(stop - start, -(-chunk // BLOCKS)):
+            part = slice(start + b0, start + b1)
+            made = step(part, *(z[b0:b1] for z in filled))
+            for into, g in zip(filled, made, strict=False):
+                if g is not None and row is not None:
+                    torch.mul(g, row[part, None], out=into[b0:b1])
                     if tokens.kept is not None:  # an infinite divergence times 0 is NaN
-                        into[b0:b1].masked_fill_(~tokens.kept[t0:t1, None], 0)
-            del value, gradients
-        for g, (_, sink, _) in zip(filled, models, strict=True):
-            if sink is not None:
-                sink.write(tokens, start, stop, g)
-    made = [x for *_, gradients in models for x in gradients]
-    return losses, made + [None] * (len(PARAMETERS) - len(made))
+                        into[b0:b1].masked_fill_(~tokens.kept[part, None], 0)
+            del made
+        for g, model in zip(filled, models, strict=True):
+            if model.wanted:
+                model.write(start, stop, g)
+    found = [x for model in models for x in model.gradients()]
+    return found + [None] * (len(PARAMETERS) - len(found))
 
 
-def model_of(call: Call, who: int, grads: Sequence[bool], tokens: Tokens) -> tuple[Any, Any, Model]:
-    """What its logits are read from, what their gradient is written to if one is wanted, and the gradients made."""
+def losses_and_gradients(
+    call: Call, tokens: Tokens, row: Tensor, grads: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The losses of the computed tokens, without weights, and the gradients of `walk`, where nothing is sharded."""
+    label = tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
+    losses, want = torch.empty_like(row), (any(grads[:4]), any(grads[4:]))
+
+    def step(part: slice, z: Tensor, *teacher: Tensor) -> Sequence[Tensor | None]:
+        other = teacher[0] if teacher else topk_rows(call, tokens, part)
+        losses[part], *made = rows(ARRAYS, call.options, z, other, label[part], want)
+        return made
+
+    return losses, walk(call, tokens, step, row, grads)
+
+
+def _model(call: Call, who: int, grads: Sequence[bool], tokens: Tokens) -> "_Linear | _Given":
     layer, logits = call.layer(who), call.models[who].logits
     if layer is not None:
-        linear = Linear(layer, call.size, grads, tokens)
-        return linear, linear if any(grads) else None, linear.made
+        return _Linear(layer, call.size, grads, tokens, call.shards)
     assert logits is not None
-    made = logits.new_zeros(logits.shape) if grads[3] else None
-    source, sink = (
-        x if x is None else Rows(x.reshape(call.number, x.shape[-1])[:, : call.size]) for x in (logits, made)
-    )
-    return source, sink, Model(logits=made)
+    return _Given(logits.reshape(call.number, logits.shape[-1]), call.size, grads, tokens, logits.shape)
 
 
-class Linear:
-    """A model's last layer, with `read` and `write` as of `Rows`."""
+class _Given:
+    """A model's logits, [T, V] with padding."""
 
-    def __init__(self, layer: Layer, vocab: int, grads: Sequence[bool], tokens: Tokens) -> None:
-        self.layer, self.vocab = layer.layer, vocab
-        weight = self.layer.weight
+    def __init__(self, logits: Tensor, vocab: int, grads: Sequence[bool], tokens: Tokens, shape: Sequence[int]) -> None:
+        self.wanted, self._shape, self._tokens = grads[3], shape, tokens
+        self._made = logits.new_zeros(logits.shape) if grads[3] else None
+        self._source, self._sink = (x if x is None else Rows(x[:, :vocab]) for x in (logits, self._made))
+
+    def read(self, start: int, stop: int, into: Tensor) -> None:
+        """Put the computed tokens' logits in `into`."""
+        assert self._source is not None
+        self._source.read(self._tokens, start, stop, into)
+
+    def write(self, start: int, stop: int, values: Tensor) -> None:
+        """Take their gradient."""
+        assert self._sink is not None
+        self._sink.write(self._tokens, start, stop, values)
+
+    def gradients(self) -> Model:
+        """What came of it."""
+        return Model(logits=None if self._made is None else self._made.view(*self._shape))
+
+
+class _Linear:
+    """The same of a model's last layer, of which ranks may have shards."""
+
+    def __init__(self, layer: Layer, vocab: int, grads: Sequence[bool], tokens: Tokens, shards: Shards) -> None:
+        self.wanted = any(grads)
+        self._layer, self._vocab, self._tokens, self._shards = layer.layer, vocab, tokens, shards
+        weight = self._layer.weight
         # float16 is widened too: its range is short for a gradient.
-        self.operand = torch.float32 if weight.dtype == torch.float16 else operand_dtype(weight)
-        self.slab = vocab if self.operand == weight.dtype else SLAB
-        self.sums = Accumulated(self.layer, tokens, self.slab, grads)
-        if self.sums.weight is not None:
-            self.sums.weight[vocab:] = 0  # of the padding
-        hidden = None if self.sums.hidden is None else self.sums.hidden.view(layer.hidden.shape)
-        self.made = Model(hidden, self.sums.weight, self.sums.bias)
+        self._operand = torch.float32 if weight.dtype == torch.float16 else operand_dtype(weight)
+        self._slab = vocab if self._operand == weight.dtype else SLAB
+        self._sums = Accumulated(self._layer, tokens, self._slab, grads)
+        if self._sums.weight is not None:
+            self._sums.weight[vocab:] = 0  # of the padding
+        hidden = self._sums.hidden
+        self._hidden = None if hidden is None else hidden.view(layer.hidden.shape)
+        self._summed: Callable[[], Tensor] | None = None
 
-    def read(self, tokens: Tokens, start: int, stop: int, into: Tensor) -> None:
-        self.rows = tokens.rows(self.layer.hidden, start, stop).to(self.operand)
-        for v0, v1 in spans(self.vocab, self.slab):
-            self.layer.logits(into[:, v0:v1], self.rows, v0)
+    def read(self, start: int, stop: int, into: Tensor) -> None:
+        self._rows = self._tokens.rows(self._layer.hidden, start, stop).to(self._operand)
+        for v0, v1 in spans(self._vocab, self._slab):
+            self._layer.logits(into[:, v0:v1], self._rows, v0)
 
-    def write(self, tokens: Tokens, start: int, stop: int, values: Tensor) -> None:
-        operand = self.write_hidden(start, stop, values)
-        self.write_weight(start, values, operand)
+    def write(self, start: int, stop: int, values: Tensor) -> None:
+        operand = values.to(self._operand)
+        self._sums.add_hidden(operand, start, stop, 0)
+        if stop == self._tokens.number and self._hidden is not None:
+            self._summed = start_sum(self._shards, self._hidden)
+        weight = None if self._sums.weight is None else self._sums.weight[: self._vocab]
+        self._sums.add_weight(values, operand, self._rows, start, 0, weight)
 
-    def write_hidden(self, start: int, stop: int, values: Tensor) -> Tensor:
-        """Hidden's gradient alone; returns the values as products read them."""
-        operand = values.to(self.operand)
-        self.sums.add_hidden(operand, start, stop, 0)
-        return operand
-
-    def write_weight(self, start: int, values: Tensor, operand: Tensor) -> None:
-        """The others', of the rows that were read last."""
-        weight = None if self.sums.weight is None else self.sums.weight[: self.vocab]
-        self.sums.add_weight(values, operand, self.rows, start, 0, weight)
+    def gradients(self) -> Model:
+        hidden = self._hidden
+        if hidden is not None:
+            hidden = (self._summed or start_sum(self._shards, hidden))()
+        return Model(hidden, self._sums.weight, self._sums.bias)
 
 
-def topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK[Tensor]:
-    """Those of the computed tokens [start, stop); NaN where an index is out of range: on the CPU that has raised."""
+def topk_rows(call: Call, tokens: Tokens, part: slice) -> TopK[Tensor]:
+    """Those of some computed tokens; NaN where an index is out of range: on the CPU that has raised."""
     assert call.indices is not None
     assert call.values is not None
     ids, values = (
-        x[start:stop] if tokens.index is None else x.index_select(0, tokens.index[start:stop])
+        x[part] if tokens.index is None else x.index_select(0, tokens.index[part])
         for x in (x.reshape(call.number, x.shape[-1]) for x in (call.indices, call.values))
     )
     ids = ids.to(torch.int64)
-    bad = (ids < 0) | (ids >= call.size)
+    bad = (ids < 0) | (ids >= call.vocab)
     values = log_probs_or_nan(values) if call.topk_kind == "log_probs" else values
     values = values.to(tokens.dtype).masked_fill(bad, math.nan)
     words: Any = (call.topk_kind, call.topk_rest)

@@ -71,7 +71,8 @@ class Sizes:
             if gradients:
                 self.kept.append((element * up(h.vocab, VOCAB_TILE), triton_memory.capacity(h)))
                 self.hidden_rows += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
-                self.sums += block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
+                # Of a shard, in float32 a second time: added up over the ranks.
+                self.sums += (1 + (p.sent > 0)) * block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
                 self.sums += 4 * h.vocab if h.grad_bias else 0
         tiles = self.columns // VOCAB_TILE
         # Of a chunk's logits, of one token at least.
@@ -121,6 +122,7 @@ class Sizes:
             "weights in the products' dtype": self.casts,
             "copies of strided inputs": self.problem.copied,
             "vectors": self.vectors,
+            "what ranks exchange": self.problem.sent,
             "hidden rows": self.hidden_rows,
             "one more chunk of the weight's gradient": self.beyond(c.kept, c.weight_chunk),
             "logits' gradient in scratch": self.in_scratch(c.kept),
@@ -214,7 +216,7 @@ class Search:
 
     def __init__(self, p: Problem, budget: int) -> None:
         self.problem, self.sizes, self.costs = p, Sizes(p), Costs(p, RATES["h100"])
-        self.budget = budget - self.sizes.casts - p.copied - self.sizes.vectors - self.sizes.hidden_rows
+        self.budget = budget - self.sizes.casts - p.copied - self.sizes.vectors - self.sizes.hidden_rows - p.sent
         self.rows, self.tiles = self.sizes.rows, self.costs.tiles
         self.found: list[tuple[int, float, JsdPlan]] = []
         self.bound = math.inf  # of what a plan may cost
@@ -304,9 +306,12 @@ def _search(p: Problem, strategy: str, budget: int) -> JsdPlan | None:
     for weight in sorted(_weights(p, tiles)):
         time = made.floor + costs.weight(weight * VOCAB_TILE)
         if time <= min(made.bound, SLACK * soonest):  # smaller ones take less memory
-            soonest = min(soonest, time)
-            made.chunks(made.rows, tiles, weight)
-            kept = made.kept(weight)
+            if p.sent:  # of a shard no gradient is known in forward
+                kept = [0]
+            else:
+                soonest = min(soonest, time)
+                made.chunks(made.rows, tiles, weight)
+                kept = made.kept(weight)
             for vocab in {max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}:
                 most = min(max(kept), made.most_kept(vocab, weight), made.rows - TOKEN_TILE)
                 again = 1 - min(1.0, max(0.0, most) / max(1, p.tokens))

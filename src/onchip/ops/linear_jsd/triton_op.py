@@ -14,7 +14,6 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd import triton_memory
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
 from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.vocab.triton import memory as engine_memory
@@ -33,6 +32,7 @@ def refusal(call: Call) -> str | None:
     reasons = (setup.refusal(device.type, device.index, dtype) for dtype in dtypes)
     reason = next((x for x in reasons if x is not None), None)
     if reason is None and call.indices is not None:
+        # Of a tail they would have to add up all entries but the K, which no difference of sums keeps the digits of.
         reason = "it has no kernel for teacher_topk; pass backend='torch'"
     if reason is None and heads and call.grads_of(1)[3]:
         reason = "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='torch' or jsd the logits"
@@ -49,7 +49,7 @@ def _plan(call: Call) -> JsdPlan:
         replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied))
         for h in (p.student, p.teacher)
     )
-    p = replace(p, vocab=int(p.vocab), student=student, teacher=teacher)
+    p = replace(p, vocab=int(p.vocab), sent=int(p.sent), student=student, teacher=teacher)
     return triton_memory.plan(p, "", call.options.scratch_bytes)
 
 
@@ -79,15 +79,18 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> Outputs:
     from onchip.ops.linear_jsd import triton_walk
 
-    if call.options.check_inputs or call.first.device.type == "cpu":
+    plan, call = _plan(call), call.of_all_tokens()
+    if call.shards.there:
+        call.check_ranks()
+    elif call.options.check_inputs or call.first.device.type == "cpu":
         call.tokens(check=True)  # for its checks alone
-    plan = _plan(call)
     made = _memory(call, plan)
-    return made._replace(loss=triton_walk.forward(call, plan, made.left))
+    (stats, vectors, *saved) = made.left
+    return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved))
 
 
 def _fake(call: Call) -> Outputs:
-    return _memory(call, _plan(call), fake=True)
+    return _memory(call.of_all_tokens(fake=True), _plan(call), fake=True)
 
 
 def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
@@ -116,14 +119,15 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn the memories into the gradients of hidden states and weights; return the others."""
     from onchip.ops.linear_jsd import triton_walk
 
-    (grad_loss,) = upstream
+    (grad_loss,), (stats, vectors, *saved) = upstream, kept.left
     assert grad_loss is not None
-    return triton_walk.backward(kept.call, _plan(kept.call), kept.left, grad_loss, wanted)
+    plan, call = _plan(kept.call), kept.call.of_all_tokens()
+    return triton_walk.backward(call, plan, stats, vectors, saved, grad_loss, wanted)
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    saved = kept.left.student, kept.left.teacher
-    new = [x for of in saved for x in (False, of.weight_memory.numel() == 0, True, True)]
+    saved, summed = (kept.left.student, kept.left.teacher), kept.call.shards.there
+    new = [x for of in saved for x in (summed, of.weight_memory.numel() == 0, True, True)]
     return kept.call.empty_gradients([a and b for a, b in zip(wanted, new, strict=True)], None)
 
 
@@ -131,37 +135,33 @@ def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
     grads = list(made)
     for who, saved in enumerate((kept.left.student, kept.left.teacher)):
         layer = kept.call.layer(who)
-        if layer is not None:
+        if layer is not None and not kept.call.shards.there:
             grads[4 * who : 4 * who + 2] = setup.in_memory(saved, layer.weight, grads[4 * who + 1])
     return grads
 
 
-OPERATORS = {
-    op: Operator(
-        f"{op}_by_triton_in_place",
-        op=op,
-        forward=_forward,
-        fake=_fake,
-        save=_save,
-        gradients=_gradients,
-        fake_gradients=_fake_gradients,
-        differentiable=PARAMETERS,
-        consumed=[
-            f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")
-        ],
-        collect=_collect,
-        states=True,
-        clone=setup.clone,
-        flops=lambda call: call.flops(NO_GRADIENTS, logits=True),
-        gradient_flops=lambda kept, upstream, wanted: kept.call.flops(wanted, logits=False),
-    )
-    for op in (OP, LOGITS_OP)
-}
+OPERATOR = Operator(
+    "jsd_by_kernels",
+    op=lambda call: call.options.op,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=PARAMETERS,
+    consumed=[
+        f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")
+    ],
+    collect=_collect,
+    states=True,
+    clone=setup.clone,
+    flops=lambda call: call.flops(NO_GRADIENTS, logits=True),
+    gradient_flops=lambda kept, upstream, wanted: kept.call.flops(wanted, logits=False),
+)
 
 
 def run(call: Call) -> Tensor:
     """The loss."""
-    operator = OPERATORS[call.options.op]
-    if not (torch.compiler.is_compiling() or operator.is_plain(call)):
+    if not (torch.compiler.is_compiling() or OPERATOR.is_plain(call)):
         _plan(call)  # a budget that is too small shows here
-    return operator(call).loss
+    return OPERATOR(call).loss

@@ -1,261 +1,58 @@
-"""linear_jsd's own Triton kernels: their launches, and the walks over chunks that say what runs when, on what memory.
+"""The walks of linear_jsd and jsd on their Triton kernels, over chunks: what runs when, on what memory.
 
 `forward` takes chunks of tokens: two products leave both models' logits (below each tile's largest), and one kernel
 reads each token's row of both twice, first for the loss and the gradients' means, then for the logits' gradients.
 These stay in a `LogitBuffer`, of which `backward` makes hidden's and weight's gradients with vocab/triton's products.
 A token's factor (its weight, the upstream gradient) goes into the rows of hidden for the weight's gradient and into the
-result's rows for hidden's.
+result's rows for hidden's.  Logits that are given are read where the tiles would be.
 
-Logits that are given are read where the tiles would be.  Nothing here waits for the device.
+Of a shard of the vocabulary forward makes what ranks exchange (torch_combine.py), in one walk or, between the ends of
+beta, in two, and leaves the numbers of the whole vocabulary, of which backward makes the logits' gradients.
+
+Nothing here waits for the device, but for other ranks.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.options import LossOptions
 from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
+from onchip.ops.linear_jsd import torch_combine
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
-from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
-from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
-from onchip.ops.linear_jsd.triton_op import Left
+from onchip.ops.linear_jsd.triton_launches import ELSEWHERE, Pair, divergence, empty_tiles, logits
+from onchip.ops.linear_jsd.triton_memory import JsdPlan
+from onchip.vocab.parallel import start_sum
 from onchip.vocab.rows.launches import reduce_losses
-from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.launches import FEW, gather, low_rows
-from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
-from onchip.vocab.triton.records import LogitBuffer, Picked, Run, Tiles, Vectors
+from onchip.vocab.triton.records import Vectors
 from onchip.vocab.triton.setup import Gradients, Saved
-from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
-from onchip.vocab.triton.token_launches import compact
+from onchip.vocab.triton.tiling import VOCAB_TILE
 
-# Tiles of a token's row that a program takes at a time, and its warps.
-_TILES, _WARPS = 8, 8
-# Registers of a thread, by the bytes of a number that it reads: of 48 five programs fit a multiprocessor, so that the
-# tokens of a chunk are all at work at once; numbers of 4 bytes take 64.
-_REGISTERS = {2: 48, 4: 64}
-
-
-@dataclass(frozen=True)
-class Side:
-    """One model's last layer."""
-
-    layer: Layer
-    config: TritonPlan  # how the engine cuts the layer's gradients
-    run: Run  # of the layer's entries that count
+LN2 = math.log(2)
+MODELS = (kernels.STUDENT.value, kernels.TEACHER.value)
+MAXIMUM, LOG_SUM, MEAN = kernels.MAXIMUM.value, kernels.LOG_SUM.value, kernels.MEAN.value
+INVERSE_SCALE = kernels.INVERSE_SCALE.value
+HARD_LOG_SUM, LABEL_LOG_PROB = kernels.HARD_LOG_SUM.value, kernels.LABEL_LOG_PROB.value
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Both models of a call, the student (0) and the teacher (1), and what is known of its tokens."""
-
-    call: Call
-    sides: Mapping[int, Side]  # of both, of the student or of none
-    given: Mapping[int, Logits]  # of the others
-    vectors: Vectors
-    ids: Tensor  # [T, 1] int64: the targets
-    ignore_index: int
-    target_logit: Tensor  # [T] float32
-    stats: Tensor  # [STATS, T] float32
-
-    @staticmethod
-    def of(call: Call, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
-        tokens, (target, ignore_index) = call.number, call.targets()
-        ids = stated.converted(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
-        target_logit = stated.empty(tokens, torch.float32, target.device)
-        sides, given = {}, {}
-        for who, model in enumerate(call.models):
-            layer = call.layer(who)
-            if layer is not None:
-                # The products are linear_cross_entropy's, and tiles that suit them there do here.
-                bias = None if layer.bias is None else layer.bias[: call.size]
-                counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
-                run = setup.make_run(counted, LossOptions(), vectors)
-                sides[who] = Side(layer, config_of(call.head(who), plan), run)
-            elif model.logits is not None:
-                x = stated.converted(model.logits, _rows)
-                given[who] = Logits(x, x.stride(0), None, None, None)
-        return Pair(call, sides, given, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.call.size // VOCAB_TILE)
-
-    def number_tokens(self) -> None:
-        """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
-        compact(self.vectors, self.ids, self.ignore_index).run()
-        if not self.sides:
-            stated.call(_put_labels, self.vectors.label, self.ids, self.vectors.order, self.call.size)
-
-    def gather(self, who: int, rows: Tensor, first: int) -> None:
-        """Put a model's hidden states of the positions from `first` on in `rows`."""
-        side = self.sides[who]
-        hidden = side.layer.hidden.reshape(-1, side.run.hidden)
-        picked = Picked(self.target_logit if who == 0 else stated.empty_like(self.target_logit), None, None)
-        gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
-
-
-def _rows(x: Tensor) -> Tensor:
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _put_labels(label: Tensor, ids: Tensor, order: Tensor, size: int) -> Tensor:
-    target = ids[order, 0]
-    return label.copy_(target.masked_fill((target < 0) | (target >= size), -1))
-
-
-def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> Logits:
-    """Memory for a chunk of one model's logits, as `logit_tiles` leaves it; what is recomputed needs no sums."""
-    rows, weight = up(tokens, TOKEN_TILE), run.weight
-
-    def make(wanted: bool) -> Tensor | None:
-        return stated.empty((rows, tiles), torch.float32, weight.device) if wanted else None
-
-    dtype = torch.float32 if weight.dtype == torch.float16 else torch.float16
-    below = stated.empty((tiles * rows, VOCAB_TILE), dtype, weight.device)
-    return Logits(below, VOCAB_TILE, make(True), make(sums), make(hard))
-
-
-# ---------------------------------------------------------------------------------------------------------- launches
-
-
-def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_tile: int, tiles: int) -> Launch:
-    """Logits of the positions from `first` on, of which `rows` has the hidden states."""
-
-    def launch(t: Tiles) -> Launch:
-        parts = t.parts * out.numbers.element_size() // 2  # the same bytes in shared memory
-        arguments = {
-            **out._asdict(),
-            **run.weight_blocks(VOCAB_TILE, t.depth),
-            "rows": run.operand(rows, t.rows, t.depth),
-            "rows_stride": rows.stride(0),
-            "C": len(rows),
-            "label": pair.vectors.label[first:],
-            "below": run.operand(out.numbers, t.rows, VOCAB_TILE // parts),
-            "below_rows": len(out.numbers),
-            "tile_rows": len(out.largest),
-            "first": first,
-            "first_tile": first_tile,
-            "chunk_tiles": tiles,
-            "inverse_temperature": 1 / pair.call.options.temperature,
-            "BLOCK_T": t.rows,
-            "PARTS": parts,
-        }
-        return run.product(kernels.logit_tiles, t, arguments)
-
-    tiles_of_logits = run.tiles["softmax_tiles"]
-    made = launch(tiles_of_logits)
-    if run.bias is None or not made.spills(FEW):
-        return made
-    return launch(replace(tiles_of_logits, rows=min(tiles_of_logits.rows, low_rows(run))))
-
-
-def divergence(
-    pair: Pair,
-    made: Mapping[int, Logits],  # of the models whose logits aren't given
-    first: int,
-    tokens: int,  # from position `first` on
-    first_tile: int,
-    tiles: int,
-    into: Mapping[int, LogitBuffer | Tensor],  # for the logits' gradients that are wanted
-    *,
-    loss: Tensor | None = None,  # [T] float32 out, by token: with it statistics are made, else used
-    token_weight: Tensor | None = None,  # [T] float32
-    row_scale: Tensor | None = None,  # [T] float32, by position
-    **more: Any,
-) -> Launch:
-    """Losses of some positions, and their logits' gradients; `more` are arguments in the place of the call's."""
-    call, options, beta = pair.call, pair.call.options, pair.call.options.beta
-    models = {**pair.given, **made}
-    arguments: dict[str, Any] = {}
-    for k, who in enumerate(("student", "teacher")):
-        to, wanted = into.get(k), any(call.grads_of(k))
-        matrix = to.matrix if isinstance(to, LogitBuffer) else to
-        rows = to.rows if isinstance(to, LogitBuffer) else None
-        arguments |= {
-            who: models[k],
-            f"{who}_gradient": Gradient(matrix, 0 if matrix is None else matrix.stride(0), rows),
-            # At the ends one of the gradients is a plain difference, s - t.
-            f"{who.upper()}_MEAN": wanted and beta != k,
-            # Gradients that are kept need a factor, for float16's range.
-            f"{who.upper()}_SCALED": wanted and call.dtypes[k] == torch.float16,
-        }
-    pad = TOKEN_TILE if pair.sides else 1
-    arguments |= {
-        **pair.vectors.known,
-        "stats": pair.stats,
-        "loss": loss,
-        "target_logit": pair.target_logit,
-        "token_weight": token_weight,
-        "row_scale": row_scale,
-        "first": first,
-        "first_tile": first_tile,
-        "tiles": tiles,
-        "tile_rows": max((len(x.largest) for x in made.values()), default=0),
-        "T": call.number,
-        "V": call.size,
-        "inverse_temperature": 1 / options.temperature,
-        "beta": beta,
-        "near": tuple(nearly_equal(beta)),
-        "soft_weight": options.soft_factor,
-        "hard_weight": options.hard_weight,
-        "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value,
-        "EVEN": beta == 0.5,
-        "HARD": options.hard_weight > 0,
-        "TERMS": True,
-        "KNOWN": False,
-        "TILES": _TILES,
-        "PAD": pad,
-    }
-    registers = _REGISTERS[max(x.numbers.element_size() for x in models.values())]
-    return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments | more, _WARPS, registers=registers)
-
-
-@lru_cache(maxsize=64)
-def nearly_equal(beta: float) -> list[float]:
-    """Coefficients c of a term of the loss where both models' probabilities, p and q, are nearly equal.
-
-    With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), 1e-6 off at most: p is the
-    student's and q the teacher's, but for beta 0, where p is the teacher's.
-    """
-    near = kernels.NEAR.value
-
-    def ratio(x: Any) -> Any:
-        d = x * math.log(2)
-        if beta in (0, 1):
-            term = np.expm1(d) - d
-        else:
-            log_p = -np.log1p(beta * np.expm1(d))  # over the mixture
-            term = (1 - beta) * log_p + beta * np.exp(d) * (log_p + d)
-        return term / (math.log(2) * x**2)
-
-    # Of an odd degree: the nodes keep away from 0.
-    fit = np.polynomial.Chebyshev.interpolate(ratio, 5, domain=[-near, near])
-    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]
-
-
-# ------------------------------------------------------------------------------------------------------------- walks
-
-
-def forward(call: Call, plan: JsdPlan, left: Left) -> Tensor:
-    """The loss; fills in `left`."""
-    pair = Pair.of(call, plan, stated.zero(left.vectors), left.stats)
-    loss = stated.zeros(call.number, torch.float32, call.first.device)
+def forward(call: Call, plan: JsdPlan, stats: Tensor, vectors: Tensor, saved: Sequence[Saved]) -> Tensor:
+    """The loss; fills in the memories, `saved` of each model."""
+    pair = Pair.of(call, plan, stated.zero(vectors), stats)
     if call.number:
         pair.number_tokens()
-        _chunks_of_tokens(pair, plan, (left.student, left.teacher), loss)
+    if call.shards.there:
+        stated.refuse("ranks exchange what they know")
+        return _forward_of_shard(pair, plan, saved)
+    loss = stated.zeros(call.number, torch.float32, call.first.device)
+    if call.number:
+        _chunks_of_tokens(pair, plan, saved, loss, token_weight=setup.flat(call.token_weight))
     if call.options.reduction == "none":
         return loss.view(call.shape)
     number, mean = pair.vectors.number, call.options.reduction == "mean"
@@ -267,15 +64,15 @@ def _divisor(call: Call, number: Tensor) -> Tensor | None:
     return None if call.normalizer is None else call.divisor(number)
 
 
-def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: Tensor) -> None:
-    call, tokens, token_weight = pair.call, pair.call.number, setup.flat(pair.call.token_weight)
-    chunk, kept = min(plan.token_chunk, tokens), min(plan.kept, tokens)
+def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: Tensor, **more: Any) -> None:
+    """Fill in `loss`, by token, and what is known of the tokens; `more` are arguments of `divergence`."""
+    tokens, chunk, kept = pair.call.number, min(plan.token_chunk, pair.call.number), min(plan.kept, pair.call.number)
     rows, made, buffers = {}, {}, {}
     for who, side in pair.sides.items():
         rows[who], buffer = setup.rows_and_buffer(side.layer, side.config, saved[who])
         if buffer is not None:
             buffers[who] = buffer
-        hard = call.options.hard_weight > 0 and who == 0
+        hard = pair.call.options.hard_weight > 0 and who == 0
         made[who] = empty_tiles(side.run, pair.tiles, chunk, sums=True, hard=hard)
     for first, size in (*chunks(0, kept, chunk), *chunks(kept, tokens, chunk)):
         for who, of_all in rows.items():
@@ -285,14 +82,80 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: T
                 pair.gather(who, of_all if whole else part, first)
             logits(pair, pair.sides[who].run, part, made[who], first, 0, pair.tiles).run()
         into = buffers if first < kept else {}
-        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, token_weight=token_weight).run()
+        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, **more).run()
 
 
-def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
-    """The gradients that are wanted, but for those that `left` has the memory of: these are filled in there."""
-    tokens, saved = call.number, (left.student, left.teacher)
-    vectors = stated.call(torch.clone, left.vectors)  # launches write to some of them
-    pair = Pair.of(call, plan, vectors, left.stats)
+def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[Saved]) -> Tensor:
+    """The loss of the whole vocabulary; leaves all ranks' numbers in the pair's memory."""
+    call, options, stats = pair.call, pair.call.options, pair.stats
+    ends, hard, tokens = options.beta in (0, 1), options.hard_weight > 0, call.tokens(check=True)
+    position, order = pair.vectors.position.long(), pair.vectors.order.long()
+
+    def by_token(x: Tensor) -> Tensor:
+        """Of what is by position; 0 of ignored tokens."""
+        return x[position.clamp(min=0)].masked_fill(position < 0, 0)
+
+    def divergences(**more: Any) -> Tensor:
+        """[T], of the shard alone, without weights."""
+        loss = torch.zeros(call.number, dtype=torch.float32, device=stats.device)
+        unscaled = {"soft_weight": 1.0, "hard_weight": 0.0, "STUDENT_SCALED": False, "TEACHER_SCALED": False}
+        if call.number:
+            _chunks_of_tokens(pair, plan, saved, loss, **unscaled, **more)
+        return loss
+
+    def softmaxes() -> list[Tensor]:
+        own = divergences(TERMS=ends, STUDENT_MEAN=False, TEACHER_MEAN=False)
+        lses = [stats[of + MAXIMUM] / options.temperature + stats[of + LOG_SUM] * LN2 for of in MODELS]
+        sent = [*map(by_token, lses), *([own] if ends else [])]
+        if hard:
+            there = (pair.ids[:, 0] >= 0) & (pair.ids[:, 0] < call.size)
+            log_prob = by_token(stats[LABEL_LOG_PROB]).masked_fill(~there, 0)
+            sent += [by_token(stats[MODELS[0] + MAXIMUM] + stats[HARD_LOG_SUM]), log_prob]
+        return sent
+
+    def put(student: Tensor, teacher: Tensor) -> None:
+        """The whole vocabulary's log-sum-exps where the kernel reads them: what is taken for a row's maximum is a
+        number of few bits, from which logits differ without rounding."""
+        for of, lse in zip(MODELS, (student[order], teacher[order]), strict=True):
+            stats[of + MAXIMUM] = maximum = (lse * options.temperature).round()
+            rest = (lse - maximum / options.temperature) / LN2
+            stats[of + LOG_SUM] = torch.where(maximum.isfinite(), rest, 0)
+
+    def terms(student: Tensor, teacher: Tensor) -> list[Tensor]:
+        put(student, teacher)
+        value = divergences(KNOWN=True, HARD=False, STUDENT_MEAN=True, TEACHER_MEAN=True)
+        weights = zip(MODELS, (1 - options.beta, options.beta), strict=True)
+        return [value, *(by_token(stats[of + MEAN]) * (LN2 * weight) for of, weight in weights)]
+
+    losses, numbers = torch_combine.of_two_models(call, tokens, softmaxes, terms)
+    student, teacher, *sums = numbers[:, :4].unbind(1)
+    put(student, teacher)
+    for of, total, weight in zip(MODELS, sums, (1.0, 1.0) if ends else (1 - options.beta, options.beta), strict=True):
+        stats[of + MEAN] = total[order] / (LN2 * weight)
+        # No term is below minus its probability: a gradient is at most 1 and twice the sum.
+        bound = (1 + 2 * total[order]) * (options.soft_factor / options.temperature) + options.hard_weight
+        stats[of + INVERSE_SCALE] = torch.exp2(bound.clamp(min=1e-30).log2().floor() - 13)
+    if hard:
+        stats[HARD_LOG_SUM] = numbers[order, 4] - stats[MODELS[0] + MAXIMUM]
+        stats[LABEL_LOG_PROB] = numbers[order, 5]
+    if call.number:
+        pair.put_labels(ELSEWHERE)
+    return call.reduced(tokens, losses)
+
+
+def backward(
+    call: Call,
+    plan: JsdPlan,
+    stats: Tensor,
+    vectors: Tensor,
+    saved: Sequence[Saved],
+    grad_loss: Tensor,
+    wanted: Wanted,
+) -> list[Tensor | None]:
+    """The gradients that are wanted, but for those that `saved` has the memory of: these are filled in there."""
+    tokens = call.number
+    vectors = stated.call(torch.clone, vectors)  # launches write to some of them
+    pair = Pair.of(call, plan, vectors, stats)
     row_scale = _row_scale(call, pair.vectors, grad_loss)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
     if not pair.sides:
@@ -310,12 +173,22 @@ def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: W
         for who, side in pair.sides.items()
         if any(parts[who])
     }
-    if tokens:
-        _chunks_of_vocabulary(pair, plan, row_scale, saved, grads)
-    for who, of_side in grads.items():
-        if of_side.weight is not None:
-            stated.zero(of_side.weight[call.size :])  # padding
-        made[4 * who : 4 * who + 3] = of_side.made(pair.sides[who].layer.dtypes[2])
+    if call.shards.there:
+        stated.refuse("ranks add up the gradients of hidden states")
+        for who, to in grads.items():
+            if to.hidden is not None:
+                # Not in the memory of hidden's rows, and in float32, to be added up.
+                grads[who] = to._replace(hidden=torch.zeros_like(to.hidden, dtype=torch.float32))
+    waits = _chunks_of_vocabulary(pair, plan, row_scale, saved, grads) if tokens else {}
+    for who, to in grads.items():
+        layer = pair.sides[who].layer
+        if to.weight is not None:
+            stated.zero(to.weight[call.size :])  # padding
+        hidden, weight, bias = to.made(layer.dtypes[2])
+        if call.shards.there and to.hidden is not None:
+            wait = waits.get(who) or start_sum(call.shards, to.hidden.view(layer.hidden.shape))
+            hidden = wait().to(layer.hidden.dtype)
+        made[4 * who : 4 * who + 3] = hidden, weight, bias
     return made
 
 
@@ -340,11 +213,12 @@ def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
 
 def _chunks_of_vocabulary(
     pair: Pair, plan: JsdPlan, row_scale: Tensor, saved: Sequence[Saved], grads: Mapping[int, Gradients]
-) -> None:
-    """Fill in the gradients of hidden states, weights and biases."""
+) -> dict[int, Callable[[], Tensor]]:
+    """Fill in the gradients of hidden states, weights and biases; of a shard return what waits for hidden's sums."""
     tokens, kept = pair.call.number, min(plan.kept, pair.call.number)
     left, chunk_tiles = tokens - kept, plan.vocab_chunk // VOCAB_TILE
     row_scales, products = {}, {}
+    waits: dict[int, Callable[[], Tensor]] = {}
     for who, to in grads.items():
         side = pair.sides[who]
         row_scales[who], kept_scale, inverse = _scales(pair, who, row_scale, side.layer.dtype)
@@ -366,11 +240,16 @@ def _chunks_of_vocabulary(
             logits(pair, pair.sides[who].run, rows, made[who], kept, first, count).run()
         for who, p in products.items() if left else ():
             divergence(pair, made, kept, left, first, count, {who: p.buffer}, row_scale=row_scales[who]).run()
-        for p in products.values():
+        for who, p in products.items():
             p.take_hidden(first, count)
+            if pair.call.shards.there and first + count == pair.tiles and p.grads.hidden is not None:
+                p.finish()
+                waits[who] = start_sum(pair.call.shards, p.grads.hidden.view(pair.sides[who].layer.hidden.shape))
             p.take_chunk(first, count)
-    for p in products.values():
-        p.finish()
+    for who, p in products.items():
+        if who not in waits:
+            p.finish()
+    return waits
 
 
 def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,0 +1,103 @@
+"""The operator of linear_jsd and jsd for PyTorch with the framework's own products.
+
+`_forward` walks over chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number, that
+walk makes the gradients too, and backward scales them.  Otherwise backward walks again, in `_gradients`.  Of a sharded
+vocabulary ranks exchange what is known of the tokens between the two (torch_combine.py).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_autograd import is_plain_one, scale_stash
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.linear_jsd import torch_combine
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.torch_walk import losses_and_gradients
+
+
+class Outputs(NamedTuple):
+    """The loss; with `stash` the gradients in the dtype of sums for an upstream gradient of 1; of a sharded vocabulary
+    the numbers of `torch_combine`, [T, N]."""
+
+    loss: Tensor
+    student: Model
+    teacher: Model
+    known: Tensor | None
+
+
+class Kept(NamedTuple):
+    """What backward is given: with `stash` gradients to scale, and no input is kept alive; else the call."""
+
+    call: Call
+    student: Model
+    teacher: Model
+    known: Tensor | None
+    gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
+
+
+def _forward(call: Call) -> Outputs:
+    call, known = call.of_all_tokens(), None
+    made: list[Tensor | None] = [None] * len(PARAMETERS)
+    if call.shards.there:
+        call.check_ranks()
+    tokens = call.tokens(check=True)
+    if call.shards.there:
+        losses, numbers = torch_combine.losses(call, tokens)
+        known = tokens.spread(numbers, (call.number, numbers.shape[1]))
+    else:
+        grads = call.grads if call.stash else NO_GRADIENTS
+        losses, made = losses_and_gradients(call, tokens, tokens.weight * tokens.inverse_count, grads)
+    return Outputs(call.reduced(tokens, losses), Model(*made[:4]), Model(*made[4:]), known)
+
+
+def _fake(call: Call) -> Outputs:
+    made, known = call.empty_gradients(call.grads if call.stash else NO_GRADIENTS, call.dtype), None
+    if call.shards.there:
+        known = call.first.new_empty((call.number, torch_combine.numbers(call)), dtype=call.dtype)
+    return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]), known)
+
+
+def _save(call: Call, made: Outputs) -> Kept:
+    dtypes = tuple(torch.float32 if x is None else x.dtype for x in call.parameters)
+    if call.stash:
+        nothing: Any = dict.fromkeys(("indices", "values", "target", "token_weight", "normalizer"))
+        call = call._replace(student=Model(), teacher=Model(), **nothing)
+    return Kept(call, made.student, made.teacher, made.known, dtypes)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    (grad_loss,) = upstream
+    assert grad_loss is not None
+    made: Made = (*kept.student, *kept.teacher)
+    if kept.call.stash:
+        factor = None if is_plain_one(grad_loss) else grad_loss
+    else:
+        call, factor = kept.call.of_all_tokens(), None
+        tokens = call.tokens(check=False)
+        row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
+        if call.shards.there:
+            assert kept.known is not None
+            made = torch_combine.gradients(call, tokens, tokens.take(kept.known), row, wanted)
+        else:
+            _, made = losses_and_gradients(call, tokens, row, wanted)
+    return [
+        scale_stash(x, factor, dtype) if want and x is not None else None
+        for x, dtype, want in zip(made, kept.gradient_dtypes, wanted, strict=True)
+    ]
+
+
+OPERATOR = Operator(
+    "jsd_by_products",
+    op=lambda call: call.options.op,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted, None),
+    differentiable=PARAMETERS,
+    flops=lambda call: call.flops(call.grads if call.stash else NO_GRADIENTS, logits=True),
+    gradient_flops=lambda kept, upstream, wanted: kept.call.flops(wanted, logits=False),
+    direct=lambda kept: kept.call.stash,
+)

@@ -1,0 +1,234 @@
+"""Losses, and the numbers that gradients are made of, where each rank has a part of the vocabulary.
+
+With both softmaxes mixtures of the ranks', w_r the weight of rank r's part in each, the divergence of the wholes is
+that of the weights and those of the parts::
+
+    KL(t || s) = KL(w_t || w_s) + sum_r w_t[r] KL(t_r || s_r)
+
+So at both ends of beta one all-gather of log-sum-exps and the parts' own divergences does, and where both models are
+equal it is exactly 0.  Between them m = (1 - beta) s + beta t needs both log-sum-exps first: a second walk adds up the
+parts' terms, in one all-gather more.
+
+Of a top-k teacher ranks send the log-probabilities of the ids that they have and, for a tail, that of all others
+together.  One all-gather makes them those of the whole vocabulary, and from these follows all else: the gradient of a
+token's logits z is a factor of exp(z - center), and a number at each id.
+
+Backward walks again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.options import LossOptions
+from onchip.frontend.topk import TopK
+from onchip.frontend.torch_register import Wanted
+from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
+from onchip.ops.linear_jsd.torch_call import Call
+from onchip.ops.linear_jsd.torch_walk import ARRAYS, topk_rows, walk
+from onchip.vocab import parallel
+from onchip.vocab.parallel import Gathered
+from onchip.vocab.torch.loss import loss_gradient
+from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, write_at
+from onchip.vocab.torch.tiles import NOWHERE, Tokens
+
+# A part that weighs less has probabilities that are 0 in float32, and no mean.
+TINY = 1e-30
+Softmaxes = Callable[[], list[Tensor]]
+"""What a rank knows by itself, [n] each: both models' log-sum-exps; at the ends of beta the divergence; with hard
+labels the student's log-sum-exp at temperature 1, and the label's log-probability, 0 if another rank has it."""
+Terms = Callable[[Tensor, Tensor], Sequence[Tensor]]
+"""Of the mixture, given both models' log-sum-exps over the whole vocabulary: this rank's part of the divergence, and
+the means of the derivatives by log s and log t under its own softmaxes, [n] each."""
+
+
+def numbers(call: Call) -> int:
+    """How many each token has that gradients are made of: of two models the log-sum-exps, and the sums of the
+    derivatives by their log-probabilities, at an end of beta the divergence; of a top-k teacher center, factor, and
+    what the K ids have; and with hard labels the student's log-sum-exp at temperature 1 and the label's
+    log-probability."""
+    own = 4 if call.indices is None else 2 + call.indices.shape[-1]
+    return own + 2 * (call.options.hard_weight > 0)
+
+
+def losses(call: Call, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """[n] without weights, and [n, numbers(call)]."""
+    here = parallel.of_shard(tokens, call.shards)
+    if call.indices is not None:
+        return _of_topk(call, tokens, here)
+    return of_two_models(call, tokens, lambda: _softmaxes(call, here), lambda s, t: _terms(call, here, s, t))
+
+
+def of_two_models(call: Call, tokens: Tokens, softmaxes: Softmaxes, terms: Terms) -> tuple[Tensor, Tensor]:
+    """As `losses`, by other ways to what a rank knows."""
+    shards, options = call.shards, call.options
+    found = parallel.gather(options.op, shards, softmaxes(), check_values=options.check_inputs)
+    (student, log_s), (teacher, log_t) = (parallel.log_sum(x) for x in found.numbers[:2])
+    if options.beta in (0, 1):
+        # Of a part that one of the models gives nothing the weights say all.
+        own = found.numbers[2].masked_fill((log_s == -torch.inf) | (log_t == -torch.inf), 0)
+        weights = (log_t if options.beta == 0 else log_s).exp()
+        within = torch.where(weights == 0, 0, weights * own).sum(0)
+        value = divergence(ARRAYS, log_s.T, log_t.T, options.beta, (False, False)).value + within
+        sums = [value, value]
+    else:
+        part, *means = terms(student, teacher)
+        # Means by the probabilities as they are: where both models are certain, all of a gradient cancels.
+        shares = [x[parallel.group_of(shards).rank()].exp() for x in (log_s, log_t)]
+        parts = [torch.where(share < TINY, 0, share * x) for x, share in zip(means, shares, strict=True)]
+        more = parallel.gather(options.op, shards, [part, *parts], check_values=options.check_inputs)
+        value, *sums = (x.sum(0) for x in more.numbers)
+    return _with_label(call, tokens, found, value, [student, teacher, *sums])
+
+
+def _softmaxes(call: Call, here: Tokens) -> list[Tensor]:
+    options, asked = call.options, Asked()
+    student, teacher = (torch.full_like(here.weight, -math.inf) for _ in range(2))
+    own, label = torch.zeros_like(here.weight), Running.empty(here.ids, here.dtype)
+
+    def step(part: slice, z: Tensor, u: Tensor) -> tuple[()]:
+        x, y = z / options.temperature, u / options.temperature
+        student[part], teacher[part] = x.logsumexp(1), y.logsumexp(1)
+        if options.beta in (0, 1):
+            log_probs = x.log_softmax(1), y.log_softmax(1)
+            own[part] = divergence(ARRAYS, *log_probs, options.beta, (False, False)).value
+        if options.hard_weight > 0:
+            label.part(part.start, part.stop).absorb(z, 0, here.ids[part], asked, None)
+        return ()
+
+    walk(call, here, step)
+    sent = [student, teacher] + ([own] if options.beta in (0, 1) else [])
+    return sent + (_of_label(here, label) if options.hard_weight > 0 else [])
+
+
+def _terms(call: Call, here: Tokens, student: Tensor, teacher: Tensor) -> list[Tensor]:
+    tau, made = call.options.temperature, [torch.zeros_like(here.weight) for _ in range(3)]
+
+    def step(part: slice, z: Tensor, u: Tensor) -> tuple[()]:
+        ls, lt = z / tau - student[part, None], u / tau - teacher[part, None]
+        value, by_s, by_t = sums_of(torch, ls, lt, call.options.beta)
+        found = value, by_s / ls.exp_().sum(1), by_t / lt.exp_().sum(1)
+        for into, x in zip(made, found, strict=True):
+            into[part] = x
+        return ()
+
+    walk(call, here, step)
+    return made
+
+
+def _of_label(here: Tokens, label: Running) -> list[Tensor]:
+    return [label.lse, torch.where(here.ids >= 0, label.log_prob, 0)[:, 0]]
+
+
+def _with_label(
+    call: Call, tokens: Tokens, found: Gathered, value: Tensor, known: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """As `losses`, given the divergence, and of the numbers all but the label's."""
+    made, known = value * call.options.soft_factor, [*known]
+    if call.options.hard_weight > 0:
+        parts = found.numbers[-2]
+        lse, log_share = parallel.log_sum(parts)
+        log_prob = parallel.log_prob_of(tokens.ids, found, found.numbers[-1:], parts, log_share)[:, 0]
+        made = made - call.options.hard_weight * log_prob
+        known += [lse, log_prob]
+    return found.sure(made), found.sure(torch.stack(known, 1))
+
+
+# ----------------------------------------------------------------------------------------------------- a top-k teacher
+
+
+def _topk(call: Call, tokens: Tokens) -> tuple[TopK[Tensor], Tensor]:
+    """That of the computed tokens, and its ids [n, K] as this rank numbers them."""
+    teacher = topk_rows(call, tokens, slice(0, tokens.number))
+    ids = teacher.indices - call.shards.start
+    return teacher, ids.masked_fill((ids < 0) | (ids >= call.size), NOWHERE)
+
+
+def _of_topk(call: Call, tokens: Tokens, here: Tokens) -> tuple[Tensor, Tensor]:
+    (teacher, ids), options = _topk(call, tokens), call.options
+    sent = _log_probs(call, here, ids)
+    found = parallel.gather(options.op, call.shards, sent, check_values=options.check_inputs)
+    parts, count = found.numbers[0], ids.shape[1]
+    lse, log_share = parallel.log_sum(parts)
+    ls = parallel.log_prob_of(teacher.indices, found, found.numbers[1 : 1 + count], parts, log_share)
+    if teacher.rest == "tail":
+        others = (found.numbers[1 + count] + log_share).masked_fill(parts == -math.inf, -math.inf)
+        rest, _ = parallel.log_sum(others)
+        value, ds = topk_terms(ARRAYS, options, teacher, ls, rest[:, None])
+        center = lse + rest.masked_fill(rest == -math.inf, 0)
+        factor, at_ids = ds[:, -1], ds[:, :-1]
+    else:
+        value, at_ids = topk_terms(ARRAYS, options, teacher, ls)
+        center, factor = lse, torch.zeros_like(lse)
+        if teacher.rest == "truncated":
+            factor = -at_ids.sum(1)
+            at_ids = ls.exp() * factor[:, None] + at_ids
+    return _with_label(call, tokens, found, value, [center, factor, *at_ids.unbind(1)])
+
+
+def _log_probs(call: Call, here: Tokens, ids: Tensor) -> list[Tensor]:
+    """What a rank knows by itself, [n] each: the student's log-sum-exp, the ids' log-probabilities, with a tail that
+    of all others together, and of the label what `_with_label` takes."""
+    options, asked, tail = call.options, Asked(), call.topk_rest == "tail"
+    running, label = Running.empty(ids, here.dtype), Running.empty(here.ids, here.dtype)
+    others = torch.full_like(here.weight, -math.inf)
+
+    def step(part: slice, z: Tensor) -> tuple[()]:
+        x, own = z / options.temperature, running.part(part.start, part.stop)
+        outside = x.clone() if tail else None
+        own.absorb(x, 0, ids[part], asked, None)
+        if outside is not None:
+            write_at(outside, ids[part], 0, torch.full_like(own.picked, -math.inf))
+            # Below the largest logit: the difference of two log-sum-exps would have the error of both.
+            others[part] = outside.sub_(own.max[:, None]).logsumexp(1) - own.log_total
+        if options.hard_weight > 0:
+            label.part(part.start, part.stop).absorb(z, 0, here.ids[part], asked, None)
+        return ()
+
+    walk(call, here, step)
+    sent = [running.lse, *torch.where(ids >= 0, running.log_prob, 0).unbind(1)] + ([others] if tail else [])
+    return sent + (_of_label(here, label) if options.hard_weight > 0 else [])
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+def gradients(call: Call, tokens: Tokens, known: Tensor, row: Tensor, wanted: Wanted) -> list[Tensor | None]:
+    """As of `walk`, given the numbers [n, numbers(call)] of `losses`."""
+    options, here = call.options, parallel.of_shard(tokens, call.shards)
+    tau, factor = options.temperature, options.soft_factor / options.temperature
+    want, numbers = (any(wanted[:4]), any(wanted[4:])), known.unbind(1)
+    hard: TokenGradient | None = None
+    if options.hard_weight > 0:
+        lse, log_prob = numbers[-2:]
+        hard = loss_gradient(LossOptions(), torch.ones_like(lse), lse, log_prob[:, None], call.vocab)
+
+    def of_student(part: slice, z: Tensor, dz: Tensor | None) -> Tensor | None:
+        """With the label's."""
+        if dz is None:
+            return None
+        dz = dz * factor
+        if hard is not None:
+            own = hard.part(part.start, part.stop)
+            dz += options.hard_weight * own.of_logits(z.clone(), here.ids[part], 0, None, None)
+        return dz
+
+    if call.indices is None:
+        student, teacher, *sums = numbers[:4]
+
+        def of_two(part: slice, z: Tensor, u: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            ls, lt = z / tau - student[part, None], u / tau - teacher[part, None]
+            _, dz, du = divergence(ARRAYS, ls, lt, options.beta, want, (sums[0][part], sums[1][part]))
+            return of_student(part, z, dz), None if du is None else du * factor
+
+        return walk(call, here, of_two, row, wanted)
+    ids, count = _topk(call, tokens)[1], call.indices.shape[-1]
+    soft = TokenGradient(numbers[0], numbers[1], known[:, 2 : 2 + count])
+
+    def of_topk(part: slice, z: Tensor) -> tuple[Tensor | None]:
+        dz = soft.part(part.start, part.stop).of_logits(z / tau, ids[part], 0, None, None)
+        return (of_student(part, z, dz),)
+
+    return walk(call, here, of_topk, row, wanted)

@@ -1,0 +1,249 @@
+"""linear_jsd's own Triton kernels: their launches, and what these know of a call's two models and tokens."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onchip.core.sizes import up
+from onchip.frontend import torch_prepared as stated
+from onchip.frontend.options import LossOptions
+from onchip.kernels.triton.launch import Launch
+from onchip.ops.linear_jsd import triton_kernels as kernels
+from onchip.ops.linear_jsd.torch_call import Call
+from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
+from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
+from onchip.vocab import parallel
+from onchip.vocab.torch.call import Layer
+from onchip.vocab.triton import setup
+from onchip.vocab.triton.launches import FEW, gather, low_rows
+from onchip.vocab.triton.memory import TritonPlan
+from onchip.vocab.triton.records import LogitBuffer, Picked, Run, Tiles, Vectors
+from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
+from onchip.vocab.triton.token_launches import compact
+
+# Tiles of a token's row that a program takes at a time, and its warps.
+_TILES, _WARPS = 8, 8
+# A label that is in no column, and no index of logits.
+ELSEWHERE = parallel.NO_INDEX
+# Registers of a thread, by the bytes of a number that it reads: of 48 five programs fit a multiprocessor, so that the
+# tokens of a chunk are all at work at once; numbers of 4 bytes take 64.
+_REGISTERS = {2: 48, 4: 64}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model's last layer."""
+
+    layer: Layer
+    config: TritonPlan  # how the engine cuts the layer's gradients
+    run: Run  # of the layer's entries that count
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both models of a call, the student (0) and the teacher (1), and what is known of its tokens."""
+
+    call: Call
+    sides: Mapping[int, Side]  # of both, of the student or of none
+    given: Mapping[int, Logits]  # of the others
+    vectors: Vectors
+    ids: Tensor  # [T, 1] int64: the targets
+    ignore_index: int
+    target_logit: Tensor  # [T] float32
+    stats: Tensor  # [STATS, T] float32
+
+    @staticmethod
+    def of(call: Call, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
+        tokens, (target, ignore_index) = call.number, call.targets()
+        ids = stated.converted(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
+        if call.shards.there:
+            ids, ignore_index = parallel.ids_for_kernels(ids, call.shards, ignore_index), parallel.IGNORED
+        target_logit = stated.empty(tokens, torch.float32, target.device)
+        sides, given = {}, {}
+        for who, model in enumerate(call.models):
+            layer = call.layer(who)
+            if layer is not None:
+                # The products are linear_cross_entropy's, and tiles that suit them there do here.
+                bias = None if layer.bias is None else layer.bias[: call.size]
+                counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
+                run = setup.make_run(counted, LossOptions(), vectors)
+                sides[who] = Side(layer, config_of(call.head(who), plan), run)
+            elif model.logits is not None:
+                x = stated.converted(model.logits, _rows)
+                given[who] = Logits(x, x.stride(0), None, None, None)
+        return Pair(call, sides, given, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.call.size // VOCAB_TILE)
+
+    def number_tokens(self) -> None:
+        """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
+        compact(self.vectors, self.ids, self.ignore_index).run()
+        if not self.sides:
+            # Of a label that another rank has, forward reads the logit of another entry instead, for nothing.
+            self.put_labels(0 if self.call.shards.there else None)
+
+    def put_labels(self, elsewhere: int | None) -> None:
+        """All tokens' labels by position: -1 of one that is out of range, `elsewhere` of one that another rank has."""
+        of_call = self.ids, self.vectors.order, self.call.size, elsewhere
+        stated.call(_put_labels, self.vectors.label, *of_call)
+
+    def gather(self, who: int, rows: Tensor, first: int) -> None:
+        """Put a model's hidden states of the positions from `first` on in `rows`."""
+        side = self.sides[who]
+        hidden = side.layer.hidden.reshape(-1, side.run.hidden)
+        picked = Picked(self.target_logit if who == 0 else stated.empty_like(self.target_logit), None, None)
+        gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
+        if self.call.shards.there:
+            self.put_labels(ELSEWHERE)
+            self.target_logit.masked_fill_(self.vectors.label == ELSEWHERE, kernels.FLOOR.value)
+
+
+def _rows(x: Tensor) -> Tensor:
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _put_labels(label: Tensor, ids: Tensor, order: Tensor, size: int, elsewhere: int | None) -> Tensor:
+    target = ids[order, 0]
+    there = target.masked_fill((target < 0) | (target >= size), -1)
+    if elsewhere is not None:
+        there = there.masked_fill(target == parallel.ELSEWHERE, elsewhere)
+    return label.copy_(there)
+
+
+def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> Logits:
+    """Memory for a chunk of one model's logits, as `logit_tiles` leaves it; what is recomputed needs no sums."""
+    rows, weight = up(tokens, TOKEN_TILE), run.weight
+
+    def make(wanted: bool) -> Tensor | None:
+        return stated.empty((rows, tiles), torch.float32, weight.device) if wanted else None
+
+    dtype = torch.float32 if weight.dtype == torch.float16 else torch.float16
+    below = stated.empty((tiles * rows, VOCAB_TILE), dtype, weight.device)
+    return Logits(below, VOCAB_TILE, make(True), make(sums), make(hard))
+
+
+# ---------------------------------------------------------------------------------------------------------- launches
+
+
+def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_tile: int, tiles: int) -> Launch:
+    """Logits of the positions from `first` on, of which `rows` has the hidden states."""
+
+    def launch(t: Tiles) -> Launch:
+        parts = t.parts * out.numbers.element_size() // 2  # the same bytes in shared memory
+        arguments = {
+            **out._asdict(),
+            **run.weight_blocks(VOCAB_TILE, t.depth),
+            "rows": run.operand(rows, t.rows, t.depth),
+            "rows_stride": rows.stride(0),
+            "C": len(rows),
+            "label": pair.vectors.label[first:],
+            "below": run.operand(out.numbers, t.rows, VOCAB_TILE // parts),
+            "below_rows": len(out.numbers),
+            "tile_rows": len(out.largest),
+            "first": first,
+            "first_tile": first_tile,
+            "chunk_tiles": tiles,
+            "inverse_temperature": 1 / pair.call.options.temperature,
+            "BLOCK_T": t.rows,
+            "PARTS": parts,
+        }
+        return run.product(kernels.logit_tiles, t, arguments)
+
+    tiles_of_logits = run.tiles["softmax_tiles"]
+    made = launch(tiles_of_logits)
+    if run.bias is None or not made.spills(FEW):
+        return made
+    return launch(replace(tiles_of_logits, rows=min(tiles_of_logits.rows, low_rows(run))))
+
+
+def divergence(
+    pair: Pair,
+    made: Mapping[int, Logits],  # of the models whose logits aren't given
+    first: int,
+    tokens: int,  # from position `first` on
+    first_tile: int,
+    tiles: int,
+    into: Mapping[int, LogitBuffer | Tensor],  # for the logits' gradients that are wanted
+    *,
+    loss: Tensor | None = None,  # [T] float32 out, by token: with it statistics are made, else used
+    token_weight: Tensor | None = None,  # [T] float32
+    row_scale: Tensor | None = None,  # [T] float32, by position
+    **more: Any,
+) -> Launch:
+    """Losses of some positions, and their logits' gradients; `more` are arguments in the place of the call's."""
+    call, options, beta = pair.call, pair.call.options, pair.call.options.beta
+    models = {**pair.given, **made}
+    arguments: dict[str, Any] = {}
+    for k, who in enumerate(("student", "teacher")):
+        to, wanted = into.get(k), any(call.grads_of(k))
+        matrix = to.matrix if isinstance(to, LogitBuffer) else to
+        rows = to.rows if isinstance(to, LogitBuffer) else None
+        arguments |= {
+            who: models[k],
+            f"{who}_gradient": Gradient(matrix, 0 if matrix is None else matrix.stride(0), rows),
+            # At the ends one of the gradients is a plain difference, s - t.
+            f"{who.upper()}_MEAN": wanted and beta != k,
+            # Gradients that are kept need a factor, for float16's range.
+            f"{who.upper()}_SCALED": wanted and call.dtypes[k] == torch.float16,
+        }
+    pad = TOKEN_TILE if pair.sides else 1
+    arguments |= {
+        **pair.vectors.known,
+        "stats": pair.stats,
+        "loss": loss,
+        "target_logit": pair.target_logit,
+        "token_weight": token_weight,
+        "row_scale": row_scale,
+        "first": first,
+        "first_tile": first_tile,
+        "tiles": tiles,
+        "tile_rows": max((len(x.largest) for x in made.values()), default=0),
+        "T": call.number,
+        "V": call.size,
+        "inverse_temperature": 1 / options.temperature,
+        "beta": beta,
+        "near": tuple(nearly_equal(beta)),
+        "soft_weight": options.soft_factor,
+        "hard_weight": options.hard_weight,
+        "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value,
+        "EVEN": beta == 0.5,
+        "HARD": options.hard_weight > 0,
+        "TERMS": True,
+        "KNOWN": False,
+        "TILES": _TILES,
+        "PAD": pad,
+    }
+    registers = _REGISTERS[max(x.numbers.element_size() for x in models.values())]
+    return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments | more, _WARPS, registers=registers)
+
+
+@lru_cache(maxsize=64)
+def nearly_equal(beta: float) -> list[float]:
+    """Coefficients c of a term of the loss where both models' probabilities, p and q, are nearly equal.
+
+    With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), 1e-6 off at most: p is the
+    student's and q the teacher's, but for beta 0, where p is the teacher's.
+    """
+    near = kernels.NEAR.value
+
+    def ratio(x: Any) -> Any:
+        d = x * math.log(2)
+        if beta in (0, 1):
+            term = np.expm1(d) - d
+        else:
+            log_p = -np.log1p(beta * np.expm1(d))  # over the mixture
+            term = (1 - beta) * log_p + beta * np.exp(d) * (log_p + d)
+        return term / (math.log(2) * x**2)
+
+    # Of an odd degree: the nodes keep away from 0.
+    fit = np.polynomial.Chebyshev.interpolate(ratio, 5, domain=[-near, near])
+    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]
