@@ -5,8 +5,8 @@ from unittest import mock
 import torch
 
 from linear_cross_entropy.ahead_of_time import recording
-from onchip.ops.linear_jsd import triton_memory as jsd_spec
 from onchip.ops.linear_jsd import triton_launches as jsd_launches
+from onchip.ops.linear_jsd import triton_memory as jsd_spec
 from onchip.torch import jsd, linear_jsd
 
 KERNELS = (jsd_launches.kernels,)

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onchip.ops.linear_jsd import triton_memory
+from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import (
     LinearCrossEntropyLoss,
     LMHead,
@@ -272,7 +274,6 @@ def divergences(rank, ranks):
     close(part.grad, h.grad.chunk(ranks, 1)[rank])
     for wrong, match in (
         ({"vocab": 60}, "vocab=60 with a sharded vocabulary is called vocab_size"),
-        ({"backend": "triton"}, "linear_jsd has no kernels for a sharded vocabulary; pass backend='torch', or jsd"),
         (
             {"teacher_weight": weight.repeat(2, 1)},
             "teacher_weight has 122 of the vocabulary's entries but student_weight has",
@@ -805,13 +806,69 @@ def kernels_of_divergences(rank, ranks):
     loss = jsd(mine, padded[1], target=bad, hard_weight=0.5, reduction="none", **given)
     loss.sum().backward()
     assert loss.isnan().nonzero().tolist() == mine.grad[..., :332].isnan().all(-1).nonzero().tolist() == [[0, 0]]
-    with pytest.raises(ValueError, match="linear_jsd has no kernels for a sharded vocabulary"):
-        linear_jsd(torch.ones(2, 8), torch.ones(350, 8), None, None, teacher_logits=padded[1][0, :2, :350], **given)
+
+
+def kernels_of_models(rank, ranks):
+    """The same of two heads, and of a head and logits; tokens that are sharded; several chunks of the vocabulary."""
+    g, plan = torch.Generator().manual_seed(0), triton_memory.plan
+
+    def normal(*shape):
+        return (torch.randn(*shape, generator=g) / 2).half()
+
+    student, teacher = ([normal(2, 2, size), normal(400, size), normal(400)] for size in (24, 16))
+    target, given_logits = labels(400)[:2, :2], 4 * normal(2, 2, 400)
+    # Of the teacher the gradient, if it has one, of its bias too.
+    cases = {name: {"target": target, "teacher_grad": name != "hard"} | options for name, options in JSD.items()}
+    cases["reverse"]["token_weight"] = numbers(2, 2)
+    cases["sequence"] = cases["middle"] | {"hard_weight": 0.4}
+    layouts = [100, 300], [1, 399], [400, 0], [256, 144], [100, 300]
+    for (name, options), sizes in zip(cases.items(), layouts, strict=True):
+        own, heads = cut(sizes, rank), [*student, *(teacher if options["teacher_grad"] else [])]
+        whole, mine = [leaf(x.float()) for x in heads], [leaf(x[own] if len(x) == 400 else x) for x in heads]
+        more = {} if options["teacher_grad"] else {"teacher_logits": given_logits}
+        of_shard = taken(options, sizes, rank) | {n: x[..., own] for n, x in more.items()}
+        if name == "sequence":
+            of_shard["hidden_layout"] = name
+            triton_memory.plan = lambda *_: JsdPlan(4, 0, 256, 256)
+            mine[::3] = [leaf(x.chunk(ranks, 1)[rank]) for x in heads[::3]]
+        expected, got = (
+            linear_jsd(*x[:2], *x[3:5], student_bias=x[2], teacher_bias=x[5] if len(x) > 3 else None, **how)
+            for x, how in ((whole, options | more), (mine, of_shard | {"backend": "triton"}))
+        )
+        same_bits(got)
+        near(got, expected, name)
+        for seed in (0, 1):
+            upstream = numbers(*got.shape, seed=seed)
+            expected.backward(upstream, retain_graph=True), got.backward(upstream, retain_graph=seed == 0)
+        for i, (x, y) in enumerate(zip(mine, whole, strict=True)):
+            y = y.grad[own] if i % 3 else y.grad.chunk(ranks, 1)[rank] if name == "sequence" else y.grad
+            assert (x.grad - y).norm() <= 2e-3 * y.norm(), (name, sizes, i)
+    triton_memory.plan = plan
+    hidden, weight, _ = student
+    padded = torch.cat([weight, torch.full((36, 24), torch.nan)]).chunk(2)[rank]
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": 400, "backend": "triton"}
+    for beta in (0.0, 0.5, 1.0):
+        h, w = leaf(hidden), leaf(padded)
+        loss = linear_jsd(h, w, hidden, padded, beta=beta, **given)
+        loss.backward()
+        assert loss == 0
+        assert not h.grad.any()
+        assert not w.grad.any()
+    bad = target.clone()
+    bad[0, 0] = 400
+    h = leaf(hidden)
+    loss = linear_jsd(h, padded, hidden.flip(0), padded, target=bad, hard_weight=0.5, reduction="none", **given)
+    loss.sum().backward()
+    assert loss.isnan().nonzero().tolist() == h.grad.isnan().all(-1).nonzero().tolist() == [[0, 0]]
+    for wrong, match in (({"scratch_bytes": 1}, "on backend 'triton', which needs"), ({"vocab_start": 1}, "make up")):
+        with pytest.raises(ValueError, match=match):
+            linear_jsd(hidden, padded, hidden, padded, check_inputs=True, **given | wrong)
 
 
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs, kernels_of_logits, kernels_of_divergences)
+    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs, kernels_of_logits, kernels_of_divergences,
+              kernels_of_models)  # fmt: skip
     spawn(tmp_path, 2, {check.__name__: check for check in checks})
 
 
