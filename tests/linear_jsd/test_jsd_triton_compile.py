@@ -71,17 +71,19 @@ def test_logits(dtype):
     assert compiled(HOPPER, teacher_logits=True, vocab=1024)
 
 
+@pytest.mark.parametrize("given", [{"logits": True}, {"bias": True}], ids=["logits", "heads"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_logits_of_a_shard(beta):
+def test_a_shard(beta, given):
     """Of one rank, whose launches are those of several: softmaxes, between the ends their terms, gradients."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        given = {"hard_weight": 0.1, "teacher_grad": True, "vocab_group": dist.group.WORLD}
-        found = compiled(HOPPER, logits=True, vocab=1024, beta=beta, **given)
+        given = given | {"hard_weight": 0.1, "teacher_grad": True, "vocab_group": dist.group.WORLD}
+        found = compiled(HOPPER, vocab=1024, beta=beta, **given)
     finally:
         dist.destroy_process_group()
     rows = [(k.constants["TERMS"], k.constants["KNOWN"]) for k in found if k.kernel == "divergence_rows"]
-    assert sorted(rows) == ([(True, False)] * 2 if beta == 0 else [(False, False), (True, False), (True, True)])
+    softmaxes, gradients = [(beta == 0, False)], [(True, False)] * (1 if "logits" in given else 2)
+    assert sorted(rows) == sorted(softmaxes + gradients + [(True, True)] * (beta != 0))
 
 
 def test_every_kernel_of_the_file_is_launched():

@@ -45,13 +45,12 @@ HARD_LOG_SUM, LABEL_LOG_PROB = kernels.HARD_LOG_SUM.value, kernels.LABEL_LOG_PRO
 def forward(call: Call, plan: JsdPlan, stats: Tensor, vectors: Tensor, saved: Sequence[Saved]) -> Tensor:
     """The loss; fills in the memories, `saved` of each model."""
     pair = Pair.of(call, plan, stated.zero(vectors), stats)
-    if call.number:
-        pair.number_tokens()
     if call.shards.there:
         stated.refuse("ranks exchange what they know")
         return _forward_of_shard(pair, plan, saved)
     loss = stated.zeros(call.number, torch.float32, call.first.device)
     if call.number:
+        pair.number_tokens()
         _chunks_of_tokens(pair, plan, saved, loss, token_weight=setup.flat(call.token_weight))
     if call.options.reduction == "none":
         return loss.view(call.shape)
@@ -89,6 +88,8 @@ def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[Saved]) -> Tens
     """The loss of the whole vocabulary; leaves all ranks' numbers in the pair's memory."""
     call, options, stats = pair.call, pair.call.options, pair.stats
     ends, hard, tokens = options.beta in (0, 1), options.hard_weight > 0, call.tokens(check=True)
+    if call.number:
+        pair.number_tokens()
     position, order = pair.vectors.position.long(), pair.vectors.order.long()
 
     def by_token(x: Tensor) -> Tensor:
