@@ -105,8 +105,7 @@ def linear_jsd(
             ranks of a process group, as of `linear_cross_entropy`: each rank passes its rows of both models' weights
             and biases, or its columns of teacher_logits; teacher_topk has ids of the whole vocabulary, the same on
             each.  hidden_layout is that of both models' hidden states; without a target and teacher_topk, "sequence" is
-            of their first dimension.  vocab_size stands for `vocab`.  Backend "torch" runs it; "triton" runs `jsd`,
-            without teacher_topk.
+            of their first dimension.  vocab_size stands for `vocab`.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
