@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.collectives import torch_ring
 from onchip.collectives.problem import GATHER, SCATTER, Sizes, cost
-from onchip.ops.collective_matmul import torch_full
+from onchip.ops.collective_matmul import torch_products
 from onchip.ops.collective_matmul.cases import CHECK_CASES
 from onchip.ops.collective_matmul.checks import CHECKER
 from onchip.ops.collective_matmul.torch_checks import joined, part
@@ -185,7 +185,7 @@ def checkpointing(group):
 def recorded():
     """What happens in the order in which it does, and the bytes that this rank sends."""
     events, sent = [], []
-    exchange, wait, linear, product = torch_ring._exchange, torch_ring._wait, torch_full.linear, torch_full.product
+    exchange, wait, linear, product = torch_ring._exchange, torch_ring._wait, torch_products.linear, torch_products.product
 
     def noted(name, function):
         def run(*args, **more):
@@ -200,11 +200,11 @@ def recorded():
         return exchange(ring, send, receive)
 
     torch_ring._exchange, torch_ring._wait = noted_exchange, noted("wait", wait)
-    torch_full.linear, torch_full.product = noted("product", linear), noted("product", product)
+    torch_products.linear, torch_products.product = noted("product", linear), noted("product", product)
     try:
         yield events, sent
     finally:
-        torch_ring._exchange, torch_ring._wait, torch_full.linear, torch_full.product = exchange, wait, linear, product
+        torch_ring._exchange, torch_ring._wait, torch_products.linear, torch_products.product = exchange, wait, linear, product
 
 
 def each_exchange_is_under_a_product(group):

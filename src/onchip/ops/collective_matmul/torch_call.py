@@ -1,43 +1,103 @@
-"""What collective_matmul's operators share in PyTorch: their arguments, what ranks compare, and their gradients."""
+"""collective_matmul's operators in PyTorch: their arguments, what ranks compare, forward and backward on the ring.
 
+What is gathered travels as it is multiplied, in FP8 quantised with its scales; sums over ranks travel in float32.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from onchip.collectives.problem import GATHER
-from onchip.collectives.torch_ring import Ring, check_alike
+from onchip.collectives import torch_symmetric as symmetric
+from onchip.collectives.problem import GATHER, SCATTER
+from onchip.collectives.torch_ring import Ring, blocks, check_alike, reduced
 from onchip.frontend.torch_inputs import accumulator, dtype_name
-from onchip.frontend.torch_register import Made, Wanted
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.collective_matmul.torch_products import Full, InFp8, Operand, flat, products_of
+
+
+class Copies(NamedTuple):
+    """A matrix as products take it: in their dtype, or in FP8 with its transpose where a gradient needs that."""
+
+    rows: Tensor
+    row_scales: Tensor | None
+    turned: Tensor | None
+    turned_scales: Tensor | None
+
+    @property
+    def operand(self) -> Operand:
+        return _there(self.rows, self.row_scales)
 
 
 class Call(NamedTuple):
     """The arguments of either operator."""
 
+    op: str
     x: Tensor  # [T/n, ..., K], or [T, ..., K] of matmul_reduce_scatter
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
-    cast_x: Tensor  # these three in the products' dtype: under autocast another than their own
-    cast_weight: Tensor
-    cast_bias: Tensor | None
+    of_x: Copies
+    of_weight: Copies
+    of_bias: Tensor | None
     weight_grad_out: Tensor | None  # [N, K] float32; used in backward
     ring: Ring
+    dtype: torch.dtype  # of the result
+    products: str  # "full", or which of FP8's
     keep_gathered: bool
     check_inputs: bool
     grads: tuple[bool, ...]  # of x, weight, bias
 
 
-def agree(op: str, call: Any, more: str = "") -> None:
-    """Raise unless the ranks' calls go together; `more` is what else they say of theirs."""
+class Outputs(NamedTuple):
+    """The results of either operator."""
+
+    out: Tensor
+    gathered: Tensor | None  # [n, *x.shape]: all ranks' x, to be kept
+
+
+class Kept(NamedTuple):
+    """What backward is given: in FP8 neither x nor the weight, but their transposes."""
+
+    op: str
+    x: Tensor | None  # for the weight's gradient
+    x_scales: Tensor | None
+    gathered: Tensor | None  # in its place
+    weight: Tensor | None  # for x's
+    weight_scales: Tensor | None
+    weight_grad_out: Tensor | None
+    ring: Ring
+    products: str
+    check_inputs: bool
+    k: int
+    dtypes: tuple[torch.dtype, ...]  # of x, weight and bias
+
+
+# ------------------------------------------------------------------------------------------------- what ranks agree on
+
+
+def _agree(call: Call) -> None:
+    """Raise unless the ranks' calls go together."""
     if call.check_inputs:
-        x, n = call.cast_x, len(call.weight)
-        sizes = f"{list(x.shape)}" if op == GATHER else f"{list(x.shape[:-1])} tokens, N={n}"
-        needs = ", ".join(name for name, grad in zip(("x", "weight", "bias"), call.grads, strict=True) if grad)
+        x, n = call.x, len(call.weight)
+        sizes = f"{list(x.shape)}" if call.op == GATHER else f"{list(x.shape[:-1])} tokens, N={n}"
         kept = ", keep_gathered" if call.keep_gathered else ""
-        of_bias = "" if op == GATHER or call.cast_bias is None else f", a bias of checksum {_checksum(call.cast_bias)}"
-        said = f"{op}: {sizes}, {dtype_name(x.dtype)}, gradients of {needs or 'nothing'}{kept}{of_bias}{more}"
-        check_alike(op, call.ring, said, x.device)
+        of_bias = "" if call.op == GATHER or call.of_bias is None else f", a bias of checksum {_checksum(call.of_bias)}"
+        fp8 = "" if call.products == "full" else ", fp8"
+        said = f"{call.op}: {sizes}, {dtype_name(call.dtype)}, gradients of {_names(call.grads)}{kept}{of_bias}{fp8}"
+        check_alike(call.op, call.ring, said, x.device)
+
+
+def _agree_on_gradients(kept: Kept, grad_out: Tensor, wanted: Wanted) -> None:
+    """Raise unless the ranks want the same gradients, or some would wait for the others."""
+    if kept.check_inputs:
+        said = f"a backward of {kept.op}, gradients of {_names(wanted)}"
+        check_alike(kept.op, kept.ring, said, grad_out.device)
+
+
+def _names(wanted: Wanted) -> str:
+    return ", ".join(name for name, want in zip(("x", "weight", "bias"), wanted, strict=True) if want) or "nothing"
 
 
 def _checksum(x: Tensor) -> str:
@@ -46,84 +106,231 @@ def _checksum(x: Tensor) -> str:
     return f"{crc32(copied.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-def agree_on_gradients(op: str, kept: Any, grad_out: Tensor, wanted: Wanted) -> None:
-    """Raise unless the ranks want the same gradients, or some would wait for the others."""
-    if kept.check_inputs:
-        names = ", ".join(name for name, want in zip(("x", "weight", "bias"), wanted, strict=True) if want)
-        check_alike(op, kept.ring, f"a backward of {op}, gradients of {names}", grad_out.device)
+# -------------------------------------------------------------------------------------------------------- both layers
 
 
-def weight_sum(kept: Any, n: int, like: Tensor) -> Tensor:
-    """Memory that the weight's gradient is added to: the caller's, or zeros in the dtype of sums."""
-    out: Tensor | None = kept.weight_grad_out
-    if out is not None:
-        return out
-    return like.new_zeros((n, kept.k), dtype=accumulator(like.dtype))
+def _exchanged(shape: Sequence[int], columns: int, ranks: int, *, gathers: bool) -> tuple[int, ...]:
+    """The shape of what is made of rows of all ranks, or of this one's part of rows."""
+    rows = shape[0] * ranks if gathers else shape[0] // ranks
+    return rows, *shape[1:-1], columns
 
 
-def finished(kept: Any, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None) -> Made:
+def _fake(call: Call) -> Outputs:
+    x, ranks = call.x, call.ring.ranks
+    shape = _exchanged(x.shape, len(call.weight), ranks, gathers=call.op == GATHER)
+    gathered = x.new_empty((ranks, *x.shape), dtype=call.dtype) if _keeps_gathered(call) else None
+    return Outputs(x.new_empty(shape, dtype=call.dtype), gathered)
+
+
+def _keeps_gathered(call: Call) -> bool:
+    return call.keep_gathered and call.grads[1] and call.ring.ranks > 1
+
+
+def _save(call: Call, outputs: Outputs) -> Kept:
+    gathered = outputs.gathered if _keeps_gathered(call) else None
+    of_x, of_weight = (c[:2] if call.products == "full" else c[2:] for c in (call.of_x, call.of_weight))
+    nothing = (None, None)
+    return Kept(
+        call.op,
+        *(of_x if call.grads[1] and gathered is None else nothing),
+        gathered,
+        *(of_weight if call.grads[0] else nothing),
+        call.weight_grad_out,
+        call.ring,
+        call.products,
+        call.check_inputs,
+        call.x.shape[-1],
+        (call.x.dtype, call.weight.dtype, call.dtype if call.bias is None else call.bias.dtype),
+    )
+
+
+def _is_mapped(ring: Ring, x: Tensor) -> bool:
+    """Whether blocks as `x` go through mapped memory; of one rank, and without a number, none travels."""
+    return ring.backend == "symmetric" and ring.ranks > 1 and x.numel() > 0
+
+
+def _travelling(ring: Ring, parts: Sequence[Tensor], into: Tensor | None = None) -> Iterator[tuple[int, list[Tensor]]]:
+    """As `blocks`, of tensors that travel as one: bytes of FP8 numbers come before float32's, so all are aligned."""
+    if len(parts) == 1 or ring.ranks == 1:
+        for rank, block in blocks(ring, parts[0], into):
+            yield rank, [block, *parts[1:]]
+        return
+    packed = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+    sizes = [part.numel() * part.element_size() for part in parts]
+    for rank, block in blocks(ring, packed):
+        pieces = block.split(sizes)
+        yield rank, [x.view(part.dtype).view(part.shape) for x, part in zip(pieces, parts, strict=True)]
+
+
+def _summed(
+    ring: Ring,
+    by: Full | InFp8,
+    xs: Sequence[Operand],
+    weight: Any,
+    bias: Tensor | None,
+    out: tuple[int, torch.dtype] | Tensor,
+) -> Tensor:
+    """The sum over ranks of x @ weight for this rank's tokens, and bias; of each rank's x this rank has `xs`.
+
+    Through mapped memory it comes to `out`, or to memory with so many columns, of this dtype; on the ring it is in
+    memory of its own, in the dtype of sums.
+    """
+    first = xs[0][0]
+    columns, dtype = (out.shape[1], out.dtype) if isinstance(out, Tensor) else out
+
+    def addend(rank: int, into: Tensor) -> None:
+        by.addend(into, xs[rank], weight)
+
+    if _is_mapped(ring, first):
+        made = out if isinstance(out, Tensor) else first.new_empty((len(first), columns), dtype=dtype)
+        symmetric.reduced(ring, addend, bias, made)
+        return made
+    sums = reduced(ring, addend, first.new_empty((len(first), columns), dtype=accumulator(dtype)))
+    if bias is not None:
+        sums += bias
+    return sums
+
+
+def _forward(call: Call) -> Outputs:
+    _agree(call)
+    made, ring, by = _fake(call), call.ring, products_of(call.products)
+    x, weight, out = call.of_x.operand, by.weight(call.of_weight.operand, turned=False), flat(made.out)
+    if call.op == SCATTER:
+        sums = _summed(ring, by, by.rows(x, ring.ranks), weight, call.of_bias, out)
+        if sums is not out:
+            out.copy_(sums)
+    elif _is_mapped(ring, x[0]):
+        keeps = made.gathered is not None
+        rows = symmetric.linear_of_all(ring, flat(x[0]), weight, call.of_bias, out, whole=keeps)
+        if made.gathered is not None:
+            made.gathered.copy_(rows.view(made.gathered.shape))
+    else:
+        outs = out.chunk(ring.ranks)
+        for rank, block in _travelling(ring, x, made.gathered):
+            by.linear(outs[rank], tuple(block), weight, call.of_bias)
+    return made
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    (grad_out,) = upstream
+    assert grad_out is not None
+    _agree_on_gradients(kept, grad_out, wanted)
+    by = products_of(kept.products)
+    grad_weight = None
+    if wanted[1]:  # memory that it is added to: the caller's, or zeros in the dtype of sums
+        grad_weight = kept.weight_grad_out
+        if grad_weight is None:
+            grad_weight = grad_out.new_zeros((grad_out.shape[-1], kept.k), dtype=accumulator(grad_out.dtype))
+    of_layer = _gather_gradients if kept.op == GATHER else _scatter_gradients
+    grad_x, grad_bias = of_layer(kept, by, grad_out, wanted, grad_weight)
+    return _finished(kept, grad_x, grad_weight, grad_bias)
+
+
+def _gather_gradients(
+    kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted, grad_weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Adds to the weight's gradient; those of x and bias."""
+    ring, (by_x, by_weight, by_bias) = kept.ring, wanted
+    asked = by_x, by_weight, False
+    grads = [by.arrived(by.sent(g, asked), asked) for g in flat(grad_out).chunk(ring.ranks)]
+    grad_x = None
+    if by_x:
+        weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True)
+        grad_x = _summed(ring, by, [g.rows for g in grads], weight, None, (kept.k, kept.dtypes[0])).to(kept.dtypes[0])
+        grad_x = grad_x.view(_exchanged(grad_out.shape, kept.k, ring.ranks, gathers=False))
+    if grad_weight is not None:
+        gathered = kept.gathered
+        if kept.x is not None and _is_mapped(ring, kept.x):
+            gathered = symmetric.gathered(ring, kept.x)
+        if gathered is not None:
+            by.add(grad_weight, (flat(grad_out),), (gathered,))
+        else:
+            for rank, block in _travelling(ring, _there(kept.x, kept.x_scales)):
+                by.add(grad_weight, grads[rank].turned, tuple(block))
+    return grad_x, flat(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if by_bias else None
+
+
+def _scatter_gradients(
+    kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted, grad_weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same, of one walk that gathers the upstream gradient."""
+    ring, g, (by_x, _, by_bias) = kept.ring, flat(grad_out), wanted
+    total, n = accumulator(grad_out.dtype), g.shape[1]
+    x, grad_x = _there(kept.x, kept.x_scales), None
+    if by_x:
+        weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True)
+        dtype = grad_out.dtype if kept.products == "full" else kept.dtypes[0]
+        grad_x = grad_out.new_empty(_exchanged(grad_out.shape, kept.k, ring.ranks, gathers=True), dtype=dtype)
+    # Added up in the order of the ranks, not of the ring: so every rank has the same bits.
+    sums = g.new_empty((ring.ranks, n), dtype=total) if by_bias else None
+    if _is_mapped(ring, g):
+        if grad_x is None:
+            rows = symmetric.gathered(ring, g)
+        else:
+            whole = grad_weight is not None or by_bias
+            rows = symmetric.linear_of_all(ring, g, weight, None, flat(grad_x), whole=whole)
+        if grad_weight is not None:
+            by.add(grad_weight, (flat(rows),), x)
+        if sums is not None:
+            torch.sum(rows, 1, dtype=total, out=sums)
+    else:
+        outs = [] if grad_x is None else flat(grad_x).chunk(ring.ranks)
+        for rank, block in _travelling(ring, by.sent(g, wanted)):
+            arrived = by.arrived(block, wanted)
+            if grad_x is not None:
+                by.linear(outs[rank], arrived.rows, weight, None)
+            if grad_weight is not None:
+                by.add(grad_weight, arrived.turned, by.tokens(x, ring.ranks, rank))
+            if sums is not None and arrived.total is not None:
+                sums[rank] = arrived.total
+    return grad_x, None if sums is None else sums.sum(0)
+
+
+def _there(x: Tensor | None, scales: Tensor | None) -> Operand:
+    return tuple(part for part in (x, scales) if part is not None)
+
+
+def _finished(kept: Kept, *made: Tensor | None) -> Made:
     """The gradients in their inputs' dtypes; None for a weight's that was added to the caller's memory."""
-    grad_weight = None if kept.weight_grad_out is not None else grad_weight
-    made = grad_x, grad_weight, grad_bias
-    return [None if g is None else g.to(dtype) for g, dtype in zip(made, kept.dtypes, strict=True)]
+    wanted = (True, kept.weight_grad_out is None, True)
+    of_each = zip(made, kept.dtypes, wanted, strict=True)
+    return [g.to(dtype) if g is not None and wants else None for g, dtype, wants in of_each]
 
 
-def flat(x: Tensor) -> Tensor:
-    """[..., K] as rows."""
-    return x.reshape(-1, x.shape[-1])
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    (grad_out,) = upstream
+    assert grad_out is not None
+    n = grad_out.shape[-1]
+    shapes = _exchanged(grad_out.shape, kept.k, kept.ring.ranks, gathers=kept.op == SCATTER), (n, kept.k), (n,)
+    return _finished(kept, *(grad_out.new_empty(x) if want else None for x, want in zip(shapes, wanted, strict=True)))
 
 
-def split(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
-    """The rows of [T, ..., K], one block for each rank."""
-    return flat(x).chunk(ranks)
-
-
-def gather_flops(call: Any) -> int:
+def _flops(call: Call) -> int:
     """Of this rank's product: its weight's with all tokens."""
-    flops: int = call.ring.ranks * scatter_flops(call)
-    return flops
+    return 2 * call.x.numel() * len(call.weight) * (call.ring.ranks if call.op == GATHER else 1)
 
 
-def gather_gradient_flops(kept: Any, upstream: Made, wanted: Wanted) -> int:
+def _gradient_flops(kept: Kept, upstream: Made, wanted: Wanted) -> int:
     """Of the gradients of x and weight."""
     (grad_out,) = upstream
     assert grad_out is not None
-    flops: int = 2 * grad_out.numel() * kept.k * (wanted[0] + wanted[1])
-    return flops
+    ranks = kept.ring.ranks if kept.op == SCATTER else 1
+    return 2 * grad_out.numel() * kept.k * (wanted[0] + wanted[1]) * ranks
 
 
-def scatter_flops(call: Any) -> int:
-    """The same, where x has all tokens."""
-    flops: int = 2 * call.x.numel() * len(call.weight)
-    return flops
-
-
-def scatter_gradient_flops(kept: Any, upstream: Made, wanted: Wanted) -> int:
-    """The same, where the upstream gradient is of this rank's tokens."""
-    flops: int = kept.ring.ranks * gather_gradient_flops(kept, upstream, wanted)
-    return flops
-
-
-def gather_fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
-    (grad_out,) = upstream
-    assert grad_out is not None
-    shape = (grad_out.shape[0] // kept.ring.ranks, *grad_out.shape[1:-1], kept.k)
-    return _fake_gradients(kept, grad_out, wanted, shape)
-
-
-def scatter_fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
-    (grad_out,) = upstream
-    assert grad_out is not None
-    shape = (grad_out.shape[0] * kept.ring.ranks, *grad_out.shape[1:-1], kept.k)
-    return _fake_gradients(kept, grad_out, wanted, shape)
-
-
-def _fake_gradients(kept: Any, grad_out: Tensor, wanted: Wanted, shape: tuple[int, ...]) -> Made:
-    """Memory for the gradients, of which x's has this shape."""
-    n = grad_out.shape[-1]
-    shapes = shape, (n, kept.k), (n,)
-    made = [
-        grad_out.new_empty(size, dtype=dtype) if want else None
-        for size, dtype, want in zip(shapes, kept.dtypes, wanted, strict=True)
-    ]
-    return finished(kept, *made)
+OPERATORS = {
+    op: Operator(
+        f"{op}_of_copies",
+        op=op,
+        forward=_forward,
+        fake=_fake,
+        save=_save,
+        gradients=_gradients,
+        fake_gradients=_fake_gradients,
+        flops=_flops,
+        gradient_flops=_gradient_flops,
+        differentiable=("x", "weight", "bias"),
+        adds_to={"weight": "weight_grad_out"},
+    )
+    for op in (GATHER, SCATTER)
+}

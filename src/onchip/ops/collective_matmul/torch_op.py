@@ -1,9 +1,8 @@
 """all_gather_matmul and matmul_reduce_scatter for PyTorch: the public functions.
 
-Each function checks its inputs without reading a value, chooses a backend and calls its operator, of torch_full.py or
-torch_fp8.py.  What moves blocks is
-in `onchip.collectives`: `torch_ring`, and between GPUs that map each other's memory `torch_symmetric`; the maths is in
-the package's docstring.
+Each function checks its inputs without reading a value, chooses a backend and products, and calls its operator, of
+torch_call.py.  What moves blocks is in `onchip.collectives`: `torch_ring`, and between GPUs that map each other's
+memory `torch_symmetric`; the maths is in the package's docstring.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -12,9 +11,12 @@ import torch
 from torch import Tensor
 
 from onchip.collectives import torch_symmetric as symmetric
-from onchip.collectives.problem import GATHER, SCATTER, check_shapes
-from onchip.collectives.torch_ring import Ring, refusal, ring_of
+from onchip.collectives.problem import GATHER, SCATTER, Sizes, check_shapes
+from onchip.collectives.torch_ring import refusal, ring_of
 from onchip.core.backends import choose_backend
+from onchip.fp8.numbers import BLOCK
+from onchip.fp8.torch_operands import copies_of
+from onchip.fp8.torch_products import refusals
 from onchip.frontend.options import require_bool, require_one_of, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
@@ -24,8 +26,8 @@ from onchip.frontend.torch_inputs import (
     require_tensors,
 )
 from onchip.frontend.torch_register import needed
-from onchip.ops.collective_matmul import torch_fp8, torch_full
-from onchip.ops.collective_matmul.torch_call import Call
+from onchip.ops.collective_matmul.torch_call import OPERATORS, Call, Copies
+from onchip.ops.collective_matmul.torch_products import SCALE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,11 +109,8 @@ def all_gather_matmul(
     "symmetric" Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024).
     """
     require_bool(GATHER, "keep_gathered", keep_gathered)
-    call = _call(
-        GATHER, {"x_shard": x_shard, "weight": weight, "bias": bias}, group, weight_grad_out, check_inputs, backend,
-        keep_gathered, precision,
-    )  # fmt: skip
-    return _run(GATHER, call, precision)
+    named = {"x_shard": x_shard, "weight": weight, "bias": bias}
+    return _run(GATHER, named, group, weight_grad_out, check_inputs, backend, precision, keep_gathered)
 
 
 def matmul_reduce_scatter(
@@ -170,30 +169,26 @@ def matmul_reduce_scatter(
     "symmetric" Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024).
     """
     named = {"x": x, "weight": weight, "bias": bias}
-    call = _call(SCATTER, named, group, weight_grad_out, check_inputs, backend, precision=precision)
-    return _run(SCATTER, call, precision)
+    return _run(SCATTER, named, group, weight_grad_out, check_inputs, backend, precision)
 
 
-# ------------------------------------------------------------------------------------------------------- what both do
-
-
-def _call(
+def _run(
     op: str,
     named: dict[str, Any],
     group: Any,
     weight_grad_out: Any,
     check_inputs: bool,
     backend: str,
+    precision: str,
     keep_gathered: bool = False,
-    precision: str = "full",
-) -> Call:
-    """The checked arguments of a public function; `named` are x, weight and bias."""
+) -> Tensor:
+    """What both functions do; `named` are x, weight and bias."""
     require_bool(op, "check_inputs", check_inputs)
     require_one_of(op, "precision", precision, get_args(Precision))
     tensors = require_tensors(op, named, ("bias",))
     check_kinds(op, tensors, integers=(), dtypes=LOSS_DTYPES)
     ring = ring_of(op, group)
-    check_shapes(op, shapes_of(tensors), ring.ranks)
+    sizes = check_shapes(op, shapes_of(tensors), ring.ranks)
     x, weight, bias = named.values()
     check_weight_grad_out(op, weight_grad_out, weight)
     dtype = one_dtype(op, tensors)
@@ -201,23 +196,40 @@ def _call(
     if precision != "full":
         of_symmetric = f"precision={precision!r} has the ring alone; pass backend='ring'"
     chosen = choose_backend(op, backend, {"ring": refusal(ring, x.device), "symmetric": of_symmetric})
-    ring = Ring(ring.group, ring.rank, ring.ranks, chosen)
-    if precision == "full":  # the other quantises x and weight as they are
-        of_x, of_weight = _cast(x, dtype), _cast(weight, dtype)
+    grads, products, of_bias = needed(x, weight, bias), "full", bias
+    if precision == "full":
+        of_x, of_weight = (Copies(_cast(a, dtype), None, None, None) for a in (x, weight))
         of_bias = None if bias is None else _cast(bias, dtype)
-    else:
-        of_x, of_weight, of_bias = x, weight, bias
-    grads = needed(x, weight, bias)
+    else:  # x and weight are quantised as they are
+        _check_fp8(op, x, sizes, keep_gathered)
+        products = choose_backend(op, "auto", refusals(x.device))
+        of_x, of_weight = (
+            Copies(*copies_of(op, a, SCALE, products, by_block=by_block, wanted=other if needs else None))
+            for a, by_block, other, needs in ((x, False, "weight", grads[1]), (weight, True, "x", grads[0]))
+        )
     # One rank has nobody to differ from.
     check = ring.ranks > 1 and (check_inputs or x.device.type == "cpu")
-    return Call(x, weight, bias, of_x, of_weight, of_bias, weight_grad_out, ring, keep_gathered, check, grads)
-
-
-def _run(op: str, call: Call, precision: str) -> Tensor:
-    """The result."""
-    run = torch_fp8.run if precision == "fp8" else torch_full.run
-    return run(op, call)
+    ring = ring._replace(backend=chosen)
+    call = Call(
+        op, x, weight, bias, of_x, of_weight, of_bias, weight_grad_out, ring, dtype, products, keep_gathered, check,
+        grads,
+    )  # fmt: skip
+    return OPERATORS[op](call).out
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.detach().to(dtype)
+
+
+def _check_fp8(op: str, x: Tensor, sizes: Sizes, keep_gathered: bool) -> None:
+    """Raise for what precision='fp8' can't do."""
+    if x.dtype == torch.float64:
+        raise TypeError(f"{op}: precision='fp8' takes float32, bfloat16 or float16; got float64")
+    if keep_gathered:
+        raise ValueError(f"{op}: precision='fp8' keeps x in FP8 and gathers it again; pass keep_gathered=False")
+    if sizes.ranks > 1 and sizes.rows % BLOCK != 0:
+        raise ValueError(
+            f"{op}: with precision='fp8' {BLOCK} tokens share a scale in the weight's gradient, and each of the "
+            f"{sizes.ranks} ranks has {sizes.rows}; pad each one's tokens by {-sizes.rows % BLOCK}, and leave out what "
+            "comes of them"
+        )
