@@ -27,12 +27,13 @@ from onchip.kernels.mosaic.product import (
     BOX,
     MosaicConfig,
     Part,
+    Product,
     Promotion,
     Step,
     load_block,
-    persistent_product,
     send_to,
 )
+from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.registers import Registers
 
 CONFIG = MosaicConfig(tile_m=256, tile_n=128, tile_k=BLOCK, stages=4, in_flight=0, staging_slots=1)
@@ -98,7 +99,7 @@ def scaled_product(
 
     b_scales = jnp.repeat(b.scales, BOX, axis=1) if by_block else b.scales
     padded = None if bias is None else jnp.pad(bias, (0, up(n, c.tile_n) - bias.shape[0]))
-    made = persistent_product(
+    p = Product(
         c,
         (a.data.dtype, b.data.dtype),
         "mk",
@@ -106,10 +107,13 @@ def scaled_product(
         tiles,
         copies,
         epilogue,
-        inputs={"a": a.data, "a_scales": a.scales, "b": b.data, "b_scales": b_scales, "bias": padded},
-        outputs={"out": jax.ShapeDtypeStruct((m, width), dtype)},
         stored=dtype,
         promotion=Promotion((c.tile_m, scales_of_b), load, enter, wave_n),
+    )
+    made = persistent_product(
+        p,
+        inputs={"a": a.data, "a_scales": a.scales, "b": b.data, "b_scales": b_scales, "bias": padded},
+        outputs={"out": jax.ShapeDtypeStruct((m, width), dtype)},
         name="scaled_product",
         interpret=interpret,
     )

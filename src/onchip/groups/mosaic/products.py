@@ -34,7 +34,8 @@ from onchip.groups.xla.groups import has_group, largest_first, running_sums, sta
 from onchip.groups.xla.swiglu import activated
 from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.order import ceil_div
-from onchip.kernels.mosaic.product import BOX, LookUp, MosaicConfig, Part, Step, load_block, persistent_product, send_to
+from onchip.kernels.mosaic.product import BOX, LookUp, MosaicConfig, Part, Product, Step, load_block, send_to
+from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.ptx import zero_rows
 from onchip.kernels.mosaic.registers import Registers
 
@@ -247,7 +248,7 @@ def rows_product(
     outputs = {"out": jax.ShapeDtypeStruct((wide, out_n), dtype)}
     if keeps:
         outputs["y"] = jax.ShapeDtypeStruct((2, wide, out_n) if swiglu else (wide, n), dtype)
-    made = persistent_product(
+    p = Product(
         c,
         x.dtype,
         "mk",
@@ -255,8 +256,6 @@ def rows_product(
         tiles,
         copies,
         epilogue,
-        inputs={**inputs, "row_scale": vector(row_scale, c.tile_m)},
-        outputs=outputs,
         stored=dtype,
         right_copies=c.tile_n // half if swiglu else 1,
         look_up=LookUp(Tile, look_up),
@@ -267,6 +266,11 @@ def rows_product(
         in_pairs=lambda tile: tile.end - tile.begin <= c.tile_m,
         # Without the layout of other results: that has rows by eights.
         scratch={"staging": ((2, BOX, columns), dtype)},
+    )
+    made = persistent_product(
+        p,
+        inputs={**inputs, "row_scale": vector(row_scale, c.tile_m)},
+        outputs=outputs,
         name="grouped_rows_product",
         interpret=interpret,
     )
@@ -343,7 +347,7 @@ def weight_product(
         send = send_to(refs["out"].at[group], p.m - p.i * c.tile_m + column(p.i), p.n, columns)
         store(lambda n, width: value[:, n : n + width], send)
 
-    made = persistent_product(
+    p = Product(
         c,
         left.dtype,
         "km",
@@ -351,12 +355,15 @@ def weight_product(
         tiles,
         copies,
         epilogue,
-        inputs={"left": _padded(left), "right": _padded(right), "fill": fill, **all_groups},
-        outputs={"out": jax.ShapeDtypeStruct((groups, m, n), dtype)},
         stored=dtype,
         look_up=LookUp(Tile, look_up),
         counter=True,
         clean=(unclean, clean),
+    )
+    made = persistent_product(
+        p,
+        inputs={"left": _padded(left), "right": _padded(right), "fill": fill, **all_groups},
+        outputs={"out": jax.ShapeDtypeStruct((groups, m, n), dtype)},
         name="grouped_weight_product",
         interpret=interpret,
     )

@@ -31,11 +31,12 @@ from onchip.kernels.mosaic.product import (
     Addends,
     MosaicConfig,
     Part,
+    Product,
     Step,
     load_block,
-    persistent_product,
     send_to,
 )
+from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.blocks import (
     LOG2E,
@@ -96,7 +97,7 @@ def _logits_tiles(
 
     dtype = operands.rows.dtype
     soft = {} if labels is None else {"labels": labels.values, "first_token": labels.first}
-    return persistent_product(
+    p = Product(
         c,
         dtype,
         "mk",
@@ -104,12 +105,11 @@ def _logits_tiles(
         tiles,
         copies,
         epilogue,
-        inputs={**operands._asdict(), **inputs, **soft},
-        outputs=outputs,
         stored=dtype if stores else None,
         **beside_labels(labels, c),
-        name=name,
-        interpret=interpret,
+    )
+    return persistent_product(
+        p, inputs={**operands._asdict(), **inputs, **soft}, outputs=outputs, name=name, interpret=interpret
     )
 
 
@@ -503,7 +503,7 @@ def weight_product(
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
     inputs |= {"even": even, "digits": None if total is None else total.digits}
     inputs |= {"begins": None if begins is None else begins.astype(jnp.int32), "half": half}
-    persistent_product(
+    p = Product(
         c,
         rows.dtype,
         "km boxes" if vocab_major else "km",
@@ -511,13 +511,10 @@ def weight_product(
         tiles,
         copies,
         epilogue,
-        inputs=inputs | {"after": after},
-        outputs={},
         stored=out.dtype,
         addends=addends,
-        name="weight_product",
-        interpret=interpret,
     )
+    persistent_product(p, inputs=inputs | {"after": after}, outputs={}, name="weight_product", interpret=interpret)
 
 
 def hidden_product(
@@ -636,7 +633,7 @@ def hidden_product(
         inputs |= {} if where is None else {memory: where.in_weight_grad, spare: where.spare}
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}
     inputs |= {"out": add_to} if adds else {}
-    made = persistent_product(
+    p = Product(
         c,
         dtype,
         "mk boxes" if vocab_major else "mk",
@@ -644,10 +641,13 @@ def hidden_product(
         tiles,
         copies,
         epilogue,
-        inputs=inputs,
-        outputs={} if adds else {"out": jax.ShapeDtypeStruct((slices * tokens, hidden), jnp.float32)},
         stored=jnp.float32,
         halves=halves,
+    )
+    made = persistent_product(
+        p,
+        inputs=inputs,
+        outputs={} if adds else {"out": jax.ShapeDtypeStruct((slices * tokens, hidden), jnp.float32)},
         name="hidden_product",
         interpret=interpret,
     )
