@@ -60,17 +60,13 @@ def weight(**more):
 def fp8(options=None, out=(T, N), **more):
     """Of what quantising made: as many rows as tiles could have, and a weight with its scales."""
     x, w = fp8_copies.empty_rows(P, K, LIKE), fp8_copies.empty_weight(P, OPTIONS, LIKE, turned=False)
-    w = fp8_copies.by_group(w, G, N, K)
-    return launches.product(
-        x.data, w.data, of(*out), PLAN, tokens=T, x_scales=x.scales, weight_scales=w.scales, options=options, **more
-    )
+    return launches.product(x, fp8_copies.by_group(w, G, N, K), of(*out), PLAN, tokens=T, options=options, **more)
 
 
 def fp8_turned():
     """x's gradient, of a weight whose groups lie side by side."""
     d, w = fp8_copies.empty_rows(P, N, LIKE), fp8_copies.empty_weight(P, OPTIONS, LIKE, turned=True)
-    w = fp8_copies.by_group(w, G, K, N)
-    return launches.product(d.data, w.data, of(T, K), PLAN, tokens=T, x_scales=d.scales, weight_scales=w.scales)
+    return launches.product(d, fp8_copies.by_group(w, G, K, N), of(T, K), PLAN, tokens=T)
 
 
 def fp8_weight():

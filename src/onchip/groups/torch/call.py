@@ -1,16 +1,13 @@
 """The arguments of grouped_matmul's operators, their results, and what backward is given."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.torch_register import Made, Wanted
-from onchip.groups.problem import Options, Problem, check_values
-
-DIFFERENTIABLE = ("x", "weight", "bias", "row_scale")
-ADDS_TO = {"weight": "weight_grad_out"}
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.groups.problem import OP, Options, Problem, check_values
 
 
 class Call(NamedTuple):
@@ -132,3 +129,18 @@ def empty_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     if kept.weight_grad_out is not None:
         made[1] = None
     return made
+
+
+def operator(name: str, *, states: bool = False, **functions: Any) -> Operator[Call, Any]:
+    """An operator of these functions."""
+    return Operator(
+        name,
+        op=OP,
+        fake_gradients=empty_gradients,
+        differentiable=("x", "weight", "bias", "row_scale"),
+        adds_to={"weight": "weight_grad_out"},
+        flops=flops,
+        gradient_flops=gradient_flops,
+        states=states,
+        **functions,
+    )

@@ -9,22 +9,9 @@ from torch import Tensor
 from onchip.fp8.torch_products import multiply
 from onchip.fp8.torch_quantize import quantize
 from onchip.frontend.torch_inputs import accumulator, torch_refusal
-from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.groups.problem import OP, sizes_of
-from onchip.groups.torch.call import (
-    ADDS_TO,
-    DIFFERENTIABLE,
-    Call,
-    Kept,
-    Outputs,
-    by_row,
-    check,
-    empty_gradients,
-    empty_outputs,
-    flops,
-    gradient_flops,
-    kept,
-)
+from onchip.frontend.torch_register import Made, Wanted
+from onchip.groups.problem import sizes_of
+from onchip.groups.torch.call import Call, Kept, Outputs, by_row, check, empty_gradients, empty_outputs, kept, operator
 
 
 def refusal(device: torch.device, *, named: bool) -> str | None:
@@ -160,16 +147,4 @@ def split(y: Tensor, gate_up: str) -> tuple[Tensor, Tensor]:
     return (y[:, :half], y[:, half:]) if gate_up == "concatenated" else (y[:, 0::2], y[:, 1::2])
 
 
-GROUPED = Operator(
-    "grouped_matmul_one_by_one",
-    op=OP,
-    forward=_forward,
-    fake=empty_outputs,
-    save=_save,
-    gradients=_gradients,
-    fake_gradients=empty_gradients,
-    differentiable=DIFFERENTIABLE,
-    adds_to=ADDS_TO,
-    flops=flops,
-    gradient_flops=gradient_flops,
-)
+GROUPED = operator("grouped_matmul_one_by_one", forward=_forward, fake=empty_outputs, save=_save, gradients=_gradients)

@@ -14,6 +14,7 @@ from onchip.fp8.torch_quantize import Quantized
 from onchip.frontend import torch_prepared as stated
 from onchip.groups.problem import ROWS, Options, Problem, are_short, tiles_together
 from onchip.groups.triton import kernels
+from onchip.groups.triton.fp8 import Weight
 from onchip.groups.triton.tiles import (
     APART_COLUMNS,
     FP8_DEPTH,
@@ -52,7 +53,7 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
     block = power_of_two(p.groups)
     tiles = max(1, min(128, _PLAN_ELEMENTS // block))
     arguments = {
-        "groups": stated.converted(groups, Tensor.contiguous),
+        "groups": contiguous(groups),
         "plan": into,
         "T": p.tokens,
         "G": p.groups,
@@ -68,8 +69,7 @@ def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
 def check_indices(indices: Tensor, limit: int, into: Tensor, of_plan: Tensor) -> Launch:
     """Look for indices that are out of range."""
     count = len(indices)
-    indices = stated.converted(indices, Tensor.contiguous)
-    arguments = {"indices": indices, "plan": of_plan, "checked": into, "T": count, "limit": limit}
+    arguments = {"indices": contiguous(indices), "plan": of_plan, "checked": into, "T": count, "limit": limit}
     return Launch(kernels.check_indices, (-(-count // _INDICES),), {**arguments, "BLOCK": _INDICES})
 
 
@@ -147,8 +147,9 @@ def _product_cut(
 
 
 def product(
-    x: Tensor,  # [T, K], or [M, K] with index
-    weight: Tensor,  # [G, N, K], any strides
+    x: Tensor
+    | Quantized,  # [T, K], or [M, K] with index; in FP8 as `quantize_rows` makes it
+    weight: Tensor | Weight,  # [G, N, K], any strides
     out: Tensor,  # [T, C]
     of_plan: Tensor,
     *,
@@ -158,19 +159,15 @@ def product(
     index: Tensor | None = None,
     before: Tensor | None = None,  # [T, N]
     options: Options | None = None,  # with their activation
-    x_scales: Tensor | None = None,  # [K / 128, rows of x], of FP8 numbers, ROWS rows for each tile
-    weight_scales: Tensor | None = None,  # [G, N / 128, K / 128]
     config: ProductConfig | None = None,
     tma: bool | None = None,
 ) -> Launch:
     """out = activation(x @ weight.T + bias) * row_scale of each group, and `before` what the activation is given."""
+    x, x_scales = (x, None) if isinstance(x, Tensor) else x
+    weight, weight_scales = (weight, None) if isinstance(weight, Tensor) else weight
     device = describe(out.device)
     tma = device.capability >= 90 if tma is None else tma
-    gated = 0
-    if options is not None and options.activation is not None:
-        gated = 1 if options.gate_up == "concatenated" else 2
-    if x.stride(1) != 1:
-        x = stated.converted(x, Tensor.contiguous)
+    gated, x = gates(options), in_rows(x)
     groups, n, k = weight.shape
     strides = weight.stride()
     turned = strides[2] != 1
@@ -216,8 +213,8 @@ def product(
         "weight": into,
         "x_scales": x_scales,
         "weight_scales": weight_scales,
-        "bias": None if bias is None else stated.converted(bias, Tensor.contiguous),
-        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
+        "bias": contiguous(bias),
+        "row_scale": contiguous(row_scale),
         "index": index,
         "out": ragged(out, of_out, rows) if of_cut["TMA_OUT"] else out,
         "product": ragged(before, of_product, rows) if of_cut["TMA_PRODUCT"] else before,
@@ -274,8 +271,8 @@ def _product_apart(
     arguments = {
         "x": ragged(x, step, rows, shared_descriptor),
         "weight": blocks,
-        "bias": None if bias is None else stated.converted(bias, Tensor.contiguous),
-        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
+        "bias": contiguous(bias),
+        "row_scale": contiguous(row_scale),
         "out": ragged(out, width, rows, shared_descriptor),
         "product": None if before is None else ragged(before, width, rows, shared_descriptor),
         "plan": of_plan,
@@ -348,7 +345,7 @@ def weight_gradient(
     """out = a.T @ b of each group's rows, or added to it."""
     device = describe(out.device)
     tma = device.capability >= 90 if tma is None else tma
-    a, b = (x if x.stride(1) == 1 else stated.converted(x, Tensor.contiguous) for x in (a, b))
+    a, b = in_rows(a), in_rows(b)
     groups, rows, columns = out.shape
     whole = all(index is None or x.shape[1] % _ALIGNED == 0 for x, index in ((a, a_index), (b, b_index)))
     if whole and not add and config is None and tma and _run_apart(device, (a, b, out)):
@@ -456,12 +453,12 @@ def product_gradient(
     options: Options,
 ) -> Launch:
     """From the gradient of the result's rows those of the product and of the scales."""
-    grad = grad if grad.stride(1) == 1 else stated.converted(grad, Tensor.contiguous)
+    grad = in_rows(grad)
     columns = grad.shape[1]
     arguments = {
         "grad": grad,
         "product": product,
-        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
+        "row_scale": contiguous(row_scale),
         "index": index,
         "out": out,
         "grad_scale": grad_scale,
@@ -469,7 +466,7 @@ def product_gradient(
         "grad_stride": grad.stride(0),
         "limit": len(grad),
         "C": columns,
-        "GATED": 0 if options.activation is None else 1 if options.gate_up == "concatenated" else 2,
+        "GATED": gates(options),
         "BLOCK": min(_COLUMNS, power_of_two(columns)),
     }
     return Launch(kernels.product_gradient, (tokens,), arguments)
@@ -478,7 +475,7 @@ def product_gradient(
 def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     """The sums over each group's rows."""
     groups, columns = out.shape
-    grad = grad if grad.stride(1) == 1 else stated.converted(grad, Tensor.contiguous)
+    grad = in_rows(grad)
     arguments = {"grad": grad, "out": out, "plan": of_plan, "grad_stride": grad.stride(0), "N": columns}
     return Launch(kernels.bias_gradient, (groups, -(-columns // 64)), {**arguments, "BLOCK_M": 64, "BLOCK": 64})
 
@@ -490,7 +487,7 @@ def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of
     block = min(_COLUMNS, power_of_two(columns))
     arguments = {
         "x": x,
-        "row_scale": None if row_scale is None else stated.converted(row_scale, Tensor.contiguous),
+        "row_scale": contiguous(row_scale),
         "order": order,
         "starts": starts,
         "out": out,
@@ -506,6 +503,22 @@ def _by_row(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Where in `index` each row is, row by row, and where each row's places begin."""
     ascending, order = torch.sort(index, stable=True)
     return order, torch.searchsorted(ascending, torch.arange(rows + 1, dtype=index.dtype, device=index.device))
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else stated.converted(x, Tensor.contiguous)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """A matrix whose columns are next to each other."""
+    return x if x.stride(1) == 1 else stated.converted(x, Tensor.contiguous)
+
+
+def gates(options: Options | None) -> int:
+    """How a product's columns are gate and up: PLAIN, CONCATENATED or INTERLEAVED of kernels.py."""
+    if options is None or options.activation is None:
+        return 0
+    return 1 if options.gate_up == "concatenated" else 2
 
 
 def suits(strides: Sequence[int], element_bytes: int) -> bool:

@@ -8,22 +8,8 @@ from torch import Tensor
 from onchip.fp8.torch_products import triton_refusal
 from onchip.fp8.torch_quantize import Quantized, operand
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.groups.problem import OP
-from onchip.groups.torch.call import (
-    ADDS_TO,
-    DIFFERENTIABLE,
-    Call,
-    Kept,
-    Outputs,
-    by_row,
-    check,
-    empty_gradients,
-    empty_outputs,
-    flops,
-    gradient_flops,
-    kept,
-)
+from onchip.frontend.torch_register import Made, Wanted
+from onchip.groups.torch.call import Call, Kept, Outputs, by_row, check, empty_gradients, empty_outputs, kept, operator
 from onchip.groups.triton import fp8
 from onchip.groups.triton.tiles import plan_numbers
 from onchip.kernels.triton.launch import device_refusal
@@ -100,10 +86,8 @@ def _forward(call: Call) -> TritonOutputs:
             out, before = before, None
         else:
             out = stated.empty((p.tokens, p.columns), call.cast_x.dtype, call.x.device)
-    x, weight, index = call.cast_x, by_row(call.cast_weight, options), made.read
-    x_scales = weight_scales = None
-    if options.precision == "fp8":
-        (x, x_scales), (weight, weight_scales), index = *_quantized(call, made), None
+    in_fp8 = options.precision == "fp8"
+    x, weight = _quantized(call, made) if in_fp8 else (call.cast_x, by_row(call.cast_weight, options))
     launches.product(
         x,
         weight,
@@ -112,11 +96,9 @@ def _forward(call: Call) -> TritonOutputs:
         tokens=p.tokens,
         bias=call.bias,
         row_scale=None if made.write is not None else call.row_scale,
-        index=index,
+        index=None if in_fp8 else made.read,
         before=before,
         options=options,
-        x_scales=x_scales,
-        weight_scales=weight_scales,
     ).run()
     if made.write is not None and result.numel() > 0:
         launches.sum_rows(out, call.row_scale, made.write, result, made.plan, p.groups).run()
@@ -180,20 +162,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     if grad_x is not None:
         assert kept.weight is not None
         into = grad_x if kept.rows is None else stated.empty((p.tokens, p.k), grad_x.dtype, grad_x.device)
-        if d_rows is None:
-            launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
-        else:
-            assert kept.weight_scales is not None
+        of_d: Tensor | Quantized = d
+        weight: Tensor | fp8.Weight = by_row(kept.weight, options).mT
+        if d_rows is not None and kept.weight_scales is not None:
+            of_d = d_rows
             weight = fp8.by_group(Quantized(kept.weight, kept.weight_scales), p.groups, p.k, p.n)
-            launches.product(
-                d_rows.data,
-                weight.data,
-                into,
-                plan,
-                tokens=p.tokens,
-                x_scales=d_rows.scales,
-                weight_scales=weight.scales,
-            ).run()
+        launches.product(of_d, weight, into, plan, tokens=p.tokens).run()
         if kept.rows is not None and grad_x.numel() > 0:
             launches.sum_rows(into, None, kept.rows, grad_x, plan, p.groups).run()
         del into  # before a copy of x's rows
@@ -202,8 +176,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
         assert gradient is not None
         add, limit = grad_weight is None, p.source_rows
-        if d_columns is not None:
-            assert kept.x_scales is not None
+        if d_columns is not None and kept.x_scales is not None:
             pair = d_columns, Quantized(kept.x, kept.x_scales)
             pair = pair if options.weight_layout == "gnk" else pair[::-1]
             launch = launches.scaled_weight_gradient(*pair, gradient, plan, add=add)
@@ -227,17 +200,4 @@ def of_nothing(plan: Tensor, groups: int) -> Tensor:
     return torch.zeros_like(group, dtype=torch.float32).where(group < plan[3], torch.nan)
 
 
-GROUPED = Operator(
-    "grouped_matmul",
-    op=OP,
-    forward=_forward,
-    fake=_fake,
-    save=_save,
-    gradients=_gradients,
-    fake_gradients=empty_gradients,
-    differentiable=DIFFERENTIABLE,
-    adds_to=ADDS_TO,
-    flops=flops,
-    gradient_flops=gradient_flops,
-    states=True,
-)
+GROUPED = operator("grouped_matmul", forward=_forward, fake=_fake, save=_save, gradients=_gradients, states=True)
