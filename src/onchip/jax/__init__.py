@@ -11,8 +11,9 @@ from onchip.frontend.topk import TopK
 from onchip.ops.collective_matmul.jax_op import all_gather_matmul, matmul_reduce_scatter
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.ops.fp8_linear.jax_op import fp8_linear
-from onchip.ops.grouped_matmul.jax_moe import MoEParams, MoEStats, init_moe, moe, update_correction_bias
+from onchip.ops.grouped_matmul.jax_moe import MoEParams, init_moe, moe, update_correction_bias
 from onchip.ops.grouped_matmul.jax_op import grouped_matmul
+from onchip.ops.grouped_matmul.moe import MoEStats
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy
 from onchip.ops.linear_cross_entropy.jax_sharded import sharded_linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd

@@ -14,7 +14,8 @@ from onchip.ops.collective_matmul.torch_op import all_gather_matmul, matmul_redu
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
 from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears, weights_unchanged
 from onchip.ops.fp8_linear.torch_op import fp8_linear, quantize_activation, quantize_weight
-from onchip.ops.grouped_matmul.torch_moe import MoE, MoEStats
+from onchip.ops.grouped_matmul.moe import MoEStats
+from onchip.ops.grouped_matmul.torch_moe import MoE
 from onchip.ops.grouped_matmul.torch_op import grouped_matmul
 from onchip.ops.linear_cross_entropy.torch_module import LMHead, lm_loss
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy

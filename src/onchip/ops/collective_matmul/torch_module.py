@@ -78,18 +78,26 @@ class _ParallelLinear(Module):
             if self.bias is not None:
                 self.bias.copy_(self._part(whole.bias))
 
-    def _take(self, linear: Module) -> Self:
-        """This layer, with copies of its part of the parameters of `linear`, and its training mode."""
+    @classmethod
+    def _of(cls, linear: Module, group: "ProcessGroup | None", **options: Any) -> Self:
+        """A layer with copies of its part of the parameters of a plain nn.Linear, and its training mode."""
+        require_linear(f"{cls.__name__}.from_linear", linear)
+        assert isinstance(linear, Linear)
+        bias: Tensor | None = linear.bias
+        sizes = linear.in_features, linear.out_features
+        made = cls(*sizes, group, bias is not None, "meta", linear.weight.dtype, **options)
         for name, whole in linear.named_parameters():
-            setattr(self, name, Parameter(self._part(whole.detach()).clone(), whole.requires_grad))
-        return self.train(linear.training)
+            setattr(made, name, Parameter(made._part(whole.detach()).clone(), whole.requires_grad))
+        return made.train(linear.training)
 
     def _part(self, whole: Tensor) -> Tensor:
         """This rank's part of a weight or bias.  A bias has no dimension 1: then all ranks have all of it."""
         return whole.chunk(self.ranks, self._split)[self.rank] if whole.ndim > self._split else whole
 
-    def _grad_out(self) -> Tensor | None:
-        return main_grad_of(type(self).__name__, self.weight) if self.main_grad else None
+    def _keywords(self) -> dict[str, Any]:
+        """What the function is called with beside x, the weight and the group."""
+        out = main_grad_of(type(self).__name__, self.weight) if self.main_grad else None
+        return {"bias": self.bias, "weight_grad_out": out, "backend": self.backend, "precision": self.precision}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """With the same group, which can't be copied."""
@@ -106,18 +114,6 @@ class _ParallelLinear(Module):
         given |= {"main_grad": (self.main_grad, False), "backend": (self.backend, "auto")}
         given |= {"precision": (self.precision, "full")}
         return ", ".join([own, *(f"{k}={x!r}" for k, (x, default) in given.items() if x != default)])
-
-
-def _whole(name: str, linear: Module) -> Linear:
-    """What from_linear is given, if it is a plain nn.Linear."""
-    require_linear(f"{name}.from_linear", linear)
-    assert isinstance(linear, Linear)
-    return linear
-
-
-def _has_bias(linear: Linear) -> bool:
-    bias: Tensor | None = linear.bias
-    return bias is not None
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -193,33 +189,13 @@ class ColumnParallelLinear(_ParallelLinear):
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
             ValueError: features that the ranks can't share evenly.
         """
-        of = _whole(cls.__name__, linear)
-        made = cls(
-            of.in_features,
-            of.out_features,
-            group,
-            _has_bias(of),
-            "meta",
-            of.weight.dtype,
-            keep_gathered=keep_gathered,
-            main_grad=main_grad,
-            backend=backend,
-            precision=precision,
-        )
-        return made._take(of)
+        options = {"main_grad": main_grad, "backend": backend, "precision": precision}
+        return cls._of(linear, group, keep_gathered=keep_gathered, **options)
 
     def forward(self, x_shard: Tensor) -> Tensor:
         """[T, ..., out_features / n] of [T/n, ..., in_features]."""
-        return all_gather_matmul(
-            x_shard,
-            self.weight,
-            self.group,
-            bias=self.bias,
-            keep_gathered=self.keep_gathered,
-            weight_grad_out=self._grad_out(),
-            backend=self.backend,
-            precision=self.precision,
-        )
+        options = self._keywords() | {"keep_gathered": self.keep_gathered}
+        return all_gather_matmul(x_shard, self.weight, self.group, **options)
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 
@@ -259,23 +235,11 @@ class RowParallelLinear(_ParallelLinear):
         precision: Precision = "full",
     ) -> Self:
         """As of `ColumnParallelLinear`."""
-        of = _whole(cls.__name__, linear)
-        sizes = of.in_features, of.out_features
-        options: dict[str, Any] = {"main_grad": main_grad, "backend": backend, "precision": precision}
-        made = cls(*sizes, group, _has_bias(of), "meta", of.weight.dtype, **options)
-        return made._take(of)
+        return cls._of(linear, group, main_grad=main_grad, backend=backend, precision=precision)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T/n, ..., out_features] of [T, ..., in_features / n]."""
-        return matmul_reduce_scatter(
-            x,
-            self.weight,
-            self.group,
-            bias=self.bias,
-            weight_grad_out=self._grad_out(),
-            backend=self.backend,
-            precision=self.precision,
-        )
+        return matmul_reduce_scatter(x, self.weight, self.group, **self._keywords())
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 

@@ -13,7 +13,7 @@ from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, requi
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool, require_int, require_positive
 from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
-from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_groups, check_routing, check_sizes
+from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, MoEStats, Scoring, check_groups, check_routing, check_sizes
 
 OP = "moe"
 _BIASES = ("router_bias", "gate_up_bias", "down_bias")
@@ -38,22 +38,6 @@ class MoEParams(NamedTuple):
     """[E, 2 F], or None."""
     down_bias: Any = None
     """[E, H], or None."""
-
-
-class MoEStats(NamedTuple):
-    """How tokens were spread over the experts."""
-
-    counts: jax.Array
-    """[E] int32: the tokens that went to each expert."""
-    fraction: jax.Array
-    """[E] float32: `counts` divided by their sum."""
-    mean_prob: jax.Array
-    """[E] float32: the part of each expert in a token's scores, the mean over tokens."""
-    aux_loss: jax.Array
-    """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), 1 if both are even.  Its gradient is that of
-    mean_prob."""
-    z_loss: jax.Array
-    """0-d float32: the mean over tokens of logsumexp(logits)**2, which keeps the router's logits small."""
 
 
 def init_moe(
@@ -111,7 +95,7 @@ def moe(
     n_group: int = 1,
     topk_group: int = 1,
     backend: Backend = "auto",
-) -> tuple[jax.Array, MoEStats]:
+) -> tuple[jax.Array, MoEStats[jax.Array]]:
     r"""A mixture-of-experts layer with SwiGLU experts.  Each token goes to all of its experts: there is no capacity.
 
     With scores s = softmax(router @ x) in float32, or their sigmoid, and over the top_k experts e of largest s, for

@@ -1,7 +1,7 @@
 """What the mixture-of-experts layers of both frameworks agree on: options and sizes.  No framework."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from onchip.frontend.options import require_bool, require_int, require_one_of, require_positive
 
@@ -9,6 +9,25 @@ Scoring = Literal["softmax", "sigmoid"]
 SCORINGS = get_args(Scoring)
 LEAST_TOTAL = 1e-20
 """Added to a sum of scores before it divides, as DeepSeek-V3 has it: sigmoids may all be 0."""
+
+
+A = TypeVar("A")
+
+
+class MoEStats(NamedTuple, Generic[A]):
+    """How tokens were spread over the experts.  Both losses have gradients, and so has `mean_prob`."""
+
+    counts: A
+    """[E] int32: the tokens that went to each expert."""
+    fraction: A
+    """[E] float32: `counts` divided by their sum."""
+    mean_prob: A
+    """[E] float32: the part of each expert in a token's scores, the mean over tokens."""
+    aux_loss: A
+    """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), 1 if both are even.  Its gradient is that of
+    mean_prob."""
+    z_loss: A
+    """0-d float32: the mean over tokens of logsumexp(logits)**2, which keeps the router's logits small."""
 
 
 def check_sizes(op: str, sizes: Mapping[str, Any], may_be_0: Collection[str] = ()) -> None:

@@ -3,7 +3,7 @@
 Written for reading, not for speed; the maths is in the package's docstring.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,18 +29,16 @@ def grouped_matmul(
     group_sizes: npt.ArrayLike | None = None,  # [G]
     *,
     group_offsets: npt.ArrayLike | None = None,  # [G]
-    weight_layout: str = "gnk",
     bias: npt.ArrayLike | None = None,  # [G, N]
     row_scale: npt.ArrayLike | None = None,  # [T]
-    activation: str | None = None,
-    gate_up: str = "concatenated",
     rows: npt.ArrayLike | None = None,  # [T]
     scatter_rows: npt.ArrayLike | None = None,  # [T]
-    num_rows: int | None = None,
     grad_out: npt.ArrayLike | None = None,  # as the result; None: ones
+    **words: Any,  # weight_layout, activation, gate_up, num_rows
 ) -> Result:
     """One group after the other."""
-    options = Options(weight_layout, activation, gate_up, num_rows)  # type: ignore[arg-type]
+    options = Options(**words)
+    turned, activation, gate_up = options.weight_layout == "gkn", options.activation, options.gate_up
     which, given = check_one_of_two(group_sizes, group_offsets)
     arrays = {"x": x, "weight": weight, which: given, "bias": bias, "row_scale": row_scale, "rows": rows}
     arrays["scatter_rows"] = scatter_rows
@@ -52,7 +50,7 @@ def grouped_matmul(
     write = np.arange(p.tokens) if write is None else write
 
     source, w = np.asarray(x, np.float64), np.asarray(weight, np.float64)
-    w = w.swapaxes(1, 2) if weight_layout == "gkn" else w
+    w = w.swapaxes(1, 2) if turned else w
     b = np.zeros((p.groups, p.n)) if bias is None else np.asarray(bias, np.float64)
     c = np.ones(p.tokens) if row_scale is None else np.asarray(row_scale, np.float64)
     out = np.zeros((p.out_rows, p.columns))
@@ -73,7 +71,7 @@ def grouped_matmul(
         np.add.at(grad_x, read[mine], d @ w[i])
         grad_w[i] = d.T @ xi
         grad_b[i] = d.sum(0)
-    return Result(out, grad_x, grad_w.swapaxes(1, 2) if weight_layout == "gkn" else grad_w, grad_b, grad_c)
+    return Result(out, grad_x, grad_w.swapaxes(1, 2) if turned else grad_w, grad_b, grad_c)
 
 
 def split(y: Array, gate_up: str) -> tuple[Array, Array]:

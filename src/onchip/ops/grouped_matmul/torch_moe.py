@@ -13,24 +13,8 @@ from onchip.frontend.options import require_bool, require_positive
 from onchip.frontend.torch_inputs import DTYPES, LOSS_DTYPES, accumulator, dtype_name, require_tensor
 from onchip.frontend.torch_types import Backend
 from onchip.groups.problem import WeightLayout
-from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, Scoring, check_groups, check_routing, check_sizes
+from onchip.ops.grouped_matmul.moe import LEAST_TOTAL, MoEStats, Scoring, check_groups, check_routing, check_sizes
 from onchip.ops.grouped_matmul.torch_op import BACKENDS, grouped_matmul
-
-
-class MoEStats(NamedTuple):
-    """How tokens were spread over the experts.  Both losses have gradients, and so has `mean_prob`."""
-
-    counts: Tensor
-    """[E] int32: the tokens that went to each expert."""
-    fraction: Tensor
-    """[E] float32: `counts` divided by their sum."""
-    mean_prob: Tensor
-    """[E] float32: the part of each expert in a token's scores, the mean over tokens."""
-    aux_loss: Tensor
-    """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), 1 if both are even.  Its gradient is that of
-    mean_prob."""
-    z_loss: Tensor
-    """0-d float32: the mean over tokens of logsumexp(logits)**2, which keeps the router's logits small."""
 
 
 class Routing(NamedTuple):
@@ -275,8 +259,8 @@ class MoE(nn.Module):
     @overload
     def forward(self, x: Tensor, *, return_stats: Literal[False] = False) -> Tensor: ...
     @overload
-    def forward(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, MoEStats]: ...
-    def forward(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]:
+    def forward(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, MoEStats[Tensor]]: ...
+    def forward(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats[Tensor]]:
         """See the class."""
         require_tensor("MoE", "x", x)
         require_bool("MoE", "return_stats", return_stats)
@@ -361,8 +345,8 @@ class MoE(nn.Module):
         @overload
         def __call__(self, x: Tensor, *, return_stats: Literal[False] = False) -> Tensor: ...
         @overload
-        def __call__(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, MoEStats]: ...
-        def __call__(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]: ...
+        def __call__(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, MoEStats[Tensor]]: ...
+        def __call__(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats[Tensor]]: ...
 
     def extra_repr(self) -> str:
         """Sizes, and the options that differ from their defaults."""
@@ -381,7 +365,7 @@ class MoE(nn.Module):
         return ", ".join([sizes, *(f"{name}={x!r}" for name, (x, default) in given.items() if x != default)])
 
 
-def moe_stats(logits: Tensor, routing: Routing, groups: Groups) -> MoEStats:
+def moe_stats(logits: Tensor, routing: Routing, groups: Groups) -> MoEStats[Tensor]:
     """How router logits [T, E] spread the tokens; without tokens all zeros."""
     counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     tokens = max(logits.shape[0], 1)
