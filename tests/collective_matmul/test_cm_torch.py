@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -29,17 +30,25 @@ from onchip.torch import ColumnParallelLinear, RowParallelLinear, all_gather_mat
 OPS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 T, N, K = 12, 18, 24
+FULL, FP8 = {}, {"precision": "fp8"}
 
 
-def drawn(group, op, dtype=torch.float32, *, tokens=T, seed=0):
+def drawn(group, op, dtype=torch.float32, *, how=FULL, seed=0):
     """x, weight and bias of this rank, as leaves, the bias of SCATTER alike on all ranks, and an upstream gradient."""
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     g = torch.Generator().manual_seed(seed + own)
+    tokens = 128 * ranks if how == FP8 else T
     rows = tokens // ranks if op == GATHER else tokens
     x, weight = (torch.randn(s, generator=g).to(dtype) for s in ((rows, K), (N, K)))
     up = torch.randn(tokens if op == GATHER else tokens // ranks, N, generator=g).to(dtype)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(7)).to(dtype)
     return *(a.requires_grad_() for a in (x, weight, bias)), up
+
+
+def each_way(how):
+    """Both functions, and their options."""
+    keeps = [(GATHER, {"keep_gathered": True})] if how == FULL else []
+    return [(op, partial(OPS[op], **how, **more)) for op, more in [(GATHER, {}), *keeps, (SCATTER, {})]]
 
 
 def oracle_in_every_dtype(group):
@@ -76,10 +85,10 @@ def twice_the_error_of_the_plain_layer(group):
         assert error <= 2 * of_plain, (op, error, of_plain)
 
 
-def same_bits(group):
+def same_bits(group, how=FULL):
     """In every run and every backward; and SCATTER's bias gets the same gradient on every rank."""
-    for op, function in OPS.items():
-        x, weight, bias, up = drawn(group, op)
+    for op, function in each_way(how):
+        x, weight, bias, up = drawn(group, op, how=how)
         first, again = (function(x, weight, group, bias=bias) for _ in range(2))
         assert torch.equal(first, again)
         grads = [torch.autograd.grad(first, (x, weight, bias), up, retain_graph=True) for _ in range(2)]
@@ -92,38 +101,30 @@ def same_bits(group):
             assert all(torch.equal(every[0], other) for other in every)
 
 
-def some_gradients(group):
+def some_gradients(group, how=FULL):
     """Each alone is the one of all together."""
-    for op, function in OPS.items():
-        leaves = drawn(group, op)
-        up = leaves[3]
-        options = [{}, {"keep_gathered": True}] if op == GATHER else [{}]
-        for more in options:
-            every = torch.autograd.grad(function(leaves[0], leaves[1], group, bias=leaves[2], **more), leaves[:3], up)
-            for i, right in enumerate(every):
-                given = [a if i == j else a.detach() for j, a in enumerate(leaves[:3])]
-                out = function(given[0], given[1], group, bias=given[2], **more)
-                (alone,) = torch.autograd.grad(out, [given[i]], up)
-                assert torch.equal(alone, right), (op, i)
-                out = function(leaves[0], leaves[1], group, bias=leaves[2], **more)
+    for op, function in each_way(how):
+        *leaves, up = drawn(group, op, how=how)
+        every = torch.autograd.grad(function(leaves[0], leaves[1], group, bias=leaves[2]), leaves, up)
+        for i, right in enumerate(every):
+            given = [a if i == j else a.detach() for j, a in enumerate(leaves)]
+            for x, weight, bias in (given, leaves):
+                out = function(x, weight, group, bias=bias)
                 assert torch.equal(torch.autograd.grad(out, leaves[i], up)[0], right), (op, i)
 
 
-def main_gradients(group):
+def main_gradients(group, how=FULL):
     """Two micro-batches are added to memory of the caller's."""
-    for op, function in OPS.items():
-        for dtype, more in itertools.product((torch.float32, torch.bfloat16), ({}, {"keep_gathered": True})):
-            if more and op == SCATTER:
-                continue
-            main, total = torch.ones(N, K), torch.ones(N, K)
-            for seed in (0, 5):
-                x, weight, _, up = drawn(group, op, dtype, seed=seed)
-                function(x, weight, group, weight_grad_out=main, **more).backward(up)
-                assert weight.grad is None
-                wide = [a.detach().float().requires_grad_() for a in (x, weight)]
-                total += torch.autograd.grad(function(*wide, group, **more), wide[1], up.float())[0]
-                assert x.grad.dtype == dtype
-            torch.testing.assert_close(main, total)
+    for (op, function), dtype in itertools.product(each_way(how), (torch.float32, torch.bfloat16)):
+        main, total = torch.ones(N, K), torch.ones(N, K)
+        for seed in (0, 5):
+            x, weight, _, up = drawn(group, op, dtype, how=how, seed=seed)
+            function(x, weight, group, weight_grad_out=main).backward(up)
+            assert weight.grad is None
+            wide = [a.detach().float().requires_grad_() for a in (x, weight)]
+            total += torch.autograd.grad(function(*wide, group), wide[1], up.float())[0]
+            assert x.grad.dtype == dtype
+        torch.testing.assert_close(main, total)
 
 
 def autocast(group):
@@ -144,10 +145,10 @@ def autocast(group):
             torch.testing.assert_close(a.bfloat16(), b)
 
 
-def strides(group):
+def strides(group, how=FULL):
     """What isn't contiguous is the same."""
-    for op, function in OPS.items():
-        x, weight, bias, up = drawn(group, op)
+    for op, function in each_way(how):
+        x, weight, bias, up = drawn(group, op, how=how)
         right = torch.autograd.grad(function(x, weight, group, bias=bias), (x, weight, bias), up)
         wide = torch.zeros(2 * len(x), 2 * K)
         wide[::2, ::2] = x.detach()
@@ -157,25 +158,17 @@ def strides(group):
         for a, b in zip(made, right, strict=True):
             torch.testing.assert_close(a, b)
         out = function(x, weight, group)
-        for a, b in zip(
-            torch.autograd.grad(out.sum(), (x, weight), retain_graph=True),
-            torch.autograd.grad(out, (x, weight), torch.ones_like(out)),
-            strict=True,
-        ):
+        summed = torch.autograd.grad(out.sum(), (x, weight), retain_graph=True)
+        for a, b in zip(summed, torch.autograd.grad(out, (x, weight), torch.ones_like(out)), strict=True):
             torch.testing.assert_close(a, b)
 
 
-def second_derivatives(group):
-    for op, function in OPS.items():
-        x, weight, _, _ = drawn(group, op)
+def second_derivatives_and_checkpoints(group, how=FULL):
+    for op, function in each_way(how):
+        x, weight, _, up = drawn(group, op, how=how)
         (grad,) = torch.autograd.grad(function(x, weight, group).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match=f"{op}: a backward of the backward is not supported"):
             grad.sum().backward()
-
-
-def checkpointing(group):
-    for op, function in OPS.items():
-        x, weight, _, up = drawn(group, op)
         right = torch.autograd.grad(function(x, weight, group), (x, weight), up)
         out = checkpoint(partial(function, group=group), x, weight, use_reentrant=False)
         assert all(map(torch.equal, torch.autograd.grad(out, (x, weight), up), right))
@@ -185,26 +178,25 @@ def checkpointing(group):
 def recorded():
     """What happens in the order in which it does, and the bytes that this rank sends."""
     events, sent = [], []
-    exchange, wait, linear, product = torch_ring._exchange, torch_ring._wait, torch_products.linear, torch_products.product
 
     def noted(name, function):
         def run(*args, **more):
             events.append(name)
+            if name == "exchange":
+                sent.append(args[1].nbytes)
             return function(*args, **more)
 
         return run
 
-    def noted_exchange(ring, send, receive):
-        sent.append(send.numel() * send.element_size())
-        events.append("exchange")
-        return exchange(ring, send, receive)
-
-    torch_ring._exchange, torch_ring._wait = noted_exchange, noted("wait", wait)
-    torch_products.linear, torch_products.product = noted("product", linear), noted("product", product)
-    try:
+    with contextlib.ExitStack() as stack:
+        for module, attribute, name in (
+            (torch_ring, "_exchange", "exchange"),
+            (torch_ring, "_wait", "wait"),
+            (torch_products, "linear", "product"),
+            (torch_products, "product", "product"),
+        ):
+            stack.enter_context(mock.patch.object(module, attribute, noted(name, getattr(module, attribute))))
         yield events, sent
-    finally:
-        torch_ring._exchange, torch_ring._wait, torch_products.linear, torch_products.product = exchange, wait, linear, product
 
 
 def each_exchange_is_under_a_product(group):
@@ -348,19 +340,15 @@ def modules(group):
                 make()
 
 
-def compiled(group):
+def compiled(group, how=FULL):
     """With fullgraph, forward and backward."""
-    for op, more in ((GATHER, {}), (GATHER, {"keep_gathered": True}), (SCATTER, {})):
-        function = partial(OPS[op], **more)
-        x, weight, bias, up = drawn(group, op)
+    for op, function in each_way(how):
+        x, weight, bias, up = drawn(group, op, how=how)
         right = function(x, weight, group, bias=bias)
         made = torch.compile(function, backend="aot_eager", fullgraph=True)(x, weight, group, bias=bias)
         torch.testing.assert_close(made, right)
-        for a, b in zip(
-            torch.autograd.grad(made, (x, weight, bias), up),
-            torch.autograd.grad(right, (x, weight, bias), up),
-            strict=True,
-        ):
+        both = (torch.autograd.grad(out, (x, weight, bias), up) for out in (made, right))
+        for a, b in zip(*both, strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -387,9 +375,13 @@ def fully_sharded(group):
 
 CHECKS = (
     oracle_in_every_dtype, twice_the_error_of_the_plain_layer, same_bits, some_gradients, main_gradients, autocast,
-    strides, second_derivatives, checkpointing, each_exchange_is_under_a_product, memory, uneven_tokens, modules,
+    strides, second_derivatives_and_checkpoints, each_exchange_is_under_a_product, memory, uneven_tokens, modules,
     differing_calls,
 )  # fmt: skip
+IN_FP8 = tuple(
+    partial(check, how=FP8)
+    for check in (same_bits, some_gradients, main_gradients, strides, second_derivatives_and_checkpoints)
+)
 
 
 def run(rank, ranks, meeting, checks):
@@ -403,7 +395,7 @@ def run(rank, ranks, meeting, checks):
             try:
                 check(group)
             except BaseException as error:
-                error.add_note(f"in {check.__name__} with {dist.get_world_size(group)} ranks")
+                error.add_note(f"in {check} with {dist.get_world_size(group)} ranks")
                 raise
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
         with pytest.raises(ValueError, match="all_gather_matmul: this process is no rank of group; call it on the g"):
@@ -413,12 +405,13 @@ def run(rank, ranks, meeting, checks):
 
 
 def test_three_processes(tmp_path):
-    torch.multiprocessing.spawn(run, (3, str(tmp_path / "meeting"), CHECKS), nprocs=3)
+    torch.multiprocessing.spawn(run, (3, str(tmp_path / "meeting"), CHECKS + IN_FP8), nprocs=3)
 
 
 @pytest.mark.slow
 def test_four_processes_and_compiled(tmp_path):
-    torch.multiprocessing.spawn(run, (4, str(tmp_path / "meeting"), (compiled, fully_sharded, *CHECKS)), nprocs=4)
+    checks = compiled, partial(compiled, how=FP8), fully_sharded, *CHECKS, *IN_FP8
+    torch.multiprocessing.spawn(run, (4, str(tmp_path / "meeting"), checks), nprocs=4)
 
 
 @pytest.mark.slow

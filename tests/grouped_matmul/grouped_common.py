@@ -83,10 +83,10 @@ def turned(arguments):
     return arguments | {"weight": weight, "weight_layout": "gkn"}
 
 
-def assert_rows_past_the_last_group_are_not_read(**more):
+def assert_rows_past_the_last_group_are_not_read(device="cpu", **more):
     """Nor their scales, indices and gradients; what they would write is 0."""
     for case in (PLAIN, EVERYTHING):
-        arguments, grad = problem(case)
+        arguments, grad = problem(case, device=device)
         expected, last = step(arguments, grad, **more), sum(case.sizes)
         with torch.no_grad():
             if "rows" in arguments:

@@ -9,27 +9,21 @@ NaN, so a result that depends on it is NaN too.
 import sys
 from unittest import mock
 
-import pytest
 import torch
 from grouped_common import (
     EVERYTHING,
     FP8,
     FP8_EVERYTHING,
-    NAMES,
     PLAIN,
     WRONG_SIZES,
     assert_equal,
     assert_nan,
     assert_nan_from_the_first_wrong_group_on,
-    assert_rows_past_the_last_group_are_not_read,
-    assert_same,
-    fp8_oracle,
-    oracle,
     problem,
-    step,
-    strided,
-    turned,
 )
+from grouped_contract import CHECKS as CONTRACT
+from grouped_contract import On
+from grouped_contract import fp8 as fp8_products
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import main, registering
@@ -48,8 +42,8 @@ CASES = {case.name: (case, i % 2) for i, case in enumerate(CHECK_CASES)}
 WIDE = Case("wide", (130, 3), 512, 72, row_scale=True, options=SWIGLU)
 
 
-def kernels(arguments, grad, **more):
-    return step(arguments, grad, backend="triton", **more)
+INTERPRETED = On("cpu", "triton")
+kernels = INTERPRETED.step
 
 
 @check(*CASES)
@@ -75,29 +69,9 @@ def pointers():
             assert_within_bounds(CHECKER.check_case(problem, torch.float16, backend="triton"))
 
 
-@check()
-def strides():
-    arguments, grad = problem()
-    expected = kernels(arguments, grad)
-    assert_equal(kernels(arguments, grad), expected)
-    for name in ("x", "weight", "bias", "row_scale", "rows"):
-        arguments[name] = strided(arguments[name]) if name != "rows" else arguments[name].repeat_interleave(2)[::2]
-    assert_same(kernels(arguments, strided(grad)), expected, 1e-6)
-    arguments, _ = problem(PLAIN)
-    grad = torch.randn(1).expand(PLAIN.tokens, PLAIN.n)
-    assert_same(kernels(arguments, grad), oracle(arguments, grad))
-
-
-@check("gnk", "gkn")
-def added(layout):
-    """A float32 main gradient over two micro-batches."""
-    arguments, grad = problem(PLAIN, torch.float16)
-    if layout == "gkn":
-        arguments = turned(arguments)
-    total = torch.full(arguments["weight"].shape, 0.5)
-    for _ in range(2):
-        grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
-    assert_same({"grad_weight": (total - 0.5) / 2}, oracle(arguments, grad), 1e-6)
+@check(*CONTRACT)
+def contract(name):
+    CONTRACT[name](INTERPRETED)
 
 
 class Watched(TorchDispatchMode):
@@ -114,45 +88,6 @@ def registered():
         expected = kernels(arguments, grad)
         with Watched():
             assert_equal(kernels(arguments, grad), expected)
-
-
-@check()
-def offsets():
-    arguments, grad = problem()
-    expected = kernels(arguments, grad)
-    offsets = arguments.pop("group_sizes").long().cumsum(0)
-    assert_equal(kernels(arguments | {"group_offsets": offsets}, grad), expected)
-
-
-@check()
-def some_gradients():
-    arguments, grad = problem()
-    for needed in (("x",), ("row_scale",), ("weight", "bias")):
-        for name in NAMES:
-            arguments[name].requires_grad_(name in needed)
-        assert_same(kernels(arguments, grad), oracle(arguments, grad))
-
-
-@check()
-def tails():
-    assert_rows_past_the_last_group_are_not_read(backend="triton")
-
-
-@check()
-def a_nan_stays_in_its_group():
-    """The blocks that the weights' gradients are sums over reach into the next group."""
-    arguments, grad = problem(PLAIN)
-    with torch.no_grad():
-        arguments["x"][20] = torch.nan  # the first of the last group
-        grad[19] = torch.nan  # the last of the first
-    made = kernels(arguments, grad)
-    assert made["out"][20].isnan().all()
-    assert made["grad_weight"][[0, 2]].isnan().all()
-    assert not made["grad_weight"][1].any()
-    assert made["grad_x"][19].isnan().all()
-    rest = torch.arange(PLAIN.tokens)
-    assert made["out"][rest != 20].isfinite().all()
-    assert made["grad_x"][rest != 19].isfinite().all()
 
 
 WRONG = {"rows below": -1, "rows above": 12, "scatter_rows below": -(2**31), "scatter_rows above": 14}
@@ -180,28 +115,8 @@ def fp8(how):
 
     device = Device(89, 3, 101376) if how == "pointers" else Device(90, 4, 232448)
     with mock.patch.object(launches, "describe", return_value=device):
-        for problem_, dtype in ((FP8, torch.float16), (FP8_EVERYTHING, torch.float32)):
-            arguments, grad = problem(problem_, dtype)
-            if how == "gkn":
-                arguments = turned(arguments)
-            if how == "interleaved" and problem_ is FP8_EVERYTHING:
-                arguments["gate_up"] = how
-            expected = fp8_oracle(arguments, grad)
-            assert_same(kernels(arguments, grad, precision="fp8"), expected, 1e-3 if problem_ is FP8 else 1e-5)
-
-
-@check()
-def fp8_for_some_gradients_and_added():
-    arguments, grad = problem(FP8_EVERYTHING)
-    expected = fp8_oracle(arguments, grad)
-    for needed in (("x",), ("weight", "row_scale")):
-        for name in NAMES:
-            arguments[name].requires_grad_(name in needed)
-        assert_same(kernels(arguments, grad, precision="fp8"), expected)
-    total = torch.full(arguments["weight"].shape, 0.5)
-    for _ in range(2):
-        grouped_matmul(**arguments, backend="triton", precision="fp8", weight_grad_out=total).backward(grad)
-    assert_same({"grad_weight": (total - 0.5) / 2}, expected)
+        fp8_products(INTERPRETED, how, FP8, torch.float16)
+        fp8_products(INTERPRETED, how, FP8_EVERYTHING, torch.float32)
 
 
 @check()
@@ -247,21 +162,12 @@ def no_rows_at_all():
         assert not any(x[0].any() for x in weights.values())
 
 
-@check()
-def differentiated_twice():
-    arguments, grad = problem()
-    out = grouped_matmul(**arguments, backend="triton")
-    (g,) = torch.autograd.grad(out, arguments["weight"], grad, create_graph=True)
-    with pytest.raises(RuntimeError, match="a backward of the backward is not supported"):
-        g.sum().backward()
-
-
 # Parts of "everything", and further wrong numbers.
 SLOW = (
     *(f"case-{x}" for x in ("even", "odd sizes", "all in one group", "one number", "bias", "row scales", "rows")),
     "case-scatter",
-    "wide-1", "added-gkn", "wrong-rows above", "wrong-scatter_rows below",
-    "fp8-gkn", "fp8-interleaved", "fp8-pointers", "fp8_for_some_gradients_and_added",
+    "wide-1", "wrong-rows above", "wrong-scatter_rows below",
+    "fp8-gkn", "fp8-interleaved", "fp8-pointers",
     "fp8_registered_and_without_rows",
     "wrong_sizes-sizes whose sum overflows", "wrong_sizes-offsets past the end", "wrong_sizes-a negative offset",
 )  # fmt: skip

@@ -15,9 +15,9 @@ from grouped_common import (
     oracle,
     problem,
     step,
-    strided,
     turned,
 )
+from grouped_contract import CHECKS, On
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
@@ -151,14 +151,9 @@ def test_wrong_sizes_give_nan_from_the_first_on_and_with_check_inputs_an_error(n
         grouped_matmul(**arguments, **{which: torch.tensor(values, device="cuda")}, check_inputs=True)
 
 
-def test_the_same_bits_every_time_and_near_ones_of_any_strides():
-    arguments, grad = on_gpu(WHOLE)
-    expected = step(arguments, grad)
-    for _ in range(3):
-        assert_equal(step(arguments, grad), expected)
-    for name in ("x", "weight", "bias"):
-        arguments[name] = strided(arguments[name])
-    assert_same(step(arguments, strided(grad)), expected, 4e-3)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_contract(check):
+    check(On("cuda", "triton", WHOLE, torch.bfloat16, 4e-3))
 
 
 @pytest.mark.parametrize("layout", ["gnk", "gkn"])
