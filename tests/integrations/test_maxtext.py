@@ -340,17 +340,20 @@ def test_axes_that_shard_something_else_than_tokens(spec, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- install
 
 
+HOME = "maxtext.utils.vocabulary_tiling"
+
+
 @pytest.fixture
 def stack(monkeypatch):
     """Modules with the names of MaxText's that hold the function, and what holds it."""
     monkeypatch.setattr(versions, "installed_version", lambda distribution: "0.2.5")
-    for name in ("maxtext", "maxtext.utils", integration.HOME, "maxtext.trainer"):
+    for name in ("maxtext", "maxtext.utils", HOME, "maxtext.trainer"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    home, trainer = sys.modules[integration.HOME], sys.modules["maxtext.trainer"]
+    home, trainer = sys.modules[HOME], sys.modules["maxtext.trainer"]
     home.vocab_tiling_nnx_loss = trainer.vocab_tiling_nnx_loss = plain
     yield home, trainer
     uninstall()
-    integration._original.clear()
+    integration._REPLACING.originals.clear()
 
 
 def test_install_and_uninstall(stack, monkeypatch):
@@ -374,7 +377,8 @@ def test_install_and_uninstall(stack, monkeypatch):
 
 
 def test_its_arguments_are_maxtexts():
-    assert tuple(inspect.signature(vocab_tiling_nnx_loss).parameters) == integration.PARAMETERS
+    known = integration._REPLACING.ours["vocab_tiling_nnx_loss"].parameters
+    assert tuple(inspect.signature(vocab_tiling_nnx_loss).parameters) == known
 
 
 def test_install_refuses_what_it_does_not_know(stack):
@@ -386,14 +390,14 @@ def test_install_refuses_what_it_does_not_know(stack):
     def foreign(*given):
         raise AssertionError
 
-    other.__module__, foreign.__module__ = integration.HOME, "somebody"
+    other.__module__, foreign.__module__ = HOME, "somebody"
     for function, message in [
         (
             other,
             r"takes \(model, hidden_states, data, config\), and onchip knows it with \(model, .*; reinstall maxtext",
         ),
         (foreign, "was replaced by somebody; undo that first"),
-        (None, f"there is no {integration.HOME}.vocab_tiling_nnx_loss; reinstall maxtext"),
+        (None, f"MaxText 0.2.5 has no {HOME}.vocab_tiling_nnx_loss; reinstall maxtext"),
     ]:
         home.vocab_tiling_nnx_loss = function
         with pytest.raises(RuntimeError, match=message):

@@ -413,13 +413,14 @@ class VerlModule(nn.Module):
 @pytest.fixture
 def verl_modules(fakes, monkeypatch):
     for cls in (VerlFunction, VerlModule):
-        monkeypatch.setattr(cls, "__module__", "verl.somewhere")
+        monkeypatch.setattr(cls.forward, "__module__", "verl.somewhere")
     integration = fakes(
         "verl",
         verl__utils__kernel__linear_cross_entropy={"linear_cross_entropy": VerlFunction.apply},
         verl__utils__experimental__torch_functional={"FusedLinearForPPO": VerlModule},
     )
-    return integration, *(sys.modules[integration._HOMES[name]] for name in (integration.MODULE, integration.FUNCTION))
+    homes = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
+    return integration, *map(sys.modules.get, homes)
 
 
 def test_verl(verl_modules, monkeypatch):
@@ -448,13 +449,15 @@ def test_verl(verl_modules, monkeypatch):
 
 def test_verl_refuses_what_it_does_not_know(verl_modules, monkeypatch):
     integration, home, _ = verl_modules
+
+    def forward(self, x):
+        raise AssertionError
+
+    forward.__module__ = "verl.x"
     for found, message in (
-        (None, "there is no verl.*FusedLinearForPPO; reinstall verl"),
+        (None, "verl 0.9 has no verl.*FusedLinearForPPO; reinstall verl"),
         (nn.Linear, "was replaced by torch.*; undo that first"),
-        (
-            type("Other", (VerlModule,), {"forward": lambda self, x: x, "__module__": "verl.x"}),
-            r"takes \(x\), and onchip",
-        ),
+        (type("Other", (VerlModule,), {"forward": forward}), r"takes \(x\), and onchip"),
     ):
         monkeypatch.setattr(home, "FusedLinearForPPO", found)
         refused(RuntimeError, message, integration.install)

@@ -5,11 +5,7 @@ function, and `uninstall()` puts MaxText's own back.
 """
 
 import importlib
-import inspect
-import sys
-from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from onchip.core.machine import naming_extra
@@ -22,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from onchip.frontend.jax_types import Array
+from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.integrations.versions import require
 from onchip.jax import linear_cross_entropy
 
@@ -29,9 +26,6 @@ NAME = "onchip.integrations.maxtext"
 VERSION = "0.2.5"
 """Of MaxText, whose function this is.  Versions before it also have one for Linen."""
 
-FUNCTION = "vocab_tiling_nnx_loss"
-HOME = "maxtext.utils.vocabulary_tiling"
-PARAMETERS = ("model", "hidden_states", "data", "config", "is_train")
 TOKENS = ("activation_embed_and_logits_batch", "activation_length")
 """MaxText's names of the dimensions [B, S] of its loss."""
 
@@ -189,21 +183,17 @@ def _names(spec: P) -> tuple[str, ...]:
     return tuple(name for part in parts for name in part)
 
 
-@dataclass(frozen=True)
-class Installed:
-    """What `install` did; `print` shows it in lines."""
-
-    version: str
-    """Of MaxText."""
-    replaced: tuple[str, ...]
-    """The names that are onchip's now."""
-
-    def __str__(self) -> str:
-        names = "\n".join(f"  {name}" for name in self.replaced)
-        return f"MaxText {self.version} with num_vocab_tiling above 1 runs through onchip, which replaced\n{names}"
-
-
-_original: list[Any] = []  # MaxText's own function, since `install`
+_REPLACING = Replacing(
+    "maxtext",
+    "reinstall maxtext",
+    {
+        "vocab_tiling_nnx_loss": Ours(
+            "maxtext.utils.vocabulary_tiling",
+            vocab_tiling_nnx_loss,
+            ("model", "hidden_states", "data", "config", "is_train"),
+        )
+    },
+)
 
 
 def install() -> Installed:
@@ -238,11 +228,8 @@ def install() -> Installed:
     Source: MaxText 0.2.5, `maxtext/utils/vocabulary_tiling.py`.
     """
     version = require("maxtext", "maxtext", VERSION)
-    _original[:] = [_found()]
-    for module in _holders(_original[0]):
-        setattr(module, FUNCTION, vocab_tiling_nnx_loss)
-    holders = _holders(vocab_tiling_nnx_loss)
-    return Installed(version, tuple(f"{module.__name__}.{FUNCTION}" for module in holders))
+    what = f"MaxText {version} with num_vocab_tiling above 1"
+    return Installed(version, _REPLACING.install(f"MaxText {version}"), what=what)
 
 
 def uninstall() -> None:
@@ -252,31 +239,4 @@ def uninstall() -> None:
         >>> from onchip.integrations.maxtext import uninstall
         >>> uninstall()
     """
-    for original in _original:
-        for module in _holders(vocab_tiling_nnx_loss):
-            setattr(module, FUNCTION, original)
-
-
-def _found() -> Any:
-    """MaxText's own function; raise unless its arguments are those that onchip knows."""
-    place = f"{HOME}.{FUNCTION}"
-    found = getattr(importlib.import_module(HOME), FUNCTION, None)
-    if found is vocab_tiling_nnx_loss:
-        return _original[0]
-    if found is None:
-        raise RuntimeError(f"{NAME}: there is no {place}; reinstall maxtext")
-    if not str(found.__module__).startswith("maxtext."):
-        raise RuntimeError(f"{NAME}: {place} was replaced by {found.__module__}; undo that first")
-    parameters = tuple(inspect.signature(found).parameters)
-    if parameters != PARAMETERS:
-        raise RuntimeError(
-            f"{NAME}: {place} takes ({', '.join(parameters)}), and onchip knows it with ({', '.join(PARAMETERS)}); "
-            "reinstall maxtext"
-        )
-    return found
-
-
-def _holders(function: Any) -> list[ModuleType]:
-    """MaxText's loaded modules in which the name is this function."""
-    modules = [module for key, module in sorted(sys.modules.items()) if key.split(".")[0] == "maxtext"]
-    return [module for module in modules if vars(module).get(FUNCTION) is function]
+    _REPLACING.uninstall()

@@ -8,13 +8,8 @@ A call that onchip can't compute goes to TRL's own function, with one warning fo
 """
 
 import importlib
-import inspect
-import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from onchip.core.machine import naming_extra
@@ -25,6 +20,7 @@ with naming_extra("onchip.integrations.trl", "torch,integrations"):
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES, dtype_name, is_dtensor
+from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.torch import LogProbs, linear_jsd, linear_log_probs
 
 REMEDY = "pip install 'trl==1.16.*'"
@@ -96,7 +92,7 @@ class ChunkedLogProbs:
         call = LogProbCall(*given)
         reason = _unfit_log_probs(call)
         if reason:
-            return _original(LOG_PROBS, reason).apply(*call)  # type: ignore[no-any-return]
+            return _REPLACING.original(LOG_PROBS, reason, "TRL").apply(*call)  # type: ignore[no-any-return]
         return _log_probs(call)
 
 
@@ -108,35 +104,23 @@ def chunked_divergence_loss(*given: Any, **named: Any) -> tuple[Tensor, Tensor, 
     call = DivergenceCall(*given, **named)
     reason = _unfit_divergence(call)
     if reason:
-        return _original(DIVERGENCE, reason)(*call)  # type: ignore[no-any-return]
+        return _REPLACING.original(DIVERGENCE, reason, "TRL")(*call)  # type: ignore[no-any-return]
     return _divergence(call)
 
 
-_HOMES = {LOG_PROBS: "trl.trainer.utils", DIVERGENCE: "trl.trainer.distillation_trainer"}
-_PARAMETERS = {LOG_PROBS: LogProbCall._fields, DIVERGENCE: DivergenceCall._fields}
-_OURS: dict[str, Any] = {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss}
-_originals: dict[str, Any] = {}  # TRL's own, since `install`
-_warned: set[str] = set()  # the reasons that were given
+_REPLACING = Replacing(
+    "trl",
+    REMEDY,
+    {
+        LOG_PROBS: Ours(
+            "trl.trainer.utils", ChunkedLogProbs, LogProbCall._fields, lambda found: getattr(found, "forward", None)
+        ),
+        DIVERGENCE: Ours("trl.trainer.distillation_trainer", chunked_divergence_loss, DivergenceCall._fields),
+    },
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- the switch
-
-
-@dataclass(frozen=True)
-class Installed:
-    """What `install` did; `print` shows it in lines."""
-
-    version: str
-    """Of TRL."""
-    replaced: tuple[str, ...]
-    """The names that are onchip's now: "trl.trainer.utils._ChunkedLogProbFunction"."""
-    trainers: tuple[str, ...]
-    """The trainers whose losses go through these: "trl.SFTTrainer"."""
-
-    def __str__(self) -> str:
-        names = "\n".join(f"  {name}" for name in self.replaced)
-        trainers = "\n".join(f"  {name}" for name in self.trainers)
-        return f"TRL {self.version} runs through onchip, which replaced\n{names}\nfor\n{trainers}"
 
 
 def install() -> Installed:
@@ -174,12 +158,8 @@ def install() -> Installed:
     Source: TRL 1.16, `trl/kernels/chunked_logprob.py` and `trl/trainer/distillation_trainer.py`.
     """
     version = _version()
-    _originals.update({name: _found(name) for name in _HOMES})
-    for name, ours in _OURS.items():
-        for module in _holders(name, _originals[name]):
-            setattr(module, name, ours)
-    replaced = tuple(f"{module.__name__}.{name}" for name, ours in _OURS.items() for module in _holders(name, ours))
-    return Installed(version, replaced, (*TRAINERS[LOG_PROBS], *TRAINERS[DIVERGENCE]))
+    replaced = _REPLACING.install(f"TRL {version}")
+    return Installed(version, replaced, (*TRAINERS[LOG_PROBS], *TRAINERS[DIVERGENCE]), what=f"TRL {version}")
 
 
 def uninstall() -> None:
@@ -189,10 +169,7 @@ def uninstall() -> None:
         >>> from onchip.integrations.trl import uninstall
         >>> uninstall()
     """
-    for name, original in _originals.items():
-        for module in _holders(name, _OURS[name]):
-            setattr(module, name, original)
-    _warned.clear()
+    _REPLACING.uninstall()
 
 
 def _version() -> str:
@@ -205,45 +182,6 @@ def _version() -> str:
         raise ModuleNotFoundError(
             "onchip.integrations.trl: TRL isn't installed; pip install 'onchip[integrations]'", name="trl"
         ) from None
-
-
-def _found(name: str) -> Any:
-    """TRL's own under this name; raise unless its arguments are those that onchip knows."""
-    place = f"{_HOMES[name]}.{name}"
-    try:
-        found = getattr(importlib.import_module(_HOMES[name]), name, None)
-    except ModuleNotFoundError as error:
-        if not _HOMES[name].startswith(str(error.name)):  # what TRL itself lacks
-            raise
-        found = None
-    if found is _OURS[name]:
-        return _originals[name]
-    function = getattr(found, "forward", None) if name == LOG_PROBS else found
-    if function is None:
-        raise RuntimeError(f"onchip.integrations.trl: TRL {_version()} has no {place}; {REMEDY}")
-    if not function.__module__.startswith("trl."):
-        raise RuntimeError(f"onchip.integrations.trl: {place} was replaced by {function.__module__}; undo that first")
-    parameters = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "ctx")
-    if parameters != _PARAMETERS[name]:
-        raise RuntimeError(
-            f"onchip.integrations.trl: {place} of TRL {_version()} takes ({', '.join(parameters)}), and onchip knows "
-            f"it with ({', '.join(_PARAMETERS[name])}); {REMEDY}"
-        )
-    return found
-
-
-def _holders(name: str, value: Any) -> list[ModuleType]:
-    """TRL's loaded modules in which `name` is `value`."""
-    modules = [module for key, module in sorted(sys.modules.items()) if key.split(".")[0] == "trl"]
-    return [module for module in modules if vars(module).get(name) is value]
-
-
-def _original(name: str, reason: str) -> Any:
-    """TRL's own; warn of the reason the first time."""
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"onchip.integrations.trl: TRL's own {name} runs, because {reason}", stacklevel=3)
-    return _originals[name]
 
 
 # ----------------------------------------------------------------------------------------------------- what onchip can

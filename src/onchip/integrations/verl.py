@@ -6,17 +6,12 @@ where `use_fused_kernels` is set: `linear_cross_entropy` (the 'triton' backend, 
 that it runs in.
 """
 
-import importlib
-import inspect
-import sys
-import warnings
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.integrations.versions import require
 from onchip.torch import linear_log_probs
 
@@ -25,7 +20,6 @@ VERSION = "0.9"
 
 FUNCTION = "linear_cross_entropy"
 MODULE = "FusedLinearForPPO"
-_HOMES = {FUNCTION: "verl.utils.kernel.linear_cross_entropy", MODULE: "verl.utils.experimental.torch_functional"}
 
 
 class Call(NamedTuple):
@@ -47,10 +41,7 @@ def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor]:
     call = Call(*given)
     reason = _unfit(call)
     if reason:
-        if reason not in _warned:
-            _warned.add(reason)
-            warnings.warn(f"onchip.integrations.verl: verl's own {FUNCTION} runs, because {reason}", stacklevel=2)
-        return _originals[FUNCTION](*call)  # type: ignore[no-any-return]
+        return _REPLACING.original(FUNCTION, reason, "verl")(*call)  # type: ignore[no-any-return]
     ids = call.labels.reshape(call.hidden.shape[:-1])
     log_prob, entropy = _log_probs(call.hidden, call.weight, ids, call.temperature)
     return log_prob.flatten(), entropy.flatten()
@@ -73,24 +64,25 @@ class FusedLinearForPPO(nn.Module):
         return _log_probs(hidden_states, vocab_weights, input_ids, temperature)
 
 
-_PARAMETERS = {FUNCTION: Call._fields, MODULE: ("hidden_states", "vocab_weights", "input_ids", "temperature")}
-_OURS: dict[str, Any] = {FUNCTION: linear_cross_entropy, MODULE: FusedLinearForPPO}
-_originals: dict[str, Any] = {}  # verl's own, since `install`
-_warned: set[str] = set()  # the reasons that were given
-
-
-@dataclass(frozen=True)
-class Installed:
-    """What `install` did; `print` shows it in lines."""
-
-    version: str
-    """Of verl."""
-    replaced: tuple[str, ...]
-    """The names that are onchip's now."""
-
-    def __str__(self) -> str:
-        names = "\n".join(f"  {name}" for name in self.replaced)
-        return f"verl {self.version} runs through onchip, which replaced\n{names}"
+_REPLACING = Replacing(
+    "verl",
+    "reinstall verl",
+    {
+        # `apply` of a torch.autograd.Function.
+        FUNCTION: Ours(
+            "verl.utils.kernel.linear_cross_entropy",
+            linear_cross_entropy,
+            Call._fields,
+            lambda found: getattr(found, "__self__", found).forward,
+        ),
+        MODULE: Ours(
+            "verl.utils.experimental.torch_functional",
+            FusedLinearForPPO,
+            ("hidden_states", "vocab_weights", "input_ids", "temperature"),
+            lambda found: found.forward,
+        ),
+    },
+)
 
 
 def install() -> Installed:
@@ -122,12 +114,7 @@ def install() -> Installed:
     Source: verl 0.9.1, `verl/utils/kernel/linear_cross_entropy.py` and `verl/utils/experimental/torch_functional.py`.
     """
     version = require("verl", "verl", VERSION)
-    _originals.update({name: _found(name) for name in _HOMES})
-    for name, ours in _OURS.items():
-        for module in _holders(name, _originals[name]):
-            setattr(module, name, ours)
-    replaced = (f"{module.__name__}.{name}" for name, ours in _OURS.items() for module in _holders(name, ours))
-    return Installed(version, tuple(replaced))
+    return Installed(version, _REPLACING.install(f"verl {version}"), what=f"verl {version}")
 
 
 def uninstall() -> None:
@@ -137,37 +124,7 @@ def uninstall() -> None:
         >>> from onchip.integrations.verl import uninstall
         >>> uninstall()
     """
-    for name, original in _originals.items():
-        for module in _holders(name, _OURS[name]):
-            setattr(module, name, original)
-    _warned.clear()
-
-
-def _found(name: str) -> Any:
-    """verl's own under this name; raise unless its arguments are those that onchip knows."""
-    place = f"{_HOMES[name]}.{name}"
-    found = getattr(importlib.import_module(_HOMES[name]), name, None)
-    if found is _OURS[name]:
-        return _originals[name]
-    if found is None:
-        raise RuntimeError(f"onchip.integrations.verl: there is no {place}; reinstall verl")
-    # The function is `apply` of a torch.autograd.Function.
-    owner = found if name == MODULE else getattr(found, "__self__", found)
-    if not str(owner.__module__).startswith("verl."):
-        raise RuntimeError(f"onchip.integrations.verl: {place} was replaced by {owner.__module__}; undo that first")
-    parameters = tuple(p for p in inspect.signature(owner.forward).parameters if p not in ("ctx", "self"))
-    if parameters != _PARAMETERS[name]:
-        raise RuntimeError(
-            f"onchip.integrations.verl: {place} takes ({', '.join(parameters)}), and onchip knows it with "
-            f"({', '.join(_PARAMETERS[name])}); reinstall verl"
-        )
-    return found
-
-
-def _holders(name: str, value: Any) -> list[ModuleType]:
-    """verl's loaded modules in which `name` is `value`."""
-    modules = [module for key, module in sorted(sys.modules.items()) if key.split(".")[0] == "verl"]
-    return [module for module in modules if vars(module).get(name) is value]
+    _REPLACING.uninstall()
 
 
 def _unfit(call: Call) -> str | None:

@@ -1,0 +1,115 @@
+"""onchip's functions in the place of a library's: in each of its loaded modules that holds them, and back."""
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install` did; `print` shows it in lines."""
+
+    version: str
+    """Of the library."""
+    replaced: tuple[str, ...]
+    """The names that are onchip's now: "trl.trainer.utils._ChunkedLogProbFunction"."""
+    trainers: tuple[str, ...] = ()
+    """Of TRL, the trainers whose losses go through these: "trl.SFTTrainer"."""
+    what: str = field(default="", kw_only=True, repr=False)
+    """What runs through onchip."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.what} runs through onchip, which replaced", *(f"  {name}" for name in self.replaced)]
+        return "\n".join([*parts, *(["for"] if self.trainers else []), *(f"  {name}" for name in self.trainers)])
+
+
+class Ours(NamedTuple):
+    """What stands for something of a library's."""
+
+    home: str
+    """The module that defines the library's own."""
+    value: Any
+    parameters: tuple[str, ...]
+    """Those that onchip knows of the library's own."""
+    function: Callable[[Any], Any] = lambda found: found
+    """The function of the library's own that has them."""
+
+
+@dataclass(frozen=True)
+class Replacing:
+    """What onchip stands for in a library, by name."""
+
+    package: str
+    remedy: str
+    ours: Mapping[str, Ours]
+    originals: dict[str, Any] = field(default_factory=dict)
+    """The library's own, since `install`."""
+    warned: set[str] = field(default_factory=set)
+    """The reasons that were given for running them."""
+
+    def install(self, library: str) -> tuple[str, ...]:
+        """Put onchip's in; the names that are onchip's now.  `library`: its name and version.
+
+        Raises:
+            RuntimeError: one of them isn't there, takes other arguments, or was replaced by something else.  Then
+                nothing is replaced.
+        """
+        self.originals.update({name: self._found(library, name) for name in self.ours})
+        for name, ours in self.ours.items():
+            for module in self._holders(name, self.originals[name]):
+                setattr(module, name, ours.value)
+        return tuple(
+            f"{module.__name__}.{name}"
+            for name, ours in self.ours.items()
+            for module in self._holders(name, ours.value)
+        )
+
+    def uninstall(self) -> None:
+        """Put the library's own back; without `install` before it does nothing."""
+        for name, original in self.originals.items():
+            for module in self._holders(name, self.ours[name].value):
+                setattr(module, name, original)
+        self.warned.clear()
+
+    def original(self, name: str, reason: str, library: str) -> Any:
+        """The library's own; warn of the reason the first time, at the caller's caller."""
+        if reason not in self.warned:
+            self.warned.add(reason)
+            said = f"onchip.integrations.{self.package}: {library}'s own {name} runs, because {reason}"
+            warnings.warn(said, stacklevel=3)
+        return self.originals[name]
+
+    def _found(self, library: str, name: str) -> Any:
+        """The library's own under this name; raise unless its arguments are those that onchip knows."""
+        ours, said = self.ours[name], f"onchip.integrations.{self.package}: "
+        place = f"{ours.home}.{name}"
+        try:
+            found = getattr(importlib.import_module(ours.home), name, None)
+        except ModuleNotFoundError as error:
+            if not ours.home.startswith(str(error.name)):  # what the library itself lacks
+                raise
+            found = None
+        if found is ours.value:
+            return self.originals[name]
+        function = None if found is None else ours.function(found)
+        if function is None:
+            raise RuntimeError(f"{said}{library} has no {place}; {self.remedy}")
+        if not str(function.__module__).startswith(f"{self.package}."):
+            raise RuntimeError(f"{said}{place} was replaced by {function.__module__}; undo that first")
+        parameters = tuple(name for name in inspect.signature(function).parameters if name not in ("ctx", "self"))
+        if parameters != ours.parameters:
+            raise RuntimeError(
+                f"{said}{place} of {library} takes ({', '.join(parameters)}), and onchip knows it with "
+                f"({', '.join(ours.parameters)}); {self.remedy}"
+            )
+        return found
+
+    def _holders(self, name: str, value: Any) -> list[ModuleType]:
+        """The library's loaded modules in which `name` is `value`."""
+        modules = [module for key, module in sorted(sys.modules.items()) if key.split(".")[0] == self.package]
+        return [module for module in modules if vars(module).get(name) is value]
