@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import runpy
 import sys
 import weakref
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from onchip.bench import environment, harness, plots, report, run, torch_steps, units
+from onchip.bench import environment, figures, harness, report, run, torch_steps, units
 from onchip.bench.peers import Implementation
 from onchip.bench.run import run_bench
 from onchip.ops.cross_entropy import cases as ce_cases
@@ -97,7 +98,7 @@ class Run:
 
     def row(self, impl, mode="forward+backward", case="other"):
         wanted = (impl, mode, case)
-        (found,) = (r for r in self.document["rows"] if (plots.short_name(r["impl"]), r["mode"], r["case"]) == wanted)
+        (found,) = (r for r in self.document["rows"] if (report.short_name(r["impl"]), r["mode"], r["case"]) == wanted)
         return found
 
     @property
@@ -293,7 +294,7 @@ def test_an_op_may_have_modes_of_its_own(bench):
     half = toy("peer half", squares, steps=lambda problem, total: {"half": lambda: [total(problem)]})
     modes = ("forward", "half", "backward")
     run = bench(GOOD, half, more={"MODES": modes, "floor": lambda problem, mode: None})
-    ran = [(r["mode"], plots.short_name(r["impl"])) for r in run.document["rows"]]
+    ran = [(r["mode"], report.short_name(r["impl"])) for r in run.document["rows"]]
     assert ran == [("forward", "onchip good"), ("half", "peer half")]
     assert all(r["ok"] and r["floor_ms"] is None and r["ratio_to_floor"] is None for r in run.document["rows"])
     assert run.document["not_run"] == []
@@ -307,7 +308,7 @@ def test_patterns_and_suites_choose(bench, no_page):
 
     chosen, impls = ran(GOOD, WRONG, NAN, cases=["size-*"], impls=["*good", "peer n*"])
     assert chosen == ["size-10", "size-20"]
-    assert [plots.short_name(impl) for impl in impls] == ["onchip good", "peer nan"]
+    assert [report.short_name(impl) for impl in impls] == ["onchip good", "peer nan"]
     assert ran(GOOD, suite="sizes")[0] == ["size-10", "size-20"]
     assert ran(GOOD, suite="sizes", cases=["*10"])[0] == ["size-10"]
     with pytest.raises(ValueError, match=re.escape("--case 'other' matches nothing; there is: size-10, size-20")):
@@ -397,11 +398,14 @@ def fake_rows():
     ]  # fmt: skip
 
 
+PLOTS = runpy.run_path(str(Path(__file__).parent.parent / "tools" / "plots.py"))
+
+
 def test_plots_of_a_results_file(tmp_path, monkeypatch):
     results = tmp_path / "results.json"
     results.write_text(json.dumps({"rows": fake_rows()}))
-    monkeypatch.setattr(sys, "argv", ["onchip.bench.plots", str(results), str(tmp_path / "plots")])
-    plots.main()
+    monkeypatch.setattr(sys, "argv", ["plots.py", str(results), str(tmp_path / "plots")])
+    PLOTS["main"]()
     growth, scatter = ((tmp_path / "plots" / name).read_text() for name in ("growth.svg", "time-memory.svg"))
     for svg in (growth, scatter):
         assert len(svg) < 100_000
@@ -412,19 +416,19 @@ def test_plots_of_a_results_file(tmp_path, monkeypatch):
 
 
 def test_sweeps():
-    assert plots.growth_svg([r for r in fake_rows() if r["case"] in ("one", "vocab-512")]) is None
+    assert PLOTS["growth_svg"]([r for r in fake_rows() if r["case"] in ("one", "vocab-512")]) is None
     rows = [{**r, "case": f"llama3.1-8b-t{n}"} for n in (1024, 4096) for r in fake_rows() if r["case"] == f"tokens-{n}"]
-    growth = plots.growth_svg([*rows, *(r for r in fake_rows() if r["case"] == "one")])
+    growth = PLOTS["growth_svg"]([*rows, *(r for r in fake_rows() if r["case"] == "one")])
     assert growth is not None
     assert "tokens, llama3.1-8b" in growth
-    assert plots.sweep_point("llama3.1-8b-t4096") == ("tokens, llama3.1-8b", 4096)
+    assert report.sweep_point("llama3.1-8b-t4096") == ("tokens, llama3.1-8b", 4096)
     for name in (*cases.MODELS, "llama3.1-8b-zipf", "llama3.1-8b-std30"):
-        assert plots.sweep_point(name) is None
+        assert report.sweep_point(name) is None
 
 
 def test_each_of_many_implementations_looks_different():
     names = [f"onchip{i} 1" for i in (" a", " b", " c", ", d", ", e", ", f")] + [f"peer {i} 1" for i in range(11)]
-    looks = plots.styles_of([{"impl": name} for name in names]).values()
+    looks = figures.styles_of([{"impl": name} for name in names]).values()
     assert len({(look["color"], look["marker"]) for look in looks}) == len(names)
     assert len({look["color"] for look in looks}) == len(names)
     assert [look["linewidth"] for look in looks].count(4) == 2
@@ -433,7 +437,7 @@ def test_each_of_many_implementations_looks_different():
 @pytest.mark.parametrize(("low", "high"), [(15.0, 70.0), (1.0, 1.1), (3.0, 9000.0), (64.0, 3.2e10)])
 def test_ticks_keep_their_distance(low, high):
     axes = matplotlib.figure.Figure().subplots()
-    plots._time_axis(axes, "x", [low, high])
+    PLOTS["_time_axis"](axes, "x", [low, high])
     left, right = axes.get_xlim()
     ticks = [tick for tick in axes.get_xticks() if left <= tick <= right]
     assert len(ticks) >= 3

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import onchip
-from onchip.bench import benchmark, harness, jax_steps, plots, torch_steps
+from onchip.bench import benchmark, harness, jax_steps, report, torch_steps
 from onchip.bench import peers as bench_peers
 from onchip.bench.peers import IGNORED
 from onchip.bench.run import benchmark_named, benchmark_of, run_bench
@@ -112,7 +112,7 @@ def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet_bench, no_libr
         not_here |= {n for n in names if n.startswith("F.")}
     document = run(op, framework, tmp_path, dtype=dtype, impls=names)
     assert {n["impl"] for n in document["not_run"]} == not_here
-    rows = {(plots.short_name(row["impl"]), row["mode"]): row for row in document["rows"]}
+    rows = {(report.short_name(row["impl"]), row["mode"]): row for row in document["rows"]}
     assert list(rows) == [(n, mode) for mode in harness.MODES for n in names if n not in not_here]
     returned = target.forward(target.make_problem(SMALL[op], "cpu", dtype))
     for (name, mode), row in rows.items():
@@ -396,7 +396,7 @@ def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, qu
     monkeypatch.setattr(LCE, "IMPLEMENTATIONS", (near, strict))
     document = run("linear_cross_entropy", "torch", tmp_path)
     assert {r["config"]["weight_quantised_before"] for r in document["rows"]} == {True}
-    ok = {(plots.short_name(r["impl"]), r["mode"]): r["ok"] for r in document["rows"]}
+    ok = {(report.short_name(r["impl"]), r["mode"]): r["ok"] for r in document["rows"]}
     assert ok == {(name, mode): name == "near" for name in ("near", "strict") for mode in harness.MODES}
     assert {r["error_bound"] for r in document["rows"] if r["ok"]} <= {1e-3, 10 ** (-25 / 20)}
 
@@ -473,7 +473,7 @@ def test_a_peer_that_fails_at_import_is_listed(tmp_path, monkeypatch, quiet_benc
     document = run("linear_cross_entropy", "torch", tmp_path)
     reason = "AttributeError: built for another Triton"
     assert document["not_run"] == [{"impl": "cut-cross-entropy", "case": "small", "mode": None, "reason": reason}]
-    assert [plots.short_name(r["impl"]) for r in document["rows"]] == ["torch eager", "torch eager"]
+    assert [report.short_name(r["impl"]) for r in document["rows"]] == ["torch eager", "torch eager"]
 
 
 # Stand-ins with the interfaces of the peers.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onchip.bench.plots import short_name
+from onchip.bench.report import short_name
 from onchip.bench.units import format_bytes
 from onchip.ops.linear_cross_entropy.cases import USERS
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from onchip.bench import benchmark as bench_benchmark
-from onchip.bench import plots
+from onchip.bench import report
 from onchip.bench.run import run_bench
 from onchip.fp8 import torch_quantize
 from onchip.fp8.torch_products import dequantized_product
@@ -67,7 +67,7 @@ def test_a_run(benchmark, tmp_path, quiet_bench):
         own = ["onchip auto", "onchip dequantize"]
         not_here = {"onchip scaled_mm", "onchip triton", module.QUANTIZED_BEFORE, "torchao blockwise", module.SCALED_MM}
     assert {n["impl"] for n in document["not_run"]} == not_here
-    rows = {(r["mode"], plots.short_name(r["impl"])): r for r in document["rows"]}
+    rows = {(r["mode"], report.short_name(r["impl"])): r for r in document["rows"]}
     plain = [(mode, module.LINEAR) for mode in module.LAYER] if benchmark is TORCH else []
     assert set(rows) == {*((m, n) for m in benchmark.MODES for n in own), *plain}
     for (mode, name), row in rows.items():

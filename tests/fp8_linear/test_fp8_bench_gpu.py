@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from onchip.bench import harness, plots
+from onchip.bench import harness, report
 from onchip.ops.fp8_linear import cases
 from onchip.ops.fp8_linear.bench import LINEAR, PRODUCTS, QUANTIZED_BEFORE, SCALED_MM
 from onchip.ops.fp8_linear.bench import TORCH as benchmark
@@ -22,7 +22,7 @@ def test_a_run(monkeypatch):
     )  # fmt: skip
     assert [row for row in found.rows if not row.ok] == []
     assert {n.impl for n in found.not_run} <= {"onchip dequantize", "torchao blockwise"}, found.not_run
-    ran = {(row.mode, plots.short_name(row.impl)) for row in found.rows}
+    ran = {(row.mode, report.short_name(row.impl)) for row in found.rows}
     for mode in benchmark.MODES:
         beside = SCALED_MM if mode in PRODUCTS else LINEAR
         assert {(mode, name) for name in ("onchip auto", "onchip scaled_mm", "onchip triton", beside)} <= ran

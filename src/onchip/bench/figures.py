@@ -1,6 +1,7 @@
 """Static pictures, in one look: those of results, of the docs and of the demo."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GRAY = "#374151"
+Styles = Mapping[str, Mapping[str, Any]]
+"""Colour, marker and line width of each implementation."""
+# Each family in colours of its own.  The markers are fewer, so that a colour that comes round again has another one.
+_OWN = ("#0b5fd6", "#0e9bb0", "#7c3aed", "#16803c", "#1e3a8a", "#38bdf8"), "osD^p"
+_PEERS = (
+    "#c2772b", "#6b7280", "#be123c", "#111827", "#86198f", "#a3a314", "#e11d8f", "#78350f", "#ea580c", "#f0a202",
+    "#9f8170",
+), "vPX<>*dh"  # fmt: skip
 _STYLE: Any = {
     "svg.hashsalt": "onchip",  # the same bytes from the same numbers
     "font.family": "sans-serif",
@@ -39,3 +48,19 @@ def picture(
         file = BytesIO()
         figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
+
+
+def styles_of(rows: Sequence[Mapping[str, Any]]) -> Styles:
+    """The same in every plot of the same rows.  The first of each family has a broad line, which shows under others."""
+    impls = list(dict.fromkeys(r["impl"] for r in rows))
+    own = [impl for impl in impls if re.match(r"onchip\b", impl)]
+    peers = [impl for impl in impls if impl not in own]
+    return {
+        impl: {
+            "color": colors[i % len(colors)],
+            "marker": markers[i % len(markers)],
+            "linewidth": 1.5 if i else 4,
+        }
+        for names, (colors, markers) in ((own, _OWN), (peers, _PEERS))
+        for i, impl in enumerate(names)
+    }

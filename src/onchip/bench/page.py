@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onchip.bench.figures import styles_of
 from onchip.bench.harness import MODES
-from onchip.bench.plots import styles_of, sweep_point
-from onchip.bench.report import errors_of, kind, not_run_line, readable, summary_cell, wrong_numbers
+from onchip.bench.report import errors_of, kind, not_run_line, readable, summary_cell, sweep_point, wrong_numbers
 from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
 from onchip.core import files
 

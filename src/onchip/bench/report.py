@@ -1,5 +1,6 @@
 """What a run found, in words and as tables on the terminal."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,19 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['error_name']} {format_error(row['error'])}",
         format_error(row["error_bound"]),
     )
+
+
+def short_name(impl: str) -> str:
+    """The name of an implementation without the version at its end."""
+    return impl.rpartition(" ")[0]
+
+
+def sweep_point(case: str) -> tuple[str, int] | None:
+    """What a case's name says that is swept, and its size: 'tokens-512', 'llama3.1-8b-t1024'."""
+    if found := re.fullmatch(r"([a-z]+)-(\d+)", case):
+        return found[1], int(found[2])
+    found = re.fullmatch(r"(.+)-t(\d+)", case)
+    return (f"tokens, {found[1]}", int(found[2])) if found else None
 
 
 def readable(name: str) -> str:

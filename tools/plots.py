@@ -1,20 +1,20 @@
-"""Plots of a results file.
+"""The pictures of docs/images of a file of results: python tools/plots.py RESULTS.json OUTDIR
 
-`python -m onchip.bench.plots RESULTS.json OUTDIR` writes `growth.svg` (time and memory over each sweep of sizes) and
-`time-memory.svg` (one against the other on the first case that is no sweep).
+`growth.svg` has time and memory over each sweep of sizes, `time-memory.svg` one against the other on the first case
+that is no sweep.
 """
 
 import argparse
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onchip.bench.figures import GRAY, picture
+from onchip.bench.figures import GRAY, Styles, picture, styles_of
+from onchip.bench.report import short_name, sweep_point
 from onchip.bench.units import format_bytes, format_ms
 from onchip.core import files
 
@@ -26,24 +26,10 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 Point = tuple[int, Mapping[str, Any]]
 """A size that is swept, and a row with that size."""
-Styles = Mapping[str, Mapping[str, Any]]
-"""Colour, marker and line width of each implementation."""
-
 MODE = "forward+backward"
 # Less memory than this is drawn as this: a logarithm has no zero, and the measurement resolves no less.
 _LEAST_BYTES = 1 << 18
-# Each family in colours of its own.  The markers are fewer, so that a colour that comes round again has another one.
-_OWN = ("#0b5fd6", "#0e9bb0", "#7c3aed", "#16803c", "#1e3a8a", "#38bdf8"), "osD^p"
-_PEERS = (
-    "#c2772b", "#6b7280", "#be123c", "#111827", "#86198f", "#a3a314", "#e11d8f", "#78350f", "#ea580c", "#f0a202",
-    "#9f8170",
-), "vPX<>*dh"  # fmt: skip
 _DASHES = (0, (4, 3))
-
-
-def short_name(impl: str) -> str:
-    """The name of an implementation without the version at its end."""
-    return impl.rpartition(" ")[0]
 
 
 def time_memory_svg(rows: Rows, case: str, modes: Sequence[str]) -> str:
@@ -143,14 +129,6 @@ def _sweeps(rows: Rows) -> dict[str, list[Point]]:
     return {size: points for size, points in sweeps.items() if len({x for x, _ in points}) > 1}
 
 
-def sweep_point(case: str) -> tuple[str, int] | None:
-    """What a case's name says that is swept, and its size: 'tokens-512', 'llama3.1-8b-t1024'."""
-    if found := re.fullmatch(r"([a-z]+)-(\d+)", case):
-        return found[1], int(found[2])
-    found = re.fullmatch(r"(.+)-t(\d+)", case)
-    return (f"tokens, {found[1]}", int(found[2])) if found else None
-
-
 def _height(row: Mapping[str, Any]) -> int:
     return max(int(row["extra_bytes"]), _LEAST_BYTES)
 
@@ -164,22 +142,6 @@ def _format_height(n: float) -> str:
         return f"≤ {_LEAST_BYTES >> 10} KiB"
     units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
     return next(f"{n / size:g} {unit}" for unit, size in units.items() if n >= size)
-
-
-def styles_of(rows: Rows) -> Styles:
-    """The same in every plot of the same rows.  The first of each family has a broad line, which shows under others."""
-    impls = list(dict.fromkeys(r["impl"] for r in rows))
-    own = [impl for impl in impls if re.match(r"onchip\b", impl)]
-    peers = [impl for impl in impls if impl not in own]
-    return {
-        impl: {
-            "color": colors[i % len(colors)],
-            "marker": markers[i % len(markers)],
-            "linewidth": 1.5 if i else 4,
-        }
-        for names, (colors, markers) in ((own, _OWN), (peers, _PEERS))
-        for i, impl in enumerate(names)
-    }
 
 
 def _time_axis(axes: "Axes", which: str, times: Sequence[float]) -> None:
@@ -214,7 +176,7 @@ def _log_axis(
 
 def main() -> None:
     """Write the plots that README and docs show."""
-    parser = argparse.ArgumentParser(prog="python -m onchip.bench.plots", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, help="a file that `onchip bench` wrote")
     parser.add_argument("outdir", type=Path, help="folder for the plots")
     arguments = parser.parse_args()
