@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from onchip.bench.peers import Function, Implementation
 from onchip.bench.timing import Step, Timing
@@ -105,10 +105,7 @@ def sizes_of(case: Any) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One implementation in one mode on one case.  A wrong result has neither time nor memory.
-
-    The defaults are for files from before rows had these.
-    """
+    """One implementation in one mode on one case.  A wrong result has neither time nor memory."""
 
     op: str
     case: str
@@ -119,13 +116,13 @@ class Row:
     mode: str
     impl: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    median_ms: float | None
-    p10_ms: float | None
-    p90_ms: float | None
-    floor_ms: float | None
-    ratio_to_floor: float | None
+    median_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    floor_ms: float | None = None
+    ratio_to_floor: float | None = None
     compile_s: float | None = None
-    extra_bytes: int | None
+    extra_bytes: int | None = None
     host_ms: float | None = None
     kernels: int | None = None
     error: float | None
@@ -191,14 +188,7 @@ def run_cases(
     modes = [mode for mode in op.MODES if modes is None or mode in modes]
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
     per_case = 1 + len(modes) * (len(implementations) * (3 + repeats) + 1 + repeats)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    # No refreshing thread: it would take time from the steps.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=per_case * len(cases))
 
         def tick(doing: str, advance: int = 1) -> None:
@@ -226,6 +216,13 @@ def run_cases(
     return outcome
 
 
+def progress_bar(console: Console, *last: ProgressColumn) -> Progress:
+    """With no refreshing thread: it would take time from the steps."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    last = last or (TimeRemainingColumn(elapsed_when_finished=True),)
+    return Progress(*columns, *last, console=console, auto_refresh=False)
+
+
 @dataclass(frozen=True)
 class _Checked:
     """A step whose result is known to be right or wrong."""
@@ -237,7 +234,7 @@ class _Checked:
 
     @property
     def ok(self) -> bool:
-        return all(error <= bound for error, bound in self.errors.values())  # False for NaN
+        return within(self.errors)
 
 
 @dataclass(frozen=True)
@@ -330,8 +327,6 @@ class _CaseRun:
                 self.give_up(c.impl, mode, one_line(e))
                 continue
             self.tick(f"memory of {mode}")
-            name = max(c.errors, key=lambda name: _closeness(c.errors[name]))
-            error, bound = c.errors[name]
             row = Row(
                 op=self.name,
                 case=self.case,
@@ -341,21 +336,14 @@ class _CaseRun:
                 mode=mode,
                 impl=f"{c.impl.name} {c.impl.version()}",
                 config=c.impl.config(problem, mode),
-                median_ms=timing.median_ms if timing else None,
-                p10_ms=timing.p10_ms if timing else None,
-                p90_ms=timing.p90_ms if timing else None,
+                **(asdict(timing) if timing else {}),
                 floor_ms=floor.median_ms if floor else None,
                 ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
                 compile_s=self.op.fw.compile_seconds(c.step) if c.ok else None,
                 extra_bytes=extra,
                 host_ms=self.op.fw.host_ms(c.step) if c.ok else None,
                 kernels=kernels,
-                error=_finite(error),
-                error_bound=bound,
-                error_name=name,
-                errors={name: _finite(error) for name, (error, _) in c.errors.items()},
-                error_bounds={name: bound for name, (_, bound) in c.errors.items()},
-                ok=c.ok,
+                **judged(c.errors),
             )
             self.outcome.rows.append(row)
 
@@ -387,8 +375,21 @@ class _CaseRun:
 _FLOOR = ""
 
 
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
+Errors = Mapping[str, tuple[float, float]]
+"""Error and bound of each result, by its name."""
+
+
+def within(errors: Errors) -> bool:
+    return all(error <= bound for error, bound in errors.values())  # False for NaN
+
+
+def judged(errors: Errors) -> dict[str, Any]:
+    """The fields of a `Row` that say how right it is."""
+    finite = {name: error if math.isfinite(error) else None for name, (error, _) in errors.items()}
+    name = max(errors, key=lambda name: _closeness(errors[name]))
+    bounds = {name: bound for name, (_, bound) in errors.items()}
+    nearest = {"error": finite[name], "error_bound": bounds[name], "error_name": name}
+    return {**nearest, "errors": finite, "error_bounds": bounds, "ok": within(errors)}
 
 
 def worst(errors: Iterable[tuple[float, float]]) -> tuple[float, float]:

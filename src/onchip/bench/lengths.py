@@ -12,23 +12,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.progress import TimeElapsedColumn
 
-from onchip.bench.harness import NotRun, Outcome, Row, sizes_of, worst
+from onchip.bench import report
+from onchip.bench.harness import NotRun, Outcome, Row, judged, progress_bar, sizes_of
 from onchip.bench.lengths_process import Asked, implementations
 from onchip.bench.peers import Implementation
-from onchip.bench.report import kind, wrong_numbers
-from onchip.bench.units import format_ms, format_ratio
-from onchip.core.tables import print_table
+from onchip.bench.timing import Timing
 
-__all__ = ["NUMBER", "SUITE", "implementations", "print_rows", "run_cases"]
+__all__ = ["NUMBER", "SUITE", "implementations", "run_cases"]
 
 SUITE = "lengths"
 NUMBER = 40
@@ -43,9 +41,9 @@ class LengthsRow(Row):
     `floor_ms` is the mean of the device's time of the same calls, and `ratio_to_floor` that of the means.
     """
 
-    mean_ms: float | None
-    worst_ms: float | None
-    worst_ratio: float | None
+    mean_ms: float | None = None
+    worst_ms: float | None = None
+    worst_ratio: float | None = None
     """The largest multiple of its own device's time that one of the calls took."""
 
 
@@ -71,13 +69,10 @@ def run_cases(
     dtype: str,
     date: str,
     console: Console,
-    number: int | None = None,
 ) -> Outcome:
     """Measure these cases with these of the `implementations`."""
-    number = NUMBER if number is None else number
     outcome = Outcome()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    with progress_bar(console, TimeElapsedColumn()) as progress:
         task = progress.add_task("", total=len(cases) * len(chosen) * (_STEPS + _FIRST_STEPS))
         try:
             for case in cases:
@@ -88,17 +83,14 @@ def run_cases(
                     def tell(doing: str, what: str = what) -> None:
                         progress.update(task, advance=1, description=f"{what}, {doing}", refresh=True)
 
-                    if reason := impl.unavailable(device, dtype):
-                        outcome.not_run.append(NotRun(impl.name, case.name, None, reason))
-                        continue
-                    asked = Asked(name, case, impl.name, device, dtype, number)
+                    asked = Asked(name, case, impl.name, device, dtype, NUMBER)
                     try:
-                        found = _measure(asked, tell)
+                        if reason := impl.unavailable(device, dtype):
+                            raise RuntimeError(reason)
+                        outcome.rows.extend(_rows(asked, _measure(asked, tell), date))
                     except RuntimeError as error:
                         outcome.not_run.append(NotRun(impl.name, case.name, None, str(error)))
-                        continue
-                    outcome.rows.extend(_rows(asked, found, date))
-                print_rows([vars(row) for row in outcome.rows[before:]], console)
+                report.print_rows([vars(row) for row in outcome.rows[before:]], console)
         except KeyboardInterrupt:
             outcome.stop([x.name for x in cases[cases.index(case) :]])
     return outcome
@@ -108,7 +100,7 @@ def _measure(asked: Asked, tell: Callable[[str], None]) -> dict[str, Any]:
     """What the processes found; raises RuntimeError with what one said that failed."""
     with tempfile.TemporaryDirectory() as caches:
         found = _in_process(asked, caches, lambda doing: tell(f"empty cache, {doing}"))
-        first = Asked(**{**vars(asked), "number": 0})
+        first = replace(asked, number=0)
         found["filled"] = _in_process(first, caches, lambda doing: tell(f"filled cache, {doing}"))["first"]
     return found
 
@@ -146,66 +138,28 @@ def _in_process(asked: Asked, caches: str, tell: Callable[[str], None]) -> dict[
 def _rows(asked: Asked, found: Mapping[str, Any], date: str) -> list[LengthsRow]:
     """A row for each kind of calls; a wrong result has no times."""
     errors = {name: (math.nan if error is None else error, bound) for name, (error, bound) in found["errors"].items()}
-    ok = all(error <= bound for error, bound in errors.values())
-    named = {name: error if math.isfinite(error) else None for name, (error, _) in errors.items()}
-    error, bound = worst(errors.values())
-    of_worst = next(name for name, pair in errors.items() if pair == (error, bound) or math.isnan(error))
+    judgement = judged(errors)
+    made = LengthsRow(
+        op=asked.op,
+        case=asked.case.name,
+        sizes=sizes_of(asked.case),
+        dtype=asked.dtype,
+        date=date,
+        mode="",
+        impl=f"{asked.impl} {found['version']}",
+        config=found["config"],
+        **judgement,
+    )
     rows = []
     for short, mode in mode_names(asked.number).items():
-        times = found.get(short) if ok else None
-        device = found.get("device") if ok and short in ("new", "again", "queued") else None
-        mean, of_device = (float(np.mean(x)) if x else None for x in (times, device))
-        percentiles = [float(x) for x in np.percentile(times, (50, 10, 90))] if times else [None] * 3
-        ratios = [t / d for t, d in zip(times, device, strict=True)] if times and device and len(times) > 1 else None
-        row = LengthsRow(
-            op=asked.op,
-            case=asked.case.name,
-            sizes=sizes_of(asked.case),
-            dtype=asked.dtype,
-            date=date,
-            mode=mode,
-            impl=f"{asked.impl} {found['version']}",
-            config=found["config"],
-            median_ms=percentiles[0],
-            p10_ms=percentiles[1],
-            p90_ms=percentiles[2],
-            floor_ms=of_device,
-            ratio_to_floor=mean / of_device if mean and of_device else None,
-            extra_bytes=None,
-            error=named[of_worst],
-            error_bound=bound,
-            error_name=of_worst,
-            errors=named,
-            error_bounds={name: pair[1] for name, pair in errors.items()},
-            ok=ok,
-            mean_ms=mean,
-            worst_ms=max(times) if times else None,
-            worst_ratio=max(ratios) if ratios else None,
-        )
+        row = replace(made, mode=mode)
+        if judgement["ok"] and (times := found.get(short)):
+            mean = float(np.mean(times))
+            row = replace(row, **vars(Timing.of(times)), mean_ms=mean, worst_ms=max(times))
+            if short in ("new", "again", "queued") and (device := found.get("device")):
+                of_device = float(np.mean(device))
+                row = replace(row, floor_ms=of_device, ratio_to_floor=mean / of_device)
+                if len(times) > 1:
+                    row = replace(row, worst_ratio=max(t / d for t, d in zip(times, device, strict=True)))
         rows.append(row)
     return rows
-
-
-COLUMNS = ("implementation", "mean", "worst", "device", "mean × device", "worst × device")
-
-
-def print_rows(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table for each kind of calls."""
-    for mode in dict.fromkeys(row["mode"] for row in found):
-        rows = [row for row in found if row["mode"] == mode]
-        cells = [[Text(cell, "" if row["ok"] else "red") for cell in _cells(row)] for row in rows]
-        print_table(console, COLUMNS, cells, title=f"{rows[0]['case']}, {kind(rows[0])}, {mode}", right=COLUMNS[1:])
-    for row in found:
-        if not row["ok"] and row["mode"] == found[0]["mode"]:
-            console.print(Text.assemble(("wrong: ", "red"), f"{row['impl']}: ", "; ".join(wrong_numbers(row))))
-
-
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        row["impl"],
-        format_ms(row["mean_ms"]) if row["ok"] else "WRONG",
-        format_ms(row["worst_ms"]),
-        format_ms(row["floor_ms"]),
-        format_ratio(row["ratio_to_floor"]),
-        format_ratio(row["worst_ratio"]),
-    )

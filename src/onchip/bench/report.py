@@ -1,7 +1,7 @@
 """What a run found, in words and as tables on the terminal."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,21 +10,28 @@ from rich.text import Text
 from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
 from onchip.core.tables import print_table
 
-COLUMNS = ("implementation", "median", "× floor", "memory", "error", "bound")
+Row = Mapping[str, Any]
 Errors = Mapping[str, tuple[float | None, float | None]]
 """Error and bound by the name of the result; None for what a file lacks, and for an error that is not finite."""
 
-
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts of `COLUMNS`: the error is the one nearest its bound."""
-    return (
-        row["impl"],
-        format_ms(row["median_ms"]) if row["ok"] else "WRONG",
-        format_ratio(row["ratio_to_floor"]),
-        format_bytes(row["extra_bytes"]),
-        f"{row['error_name']} {format_error(row['error'])}",
-        format_error(row["error_bound"]),
-    )
+# Of a row its cells by their headings; the error is the one nearest its bound.
+COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "implementation": lambda row: row["impl"],
+    "median": lambda row: format_ms(row["median_ms"]) if row["ok"] else "WRONG",
+    "× floor": lambda row: format_ratio(row["ratio_to_floor"]),
+    "memory": lambda row: format_bytes(row["extra_bytes"]),
+    "error": lambda row: f"{row['error_name']} {format_error(row['error'])}",
+    "bound": lambda row: format_error(row["error_bound"]),
+}
+LENGTHS: Mapping[str, Callable[[Row], str]] = {
+    "implementation": lambda row: row["impl"],
+    "mean": lambda row: format_ms(row["mean_ms"]) if row["ok"] else "WRONG",
+    "worst": lambda row: format_ms(row["worst_ms"]),
+    "device": lambda row: format_ms(row["floor_ms"]),
+    "mean × device": lambda row: format_ratio(row["ratio_to_floor"]),
+    "worst × device": lambda row: format_ratio(row["worst_ratio"]),
+}
+"""Those of calls of many lengths."""
 
 
 def short_name(impl: str) -> str:
@@ -90,17 +97,19 @@ def not_run_line(entry: Mapping[str, Any]) -> str:
     return f"{entry['impl']}{f' ({where})' if where else ''}: {entry['reason']}"
 
 
-def print_rows(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table for each case and mode, and a line for each wrong result."""
-    sections = _sections(found)
-    for rows in (rows for modes in sections.values() for rows in modes.values()):
-        case, mode, floor = (rows[0][name] for name in ("case", "mode", "floor_ms"))
-        title = f"{case}, {kind(rows[0])}, {mode} (floor: {format_ms(floor)})"
-        cells = [[Text(cell, "" if row["ok"] else "red") for cell in _cells(row)] for row in rows]
-        print_table(console, COLUMNS, cells, title=title, right=COLUMNS[1:])
-        for row in rows:
-            if not row["ok"]:
-                console.print(Text.assemble(("wrong: ", "red"), f"{row['impl']}: ", "; ".join(wrong_numbers(row))))
+def print_rows(found: Sequence[Row], console: Console) -> None:
+    """A table for each case and mode, and a line for each wrong result; of calls of many lengths all modes have one."""
+    for modes in _sections(found).values():
+        for mode, rows in modes.items():
+            of_lengths = "mean_ms" in rows[0]
+            columns = LENGTHS if of_lengths else COLUMNS
+            floor = "" if of_lengths else f" (floor: {format_ms(rows[0]['floor_ms'])})"
+            title = f"{rows[0]['case']}, {kind(rows[0])}, {mode}{floor}"
+            cells = [[Text(cell(row), "" if row["ok"] else "red") for cell in columns.values()] for row in rows]
+            print_table(console, list(columns), cells, title=title, right=[*columns][1:])
+            for row in rows:
+                if not row["ok"] and not (of_lengths and mode != [*modes][-1]):
+                    console.print(Text.assemble(("wrong: ", "red"), f"{row['impl']}: ", "; ".join(wrong_numbers(row))))
 
 
 def print_not_run(document: Mapping[str, Any], console: Console) -> None:

@@ -25,6 +25,10 @@ class Timing:
     p10_ms: float
     p90_ms: float
 
+    @classmethod
+    def of(cls, times: Sequence[float]) -> "Timing":
+        return cls(*(float(q) for q in np.percentile(times, (50, 10, 90))))
+
 
 def _raise(name: str, error: Exception) -> None:
     raise error
@@ -62,4 +66,4 @@ def time_interleaved(
             if round_ >= warmup:
                 samples[name].append(elapsed)
             tick()
-    return {name: Timing(*(float(q) for q in np.percentile(times, (50, 10, 90)))) for name, times in samples.items()}
+    return {name: Timing.of(times) for name, times in samples.items()}
