@@ -11,7 +11,7 @@ from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.options import require_bool, require_one_of, require_positive, require_positive_int
-from onchip.plan.asked import PlannedCall, planned_op
+from onchip.plan.asked import PlannedCall, PlannedOp, planned_op
 from onchip.plan.document import Baseline, Plan, Row
 from onchip.plan.gpus import GPUS, product_ms
 from onchip.plan.links import Exchange, exchanges
@@ -113,32 +113,28 @@ def plan(
     >>> made.row("fastest").products
     3.0
     """
+    given = dict(locals())
     require_one_of("plan", "op", op, tuple(OPS))
     known = planned_op(op)
-    _check_words(op, framework, precision, device, gpu, dtype, weight_dtype)
-    of_weight = {"frozen": frozen, "weight_grad_out": weight_grad_out}
-    flags = {"gradients": gradients, "entropy": entropy, "every_budget": every_budget, **of_weight}
-    for name, flag in {**flags, "sequence_parallel": sequence_parallel}.items():
-        require_bool("plan", name, flag)
+    _check_words(known, given)
+    for name in ("gradients", "entropy", "every_budget", "frozen", "weight_grad_out", "sequence_parallel"):
+        require_bool("plan", name, given[name])
     if isinstance(scratch, str) or not isinstance(scratch, Sequence):
         raise TypeError(f"plan: scratch must be a list of budgets; got {type(scratch).__name__}")
-    of_op = {"teacher_hidden": teacher_hidden, "in_features": in_features, "out_features": out_features}
-    of_op |= {"experts": experts, "rows": rows}
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "tensor_parallel": tensor_parallel, **of_op}
-    for name, size in sizes.items():
-        require_positive_int("plan", name, size)
-    options = {"entropy": entropy, **of_weight}
-    _check_taken(op, {"hidden": hidden, "vocab": vocab, **of_op, **{n: x or None for n, x in options.items()}})
+    of_some = ("hidden", "vocab", "teacher_hidden", "in_features", "out_features", "experts", "rows")
+    for name in ("tokens", "tensor_parallel", *of_some):
+        require_positive_int("plan", name, given[name])
+    for name in (*of_some, "entropy", "frozen", "weight_grad_out"):
+        having = [other for other in OPS if name in (*planned_op(other).needs, *planned_op(other).takes)]
+        if given[name] and op not in having:
+            raise ValueError(f"plan: {op} has no {name}, which is for {', '.join(having)}; leave it out")
     _refuse(
-        (frozen and weight_grad_out, "a frozen weight has no gradient to add; leave frozen or weight_grad_out out"),
-        (
-            not gradients and (frozen or weight_grad_out),
-            "forward alone has no gradients; leave frozen and weight_grad_out out",
-        ),
-        (
-            weight_grad_out and framework == "jax",
-            f"in JAX {op} has no weight_grad_out; leave it out",
-        ),
+        {
+            "a frozen weight has no gradient to add; leave frozen or weight_grad_out out": frozen and weight_grad_out,
+            "forward alone has no gradients; leave frozen and weight_grad_out out": not gradients
+            and (frozen or weight_grad_out),
+            f"in JAX {op} has no weight_grad_out; leave it out": weight_grad_out and framework == "jax",
+        }
     )
     found = _found(model, config)
     hidden = hidden or (found.hidden if found else None)
@@ -148,14 +144,15 @@ def plan(
         if name in known.needs and size is None:
             config_of = f"{config} has no {name} size; " if config is not None else ""
             raise ValueError(f"plan: {config_of}give {' and '.join(known.needs)}, or a model")
-    _check_ranks(op, tokens, vocab or 0, tensor_parallel, sequence_parallel, link)
+    _check_ranks(known, given, vocab or 0)
     of_rank = -(-(vocab or 0) // tensor_parallel)
+    weight_dtype = weight_dtype or dtype
     problem = Problem(
         tokens,
         hidden if hidden and "hidden" in known.needs else 0,
         of_rank if "vocab" in known.needs else 0,
         dtype,
-        weight_dtype=weight_dtype or dtype,
+        weight_dtype=weight_dtype,
         device=device,
         op=op,
         softcap=known.softcap and found is not None and found.softcap is not None,
@@ -195,109 +192,84 @@ def plan(
         said.append(note_of_exchanges(sent, link, next(row.ms for row in few if row.name == "default")))
     shown = {"tokens": tokens, "hidden": problem.hidden, "vocab": problem.vocab, "teacher_hidden": teacher}
     shown |= {"experts": asked.experts, "rows": asked.rows}
-    return Plan(
-        verdict=verdict(asked, plain, few),
-        op=op,
-        framework=framework,
-        backend=chosen,
-        precision=precision,
-        device=device,
-        gpu=asked.gpu if device == "cuda" else None,
-        model=found.name if found else None,
-        sizes={name: size for name, size in shown.items() if size},
-        dtype=dtype,
-        weight_dtype=weight_dtype or dtype,
-        gradients=gradients,
-        frozen=frozen,
-        weight_grad_out=weight_grad_out,
-        tensor_parallel=tensor_parallel,
-        sequence_parallel=sequence_parallel,
-        link=link if sent else None,
-        exchanges=sent,
-        logits_bytes=None if logits is None else 4 * logits,
-        baseline=Baseline(name=plain.name, expression=plain.expression, memory_bytes=plain.memory, ms=plain.ms),
-        rows=made,
-        notes=said,
-    )
+    made_of = {
+        "verdict": verdict(asked, plain, few),
+        "backend": chosen,
+        "gpu": asked.gpu if device == "cuda" else None,
+        "model": found.name if found else None,
+        "sizes": {name: size for name, size in shown.items() if size},
+        "weight_dtype": weight_dtype,
+        "link": link if sent else None,
+        "exchanges": sent,
+        "logits_bytes": None if logits is None else 4 * logits,
+        "baseline": plain,
+        "rows": made,
+        "notes": said,
+    }
+    return Plan(**{name: x for name, x in given.items() if name in Plan.__struct_fields__} | made_of)
 
 
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def _check_words(
-    op: str, framework: str, precision: str, device: str, gpu: str | None, dtype: str, weight_dtype: str | None
-) -> None:
+def _check_words(known: PlannedOp, given: Mapping[str, Any]) -> None:
     """Raise for an unknown word, and for words that don't go together."""
-    known = planned_op(op)
+    framework, precision, gpu, dtype = (given[name] for name in ("framework", "precision", "gpu", "dtype"))
     choose_framework(framework)
-    for name, value, allowed in (
-        ("precision", precision, PRECISIONS),
-        ("device", device, ("cuda", "cpu")),
-        ("gpu", gpu or "h100", tuple(GPUS)),
-        ("dtype", dtype, tuple(DTYPE_BYTES)),
-        ("weight_dtype", weight_dtype or dtype, tuple(DTYPE_BYTES)),
-    ):
-        require_one_of("plan", name, value, allowed)
+    dtypes = tuple(DTYPE_BYTES)
+    allowed = {"precision": PRECISIONS, "device": ("cuda", "cpu"), "gpu": tuple(GPUS)}
+    for name, words in {**allowed, "dtype": dtypes, "weight_dtype": dtypes}.items():
+        if given[name] is not None or name in ("precision", "device", "dtype"):
+            require_one_of("plan", name, given[name], words)
+
+    def named(framework: str, precision: str) -> str:
+        return FRAMEWORKS[framework] + ("" if precision == "full" else f" with precision {precision!r}")
+
     if (framework, precision) not in known.backends:
-        there = [FRAMEWORKS[f] + ("" if p == "full" else f" with precision {p!r}") for f, p in known.backends]
-        asked = FRAMEWORKS[framework] + ("" if precision == "full" else f" with precision {precision!r}")
-        raise ValueError(f"plan: of {op} in {asked} there is no plan; there is one in {', '.join(there)}")
+        there = ", ".join(named(*one) for one in known.backends)
+        asked = named(framework, precision)
+        raise ValueError(f"plan: of {given['op']} in {asked} there is no plan; there is one in {there}")
+    of_weight = given["weight_dtype"]
     _refuse(
-        (device == "cpu" and gpu is not None, f"gpu is {gpu!r}, but device is 'cpu'; leave one of them out"),
-        (
-            weight_dtype is not None and known.needs == ("vocab",),
-            f"{op} has no weight; leave weight_dtype out",
-        ),
-        (
-            framework == "jax" and weight_dtype not in (None, dtype),
-            f"weight_dtype is {weight_dtype!r} and dtype {dtype!r}, but in JAX weight has hidden's dtype; leave "
-            "weight_dtype out",
-        ),
+        {
+            f"gpu is {gpu!r}, but device is 'cpu'; leave one of them out": given["device"] == "cpu" and gpu is not None,
+            f"{given['op']} has no weight; leave weight_dtype out": of_weight is not None and known.needs == ("vocab",),
+            f"weight_dtype is {of_weight!r} and dtype {dtype!r}, but in JAX weight has hidden's dtype; leave "
+            "weight_dtype out": framework == "jax" and of_weight not in (None, dtype),
+        }
     )
 
 
-def _refuse(*reasons: tuple[bool, str]) -> None:
+def _refuse(reasons: Mapping[str, bool]) -> None:
     """Raise ValueError with the first reason that holds."""
-    for holds, reason in reasons:
+    for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"plan: {reason}")
 
 
-def _check_ranks(op: str, tokens: int, vocab: int, ranks: int, sequence_parallel: bool, link: float | None) -> None:
+def _check_ranks(known: PlannedOp, given: Mapping[str, Any], vocab: int) -> None:
     """Raise where ranks can't share what the op has."""
-    known = planned_op(op)
+    op, tokens, ranks, sequence, link = (
+        given[name] for name in ("op", "tokens", "tensor_parallel", "sequence_parallel", "link")
+    )
     shares = known.layer is None
-    of_ranks = "sequence_parallel and link are of ranks that share the vocabulary; give tensor_parallel too"
     _refuse(
-        (shares and ranks > vocab, f"tensor_parallel is {ranks}, but there are {vocab} entries to share"),
-        (
-            not shares and ranks > 1 and "tensor_parallel" not in known.takes,
-            f"tensor_parallel shares a vocabulary, which {op} has none of; leave it out",
-        ),
-        ((not shares or ranks == 1) and (sequence_parallel or link is not None), of_ranks),
-        (
-            sequence_parallel and "hidden" not in known.needs,
-            f"{op} has no hidden states to gather; leave sequence_parallel out",
-        ),
-        (
-            sequence_parallel and tokens % ranks > 0,
-            f"sequence_parallel needs tokens in {ranks} equal parts; got {tokens}",
-        ),
+        {
+            f"tensor_parallel is {ranks}, but there are {vocab} entries to share": shares and ranks > vocab,
+            f"tensor_parallel shares a vocabulary, which {op} has none of; leave it out": not shares
+            and ranks > 1
+            and "tensor_parallel" not in known.takes,
+            "sequence_parallel and link are of ranks that share the vocabulary; give tensor_parallel too": (
+                not shares or ranks == 1
+            )
+            and (sequence or link is not None),
+            f"{op} has no hidden states to gather; leave sequence_parallel out": sequence
+            and "hidden" not in known.needs,
+            f"sequence_parallel needs tokens in {ranks} equal parts; got {tokens}": sequence and tokens % ranks > 0,
+        }
     )
     if link is not None:
         require_positive("plan", "link", link)
-
-
-def _check_taken(op: str, given: Mapping[str, Any]) -> None:
-    """Raise for a size or an option that the op doesn't have."""
-    for name, value in given.items():
-        if value is not None and op not in (having := _ops_with(name)):
-            raise ValueError(f"plan: {op} has no {name}, which is for {', '.join(having)}; leave it out")
-
-
-def _ops_with(name: str) -> list[str]:
-    """The ops that have a size or an option of this name."""
-    return [op for op in OPS if name in (*planned_op(op).needs, *planned_op(op).takes)]
 
 
 def _found(model: str | None, config: str | Path | None) -> ModelSizes | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from onchip.plan.document import Baseline
 from onchip.plan.gpus import GPUS
 from onchip.registry import OPS
 from onchip.vocab.memory import Problem
@@ -60,13 +61,13 @@ class StepPlan(NamedTuple):
     """Bytes at the peak, above inputs, results and returned gradients."""
     products: float
     """Matrix products of tokens x hidden x vocab."""
-    recomputed: int
+    recomputed_tokens: int
     """Tokens whose logits backward computes again."""
     chunk: dict[str, int]
     """Tokens, and entries of the vocabulary, that are worked on at a time."""
     ms: float | None
     """None where there is no model of the backend's time."""
-    sent: int | None = None
+    sent_bytes: int | None = None
     """Bytes that a rank sends; None for an op of one."""
 
 
@@ -85,15 +86,6 @@ class Way:
     """The strategy that a call takes in a budget; raises ValueError as `step` does."""
 
 
-class Plain(NamedTuple):
-    """What the op replaces: its expression in the framework's own functions."""
-
-    name: str
-    expression: str
-    memory: int | None = None
-    ms: float | None = None
-
-
 class LayerPlan(NamedTuple):
     """How an op without budgets runs a linear layer of those that are asked for."""
 
@@ -104,12 +96,12 @@ class LayerPlan(NamedTuple):
     plain_ms: Callable[[PlannedCall, tuple[int, int]], float | None] = lambda asked, features: None
     """The predicted time of that, of so many in and out features; None where there is no model of it."""
 
-    def replaced(self, asked: PlannedCall) -> Plain:
+    def replaced(self, asked: PlannedCall) -> Baseline:
         """What all layers replace."""
         times = [self.plain_ms(asked, features) for features in asked.linears.values()]
         known = [ms for ms in times if ms is not None]
         name, expression = (text.format(dtype=asked.problem.dtype) for text in self.plain)
-        return Plain(name, expression, None, sum(known) if len(known) == len(times) else None)
+        return Baseline(name, expression, None, sum(known) if len(known) == len(times) else None)
 
 
 class Backend(NamedTuple):
@@ -126,7 +118,7 @@ class PlannedOp:
 
     backends: Mapping[tuple[str, str], Mapping[str, Backend]]
     """By framework and precision, and by name in the order in which the op tries them."""
-    plain: Callable[[PlannedCall], Plain]
+    plain: Callable[[PlannedCall], Baseline]
     needs: tuple[str, ...] = ("hidden", "vocab")
     takes: tuple[str, ...] = ()
     """Sizes and options that it knows besides."""

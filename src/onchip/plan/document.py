@@ -38,16 +38,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What the baseline is predicted to take for the layer, of an op without budgets."""
 
 
-class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """What the op replaces."""
+class Baseline(msgspec.Struct, frozen=True):
+    """What the op replaces: its expression in the framework's own functions."""
 
     name: str
     """A word for it."""
     expression: str
     """What it computes."""
-    memory_bytes: int | None
+    memory_bytes: int | None = None
     """Peak memory above inputs, results and returned gradients; None where it isn't known."""
-    ms: float | None
+    ms: float | None = None
     """Predicted time; None where there is no model of it."""
 
 

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.plan.asked import Plain, PlannedCall
+from onchip.plan.asked import PlannedCall
+from onchip.plan.document import Baseline
 from onchip.plan.gpus import faster_memory, product_ms, rates
 
 # Launches of a plain step, and of its forward alone: what few tokens take.
@@ -23,7 +24,7 @@ class Measured(NamedTuple):
     bytes: int
     ps: float
 
-    def plain(self, asked: PlannedCall, products: int, *, after_peak: int) -> Plain:
+    def plain(self, asked: PlannedCall, products: int, *, after_peak: int) -> Baseline:
         """`products`: hidden sizes summed over all products.  `after_peak`: bytes of gradients that are not there yet
         at the peak.
         """
@@ -36,7 +37,7 @@ class Measured(NamedTuple):
         if asked.has_rates:
             kernels = (_STEP_KERNELS if asked.gradients else _KERNELS) * 1e-3 * rates(asked.gpu).launch
             ms = product_ms(products * logits) + 1e-9 * ps * logits / faster_memory(asked.gpu) + kernels
-        return Plain(self.name, self.expression, size, ms)
+        return Baseline(self.name, self.expression, size, ms)
 
 
 EAGER, JIT = "eager PyTorch", "plain JAX"
@@ -58,5 +59,5 @@ def was_measured(asked: PlannedCall) -> bool:
     return asked.problem.device == "cuda" and asked.problem.dtype != "float32"
 
 
-def known(asked: PlannedCall, measured: Measured, after_peak: int) -> Plain:
+def known(asked: PlannedCall, measured: Measured, after_peak: int) -> Baseline:
     return measured.plain(asked, asked.products * asked.problem.hidden, after_peak=after_peak)

@@ -64,40 +64,20 @@ def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -
         least = way.least(strategy)
         return Row(name=name, strategy=strategy, scratch_bytes=shown, budget_bytes=shown, fits=False, needs_bytes=least)
     default = way.default(strategy) if budget is None else shown
-    return _fitting(step, name, strategy=strategy, scratch_bytes=shown, budget_bytes=default, needs=way.least(strategy))
+    given = {"strategy": strategy, "scratch_bytes": shown, "budget_bytes": default, "needs_bytes": way.least(strategy)}
+    return _fitting(step, name, **given)
 
 
 def layer_row(asked: PlannedCall, layer: LayerPlan, name: str, backend: str) -> Row:
     """Of the layer of a name."""
     step, plain_ms = layer.step(asked, name, backend), layer.plain_ms(asked, asked.linears[name])
-    return _fitting(step, name, sent_bytes=step.sent, plain_ms=plain_ms)
+    return _fitting(step, name, plain_ms=plain_ms)
 
 
-def _fitting(
-    step: StepPlan,
-    name: str,
-    strategy: str = "auto",
-    scratch_bytes: int | None = None,
-    budget_bytes: int | None = None,
-    needs: int | None = None,
-    **more: Any,
-) -> Row:
+def _fitting(step: StepPlan, name: str, **more: Any) -> Row:
     size = sum(step.memory_parts.values())
-    return Row(
-        name=name,
-        strategy=strategy,
-        scratch_bytes=scratch_bytes,
-        budget_bytes=budget_bytes,
-        fits=True,
-        needs_bytes=size if needs is None else needs,
-        memory_bytes=size,
-        memory_parts=step.memory_parts,
-        products=step.products,
-        recomputed_tokens=step.recomputed,
-        chunk=step.chunk,
-        ms=step.ms,
-        **more,
-    )
+    of_layer = {"strategy": "auto", "scratch_bytes": None, "budget_bytes": None, "needs_bytes": size}
+    return Row(name=name, fits=True, memory_bytes=size, **step._asdict(), **of_layer | more)
 
 
 def _rounded(size: int) -> int:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from onchip.core.sizes import MIB, UNITS
-from onchip.plan.asked import Plain, PlannedCall, planned_op
-from onchip.plan.document import Row
+from onchip.plan.asked import PlannedCall, planned_op
+from onchip.plan.document import Baseline, Row
 from onchip.plan.gpus import GPUS
 from onchip.plan.links import Exchange
 from onchip.plan.models import ModelSizes
@@ -40,12 +40,12 @@ def _needs(size: int | None, ms: float | None) -> str:
     return " and ".join([*said, *([time_text(ms)] if ms is not None else [])])
 
 
-def verdict(asked: PlannedCall, plain: Plain, rows: Sequence[Row]) -> str:
+def verdict(asked: PlannedCall, plain: Baseline, rows: Sequence[Row]) -> str:
     if asked.linears:
         return _verdict_of_layers(asked, plain, rows)
     default = next(row for row in rows if row.name == "default")
     name = plain.name if "." in plain.name else plain.name[0].upper() + plain.name[1:]
-    if needs := _needs(plain.memory, plain.ms):
+    if needs := _needs(plain.memory_bytes, plain.ms):
         said = f"{name} needs {needs}; onchip by default {_needs(default.memory_bytes, default.ms)}."
     else:
         said = f"By default onchip needs {_needs(default.memory_bytes, default.ms)}."
@@ -63,7 +63,7 @@ def verdict(asked: PlannedCall, plain: Plain, rows: Sequence[Row]) -> str:
     return f'{said} For {faster:.0f}% more speed give it {memory_text(last.scratch_bytes)}: scratch_bytes="{budget}".'
 
 
-def _verdict_of_layers(asked: PlannedCall, plain: Plain, rows: Sequence[Row]) -> str:
+def _verdict_of_layers(asked: PlannedCall, plain: Baseline, rows: Sequence[Row]) -> str:
     times = [row.ms for row in rows if row.ms is not None]
     layers = "the layer" if len(rows) == 1 else "the linear layers of a block"
     kept = sum(size for row in rows for name, size in (row.memory_parts or {}).items() if name.startswith("kept"))
@@ -83,7 +83,7 @@ def notes(
     asked: PlannedCall,
     backend: str,
     rows: Sequence[Row],
-    plain: Plain,
+    plain: Baseline,
     vocab: int | None,
     ranks: int,
     found: ModelSizes | None,

@@ -3,7 +3,8 @@
 from functools import partial
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, Way
+from onchip.plan.asked import Backend, PlannedCall, PlannedOp, Way
+from onchip.plan.document import Baseline
 from onchip.plan.gpus import faster_memory
 from onchip.plan.plain import EAGER, JIT, Measured
 from onchip.plan.ways import Said, never, planned, triton_refusal
@@ -29,9 +30,9 @@ def _rows_way(asked: PlannedCall, *, triton: bool = False, xla: bool = False) ->
     return planned(memory.PLANNER, p, say)
 
 
-def _plain(asked: PlannedCall) -> Plain:
+def _plain(asked: PlannedCall) -> Baseline:
     if asked.framework == "jax":
-        return Plain(JIT, "jax.nn.log_softmax of the logits")
+        return Baseline(JIT, "jax.nn.log_softmax of the logits")
     p = asked.problem
     return _CROSS_ENTROPY.plain(asked, 0, after_peak=asked.gradients * DTYPE_BYTES[p.dtype] * p.tokens * p.vocab)
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.document import Baseline
 from onchip.plan.gpus import fp8_ms
 from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight, was_measured
 from onchip.plan.ways import fp8_triton_refusal, hopper_refusal, kernels, never, of_products, triton_refusal, triton_way
@@ -57,10 +58,10 @@ def _fp8_torch_way(asked: PlannedCall) -> Way:
     return _fp8_way(replace(asked, problem=replace(asked.problem, device="cpu")), triton=False)
 
 
-def _plain(asked: PlannedCall) -> Plain:
+def _plain(asked: PlannedCall) -> Baseline:
     if asked.framework == "torch":
         return known(asked, _LOSS, of_hidden(asked) + of_weight(asked))
-    return known(asked, _XLA, 0) if was_measured(asked) else Plain(*_XLA[:2])
+    return known(asked, _XLA, 0) if was_measured(asked) else Baseline(*_XLA[:2])
 
 
 PLAN = PlannedOp(

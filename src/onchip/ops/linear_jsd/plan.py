@@ -6,7 +6,8 @@ from functools import partial
 
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.ops.linear_jsd import memory, triton_memory
-from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, Way
+from onchip.plan.asked import Backend, PlannedCall, PlannedOp, Way
+from onchip.plan.document import Baseline
 from onchip.plan.gpus import rates
 from onchip.plan.plain import JIT, Measured, was_measured
 from onchip.plan.ways import kernels, never, of_weight_chunks, planned, triton_refusal
@@ -35,12 +36,12 @@ def _way(planner: Planner[int]) -> Callable[[PlannedCall], Way]:
     return way
 
 
-def _plain(asked: PlannedCall) -> Plain:
+def _plain(asked: PlannedCall) -> Baseline:
     if asked.framework == "jax":
-        return Plain(JIT, "the divergence of two softmaxes")
+        return Baseline(JIT, "the divergence of two softmaxes")
     p = asked.problem
     if not was_measured(asked):
-        return Plain(*_COMPILED[:2])
+        return Baseline(*_COMPILED[:2])
     # A product for each model's logits, and two for the student's gradients.
     products = p.hidden * (3 if asked.gradients else 1) + asked.teacher_hidden
     return _COMPILED.plain(asked, products, after_peak=asked.gradients * DTYPE_BYTES[p.dtype] * p.tokens * p.hidden)

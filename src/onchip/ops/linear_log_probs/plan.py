@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.document import Baseline
 from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight
 from onchip.plan.ways import never, of_config, triton_refusal, triton_way
 from onchip.vocab import memory
@@ -35,9 +36,9 @@ def _of_products(planner: Planner[Config], *, both_walks: bool) -> Callable[[Pla
     return way
 
 
-def _plain(asked: PlannedCall) -> Plain:
+def _plain(asked: PlannedCall) -> Baseline:
     if asked.framework == "jax":
-        return Plain(JIT, "jax.nn.log_softmax of the logits")
+        return Baseline(JIT, "jax.nn.log_softmax of the logits")
     return known(asked, _ENTROPY if asked.entropy else _LOG_PROBS, of_hidden(asked) + of_weight(asked))
 
 
