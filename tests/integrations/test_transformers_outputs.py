@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from integrations.tiny import TINY, batch, llama
+from integrations.tiny import assert_unchanged, batch, llama, softcapped
 from onchip.integrations.deferred_logits import SkippedLogits, SkippedLogitsError
 from onchip.integrations.transformers import patch, token_losses, unpatch
 from onchip.torch import cross_entropy, jsd, lm_loss, log_probs
@@ -19,27 +19,6 @@ IDS = batch()["input_ids"]
 
 
 quiet = pytest.mark.filterwarnings("error:onchip")
-
-
-def grads(model, loss):
-    model.zero_grad()
-    made = loss(model)
-    made.backward()
-    return made.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(model, loss, **options):
-    """The loss of a model, and its gradients, are what they are without the patch; gives the report."""
-    torch.manual_seed(5)
-    expected, expected_grads = grads(model, loss)
-    report = patch(model, **options)
-    torch.manual_seed(5)
-    found, found_grads = grads(model, loss)
-    torch.testing.assert_close(found, expected)
-    assert set(found_grads) == set(expected_grads)
-    for name, g in expected_grads.items():
-        torch.testing.assert_close(found_grads[name], g, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    return report
 
 
 class Halved(torch.autograd.Function):
@@ -62,6 +41,9 @@ OUTSIDE = {
     "jsd": of_logits(lambda z: jsd(z, z.detach().flip(-1))),
     "an autograd.Function": of_logits(lambda z: Halved.apply(z).square().mean()),
     "F.cross_entropy": of_logits(lambda z: F.cross_entropy(z.flatten(0, 1), IDS.flatten())),
+    "nn.CrossEntropyLoss": of_logits(
+        lambda z: nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum")(z.view(-1, z.size(-1)) / 2, IDS.view(-1))
+    ),
     "classes second": of_logits(lambda z: F.cross_entropy(z.transpose(1, 2), IDS)),
     "checkpoint": of_logits(
         lambda z: checkpoint(lambda x: F.cross_entropy(x.flatten(0, 1), IDS.flatten()), z, use_reentrant=False)
@@ -69,21 +51,14 @@ OUTSIDE = {
     "compiled": of_logits(
         torch.compile(lambda z: F.cross_entropy(z.flatten(0, 1), IDS.flatten()), backend="aot_eager")
     ),
+    "the head's": lambda model: lm_loss(model.lm_head, model.model(input_ids=IDS).last_hidden_state, IDS),
 }
 
 
-@quiet
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_loss_outside_of_forward_is_that_of_real_logits(name):
-    model = llama()
-    report = assert_same(model, OUTSIDE[name], z_loss=0.1, label_smoothing=0.1)  # of the model's own loss alone
-    assert report.losses == 0
-
-
-def test_a_fused_loss_outside_of_forward_is_one_that_is_asked_for():
-    model = llama()
-    report = assert_same(model, lambda m: lm_loss(m.lm_head, m.model(input_ids=IDS).last_hidden_state, IDS))
-    assert report.losses == 0
+    # The options are of the model's own loss alone.
+    assert_unchanged(llama(), OUTSIDE[name], losses=0, z_loss=0.1, label_smoothing=0.1)
 
 
 def weighted(model):
@@ -97,18 +72,13 @@ def weighted(model):
     return (losses * torch.linspace(0.1, 2, 24).view(2, 12)).sum()
 
 
-def softcapped():
-    torch.manual_seed(0)
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY, final_logit_softcapping=5.0))
-
-
 @quiet
 @pytest.mark.parametrize("make", [llama, softcapped])
 def test_losses_of_tokens(make):
     model = make()
-    report = assert_same(model, weighted, z_loss=0.1)
-    assert (report.losses, report.materialized) == (1, {})
+    assert_unchanged(model, weighted, z_loss=0.1)
     expected = weighted(model)
+    patch(model)
     with torch.no_grad():
         torch.testing.assert_close(weighted(model.eval()), expected.detach())
         torch.testing.assert_close(weighted(nn.DataParallel(model)), expected.detach())
@@ -137,24 +107,21 @@ def test_wrong_calls_for_losses_of_tokens(call, error, message):
 # -------------------------------------------------------------------------------------------------- logits with labels
 
 
-def read(name):
-    return {
-        "attribute": lambda made: made.logits + 0,
-        "key": lambda made: F.softmax(made["logits"], -1),
-        "index": lambda made: made[1][:, -1],
-        "tuple": lambda made: made.to_tuple()[1].argmax(-1),
-        "items": lambda made: dict(made.items())["logits"].argmax(-1),
-        "torch": lambda made: torch.argmax(made.logits, -1),
-        "array": lambda made: torch.as_tensor(made.logits),
-        "truth": lambda made: bool(made.logits == 0),
-        "iteration": lambda made: list(made.logits),
-        "cross-entropy": lambda made: F.cross_entropy(made.logits, IDS),
-    }[name]
+READ = {
+    "attribute": lambda made: made.logits + 0,
+    "key": lambda made: F.softmax(made["logits"], -1),
+    "index": lambda made: made[1][:, -1],
+    "tuple": lambda made: made.to_tuple()[1].argmax(-1),
+    "items": lambda made: dict(made.items())["logits"].argmax(-1),
+    "torch": lambda made: torch.argmax(made.logits, -1),
+    "array": lambda made: torch.as_tensor(made.logits),
+    "truth": lambda made: bool(made.logits == 0),
+    "iteration": lambda made: list(made.logits),
+    "cross-entropy": lambda made: F.cross_entropy(made.logits, IDS),
+}
 
 
-@pytest.mark.parametrize(
-    "name", ["attribute", "key", "index", "tuple", "items", "torch", "array", "truth", "iteration", "cross-entropy"]
-)
+@pytest.mark.parametrize("name", READ)
 def test_skipped_logits_say_so_however_they_are_read(name):
     model = llama()
     patch(model)
@@ -165,7 +132,7 @@ def test_skipped_logits_say_so_however_they_are_read(name):
     with pytest.raises(
         SkippedLogitsError, match=r"call patch\(model, skip_logits=False\), or the model without labels"
     ):
-        read(name)(made)
+        READ[name](made)
 
 
 def test_skipped_logits_pass_through_what_copies_outputs():
@@ -231,7 +198,7 @@ def test_gradients_of_a_loss_and_of_logits_add_up():
         made = model(**batch())
         return made.loss + Halved.apply(made.logits).square().mean()
 
-    assert assert_same(llama(), loss, skip_logits=False).losses == 1
+    assert_unchanged(llama(), loss, skip_logits=False)
 
 
 def test_evaluation_that_stores_no_logits():
@@ -360,20 +327,17 @@ def test_a_function_that_takes_the_logits_inside_of_forward_is_refused():
         loss.backward()
 
 
-def mean_of_log_softmax(logits, labels, **_):
-    return -logits.log_softmax(-1).mean()
-
-
-def with_class_weights(logits, labels, **_):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=torch.ones(97))
-
-
-def classes_second(logits, labels, **_):
-    return F.cross_entropy(logits.transpose(1, 2), labels)
+OWN = {
+    "log_softmax": lambda logits, labels, **_: -logits.log_softmax(-1).mean(),
+    "class weights": lambda logits, labels, **_: F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), weight=torch.ones(97)
+    ),
+    "classes second": lambda logits, labels, **_: F.cross_entropy(logits.transpose(1, 2), labels),
+}
 
 
 @pytest.mark.filterwarnings("ignore:onchip")
-@pytest.mark.parametrize("loss", [mean_of_log_softmax, with_class_weights, classes_second])
+@pytest.mark.parametrize("loss", OWN.values(), ids=OWN)
 @pytest.mark.parametrize("option", ["z_loss", "label_smoothing"])
 def test_options_that_the_models_own_loss_cannot_have(loss, option):
     model = llama()

@@ -1,7 +1,9 @@
-"""A tiny Llama of transformers, and a batch for it."""
+"""A tiny Llama of transformers, a batch for it, and what must be as it is without the patch."""
 
 import torch
 import transformers
+
+from onchip.integrations.transformers import patch, unpatch
 
 TINY = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -14,8 +16,47 @@ def llama(**config):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | config))
 
 
+def softcapped():
+    torch.manual_seed(0)
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY, final_logit_softcapping=5.0))
+
+
 def batch(rows=2, size=12):
     ids = torch.randint(3, 97, (rows, size), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[:, :3] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def of_labels(model):
+    """The model's own loss."""
+    return model(**batch()).loss
+
+
+def step(model, loss=of_labels):
+    """The loss, and the gradients that there are."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    made = loss(model)
+    made.backward()
+    return [made.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_close(found, expected, bound=1e-5):
+    """By norms; some gradients are nothing but roundings, so a thousandth of the norm of all counts too."""
+    assert len(found) == len(expected) > 0
+    torch.testing.assert_close(found[0], expected[0], rtol=bound, atol=bound)
+    norm = sum(g.double().norm().square() for g in expected[1:]) ** 0.5
+    for p, q in zip(found[1:], expected[1:], strict=True):
+        assert (p.double() - q.double()).norm() <= bound * (q.double().norm() + norm / 1000)
+
+
+def assert_unchanged(model, loss=of_labels, losses=1, bound=1e-5, **options):
+    """A patched step is that of the model, with no logits stored, and unpatching leaves nothing."""
+    expected = step(model, loss)
+    before = [(type(module), set(vars(module))) for module in model.modules()]
+    report = patch(model, **options)
+    assert_close(step(model, loss), expected, bound)
+    assert (report.fused, report.losses, report.materialized) == (True, losses, {})
+    unpatch(model)
+    assert [(type(module), set(vars(module))) for module in model.modules()] == before
