@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from onchip.bench.figures import GRAY, picture
 from onchip.bench.units import format_bytes, format_ms
 from onchip.core.tables import print_table
 from onchip.demo import EXTRAS
-from onchip.demo.stacks import STACKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,17 +151,9 @@ def _name(axes: "Axes", text: str, at: tuple[float, float], color: str, *, below
     axes.annotate(text, at, (0, offset), textcoords="offset points", va=va, ha=ha, color=color)
 
 
-def _draw_memory(axes: "Axes", document: Document) -> None:
-    _draw_growth(axes, document, "extra_bytes", 1 << 20, format_bytes)
-    axes.set(title="Memory of head and loss", ylabel="MiB above inputs, gradients")
-
-
-def _draw_time(axes: "Axes", document: Document) -> None:
-    _draw_growth(axes, document, "median_ms", 1, format_ms)
-    axes.set(title="Time of head and loss", ylabel="ms, forward + backward")
-
-
-def _draw_growth(axes: "Axes", document: Document, key: str, unit: int, show: Callable[[Any], str]) -> None:
+def _draw_growth(
+    axes: "Axes", document: Document, *, key: str, unit: int, show: Callable[[Any], str], **words: Any
+) -> None:
     """A line for each loss over the vocabularies; the last point of each is named."""
     rows = document["head_and_loss"]
     vocabs = [row["vocab"] for row in rows]
@@ -172,13 +164,20 @@ def _draw_growth(axes: "Axes", document: Document, key: str, unit: int, show: Ca
         last = rows[-1][name][key]
         _name(axes, show(last), (vocabs[-1], values[-1]), color, below=last < most)
     axes.set_xticks(vocabs, [f"{vocab:,}" for vocab in vocabs])
-    axes.set_xlabel("vocabulary")
+    axes.set(xlabel="vocabulary", **words)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.12, y=0.15)
     axes.legend(frameon=False, loc="upper left")
 
 
-_DRAWINGS: tuple[Draw, ...] = (_draw_losses, _draw_difference, _draw_memory, _draw_time)
+_MEMORY: Any = {"title": "Memory of head and loss", "ylabel": "MiB above inputs, gradients"}
+_TIME: Any = {"title": "Time of head and loss", "ylabel": "ms, forward + backward"}
+_DRAWINGS: tuple[Draw, ...] = (
+    _draw_losses,
+    _draw_difference,
+    partial(_draw_growth, key="extra_bytes", unit=1 << 20, show=format_bytes, **_MEMORY),
+    partial(_draw_growth, key="median_ms", unit=1, show=format_ms, **_TIME),
+)
 
 
 def picture_png(document: Document) -> bytes:
@@ -213,5 +212,4 @@ def html_page(document: Document) -> str:
         moe_verdict=document["moe"] and _moe_verdict(document["moe"]),
         logits=format_bytes(document["head_and_loss"][-1]["logits_bytes"]),
         extras=EXTRAS[document["settings"]["framework"]],
-        stacks=STACKS[document["settings"]["framework"]],
     )
