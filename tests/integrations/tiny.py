@@ -60,3 +60,17 @@ def assert_unchanged(model, loss=of_labels, losses=1, bound=1e-5, **options):
     assert (report.fused, report.losses, report.materialized) == (True, losses, {})
     unpatch(model)
     assert [(type(module), set(vars(module))) for module in model.modules()] == before
+
+
+class Data(torch.utils.data.Dataset):
+    """For a Trainer: sequences with labels from some place on."""
+
+    def __init__(self, number=16, size=12, vocab=97):
+        self.number, self.size, self.vocab = number, size, vocab
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, i):
+        ids = torch.randint(3, self.vocab, (self.size,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(self.size) < i % 7, -100)}

@@ -11,6 +11,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import transformers
+from tiny import Data
 from torch.distributed.tensor import DTensor
 
 from onchip.integrations.transformers import patch
@@ -19,15 +20,6 @@ MODEL = {
     "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
-
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, i):
-        ids = torch.randint(3, MODEL["vocab_size"], (48,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(48) < i % 7, -100)}
 
 
 def trained(patched, *, bf16, tied):
@@ -41,7 +33,7 @@ def trained(patched, *, bf16, tied):
             logging_steps=1, report_to=[], save_strategy="no", learning_rate=1e-2, disable_tqdm=True,
             fsdp="full_shard", fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data())
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(32, 48, MODEL["vocab_size"]))
         trainer.train()
     weights = [w for w in trainer.model_wrapped.parameters() if w.requires_grad]
     assert all(isinstance(w, DTensor) for w in weights), "nothing is sharded"

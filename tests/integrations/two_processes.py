@@ -10,20 +10,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import transformers
+from tiny import Data, llama
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from onchip.integrations.transformers import patch
-
-TINY = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
 
 
 def batch(rows):
@@ -122,15 +113,6 @@ def step(name, make, rank, own_loss):
     with torch.no_grad():
         logits, plain = wrapped(**given).logits, llama()(input_ids=given["input_ids"]).logits
     torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: logits: {m}")
-
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, i):
-        ids = torch.randint(3, 97, (12,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) < i % 7, -100)}
 
 
 def trained(patched):
