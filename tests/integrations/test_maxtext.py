@@ -340,69 +340,21 @@ def test_axes_that_shard_something_else_than_tokens(spec, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- install
 
 
-HOME = "maxtext.utils.vocabulary_tiling"
-
-
-@pytest.fixture
-def stack(monkeypatch):
-    """Modules with the names of MaxText's that hold the function, and what holds it."""
+def test_install_and_uninstall(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", lambda distribution: "0.2.5")
-    for name in ("maxtext", "maxtext.utils", HOME, "maxtext.trainer"):
+    for name in ("maxtext", "maxtext.utils", "maxtext.utils.vocabulary_tiling"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    home, trainer = sys.modules[HOME], sys.modules["maxtext.trainer"]
-    home.vocab_tiling_nnx_loss = trainer.vocab_tiling_nnx_loss = plain
-    yield home, trainer
-    uninstall()
-    integration._REPLACING.originals.clear()
-
-
-def test_install_and_uninstall(stack, monkeypatch):
-    home, trainer = stack
+    home = sys.modules["maxtext.utils.vocabulary_tiling"]
+    home.vocab_tiling_nnx_loss = plain
+    assert str(install()) == (
+        "MaxText 0.2.5 with num_vocab_tiling above 1 runs through onchip, which replaced\n"
+        "  maxtext.utils.vocabulary_tiling.vocab_tiling_nnx_loss"
+    )
+    assert home.vocab_tiling_nnx_loss is vocab_tiling_nnx_loss
+    # Ours takes the same arguments.
+    assert tuple(inspect.signature(vocab_tiling_nnx_loss).parameters) == tuple(inspect.signature(plain).parameters)
     uninstall()
     assert home.vocab_tiling_nnx_loss is plain
-    for _ in range(2):
-        installed = install()
-        assert home.vocab_tiling_nnx_loss is trainer.vocab_tiling_nnx_loss is vocab_tiling_nnx_loss
-    assert str(installed) == (
-        "MaxText 0.2.5 with num_vocab_tiling above 1 runs through onchip, which replaced\n"
-        "  maxtext.trainer.vocab_tiling_nnx_loss\n  maxtext.utils.vocabulary_tiling.vocab_tiling_nnx_loss"
-    )
-    later = ModuleType("maxtext.later")
-    later.vocab_tiling_nnx_loss = plain
-    monkeypatch.setitem(sys.modules, "maxtext.later", later)
-    assert "maxtext.later.vocab_tiling_nnx_loss" in install().replaced
-    for _ in range(2):
-        uninstall()
-        assert home.vocab_tiling_nnx_loss is trainer.vocab_tiling_nnx_loss is later.vocab_tiling_nnx_loss is plain
-
-
-def test_its_arguments_are_maxtexts():
-    known = integration._REPLACING.ours["vocab_tiling_nnx_loss"].parameters
-    assert tuple(inspect.signature(vocab_tiling_nnx_loss).parameters) == known
-
-
-def test_install_refuses_what_it_does_not_know(stack):
-    home, trainer = stack
-
-    def other(model, hidden_states, data, config):
-        raise AssertionError
-
-    def foreign(*given):
-        raise AssertionError
-
-    other.__module__, foreign.__module__ = HOME, "somebody"
-    for function, message in [
-        (
-            other,
-            r"takes \(model, hidden_states, data, config\), and onchip knows it with \(model, .*; reinstall maxtext",
-        ),
-        (foreign, "was replaced by somebody; undo that first"),
-        (None, f"MaxText 0.2.5 has no {HOME}.vocab_tiling_nnx_loss; reinstall maxtext"),
-    ]:
-        home.vocab_tiling_nnx_loss = function
-        with pytest.raises(RuntimeError, match=message):
-            install()
-        assert (home.vocab_tiling_nnx_loss, trainer.vocab_tiling_nnx_loss) == (function, plain)
 
 
 if __name__ == "__main__":

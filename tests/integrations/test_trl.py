@@ -468,34 +468,15 @@ def test_another_version_with_the_same_functions_will_do(monkeypatch):
     integration.uninstall()
 
 
-def other(*arguments):
-    """Another library's."""
-
-
 @pytest.mark.parametrize(
-    ("place", "value", "error", "message"),
+    ("module", "error", "message"),
     [
-        ((sys.modules, "trl.trainer.distillation_trainer"), None, RuntimeError, "has no trl.*; pip install 'trl==1.16"),
-        ((sys.modules, "trl"), None, ModuleNotFoundError, "TRL isn't installed; pip install 'onchip"),
-        (
-            (distillation_trainer, "_chunked_divergence_loss"),
-            None,
-            RuntimeError,
-            "has no trl.*; pip install 'trl==1.16",
-        ),
-        ((distillation_trainer, "_chunked_divergence_loss"), other, RuntimeError, "replaced by test_trl; undo that"),
-        (
-            (ChunkedLogProbFunction, "forward"),
-            staticmethod(utils.pad),
-            RuntimeError,
-            r"takes \(.*knows it with \(hidden.*pip install 'trl==1.16",
-        ),
+        ("trl.trainer.distillation_trainer", RuntimeError, "has no trl.*; pip install 'trl==1.16"),
+        ("trl", ModuleNotFoundError, "TRL isn't installed; pip install 'onchip"),
     ],
 )
-def test_install_refuses_what_it_does_not_know(monkeypatch, place, value, error, message):
-    where, name = place
-    (monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr)(where, name, value)
+def test_a_trl_that_is_missing_or_old(monkeypatch, module, error, message):
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(error, match=f"onchip.integrations.trl: .*{message}"):
         integration.install()
     assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-    assert distillation_trainer._chunked_divergence_loss in (value, DIVERGENCE_LOSS)
