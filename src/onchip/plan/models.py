@@ -1,10 +1,12 @@
 """Sizes of models: by the names that they have on the Hugging Face Hub, and from their config files.  No framework."""
 
+import csv
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -40,90 +42,27 @@ class ModelSizes:
         }
 
 
-# Hidden size, vocabulary; and of models whose blocks are all alike and gated: feed-forward size, heads, heads of keys,
-# size of a head.
-_SIZES: dict[str, tuple[int, ...]] = {
-    "meta-llama/Llama-2-7b-hf": (4096, 32000, 11008, 32, 32, 128),
-    "meta-llama/Llama-2-13b-hf": (5120, 32000, 13824, 40, 40, 128),
-    "meta-llama/Llama-2-70b-hf": (8192, 32000, 28672, 64, 8, 128),
-    "meta-llama/Meta-Llama-3-8B": (4096, 128256, 14336, 32, 8, 128),
-    "meta-llama/Meta-Llama-3-70B": (8192, 128256, 28672, 64, 8, 128),
-    "meta-llama/Llama-3.1-8B": (4096, 128256, 14336, 32, 8, 128),
-    "meta-llama/Llama-3.1-70B": (8192, 128256, 28672, 64, 8, 128),
-    "meta-llama/Llama-3.1-405B": (16384, 128256, 53248, 128, 8, 128),
-    "meta-llama/Llama-3.2-1B": (2048, 128256, 8192, 32, 8, 64),
-    "meta-llama/Llama-3.2-3B": (3072, 128256, 8192, 24, 8, 128),
-    "meta-llama/Llama-3.3-70B": (8192, 128256, 28672, 64, 8, 128),
-    "Qwen/Qwen2.5-0.5B": (896, 151936, 4864, 14, 2, 64),
-    "Qwen/Qwen2.5-1.5B": (1536, 151936, 8960, 12, 2, 128),
-    "Qwen/Qwen2.5-3B": (2048, 151936, 11008, 16, 2, 128),
-    "Qwen/Qwen2.5-7B": (3584, 152064, 18944, 28, 4, 128),
-    "Qwen/Qwen2.5-14B": (5120, 152064, 13824, 40, 8, 128),
-    "Qwen/Qwen2.5-32B": (5120, 152064, 27648, 40, 8, 128),
-    "Qwen/Qwen2.5-72B": (8192, 152064, 29568, 64, 8, 128),
-    "Qwen/Qwen3-0.6B": (1024, 151936, 3072, 16, 8, 128),
-    "Qwen/Qwen3-1.7B": (2048, 151936, 6144, 16, 8, 128),
-    "Qwen/Qwen3-4B": (2560, 151936, 9728, 32, 8, 128),
-    "Qwen/Qwen3-8B": (4096, 151936, 12288, 32, 8, 128),
-    "Qwen/Qwen3-14B": (5120, 151936, 17408, 40, 8, 128),
-    "Qwen/Qwen3-32B": (5120, 151936, 25600, 64, 8, 128),
-    "Qwen/Qwen3-30B-A3B": (2048, 151936),
-    "Qwen/Qwen3-235B-A22B": (4096, 151936),
-    "google/gemma-2-2b": (2304, 256000, 9216, 8, 4, 256),
-    "google/gemma-2-9b": (3584, 256000, 14336, 16, 8, 256),
-    "google/gemma-2-27b": (4608, 256000, 36864, 32, 16, 128),
-    "google/gemma-3-270m": (640, 262144, 2048, 4, 1, 256),
-    "google/gemma-3-1b": (1152, 262144, 6912, 4, 1, 256),
-    "google/gemma-3-4b": (2560, 262208, 10240, 8, 4, 256),
-    "google/gemma-3-12b": (3840, 262208, 15360, 16, 8, 256),
-    "google/gemma-3-27b": (5376, 262208, 21504, 32, 16, 128),
-    "mistralai/Mistral-7B-v0.1": (4096, 32000, 14336, 32, 8, 128),
-    "mistralai/Mistral-7B-v0.3": (4096, 32768, 14336, 32, 8, 128),
-    "mistralai/Mistral-Nemo-Base-2407": (5120, 131072, 14336, 32, 8, 128),
-    "mistralai/Mistral-Small-24B-Base-2501": (5120, 131072, 32768, 32, 8, 128),
-    "mistralai/Mixtral-8x7B-v0.1": (4096, 32000),
-    "deepseek-ai/DeepSeek-V2-Lite": (2048, 102400),
-    "deepseek-ai/DeepSeek-V3": (7168, 129280),
-    "deepseek-ai/DeepSeek-R1": (7168, 129280),
-    "openai/gpt-oss-20b": (2880, 201088),
-    "openai/gpt-oss-120b": (2880, 201088),
-    "openai-community/gpt2": (768, 50257),
-    "openai-community/gpt2-xl": (1600, 50257),
-    "microsoft/Phi-3-mini-4k-instruct": (3072, 32064, 8192, 32, 32, 96),
-    "microsoft/phi-4": (5120, 100352, 17920, 40, 10, 128),
-    "microsoft/Phi-4-mini-instruct": (3072, 200064, 8192, 24, 8, 128),
-    "HuggingFaceTB/SmolLM2-135M": (576, 49152, 1536, 9, 3, 64),
-    "HuggingFaceTB/SmolLM2-360M": (960, 49152, 2560, 15, 5, 64),
-    "HuggingFaceTB/SmolLM2-1.7B": (2048, 49152, 8192, 32, 32, 64),
-    "HuggingFaceTB/SmolLM3-3B": (2048, 128256, 11008, 16, 4, 128),
-    "allenai/OLMo-2-1124-7B": (4096, 100352, 11008, 32, 32, 128),
-    "allenai/OLMo-2-1124-13B": (5120, 100352, 13824, 40, 40, 128),
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (2048, 32000, 5632, 32, 4, 64),
-}
-_SOFTCAPS = {"google/gemma-2-2b": 30.0, "google/gemma-2-9b": 30.0, "google/gemma-2-27b": 30.0}
-_TIED = (
-    "Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-0.6B", "Qwen3-1.7B",
-    "Qwen3-4B", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-270m", "gemma-3-1b", "gemma-3-4b",
-    "gemma-3-12b", "gemma-3-27b", "gpt2", "gpt2-xl", "Phi-4-mini-instruct", "SmolLM2-135M", "SmolLM2-360M",
-    "SmolLM2-1.7B", "SmolLM3-3B",
-)  # fmt: skip
-
-
-def _model(name: str, hidden: int, vocab: int, *block: int) -> ModelSizes:
-    wide, heads, of_keys, size = block or (None, 0, 0, 0)
+def _model(name: str, tied: str, softcap: str, **sizes: str) -> ModelSizes:
+    """Of a line of models.csv; one whose blocks aren't all alike and gated has no more than the first two sizes."""
+    hidden, vocab, wide, heads, of_keys, size = (int(x or 0) for x in sizes.values())
     return ModelSizes(
         name=name,
         hidden=hidden,
         vocab=vocab,
-        softcap=_SOFTCAPS.get(name),
-        feed_forward=wide,
+        softcap=float(softcap) if softcap else None,
+        feed_forward=wide or None,
         queries=heads * size or None,
         keys=of_keys * size or None,
-        tied=name.partition("/")[2] in _TIED,
+        tied=bool(tied),
     )
 
 
-MODELS = {name: _model(name, *sizes) for name, sizes in _SIZES.items()}
+def _read() -> dict[str, ModelSizes]:
+    with files("onchip.plan").joinpath("models.csv").open(encoding="utf-8") as file:
+        return {line["name"]: _model(**line) for line in csv.DictReader(file)}
+
+
+MODELS = _read()
 # Endings that don't change a model's sizes.
 _ENDINGS = r"([-_.](hf|base|instruct|chat|it|pt|\d{4}))+$"
 
