@@ -190,7 +190,11 @@ def other_calls(rank, ranks):
         ({"hidden": hidden.double(), "weight": weight[own].double()}, TypeError, "takes no float64"),
         ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
         ({"scratch_bytes": 8}, ValueError, "scratch_bytes=8 is too small"),
-        ({"target": torch.rand(*TOKENS, VOCAB)[..., own], "backend": "triton"}, ValueError, "every entry take no sharded"),
+        (
+            {"target": torch.rand(*TOKENS, VOCAB)[..., own], "backend": "triton"},
+            ValueError,
+            "every entry take no sharded",
+        ),
         ({"target": target.masked_fill(target < 0, VOCAB)}, ValueError, r"target\[0, 0\] is 300, which is neither"),
         ({"vocab_start": 0}, ValueError, r"don't make up \[0, 300\)"),
     ):

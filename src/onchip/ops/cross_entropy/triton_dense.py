@@ -34,7 +34,7 @@ def _forward(call: SoftCall) -> SoftMade:
         call.tokens(check_values=True)
     if options.scratch_bytes is not None:
         row_memory.plan(call.problem(triton=True), "", options.scratch_bytes)
-    out = _fake(call).out._replace(loss=stated.empty(call.number, torch.float32, call.logits.device))
+    out = Outputs.empty(call, call.logits, kernels=True, reduced=False)
     if call.number > 0:
         launch_soft(
             "soft_losses", call.logits, call.labels, None, call.token_temperature, options, call.class_weight,

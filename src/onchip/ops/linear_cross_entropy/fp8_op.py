@@ -131,12 +131,13 @@ def _logits_call(call: Call, tokens: Tokens | None) -> LogitsCall:
     tau = None if tau is None else tau.expand(call.leading)
     if kind in ("probs", "log_probs"):
         labels, kind = labels_of.probs(call, weighed=False), "probs"
-        ids = torch.where(ids == options.ignore_index, -1, ids)  # no id is ignored
     options = replace(options, reduction="none")
     if shards.there:
         assert tokens is not None
         divisor = 1 / tokens.inverse_count
         tau = tokens.temperature[:, 0] if isinstance(tokens.temperature, Tensor) else None
+        if kind != "ids":  # none is ignored
+            ids = torch.where(ids == options.ignore_index, -1, ids)
         ids = parallel.ids_for_kernels(ids, shards, options.ignore_index)
         options = replace(options, ignore_index=parallel.IGNORED)
         labels = labels[..., : shards.rows] if labels is not None and call.dense else labels

@@ -79,9 +79,9 @@ class Call(LinearCall):
                 hidden={"hidden": self.hidden}, ids=ids,
             )  # fmt: skip
 
-    def empty_outputs(self, *, kernels: bool = False) -> Outputs:
-        """Not yet filled; `kernels` as of `Outputs.empty`."""
-        return Outputs.empty(self, self.hidden, kernels=kernels)
+    def empty_outputs(self, *, kernels: bool = False, reduced: bool = True) -> Outputs:
+        """Not yet filled, as `Outputs.empty`."""
+        return Outputs.empty(self, self.hidden, kernels=kernels, reduced=reduced)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """One that is added to memory of the caller's is None."""

@@ -210,8 +210,7 @@ def _forward_of_labels(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
 
     options = call.options
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
-    out = call.empty_outputs(kernels=True)
-    out = out._replace(loss=stated.empty(call.number, torch.float32, call.hidden.device))
+    out = call.empty_outputs(kernels=True, reduced=False)
     labels.forward(run, call, config, saved, labels.labels_of(call.labels, options.label_smoothing), out)
     return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
 

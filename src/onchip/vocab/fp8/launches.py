@@ -71,30 +71,32 @@ def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) ->
     vocab, options, tokens = logits.shape[1], part.options, part.tokens(logits.shape[1])
     # No id is ignored: one that looks like it is out of range.
     ids = torch.where(part.ids == options.ignore_index, -1, part.ids)
-    stats = _statistics_of_ids(part, logits, ids, options, asked_by(options, part.class_weight))
-    lse, log_prob = stats.lse, stats.log_prob
-    fill(out, Outputs.of(part, stats, tokens))
+    stats = _statistics_of_ids(part, logits, ids, options, asked_by(options, part.class_weight), out)
+    # The rest kernels have filled.
+    fill(out, Outputs.of(part, stats, tokens), ("loss", "correct", "expected", "target_logit"))
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
-    made = loss_gradient(options, row, lse, log_prob, vocab, tokens, shares_of_ids)
-    of_ids = ids_in_blocks(tokens.ids, made.at_ids, vocab)
-    gradient_launch(part, logits, gradient_terms(part, made), into, **of_ids).run()
+    gradient = loss_gradient(options, row, stats.lse, stats.log_prob, vocab, tokens, shares_of_ids)
+    of_ids = ids_in_blocks(tokens.ids, gradient.at_ids, vocab)
+    gradient_launch(part, logits, gradient_terms(part, gradient), into, **of_ids).run()
 
 
-def _statistics_of_ids(part: Call, logits: Tensor, ids: Tensor, options: Any, asked: Asked) -> TokenStats:
-    """Of K ids, over all of the vocabulary or a shard, which has no ids below 0."""
+def _statistics_of_ids(
+    part: Call, logits: Tensor, ids: Tensor, options: Any, asked: Asked, out: Outputs | None = None
+) -> TokenStats:
+    """Of K ids, over all of the vocabulary, in the memory of `out`, or over a shard, which has no ids below 0."""
     n = len(logits)
 
     def make(wanted: bool = True, *more: int, dtype: torch.dtype = torch.float32) -> Any:
         return logits.new_empty((n, *more), dtype=dtype) if wanted else None
 
     made = {
-        "lse": make(),
-        "log_prob": make(True, ids.shape[1]),
-        "entropy": make(asked.entropy),
+        "lse": make() if out is None else out.lse,
+        "log_prob": make(True, ids.shape[1]) if out is None else out.log_prob,
+        "entropy": make(asked.entropy) if out is None else out.entropy,
         "mean": make(asked.entropy),
-        "top1": make(asked.entropy, dtype=torch.int64),
+        "top1": make(asked.entropy, dtype=torch.int64) if out is None else out.argmax,
         "uniform": make(asked.mean_logits),
     }
     beside = {"top_out": make(asked.top), "low_out": make()} if part.of_shard else {}

@@ -3,6 +3,7 @@
 What the Triton kernels make is compared with this.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,20 +69,22 @@ class Call(NamedTuple):
     def tokens(self, vocab: int) -> Tokens:
         """All of them, with what a loss makes of them."""
         ids, ignored = self.ids if self.of_ids else self.ids[:, None], self.ignored
-        kept = torch.ones_like(ids[:, 0], dtype=torch.bool) if ignored is None else ~ignored
-        bad = kept[:, None] & ((ids < 0) | (ids >= vocab))
+        bad = (ids < 0) | (ids >= vocab)
+        bad = bad if ignored is None else bad & ~ignored[:, None]
+        weight = torch.ones_like(ids[:, 0], dtype=torch.float32) if self.token_weight is None else self.token_weight
+        weight = weight if ignored is None else weight.masked_fill(ignored, 0)
+        weight = weight.masked_fill(bad.any(1), float("nan"))
         tau: Tensor | float = self.options.temperature
         if self.temperature is not None:
-            tau = self.temperature.masked_fill(~kept, 1)[:, None]
-        weight = torch.ones_like(kept, dtype=torch.float32) if self.token_weight is None else self.token_weight
-        weight = weight.masked_fill(~kept, 0).masked_fill(bad.any(1), float("nan"))
-        ids, q = ids.masked_fill(bad | ~kept[:, None], 0), None
+            tau = (self.temperature if ignored is None else self.temperature.masked_fill(ignored, 1))[:, None]
+        ids, q = ids.masked_fill(bad if ignored is None else bad | ignored[:, None], 0), None
         if self.of_ids:
             q = probs(self)
         elif self.class_weight is not None and self.kind == "ids":
             q = self.class_weight[ids]
-        each, divisor = self.class_weight, 1 / self.divisor
-        return Tokens(None, kept, ids, bad, tau, len(ids), torch.float32, weight, divisor, q, each)
+        kept = None if ignored is None else ~ignored
+        divisor = 1 / self.divisor
+        return Tokens(None, kept, ids, bad, tau, len(ids), torch.float32, weight, divisor, q, self.class_weight)
 
 
 class Gradient(NamedTuple):
@@ -192,9 +195,10 @@ def dense_gradient_of_chunk(
     _write(dense.dense_gradient(part.options, z, slope, part.labels, part.class_weight, whole, *known), into)
 
 
-def fill(out: Outputs, made: Outputs) -> None:
-    """Fill the memory of a chunk's outputs."""
-    for x, value in zip(out, made, strict=True):
+def fill(out: Outputs, made: Outputs, names: Sequence[str] = Outputs._fields) -> None:
+    """Fill the memory of a chunk's outputs, of these names."""
+    for name in names:
+        x, value = getattr(out, name), getattr(made, name)
         if x is not None and value is not None:
             x.copy_(value)
 

@@ -117,9 +117,9 @@ class Outputs(NamedTuple):
     mass: Tensor | None = None  # their sum, weighed by class
 
     @staticmethod
-    def empty(call: Any, like: Tensor, *, kernels: bool = False) -> "Outputs":
+    def empty(call: Any, like: Tensor, *, kernels: bool = False, reduced: bool = True) -> "Outputs":
         """Not yet filled, of a call's labels (`labels`) and of hidden states or logits `like` these; as `kernels` of
-        labels of every entry fill it in, or PyTorch's operations."""
+        labels of every entry fill it in, or PyTorch's operations, and with the `reduced` loss or that by token."""
         options, shape, dense = call.options, labels.leading(call), call.kind == "dense"
         total, stats, soft = accumulator(like.dtype), options.return_stats, options.return_stats and call.kind != "ids"
 
@@ -127,8 +127,8 @@ class Outputs(NamedTuple):
             return stated.empty(shape, dtype, like.device) if wanted else None
 
         return Outputs(
-            make(shape=shape if options.reduction == "none" else ()), make(), make(shape=call.ids.shape), make(stats),
-            make(stats, torch.bool), make(stats, torch.int64), make(soft), make(soft),
+            make(shape=() if reduced and options.reduction != "none" else shape), make(), make(shape=call.ids.shape),
+            make(stats), make(stats, torch.bool), make(stats, torch.int64), make(soft), make(soft),
             make(dense and not kernels, torch.int64), make(dense),
         )  # fmt: skip
 
