@@ -276,7 +276,7 @@ def cross_entropy(
         out = OPERATORS[chosen](call).out
     else:
         out = torch_shards.LOSS(torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton")).out
-    return (out.loss, out.stats()) if return_stats else out.loss
+    return (out.loss, out.stats("ids")) if return_stats else out.loss
 
 
 class CrossEntropyLoss(LossModule[Result]):

@@ -22,7 +22,7 @@ from onchip.ops.cross_entropy.soft_call import SoftCall
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.rows import launches
 from onchip.vocab.torch.labels import parts_of
-from onchip.vocab.torch.loss import checked_class_weight
+from onchip.vocab.torch.loss import checked_class_weight, returned
 
 
 def run(
@@ -85,7 +85,7 @@ def run(
         out = (triton_dense if call.dense else triton_soft).LOSS(call).out
     else:
         out = plain_soft.LOSS(call).out
-    return (out.loss, out.stats()) if options.return_stats else out.loss
+    return returned(out, options, kind)
 
 
 def _refusal(logits: Tensor, target: Any, shards: Shards | None) -> str | None:

@@ -346,7 +346,7 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return returned(out, options, length)
+    return returned(out, options, kind, length)
 
 
 def _check_options(options: Options, leading: tuple[int, ...], shards: Shards, *, soft: bool) -> None:

@@ -18,7 +18,8 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_labels import check_log_probs, log_probs_or_nan
-from onchip.vocab.torch.tiles import Tokens, select, weighed
+from onchip.vocab.torch import tiles
+from onchip.vocab.torch.tiles import Tokens
 
 
 def parts_of(
@@ -50,12 +51,12 @@ def tokens(op: str, call: Any, *, check_values: bool, compact: bool = True) -> T
     first = () if not options.shift else (1,) if of_ids else (1, 0)
     if call.kind == "log_probs" and (check_values or (compact and call.labels.device.type == "cpu")):
         check_log_probs(op, "target", call.labels, first=first)
-    chosen = select(
+    chosen = tiles.select(
         op, "target" if of_ids else "target.indices", call.ids, call.number, call.vocab, call.token_temperature,
         ignore_index=options.ignore_index if of_ids else None, temperature=options.temperature, dtype=call.dtype,
         check_values=check_values, compact=compact, first=first,
     )  # fmt: skip
-    made = weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
+    made = tiles.weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
     each, q = call.class_weight, None
     if of_ids and each is not None:
         q = each[made.label][:, None]

@@ -164,19 +164,19 @@ class Outputs(NamedTuple):
         more = ("expected", "entropy", "correct", "argmax", "target_logit", "mass")
         return {"loss": self.loss, "lse": self.lse, "less": self.log_prob} | {x: getattr(self, x) for x in more}
 
-    def stats(self) -> LossStats:
-        """What the caller gets with return_stats."""
+    def stats(self, kind: str) -> LossStats:
+        """What the caller gets with return_stats, of labels of this kind."""
         log_prob, logit = self.expected, self.target_logit
-        if log_prob is None or logit is None:
+        if kind == "ids":
             log_prob, logit = self.log_prob, stated.call(torch.add, self.log_prob, self.lse)
         made: Any = (self.lse, log_prob, *self[3:6], logit)  # none of it is None then
         return LossStats(*made)
 
 
-def returned(out: Outputs, options: Any, length: int | None = None) -> Tensor | WithStats:
-    """What a public function returns; with a sequence's `length`, what is by token is filled up to that with what
-    ignored tokens have."""
-    stats = out.stats() if options.return_stats else None
+def returned(out: Outputs, options: Any, kind: str, length: int | None = None) -> Tensor | WithStats:
+    """What a public function returns, of labels of this kind; with a sequence's `length`, what is by token is filled
+    up to that with what ignored tokens have."""
+    stats = out.stats(kind) if options.return_stats else None
     if length is None:
         return out.loss if stats is None else (out.loss, stats)
 
