@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onchip.ops.linear_jsd import triton_memory
-from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import (
     LinearCrossEntropyLoss,
     LMHead,
@@ -216,73 +214,6 @@ def compare_logits(op, logits, ids, options, sizes, rank, compared=close, **more
             made = [x for x in made if x.requires_grad]
             torch.autograd.backward(made, [numbers(*x.shape, seed=seed) for x in made], retain_graph=True)
     compared(mine.grad, whole.grad[..., cut(sizes, rank)], f"{sizes} {options}")
-
-
-JSD = {
-    "middle": {"beta": 0.3, "temperature": 0.7, "temperature_squared": True, "teacher_grad": True},
-    "forward": {"beta": 0.0, "hard_weight": 0.25, "temperature": 2.0, "teacher_grad": True},
-    "reverse": {"beta": 1.0, "reduction": "none", "token_weight": numbers(*SHAPE), "teacher_grad": True},
-    "hard": {"beta": 0.5, "hard_weight": 0.5, "normalizer": 5.0, "check_inputs": True},
-}
-
-
-def divergences(rank, ranks):
-    """Of two heads, and of logits that exist; exactly 0 of two that are equal."""
-    student = layer(dtype=torch.float64)
-    teacher = [x.flip(0) for x in student]
-    for (name, options), sizes in itertools.product(JSD.items(), LAYOUTS[ranks]):
-        own = cut(sizes, rank)
-        for rows in (False, True):
-            if rows:
-                whole = [leaf(torch.nn.functional.linear(*x)) for x in (student, teacher)]
-                mine = [leaf(x[..., own]) for x in whole]
-                a = jsd(*whole, target=labels(), **options)
-                b = jsd(*mine, target=labels(), **taken(options, sizes, rank))
-            else:
-                whole = [leaf(x) for x in (*student, *teacher)]
-                mine = [leaf(x if i in (0, 3) else x[own]) for i, x in enumerate(whole)]
-                a = linear_jsd(
-                    *whole[:2], *whole[3:5], student_bias=whole[2], teacher_bias=whole[5], target=labels(), **options
-                )
-                b = linear_jsd(
-                    *mine[:2], *mine[3:5], student_bias=mine[2], teacher_bias=mine[5], target=labels(),
-                    **taken(options, sizes, rank),
-                )  # fmt: skip
-            same_bits(b)
-            close(b, a, name)
-            for seed in range(2):
-                upstream = numbers(*a.shape, seed=seed)
-                a.backward(upstream, retain_graph=True), b.backward(upstream, retain_graph=seed == 0)
-            for i, (x, y) in enumerate(zip(mine, whole, strict=True)):
-                if y.grad is None:
-                    assert x.grad is None
-                else:
-                    part = (..., own) if rows else slice(None) if i in (0, 3) else own
-                    close(x.grad, y.grad[part], f"{name} {sizes} {i}")
-    hidden, weight, _ = student
-    for beta in (0.0, 0.4, 1.0):
-        h = leaf(hidden)
-        loss = linear_jsd(h, weight[own], hidden, weight[own], beta=beta, **taken({}, sizes, rank))
-        loss.backward()
-        assert loss == 0
-        assert not h.grad.any()
-    h, part = leaf(hidden[:, :6]), leaf(hidden[:, :6].chunk(ranks, 1)[rank])
-    linear_jsd(h, weight, hidden[:, :6].flip(0), weight, target=labels()[:, :6]).backward()
-    other = hidden[:, :6].flip(0).chunk(ranks, 1)[rank]
-    given = taken({"hidden_layout": "sequence"}, sizes, rank)
-    linear_jsd(part, weight[own], other, weight[own], target=labels()[:, :6], **given).backward()
-    close(part.grad, h.grad.chunk(ranks, 1)[rank])
-    for wrong, match in (
-        ({"vocab": 60}, "vocab=60 with a sharded vocabulary is called vocab_size"),
-        (
-            {"teacher_weight": weight.repeat(2, 1)},
-            "teacher_weight has 122 of the vocabulary's entries but student_weight has",
-        ),
-    ):
-        given = dict.fromkeys(("student_hidden", "teacher_hidden"), hidden)
-        given |= dict.fromkeys(("student_weight", "teacher_weight"), weight[own])
-        with pytest.raises(ValueError, match=match):
-            linear_jsd(**given | taken({}, sizes, rank) | wrong)
 
 
 def retained_and_accumulated(rank, ranks):
@@ -596,7 +527,6 @@ OF_NUMBERS = (
     every_output,
     logits_that_exist,
     log_probs_of_logits,
-    divergences,
     retained_and_accumulated,
     default_layouts,
     layouts_of_hidden,
@@ -770,105 +700,9 @@ def kernels_of_logits(rank, ranks):
             op(mine, bad, check_inputs=True, **given)
 
 
-def kernels_of_divergences(rank, ranks):
-    """Both ends of beta and between, hard labels, an empty shard, padding, equal models, a label out of range."""
-    g = torch.Generator().manual_seed(0)
-    student, more = (torch.randn(2, 4, 700, generator=g) for _ in range(2))
-    teacher, target = 3 * student + more, labels(700)[:2, :4]
-    cases = {name: options | {"teacher_grad": True} for name, options in JSD.items()}
-    cases["reverse"]["token_weight"] = numbers(2, 4)
-    for (name, options), sizes in zip(cases.items(), ([300, 400], [1, 699], [700, 0], [512, 188]), strict=True):
-        own, more = cut(sizes, rank), {"target": target} | options
-        whole, mine = [leaf(x.double()) for x in (student, teacher)], [leaf(x[..., own]) for x in (student, teacher)]
-        expected = jsd(*whole, **{n: x.double() if n == "token_weight" else x for n, x in more.items()})
-        got = jsd(*mine, **taken(more, sizes, rank), backend="triton")
-        same_bits(got)
-        near(got, expected, name)
-        for seed in (0, 1):
-            upstream = numbers(*got.shape, seed=seed)
-            expected.backward(upstream, retain_graph=True), got.backward(upstream, retain_graph=True)
-        for x, y in zip(mine, whole, strict=True):
-            near(x.grad, y.grad[..., own], f"{name} {sizes}")
-    given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton"}
-    padded = [torch.nn.functional.pad(x, (0, 36), value=torch.nan).chunk(2, -1)[rank] for x in (student, teacher)]
-    whole, mine = leaf(student), leaf(padded[0])
-    jsd(whole, teacher, beta=0.2, temperature=2.0).backward()
-    jsd(mine, padded[1], beta=0.2, temperature=2.0, **given).backward()
-    near(mine.grad, torch.nn.functional.pad(whole.grad, (0, 36)).chunk(2, -1)[rank], "padding")
-    for beta in (0.0, 0.5, 1.0):
-        mine = leaf(padded[0])
-        loss = jsd(mine, padded[0], beta=beta, **given)
-        loss.backward()
-        assert loss == 0
-        assert not mine.grad.any()
-    bad, mine = target.clone(), leaf(padded[0])
-    bad[0, 0] = 700
-    loss = jsd(mine, padded[1], target=bad, hard_weight=0.5, reduction="none", **given)
-    loss.sum().backward()
-    assert loss.isnan().nonzero().tolist() == mine.grad[..., :332].isnan().all(-1).nonzero().tolist() == [[0, 0]]
-
-
-def kernels_of_models(rank, ranks):
-    """The same of two heads, and of a head and logits; tokens that are sharded; several chunks of the vocabulary."""
-    g, plan = torch.Generator().manual_seed(0), triton_memory.plan
-
-    def normal(*shape):
-        return (torch.randn(*shape, generator=g) / 2).half()
-
-    student, teacher = ([normal(2, 2, size), normal(400, size), normal(400)] for size in (24, 16))
-    target, given_logits = labels(400)[:2, :2], 4 * normal(2, 2, 400)
-    # Of the teacher the gradient, if it has one, of its bias too.
-    cases = {name: {"target": target, "teacher_grad": name != "hard"} | options for name, options in JSD.items()}
-    cases["reverse"]["token_weight"] = numbers(2, 2)
-    cases["sequence"] = cases["middle"] | {"hard_weight": 0.4}
-    layouts = [100, 300], [1, 399], [400, 0], [256, 144], [100, 300]
-    for (name, options), sizes in zip(cases.items(), layouts, strict=True):
-        own, heads = cut(sizes, rank), [*student, *(teacher if options["teacher_grad"] else [])]
-        whole, mine = [leaf(x.float()) for x in heads], [leaf(x[own] if len(x) == 400 else x) for x in heads]
-        more = {} if options["teacher_grad"] else {"teacher_logits": given_logits}
-        of_shard = taken(options, sizes, rank) | {n: x[..., own] for n, x in more.items()}
-        if name == "sequence":
-            of_shard["hidden_layout"] = name
-            triton_memory.plan = lambda *_: JsdPlan(4, 0, 256, 256)
-            mine[::3] = [leaf(x.chunk(ranks, 1)[rank]) for x in heads[::3]]
-        expected, got = (
-            linear_jsd(*x[:2], *x[3:5], student_bias=x[2], teacher_bias=x[5] if len(x) > 3 else None, **how)
-            for x, how in ((whole, options | more), (mine, of_shard | {"backend": "triton"}))
-        )
-        same_bits(got)
-        near(got, expected, name)
-        for seed in (0, 1):
-            upstream = numbers(*got.shape, seed=seed)
-            expected.backward(upstream, retain_graph=True), got.backward(upstream, retain_graph=seed == 0)
-        for i, (x, y) in enumerate(zip(mine, whole, strict=True)):
-            y = y.grad[own] if i % 3 else y.grad.chunk(ranks, 1)[rank] if name == "sequence" else y.grad
-            assert (x.grad - y).norm() <= 2e-3 * y.norm(), (name, sizes, i)
-    triton_memory.plan = plan
-    hidden, weight, _ = student
-    padded = torch.cat([weight, torch.full((36, 24), torch.nan)]).chunk(2)[rank]
-    given = {"vocab_group": dist.group.WORLD, "vocab_size": 400, "backend": "triton"}
-    for beta in (0.0, 0.5, 1.0):
-        h, w = leaf(hidden), leaf(padded)
-        loss = linear_jsd(h, w, hidden, padded, beta=beta, **given)
-        loss.backward()
-        assert loss == 0
-        assert not h.grad.any()
-        assert not w.grad.any()
-    bad = target.clone()
-    bad[0, 0] = 400
-    h = leaf(hidden)
-    loss = linear_jsd(h, padded, hidden.flip(0), padded, target=bad, hard_weight=0.5, reduction="none", **given)
-    loss.sum().backward()
-    assert loss.isnan().nonzero().tolist() == h.grad.isnan().all(-1).nonzero().tolist() == [[0, 0]]
-    for wrong, match in (({"scratch_bytes": 1}, "on backend 'triton', which needs"), ({"vocab_start": 1}, "make up")):
-        with pytest.raises(ValueError, match=match):
-            linear_jsd(hidden, padded, hidden, padded, check_inputs=True, **given | wrong)
-
-
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs, kernels_of_logits, kernels_of_divergences,
-              kernels_of_models)  # fmt: skip
+    checks = (kernels, kernels_of_other_calls, kernels_of_log_probs, kernels_of_logits)
     spawn(tmp_path, 2, {check.__name__: check for check in checks})
 
 
