@@ -7,9 +7,10 @@ import torch
 from linear_cross_entropy.ahead_of_time import recording
 from onchip.ops.linear_jsd import triton_launches as jsd_launches
 from onchip.ops.linear_jsd import triton_memory as jsd_spec
+from onchip.ops.linear_jsd import triton_product
 from onchip.torch import jsd, linear_jsd
 
-KERNELS = (jsd_launches.kernels,)
+KERNELS = (jsd_launches.kernels, triton_product)
 
 
 def launches(

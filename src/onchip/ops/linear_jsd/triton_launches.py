@@ -18,6 +18,7 @@ from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_call import Call
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
+from onchip.ops.linear_jsd.triton_product import logit_tiles
 from onchip.vocab import parallel
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
@@ -156,7 +157,7 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_ti
             "BLOCK_T": t.rows,
             "PARTS": parts,
         }
-        return run.product(kernels.logit_tiles, t, arguments)
+        return run.product(logit_tiles, t, arguments)
 
     tiles_of_logits = run.tiles["softmax_tiles"]
     made = launch(tiles_of_logits)
