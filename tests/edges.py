@@ -188,6 +188,7 @@ BY_KERNELS = {
     "grouped_matmul": "grouped_matmul swiglu",
     "jsd_by_kernels": "jsd",
     "jsd_by_kernels of heads": "linear_jsd beta=0.3",
+    "jsd_by_kernels of shards": "linear_jsd beta=0.3 of shards",
     "linear_cross_entropy_dense_in_place": "linear_cross_entropy dense",
     "linear_cross_entropy_in_place": "linear_cross_entropy",
     "linear_cross_entropy_of_shards_in_place": "linear_cross_entropy of shards",

@@ -63,7 +63,7 @@ def operator(name):
         dist.destroy_process_group()
 
 
-SLOW.add("operator-jsd_by_kernels of heads")
+SLOW |= {"operator-jsd_by_kernels of heads", "operator-jsd_by_kernels of shards"}
 
 
 # --------------------------------------------------------------------------------------------------- the oracle's cases

@@ -38,6 +38,10 @@ class Problem:
     """Bytes of what ranks exchange, of a sharded vocabulary."""
 
     @property
+    def sharded(self) -> bool:
+        return self.sent > 0
+
+    @property
     def tokens(self) -> int:
         return self.student.tokens
 

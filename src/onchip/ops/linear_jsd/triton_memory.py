@@ -70,9 +70,10 @@ class Sizes:
             self.layers.append((distance, element * gradients, 0 if gradients else element * h.hidden))
             if gradients:
                 self.kept.append((element * up(h.vocab, VOCAB_TILE), triton_memory.capacity(h)))
-                self.hidden_rows += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
-                # Of a shard, in float32 a second time: added up over the ranks.
-                self.sums += (1 + (p.sent > 0)) * block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
+                # Of a shard hidden's gradient is elsewhere, in float32 too: it is added up over the ranks.
+                in_place = h.grad_hidden and not p.sharded
+                self.hidden_rows += 0 if in_place else block_bytes(element * p.tokens * h.hidden)
+                self.sums += (1 + p.sharded) * block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
                 self.sums += 4 * h.vocab if h.grad_bias else 0
         tiles = self.columns // VOCAB_TILE
         # Of a chunk's logits, of one token at least.
@@ -306,7 +307,7 @@ def _search(p: Problem, strategy: str, budget: int) -> JsdPlan | None:
     for weight in sorted(_weights(p, tiles)):
         time = made.floor + costs.weight(weight * VOCAB_TILE)
         if time <= min(made.bound, SLACK * soonest):  # smaller ones take less memory
-            if p.sent:  # of a shard no gradient is known in forward
+            if p.sharded:  # no gradient is known in forward
                 kept = [0]
             else:
                 soonest = min(soonest, time)
