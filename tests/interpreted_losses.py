@@ -63,9 +63,6 @@ def operator(name):
         dist.destroy_process_group()
 
 
-SLOW |= {"operator-jsd_by_kernels of heads", "operator-jsd_by_kernels of shards"}
-
-
 # --------------------------------------------------------------------------------------------------- the oracle's cases
 
 # Of the options that a way through the kernels is chosen by; the others are taken by the one or the other.

@@ -1,11 +1,13 @@
 """A sharded vocabulary on CUDA devices: two ranks that share one by gloo, and a CUDA graph over NCCL."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from onchip.torch import TopK, cross_entropy, jsd, linear_cross_entropy, linear_log_probs, log_probs
+from onchip.torch import TopK, cross_entropy, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
 from sharded import cut, leaf, same_bits, spawn
 from shared import capture, without_synchronisation
 
@@ -89,6 +91,20 @@ def of_hidden_states(rank, ranks):
             near(got, expected, 5e-3, op.__name__)
             expected[0].sum().backward(), got[0].sum().backward()
             near([x.grad for x in mine], [whole[0].grad, whole[1].grad[own]], 1e-2, op.__name__)
+        for dtype, options in itertools.product(
+            (torch.bfloat16, torch.float16),
+            ({"beta": 0.0, "hard_weight": 0.2}, {"beta": 0.4, "temperature": 2.0}, {"beta": 1.0, "hard_weight": 0.5}),
+        ):
+            options = options | {"target": target, "teacher_grad": True, "reduction": "sum"}
+            rounded = [x.to(dtype) for x in (hidden, weight, hidden.flip(0) / 2, weight.flip(0))]
+            whole = [leaf(x.float()) for x in rounded]
+            mine = [leaf(x if i in (0, 2) else x[own]) for i, x in enumerate(rounded)]
+            expected, got = linear_jsd(*whole, backend="torch", **options), linear_jsd(*mine, **options, **given)
+            same_bits(got)
+            near([got], [expected], 1e-4, f"linear_jsd {options}")
+            expected.backward(), got.backward()
+            right = [x.grad if i in (0, 2) else x.grad[own] for i, x in enumerate(whole)]
+            near([x.grad for x in mine], right, 6e-3 if dtype == torch.bfloat16 else 2e-3, f"linear_jsd {options}")
 
 
 def soft_labels(rank, ranks):
