@@ -104,7 +104,9 @@ class Pair:
         gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
         if self.call.shards.there:
             self.put_labels(ELSEWHERE)
-            self.target_logit.masked_fill_(self.vectors.label == ELSEWHERE, kernels.FLOOR.value)
+            # As good as -inf, which 0 may be multiplied by.
+            elsewhere = self.vectors.label == ELSEWHERE
+            stated.call(Tensor.masked_fill_, self.target_logit, elsewhere, kernels.FLOOR.value)
 
 
 def _rows(x: Tensor) -> Tensor:
