@@ -1,12 +1,10 @@
 """Gradients that are wanted, added and shared; what holds for every op is in every_loss.py."""
 
-import contextlib
-
 import pytest
 import torch
 from fp8_common import assert_equal, assert_same, assert_the_oracles, oracle, small_problem
 
-from every_loss import Recorded, check_operators, registered_fp8_linear
+from every_loss import check_operators, registered_fp8_linear
 from onchip.ops.fp8_linear import torch_op
 from onchip.torch import fp8_linear, quantize_activation, quantize_weight
 
@@ -136,24 +134,6 @@ def test_without_gradients_one_copy_is_made():
 
 
 # ------------------------------------------------------------------------------------------- torch.library and compile
-
-
-def test_the_registered_operators_make_what_eager_mode_makes():
-    """Of a retained graph and with a main gradient, whose version counter both raise; its operators are seen."""
-    x, w, b = small_problem(bias=True)
-    made = []
-    for watch in (contextlib.nullcontext(), Recorded()):
-        with watch:
-            out = fp8_linear(x, w, b)
-            grads = [torch.autograd.grad(out.square().sum(), (x, w, b), retain_graph=True) for _ in range(2)]
-            total = torch.zeros_like(w)
-            fp8_linear(x, w, b, weight_grad_out=total).sum().backward()
-        assert total._version > 0
-        made.append([out, *grads[0], *grads[1], total])
-    assert_equal(*made)
-    assert [str(call[0]) for call in watch.calls[:3]] == 2 * ["onchip.fp8_quantize.default"] + [
-        "onchip.fp8_linear_of_copies.default"
-    ]
 
 
 def test_operators_without_what_is_not_needed():
