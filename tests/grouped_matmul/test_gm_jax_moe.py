@@ -1,54 +1,37 @@
 """The mixture-of-experts layer of JAX, against a loop over its experts in float64."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from test_gm_moe import gradients
+from test_gm_moe import looped as looped_in_torch
 
 from onchip.jax import MoEParams, init_moe, moe, update_correction_bias
+from onchip.torch import MoE
 from shared_jax import assert_same
 
-H, F, E, S, T = 12, 8, 6, 5, 30
+H, F, E, S, T = 12, 8, 6, 8, 30  # as of the layers in PyTorch
 PARAMS = init_moe(jax.random.key(0), H, F, E, S)
 X = jax.random.normal(jax.random.key(1), (2, T // 2, H))
 
 
-def chosen_by(scores, top_k, bias, n_group, topk_group):
-    """[T, E] bool, token by token in NumPy."""
-    chosen = np.zeros(scores.shape, bool)
-    for s, mine in zip(np.asarray(scores, np.float64) + bias, chosen, strict=True):
-        groups = sorted(np.split(np.arange(E), n_group), key=lambda g: -np.sort(s[g])[-2:].sum())
-        allowed = np.concatenate(groups[:topk_group])
-        mine[allowed[np.argsort(-s[allowed])[:top_k]]] = True
-    return chosen
-
-
-def looped(params, x, top_k, norm_topk=True, scoring="softmax", scaling_factor=1.0, correction_bias=0.0, n_group=1,
-           topk_group=1):  # fmt: skip
-    """Every expert for every token, with weights of 0 for those that aren't its own."""
-    x = x.reshape(-1, H)
-    biases = (jnp.zeros(E), jnp.zeros((E, 2 * F)), jnp.zeros((E, H))) if params.router_bias is None else params[5:]
-    logits = x @ params.router.T + biases[0][None]
-    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
-    choose = partial(chosen_by, top_k=top_k, bias=correction_bias, n_group=n_group, topk_group=topk_group)
-    shape = jax.ShapeDtypeStruct(scores.shape, bool)
-    chosen = jax.pure_callback(choose, shape, jax.lax.stop_gradient(scores))
-    weight = jnp.where(chosen, scores, 0)
-    weight = scaling_factor * (weight / weight.sum(1, keepdims=True) if norm_topk else weight)
-    probs = scores / scores.sum(1, keepdims=True)
-
-    def swiglu(x, gate_up, down, bias=0, down_bias=0):
-        y = x @ gate_up.T + bias
-        return (jax.nn.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]) @ down.T + down_bias
-
-    of = zip(params.gate_up, params.down, *(b[:, None] for b in biases[1:]), strict=True)
-    y = sum(weight[:, e, None] * swiglu(x, *expert) for e, expert in enumerate(of))
-    y = y + swiglu(x, params.shared_gate_up, params.shared_down)
-    fraction = jax.lax.stop_gradient(chosen.sum(0) / chosen.sum())
-    aux_loss, z_loss = E * (fraction * probs.mean(0)).sum(), jnp.square(jnp.log(jnp.exp(logits).sum(1))).mean()
-    return y.reshape(2, T // 2, H), (chosen.sum(0), fraction, probs.mean(0), aux_loss, z_loss)
+def looped(params, x, correction_bias=None, **options):
+    """What PyTorch's loop over the experts makes of these, in float64."""
+    layer = MoE(
+        H, F, E, num_shared=1, bias=True, correction_bias=correction_bias is not None, dtype=torch.float64, **options
+    )
+    mine = {name.removesuffix(".weight").replace(".", "_"): p for name, p in layer.named_parameters()}
+    given = {name: torch.tensor(np.asarray(a, np.float64)) for name, a in params._asdict().items() if a is not None}
+    with torch.no_grad():
+        for name, p in mine.items():
+            p.copy_(given.get(name, torch.zeros(())))
+        if correction_bias is not None:
+            layer.e_score_correction_bias.copy_(torch.tensor(correction_bias))
+    made = gradients(layer, torch.tensor(np.asarray(x, np.float64)), lambda x: looped_in_torch(layer, x))
+    grads = MoEParams(**{name: mine[name].grad for name in given})
+    return [*list(made.values())[:6], grads, made["x"]]
 
 
 CORRECTION = np.linspace(-0.2, 0.2, E, dtype=np.float32)
@@ -67,12 +50,16 @@ SIGMOID = {"scoring": "sigmoid", "scaling_factor": 2.5}
     ids=str,
 )
 def test_loop_over_experts(bias, options):
-    def loss(layer, params, x):
-        y, stats = layer(params, x, **options)
-        return jnp.square(y).mean() + 0.1 * stats[3] + 0.01 * stats[4], (y, tuple(stats))
+    @jax.jit
+    def run(params, x):
+        def loss(params, x):
+            y, stats = moe(params, x, **options)
+            value = (
+                jnp.square(y * jnp.arange(1.0, 1 + H)[None, None]).mean() + 0.1 * stats.aux_loss + 0.01 * stats.z_loss
+            )
+            return value, (y.reshape(-1, H), *stats)
 
-    def run(layer, params, x):
-        return jax.jit(jax.value_and_grad(lambda *a: loss(layer, *a), (0, 1), has_aux=True))(params, x)
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
 
     params = PARAMS
     if bias:
@@ -80,12 +67,10 @@ def test_loop_over_experts(bias, options):
         assert not params.down_bias.any()
         drawn = [jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate(params[5:])]
         params = params._make([*params[:5], *drawn])
-    made = run(moe, params, X)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), "float64"), (params, X))
-        expected = run(looped, *wide)
-    assert_same(made, expected)
-    assert made[0][1][1][0].sum() == T * options["top_k"]
+    (_, outputs), grads = run(params, X)
+    expected = jax.tree.map(lambda a: a.detach().numpy(), looped(params, X, **options))
+    assert_same([*outputs, *grads], expected)
+    assert outputs[1].sum() == T * options["top_k"]
 
 
 def test_no_tokens_and_no_shared_expert():

@@ -122,6 +122,7 @@ def product_launch(
     *,
     tma: bool,
 ) -> Launch:
+    assert config.columns <= config.depth == BLOCK
     (m, n), depth = out.shape, a.data.shape[1]
     # A descriptor's address and strides are multiples of 16 bytes; the caller's main gradient may lie anywhere.
     tma_out = tma and out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0

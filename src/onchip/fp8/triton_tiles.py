@@ -1,4 +1,4 @@
-"""How fp8_linear's products in Triton are cut.  No framework."""
+"""How products in Triton are cut, and those of fp8_linear.  No framework."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,12 +8,14 @@ from onchip.fp8.numbers import BLOCK
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """How a product A B^T is cut.  Steps along the contraction are 128 long: what shares a scale."""
+    """How a product A B^T is cut."""
 
     rows: int = 128
     """Of a tile of the result."""
     columns: int = 128
-    """Of a tile: 64 or 128, since more would span two scales of a weight."""
+    """Of a tile: of a product in FP8 64 or 128, since more would span two scales of a weight."""
+    depth: int = BLOCK
+    """Of a step along the sum: in FP8 what shares a scale."""
     stages: int = 4
     """Steps whose operands are in shared memory at once."""
     warps: int = 8
@@ -23,9 +25,6 @@ class ProductConfig:
     """Persistent programs for each multiprocessor: with two, one multiplies while the other scales."""
     parts: int = 1
     """A tile of the result leaves in so many pieces, each staged in shared memory."""
-
-    def __post_init__(self) -> None:
-        assert self.columns <= BLOCK
 
 
 @lru_cache

@@ -70,7 +70,6 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     total, options = accumulator(grad_out.dtype), kept.options
-    fp8 = options.precision == "fp8"
     made = [None if x is None else torch.zeros_like(x, dtype=total) for x in empty_gradients(kept, upstream, wanted)]
     grad_x, grad_weight, grad_bias, grad_scale = made
     if wanted[1] and kept.weight_grad_out is not None:
@@ -86,11 +85,10 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         if options.activation:
             assert y is not None
             d = of_activation(y, d, options.gate_up)
+        narrow = d.to(grad_out.dtype) if options.precision == "fp8" else d
         if grad_x is not None:
             assert kept.weight is not None
-            dx = product_of_rows(
-                d.to(grad_out.dtype) if fp8 else d, by_row(kept.weight, options)[g].mT, options.precision
-            )
+            dx = product_of_rows(narrow, by_row(kept.weight, options)[g].mT, options.precision)
             if kept.rows is None:
                 grad_x[mine] = dx
             else:
@@ -98,9 +96,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         if grad_weight is not None:
             assert kept.x is not None
             x = kept.x[mine if kept.rows is None else kept.rows[mine]]
-            by_row(grad_weight, options)[g] += summed_over_rows(
-                d.to(grad_out.dtype) if fp8 else d, x, options.precision
-            )
+            by_row(grad_weight, options)[g] += summed_over_rows(narrow, x, options.precision)
         if grad_bias is not None:
             grad_bias[g] = d.sum(0)
     if kept.weight_grad_out is not None:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_quantize import Quantized
+from onchip.fp8.triton_tiles import ProductConfig
 from onchip.frontend import torch_prepared as stated
 from onchip.groups.problem import ROWS, Options, Problem, are_short, tiles_together
 from onchip.groups.triton import kernels
 from onchip.groups.triton.fp8 import Weight
 from onchip.groups.triton.tiles import (
     APART_COLUMNS,
-    FP8_DEPTH,
-    ProductConfig,
     copying_rows_pays,
     gradient_config,
     plan_tiles,
@@ -147,8 +146,7 @@ def _product_cut(
 
 
 def product(
-    x: Tensor
-    | Quantized,  # [T, K], or [M, K] with index; in FP8 as `quantize_rows` makes it
+    x: Tensor | Quantized,  # [T, K], or [M, K] with index; in FP8 as `quantize_rows` makes it
     weight: Tensor | Weight,  # [G, N, K], any strides
     out: Tensor,  # [T, C]
     of_plan: Tensor,
@@ -419,8 +417,8 @@ def scaled_weight_gradient(
     c = config or gradient_config(device.shared, 1)
     parts = c.parts * out.element_size() // 2
     arguments = {
-        "a": descriptor(a.data, a.data.stride(0), c.rows, FP8_DEPTH) if tma else a.data,
-        "b": descriptor(b.data, b.data.stride(0), c.columns, FP8_DEPTH) if tma else b.data,
+        "a": descriptor(a.data, a.data.stride(0), c.rows, c.depth) if tma else a.data,
+        "b": descriptor(b.data, b.data.stride(0), c.columns, c.depth) if tma else b.data,
         "a_scales": a.scales,
         "b_scales": b.scales,
         "out": block_descriptor(out, out.shape, out.stride(), (1, c.rows, c.columns // parts)) if tma_out else out,

@@ -1,7 +1,8 @@
 """How grouped products in Triton are cut.  No framework."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from onchip.fp8.triton_tiles import ProductConfig
 from onchip.groups.problem import ROWS, Problem
 
 PLAN_HEAD = 4
@@ -36,29 +37,11 @@ def copying_rows_pays(n: int, activation: bool) -> bool:
     return n >= (1536 if activation else 4096)
 
 
-@dataclass(frozen=True)
-class ProductConfig:
-    """How a product is cut."""
-
-    columns: int = 256
-    """Of a tile of the result; with an activation they are half gate and half up."""
-    depth: int = 64
-    """Of a step along the sum."""
-    stages: int = 4
-    """Steps whose operands are in shared memory at once."""
-    warps: int = 8
-    group: int = 8
-    """Tiles of rows that are worked on together, so that L2 serves their weight."""
-    parts: int = 2
-    """A tile of the result leaves in so many pieces, each staged in shared memory."""
-    rows: int = ROWS
-    """Of a tile: of a product of rows, the plan's or a part of it."""
-    per_processor: int = 1
-    """Persistent programs for each multiprocessor; a weight's gradient has one for each tile."""
-
-
-FP8_DEPTH = 128
-"""A step of a product of FP8 numbers: what shares a scale."""
+# Of 16-bit numbers, of float32, which tensor cores don't multiply, and of FP8.  With an activation a tile's columns are
+# half gate and half up.  A weight's gradient has a program for each tile.
+_NARROW = ProductConfig(columns=256, depth=64, parts=2)
+_WIDE = ProductConfig(columns=64, depth=16, stages=2)
+_FP8 = ProductConfig(rows=64, stages=3, warps=4, parts=2)
 
 
 def product_config(shared: int, element_bytes: int, *, short: bool) -> ProductConfig:
@@ -66,16 +49,15 @@ def product_config(shared: int, element_bytes: int, *, short: bool) -> ProductCo
 
     `short`: of `are_short`.
     """
-    if element_bytes == 4:  # products in float32, without tensor cores
-        return ProductConfig(columns=64, depth=16, stages=2, parts=1)
+    if element_bytes == 4:
+        return _WIDE
     # A weight that one tile of rows reads isn't shared: with 256 groups of 128 rows, one at a time was 7% faster.
     group = 1 if short else 8
-    if element_bytes == 1:  # as fp8_linear's: no wider than a scale; one program multiplies while the other scales
-        c = ProductConfig(columns=128, depth=FP8_DEPTH, stages=3, warps=4, group=group, rows=64, per_processor=2)
-        return c if shared >= 227 * 1024 else replace(c, stages=2, per_processor=1)
+    if element_bytes == 1:  # as fp8_linear's: one program multiplies while the other scales
+        return replace(_FP8, group=group, **({"per_processor": 2} if shared >= 227 * 1024 else {"stages": 2}))
     if shared >= 227 * 1024:
-        return ProductConfig(group=group)
-    return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=group)
+        return replace(_NARROW, group=group)
+    return replace(_NARROW, columns=128, stages=3 if shared >= 160 * 1024 else 2, group=group)
 
 
 def gradient_config(shared: int, element_bytes: int) -> ProductConfig:
@@ -86,13 +68,12 @@ def gradient_config(shared: int, element_bytes: int) -> ProductConfig:
     as long with 2048.
     """
     if element_bytes == 4:
-        return ProductConfig(columns=64, depth=16, stages=2, parts=1)
+        return _WIDE
     if element_bytes == 1:
-        stages = 3 if shared >= 227 * 1024 else 2
-        return ProductConfig(columns=128, depth=FP8_DEPTH, stages=stages, warps=4, group=4, rows=64)
+        return replace(_FP8, stages=3 if shared >= 227 * 1024 else 2, group=4)
     if shared >= 227 * 1024:
-        return ProductConfig(columns=128, depth=32, warps=4, group=4, parts=4)
-    return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2, group=16)
+        return replace(_NARROW, columns=128, depth=32, warps=4, group=4, parts=4)
+    return replace(_NARROW, columns=128, stages=3 if shared >= 160 * 1024 else 2, group=16)
 
 
 def power_of_two(x: int) -> int:

@@ -175,26 +175,20 @@ def _one_collective() -> Callable[..., Any]:
     import torch
     import torch.nn.functional as F
 
-    class Gathered(torch.autograd.Function):
+    class Moved(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return _moved(GATHER, x)
+        def forward(ctx: Any, x: Any, there: str, back: str) -> Any:
+            ctx.back = back
+            return _moved(there, x)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return _moved(SCATTER, grads[0])
-
-    class Scattered(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return _moved(SCATTER, x)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return _moved(GATHER, grads[0])
+            return _moved(ctx.back, grads[0]), None, None
 
     def run(op: str, x: Any, weight: Any) -> Any:
-        return F.linear(Gathered.apply(x), weight) if op == GATHER else Scattered.apply(F.linear(x, weight))
+        if op == GATHER:
+            return F.linear(Moved.apply(x, GATHER, SCATTER), weight)
+        return Moved.apply(F.linear(x, weight), SCATTER, GATHER)
 
     return run
 

@@ -66,36 +66,29 @@ def whole(
 
 def part(x: Tensor, dim: int, group: Any) -> Tensor:
     """This rank's part of x along a dimension; in backward x gets the gradients of all parts."""
-    made: Tensor = _Part.apply(x, dim, group)
+    made: Tensor = _Moved.apply(x, dim, group, _cut, _gathered)
     return made
 
 
 def joined(x: Tensor, dim: int, group: Any) -> Tensor:
     """All ranks' x, concatenated; in backward each x gets the gradient of its part."""
-    made: Tensor = _Joined.apply(x, dim, group)
+    made: Tensor = _Moved.apply(x, dim, group, _gathered, _cut)
     return made
 
 
-class _Part(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """By one function forward, by another one back."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.of = dim, group
-        return _cut(x, dim, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any, there: Any, back: Any) -> Tensor:
+        ctx.of = back, dim, group
+        made: Tensor = there(x, dim, group)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _gathered(grads[0], *ctx.of), None, None
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.of = dim, group
-        return _gathered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _cut(grads[0], *ctx.of), None, None
+        back, *how = ctx.of
+        return back(grads[0], *how), None, None, None, None
 
 
 def _cut(x: Tensor, dim: int, group: Any) -> Tensor:
