@@ -16,6 +16,7 @@ import torch.distributed as dist
 from onchip.collectives import torch_symmetric
 from onchip.collectives import triton_launches as launches
 from onchip.collectives.problem import GATHER, SCATTER
+from onchip.ops.collective_matmul import reference
 from onchip.oracle.checks import product_bound
 from onchip.torch import all_gather_matmul, matmul_reduce_scatter
 
@@ -99,7 +100,6 @@ def drawn(op, sizes, dtype=torch.bfloat16, seed=0, middle=()):
     rows, n, k = sizes
     ranks, own = dist.get_world_size(), dist.get_rank()
     g = torch.Generator().manual_seed(seed)
-    tokens = (ranks * rows, *middle)
 
     def normal(*shape):
         return torch.randn(shape, generator=g).to(dtype).cuda()
@@ -111,23 +111,8 @@ def drawn(op, sizes, dtype=torch.bfloat16, seed=0, middle=()):
     ]  # fmt: skip
     if op == SCATTER:
         every = [(x, w, every[0][2], up) for x, w, _, up in every]
-    wide = [[a.double() for a in one] for one in every]
-    x, w, b, up = wide[own]
-
-    def mine(a):
-        return a.chunk(ranks)[own]
-
-    def flat(a):
-        return a.flatten(0, -2)
-
-    if op == GATHER:
-        whole = torch.cat([one[0] for one in wide])
-        right = (whole @ w.T + b, mine(sum(one[3] @ one[1] for one in wide)), flat(up).T @ flat(whole), flat(up).sum(0))
-    else:
-        grads = torch.cat([one[3] for one in wide])
-        out = mine(sum(one[0] @ one[1].T for one in wide)) + b
-        right = out, grads @ w, flat(grads).T @ flat(x), flat(grads).sum(0)
-    assert right[0].shape[0] == (tokens[0] if op == GATHER else rows)
+    of_ranks = [[a.double().cpu().numpy() for a in part] for part in zip(*every, strict=True)]
+    right = [torch.from_numpy(of_rank[own]).cuda() for of_rank in getattr(reference, op)(*of_ranks)]
     x, w, b, up = every[own]
     return [a.requires_grad_() for a in (x, w, b)], up, right
 
