@@ -45,6 +45,16 @@ def free_gpu_memory(request):
 
 
 @pytest.fixture
+def unwritten_memory_shows():
+    """As NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def one_thread():
     """On a busy machine, threads would wait for each other most of the time."""
     threads = torch.get_num_threads()

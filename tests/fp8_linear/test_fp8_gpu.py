@@ -18,7 +18,7 @@ from onchip.ops.fp8_linear.reference import snr_db
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation, quantize_weight, weights_unchanged
 from shared import aside, capture, without_synchronisation
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unwritten_memory_shows")]
 MIB = 1 << 20
 # Of results in bfloat16 whose float32 sums were made in another order.
 ROUNDED = 4e-3
@@ -54,15 +54,6 @@ def step(x, w, grad, layer=fp8_linear, **options):
     """Output and gradients."""
     out = layer(x, w, **options)
     return [out.detach(), *torch.autograd.grad(out, (x, w), grad)]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_shows():
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 # ---------------------------------------------------------------------------------------------------------- quantising

@@ -1,8 +1,5 @@
 """Fully sharded and tensor-parallel layers over two processes and gloo."""
 
-import warnings
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from onchip.torch import Fp8Linear, convert_linears, fp8_linear, weights_unchanged
+from sharded import spawn
 
 RANKS = 2
 
@@ -28,8 +26,9 @@ def batches():
     return [torch.randn(RANKS, 16, 128, generator=g) for _ in range(4)]
 
 
-def fully_sharded(rank, mesh):
+def fully_sharded(rank, ranks):
     """Gathered weights are gone before backward, or stay; copies of them are kept only where they stay."""
+    mesh = init_device_mesh("cpu", (RANKS,))
     train_sharded(rank, mesh, reshard=True, inside=[[], [], [], []])
     train_sharded(rank, mesh, reshard=False, inside=[[], ["0", "2"], [], ["0", "2"]])
 
@@ -66,7 +65,7 @@ def train_sharded(rank, mesh, *, reshard, inside):
     assert names == inside, names
 
 
-def tensor_parallel(rank, mesh):
+def tensor_parallel(rank, ranks):
     """Columns of the first weight and rows of the second on each process: whole blocks of 128, so the same numbers."""
     first, _, second = make_model()
     x = batches()[0][0]
@@ -79,25 +78,14 @@ def tensor_parallel(rank, mesh):
         assert_same(part + second.bias, second(first(x)))
 
 
-def refused(rank, mesh):
+def refused(rank, ranks):
     """Tensor parallelism by DTensors."""
     model = make_model()
-    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    parallelize_module(model, init_device_mesh("cpu", (RANKS,)), {"0": ColwiseParallel()})
     with pytest.raises(TypeError, match=r"fp8_linear: x is a DTensor; pass .* x\.to_local\(\)"):
         model(batches()[0][0])
 
 
-def run(rank, meeting):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", f"file://{meeting}", timeout, world_size=RANKS, rank=rank)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for check in (fully_sharded, tensor_parallel, refused):
-        check(rank, mesh)
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=RANKS)
+    spawn(tmp_path, RANKS, {check.__name__: check for check in (fully_sharded, tensor_parallel, refused)})

@@ -1,18 +1,17 @@
 """A mixture-of-experts layer over two processes and gloo: the gradients that one process has of both halves."""
 
 import copy
-from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from onchip.torch import MoE
+from sharded import spawn
 
 RANKS = 2
 
@@ -22,10 +21,7 @@ def loss(layer, x):
     return y.float().square().mean() + 0.1 * stats.aux_loss
 
 
-def run(rank, meeting):
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", f"file://{meeting}", timeout, world_size=RANKS, rank=rank)
+def gradients(rank, ranks):
     mesh = init_device_mesh("cpu", (RANKS,))
     for dtype in (torch.float64, torch.bfloat16):
         torch.manual_seed(0)
@@ -40,7 +36,6 @@ def run(rank, meeting):
                 grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
                 error = (grad - expected.grad).norm() / expected.grad.norm()
                 assert error < (1e-12 if dtype == torch.float64 else 1e-2)
-    dist.destroy_process_group()
 
 
 def fsdp2(layer, mesh):
@@ -51,4 +46,4 @@ def fsdp2(layer, mesh):
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=RANKS)
+    spawn(tmp_path, RANKS, {"gradients": gradients})
