@@ -108,17 +108,14 @@ def main_gradients(group, how=FULL):
 def autocast(group):
     """Under autocast, what travels and is multiplied is of 16 bits; gradients have their inputs' dtypes."""
     for op, function in OPS.items():
-        x, weight, bias, up = drawn(group, op)
+        *leaves, up = drawn(group, op)
         with torch.autocast("cpu", torch.bfloat16):
-            made = function(x, weight, group, bias=bias)
-        narrow = [a.detach().bfloat16().requires_grad_() for a in (x, weight, bias)]
+            made = function(leaves[0], leaves[1], group, bias=leaves[2])
+        narrow = [a.detach().bfloat16().requires_grad_() for a in leaves]
         right = function(narrow[0], narrow[1], group, bias=narrow[2])
         assert torch.equal(made, right)
-        for a, b in zip(
-            torch.autograd.grad(made, (x, weight, bias), up.bfloat16()),
-            torch.autograd.grad(right, narrow, up.bfloat16()),
-            strict=True,
-        ):
+        both = [torch.autograd.grad(out, given, up.bfloat16()) for out, given in ((made, leaves), (right, narrow))]
+        for a, b in zip(*both, strict=True):
             assert a.dtype == torch.float32
             torch.testing.assert_close(a.bfloat16(), b)
 
@@ -180,26 +177,23 @@ def recorded():
 def each_exchange_is_under_a_product(group):
     """It begins before one, and is waited for after it; and no more is sent than the plan says."""
     ranks = dist.get_world_size(group)
-    for op, dtype in itertools.product(OPS, (torch.float32, torch.bfloat16)):
-        for keeps in (False, True) if op == GATHER else (False,):
-            more = {"keep_gathered": True} if keeps else {}
-            x, weight, _, up = drawn(group, op, dtype)
-            with recorded() as (events, sent):
-                out = OPS[op](x, weight, group, **more)
-                forward = len(events)
-                torch.autograd.grad(out, (x, weight), up)
-            step = ["exchange", "product", "wait"]
-            sums = ["product", *step * (ranks - 1)]
-            blocks = [*step * (ranks - 1), "product"]
-            assert events[:forward] == (blocks if op == GATHER else sums)
-            if op == SCATTER:
-                both = [*["exchange", "product", "product", "wait"] * (ranks - 1), "product", "product"]
-                assert events[forward:] == both
-            else:
-                assert events[forward:] == [*sums, *(["product"] if keeps and ranks > 1 else blocks)]
-            sizes = Sizes(ranks, T // ranks, N, K)
-            planned = cost(op, sizes, dtype.itemsize, gradients=True, weight_bytes=dtype.itemsize, keep_gathered=keeps)
-            assert sum(sent) == planned.sent, (op, dtype, keeps)
+    for (op, function), dtype in itertools.product(each_way(FULL), (torch.float32, torch.bfloat16)):
+        keeps = "keep_gathered" in function.keywords
+        x, weight, _, up = drawn(group, op, dtype)
+        with recorded() as (events, sent):
+            out = function(x, weight, group)
+            forward = len(events)
+            torch.autograd.grad(out, (x, weight), up)
+        step = ["exchange", "product", "wait"]
+        sums, blocks = ["product", *step * (ranks - 1)], [*step * (ranks - 1), "product"]
+        assert events[:forward] == (blocks if op == GATHER else sums)
+        if op == SCATTER:
+            assert events[forward:] == [*["exchange", "product", "product", "wait"] * (ranks - 1), "product", "product"]
+        else:
+            assert events[forward:] == [*sums, *(["product"] if keeps and ranks > 1 else blocks)]
+        sizes = Sizes(ranks, T // ranks, N, K)
+        planned = cost(op, sizes, dtype.itemsize, gradients=True, weight_bytes=dtype.itemsize, keep_gathered=keeps)
+        assert sum(sent) == planned.sent, (op, dtype, keeps)
 
 
 def memory(group):
@@ -215,16 +209,16 @@ def memory(group):
 
     n, k, tokens = 192, 256, 600
     small = 20_000  # what is compared between ranks, and gloo's own
-    for op, keeps in ((GATHER, False), (GATHER, True), (SCATTER, False)):
-        more = {"keep_gathered": True} if keeps else {}
+    for op, function in each_way(FULL):
+        keeps = "keep_gathered" in function.keywords
         x = torch.randn(tokens // ranks if op == GATHER else tokens, k, requires_grad=True)
         weight = torch.randn(n, k, requires_grad=True)
         sizes = Sizes(ranks, tokens // ranks, n, k)
         planned = cost(op, sizes, 4, gradients=True, weight_bytes=4, keep_gathered=keeps)
         graph = []
 
-        def forward(op=op, x=x, weight=weight, more=more, graph=graph):
-            graph[:] = [OPS[op](x, weight, group, **more)]
+        def forward(function=function, x=x, weight=weight, graph=graph):
+            graph[:] = [function(x, weight, group)]
             return graph
 
         peak = measured(forward)
@@ -373,9 +367,7 @@ def in_each_group(rank, ranks, check):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             check(group)
         else:
-            with pytest.raises(
-                ValueError, match="all_gather_matmul: this process is no rank of group; call it on "
-            ):
+            with pytest.raises(ValueError, match="all_gather_matmul: this process is no rank of group; call it on "):
                 all_gather_matmul(torch.randn(2, K), torch.randn(N, K), group)
 
 

@@ -41,6 +41,12 @@ def platform() -> str:
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
+def hopper_refusal() -> str | None:
+    """Why kernels for Hopper can't run on JAX's default GPU, or None."""
+    capability = getattr(jax.devices()[0], "compute_capability", "none")
+    return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
+
+
 def check_layout(op: str, layout: Any) -> None:
     """Raise unless `layout` is one of the two."""
     if not isinstance(layout, str) or layout not in LAYOUTS:

@@ -14,7 +14,7 @@ from onchip.core.backends import choose_backend
 from onchip.fp8.jax_quantize import Quantized, dequantize, operand
 from onchip.fp8.numbers import OP, GradDtype, Options, Scale
 from onchip.frontend.jax_call import vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_kinds, platform, require_arrays
+from onchip.frontend.jax_inputs import check_kinds, hopper_refusal, platform, require_arrays
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_one_of
 from onchip.ops.fp8_linear import spec
@@ -105,8 +105,7 @@ def mosaic_refusal(platform: str, options: Options) -> str | None:
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if options.grad_dtype != "e4m3" and jax.__version_info__ < _MIXED:
         return f"grad_dtype={options.grad_dtype!r} needs JAX 0.11.2 or later; this is {jax.__version__}"
-    capability = getattr(jax.devices()[0], "compute_capability", "none")
-    return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
+    return hopper_refusal()
 
 
 class _Static(NamedTuple):

@@ -17,7 +17,7 @@ from jax import Array as JaxArray
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import vary_alike, with_gradients
-from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, platform, require_arrays
+from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, hopper_refusal, platform, require_arrays
 from onchip.frontend.jax_types import Array
 from onchip.frontend.jax_values import read
 from onchip.frontend.options import require_bool
@@ -175,8 +175,7 @@ def mosaic_refusal(platform: str, dtype: str, n: int, k: int) -> str | None:
         return f"it is for bfloat16 and float16, not {dtype}"
     if n % 64 or k % 64 or min(n, k) < 128:
         return f"K and N must be multiples of 64 and at least 128; got K={k}, N={n}"
-    capability = getattr(jax.devices()[0], "compute_capability", "none")
-    return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
+    return hopper_refusal()
 
 
 def _engine(backend: str) -> ModuleType:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from onchip.frontend.jax_call import vary_alike
+from onchip.frontend.jax_inputs import hopper_refusal
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
@@ -64,11 +65,7 @@ plan, select = mosaic_spec.plan, positions.select
 
 def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) -> str | None:
     """Why the kernels can't serve the call, or None."""
-    refused = mosaic_spec.refusal(problem, platform, weight_layout)
-    if refused is not None:
-        return refused
-    capability = getattr(jax.devices()[0], "compute_capability", "none")
-    return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
+    return mosaic_spec.refusal(problem, platform, weight_layout) or hopper_refusal()
 
 
 class Saved(NamedTuple):
