@@ -43,12 +43,11 @@ def product(
     bias: Tensor | None,
     dtype: torch.dtype,
     add_to: Tensor | None,
-    config: ProductConfig | None = None,
 ) -> Tensor:
     """As `torch_products.multiply`, in one launch."""
     out = stated.empty((len(a.data), len(b.data)), dtype, a.data.device) if add_to is None else add_to
     capability, processors, shared = describe(out.device)
-    config = config or product_config(shared, by_block)
+    config = product_config(shared, by_block)
     add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))
     return out

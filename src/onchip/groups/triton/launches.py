@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_quantize import Quantized
-from onchip.fp8.triton_tiles import ProductConfig
 from onchip.frontend import torch_prepared as stated
 from onchip.groups.problem import ROWS, Options, Problem, are_short, tiles_together
 from onchip.groups.triton import kernels
@@ -84,7 +83,6 @@ class _Cut(NamedTuple):
 @lru_cache(maxsize=4096)
 def _product_cut(
     device: Device,
-    config: ProductConfig | None,
     dtypes: tuple[torch.dtype, torch.dtype],  # of x and out
     sizes: tuple[int, int, int],  # G, N, K
     strides: tuple[tuple[int, ...], ...],  # of x, weight, out and product
@@ -102,7 +100,7 @@ def _product_cut(
     groups, n, k = sizes
     of_bytes = of_x, of_x, of_out, of_out
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, of_bytes, strict=True)]
-    c = config or product_config(device.shared, of_x, short=short)
+    c = product_config(device.shared, of_x, short=short)
     half = c.columns // 2
     parts = c.parts * max(1, of_out // max(2, of_x))
     if gated == 2 and parts > 1:  # two results are staged at once
@@ -157,14 +155,12 @@ def product(
     index: Tensor | None = None,
     before: Tensor | None = None,  # [T, N]
     options: Options | None = None,  # with their activation
-    config: ProductConfig | None = None,
-    tma: bool | None = None,
 ) -> Launch:
     """out = activation(x @ weight.T + bias) * row_scale of each group, and `before` what the activation is given."""
     x, x_scales = (x, None) if isinstance(x, Tensor) else x
     weight, weight_scales = (weight, None) if isinstance(weight, Tensor) else weight
     device = describe(out.device)
-    tma = device.capability >= 90 if tma is None else tma
+    tma = device.capability >= 90
     gated, x = gates(options), in_rows(x)
     groups, n, k = weight.shape
     strides = weight.stride()
@@ -172,7 +168,7 @@ def product(
     four = x, weight, out, out if before is None else before
     # A block of gate must not reach into up, and both are copied as rows.
     whole = gated != 1 or (not turned and n // 2 % (APART_COLUMNS // 2) == 0)
-    apart = whole and config is None and tma and _run_apart(device, four)
+    apart = whole and tma and _run_apart(device, four)
     if apart and index is not None and k % _ALIGNED == 0 and copying_rows_pays(n, gated > 0):
         x, index = gathered(x, index), None
     if apart and index is None:
@@ -181,7 +177,6 @@ def product(
         )
     cut = _product_cut(
         device,
-        config,
         (x.dtype, out.dtype),
         (groups, n, k),
         (x.stride(), strides, out.stride(), four[3].stride()),
@@ -195,13 +190,7 @@ def product(
     )
     of_cut, (depth, of_weight, of_out, of_product) = cut.shared.arguments, cut.widths
     rows = of_cut["BLOCK_M"]
-    into: Any = weight
-    if of_cut["TMA_WEIGHT"]:
-        step, row, column = strides
-        if turned:
-            into = block_descriptor(weight, (groups, k, n), (step, column, row), (1, depth, of_weight))
-        else:
-            into = block_descriptor(weight, (groups, n, k), strides, (1, of_weight, depth))
+    into: Any = weight_blocks(weight, of_weight, depth) if of_cut["TMA_WEIGHT"] else weight
     of_x: Any = x
     if of_cut["TMA_X"]:
         of_x = ragged(x, depth, rows) if x_scales is None else descriptor(x, x.stride(0), rows, depth)
@@ -260,15 +249,10 @@ def _product_apart(
     step, rows, columns, width = (size.value for size in (STEP, apart.HALF, apart.COLUMNS, apart.WIDTH))
     groups, n, k = weight.shape
     short = are_short(tokens, groups)
-    by_group, by_row, by_column = weight.stride()
-    if turned:
-        blocks = shared_descriptor(weight, (groups, k, n), (by_group, by_column, by_row), (1, step, columns))
-    else:
-        block = 1, columns // 2 if gated == 1 else columns, step
-        blocks = shared_descriptor(weight, (groups, n, k), weight.stride(), block)
+    of_weight = columns // 2 if gated == 1 else columns
     arguments = {
         "x": ragged(x, step, rows, shared_descriptor),
-        "weight": blocks,
+        "weight": weight_blocks(weight, of_weight, step, shared_descriptor),
         "bias": contiguous(bias),
         "row_scale": contiguous(row_scale),
         "out": ragged(out, width, rows, shared_descriptor),
@@ -291,7 +275,6 @@ def _product_apart(
 @lru_cache(maxsize=4096)
 def _gradient_cut(
     device: Device,
-    config: ProductConfig | None,
     dtypes: tuple[torch.dtype, torch.dtype],  # of a and out
     sizes: tuple[int, int, int],  # G, A, B
     strides: tuple[tuple[int, ...], ...],  # of a, b and out
@@ -303,7 +286,7 @@ def _gradient_cut(
     """Of `weight_gradient`, as `_product_cut`."""
     of_a, of_out = (dtype.itemsize for dtype in dtypes)
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, (of_a, of_a, of_out), strict=True)]
-    c = config or gradient_config(device.shared, of_a)
+    c = gradient_config(device.shared, of_a)
     parts = c.parts * max(1, of_out // of_a)
     arguments = {
         "a_stride": strides[0][0],
@@ -337,23 +320,20 @@ def weight_gradient(
     b_index: Tensor | None = None,
     limit: int = 0,
     add: bool = False,
-    config: ProductConfig | None = None,
-    tma: bool | None = None,
 ) -> Launch:
     """out = a.T @ b of each group's rows, or added to it."""
     device = describe(out.device)
-    tma = device.capability >= 90 if tma is None else tma
+    tma = device.capability >= 90
     a, b = in_rows(a), in_rows(b)
     groups, rows, columns = out.shape
     whole = all(index is None or x.shape[1] % _ALIGNED == 0 for x, index in ((a, a_index), (b, b_index)))
-    if whole and not add and config is None and tma and _run_apart(device, (a, b, out)):
+    if whole and not add and tma and _run_apart(device, (a, b, out)):
         # Copied first: read by an index here and in forward, a step of mixtral's gate and up took 19.8 ms on an H100,
         # with copies 15.0.
         a, b = (x if index is None else gathered(x, index) for x, index in ((a, a_index), (b, b_index)))
         return _weight_gradient_apart(a, b, out, of_plan, device)
     cut = _gradient_cut(
         device,
-        config,
         (a.dtype, out.dtype),
         (groups, rows, columns),
         (a.stride(), b.stride(), out.stride()),
@@ -406,15 +386,13 @@ def scaled_weight_gradient(
     of_plan: Tensor,
     *,
     add: bool = False,
-    config: ProductConfig | None = None,
-    tma: bool | None = None,
 ) -> Launch:
     """out = a @ b.T over each group's tiles, or added to it."""
     device = describe(out.device)
-    tma = device.capability >= 90 if tma is None else tma
+    tma = device.capability >= 90
     groups, rows, columns = out.shape
     tma_out = tma and out.data_ptr() % 16 == 0 and suits(out.stride(), out.element_size())
-    c = config or gradient_config(device.shared, 1)
+    c = gradient_config(device.shared, 1)
     parts = c.parts * out.element_size() // 2
     arguments = {
         "a": descriptor(a.data, a.data.stride(0), c.rows, c.depth) if tma else a.data,
@@ -501,6 +479,14 @@ def _by_row(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Where in `index` each row is, row by row, and where each row's places begin."""
     ascending, order = torch.sort(index, stable=True)
     return order, torch.searchsorted(ascending, torch.arange(rows + 1, dtype=index.dtype, device=index.device))
+
+
+def weight_blocks(weight: Tensor, rows: int, depth: int, made: Callable[..., Any] = block_descriptor) -> Any:
+    """A weight [G, N, K] in blocks of so many rows and numbers of each, as it lies."""
+    (groups, n, k), (step, row, column) = weight.shape, weight.stride()
+    if column == 1:
+        return made(weight, weight.shape, weight.stride(), (1, rows, depth))
+    return made(weight, (groups, k, n), (step, column, row), (1, depth, rows))
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
