@@ -215,31 +215,31 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     _agree_on_gradients(kept, grad_out, wanted)
-    by = products_of(kept.products)
-    grad_weight = None
-    if wanted[1]:  # memory that it is added to: the caller's, or zeros in the dtype of sums
-        grad_weight = kept.weight_grad_out
-        if grad_weight is None:
-            grad_weight = grad_out.new_zeros((grad_out.shape[-1], kept.k), dtype=accumulator(grad_out.dtype))
     of_layer = _gather_gradients if kept.op == GATHER else _scatter_gradients
-    grad_x, grad_bias = of_layer(kept, by, grad_out, wanted, grad_weight)
-    return _finished(kept, grad_x, grad_weight, grad_bias)
+    made = of_layer(kept, products_of(kept.products), grad_out, wanted)
+    # None for a weight's that was added to the caller's memory.
+    made = made if kept.weight_grad_out is None else [made[0], None, made[2]]
+    return [None if g is None else g.to(dtype) for g, dtype in zip(made, kept.dtypes, strict=True)]
 
 
-def _gather_gradients(
-    kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted, grad_weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Adds to the weight's gradient; those of x and bias."""
+def _weight_sum(kept: Kept, grad_out: Tensor) -> Tensor:
+    """Memory that the weight's gradient is added to: the caller's, or zeros in the dtype of sums."""
+    if kept.weight_grad_out is not None:
+        return kept.weight_grad_out
+    return grad_out.new_zeros((grad_out.shape[-1], kept.k), dtype=accumulator(grad_out.dtype))
+
+
+def _gather_gradients(kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
     ring, (by_x, by_weight, by_bias) = kept.ring, wanted
     asked = by_x, by_weight, False
     grads = [by.arrived(by.sent(g, asked), asked) for g in flat(grad_out).chunk(ring.ranks)]
-    grad_x = None
+    grad_x = grad_weight = None
     if by_x:
         weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True)
         grad_x = _summed(ring, by, [g.rows for g in grads], weight, None, (kept.k, kept.dtypes[0])).to(kept.dtypes[0])
         grad_x = grad_x.view(_exchanged(grad_out.shape, kept.k, ring.ranks, gathers=False))
-    if grad_weight is not None:
-        gathered = kept.gathered
+    if by_weight:
+        grad_weight, gathered = _weight_sum(kept, grad_out), kept.gathered
         if kept.x is not None and _is_mapped(ring, kept.x):
             gathered = symmetric.gathered(ring, kept.x)
         if gathered is not None:
@@ -247,16 +247,16 @@ def _gather_gradients(
         else:
             for rank, block in _travelling(ring, _there(kept.x, kept.x_scales)):
                 by.add(grad_weight, grads[rank].turned, tuple(block))
-    return grad_x, flat(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if by_bias else None
+    grad_bias = flat(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if by_bias else None
+    return grad_x, grad_weight, grad_bias
 
 
-def _scatter_gradients(
-    kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted, grad_weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The same, of one walk that gathers the upstream gradient."""
-    ring, g, (by_x, _, by_bias) = kept.ring, flat(grad_out), wanted
+def _scatter_gradients(kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
+    """Of one walk, which gathers the upstream gradient."""
+    ring, g, (by_x, by_weight, by_bias) = kept.ring, flat(grad_out), wanted
     total, n = accumulator(grad_out.dtype), g.shape[1]
     x, grad_x = _there(kept.x, kept.x_scales), None
+    grad_weight = _weight_sum(kept, grad_out) if by_weight else None
     if by_x:
         weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True)
         dtype = grad_out.dtype if kept.products == "full" else kept.dtypes[0]
@@ -267,8 +267,7 @@ def _scatter_gradients(
         if grad_x is None:
             rows = symmetric.gathered(ring, g)
         else:
-            whole = grad_weight is not None or by_bias
-            rows = symmetric.linear_of_all(ring, g, weight, None, flat(grad_x), whole=whole)
+            rows = symmetric.linear_of_all(ring, g, weight, None, flat(grad_x), whole=by_weight or by_bias)
         if grad_weight is not None:
             by.add(grad_weight, (flat(rows),), x)
         if sums is not None:
@@ -283,18 +282,11 @@ def _scatter_gradients(
                 by.add(grad_weight, arrived.turned, by.tokens(x, ring.ranks, rank))
             if sums is not None and arrived.total is not None:
                 sums[rank] = arrived.total
-    return grad_x, None if sums is None else sums.sum(0)
+    return grad_x, grad_weight, None if sums is None else sums.sum(0)
 
 
 def _there(x: Tensor | None, scales: Tensor | None) -> Operand:
     return tuple(part for part in (x, scales) if part is not None)
-
-
-def _finished(kept: Kept, *made: Tensor | None) -> Made:
-    """The gradients in their inputs' dtypes; None for a weight's that was added to the caller's memory."""
-    wanted = (True, kept.weight_grad_out is None, True)
-    of_each = zip(made, kept.dtypes, wanted, strict=True)
-    return [g.to(dtype) if g is not None and wants else None for g, dtype, wants in of_each]
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -302,7 +294,11 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     assert grad_out is not None
     n = grad_out.shape[-1]
     shapes = _exchanged(grad_out.shape, kept.k, kept.ring.ranks, gathers=kept.op == SCATTER), (n, kept.k), (n,)
-    return _finished(kept, *(grad_out.new_empty(x) if want else None for x, want in zip(shapes, wanted, strict=True)))
+    made = [
+        grad_out.new_empty(shape, dtype=dtype) if want else None
+        for shape, dtype, want in zip(shapes, kept.dtypes, wanted, strict=True)
+    ]
+    return made if kept.weight_grad_out is None else [made[0], None, made[2]]
 
 
 def _flops(call: Call) -> int:
