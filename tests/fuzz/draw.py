@@ -1,14 +1,14 @@
 """Random calls.  A call is a dictionary of plain values, each one of those that its op's table allows; no framework.
 
-Simpler values stand first in a table: that is what a failing call is shrunk by.  Hypothesis draws and shrinks as well,
-but counts examples where this is bounded by time, and its shrinking has no bound; this is shorter than what would make
-the two agree, and needs no package.
+Simpler values stand first in a table: that is what Hypothesis makes a failing call of.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from random import Random
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
+
+from hypothesis import strategies as st
 
 Call = Mapping[str, Any]
 Table = Mapping[str, Sequence[Any]]
@@ -111,23 +111,23 @@ def table(framework: str, op: str) -> Table:
 _ALWAYS = ("shape", "hidden", "vocab", "seed", "sizes", "n", "k")
 
 
-def draw(rng: Random, framework: str, device: str, op: str) -> Call:
-    """A legal call.  Half of its values are the simplest, so that each of the others meets many combinations."""
-    drawn = {
-        name: rng.choice(values) if rng.random() < 0.5 or name in _ALWAYS else values[0]
-        for name, values in table(framework, op).items()
-    }
-    about = {"framework": framework, "device": device, "op": op, "backend": "auto"}
-    return legal({**about, **drawn})
+@st.composite
+def calls(draw: Any, targets: Sequence[tuple[str, str, str]]) -> Call:
+    """A legal call of one of these (framework, device, op), by a backend that can run it.
 
-
-def simpler(call: Call) -> Iterator[Call]:
-    """Legal calls that have one value simpler."""
-    for name, values in table(call["framework"], call["op"]).items():
-        for value in values[: values.index(call[name])] if name != "seed" else ():
-            made = legal({**call, name: value})
-            if made != call:
-                yield made
+    Half of its values are the simplest, so that each of the others meets many combinations.
+    """
+    framework, device, op = draw(st.sampled_from(targets))
+    call = {"framework": framework, "device": device, "op": op, "backend": "auto"}
+    for name, values in table(framework, op).items():
+        some = st.sampled_from(values)
+        call[name] = draw(some if name in _ALWAYS else st.just(values[0]) | some)
+    call = legal(call)
+    refusals = import_module(f"onchip.ops.{op}.checks").plain_refusals
+    reasons = refusals(device, call["dtype"], framework, call)
+    return legal(
+        {**call, "backend": draw(st.sampled_from(["auto", *(x for x, why in reasons.items() if why is None)]))}
+    )
 
 
 def legal(call: Call) -> Call:
