@@ -275,24 +275,19 @@ def _unbroken(text: str) -> Any:
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
     """What the file lacks that newer ones have."""
-    rows, notes = document["rows"], []
-    if how := document["environment"].get("how"):
-        notes.append(f"How these numbers were made: {how.rstrip('.')}.")
-    if not all(row.get("sizes") for row in rows):
-        notes.append("Some rows don't say their sizes.")
-    if not all(row.get("date") for row in rows):
-        last = document["environment"]["date"]
-        notes.append(
-            f"Rows of this file don't say when they were measured. Its last run was at {last}; rows of one case and "
-            "mode with different floors are of different runs."
-        )
-    if not all(row.get("error_bounds") for row in rows):
-        notes.append(
-            "Rows of this file have one bound, of the error nearest to it or furthest past it; the others are –."
-        )
-    if any(row.get("ok") is None for row in rows):
-        notes.append("Some rows don't say whether the result was found right.")
-    return notes
+    rows, env = document["rows"], document["environment"]
+    how = env.get("how") or ""
+    said = {
+        f"How these numbers were made: {how.rstrip('.')}.": bool(how),
+        "Some rows don't say their sizes.": not all(row.get("sizes") for row in rows),
+        f"Rows of this file don't say when they were measured. Its last run was at {env['date']}; rows of one case and "
+        "mode with different floors are of different runs.": not all(row.get("date") for row in rows),
+        "Rows of this file have one bound, of the error nearest to it or furthest past it; the others are –.": not all(
+            row.get("error_bounds") for row in rows
+        ),
+        "Some rows don't say whether the result was found right.": any(row.get("ok") is None for row in rows),
+    }
+    return [note for note, holds in said.items() if holds]
 
 
 def plotly_js() -> str:
