@@ -140,19 +140,21 @@ def test_a_benchmark_that_is_terminated_ends_as_by_ctrl_c(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_cuda_that_is_not_there(monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "title"),
+    [
+        (["check"], "PyTorch"),
+        (["check", "--framework", "jax"], "JAX"),
+        (["bench", "linear_cross_entropy", "--framework", "jax"], "JAX"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_cuda_that_is_not_there(monkeypatch, command, title):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = run_cli("check", "--device", "cuda")
-    assert result.exit_code == 2
-    assert "PyTorch sees no CUDA device here" in result.stderr
-
-
-@pytest.mark.parametrize("command", [["check"], ["bench", "linear_cross_entropy"]], ids=lambda x: x[0])
-def test_cuda_that_jax_does_not_see(monkeypatch, command):
     monkeypatch.setattr("jax.devices", list)
-    result = run_cli(*command, "--framework", "jax", "--device", "cuda")
+    result = run_cli(*command, "--device", "cuda")
     assert result.exit_code == 2
-    assert "JAX sees no CUDA device here" in result.stderr
+    assert f"{title} sees no CUDA device here" in result.stderr
 
 
 def test_info():
@@ -186,6 +188,13 @@ def test_info_on_what_stands_on_a_version_of_triton(monkeypatch):
     assert "to what it compiled; so the host takes several times as long" in direct["why"]
 
 
+def backend_of(document, framework, backend):
+    """What `onchip info` says of a backend on a GPU."""
+    wanted = {"framework": framework, "backend": backend, "device": "cuda", "op": "linear_cross_entropy"}
+    (row,) = (row for row in document["backends"] if wanted.items() <= row.items())
+    return row["usable"], row["why"]
+
+
 @pytest.mark.parametrize(
     ("capability", "usable", "why"),
     [
@@ -198,13 +207,8 @@ def test_info_on_the_jax_backends_of_a_gpu(monkeypatch, capability, usable, why)
     monkeypatch.setattr("jax.devices", lambda: [gpu])
     document = run_json("info")
     assert document["machine"]["jax gpu:0"] == "NVIDIA X100"
-    rows = {
-        b["backend"]: b
-        for b in document["backends"]
-        if (b["framework"], b["device"], b["op"]) == ("jax", "cuda", "linear_cross_entropy")
-    }
-    assert rows["xla"]["usable"]
-    assert (rows["mosaic_gpu"]["usable"], rows["mosaic_gpu"]["why"]) == (usable, why)
+    assert backend_of(document, "jax", "xla")[0]
+    assert backend_of(document, "jax", "mosaic_gpu") == (usable, why)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +225,7 @@ def test_info_on_the_triton_backend(monkeypatch, capability, installed, usable, 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index=None: capability)
     monkeypatch.setattr(triton_calls, "find_spec", lambda name: object() if installed else None)
-    rows = run_json("info")["backends"]
-    wanted = ("torch", "triton", "cuda", "linear_cross_entropy")
-    (row,) = (r for r in rows if (r["framework"], r["backend"], r["device"], r["op"]) == wanted)
-    assert (row["usable"], row["why"]) == (usable, why)
+    assert backend_of(run_json("info"), "torch", "triton") == (usable, why)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

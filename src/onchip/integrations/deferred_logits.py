@@ -358,7 +358,7 @@ def _derived(x: DeferredLogits, name: str, func: Any, rest: tuple[Any, ...], kwa
     elif name == "tanh" and not rest and old.cap is None:
         new = replace(old, cap=1.0)
     elif name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "__getitem__"):
-        new, shape = _reshaped(x, name, rest, kwargs)
+        new, shape = _rows_of(x, rest[0]) if name == "__getitem__" else _reshaped(x, func, rest, kwargs)
     if new is None or dtype not in DTYPES:
         return None
     made = replace(new, parent=old, replay=lambda z: func(z, *rest, **kwargs), value=None)
@@ -372,46 +372,30 @@ def _is_device_of(y: Any, hidden: Tensor) -> bool:
     return device.type == hidden.device.type and device.index in (None, hidden.device.index)
 
 
-def _reshaped(x: DeferredLogits, name: str, rest: Any, kwargs: Any) -> tuple[Deferred | None, Any]:
-    """The rows likewise; whatever the last dimension takes part in must leave it whole, but for its first entries."""
-    old, hidden = x.deferred, x.deferred.hidden
-    nothing = None, x.shape
-    if kwargs:
-        return nothing
-    if name == "__getitem__":
-        index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
-        if any(not isinstance(i, int | slice | type(Ellipsis)) or isinstance(i, bool) for i in index):
-            return nothing
-        if Ellipsis in index:
-            at = index.index(Ellipsis)
-            index = (*index[:at], *[slice(None)] * (x.dim() - len(index) + 1), *index[at + 1 :])
-        index = (*index, *[slice(None)] * (x.dim() - len(index)))
-        last = index[-1]
-        if not isinstance(last, slice) or last.start not in (None, 0) or last.step not in (None, 1):
-            return nothing
-        vocab = len(range(*last.indices(x.shape[-1])))
-        rows = hidden[index[:-1]]
-        return replace(old, hidden=rows, vocab=vocab), (*rows.shape[:-1], vocab)
-    sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
-    if name in ("view", "reshape"):
-        if not all(isinstance(n, int | torch.SymInt) for n in sizes) or len(sizes) < 1:
-            return nothing
-        if sizes[-1] == -1 and x.numel() == math.prod(sizes[:-1]) * x.shape[-1]:
-            sizes[-1] = x.shape[-1]
-        if sizes[-1] != x.shape[-1]:
-            return nothing
-        rows = hidden.reshape(*sizes[:-1], hidden.shape[-1])
-    elif name == "flatten":
-        start = sizes[0] if sizes else 0
-        end = sizes[1] if len(sizes) > 1 else -1
-        if end % x.dim() == x.dim() - 1:
-            return nothing
-        rows = hidden.flatten(start, end)
-    else:
-        if len(sizes) != 1 or sizes[0] % (x.dim() + (name == "unsqueeze")) >= x.dim() - (name == "squeeze"):
-            return nothing
-        rows = getattr(hidden, name)(sizes[0] if sizes[0] >= 0 else sizes[0] % (x.dim() + (name == "unsqueeze")))
-    return replace(old, hidden=rows), (*rows.shape[:-1], x.shape[-1])
+def _rows_of(x: DeferredLogits, index: Any) -> tuple[Deferred | None, Any]:
+    """Some rows of them, of the whole vocabulary or its first entries; None for anything else."""
+    index = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(i, int | slice | type(Ellipsis)) or isinstance(i, bool) for i in index):
+        return None, x.shape
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * (x.dim() - len(index) + 1), *index[at + 1 :])
+    every = (*index, *[slice(None)] * (x.dim() - len(index)))
+    last = every[-1]
+    if not isinstance(last, slice) or last.start not in (None, 0) or last.step not in (None, 1):
+        return None, x.shape
+    vocab = len(range(*last.indices(x.shape[-1])))
+    rows = x.deferred.hidden[every[:-1]]
+    return replace(x.deferred, hidden=rows, vocab=vocab), (*rows.shape[:-1], vocab)
+
+
+def _reshaped(x: DeferredLogits, func: Any, rest: Any, kwargs: Any) -> tuple[Deferred | None, Any]:
+    """The same in another shape; None where that cuts or joins rows."""
+    made = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *rest, **kwargs)
+    if made.dtype != x.dtype or made.dim() == 0 or made.shape[-1] != x.shape[-1]:
+        return None, x.shape
+    rows = x.deferred.hidden.reshape(*made.shape[:-1], x.deferred.hidden.shape[-1])
+    return replace(x.deferred, hidden=rows), made.shape
 
 
 def _cross_entropy(
