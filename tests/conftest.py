@@ -1,4 +1,6 @@
 import os
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -61,6 +63,26 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Put a module with these names in a library's place, and the packages that it is in; gives the module."""
+
+    def put(name, names=()):
+        parts = name.split(".")
+        for n in range(1, len(parts) + 1):
+            above = ".".join(parts[:n])
+            if n == len(parts) or not isinstance(sys.modules.get(above), StandIn):
+                monkeypatch.setitem(sys.modules, above, StandIn(above))
+        vars(sys.modules[name]).update(names)
+        return sys.modules[name]
+
+    return put
+
+
+class StandIn(ModuleType):
+    pass
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """The benchmark's steps return what it checks, and it notices what is wrong."""
 
 import itertools
-import sys
-from types import ModuleType
 
 import jax
 import pytest
@@ -48,14 +46,13 @@ def test_sizes_of_models():
         assert sum(size == 0 for size in case.sizes) == (case.groups // 2 if kind == "half_empty" else 0)
 
 
-def test_tokamax_is_called_as_it_wants(problems, monkeypatch):
+def test_tokamax_is_called_as_it_wants(problems, stand_in):
     def ragged_dot(lhs, rhs, group_sizes, *, implementation):
         asked.append(implementation)
         return jax.lax.ragged_dot(lhs, rhs, group_sizes)
 
     asked = []
-    monkeypatch.setitem(sys.modules, "tokamax", ModuleType("tokamax"))
-    sys.modules["tokamax"].ragged_dot = ragged_dot
+    stand_in("tokamax", {"ragged_dot": ragged_dot})
     problem = problems["jax"]
     for impl in JAX.IMPLEMENTATIONS[2:]:
         errors = JAX.check(problem, "wgrad", JAX.steps(problem, impl)["wgrad"]())
@@ -63,7 +60,7 @@ def test_tokamax_is_called_as_it_wants(problems, monkeypatch):
     assert asked == ["mosaic", "triton"]
 
 
-def test_quack_is_called_as_it_wants(problems, monkeypatch):
+def test_quack_is_called_as_it_wants(problems, stand_in):
     """A and B as its gemm has them: [rows, K] and [G, K, N], or [M, rows] and [rows, N] with cu_seqlens_k."""
 
     def gemm(a, b, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned):
@@ -75,9 +72,7 @@ def test_quack_is_called_as_it_wants(problems, monkeypatch):
         return torch.cat([a[rows] @ w for rows, w in zip(groups, b, strict=True)])
 
     asked = []
-    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", ModuleType("quack.gemm_interface"))
-    sys.modules["quack.gemm_interface"].gemm = gemm
+    stand_in("quack.gemm_interface", {"gemm": gemm})
     problem = problems["torch"]
     for impl in (impl for impl in TORCH.IMPLEMENTATIONS if impl.package == "quack-kernels"):
         for mode, step in TORCH.steps(problem, impl).items():

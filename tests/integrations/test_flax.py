@@ -108,48 +108,29 @@ class OwnProduct:
     __call__ = staticmethod(own_product)
 
 
-SHIFT = {"shift": True}
+def wrong(error, message, *given, heads="", layer=None, **named):
+    return heads, layer or {}, given, named, error, message
+
+
 WRONG = {
-    "option without labels": (
-        "",
-        {},
-        (),
-        SHIFT | {"z_loss": 0.1},
-        TypeError,
-        "shift, z_loss: options of the loss; pass labels",
+    "option without labels": wrong(TypeError, "shift, z_loss: options of the loss; pass", shift=True, z_loss=0.1),
+    "weight_layout": wrong(TypeError, "weight_layout: the layer gives this", y, weight_layout="vh"),
+    "bias": wrong(TypeError, "bias: the layer gives this", y, bias=h),
+    "unknown option": wrong(TypeError, "unexpected keyword argument 'smoothing'", y, shift=True, smoothing=0.1),
+    "labels without shift": wrong(TypeError, "shift=True if they are as the data has them", y, z_loss=0.1),
+    "labels of another shape": wrong(ValueError, r"labels has shape \[1, 12\]", y[:1], shift=True),
+    "labels are floats": wrong(TypeError, "labels must hold integers; got float32", h[..., 0], shift=True),
+    "labels are a list": wrong(TypeError, r"got list; pass jax.numpy.asarray\(labels\)", y.tolist(), shift=True),
+    "out_sharding": wrong(
+        ValueError, "out_sharding is of logits", y, heads="Linear Embed", out_sharding=jax.P()
     ),
-    "weight_layout": ("", {}, (y,), {"weight_layout": "vh"}, TypeError, "weight_layout: the layer gives this"),
-    "bias": ("", {}, (y,), {"bias": h}, TypeError, "bias: the layer gives this"),
-    "unknown option": (
-        "",
-        {},
-        (y,),
-        SHIFT | {"smoothing": 0.1},
-        TypeError,
-        "unexpected keyword argument 'smoothing'",
+    "dot_general": wrong(
+        ValueError, "compute the loss from the logits", y, heads="Linear Dense", layer={"dot_general": own_product}
     ),
-    "labels without shift": ("", {}, (y,), {"z_loss": 0.1}, TypeError, "shift=True if they are as the data has them"),
-    "labels of another shape": ("", {}, (y[:1],), SHIFT, ValueError, r"labels has shape \[1, 12\]"),
-    "labels are floats": ("", {}, (h[..., 0],), SHIFT, TypeError, "labels must hold integers; got float32"),
-    "labels are a list": (
-        "",
-        {},
-        (y.tolist(),),
-        SHIFT,
-        TypeError,
-        r"got list; pass jax.numpy.asarray\(labels\)",
+    "dot_general_cls": wrong(
+        ValueError, "has a dot_general of its own", y, heads="Dense", layer={"dot_general_cls": OwnProduct}
     ),
-    "out_sharding": ("Linear Embed", {}, (y,), {"out_sharding": jax.P()}, ValueError, "out_sharding is of logits"),
-    "dot_general": (
-        "Linear Dense",
-        {"dot_general": own_product},
-        (y,),
-        {},
-        ValueError,
-        "compute the loss from the logits",
-    ),
-    "dot_general_cls": ("Dense", {"dot_general_cls": OwnProduct}, (y,), {}, ValueError, "has a dot_general of its own"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("heads", "layer", "given", "named", "error", "message"), WRONG.values(), ids=WRONG)

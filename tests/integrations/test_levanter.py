@@ -4,7 +4,6 @@ Levanter's module is stood in for by one with the same names.
 """
 
 import sys
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -85,16 +84,9 @@ def test_wrong_calls(changes, error, message):
 
 
 @pytest.fixture
-def api(monkeypatch):
+def api(stand_in):
     """A module with the names of Levanter's that are used."""
-    module = ModuleType(integration.API)
-    module.IMPLEMENTATIONS = {"xla": plain}
-    module._default_implementations = lambda: ("xla",)
-    parts = integration.API.split(".")
-    for n in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(".".join(parts[:n])))
-    monkeypatch.setitem(sys.modules, integration.API, module)
-    yield module
+    yield stand_in(integration.API, {"IMPLEMENTATIONS": {"xla": plain}, "_default_implementations": lambda: ("xla",)})
     integration._default.clear()
 
 

@@ -340,12 +340,9 @@ def test_axes_that_shard_something_else_than_tokens(spec, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- install
 
 
-def test_install_and_uninstall(monkeypatch):
+def test_install_and_uninstall(monkeypatch, stand_in):
     monkeypatch.setattr(versions, "installed_version", lambda distribution: "0.2.5")
-    for name in ("maxtext", "maxtext.utils", "maxtext.utils.vocabulary_tiling"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    home = sys.modules["maxtext.utils.vocabulary_tiling"]
-    home.vocab_tiling_nnx_loss = plain
+    home = stand_in("maxtext.utils.vocabulary_tiling", {"vocab_tiling_nnx_loss": plain})
     assert str(install()) == (
         "MaxText 0.2.5 with num_vocab_tiling above 1 runs through onchip, which replaced\n"
         "  maxtext.utils.vocabulary_tiling.vocab_tiling_nnx_loss"

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,18 +70,13 @@ def test_versions_that_are_known(known, found, monkeypatch):
 
 
 @pytest.fixture
-def fakes(monkeypatch):
+def fakes(monkeypatch, stand_in):
     """Put modules with these names in the place of stacks, and import an integration that finds them."""
     monkeypatch.setattr(versions, "installed_version", lambda distribution: dict(DISTRIBUTIONS.values())[distribution])
 
     def put(integration, **modules):
         for name, names in modules.items():
-            parts = name.split("__")
-            for n in range(1, len(parts)):
-                monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(".".join(parts[:n])))
-            module = ModuleType(".".join(parts))
-            vars(module).update(names)
-            monkeypatch.setitem(sys.modules, ".".join(parts), module)
+            stand_in(name.replace("__", "."), names)
         monkeypatch.delitem(sys.modules, f"onchip.integrations.{integration}", raising=False)
         return importlib.import_module(f"onchip.integrations.{integration}")
 
