@@ -14,7 +14,6 @@ No model is named here, and no forward is rewritten; so a model's own terms (a r
 import inspect
 import threading
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,7 +36,7 @@ from onchip.integrations.patched_classes import derived, is_derived, own_class, 
 from onchip.integrations.transformers_experts import register_experts as register_experts
 from onchip.integrations.transformers_heads import called, head_refusal, linear_of, origins, product
 from onchip.ops.linear_cross_entropy.spec import Precision
-from onchip.torch import linear_cross_entropy
+from onchip.torch import LinearCrossEntropyLoss
 
 # Whose forwards compute a loss of their own: where they are from, and what to do.
 OTHERS = {
@@ -111,7 +110,7 @@ def patch(
         >>> print(report)
         fused: lm_head [64, 16] of LlamaForCausalLM; 1 loss so far
     """
-    options = {
+    options: dict[str, Any] = {
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
         "scratch_bytes": scratch_bytes,
@@ -119,7 +118,7 @@ def patch(
         "precision": precision,
     }
     base = _base_model(model)
-    _try_options(options)
+    LinearCrossEntropyLoss(**options)  # which checks them
     if skip_logits is not None and not isinstance(skip_logits, bool):
         raise TypeError(f"patch: skip_logits must be True, False or None; got {skip_logits!r}")
     unpatch(model)
@@ -213,13 +212,6 @@ def _base_model(model: Any) -> Any:
         "patch: model must be a model of transformers, with get_output_embeddings; got "
         f"{type(model).__name__}.  For another module, use onchip.torch.LMHead or lm_loss"
     )
-
-
-def _try_options(options: Mapping[str, Any]) -> None:
-    """Raise for one that `linear_cross_entropy` would refuse, on any device."""
-    if options["backend"] == "triton":
-        options = {**options, "backend": "auto"}
-    linear_cross_entropy(torch.zeros(1, 128), torch.zeros(128, 128), torch.zeros(1, dtype=torch.long), **options)
 
 
 def _found(model: Any) -> tuple[bool, str]:
