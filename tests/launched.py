@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         """
         kernel = launch.kernel.__name__
         constants = {p.name for p in launch.kernel.params if p.is_constexpr}
-        said = {name: self._one(x) for name, x in launch.arguments.items()}
+        said = {name: self._one(x) for name, x in _by_name(launch.arguments).items()}
         before = self._last.get(kernel)
         words = [f"{'x'.join(map(str, launch.grid))}, warps {launch.warps}, stages {launch.stages}"]
         words[0] += "" if launch.registers is None else f", registers {launch.registers}"
@@ -119,6 +119,15 @@ class Recorder(TorchDispatchMode):
             known = self._names[storage._cdata] = f"m{sum(y.startswith('m') for y in self._names.values()) + 1}"
         offset = x.storage_offset() * x.element_size()
         return f"{_kind(x)}@{known}{f'+{offset}' if offset else ''}"
+
+
+def _by_name(arguments):
+    """Those that are named tuples of numbers alone by the numbers' names."""
+    made = {}
+    for name, x in arguments.items():
+        numbers = hasattr(x, "_fields") and all(type(y) is float for y in x)
+        made |= x._asdict() if numbers else {name: x}
+    return made
 
 
 def _list(numbers):

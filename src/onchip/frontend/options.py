@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from onchip.core.sizes import UNITS
 
@@ -122,6 +122,23 @@ class LossOptions:
     check_inputs: bool = False
     scratch_bytes: int | None = None
     return_stats: bool = False
+
+
+class LossTerms(NamedTuple):
+    """Those of a loss's options that its formulas have, and that kernels take as one argument."""
+
+    label_smoothing: float
+    z_loss: float
+
+    @staticmethod
+    def of(options: Any) -> "LossTerms":
+        """Of an op's options; what these lack is 0."""
+        return LossTerms(*[getattr(options, name, 0.0) for name in LossTerms._fields])
+
+    @property
+    def of_lse(self) -> bool:
+        """Whether the loss depends on the log-sum-exp by itself."""
+        return self.z_loss > 0
 
 
 def _require_softcap(op: str, name: str, value: Any) -> None:

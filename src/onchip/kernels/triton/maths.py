@@ -102,8 +102,34 @@ def log_of_total(total, below):
 
 
 @triton.jit
-def soft_loss(top, total, below, mass, cost, z_loss):
-    """The loss of a token whose entries all have a label: mass log(total) + cost + z_loss lse^2.  With it lse, and the
+def loss_of_lse(loss_terms, lse):
+    """The z-loss of a token; `loss_terms`: LossTerms."""
+    return loss_terms.z_loss * lse * lse
+
+
+@triton.jit
+def slope_of_lse(loss_terms):
+    """The derivative of that, divided by lse."""
+    return 2 * loss_terms.z_loss
+
+
+@triton.jit
+def loss_of_target(loss_terms, log_prob):
+    """What a token's only target has of its loss, before it is weighed by class."""
+    smoothing = loss_terms.label_smoothing
+    # All of it smoothed, a target of probability 0 is not to make it 0 * inf.
+    return tl.where(smoothing < 1, -(1 - smoothing) * log_prob, 0.0)
+
+
+@triton.jit
+def smoothed(q, label_smoothing, V):
+    """Labels of V entries."""
+    return (1 - label_smoothing) * q + label_smoothing / V
+
+
+@triton.jit
+def soft_loss(loss_terms, top, total, below, mass, cost):
+    """The loss of a token whose entries all have a label: mass log(total) + cost, and its z-loss.  With it lse, and the
     largest p - 1 where that p is above LEADING.
 
     `top`: the largest logit.  `total` and `below`: as of `log_of_total`.  `mass`: the sum of the labels q.  `cost`:
@@ -111,31 +137,31 @@ def soft_loss(top, total, below, mass, cost, z_loss):
     """
     log_total, leads = log_of_total(total, below)
     lse = top + log_total
-    return mass * log_total + cost + z_loss * lse * lse, lse, tl.where(leads, -below / total, 0.0)
+    value = mass * log_total + cost + loss_of_lse(loss_terms, lse)
+    return value, lse, tl.where(leads, -below / total, 0.0)
 
 
 @triton.jit
 def soft_gradient(p, q, mass, less, more):
-    """The gradient of that loss by a logit of probability p and label q; `less` as of `soft_loss`, `more` is
-    2 z_loss lse.  -1 added to a rounded p would lose all digits of a p near 1."""
+    """The gradient of that loss by a logit of probability p and label q; `less` as of `soft_loss`, `more` is the
+    derivative of its z-loss by lse.  -1 added to a rounded p would lose all digits of a p near 1."""
     return tl.where(p > LEADING, mass * less + (mass - q) + more * p, p * (mass + more) - q)
 
 
 @triton.jit
-def gradient_terms(
-    lse, log_prob, row_factor, weight, class_total, label_smoothing, z_loss, V, SMOOTHING: tl.constexpr
-):  # fmt: skip
+def gradient_terms(loss_terms, lse, log_prob, row_factor, weight, class_total, V, SMOOTHING: tl.constexpr):
     """What the gradient of a token's V logits is made of: factor * exp2(z * log2(e) - lse2) - even, or at_target.
 
     `row_factor` is what all of it is multiplied with.  Where classes have weights, `weight` is the target's,
     `class_total` their sum, and each logit's is a factor of `even`; else None.  Returns lse2, factor, even, at_target.
     """
-    each = label_smoothing / V
-    of_p = 1.0 if class_total is None else (1 - label_smoothing) * weight + each * class_total
+    smoothing = loss_terms.label_smoothing
+    each = smoothing / V
+    of_p = 1.0 if class_total is None else (1 - smoothing) * weight + each * class_total
     # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-    at_target = row_factor * (of_p * expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E))
+    at_target = row_factor * (of_p * expm1(log_prob) + slope_of_lse(loss_terms) * lse * tl.exp2(log_prob * LOG2E))
     if SMOOTHING:
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
-        rest = label_smoothing - each if class_total is None else each * (class_total - weight)
+        rest = smoothing - each if class_total is None else each * (class_total - weight)
         at_target = at_target + row_factor * rest
-    return lse * LOG2E, row_factor * (of_p + 2 * z_loss * lse), row_factor * each, at_target
+    return lse * LOG2E, row_factor * (of_p + slope_of_lse(loss_terms) * lse), row_factor * each, at_target

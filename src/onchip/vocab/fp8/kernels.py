@@ -11,7 +11,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, magnitude_bits, to_scale
-from onchip.kernels.triton.maths import soft_gradient, tanh
+from onchip.kernels.triton.maths import smoothed, soft_gradient, tanh
 
 FP8_MAX = tl.constexpr(448.0)
 
@@ -94,7 +94,7 @@ def _gradient(logits, r, j, n, V, SMOOTHING: tl.constexpr, RAGGED: tl.constexpr)
     if logits.labels is not None:
         at = r.to(tl.int64)[:, None] * logits.labels_stride + c.to(tl.int64)[None, :] * logits.entries_stride
         q = tl.load(logits.labels + at, mask=there[:, None] & (c < V)[None, :], other=0.0).to(tl.float32)
-        q = (1 - logits.label_smoothing) * q + logits.label_smoothing / V
+        q = smoothed(q, logits.label_smoothing, V)
         if logits.class_weight is not None:
             q *= tl.load(logits.class_weight + c, mask=c < V, other=0.0)[None, :]
         more = tl.load(logits.terms + 3 * n + r, mask=there, other=0.0)[:, None]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
-from onchip.frontend.options import possessive
+from onchip.frontend.options import LossTerms, possessive
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.kernels.triton.launch import Launch, describe, device_refusal
 from onchip.vocab.rows.memory import heuristic_tiles
@@ -76,8 +76,7 @@ def launch_rows(
         "inner": inner,
         "logits_stride": strides[0],
         "out_stride": strides[-1],
-        "label_smoothing": options.label_smoothing,
-        "z_loss": options.z_loss,
+        "loss_terms": LossTerms.of(options),
         "SMOOTHING": options.label_smoothing > 0,
         "LOOP": loops > 0,
         "UNIT": unit,
@@ -130,8 +129,7 @@ def launch_soft(
         "labels_outer": labels_outer // unit,
         "labels_inner": labels_inner // unit,
         "labels_stride": label_stride,
-        "label_smoothing": options.label_smoothing,
-        "z_loss": options.z_loss,
+        "loss_terms": LossTerms.of(options),
         "LOOP": loops > 0,
         "UNIT": unit,
         "TILE": tile,

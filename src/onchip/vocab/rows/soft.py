@@ -8,18 +8,18 @@ kept lane by lane, relative to the lane's largest logit.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST, log_of_total, soft_gradient, soft_loss
+from onchip.kernels.triton.maths import LOG2E, LOWEST, log_of_total, slope_of_lse, smoothed, soft_gradient, soft_loss
 from onchip.vocab.rows.blocks import lanes_of, read_tile, read_weights, row_start, squash, steps_of, walk, write_tile
 from onchip.vocab.rows.softmax import NO_COLUMN, first_largest, join, logits_of, meet, nothing_yet
 
 
 @triton.jit
 def _smoothed(
-    given, class_weight, first, V, label_smoothing,
+    given, class_weight, first, V, loss_terms,
     SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of labels, smoothed and weighed; 0 from V on."""
-    q = (1 - label_smoothing) * given + label_smoothing / V
+    q = smoothed(given, loss_terms.label_smoothing, V)
     if class_weight is not None:
         q *= read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     elif MASKED:
@@ -47,11 +47,11 @@ def _absorb(
     MASKED: tl.constexpr,
 ):
     """The running sums with another tile in them."""
-    k2, inner_scale, of_row, stride, class_weight, label_smoothing, entropy = known
+    k2, inner_scale, of_row, stride, class_weight, loss_terms, entropy = known
     # For the statistics: the sums of labels as they are given, the largest one and its column.
     softmax, cost, mass, given_cost, given_mass, likeliest, column = state
     given = read_tile(of_row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
-    q = _smoothed(given, class_weight, first, V, label_smoothing, SIZE, LANES, UNIT, MASKED)
+    q = _smoothed(given, class_weight, first, V, loss_terms, SIZE, LANES, UNIT, MASKED)
     x = logits_of(raw, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
     softmax, d, _, drop, _ = join(x, first, k2, softmax, entropy, entropy, SIZE, LANES, UNIT)
     cost, mass = _cost(q, d, mass, cost, drop)
@@ -91,8 +91,7 @@ def soft_losses(
     labels_stride,
     inner_scale,  # of the logits before tanh, with a softcap
     outer_scale,  # of what comes after, but for the temperature
-    label_smoothing,
-    z_loss,
+    loss_terms,  # LossTerms
     LOOP: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -110,7 +109,7 @@ def soft_losses(
         k2 = k * LOG2E
         zeros = tl.zeros([LANES], tl.float32)
         state, _ = walk(
-            _absorb, (k2, inner_scale, of_row, labels_stride, class_weight, label_smoothing, entropy),
+            _absorb, (k2, inner_scale, of_row, labels_stride, class_weight, loss_terms, entropy),
             (nothing_yet(LANES), zeros, zeros, zeros, zeros, zeros + LOWEST, tl.full([LANES], NO_COLUMN, tl.int32)),
             from_row, logits_stride, V, loops, "evict_first", LOOP, STAGES, TILE, LANES, UNIT,
         )  # fmt: skip
@@ -119,7 +118,7 @@ def soft_losses(
         best, total, below, moment, top_column = softmax
         cost = tl.sum(cost - m * drop, 0) / LOG2E
         m = tl.sum(m, 0)
-        value, row_lse, low = soft_loss(best * k, total, below, m, cost, z_loss)
+        value, row_lse, low = soft_loss(loss_terms, best * k, total, below, m, cost)
         tl.store(loss + row, value)
         tl.store(lse + row, row_lse)
         tl.store(less + row, low)
@@ -149,9 +148,9 @@ def _write(
     MASKED: tl.constexpr,
 ):
     """The gradient of a tile's logits."""
-    into, k2, inner_scale, of_row, stride, class_weight, label_smoothing, lse2, mass, less, more, factor = known
+    into, k2, inner_scale, of_row, stride, class_weight, loss_terms, lse2, mass, less, more, factor = known
     given = read_tile(of_row, stride, first, V, SIZE, LANES, UNIT, MASKED, "evict_first").to(tl.float32)
-    q = _smoothed(given, class_weight, first, V, label_smoothing, SIZE, LANES, UNIT, MASKED)
+    q = _smoothed(given, class_weight, first, V, loss_terms, SIZE, LANES, UNIT, MASKED)
     x = squash(raw, inner_scale)
     g = soft_gradient(tl.exp2(x * k2 - lse2), q, mass, less, more) * factor
     write_tile(into, 1, g, x, first, V, inner_scale, SIZE, LANES, UNIT, MASKED)
@@ -183,8 +182,7 @@ def soft_gradients(
     out_inner,
     inner_scale,
     outer_scale,
-    label_smoothing,
-    z_loss,
+    loss_terms,  # LossTerms
     LOOP: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -202,7 +200,7 @@ def soft_gradients(
             k = k / tl.load(temperature + row)
         row_lse = tl.load(lse + row)
         known = (
-            into, k * LOG2E, inner_scale, of_row, labels_stride, class_weight, label_smoothing, row_lse * LOG2E,
-            tl.load(mass + row), tl.load(less + row), 2 * z_loss * row_lse, tl.load(row_factor + row),
+            into, k * LOG2E, inner_scale, of_row, labels_stride, class_weight, loss_terms, row_lse * LOG2E,
+            tl.load(mass + row), tl.load(less + row), slope_of_lse(loss_terms) * row_lse, tl.load(row_factor + row),
         )  # fmt: skip
         walk(_write, known, (), from_row, logits_stride, V, loops, "evict_first", LOOP, STAGES, TILE, LANES, UNIT)

@@ -17,7 +17,7 @@ there is none, or it is not wanted.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p, rounded_by
+from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p, loss_of_lse, loss_of_target, rounded_by
 from onchip.vocab.rows.blocks import (
     NOTHING,
     clear_row,
@@ -151,8 +151,7 @@ def losses(
     inner_scale,  # of the logits before tanh, with a softcap
     outer_scale,  # of what comes after, but for the temperature
     logit_scale,
-    label_smoothing,
-    z_loss,
+    loss_terms,  # LossTerms
     SMOOTHING: tl.constexpr,
     LOOP: tl.constexpr,  # whether loops > 0
     UNIT: tl.constexpr,
@@ -235,13 +234,12 @@ def losses(
             log_total = tl.where(good & (x_y >= best), log1p(rest), tl.log(rest + own))
             row_lse = lead * k + log_total
             row_log_prob = tl.where(good, (x_y - lead) * k - log_total, float("nan"))
-            # All of it smoothed, a target of probability 0 is not to make it 0 * inf.
-            value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * row_log_prob, 0.0)
+            value = loss_of_target(loss_terms, row_log_prob)
             of_class, of_all = None, None
             if class_weight is not None:
                 of_class, of_all = tl.load(class_weight + tl.maximum(y, 0)), tl.load(class_total)
                 value *= of_class
-            value += z_loss * row_lse * row_lse
+            value += loss_of_lse(loss_terms, row_lse)
             if SMOOTHING:
                 offset = tl.sum(offsets, 0)
                 if target_logit is not None:
@@ -254,7 +252,7 @@ def losses(
                     offset += more
                 share = 1.0 if of_all is None else of_all / V
                 of_uniform = log_total * share - (offset / V + (reference - lead) * share) * k
-                value += label_smoothing * of_uniform
+                value += loss_terms.label_smoothing * of_uniform
                 if uniform is not None:
                     tl.store(uniform + row, of_uniform)
             weight = 1.0
@@ -279,9 +277,7 @@ def losses(
                 if temperature is not None:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
-                terms = gradient_terms(
-                    row_lse, row_log_prob, row_factor, of_class, of_all, label_smoothing, z_loss, V, SMOOTHING
-                )
+                terms = gradient_terms(loss_terms, row_lse, row_log_prob, row_factor, of_class, of_all, V, SMOOTHING)
             if terms_out is not None:
                 lse2, factor, even, at_target = terms
                 if inner_scale is not None:
@@ -342,8 +338,7 @@ def gradients(
     inner_scale,
     outer_scale,
     logit_scale,
-    label_smoothing,
-    z_loss,
+    loss_terms,  # LossTerms
     SMOOTHING: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     UNLESS_ONE: tl.constexpr,  # nothing is to be done where the upstream gradient is 1
@@ -393,9 +388,8 @@ def gradients(
             if class_weight is not None:
                 of_class, of_all = tl.load(class_weight + tl.where(good, label, 0)), tl.load(class_total)
             terms = gradient_terms(
-                tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, label_smoothing, z_loss,
-                vocab, SMOOTHING,
-            )  # fmt: skip
+                loss_terms, tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, vocab, SMOOTHING
+            )
             lse2, row_factor, even, at_target = terms
             known = (
                 into, out_stride, y, k * LOG2E, inner_scale, None if class_weight is None else of_columns, lse2,

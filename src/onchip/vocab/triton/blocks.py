@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import HALF_A_PLACE, tanh
+from onchip.kernels.triton.maths import HALF_A_PLACE, smoothed, tanh
 from onchip.kernels.triton.tiles import load_block
 
 VOCAB_TILE = tl.constexpr(256)
@@ -170,7 +170,7 @@ def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr, FEW: tl
         given = tl.load(at + tl.minimum(c, V - 1 - v0)[None, :] * labels.stride).to(tl.float32)
     else:
         given = tl.load(at + c[None, :] * labels.stride).to(tl.float32)
-    q = (1 - labels.smoothing) * given + labels.smoothing / V
+    q = smoothed(given, labels.smoothing, V)
     if class_weight is not None:
         q *= tl.load(class_weight + v0 + c, mask=c < V - v0, other=0.0)[None, :]
     elif RAGGED:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
+from onchip.frontend.options import LossTerms
 from onchip.kernels.triton.launch import Launch, Shared, descriptor
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks
@@ -120,6 +121,10 @@ class Run:
         scale: float = self.options.logit_scale if self.options.softcap is None else self.options.softcap
         return scale
 
+    @cached_property
+    def loss_terms(self) -> LossTerms:
+        return LossTerms.of(self.options)
+
     @property
     def exponential_scale(self) -> float:
         return _FLOAT16_EXPONENTIAL if self.dtype == torch.float16 else 1.0
@@ -149,8 +154,8 @@ class Run:
             "V": self.vocab,
             "tiles": self.vocab_tiles,
             "inner_scale": None if options.softcap is None else options.logit_scale / options.softcap,
-            "label_smoothing": options.label_smoothing,
-            "z_loss": options.z_loss,
+            "loss_terms": self.loss_terms,
+            "label_smoothing": self.loss_terms.label_smoothing,
             "exponential_scale": self.exponential_scale,
             "inverse_exponential_scale": 1 / self.exponential_scale,
             "RAGGED": self.vocab % VOCAB_TILE > 0,

@@ -6,7 +6,17 @@ Sizes, positions and the rows of exponentials are explained in blocks.py.  None 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LEADING, LOG2E, LOWEST, log1p, log_of_total, soft_loss, tanh
+from onchip.kernels.triton.maths import (
+    LEADING,
+    LOG2E,
+    LOWEST,
+    log1p,
+    log_of_total,
+    loss_of_lse,
+    loss_of_target,
+    soft_loss,
+    tanh,
+)
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
 from onchip.vocab.triton import tiling
 from onchip.vocab.triton.blocks import (
@@ -270,8 +280,7 @@ def merge_tiles(
     out,  # TokenSoftmax out, but for the log-probabilities of all ids
     normalizer,  # [T] float32 out, by position: what makes probabilities of what is kept
     inverse_exponential_scale,
-    label_smoothing,
-    z_loss,
+    loss_terms,  # LossTerms
     V,
     tiles,
     BLOCK_T: tl.constexpr,
@@ -354,13 +363,12 @@ def merge_tiles(
     if out.top is not None:
         tl.store(out.top + t, of_tiles, mask=mine)
     if out.loss is not None:
-        # A masked target's is -inf, which smoothing of 1 would multiply by 0.
-        loss = tl.where(label_smoothing < 1, -(1 - label_smoothing) * log_prob, 0.0)
+        loss = loss_of_target(loss_terms, log_prob)
         if class_weight is not None:
             loss *= tl.load(class_weight + y, mask=mine & (y >= 0), other=0.0)
-        loss += z_loss * value_lse * value_lse
+        loss += loss_of_lse(loss_terms, value_lse)
         if out.uniform_loss is not None:
-            loss += label_smoothing * uniform
+            loss += loss_terms.label_smoothing * uniform
         if token_weight is not None:
             loss *= tl.load(token_weight + t, mask=mine, other=0.0)
         tl.store(out.loss + t, tl.where(y < 0, float("nan"), loss), mask=mine)
@@ -378,7 +386,7 @@ def merge_labels(
     mass,
     stats,  # SoftStats out
     first,
-    z_loss,
+    loss_terms,  # LossTerms
     tiles,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -425,7 +433,7 @@ def merge_labels(
             given_mass += tl.sum(q, 0)
             given_cost += tl.sum(c - q * drop, 0)
             moment += tl.sum(tl.where(decay > 0, decay * (e + s * drop), 0.0), 0)
-    value, value_lse, value_less = soft_loss(top, total, below, m, cost, z_loss)
+    value, value_lse, value_less = soft_loss(loss_terms, top, total, below, m, cost)
     tl.store(loss + first + t, value, mask=mine)
     tl.store(lse + first + t, value_lse, mask=mine)
     tl.store(less + first + t, value_less, mask=mine)

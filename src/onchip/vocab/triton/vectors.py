@@ -6,6 +6,7 @@ None as an argument: it is not wanted.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from onchip.kernels.triton.maths import slope_of_lse
 from onchip.vocab.rows.triton import divided
 from onchip.vocab.triton.blocks import NO_LABEL
 
@@ -25,8 +26,7 @@ def loss_gradients(
     of_sum,  # [] float32 out: the gradient by the sum of the losses
     T,
     V,
-    label_smoothing,
-    z_loss,
+    loss_terms,  # LossTerms
     given,  # whether there is a `grad_loss`; else it is 1
     mean,  # whether the losses are divided, and for `of_sum`
     mean_of_sum,
@@ -47,14 +47,15 @@ def loss_gradients(
         at = tl.load(vectors.position + t, mask=t < T, other=-1)
         y = tl.load(vectors.label + at, mask=at >= 0, other=-1)
         w = tl.load(class_weight + y, mask=y >= 0, other=0.0)
-        each, total = label_smoothing / V, tl.load(class_total)
-        by_log_prob *= (1 - label_smoothing) * w + each * total
+        smoothing = loss_terms.label_smoothing
+        each, total = smoothing / V, tl.load(class_total)
+        by_log_prob *= (1 - smoothing) * w + each * total
         if upstream.even is not None:
             tl.store(upstream.even + t, g * each, mask=t < T)
             tl.store(upstream.rest + t, g * each * (total - w), mask=t < T)
     tl.store(upstream.log_prob + t, by_log_prob, mask=t < T)
     if upstream.lse is not None:
-        tl.store(upstream.lse + t, g * tl.load(lse + t, mask=t < T, other=0.0) * (2 * z_loss), mask=t < T)
+        tl.store(upstream.lse + t, g * tl.load(lse + t, mask=t < T, other=0.0) * slope_of_lse(loss_terms), mask=t < T)
 
 
 @triton.jit(do_not_specialize=["N", "sorts"])

@@ -181,7 +181,7 @@ def forward(
                 label = picked.label[first:last]
                 launches.write(part, memory.kept, label, None, (0, memory.kept.kept), 0, run.vocab_tiles).run()
             if memory.chunk is not None:
-                if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
+                if call.grads[1] and (upstream is None or run.loss_terms.of_lse):  # that of z-loss follows from lse
                     # Of the sum of the losses; what the last chunk rounds is divided by what the loss is.
                     by_mean = run.options.reduction == "mean"
                     upstream, factor = loss_gradients(run, made, None, by, token_weight, by_mean=by_mean)
@@ -276,7 +276,7 @@ def loss_gradients(
 
     weighed = run.class_weight is not None and run.options.label_smoothing > 0
     made = OutputGradients(
-        stated.empty_like(known.log_prob), vector(run.options.z_loss > 0), None, vector(weighed), vector(weighed)
+        stated.empty_like(known.log_prob), vector(run.loss_terms.of_lse), None, vector(weighed), vector(weighed)
     )
     of_sum = stated.empty((), torch.float32, known.lse.device)
     if tokens > 0:
