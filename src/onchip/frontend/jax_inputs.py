@@ -11,7 +11,7 @@ from jax import lax
 
 from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES
 from onchip.frontend.jax_values import read
-from onchip.frontend.options import one_target, require_positive, scratch_in_bytes
+from onchip.frontend.options import LossOptions, one_target, require_positive, scratch_in_bytes
 
 LAYOUTS = ("vh", "hv")
 # Options of these values change nothing.
@@ -27,7 +27,7 @@ _ARRAYS = (
     "class_weight",
     "temperature",
 )
-_NEUTRAL = {"label_smoothing": 0, "z_loss": 0, "softcap": None, "logit_scale": 1, "temperature": 1}
+_NEUTRAL = {field.name: field.default for field in fields(LossOptions) if field.type in (float, float | None)}
 
 
 def is_array(x: Any) -> bool:

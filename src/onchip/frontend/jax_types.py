@@ -1,12 +1,12 @@
 """Types of JAX's public functions."""
 
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from onchip.frontend.options import Reduction, ScratchBytes
+from onchip.frontend.options import OptionsOfLoss
 
 Array = jax.Array | npt.NDArray[np.generic]
 """What a function takes as an array."""
@@ -35,18 +35,10 @@ class LossStats(NamedTuple):
 WithStats = tuple[jax.Array, LossStats]
 
 
-class LossKeywords(TypedDict, total=False):
+class LossKeywords(OptionsOfLoss[Number], total=False):
     """What every cross-entropy takes by keyword, but for return_stats."""
 
-    ignore_index: int
-    reduction: Reduction
     normalizer: Number | None
     token_weight: Array | None
     class_weight: Array | None
-    label_smoothing: Number
-    z_loss: Number
-    softcap: Number | None
-    logit_scale: Number
     temperature: Number
-    scratch_bytes: ScratchBytes
-    check_inputs: bool

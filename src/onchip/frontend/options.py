@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, get_args
 
 from onchip.core.sizes import UNITS
 
@@ -122,6 +122,22 @@ class LossOptions:
     check_inputs: bool = False
     scratch_bytes: int | None = None
     return_stats: bool = False
+
+
+Number = TypeVar("Number")
+
+
+class OptionsOfLoss(TypedDict, Generic[Number], total=False):
+    """These and others by keyword, as every cross-entropy and its module take them; `Number` is a framework's."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: Number
+    z_loss: Number
+    softcap: Number | None
+    logit_scale: Number
+    check_inputs: bool
+    scratch_bytes: ScratchBytes
 
 
 class LossTerms(NamedTuple):

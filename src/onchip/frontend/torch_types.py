@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, TypedDict
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from onchip.frontend.options import Reduction, ScratchBytes
+from onchip.frontend.options import OptionsOfLoss
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -39,16 +39,8 @@ class OfToken(TypedDict, total=False):
     class_weight: Tensor | None
 
 
-class LossKeywords(TypedDict, total=False):
+class LossKeywords(OptionsOfLoss[float], total=False):
     """What every cross-entropy and its module take by keyword, but for return_stats."""
 
-    ignore_index: int
-    reduction: Reduction
     normalizer: float | Tensor | None
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    check_inputs: bool
-    scratch_bytes: ScratchBytes
     backend: Backend
