@@ -4,10 +4,11 @@ Stacks are stood in for by modules with the same names.  tools/try_stacks.py run
 """
 
 import importlib
+import inspect
 import re
 import runpy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from torch import nn
 
 from integrations.tiny import batch, llama
 from onchip.integrations import verl, versions
+from onchip.integrations.head_options import HeadOptions
 from onchip.integrations.megatron import output_processor
+from onchip.integrations.transformers import patch
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = {
@@ -294,6 +297,25 @@ class Chunked(nn.Module):
 
 def text_config(**settings):
     return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**settings))
+
+
+def test_integrations_pass_on_the_same_options(fakes, torchtitan):
+    given = {x.name: x.default for x in fields(HeadOptions)}
+    taken = {name: x.default for name, x in inspect.signature(patch).parameters.items()}
+    assert {name: taken[name] for name in taken if name not in ("model", "skip_logits")} == given
+    Config = torchtitan.LinearCrossEntropyLoss.Config
+    assert {x.name: x.default for x in fields(Config) if x.kw_only} == given
+    assert "__slots__" in vars(Config)  # as torchtitan asks of every config
+    OnchipArgs = fakes("axolotl", axolotl__integrations__base={"BasePlugin": object}).OnchipArgs
+    assert OnchipArgs().model_dump() == {"onchip": True} | {f"onchip_{name}": x for name, x in given.items()}
+    assert OnchipArgs(onchip_scratch_bytes="1GiB").onchip_scratch_bytes == "1GiB"
+    refused(ValueError, "onchip_label_smoothing", OnchipArgs, onchip_label_smoothing="much")
+    chunked = {"ChunkedCrossEntropy": Chunked}
+    OnchipCrossEntropy = fakes("nemo", nemo_automodel__components__loss__chunked_ce=chunked).OnchipCrossEntropy
+    assert OnchipCrossEntropy(scratch_bytes="1GiB").options == {"ignore_index": -100} | given | {
+        "scratch_bytes": "1GiB"
+    }
+    refused(TypeError, "'softcap'", OnchipCrossEntropy, softcap=30.0)
 
 
 def test_nemo(fakes):

@@ -21,6 +21,7 @@ from onchip.bench.peers import IGNORED
 from onchip.oracle.checks import plain_cross_entropy
 from onchip.oracle.jax import NAME, default_device, linear, log_softmax, take, xp
 from onchip.oracle.jax import constant as ids
+from onchip.oracle.reference import loss_of_lse
 
 __all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
 
@@ -255,11 +256,19 @@ def gathered(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(logits, axis=1) - take(logits, labels[:, None])[:, 0]
 
 
-def narrow(hidden: Array, weight: Array, labels: Array, **options: Any) -> Array:
+def narrow(
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    *,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    **of_lse: float,
+) -> Array:
     """XLA's best: the label's logit is gathered from the 16-bit logits, whose only reader in float32 is the
     log-sum-exp."""
     z = hidden @ weight.T
-    softcap, smoothing = options.get("softcap"), options.get("label_smoothing", 0.0)
 
     def capped(z: Array) -> Array:
         z = z.astype(jnp.float32)
@@ -267,11 +276,11 @@ def narrow(hidden: Array, weight: Array, labels: Array, **options: Any) -> Array
 
     kept = labels != IGNORED
     lse, chosen = jax.nn.logsumexp(capped(z), axis=1), capped(take(z, jnp.where(kept, labels, 0)[:, None])[:, 0])
-    each = lse - (1 - smoothing) * chosen + options.get("z_loss", 0.0) * lse**2
-    if smoothing:
-        each -= smoothing * capped(z).mean(1)
+    each = lse - (1 - label_smoothing) * chosen + loss_of_lse(lse, **of_lse)
+    if label_smoothing:
+        each -= label_smoothing * capped(z).mean(1)
     each = jnp.where(kept, each, 0)
-    return each if options.get("reduction") == "none" else each.sum() / jnp.maximum(kept.sum(), 1)
+    return each if reduction == "none" else each.sum() / jnp.maximum(kept.sum(), 1)
 
 
 def one_hot(logits: Array, labels: Array) -> Array:

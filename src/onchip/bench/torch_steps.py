@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity
 from onchip.bench import timing
 from onchip.bench.peers import IGNORED
 from onchip.bench.timing import Step
+from onchip.oracle.reference import loss_of_lse
 from onchip.oracle.torch import NAME, computed, default_device, linear, log_softmax, take, xp
 from onchip.oracle.torch import constant as ids
 
@@ -307,16 +308,21 @@ def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, softcap: float | None = None, z_loss: float = 0.0, **options: Any
+    logits: Tensor,
+    target: Tensor,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    **of_lse: float,
 ) -> Tensor:
     """The mean over the tokens whose target is not IGNORED, or with reduction="none" what each has."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    loss: Tensor = functional.cross_entropy(logits, target, **options)
-    if z_loss:
+    loss: Tensor = functional.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction=reduction)
+    if any(of_lse.values()):
         kept = target != IGNORED
-        squares = logits.float().logsumexp(-1).square() * kept
-        loss = loss + z_loss * (squares if loss.ndim else squares.sum() / kept.sum())
+        more = loss_of_lse(logits.float().logsumexp(-1), **of_lse) * kept
+        loss = loss + (more if loss.ndim else more.sum() / kept.sum())
     return loss
 
 

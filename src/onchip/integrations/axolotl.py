@@ -7,15 +7,17 @@ In a YAML config::
 """
 
 # ruff: noqa: E402
+from dataclasses import fields
 from typing import Any
 
+from onchip.integrations.head_options import HeadOptions
 from onchip.integrations.transformers import patch
 from onchip.integrations.versions import require
 
 require("axolotl", "axolotl", "0.19")
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, model_validator
+from pydantic import create_model, model_validator
 
 NAME = "onchip.integrations.axolotl"
 
@@ -23,16 +25,14 @@ NAME = "onchip.integrations.axolotl"
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 
 
-class OnchipArgs(BaseModel):
+_OPTIONS: dict[str, Any] = {f"onchip_{x.name}": (x.type, x.default) for x in fields(HeadOptions)}
+
+
+class OnchipArgs(create_model("Options", **_OPTIONS)):  # type: ignore[misc]
     """What the plugin adds to axolotl's config: options of `patch`, with onchip_ before their names."""
 
     onchip: bool = True
     """False: leave the model as it is."""
-    onchip_label_smoothing: float = 0.0
-    onchip_z_loss: float = 0.0
-    onchip_scratch_bytes: int | float | str | None = None
-    onchip_backend: str = "auto"
-    onchip_precision: str = "full"
 
     @model_validator(mode="before")
     @classmethod
@@ -65,10 +65,7 @@ class OnchipPlugin(BasePlugin):  # type: ignore[misc]
         """Patch the model, before adapters are put on it."""
         if cfg.onchip is False:
             return
-        given = {name: getattr(cfg, f"onchip_{name}") for name in _OPTIONS}
-        report = patch(model, **{name: x for name, x in given.items() if x is not None})
+        given = {name: getattr(cfg, name) for name in _OPTIONS}
+        report = patch(model, **{name.removeprefix("onchip_"): x for name, x in given.items() if x is not None})
         if not report.fused:
             raise RuntimeError(f"{NAME}: the model can't be patched: {report.reason}; or set onchip to false")
-
-
-_OPTIONS = tuple(name.removeprefix("onchip_") for name in OnchipArgs.model_fields if name != "onchip")

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from onchip.integrations.head_options import TERMS
 from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
 
 NAME = "onchip.integrations.transformers"
@@ -112,10 +113,9 @@ class Call:
     def loss(self, made: "Deferred", target: Tensor, **asked: Any) -> Tensor:
         """The fused loss of rows of logits."""
         options = dict(self.options)
-        smoothing, z_loss = options.pop("label_smoothing"), options.pop("z_loss")
+        terms = {name: options.pop(name) for name in TERMS}
         if self.model.training:
-            asked["label_smoothing"] = asked["label_smoothing"] or smoothing
-            options["z_loss"] = z_loss
+            asked |= {name: asked.get(name) or x for name, x in terms.items()}
         if made.cap is not None:
             options["softcap"] = made.cap
         options["logit_scale"] = made.scale if made.cap is None else made.scale * made.cap
@@ -160,7 +160,7 @@ class Call:
 
 def require_no_options(model: Any, options: Mapping[str, Any], why: str) -> None:
     """Raise where a loss would have to do without what `patch` was asked to add to it."""
-    named = [name for name in ("label_smoothing", "z_loss") if options[name]]
+    named = [name for name in TERMS if options[name]]
     if model.training and named:
         raise RuntimeError(
             f"{NAME}: {' and '.join(named)} can't be added to this loss: {why}; or leave "

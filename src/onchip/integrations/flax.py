@@ -75,7 +75,7 @@ class LinearHead(nnx.Linear):
             out_sharding: of the logits, as `nnx.Linear` takes it.
             shift: must be given with labels: True where they are those that the data has, so that position i predicts
                 label i + 1; False where position i is to predict label i.
-            options: of `onchip.jax.linear_cross_entropy`: `ignore_index`, `reduction`, `label_smoothing`, `z_loss`,
+            options: of `onchip.jax.linear_cross_entropy`: `ignore_index`, `reduction`, `label_smoothing`,
                 `softcap`, and so on.
 
         Returns:

@@ -43,8 +43,8 @@ def output_processor(
         output_weight: [V, H] of the embedding, where it is shared; None: the output layer's own.
         labels: [B, S].
         config: the model's TransformerConfig.
-        context: `output_processor_context` of the model's forward: options of `linear_cross_entropy` (label_smoothing,
-            z_loss, softcap, scratch_bytes, backend, precision), or None.
+        context: `output_processor_context` of the model's forward: options of `linear_cross_entropy`, such as
+            label_smoothing, softcap, scratch_bytes, backend and precision, or None.
         loss_mask: as all others, what GPTModel passes besides; unused.
 
     Returns:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.integrations.head_options import HeadOptions
 from onchip.integrations.versions import require
 from onchip.torch import LinearCrossEntropyLoss, linear_cross_entropy
 
@@ -34,7 +35,8 @@ class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
     Args:
         ignore_index, reduction: as of `linear_cross_entropy`; reduction must be "sum" where a recipe gives the number
             of tokens, as all do.
-        label_smoothing, z_loss, scratch_bytes, backend, precision: as of `linear_cross_entropy`.
+        options: of `linear_cross_entropy`: the terms that it adds to a loss, such as label_smoothing, scratch_bytes,
+            backend and precision.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of range; from the recipe's setup, a head that is no
@@ -49,22 +51,10 @@ class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
         self,
         ignore_index: int = -100,
         reduction: str = "sum",
-        *,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        scratch_bytes: int | float | str | None = None,
-        backend: str = "auto",
-        precision: str = "full",
+        **options: Any,
     ) -> None:
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "scratch_bytes": scratch_bytes,
-            "backend": backend,
-            "precision": precision,
-        }
+        self.options: dict[str, Any] = {"ignore_index": ignore_index, **vars(HeadOptions(**options))}
         LinearCrossEntropyLoss(**self.options)  # which checks them
 
     def validate_lm_head(self, lm_head: Any, *, model_config: Any = None) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.torch_inputs import dtype_name, is_dtensor
+from onchip.integrations.head_options import HeadOptions
 from onchip.integrations.versions import require
 from onchip.ops.grouped_matmul.torch_op import BACKENDS
 from onchip.torch import Fp8Linear, grouped_matmul, linear_cross_entropy
@@ -44,7 +45,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
     scratch_bytes bounds the memory.  `compile.components` with "loss" changes nothing.
 
     Args:
-        config: `Config`, whose fields are options of `linear_cross_entropy`.
+        config: `Config`, whose fields are options of `linear_cross_entropy`: the terms that it adds to a loss,
+            scratch_bytes, backend and precision.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of range, and what `linear_cross_entropy` raises.
@@ -62,14 +64,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseLoss.Config):  # type: ignore[misc]
-        """Not of ChunkedLossWrapper's: there are no chunks, and no other loss inside."""
-
-        label_smoothing: float = 0.0
-        z_loss: float = 0.0
-        scratch_bytes: int | float | str | None = None
-        backend: str = "auto"
-        precision: str = "full"
+    class Config(HeadOptions, BaseLoss.Config):  # type: ignore[misc]
+        """`HeadOptions`, and none of ChunkedLossWrapper's: there are no chunks, and no other loss inside."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         self.options = {f.name: getattr(config, f.name) for f in fields(config)}

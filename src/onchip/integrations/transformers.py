@@ -32,6 +32,7 @@ from onchip.frontend.torch_types import Backend
 from onchip.integrations.deferred_logits import DTYPES, NAME, Call, Deferred, DeferredLogits, require_no_options, warn
 from onchip.integrations.deferred_logits import Report as Report
 from onchip.integrations.deferred_logits import SkippedLogits as SkippedLogits
+from onchip.integrations.head_options import TERMS
 from onchip.integrations.patched_classes import derived, is_derived, own_class, restore_class
 from onchip.integrations.transformers_experts import register_experts as register_experts
 from onchip.integrations.transformers_heads import called, head_refusal, linear_of, origins, product
@@ -124,7 +125,7 @@ def patch(
     unpatch(model)
     report = Report(*_found(base))
     if not report.fused:
-        missing = " and ".join(name for name in ("label_smoothing", "z_loss") if options[name])
+        missing = " and ".join(name for name in TERMS if options[name])
         missing = f"; its loss has no {missing}" if missing else ""
         warnings.warn(f"{NAME}: not patched: {report.reason}{missing}", stacklevel=2)
         return report
@@ -274,7 +275,7 @@ def patched_model_class(base: Any) -> type:
             return outputs if by_token is None else _with_token_losses(outputs, by_token)
         call = Call(self, made.options, made.skip_logits, made.report)
         if by_token is not None:
-            call.options, call.skip_logits = made.options | {"label_smoothing": 0.0, "z_loss": 0.0}, True
+            call.options, call.skip_logits = made.options | dict.fromkeys(TERMS, 0.0), True
         if not torch.compiler.is_compiling():
             call.thread = threading.get_ident()
         head._onchip_call = call

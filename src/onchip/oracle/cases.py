@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 AnyCase = TypeVar("AnyCase")
 
+# Of a loss, as models are trained with them.
+TERMS = {"label_smoothing": 0.1, "z_loss": 1e-4}
+
 # Hidden size and vocabulary of published models: (H, V).
 MODELS = {
     "llama3.1-8b": (4096, 128256),

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onchip.oracle.reference import loss_of_lse
+
 # Rounding errors are assumed to add up like a random walk; this many standard deviations of it are allowed.
 DEVIATIONS = 4
 
@@ -278,12 +280,16 @@ def plain_cross_entropy(
     token_weight: Any = None,
     class_weight: Any = None,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    **transform: Any,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: Any = 1.0,
+    **of_lse: float,
 ) -> Any:
-    """The loss of cross_entropy written with the framework's own functions in the dtype of the logits."""
+    """The loss of cross_entropy written with the framework's own functions in the dtype of the logits; `of_lse`: what
+    `loss_of_lse` takes.
+    """
     fw = adapter_of(logits)
-    z = plain_logits(logits, **transform)
+    z = plain_logits(logits, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
     kept = target != ignore_index
     log_p = fw.log_softmax(z, -1)
     label = fw.xp.where(kept, target, 0)
@@ -294,8 +300,8 @@ def plain_cross_entropy(
         if reduction == "mean" and normalizer is None:
             normalizer = fw.xp.where(kept, class_weight[label], 0).sum()
         log_p = log_p * class_weight.reshape(*[1] * (z.ndim - 1), -1)
-    if z_loss > 0:
-        loss = loss + z_loss * fw.logsumexp(z, -1) ** 2
+    if any(of_lse.values()):
+        loss = loss + loss_of_lse(fw.logsumexp(z, -1), **of_lse)
     if label_smoothing > 0:
         loss = loss - label_smoothing * log_p.mean(-1)
     if token_weight is not None:

@@ -76,6 +76,16 @@ def transform(
     return a / temperature[:, None], slope * logit_scale / temperature[:, None]
 
 
+def loss_of_lse(lse: Any, z_loss: float = 0.0) -> Any:
+    """What a loss has of the log-sum-exp by itself, in any framework."""
+    return z_loss * lse**2
+
+
+def slope_of_lse(lse: Any, z_loss: float) -> Any:
+    """The derivative of that."""
+    return 2 * z_loss * lse
+
+
 def cross_entropy(
     products: Callable[[Indices], Array],
     backward: Callable[[Indices, Array], None],
@@ -145,14 +155,15 @@ def cross_entropy(
         if label_smoothing > 0:
             below = (log_total + shift)[:, None] - z
             loss_r += label_smoothing / vocab * (cw * np.where(cw > 0, below, 0)).sum(1)  # 0 * inf is not 0
-        token_loss[r] = (loss_r + z_loss * lse[r] ** 2) * tw[r]
+        token_loss[r] = (loss_r + loss_of_lse(lse[r], z_loss)) * tw[r]
 
         each = label_smoothing / vocab
         factor = (1 - label_smoothing) * cw[y] + each * cw.sum()
-        dz = p * (factor + 2 * z_loss * lse[r])[:, None] - each * cw
+        more = slope_of_lse(lse[r], z_loss)
+        dz = p * (factor + more)[:, None] - each * cw
         # p_y - 1 as -(sum of the others), which keeps its digits where p_y is nearly 1.
         others = e.sum(1, where=np.arange(vocab) != y[:, None]) / total
-        dz[i, y] = -others * factor + 2 * z_loss * lse[r] * p[i, y] + each * (cw.sum() - cw[y])
+        dz[i, y] = -others * factor + more * p[i, y] + each * (cw.sum() - cw[y])
         backward(r, dz * slope * (grad_token[r] + nan_if_bad)[:, None])
 
     loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator
@@ -233,12 +244,12 @@ def soft_cross_entropy(
             loss = -(1 - eps) * np.where(q == 0, 0, q * log_p).sum(1) if eps < 1 else np.zeros(len(r))
         if eps > 0:
             loss -= eps * (cw * np.where(cw > 0, log_p, 0)).mean(1)
-        token_loss[r] = (loss + z_loss * lse**2) * tw[r]
+        token_loss[r] = (loss + loss_of_lse(lse, z_loss)) * tw[r]
 
-        share = cw.mean()
-        dz = p * ((1 - eps) * total + eps * share + 2 * z_loss * lse)[:, None] - (1 - eps) * q - eps / vocab * cw
+        share, more = cw.mean(), slope_of_lse(lse, z_loss)
+        dz = p * ((1 - eps) * total + eps * share + more)[:, None] - (1 - eps) * q - eps / vocab * cw
         less = -others / (1 + others)
         dz[i, top] = (1 - eps) * (less * total + (total - q[i, top])) + eps * (less * share + share - cw[top] / vocab)
-        dz[i, top] += 2 * z_loss * lse * p[i, top]
+        dz[i, top] += more * p[i, top]
         backward(r, dz * slope * grad_token[r][:, None])
     return np.asarray(token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator)

@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from functools import partial
 
-from onchip.oracle.cases import MODELS, Case, Inputs, class_cases, loss_cases, make_inputs, named_case, softmax_cases
+from onchip.oracle.cases import (
+    MODELS,
+    TERMS,
+    Case,
+    Inputs,
+    class_cases,
+    loss_cases,
+    make_inputs,
+    named_case,
+    softmax_cases,
+)
 
 __all__ = ["CHECK_CASES", "MODELS", "SUITES", "Case", "Inputs", "make_inputs"]
 
@@ -46,7 +56,7 @@ USERS = (
     _timed("qwen3-0.6b-t32768", 32768, *QWEN),
     _timed("gemma2-9b-t4096-softcap", 4096, 3584, 256000, softcap=30.0),
     _timed(f"{LLAMA}-t8192-ignored", 8192, *MODELS[LLAMA], ignored=0.9),
-    _timed("llama3.2-1b-t8192-smoothing-z-loss", 8192, *LLAMA_1B, label_smoothing=0.1, z_loss=1e-4),
+    _timed("llama3.2-1b-t8192-smoothing-z-loss", 8192, *LLAMA_1B, **TERMS),
     _timed("qwen3-0.6b-t8192-autocast", 8192, *QWEN, autocast=True),
     _timed("llama3.2-1b-t8192-autocast", 8192, *LLAMA_1B, autocast=True),
     _timed("qwen2.5-0.5b-t16384", 16384, 896, 151936),

@@ -274,7 +274,7 @@ def softmax_tiles(
 def gradient_tiles(
     operands: Operands,
     lse: Array,  # [T] float32
-    scale: Array,  # [T] float32: the row's factor times 1 + 2 z_loss lse
+    scale: Array,  # [T] float32: the row's factor times what p is multiplied by
     at_target: Array,  # [T] float32: the target's entry, less that of any other token with its probability
     *,
     vocab_major: bool,

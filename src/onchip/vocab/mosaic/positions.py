@@ -287,7 +287,7 @@ class Upstream(NamedTuple):
     """What backward knows of each position, [P] float32; 0 beyond the last token."""
 
     row_scale: Array  # factor of the position's row of the gradient
-    factor: Array  # the same times 1 + 2 z_loss lse
+    factor: Array  # the same times what p is multiplied by
     at_target: Array  # the target's entry of the gradient, but for softcap's derivative
     even: Array | None  # label smoothing's part of each entry, but for the class's weight
     lse: Array  # inf beyond the last token
