@@ -196,7 +196,7 @@ BY_KERNELS = {
     "linear_cross_entropy_soft_of_shards_in_place": "linear_cross_entropy top-k of shards",
     "linear_log_probs_in_place": "linear_log_probs",
     "linear_log_probs_of_shards_in_place": "linear_log_probs of shards",
-    "log_probs_by_triton": "log_probs",
+    "log_probs_of_logits": "log_probs",
 }
 
 

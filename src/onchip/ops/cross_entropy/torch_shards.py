@@ -15,8 +15,8 @@ from onchip.ops.cross_entropy.torch_inputs import Call, row_chunk
 from onchip.vocab import parallel
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.chunks import Config
-from onchip.vocab.rows import shards as row_shards
 from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.rows import walk as row_walk
 from onchip.vocab.rows.launches import flat, launch_rows
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
@@ -85,7 +85,7 @@ def _forward(call: ShardedCall) -> ShardedOutputs:
     config = Config("forward", _chunk(call, tokens), max(1, call.shards.rows))
     asked = asked_by(options, call.class_weight)
     if call.runs_kernels:
-        stats = row_shards.statistics(OP, call, tokens, asked)
+        stats = row_walk.of_targets_of_shard(OP, call, call.target, tokens, asked)
     else:
         stats = walk.statistics_of(OP, torch_rows.Rows(call.mine), options, call.shards, tokens, config, asked)
     return ShardedOutputs(Outputs.of(call, stats, tokens))

@@ -1,77 +1,103 @@
-"""Arguments of log_probs' operators in PyTorch, and what backward is given."""
+"""log_probs for PyTorch, of logits that exist: its call and its operator."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import LOSS_DTYPES
+from onchip.frontend import torch_prepared as stated
+from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
-from onchip.vocab.rows.memory import Problem
+from onchip.ops.linear_log_probs.torch_call import TorchOutputs, asked_by, gradient_by_outputs
+from onchip.vocab.agreement import require_agreement
+from onchip.vocab.rows import walk
+from onchip.vocab.rows.call import RowsCall
+from onchip.vocab.rows.launches import shares_of_ids
 from onchip.vocab.torch import tiles
+from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.torch.tiles import Ids
 
 
-class RowsCall(NamedTuple):
-    """The arguments of the operators."""
+@dataclass(frozen=True)
+class Call(RowsCall):
+    """The arguments of the operator."""
 
-    logits: Tensor  # [..., V]
-    ids: Tensor  # [...] or [..., K]
-    token_temperature: Tensor | None  # [...] or []
     options: LogitsOptions
-    grads: tuple[bool, ...]  # of logits
 
     @property
-    def number(self) -> int:
-        """T."""
-        return self.logits.shape[:-1].numel()
+    def of_op(self) -> dict[str, Any]:
+        more = self.options.mean_logits + self.options.log_sum_sq_probs
+        return {"op": LOGITS_OP, "ids": self.several, "stats": self.options.entropy, "more_stats": more}
 
-    @property
-    def operand(self) -> torch.dtype:
-        """No product reads the gradient."""
-        return torch.float32
-
-    def tokens(self, *, check_values: bool, compact: bool = True, vocab: int | None = None) -> Ids:
-        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there.  Ids are
-        of `vocab` entries, by default the logits'."""
+    def tokens(self, *, check_values: bool) -> Ids:
+        options = self.options
         return tiles.select(
-            LOGITS_OP,
-            "ids",
-            self.ids,
-            self.number,
-            self.logits.shape[-1] if vocab is None else vocab,
-            self.token_temperature,
-            ignore_index=self.options.ignore_index,
-            temperature=self.options.temperature,
-            dtype=self.logits.dtype,
-            check_values=check_values,
-            compact=compact,
-        )
-
-    def problem(self, *, kernels: bool = False, gathered: bool = False) -> Problem:
-        """What plans are made for."""
-        options, logits = self.options, self.logits
-        return Problem(
-            tokens=self.number,
-            vocab=logits.shape[-1],
-            dtype=LOSS_DTYPES[logits.dtype],
-            device="cpu" if logits.device.type == "cpu" else "cuda",
-            grad=self.grads[0],
-            softcap=options.softcap is not None,
-            stats=options.entropy,
-            gathered=gathered,
-            triton=kernels,
-            op=LOGITS_OP,
-            more_stats=options.mean_logits + options.log_sum_sq_probs,
-            ids=self.ids.shape[-1] if self.ids.ndim == logits.ndim else 1,
-        )
+            LOGITS_OP, "ids", self.ids, self.number, self.vocab, self.token_temperature,
+            ignore_index=options.ignore_index, temperature=options.temperature, dtype=self.logits.dtype,
+            check_values=check_values, compact=not self.kernels,
+        )  # fmt: skip
 
 
 class Kept(NamedTuple):
     """What backward is given."""
 
-    call: RowsCall
+    call: Call
     log_prob: Tensor
     entropy: Tensor | None
     lse: Tensor
     mean: Tensor | None
+
+
+def _forward(call: Call) -> TorchOutputs:
+    logits = call.logits
+    if call.shards.there:
+        sizes = logits.shape[:-1], logits.dtype
+        require_agreement(LOGITS_OP, call, sizes, call.ids, call.token_temperature, split={"logits": logits})
+    stats, tokens = walk.statistics(LOGITS_OP, call, asked_by(call.options))
+    return TorchOutputs.of(call.options, stats, tokens, logits.shape[:-1], call.ids)
+
+
+def _fake(call: Call) -> TorchOutputs:
+    return TorchOutputs.empty(call.options, call.logits, call.ids)
+
+
+def _save(call: Call, made: TorchOutputs) -> Kept:
+    return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, tokens = kept.call, None
+    out = stated.empty_like(call.mine)
+    if call.kernels:
+        gradient = TokenGradient(*LOG_PROBS.stated(call, _of_all_tokens, *kept[1:], *upstream))
+    else:
+        tokens = call.tokens(check_values=False)
+        gradient, _ = gradient_by_outputs(kept, upstream, tokens)
+    walk.write_gradient(call, tokens, gradient, out)
+    return [walk.with_padding(out, call.logits)]
+
+
+def _of_all_tokens(call: Call, *tensors: Any) -> list[Any]:
+    """The fields of a `TokenGradient` of all T, of what is kept beside the call and the upstream gradients."""
+    tokens = call.tokens(check_values=False)
+    gradient, _ = gradient_by_outputs(Kept(call, *tensors[:4]), tensors[4:], tokens, shares_of_ids)
+    return [*vars(gradient).values()]
+
+
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
+    """Contiguous, whatever the logits' strides."""
+    return [stated.empty_like(kept.call.logits)]
+
+
+LOG_PROBS = Operator(
+    "log_probs_of_logits",
+    op=LOGITS_OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("logits",),
+    differentiable_outputs=3,
+    states=True,
+)

@@ -8,10 +8,13 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_register import Made
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
-from onchip.vocab.torch.tiles import Ids
+from onchip.vocab.torch.loss import factor_to_product
+from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, token_gradient
+from onchip.vocab.torch.tiles import NOWHERE, Ids
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,82 @@ class Outputs(NamedTuple):
             make(options.mean_logits),
             make(options.log_sum_sq_probs),
         )
+
+
+class TorchOutputs(NamedTuple):
+    """What the operator returns."""
+
+    out: Outputs
+    mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
+
+    @staticmethod
+    def of(options: Options, stats: TokenStats, tokens: Ids | None, shape: torch.Size, ids: Tensor) -> "TorchOutputs":
+        """For `ids` of tokens of `shape`; without `tokens` statistics are of all of them, and have what ignored ones
+        are given."""
+
+        def spread(x: Tensor | None, shape: torch.Size = shape, fill: int = 0) -> Any:
+            return x if x is None else x.view(shape) if tokens is None else tokens.spread(x, shape, fill)
+
+        out = Outputs(
+            spread(stats.log_prob, ids.shape),
+            spread(stats.entropy),
+            spread(stats.lse),
+            spread(stats.argmax, fill=-1) if options.top1 else None,
+            spread(stats.mean_logits),
+            spread(stats.log_sum_sq),
+        )
+        return TorchOutputs(out, spread(stats.mean))
+
+    @staticmethod
+    def empty(options: Options, of: Tensor, ids: Tensor) -> "TorchOutputs":
+        """Not yet filled."""
+        out = Outputs.empty(options, of, ids, entropy=options.entropy, top1=options.top1)
+        return TorchOutputs(out, None if out.entropy is None else stated.empty_like(out.entropy))
+
+
+def asked_by(options: Options) -> Asked:
+    """The statistics that the caller asked for."""
+    return Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs, top=options.top1)
+
+
+def gradient_by_outputs(
+    kept: Any, upstream: Made, tokens: Ids, shares: Shares | None = None
+) -> tuple[TokenGradient, Tensor | None]:
+    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing).
+
+    `kept` is a `Kept`, of this op or of log_probs; `shares` as of `token_gradient`.
+    """
+    ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
+
+    def rows(x: Tensor | None, *shape: int) -> Any:
+        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).to(tokens.dtype))
+
+    def scaled(grad: Tensor | None) -> Any:
+        # A NaN that is sent to an ignored token must not leak.
+        return None if grad is None else tokens.mask(rows(grad)) * factor
+
+    log_prob, g = rows(kept.log_prob, ids.shape[1]), rows(upstream[0], ids.shape[1])
+    with_entropy = kept.call.options.entropy
+    g_entropy, g_lse = scaled(upstream[1]) if with_entropy else None, scaled(upstream[2])
+    g = torch.zeros_like(log_prob) if g is None else g.masked_fill(ids == NOWHERE, 0)
+    g = g * (factor[:, None] if isinstance(factor, Tensor) else factor)
+    if tokens.bad is not None:
+        g = g.masked_fill(tokens.bad, float("nan"))
+    size = g.abs().sum(1)
+    for more in (g_entropy, g_lse):
+        size = size if more is None else size + more.abs()
+    grad_scale = float16_scale(size, kept.call.operand)
+    if grad_scale is not None:
+        g, g_entropy, g_lse = (None if x is None else x * grad_scale for x in (g, g_entropy, g_lse))
+    return token_gradient(
+        rows(kept.lse),
+        log_prob,
+        g,
+        ids=ids,
+        grad_lse=g_lse,
+        grad_entropy=g_entropy,
+        mean=rows(kept.mean) if with_entropy else None,
+        entropy=rows(kept.entropy) if with_entropy else None,
+        kept=tokens.kept,
+        shares=shares,
+    ), grad_scale

@@ -29,14 +29,11 @@ from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import spec, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs, TorchOutputs, asked_by, gradient_by_outputs
 from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.call import OF_LAYER
-from onchip.vocab.torch.loss import factor_to_product
-from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, token_gradient
-from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
@@ -327,41 +324,6 @@ def returned(options: Options, made: Outputs) -> Tensor | LogProbs:
 # ------------------------------------------------------------------------------------------------- registered operator
 
 
-class TorchOutputs(NamedTuple):
-    """What the operator returns."""
-
-    out: Outputs
-    mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
-
-    @staticmethod
-    def of(stats: TokenStats, tokens: Ids, shape: torch.Size, ids: Tensor) -> "TorchOutputs":
-        """For `ids` of tokens of `shape`."""
-
-        def spread(x: Tensor | None) -> Any:
-            return None if x is None else tokens.spread(x, shape)
-
-        out = Outputs(
-            tokens.spread(stats.log_prob, ids.shape),
-            spread(stats.entropy),
-            spread(stats.lse),
-            tokens.spread(stats.argmax, shape, -1),
-            spread(stats.mean_logits),
-            spread(stats.log_sum_sq),
-        )
-        return TorchOutputs(out, spread(stats.mean))
-
-    @staticmethod
-    def empty(options: Options, of: Tensor, ids: Tensor) -> "TorchOutputs":
-        """Not yet filled."""
-        out = Outputs.empty(options, of, ids, entropy=options.entropy, top1=True)
-        return TorchOutputs(out, None if out.entropy is None else torch.empty_like(out.entropy))
-
-
-def asked_by(options: Options) -> Asked:
-    """The statistics that the caller asked for."""
-    return Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs, top=options.top1)
-
-
 class Kept(NamedTuple):
     """What backward is given."""
 
@@ -376,7 +338,7 @@ def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
     stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options))
-    return TorchOutputs.of(stats, tokens, call.hidden.shape[:-1], call.ids)
+    return TorchOutputs.of(call.options, stats, tokens, call.hidden.shape[:-1], call.ids)
 
 
 def _fake(call: Call) -> TorchOutputs:
@@ -393,49 +355,6 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     gradient, grad_scale = gradient_by_outputs(kept, upstream, tokens)
     config = call.plan("recompute", tokens, stats=gradient.entropy_row is not None)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale)
-
-
-def gradient_by_outputs(
-    kept: Any, upstream: Made, tokens: Ids, shares: Shares | None = None
-) -> tuple[TokenGradient, Tensor | None]:
-    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing).
-
-    `kept` is a `Kept`, of this op or of log_probs; `shares` as of `token_gradient`.
-    """
-    ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
-
-    def rows(x: Tensor | None, *shape: int) -> Any:
-        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).to(tokens.dtype))
-
-    def scaled(grad: Tensor | None) -> Any:
-        # A NaN that is sent to an ignored token must not leak.
-        return None if grad is None else tokens.mask(rows(grad)) * factor
-
-    log_prob, g = rows(kept.log_prob, ids.shape[1]), rows(upstream[0], ids.shape[1])
-    with_entropy = kept.call.options.entropy
-    g_entropy, g_lse = scaled(upstream[1]) if with_entropy else None, scaled(upstream[2])
-    g = torch.zeros_like(log_prob) if g is None else g.masked_fill(ids == NOWHERE, 0)
-    g = g * (factor[:, None] if isinstance(factor, Tensor) else factor)
-    if tokens.bad is not None:
-        g = g.masked_fill(tokens.bad, float("nan"))
-    size = g.abs().sum(1)
-    for more in (g_entropy, g_lse):
-        size = size if more is None else size + more.abs()
-    grad_scale = float16_scale(size, kept.call.operand)
-    if grad_scale is not None:
-        g, g_entropy, g_lse = (None if x is None else x * grad_scale for x in (g, g_entropy, g_lse))
-    return token_gradient(
-        rows(kept.lse),
-        log_prob,
-        g,
-        ids=ids,
-        grad_lse=g_lse,
-        grad_entropy=g_entropy,
-        mean=rows(kept.mean) if with_entropy else None,
-        entropy=rows(kept.entropy) if with_entropy else None,
-        kept=tokens.kept,
-        shares=shares,
-    ), grad_scale
 
 
 LOG_PROBS = Operator(

@@ -1,40 +1,31 @@
-"""log_probs for PyTorch, of logits that exist: the public function, and the operators of its backends.
+"""log_probs for PyTorch, of logits that exist: the public function.
 
-The operator is that of triton_rows.py, or `_forward` here, which walks over the rows in chunks
-(`onchip.vocab.rows.torch`) and keeps a few numbers per token.  `_gradients` walks over them again into a new tensor.
+It checks its inputs, chooses a backend and calls the operator of rows_call.py, which reads the rows once and keeps a
+few numbers per token; backward reads them again and writes a new tensor.
 """
 
-from typing import Any, Unpack, overload
+from typing import Unpack, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from onchip.frontend.options import ScratchBytes, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
-from onchip.frontend.torch_parallel import Sharding, localized
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_parallel import WHOLE, Sharding, localized
+from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_log_probs import rows_shards, spec, triton_rows
-from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
+from onchip.ops.linear_log_probs import spec
+from onchip.ops.linear_log_probs.rows_call import LOG_PROBS, Call
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_op import (
     EitherOfLogits,
     JustLogProbOfLogits,
     LogProbs,
     MoreOfLogits,
-    TorchOutputs,
-    asked_by,
-    gradient_by_outputs,
     returned,
 )
-from onchip.vocab.chunks import Config
-from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows.launches import refusal
-from onchip.vocab.torch import walk
-from onchip.vocab.torch.tiles import Ids
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
@@ -151,71 +142,7 @@ def log_probs(
         scratch_bytes=scratch_in_bytes(LOGITS_OP, scratch_bytes, logits.numel()),
     )
     chosen = choose_torch_backend(LOGITS_OP, backend, logits.device, refusal(logits))
-    call = RowsCall(logits, ids, token_temperature, options, needed(logits))
-    if shards is not None:
-        return returned(options, rows_shards.LOG_PROBS(rows_shards.ShardedCall(call, shards, chosen == "triton")).out)
-    return returned(options, OPERATORS[chosen](call).out)
-
-
-# ------------------------------------------------------------------------------------------------- registered operator
-
-
-def _forward(call: RowsCall) -> TorchOutputs:
-    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    rows = torch_rows.Rows(call.logits)
-    config = Config("forward", _chunk(call, tokens), rows.vocab)
-    stats = walk.forward(rows, options, tokens, config, asked_by(options))
-    return TorchOutputs.of(stats, tokens, call.logits.shape[:-1], call.ids)
-
-
-def _chunk(call: RowsCall, tokens: Ids) -> int:
-    """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
-    flat = torch_rows.flatten(call.logits) is not None
-    gathered = not flat or (tokens.index is not None and call.logits.dtype != tokens.dtype)
-    return row_memory.plan(call.problem(gathered=gathered), "", call.options.scratch_bytes)
-
-
-def _fake(call: RowsCall) -> TorchOutputs:
-    return TorchOutputs.empty(call.options, call.logits, call.ids)
-
-
-def _save(call: RowsCall, made: TorchOutputs) -> Kept:
-    return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
-
-
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call, tokens = kept.call, kept.call.tokens(check_values=False)
-    gradient, _ = gradient_by_outputs(kept, upstream, tokens)
-    (out,) = _fake_gradients(kept, upstream, wanted)
-    torch_rows.write_gradient(call.logits, call.options, tokens, _chunk(call, tokens), gradient, out)
-    return [out]
-
-
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
-    """Contiguous, whatever the logits' strides."""
-    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
-
-
-def _operator(
-    name: str, forward: Any, fake: Any, gradients: Any, *, states: bool = False
-) -> Operator[RowsCall, TorchOutputs]:
-    return Operator(
-        name,
-        op=LOGITS_OP,
-        forward=forward,
-        fake=fake,
-        save=_save,
-        gradients=gradients,
-        fake_gradients=_fake_gradients,
-        differentiable=("logits",),
-        differentiable_outputs=3,
-        states=states,
-    )
-
-
-OPERATORS = {
-    "triton": _operator(
-        "log_probs_by_triton", triton_rows.forward, triton_rows.fake, triton_rows.gradients, states=True
-    ),
-    "torch": _operator("log_probs_by_torch", _forward, _fake, _gradients),
-}
+    call = Call(
+        logits, ids, token_temperature, options, shards or WHOLE, chosen == "triton", needed(logits)
+    )  # fmt: skip
+    return returned(options, LOG_PROBS(call).out)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import OP
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs
-from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs, TorchOutputs, asked_by, gradient_by_outputs
 from onchip.vocab import parallel
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import walk
@@ -46,7 +45,7 @@ def _forward(call: Call) -> TorchOutputs:
     _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats = walk.statistics(OP, call, tokens, asked_by(call.options))
-    return TorchOutputs.of(stats, tokens, call.leading, call.ids)
+    return TorchOutputs.of(call.options, stats, tokens, call.leading, call.ids)
 
 
 def _fake(call: Call) -> TorchOutputs:
@@ -108,7 +107,7 @@ def _triton_forward(call: Call) -> TritonOutputs:
     _check_ranks(call)
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats, saved = shards.statistics(OP, call, tokens, asked_by(call.options), stats=_stats(call))
-    return TritonOutputs(TorchOutputs.of(stats, tokens, call.leading, call.ids).out, saved)
+    return TritonOutputs(TorchOutputs.of(call.options, stats, tokens, call.leading, call.ids).out, saved)
 
 
 def _triton_fake(call: Call) -> TritonOutputs:

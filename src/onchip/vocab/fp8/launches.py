@@ -14,7 +14,7 @@ from onchip.kernels.triton.maths import LOG2E
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
 from onchip.vocab.fp8.torch import Call, Gradient, fill
-from onchip.vocab.rows import shards
+from onchip.vocab.rows import walk
 from onchip.vocab.rows.launches import launch_ids, launch_rows, launch_soft, shares_of_ids, transform_scales
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
@@ -115,7 +115,7 @@ def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, a
     with device_of(logits):
         if part.of_ids:
             return _statistics_of_ids(part, logits, part.ids, part.options, asked)
-        return shards.statistics_of_shard(logits, part.ids, part.temperature, part.options, asked, of_targets)
+        return walk.statistics_of_targets(logits, part.ids, part.temperature, part.options, asked, of_targets)
 
 
 def gradient_of_chunk(

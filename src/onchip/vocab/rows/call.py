@@ -1,0 +1,109 @@
+"""The arguments that the operators of all losses of logits that exist share."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_inputs import LOSS_DTYPES
+from onchip.frontend.torch_parallel import Shards
+from onchip.vocab import parallel
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import memory
+from onchip.vocab.rows.torch import flatten
+from onchip.vocab.torch.tiles import Ids
+
+
+@dataclass(frozen=True)
+class RowsCall:
+    """Logits and the ids whose probabilities are asked for; an op adds its own arguments.
+
+    Where the vocabulary is sharded over ranks, logits are this rank's columns of it, and all else is of the whole.
+    """
+
+    logits: Tensor  # [..., V]
+    ids: Tensor  # [...] or [..., K]
+    token_temperature: Tensor | None  # [...] or []
+    options: Any  # the op's own
+    shards: Shards
+    """This rank's part of the vocabulary; `WHOLE`: it has all."""
+    kernels: bool
+    """Whether ranks run Triton's kernels, which take ignored tokens too."""
+    grads: tuple[bool, ...]  # of logits
+
+    @property
+    def number(self) -> int:
+        """T."""
+        return math.prod(self.logits.shape[:-1])  # (numel() of symbols is a number)
+
+    @property
+    def several(self) -> int:
+        """K: 1 where ids have no dimension for it."""
+        return self.ids.shape[-1] if self.ids.ndim == self.logits.ndim else 1
+
+    @property
+    def vocab(self) -> int:
+        """V of all ranks, of which ids are."""
+        return self.shards.vocab if self.shards.there else self.logits.shape[-1]
+
+    @property
+    def mine(self) -> Tensor:
+        """[..., rows]: this rank's logits without padding."""
+        return self.logits[..., : self.shards.rows] if self.shards.there else self.logits
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without."""
+        return self.kernels and (self.shards.rows > 0 or not self.shards.there)
+
+    @property
+    def operand(self) -> torch.dtype:
+        """No product reads the gradient."""
+        return torch.float32
+
+    @property
+    def ignored(self) -> bool:
+        """Whether an id may be the options' ignore_index."""
+        return True
+
+    @property
+    def of_op(self) -> dict[str, Any]:
+        """The fields of the problem that the op knows."""
+        raise NotImplementedError
+
+    @property
+    def sent(self) -> int:
+        """How many numbers of each token ranks exchange, as `parallel.sent_bytes` counts them."""
+        return self.several
+
+    def tokens(self, *, check_values: bool) -> Any:
+        """Which tokens and ids count; values are always checked on the CPU, unless kernels run."""
+        raise NotImplementedError
+
+    def problem(self, tokens: Ids | None = None) -> memory.Problem:
+        """What plans are made for; kernels need no `tokens`."""
+        mine = self.mine
+        gathered = flatten(mine) is None
+        if tokens is not None and tokens.index is not None:
+            gathered = gathered or mine.dtype != tokens.dtype
+        given: dict[str, Any] = {
+            "tokens": self.number,
+            "vocab": mine.shape[-1],
+            "dtype": LOSS_DTYPES[mine.dtype],
+            "device": "cpu" if mine.device.type == "cpu" else "cuda",
+            "grad": self.grads[0],
+            "softcap": self.options.softcap is not None,
+            "gathered": gathered,
+            "triton": self.kernels,
+            "sent": parallel.sent_bytes(self.number, self.sent, self.shards, mine) if self.shards.there else 0,
+        }
+        return memory.Problem(**given | self.of_op)
+
+    def config(self, tokens: Ids | None = None) -> Config:
+        """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
+        vocab = self.mine.shape[-1]
+        if self.shards.there and vocab == 0:
+            return Config("forward", 1, 1)
+        return Config("forward", memory.plan(self.problem(tokens), "", self.options.scratch_bytes), vocab)
