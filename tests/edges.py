@@ -182,9 +182,7 @@ CALLS = calls()
 # What the Triton kernels alone run, each with its backward, and the call that runs it there; where several do, more
 # words follow the operator's name.
 BY_KERNELS = {
-    "cross_entropy_by_triton": "cross_entropy",
-    "cross_entropy_dense": "cross_entropy dense",
-    "cross_entropy_soft_by_triton": "cross_entropy top-k",
+    "cross_entropy_of_logits": "cross_entropy",
     "grouped_matmul": "grouped_matmul swiglu",
     "jsd_by_kernels": "jsd",
     "jsd_by_kernels of heads": "linear_jsd beta=0.3",

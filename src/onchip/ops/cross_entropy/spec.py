@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onchip.frontend.options import LossOptions, Shapes, check_class_weight, check_logits, check_options, check_tokens
+from onchip.frontend.topk import check_label_shapes
 
 OP = "cross_entropy"
 
@@ -17,6 +18,15 @@ class Options(LossOptions):
 
     def __post_init__(self) -> None:
         check_options(OP, self)
+
+
+def check_labels(shapes: Shapes, *, soft: bool) -> None:
+    """Raise ValueError unless all shapes are right, of targets that are ids or `soft` labels."""
+    if soft:
+        check_logits(OP, shapes)
+        check_label_shapes(OP, "target", shapes, "logits", shapes["logits"][-1])
+    else:
+        check_shapes(shapes, "target")
 
 
 def check_shapes(shapes: Shapes, target: str) -> None:

@@ -1,8 +1,6 @@
-"""cross_entropy for PyTorch: the public function and module, and the operators of its backends.
+"""cross_entropy for PyTorch: the public function and module.
 
-The public function checks its inputs (torch_inputs.py) and calls a backend's operator: that of triton_op.py, or
-`_forward` here, which walks over the rows in chunks (onchip.vocab.rows.torch).  `_gradients` walks over them again into
-a new tensor, or with inplace_backward over the logits.
+The function checks its inputs, chooses a backend and calls the operator of torch_loss.py.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -11,40 +9,29 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from onchip.frontend import topk
 from onchip.frontend.options import Reduction, ScratchBytes, check_shift, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     check_class_weight,
     check_normalizer,
-    check_tensors,
     choose_torch_backend,
     following,
     temperature_tensor,
 )
-from onchip.frontend.torch_labels import is_soft
+from onchip.frontend.torch_labels import check_label_tensors, is_soft
 from onchip.frontend.torch_module import LossModule
-from onchip.frontend.torch_parallel import OfShardedLogits, Sharding, localized
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_parallel import WHOLE, OfShardedLogits, Sharding, Shards, localized
+from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.cross_entropy import spec, torch_shards, torch_soft, triton_op
+from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.ops.cross_entropy.torch_inputs import (
-    Call,
-    Kept,
-    Outputs,
-    check_inplace,
-    fake,
-    fake_gradients,
-    row_chunk,
-    save,
-)
-from onchip.vocab.chunks import Config
-from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.rows.launches import refusal
-from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Outputs as LossOutputs
-from onchip.vocab.torch.loss import Weights, asked_by
+from onchip.ops.cross_entropy.torch_call import Call, check_inplace
+from onchip.ops.cross_entropy.torch_loss import LOSS
+from onchip.vocab.rows.launches import layout_refusal, refusal
+from onchip.vocab.torch.labels import parts_of
+from onchip.vocab.torch.loss import Weights, returned
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
@@ -161,7 +148,7 @@ def cross_entropy(
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
         vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
             `linear_cross_entropy`: each rank passes its columns of the logits and of soft labels for every entry,
-            and the same of all else.  DTensors with Shard(-1) need none.  "torch" runs soft labels.
+            and the same of all else.  DTensors with Shard(-1) need none.  "torch" runs labels for every entry.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
@@ -196,49 +183,21 @@ def cross_entropy(
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     _, target = one_target(OP, target, labels)
-    sharding, shards = Sharding(vocab_group, vocab_start, vocab_size), None
-    if is_soft(target, logits):
-        return torch_soft.run(
-            logits,
-            target,
-            shift=shift,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            token_weight=token_weight,
-            class_weight=class_weight,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            return_stats=return_stats,
-            scratch_bytes=scratch_bytes,
-            backend=backend,
-            inplace_backward=inplace_backward,
-            sharding=sharding,
-        )
-    assert not isinstance(target, TopK)
-    if sharding.there({"logits": logits}):
+    soft, shards = is_soft(target, logits), WHOLE
+    by_entry = {"logits": logits} | ({"target": target} if soft and isinstance(target, Tensor) else {})
+    sharding = Sharding(vocab_group, vocab_start, vocab_size)
+    if sharding.there(by_entry):
         if inplace_backward and type(logits) is not Tensor:
             raise ValueError(
                 f"{OP}: inplace_backward=True would overwrite the memory of a {type(logits).__name__} unseen; pass "
                 "inplace_backward=False, or logits.to_local() and vocab_group"
             )
-        parts, shards = localized(OP, sharding, {"logits": logits}, {}, last=("logits",))
-        logits = parts["logits"]
-    per_token_temperature = temperature_tensor(OP, temperature)
-    tensors = check_tensors(
-        OP,
-        logits=logits,
-        target=target,
-        token_weight=token_weight,
-        class_weight=class_weight,
-        temperature=per_token_temperature,
-    )
+        parts, found = localized(OP, sharding, by_entry, {}, last=tuple(by_entry))
+        logits, target, shards = parts["logits"], parts.get("target", target), found or WHOLE
+    tau = temperature_tensor(OP, temperature)
+    tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, class_weight, tau, soft=soft)
     shapes = shapes_of(tensors)
-    spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("logits",), dim=-1), "target")
+    spec.check_labels(shards.whole(shapes, tuple(by_entry), dim=-1) if shards.there else shapes, soft=soft)
     check_class_weight(OP, tensors, "logits")
     options = Options(
         shift=shift,
@@ -254,29 +213,47 @@ def cross_entropy(
         inplace_backward=inplace_backward,
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
-    check_shift(OP, shift, target.shape, "target of shape [..., S]")
+    leading = logits.shape[:-1]
+    if soft:
+        topk.refuse_options(OP, options)
+        topk.refuse_shift(OP, shift, "target")
+        if inplace_backward:
+            raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
+    check_shift(OP, shift, leading, "target of shape [..., S]")
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits)
     if shift:
+        assert isinstance(target, Tensor)
         # int64 holds every ignore_index.
         target = following(target, ignore_index, torch.int64)
         token_weight = None if token_weight is None else following(token_weight, 0, token_weight.dtype)
-    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, logits.dtype)
-    chosen = choose_torch_backend(OP, backend, logits.device, refusal(logits))
+    ids, numbers, kind = parts_of(target, leading, soft=soft)
+    weights = Weights.of(OP, options, None if soft else ids, token_weight, normalizer, class_weight, logits.dtype)
+    chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, numbers, kind, shards))
     if inplace_backward:
         check_inplace(logits)
     call = Call(
         logits=logits,
-        target=target,
-        token_temperature=per_token_temperature,
+        ids=ids,
+        token_temperature=tau,
         options=options,
+        shards=shards,
+        kernels=chosen == "triton",
         grads=needed(logits),
         **weights._asdict(),
+        labels=numbers,
+        kind=kind,
     )
-    if shards is None:
-        out = OPERATORS[chosen](call).out
-    else:
-        out = torch_shards.LOSS(torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton")).out
-    return (out.loss, out.stats("ids")) if return_stats else out.loss
+    return returned(LOSS(call).out, options)
+
+
+def _refusal(logits: Tensor, numbers: Tensor | None, kind: str, shards: Shards) -> str | None:
+    """Why the Triton kernels can't serve a call."""
+    reason = None
+    if numbers is not None and kind == "dense":
+        reason = layout_refusal("target", numbers)
+        if shards.there:
+            reason = "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids"
+    return reason or refusal(logits)
 
 
 class CrossEntropyLoss(LossModule[Result]):
@@ -363,61 +340,3 @@ class CrossEntropyLoss(LossModule[Result]):
             labels: Tensor | TopK[Tensor] | None = None,
             **options: Unpack[OfCall],
         ) -> Result: ...
-
-
-# ------------------------------------------------------------------------------------------------------- the operators
-
-
-def _forward(call: Call) -> Outputs:
-    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    rows = torch_rows.Rows(call.logits)
-    config = Config("forward", row_chunk(call, tokens), rows.vocab)
-    stats = walk.forward(rows, options, tokens, config, asked_by(options, call.class_weight))
-    return Outputs(LossOutputs.of(call, stats, tokens))
-
-
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call, out = kept.call, kept.new_gradient()
-    tokens = call.tokens(check_values=False)
-    (grad_loss,) = upstream
-    assert grad_loss is not None
-    torch_rows.backward(
-        call.logits,
-        call.options,
-        tokens,
-        row_chunk(call, tokens),
-        lse=kept.lse.reshape(-1),
-        log_prob=kept.log_prob.reshape(-1),
-        upstream=tokens.upstream(grad_loss, call.options.reduction),
-        out=out,
-    )
-    return [out]
-
-
-OPERATORS = {
-    "triton": Operator(
-        "cross_entropy_by_triton",
-        op=OP,
-        forward=triton_op.forward,
-        fake=triton_op.fake,
-        save=save,
-        gradients=triton_op.gradients,
-        fake_gradients=triton_op.fake_gradients,
-        differentiable=("logits",),
-        consumed=("gradient",),
-        collect=triton_op.collect,
-        states=True,
-        overwrites=lambda kept: kept.overwrites,
-    ),
-    "torch": Operator(
-        "cross_entropy_by_torch",
-        op=OP,
-        forward=_forward,
-        fake=fake,
-        save=save,
-        gradients=_gradients,
-        fake_gradients=fake_gradients,
-        differentiable=("logits",),
-        overwrites=lambda kept: kept.overwrites,
-    ),
-}

@@ -67,14 +67,15 @@ def _save(call: Call, made: TorchOutputs) -> Kept:
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, tokens = kept.call, None
-    out = stated.empty_like(call.mine)
+    out = stated.empty_like(call.logits)
     if call.kernels:
         gradient = TokenGradient(*LOG_PROBS.stated(call, _of_all_tokens, *kept[1:], *upstream))
     else:
         tokens = call.tokens(check_values=False)
         gradient, _ = gradient_by_outputs(kept, upstream, tokens)
     walk.write_gradient(call, tokens, gradient, out)
-    return [walk.with_padding(out, call.logits)]
+    walk.clear_padding(call, out)
+    return [out]
 
 
 def _of_all_tokens(call: Call, *tensors: Any) -> list[Any]:

@@ -69,6 +69,11 @@ class RowsCall:
         return True
 
     @property
+    def of_targets(self) -> bool:
+        """Whether each token has one id, of which kernels of its own make the statistics."""
+        return False
+
+    @property
     def of_op(self) -> dict[str, Any]:
         """The fields of the problem that the op knows."""
         raise NotImplementedError
@@ -84,8 +89,8 @@ class RowsCall:
 
     def problem(self, tokens: Ids | None = None) -> memory.Problem:
         """What plans are made for; kernels need no `tokens`."""
-        mine = self.mine
-        gathered = flatten(mine) is None
+        mine, of_op = self.mine, dict(self.of_op)
+        gathered = of_op.pop("gathered", False) or flatten(mine) is None
         if tokens is not None and tokens.index is not None:
             gathered = gathered or mine.dtype != tokens.dtype
         given: dict[str, Any] = {
@@ -99,7 +104,7 @@ class RowsCall:
             "triton": self.kernels,
             "sent": parallel.sent_bytes(self.number, self.sent, self.shards, mine) if self.shards.there else 0,
         }
-        return memory.Problem(**given | self.of_op)
+        return memory.Problem(**given, **of_op)
 
     def config(self, tokens: Ids | None = None) -> Config:
         """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""

@@ -1,6 +1,6 @@
 """cross_entropy and log_probs with PyTorch's own operations, a chunk of rows at a time, on CPU and CUDA.
 
-The engine's walk makes the softmax statistics of `Rows`, `backward` their gradient.  A walk holds one chunk in
+The engine's walk makes the softmax statistics of `Rows`, `write_gradient` their gradient.  A walk holds one chunk in
 float32, of float64 logits in float64, and works in it in place.  Nothing here synchronises a GPU.
 """
 
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.vocab.torch.loss import loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
-from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
+from onchip.vocab.torch.tiles import Ids, Tile, apply, spans, temperature_of
 
 
 class Rows:
@@ -72,24 +71,6 @@ def flatten(x: Tensor) -> Tensor | None:
         return x.view(x.shape[:-1].numel(), x.shape[-1])
     except RuntimeError:
         return None
-
-
-def backward(
-    logits: Tensor,
-    options: Any,
-    tokens: Tokens,
-    chunk: int,
-    *,
-    lse: Tensor,  # [T]
-    log_prob: Tensor,  # [T]
-    upstream: Tensor,  # 0-d, or one for each computed token: the upstream gradient over what the mean divides by
-    out: Tensor,
-) -> None:
-    """Write the gradient of a cross-entropy's logits to `out`, which may be `logits`."""
-    row, _ = scaled_rows(tokens, options, upstream, torch.float32)
-    known = tokens.take(lse), tokens.take(log_prob)[:, None]
-    gradient = loss_gradient(options, row, *known, logits.shape[-1], tokens)
-    write_gradient(logits, options, tokens, chunk, gradient, out)
 
 
 def write_gradient(logits: Tensor, options: Any, tokens: Ids, chunk: int, gradient: TokenGradient, out: Tensor) -> None:

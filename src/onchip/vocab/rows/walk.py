@@ -21,14 +21,14 @@ from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Ids
 
 
-def statistics(op: str, call: RowsCall, asked: Asked, *, uniform: bool = False) -> tuple[TokenStats, Ids | None]:
+def statistics(op: str, call: RowsCall, asked: Asked, *, uniform: bool = False) -> tuple[TokenStats, Any]:
     """Those of every token over the whole vocabulary, which `asked` has the class weights of; and the tokens, or None
     where kernels took all T and wrote what ignored ones have.
 
     `uniform`: the mean of lse - z is asked for in the place of the logits' mean.
     """
     options, shards = call.options, call.shards
-    _refuse_to_state(call)
+    refuse_to_state(call)
     if call.runs_kernels and options.scratch_bytes is not None:
         call.config()
     if call.runs_kernels and not shards.there:
@@ -43,7 +43,8 @@ def statistics(op: str, call: RowsCall, asked: Asked, *, uniform: bool = False) 
     return walk.statistics_of(op, rows, options, shards, tokens, call.config(tokens), asked), tokens
 
 
-def _refuse_to_state(call: RowsCall) -> None:
+def refuse_to_state(call: RowsCall) -> None:
+    """Let no call of this kind be prepared, unless it is kernels' of a whole vocabulary."""
     if call.shards.there or not call.kernels:
         stated.refuse("neither PyTorch's walk over rows nor what ranks exchange is stated")
 
@@ -146,21 +147,13 @@ def statistics_of_targets(
     return TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None, top, low)
 
 
-def of_targets_of_shard(op: str, call: Any, target: Tensor, tokens: Ids, asked: Asked) -> TokenStats:
-    """Those of every token over the whole vocabulary, by this kernel on this rank's columns."""
-    shards, options = call.shards, replace(call.options, ignore_index=parallel.IGNORED)
-    here = parallel.ids_for_kernels(target, shards, call.options.ignore_index)
-    asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, shards))
-    known = statistics_of_targets(call.mine, here, call.token_temperature, options, asked)
-    return parallel.combine(op, shards, known, tokens, asked, check_values=options.check_inputs)
-
-
 def write_gradient(call: RowsCall, tokens: Ids | None, gradient: TokenGradient, out: Tensor) -> None:
-    """Write the gradient of the logits of `call.mine` to `out`; `gradient` is of the whole vocabulary, of the computed
-    tokens, or where kernels run of all T."""
+    """Write the gradient of the logits to `out`, which may be the logits, but for columns that are padding; `gradient`
+    is of the whole vocabulary, of the computed tokens, or where kernels run of all T."""
+    out = without_padding(call, out)
     if out.numel() == 0:
         return
-    _refuse_to_state(call)
+    refuse_to_state(call)
     gradient = parallel.gradient_of_shard(gradient, call.shards)
     if not call.kernels:
         assert tokens is not None
@@ -169,12 +162,20 @@ def write_gradient(call: RowsCall, tokens: Ids | None, gradient: TokenGradient, 
         return
     ids, options = _ids_of_shard(call) if call.shards.there else (_given_ids(call), call.options)
     more = {name: None if x is None else stated.converted(x, Tensor.contiguous) for name, x in vars(gradient).items()}
+    into = out if out.is_contiguous() else stated.empty_like(out)
     with device_of(out):
         for kernel in ("log_prob_gradients", "write_ids"):
-            launch_ids(kernel, call.mine, out, ids, call.token_temperature, options, **more)
+            launch_ids(kernel, call.mine, into, ids, call.token_temperature, options, **more)
+    if into is not out:
+        out.copy_(into)
 
 
-def with_padding(out: Tensor, logits: Tensor) -> Tensor:
-    """The gradient of `call.mine` as that of the logits, with zeros in columns that are padding."""
-    padding = logits.shape[-1] - out.shape[-1]
-    return torch.nn.functional.pad(out, (0, padding)) if padding else out
+def without_padding(call: RowsCall, x: Tensor) -> Tensor:
+    """[..., rows] of [..., V]: this rank's columns that are of the vocabulary."""
+    return x[..., : call.shards.rows] if call.shards.there else x
+
+
+def clear_padding(call: RowsCall, out: Tensor) -> None:
+    """Write zeros to the others."""
+    if call.shards.there:
+        out[..., call.shards.rows :].zero_()

@@ -212,17 +212,18 @@ def factor_to_product(tokens: Ids, options: Any) -> Tensor | float:
 
 
 def gradient_of_loss(
-    call: Any,  # of a cross-entropy of a layer
+    call: Any,  # of a cross-entropy
     tokens: Tokens,
     grad_loss: Tensor,
     lse: Tensor,  # [...] of all tokens, as forward made them
     log_prob: Tensor,
+    shares: Shares = shares_of_ids,
 ) -> tuple[TokenGradient, Tensor | None]:
     """The gradient of these tokens' logits for the upstream gradient, and the factor for float16 that is in it."""
     each = tokens.upstream(grad_loss, call.options.reduction)
     row, grad_scale = scaled_rows(tokens, call.options, each, call.operand)
     known = tokens.take(lse.reshape(-1)), tokens.take(log_prob.reshape(tokens.total, -1 if tokens.total else 1))
-    return loss_gradient(call.options, row, *known, call.vocab, tokens), grad_scale
+    return loss_gradient(call.options, row, *known, call.vocab, tokens, shares), grad_scale
 
 
 def loss_gradient(
