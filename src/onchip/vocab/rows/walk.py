@@ -5,6 +5,7 @@ it numbers them, and `vocab.parallel` combines what the ranks know of theirs.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def _of_shard(op: str, call: RowsCall, tokens: Ids, asked: Asked, *, uniform: bo
     """By kernels on this rank's columns."""
     ids, options = _ids_of_shard(call)
     asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, call.shards))
-    made = statistics_of_ids(call.mine, ids, call.token_temperature, options, asked, uniform=uniform, of_shard=True)
+    given = call.mine, ids, call.token_temperature, options, asked
+    of_ids = partial(statistics_of_ids, uniform=uniform, of_shard=True)
+    made = (statistics_of_targets if call.of_targets else of_ids)(*given)
     if made.uniform is None and made.mean_logits is not None:
         made = made._replace(uniform=made.lse - made.mean_logits)
     made = made._replace(log_prob=made.log_prob.masked_fill(ids.view(made.log_prob.shape) < 0, 0))
