@@ -283,7 +283,7 @@ def refusals(rank, ranks):
     logits = {"logits": hidden @ given["weight"].T, "target": topk()} | taken({}, sizes, rank)
     for wrong, match in (
         ({"target": dense()}, r"target has 61 of the vocabulary's entries but logits has"),
-        ({"backend": "triton"}, "soft labels take no sharded vocabulary; pass backend='torch'"),
+        ({"backend": "triton", "target": dense()[..., cut(sizes, rank)]}, "every entry take no sharded vocabulary"),
         ({"inplace_backward": True}, "inplace_backward=True takes targets that are ids"),
         ({"vocab_start": 0}, "don't make up"),
     ):
@@ -360,14 +360,61 @@ def kernels(rank, ranks):
     logits = {"vocab_group": dist.group.WORLD, "backend": "triton"}
     with pytest.raises(ValueError, match="jsd: .*no kernel for teacher_topk; pass backend='torch'"):  # noqa: RUF043
         jsd(hidden, teacher_topk=target._replace(kind="log_probs"), **logits)
-    with pytest.raises(ValueError, match="soft labels take no sharded vocabulary; pass backend='torch'"):
-        cross_entropy(hidden, target, **logits)
+
+
+def kernels_of_logits(rank, ranks):
+    """The same of logits that exist, and one exchange."""
+    logits, ids = (
+        4 * random(2, 5, 700, seed=7),
+        torch.randint(700, (2, 5, 3), generator=torch.Generator().manual_seed(4)),
+    )
+    ids[..., 1] = ids[..., 0]
+    values = random(2, 5, 3, seed=5).softmax(-1) * 0.8
+    few = TopK(ids, values, "probs", "truncated")
+    each = {"temperature": factors(2, 5), "token_weight": factors(2, 5), "reduction": "none", "label_smoothing": 0.2}
+    everything = each | {"z_loss": 1e-2, "class_weight": factors(700), "return_stats": True, "softcap": 5.0}
+    seen, gather = [], parallel.all_gather
+    for options, sizes, target in (
+        ({}, [300, 400], few._replace(values=values.log(), kind="log_probs")),
+        (each, [700, 0], few),
+        (everything, [300, 400], few),
+        (everything, [1, 699], few),
+    ):
+        own, whole = cut(sizes, rank), leaf(logits)
+        mine, given = leaf(logits[..., own]), taken(options, sizes, rank) | {"backend": "triton"}
+        expected = flat(cross_entropy(whole, target, **options))
+        parallel.all_gather = lambda *args, **more: (seen.append(1), gather(*args, **more))[1]
+        with Watching() if sizes[0] == 1 else nullcontext():
+            got = flat(cross_entropy(mine, target, **given))
+        parallel.all_gather = gather
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, rtol=2e-5, atol=2e-5)
+        upstream = factors(*got[0].shape)
+        got[0].backward(upstream, retain_graph=True), got[0].backward(upstream), expected[0].backward(2 * upstream)
+        assert (mine.grad - whole.grad[..., own]).norm() <= 2e-5 * whole.grad[..., own].norm(), (sizes, options)
+    # Beside one of each call to find out whether the ranks' arguments belong together.
+    assert len(seen) == 4, seen
+    padded, whole = torch.cat([logits, torch.full((2, 5, 36), torch.nan)], -1).chunk(2, -1)[rank], leaf(logits)
+    cross_entropy(whole, few, reduction="none").sum().backward()
+    bad = few._replace(indices=ids.index_fill(1, torch.tensor(1), 700))
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": 700, "backend": "triton", "reduction": "none"}
+    for target in (few, bad):
+        mine, wrong = leaf(padded), torch.arange(5) == (1 if target is bad else 5)
+        loss = cross_entropy(mine, target, **given)
+        loss.sum().backward()
+        assert torch.equal(loss.isnan(), wrong.expand(2, 5))
+        assert mine.grad[:, wrong, : 700 - 368 * rank].isnan().all()
+        right = pad(whole.grad, (0, 36)).chunk(2, -1)[rank]
+        assert_close(mine.grad[:, ~wrong], right[:, ~wrong], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="every entry take no sharded vocabulary; pass backend='torch', or K ids"):
+        cross_entropy(padded, padded, **given)
 
 
 @pytest.mark.slow
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"kernels": kernels})
+    spawn(tmp_path, 2, {"kernels": kernels, "kernels_of_logits": kernels_of_logits})
 
 
 def compiled(rank, ranks):
