@@ -183,6 +183,10 @@ CALLS = calls()
 # words follow the operator's name.
 BY_KERNELS = {
     "cross_entropy_of_logits": "cross_entropy",
+    "cross_entropy_of_logits dense": "cross_entropy dense",
+    "cross_entropy_of_logits of shards": "cross_entropy of shards",
+    "cross_entropy_of_logits top-k": "cross_entropy top-k",
+    "cross_entropy_of_logits top-k of shards": "cross_entropy top-k of shards",
     "grouped_matmul": "grouped_matmul swiglu",
     "jsd_by_kernels": "jsd",
     "jsd_by_kernels of heads": "linear_jsd beta=0.3",
@@ -195,6 +199,7 @@ BY_KERNELS = {
     "linear_log_probs_in_place": "linear_log_probs",
     "linear_log_probs_of_shards_in_place": "linear_log_probs of shards",
     "log_probs_of_logits": "log_probs",
+    "log_probs_of_logits of shards": "log_probs of shards",
 }
 
 

@@ -253,7 +253,6 @@ def test_every_operator_is_known():
     here = {operator.name().removeprefix("onchip::") for name in CALLS for operator, _ in recorded(name)}
     # Afterwards: some modules are imported by the calls that need them.
     names = {x.removeprefix("onchip::") for x in torch._C._dispatch_get_all_op_names() if x.startswith("onchip::")}
-    assert of_kernels.isdisjoint(here)
     assert {x for x in names if not x.startswith("test_")} == here | of_kernels
 
 

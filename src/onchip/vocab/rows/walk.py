@@ -170,7 +170,7 @@ def write_gradient(call: RowsCall, tokens: Ids | None, gradient: TokenGradient, 
         for kernel in ("log_prob_gradients", "write_ids"):
             launch_ids(kernel, call.mine, into, ids, call.token_temperature, options, **more)
     if into is not out:
-        out.copy_(into)
+        stated.call(Tensor.copy_, out, into)
 
 
 def without_padding(call: RowsCall, x: Tensor) -> Tensor:
@@ -181,4 +181,4 @@ def without_padding(call: RowsCall, x: Tensor) -> Tensor:
 def clear_padding(call: RowsCall, out: Tensor) -> None:
     """Write zeros to the others."""
     if call.shards.there:
-        out[..., call.shards.rows :].zero_()
+        stated.zero(out[..., call.shards.rows :])
