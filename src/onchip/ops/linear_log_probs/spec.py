@@ -27,7 +27,6 @@ class Options:
     scratch_bytes: int | None = None
     # What an engine asks of the options of any loss.
     label_smoothing: ClassVar[float] = 0.0
-    z_loss: ClassVar[float] = 0.0
     strategy: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
