@@ -243,7 +243,7 @@ def cross_entropy(
         labels=numbers,
         kind=kind,
     )
-    return returned(LOSS(call).out, call)
+    return returned(LOSS(call).out, options, kind)
 
 
 def _refusal(logits: Tensor, numbers: Tensor | None, kind: str, shards: Shards) -> str | None:
