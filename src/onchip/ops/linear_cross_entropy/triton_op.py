@@ -217,7 +217,7 @@ def _forward_of_labels(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
 
 def _reduced(call: Call, losses: Any) -> Tensor:
     tokens = call.tokens(check_values=False)
-    return reduced(call.options, losses * tokens.weight, tokens, call.leading)
+    return reduced(call.options, losses.reshape(-1) * tokens.weight, tokens, call.leading)
 
 
 def _gradients_of_labels(kept: Kept, grad_loss: Tensor, wanted: Wanted) -> Made:
