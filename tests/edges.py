@@ -179,33 +179,32 @@ def calls():
 
 CALLS = calls()
 
-# What the Triton kernels alone run, each with its backward, and the call that runs it there; where several do, more
-# words follow the operator's name.
+# What the Triton kernels run, and the operator that runs it there, with its backward.
 BY_KERNELS = {
-    "cross_entropy_of_logits": "cross_entropy",
-    "cross_entropy_of_logits dense": "cross_entropy dense",
-    "cross_entropy_of_logits of shards": "cross_entropy of shards",
-    "cross_entropy_of_logits top-k": "cross_entropy top-k",
-    "cross_entropy_of_logits top-k of shards": "cross_entropy top-k of shards",
-    "grouped_matmul": "grouped_matmul swiglu",
-    "jsd_by_kernels": "jsd",
-    "jsd_by_kernels of heads": "linear_jsd beta=0.3",
-    "jsd_by_kernels of shards": "linear_jsd beta=0.3 of shards",
-    "linear_cross_entropy_dense_in_place": "linear_cross_entropy dense",
-    "linear_cross_entropy_in_place": "linear_cross_entropy",
-    "linear_cross_entropy_of_shards_in_place": "linear_cross_entropy of shards",
-    "linear_cross_entropy_soft_in_place": "linear_cross_entropy top-k",
-    "linear_cross_entropy_soft_of_shards_in_place": "linear_cross_entropy top-k of shards",
-    "linear_log_probs_in_place": "linear_log_probs",
-    "linear_log_probs_of_shards_in_place": "linear_log_probs of shards",
-    "log_probs_of_logits": "log_probs",
-    "log_probs_of_logits of shards": "log_probs of shards",
+    "cross_entropy": "cross_entropy_of_logits",
+    "cross_entropy dense": "cross_entropy_of_logits",
+    "cross_entropy of shards": "cross_entropy_of_logits",
+    "cross_entropy top-k": "cross_entropy_of_logits",
+    "cross_entropy top-k of shards": "cross_entropy_of_logits",
+    "grouped_matmul swiglu": "grouped_matmul",
+    "jsd": "jsd_by_kernels",
+    "linear_cross_entropy": "linear_cross_entropy_by_triton",
+    "linear_cross_entropy dense": "linear_cross_entropy_by_triton",
+    "linear_cross_entropy of shards": "linear_cross_entropy_by_triton",
+    "linear_cross_entropy top-k": "linear_cross_entropy_by_triton",
+    "linear_cross_entropy top-k of shards": "linear_cross_entropy_by_triton",
+    "linear_jsd beta=0.3": "jsd_by_kernels",
+    "linear_jsd beta=0.3 of shards": "jsd_by_kernels",
+    "linear_log_probs": "linear_log_probs_in_place",
+    "linear_log_probs of shards": "linear_log_probs_of_shards_in_place",
+    "log_probs": "log_probs_of_logits",
+    "log_probs of shards": "log_probs_of_logits",
 }
 
 
 def by_kernels(name):
-    """The call that runs an operator of the Triton kernels, in float16."""
-    call = CALLS[BY_KERNELS[name]]
+    """The call, as the Triton kernels run it: in float16."""
+    call = CALLS[name]
 
     def narrow(x):
         x = as_torch(x)
@@ -214,16 +213,14 @@ def by_kernels(name):
         return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     options = {key: narrow(x) for key, x in call.options.items()} | {"backend": "triton"}
-    if "soft_of_shards" in name:
-        options["label_smoothing"] = 0.0  # else PyTorch's operations run it
     return replace(call, leaves={key: x.half() for key, x in call.leaves.items()}, options=options)
 
 
 def check_kernels(name, device):
     """What opcheck asks of the operator and its backward."""
-    call, (name, *_) = by_kernels(name), name.split()
+    call, known = by_kernels(name), BY_KERNELS[name]
     with Recorded() as seen:
         call.gradients(*call.prepare(device))
-    assert {x.name() for x, _ in seen.calls} == {f"onchip::{name}", f"onchip::{name}_backward"}
+    assert {x.name() for x, _ in seen.calls} == {f"onchip::{known}", f"onchip::{known}_backward"}
     for operator, arguments in seen.calls:
         check_operator(operator, arguments)

@@ -63,6 +63,9 @@ def operator(name):
         dist.destroy_process_group()
 
 
+SLOW.add("operator-linear_jsd beta=0.3")
+
+
 # --------------------------------------------------------------------------------------------------- the oracle's cases
 
 # Of the options that a way through the kernels is chosen by; the others are taken by the one or the other.

@@ -1,6 +1,6 @@
 """Cross-entropy with soft labels on the Hopper kernels of kernels.py: probabilities of K ids, or of every entry.
 
-The maths is that of `onchip.vocab.torch.soft`.  Every token counts and is its own position; backward makes the logits
+The maths is that of `onchip.vocab.loss`.  Every token counts and is its own position; backward makes the logits
 again, chunk by chunk of the vocabulary.  Of K ids, XLA computes the logits from rows of the weight, and writes their
 entries into a chunk's gradient before it is multiplied.  Labels of every entry are read by the kernels beside the
 logits' tile; there the largest logit has the part of the label.

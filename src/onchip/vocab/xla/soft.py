@@ -1,6 +1,6 @@
 """Cross-entropy with soft labels in plain JAX: probabilities of K ids of each token, or of every entry.
 
-The maths is that of `onchip.vocab.torch.soft`.  K ids go through the walks of the other losses; where every entry has a
+The maths is that of `onchip.vocab.loss`.  K ids go through the walks of the other losses; where every entry has a
 probability, rows of the whole vocabulary are taken, a chunk of tokens at a time.
 """
 
