@@ -69,6 +69,17 @@ def part(name, x, own):
     return x if name.endswith("hidden") else x[..., own] if name.endswith("logits") else x[own]
 
 
+def padded(given, size, ranks, rank):
+    """This rank's parts, of `size` entries, where the last ones are padding."""
+    made = {}
+    for name, x in given.items():
+        columns = (0, 0) if name.endswith("weight") else ()
+        beyond = (*columns, 0, size * ranks - (x.shape[-1] if name.endswith("logits") else len(x)))
+        wide = x if name.endswith("hidden") else pad(x, beyond, value=torch.nan)
+        made[name] = part(name, wide, slice(rank * size, (rank + 1) * size))
+    return made
+
+
 def taken(given, sizes, rank):
     """What a rank passes beside its tensors."""
     return given | {"vocab_group": dist.group.WORLD, "vocab_size": sum(sizes), "vocab_start": sum(sizes[:rank])}
@@ -138,7 +149,6 @@ def other_calls(rank, ranks):
     dim, size, seen, gather = 1 if ranks == 2 else 0, -(-VOCAB // ranks) + 2, [], parallel.all_gather
     rows = max(0, min(size, VOCAB - rank * size))
     sizes = [max(0, min(size, VOCAB - r * size)) for r in range(ranks)]
-    padding = slice(rank * size, (rank + 1) * size)
 
     def counted(*args, **kwargs):
         seen.append(1)
@@ -149,11 +159,8 @@ def other_calls(rank, ranks):
     cases = [(kinds, {"beta": beta}) for kinds in PAIRS for beta in (0.0, 0.4)]
     cases += [((kind,), {"teacher_topk": x}) for kind in ("head", "logits") for x in teachers()]
     for kinds, how in cases:
-        tensors, own = models(*kinds, dtype=torch.float32), {}
-        for name, x in tensors.items():
-            at = (0, 0) * (x.ndim - 1) if name.endswith("weight") else ()
-            wide = x if name.endswith("hidden") else pad(x, (*at, 0, size * ranks - VOCAB), value=torch.nan)
-            own[name] = leaf(part(name, wide, padding))
+        tensors = models(*kinds, dtype=torch.float32)
+        own = {name: leaf(x) for name, x in padded(tensors, size, ranks, rank).items()}
         whole = {name: leaf(x) for name, x in tensors.items()}
         expected = op_of(whole)(**whole, **how, **hard)
         with mock.patch.object(parallel, "all_gather", counted), Watching():
@@ -226,7 +233,7 @@ def test_three_ranks(tmp_path):
 # --------------------------------------------------------------------------------------------------------- on kernels
 
 
-def kernels(rank, kinds, shape, dtype, bound, *, few=False):
+def kernels(rank, ranks, kinds, shape, dtype, bound, *, few=False):
     """Every option with a layout, or `few`; equal models, a label out of range, and padding."""
     vocab, everything = 400, options(400, shape)
     everything |= {"sharded tokens": everything["middle"] | {"hard_weight": 0.4}}
@@ -242,11 +249,7 @@ def kernels(rank, kinds, shape, dtype, bound, *, few=False):
             more = {"constants": constants, "exact": torch.float32 if dtype == torch.float16 else torch.float64}
             compare(given, how, sizes, rank, bound=bound, dim=1 if of_heads else None, backend="triton", **more)
     shards = {"vocab_group": dist.group.WORLD, "vocab_size": vocab, "backend": "triton"}
-    own = {}
-    for name, x in given.items():
-        at = (0, 0) if name.endswith("weight") else ()
-        wide = x if name.endswith("hidden") else pad(x, (*at, 0, 36), value=torch.nan)
-        own[name] = part(name, wide, slice(218 * rank, 218 * (rank + 1)))
+    own = padded(given, 218, ranks, rank)
     student = {name: x for name, x in own.items() if name.startswith("student")}
     same = {name.replace("student", "teacher"): x for name, x in student.items()}
     for beta in (0.5,) if few else (0.0, 0.5, 1.0):
@@ -269,15 +272,15 @@ def kernels(rank, kinds, shape, dtype, bound, *, few=False):
 
 
 def kernels_of_logits(rank, ranks):
-    kernels(rank, ("logits", "logits"), (2, 4), torch.float32, 1e-5)
+    kernels(rank, ranks, ("logits", "logits"), (2, 4), torch.float32, 1e-5)
 
 
 def kernels_of_heads(rank, ranks, *, few=False):
-    kernels(rank, ("head", "head"), (2, 2), torch.float16, 2e-3, few=few)
+    kernels(rank, ranks, ("head", "head"), (2, 2), torch.float16, 2e-3, few=few)
 
 
 def kernels_of_a_head(rank, ranks):
-    kernels(rank, ("head", "logits"), (2, 2), torch.float16, 2e-3)
+    kernels(rank, ranks, ("head", "logits"), (2, 2), torch.float16, 2e-3)
 
 
 def test_kernels(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """The operator of linear_jsd and jsd for PyTorch with the framework's own products.
 
-`_forward` walks over chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number, that
-walk makes the gradients too, and backward scales them.  Otherwise backward walks again, in `_gradients`.  Of a sharded
-vocabulary ranks exchange what is known of the tokens between the two (torch_combine.py).
+`_forward` walks over chunks of tokens (torch_halves.py, torch_walk.py).  Where hidden states are given, the loss is one
+number and nothing is sharded, that walk makes the gradients too, and backward scales them.  Otherwise backward walks
+again, in `_gradients`.
 """
 
 from typing import Any, NamedTuple
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.linear_jsd import torch_combine
+from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call, Model
-from onchip.ops.linear_jsd.torch_walk import losses_and_gradients
 
 
 class Outputs(NamedTuple):
-    """The loss; with `stash` the gradients in the dtype of sums for an upstream gradient of 1; of a sharded vocabulary
-    the numbers of `torch_combine`, [T, N]."""
+    """The loss; with `stash` the gradients in the dtype of sums for an upstream gradient of 1; and the numbers of
+    `torch_halves`."""
 
     loss: Tensor
     student: Model
@@ -38,24 +37,16 @@ class Kept(NamedTuple):
 
 
 def _forward(call: Call) -> Outputs:
-    call, known = call.of_all_tokens(), None
-    made: list[Tensor | None] = [None] * len(PARAMETERS)
-    if call.shards.there:
-        call.check_ranks()
-    tokens = call.tokens(check=True)
-    if call.shards.there:
-        losses, numbers = torch_combine.losses(call, tokens)
-        known = tokens.spread(numbers, (call.number, numbers.shape[1]))
-    else:
-        grads = call.grads if call.stash else NO_GRADIENTS
-        losses, made = losses_and_gradients(call, tokens, tokens.weight * tokens.inverse_count, grads)
-    return Outputs(call.reduced(tokens, losses), Model(*made[:4]), Model(*made[4:]), known)
+    call = call.of_all_tokens()
+    call.check_ranks()
+    loss, made, known = torch_halves.forward(call, call.tokens(check=True))
+    return Outputs(loss, Model(*made[:4]), Model(*made[4:]), known)
 
 
 def _fake(call: Call) -> Outputs:
     made, known = call.empty_gradients(call.grads if call.stash else NO_GRADIENTS, call.dtype), None
-    if call.shards.there:
-        known = call.first.new_empty((call.number, torch_combine.numbers(call)), dtype=call.dtype)
+    if width := torch_halves.width(call):
+        known = call.first.new_empty((call.number, width), dtype=call.dtype)
     return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]), known)
 
 
@@ -77,11 +68,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         call, factor = kept.call.of_all_tokens(), None
         tokens = call.tokens(check=False)
         row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
-        if call.shards.there:
-            assert kept.known is not None
-            made = torch_combine.gradients(call, tokens, tokens.take(kept.known), row, wanted)
-        else:
-            _, made = losses_and_gradients(call, tokens, row, wanted)
+        made = torch_halves.backward(call, tokens, kept.known, row, wanted)
     return [
         scale_stash(x, factor, dtype) if want and x is not None else None
         for x, dtype, want in zip(made, kept.gradient_dtypes, wanted, strict=True)

@@ -164,6 +164,8 @@ class Call(NamedTuple):
     def check_ranks(self) -> None:
         """On the CPU and with check_inputs: raise where ranks' arguments don't belong together; the call is of all
         tokens."""
+        if not self.shards.there:
+            return
         names = ("student_", "teacher_")
         sizes = [(x.hidden.shape, x.hidden.dtype) for x in self.models if x.hidden is not None]
         split = {who + part: getattr(x, part) for who, x in zip(names, self.models, strict=True) for part in _SPLIT}

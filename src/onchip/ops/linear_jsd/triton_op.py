@@ -80,9 +80,8 @@ def _forward(call: Call) -> Outputs:
     from onchip.ops.linear_jsd import triton_walk
 
     plan, call = _plan(call), call.of_all_tokens()
-    if call.shards.there:
-        call.check_ranks()
-    elif call.options.check_inputs or call.first.device.type == "cpu":
+    call.check_ranks()
+    if call.options.check_inputs or call.first.device.type == "cpu":
         call.tokens(check=True)  # for its checks alone
     made = _memory(call, plan)
     (stats, vectors, *saved) = made.left

@@ -6,7 +6,7 @@ These stay in a `LogitBuffer`, of which `backward` makes hidden's and weight's g
 A token's factor (its weight, the upstream gradient) goes into the rows of hidden for the weight's gradient and into the
 result's rows for hidden's.  Logits that are given are read where the tiles would be.
 
-Of a shard of the vocabulary forward makes what ranks exchange (torch_combine.py), in one walk or, between the ends of
+Of a shard of the vocabulary forward makes what ranks exchange (torch_halves.py), in one walk or, between the ends of
 beta, in two, and leaves the numbers of the whole vocabulary, of which backward makes the logits' gradients.
 
 Nothing here waits for the device, but for other ranks.
@@ -22,7 +22,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
-from onchip.ops.linear_jsd import torch_combine
+from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_launches import ELSEWHERE, Pair, divergence, empty_tiles, logits
@@ -87,7 +87,7 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: T
 def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[Saved]) -> Tensor:
     """The loss of the whole vocabulary; leaves all ranks' numbers in the pair's memory."""
     call, options, stats = pair.call, pair.call.options, pair.stats
-    ends, hard, tokens = options.beta in (0, 1), options.hard_weight > 0, call.tokens(check=True)
+    ends, hard, tokens = options.beta in (0, 1), options.hard_weight > 0, call.tokens(check=False)
     if call.number:
         pair.number_tokens()
     position, order = pair.vectors.position.long(), pair.vectors.order.long()
@@ -128,7 +128,7 @@ def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[Saved]) -> Tens
         weights = zip(MODELS, (1 - options.beta, options.beta), strict=True)
         return [value, *(by_token(stats[of + MEAN]) * (LN2 * weight) for of, weight in weights)]
 
-    losses, numbers = torch_combine.of_two_models(call, tokens, softmaxes, terms)
+    losses, numbers = torch_halves.of_two_models(call, tokens, softmaxes, terms)
     student, teacher, *sums = numbers[:, :4].unbind(1)
     put(student, teacher)
     for of, total, weight in zip(MODELS, sums, (1.0, 1.0) if ends else (1 - options.beta, options.beta), strict=True):

@@ -1,4 +1,7 @@
-"""Losses, and the numbers that gradients are made of, where each rank has a part of the vocabulary.
+"""The two halves of the divergence: each token's loss, and the gradients.
+
+Of a whole vocabulary one walk makes both.  Where each rank has a part of it, ranks exchange what they know, and of the
+numbers that come of it a walk in backward makes the gradients.
 
 With both softmaxes mixtures of the ranks', w_r the weight of rank r's part in each, the divergence of the wholes is
 that of the weights and those of the parts::
@@ -12,8 +15,6 @@ parts' terms, in one all-gather more.
 Of a top-k teacher ranks send the log-probabilities of the ids that they have and, for a tail, that of all others
 together.  One all-gather makes them those of the whole vocabulary, and from these follows all else: the gradient of a
 token's logits z is a factor of exp(z - center), and a number at each id.
-
-Backward walks again.
 """
 
 import math
@@ -26,8 +27,8 @@ from onchip.frontend.options import LossOptions
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
-from onchip.ops.linear_jsd.torch_call import Call
-from onchip.ops.linear_jsd.torch_walk import ARRAYS, topk_rows, walk
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_walk import ARRAYS, losses_and_gradients, topk_rows, walk
 from onchip.vocab import parallel
 from onchip.vocab.parallel import Gathered
 from onchip.vocab.torch.loss import loss_gradient
@@ -44,25 +45,35 @@ Terms = Callable[[Tensor, Tensor], Sequence[Tensor]]
 the means of the derivatives by log s and log t under its own softmaxes, [n] each."""
 
 
-def numbers(call: Call) -> int:
-    """How many each token has that gradients are made of: of two models the log-sum-exps, and the sums of the
+def width(call: Call) -> int:
+    """How many numbers of a token gradients are made of: of two models the log-sum-exps, and the sums of the
     derivatives by their log-probabilities, at an end of beta the divergence; of a top-k teacher center, factor, and
     what the K ids have; and with hard labels the student's log-sum-exp at temperature 1 and the label's
-    log-probability."""
+    log-probability.  None are needed where nothing is sharded."""
+    if not call.shards.there:
+        return 0
     own = 4 if call.indices is None else 2 + call.indices.shape[-1]
     return own + 2 * (call.options.hard_weight > 0)
 
 
-def losses(call: Call, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """[n] without weights, and [n, numbers(call)]."""
+def forward(call: Call, tokens: Tokens) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+    """The loss, with `stash` the gradients for an upstream gradient of 1, and all tokens' numbers, [T, width(call)]."""
+    nothing: list[Tensor | None] = [None] * len(PARAMETERS)
+    if not call.shards.there:
+        grads = call.grads if call.stash else NO_GRADIENTS
+        losses, made = losses_and_gradients(call, tokens, tokens.weight * tokens.inverse_count, grads)
+        return call.reduced(tokens, losses), made, None
     here = parallel.of_shard(tokens, call.shards)
-    if call.indices is not None:
-        return _of_topk(call, tokens, here)
-    return of_two_models(call, tokens, lambda: _softmaxes(call, here), lambda s, t: _terms(call, here, s, t))
+    if call.indices is None:
+        ways = lambda: _softmaxes(call, here), lambda s, t: _terms(call, here, s, t)
+        losses, numbers = of_two_models(call, tokens, *ways)
+    else:
+        losses, numbers = _of_topk(call, tokens, here)
+    return call.reduced(tokens, losses), nothing, tokens.spread(numbers, (call.number, width(call)))
 
 
 def of_two_models(call: Call, tokens: Tokens, softmaxes: Softmaxes, terms: Terms) -> tuple[Tensor, Tensor]:
-    """As `losses`, by other ways to what a rank knows."""
+    """[n] losses without weights, and [n, width(call)] numbers, by these ways to what a rank knows."""
     shards, options = call.shards, call.options
     found = parallel.gather(options.op, shards, softmaxes(), check_values=options.check_inputs)
     (student, log_s), (teacher, log_t) = (parallel.log_sum(x) for x in found.numbers[:2])
@@ -125,7 +136,7 @@ def _of_label(here: Tokens, label: Running) -> list[Tensor]:
 def _with_label(
     call: Call, tokens: Tokens, found: Gathered, value: Tensor, known: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As `losses`, given the divergence, and of the numbers all but the label's."""
+    """As `of_two_models`, given the divergence, and of the numbers all but the label's."""
     made, known = value * call.options.soft_factor, [*known]
     if call.options.hard_weight > 0:
         parts = found.numbers[-2]
@@ -195,8 +206,12 @@ def _log_probs(call: Call, here: Tokens, ids: Tensor) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------------- gradients
 
 
-def gradients(call: Call, tokens: Tokens, known: Tensor, row: Tensor, wanted: Wanted) -> list[Tensor | None]:
-    """As of `walk`, given the numbers [n, numbers(call)] of `losses`."""
+def backward(call: Call, tokens: Tokens, known: Tensor | None, row: Tensor, wanted: Wanted) -> list[Tensor | None]:
+    """The gradients of `walk`, given the numbers of `forward` and each token's factor."""
+    if not call.shards.there:
+        return losses_and_gradients(call, tokens, row, wanted)[1]
+    assert known is not None
+    known = tokens.take(known)
     options, here = call.options, parallel.of_shard(tokens, call.shards)
     tau, factor = options.temperature, options.soft_factor / options.temperature
     want, numbers = (any(wanted[:4]), any(wanted[4:])), known.unbind(1)
