@@ -323,6 +323,11 @@ def _sharded():
         for name, options in rows.items():
             run = partial(sharded, 4096, call=of_logits, ranks=ranks, vocab=128256)
             yield f"logits {name}, {ranks} ranks: 4096", partial(run, **options)
+    both = partial(sharded, 4096, ranks=2, vocab=128256)
+    for beta in (0.0, 0.5):
+        run = partial(both, call=two_heads, hidden=2048, hard=True, hard_weight=0.3, beta=beta)
+        yield f"heads beta {beta}, 2 ranks: 4096", run
+        yield f"logits beta {beta}, 2 ranks: 4096", partial(both, call=of_logits, op=jsd, beta=beta)
 
 
 FILES = {
