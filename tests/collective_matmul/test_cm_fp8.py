@@ -21,21 +21,15 @@ BLOCK = 128
 def numbers(*shape, seed=0, spread=0.0):
     """Rows of different sizes."""
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=g) * torch.exp(
-        spread * torch.randn(shape[0], *[1] * (len(shape) - 1), generator=g)
-    )
+    made, sizes = torch.randn(shape, generator=g), torch.randn(shape[0], *[1] * (len(shape) - 1), generator=g)
+    return made * torch.exp(spread * sizes)
 
 
 def drawn(op, ranks, dtype=torch.float32):
     """x [T, 2, K], weight, bias and an upstream gradient, of all ranks; each has whole groups of 128."""
     t, n, k = 64 * ranks, BLOCK * ranks if op == GATHER else 72, 200 if op == GATHER else BLOCK * ranks
-    x, weight, bias, up = (
-        numbers(t, 2, k, spread=2.0),
-        numbers(n, k, seed=1),
-        numbers(n, seed=2),
-        numbers(t, 2, n, seed=3),
-    )
-    return [a.to(dtype) for a in (x, weight / k**0.5, bias, up)]
+    weight, bias, up = numbers(n, k, seed=1) / k**0.5, numbers(n, seed=2), numbers(t, 2, n, seed=3)
+    return [a.to(dtype) for a in (numbers(t, 2, k, spread=2.0), weight, bias, up)]
 
 
 def the_dense_layers_oracle(rank, ranks, group=None, device="cpu"):
@@ -49,14 +43,7 @@ def the_dense_layers_oracle(rank, ranks, group=None, device="cpu"):
             given = [a.detach().float().cpu().numpy() for a in (x, weight, bias, up)]
             right = fp8_linear(*given[:3], grad_out=given[3])
             limits = bounds(Case("", len(x) * 2, *weight.shape), str(dtype)[6:], tensor_cores=device != "cpu")
-            # A sum over ranks of the row-parallel layer's addends.
-            for name, made in {
-                "out": out,
-                "grad_x": x.grad,
-                "grad_weight": weight.grad,
-                "grad_bias": bias.grad,
-            }.items():
-                exact = getattr(right, name)
+            for (name, exact), made in zip(right._asdict().items(), (out, x.grad, weight.grad, bias.grad), strict=True):
                 error = np.linalg.norm(made.detach().double().cpu().numpy() - exact) / np.linalg.norm(exact)
                 assert error <= limits[name], (op, dtype, name, error, limits[name])
             unquantised = given[0] @ given[1].T + given[2]

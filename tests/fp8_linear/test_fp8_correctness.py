@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from fp8_common import (
+    FORMATS,
+    SCALES,
     assert_right,
     assert_same,
     assert_same_bits,
@@ -18,9 +20,6 @@ from onchip.fp8.numbers import ROW, SQUARE
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, MODEL_CASES, Case
 from onchip.torch import fp8_linear, quantize_activation
-
-SCALES = pytest.mark.parametrize("scale", numbers.SCALES)
-FORMATS = pytest.mark.parametrize("fmt", numbers.FP8_MAX)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -9,13 +9,12 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_common import assert_same, operands
+from fp8_common import BY_BLOCK, assert_same, operands
 
 from onchip.fp8 import cublas, torch_products
 from onchip.fp8.numbers import blocks, up
 
 ROWS, BLOCKS = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-BY_BLOCK = pytest.mark.parametrize("by_block", [True, False], ids=["weight", "1x128"])
 
 
 def test_without_the_library_nothing_is_added(monkeypatch):

@@ -7,7 +7,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_common import assert_equal, assert_right, assert_same, assert_same_bits, awkward, operands, quantize
+from fp8_common import (
+    BY_BLOCK,
+    FORMATS,
+    SCALES,
+    assert_equal,
+    assert_right,
+    assert_same,
+    assert_same_bits,
+    awkward,
+    operands,
+    quantize,
+)
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.fp8 import numbers, torch_products
@@ -32,7 +43,6 @@ def usable():
 
 
 BACKENDS = pytest.mark.parametrize("backend", usable())
-BY_BLOCK = pytest.mark.parametrize("by_block", [True, False], ids=["weight", "1x128"])
 CONFIGS = {
     "default": ProductConfig(),
     "deep": ProductConfig(stages=6, parts=4),
@@ -59,9 +69,9 @@ def step(x, w, grad, layer=fp8_linear, **options):
 # ---------------------------------------------------------------------------------------------------------- quantising
 
 
-@pytest.mark.parametrize("scale", numbers.SCALES)
+@SCALES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("fmt", numbers.FP8_MAX)
+@FORMATS
 @pytest.mark.parametrize("shape", [(1, 1), (130, 300), (513, 1000), (256, 384), (300, 264), (129, 257)], ids=str)
 def test_quantised_bits_are_pytorchs(shape, fmt, dtype, scale):
     """NaN, infinities, zeros, subnormals, 1e-30 and ties among them; on this device and on the CPU."""

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8_common import BY_BLOCK, GROUPS, awkward
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.fp8 import mosaic_kernels, numbers
 from onchip.fp8.jax_quantize import Quantized, operand, quantize
 from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
-from onchip.fp8.numbers import COLUMN, ROW, SQUARE, Options, up
+from onchip.fp8.numbers import ROW, Options, up
 from onchip.jax import fp8_linear
 from onchip.kernels.mosaic.product import SHARED_BYTES
 from onchip.ops.fp8_linear import jax_op, reference
@@ -37,8 +38,6 @@ CONFIGS = (
     replace(CONFIG, tile_m=128, tile_n=256, split="n"),
     replace(CONFIG, tile_m=128, tile_n=128, stages=5, staging_slots=2),
 )
-GROUPS = pytest.mark.parametrize("group", [ROW, COLUMN, SQUARE], ids=str)
-BY_BLOCK = pytest.mark.parametrize("by_block", [True, False], ids=["blocks", "rows"])
 # One of each kind of number and size; the others change nothing that is JAX's own.
 CASES = {"ragged": "bfloat16", "one row": "float32", "zeros": "float16", "everything": "float32"}
 
@@ -64,13 +63,7 @@ def test_cases(case):
 @GROUPS
 def test_quantised_bits_are_the_oracles(group, fmt, scale):
     """With NaN, infinities, zero groups and tiny ones; but for subnormal float32, which XLA takes for 0."""
-    rng = np.random.default_rng(0)
-    size = np.exp2(rng.uniform(-100, 100, (40, 5)))
-    x = (rng.standard_normal((40, 300)) * np.repeat(size, 64, 1)[:, :300]).astype(np.float32)
-    x[:10, :128] = 0
-    x[20] = 1e-30 * rng.standard_normal(300)
-    x[0, 5], x[1, 200], x[2, 299] = np.nan, np.inf, -np.inf
-    assert_the_oracles_bits(x, group, fmt, scale)
+    assert_the_oracles_bits(awkward(40, 300, smallest=1e-30), group, fmt, scale)
 
 
 def problem(m=20, n=136, k=144, dtype="float32"):

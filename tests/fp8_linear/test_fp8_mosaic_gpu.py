@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_common import assert_right
-from test_fp8_jax import BY_BLOCK, CONFIGS, GROUPS, assert_the_oracles_bits
+from fp8_common import BY_BLOCK, FORMATS, GROUPS, SCALES, assert_right
+from test_fp8_jax import CONFIGS, assert_the_oracles_bits
 
 from onchip.fp8.jax_quantize import operand
 from onchip.fp8.mosaic_kernels import scaled_product
-from onchip.fp8.numbers import FP8_MAX, ROW, SCALES, SQUARE
+from onchip.fp8.numbers import ROW, SQUARE
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
@@ -27,8 +27,8 @@ def test_cases(case, dtype, layout):
     assert_right(case, dtype, "gpu", weight_layout=layout, backend="mosaic_gpu")
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("fmt", FP8_MAX)
+@SCALES
+@FORMATS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @GROUPS
 def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):

@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from fp8_common import FORMATS, GROUPS, SCALES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.fp8 import numbers
 from onchip.fp8.numbers import COLUMN, FP8_MAX, ROW, SQUARE
 from onchip.ops.fp8_linear import reference
 
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-GROUPS = pytest.mark.parametrize("group", [ROW, COLUMN, SQUARE], ids=str)
-FORMATS = pytest.mark.parametrize("fmt", FP8_MAX)
-SCALES = pytest.mark.parametrize("scale", numbers.SCALES)
 
 
 @FORMATS
