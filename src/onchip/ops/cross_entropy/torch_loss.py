@@ -153,7 +153,7 @@ def _of_every_entry(call: Call) -> loss.Outputs:
         call.tokens(check_values=True)
     if options.scratch_bytes is not None:
         call.config()
-    out = Outputs.empty(call).out._replace(loss=stated.empty(call.number, torch.float32, call.logits.device))
+    out = loss.Outputs.empty(call, call.logits, kernels=True, reduced=False)
     if call.number > 0:
         launch_soft("soft_losses", call.logits, labels, None, tau, options, call.class_weight, **out.of_labels)
     return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
@@ -166,7 +166,7 @@ def _labels_of_mine(call: Call) -> Tensor:
 
 def _reduced(call: Call, losses: Any) -> Tensor:
     tokens = call.tokens(check_values=False)
-    return loss.reduced(call.options, losses * tokens.weight, tokens, call.logits.shape[:-1])
+    return loss.reduced(call.options, losses.reshape(-1) * tokens.weight, tokens, call.logits.shape[:-1])
 
 
 def _write_by_every_entry(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
 from onchip.vocab.fp8.torch import Call, Gradient, fill
 from onchip.vocab.rows import walk
-from onchip.vocab.rows.launches import launch_ids, launch_rows, launch_soft, shares_of_ids, transform_scales
+from onchip.vocab.rows.launches import launch_rows, launch_soft, shares_of_ids, transform_scales
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 
@@ -71,7 +71,10 @@ def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) ->
     vocab, options, tokens = logits.shape[1], part.options, part.tokens(logits.shape[1])
     # No id is ignored: one that looks like it is out of range.
     ids = torch.where(part.ids == options.ignore_index, -1, part.ids)
-    stats = _statistics_of_ids(part, logits, ids, options, asked_by(options, part.class_weight), out)
+    memory = {"lse": out.lse, "log_prob": out.log_prob, "entropy": out.entropy, "top1": out.argmax}
+    stats = walk.statistics_of_ids(
+        logits, ids, part.temperature, options, asked_by(options, part.class_weight), uniform=True, into=memory
+    )
     # The rest kernels have filled.
     fill(out, Outputs.of(part, stats, tokens), ("loss", "correct", "expected", "target_logit"))
     if not into.wanted:
@@ -82,39 +85,12 @@ def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) ->
     gradient_launch(part, logits, gradient_terms(part, gradient), into, **of_ids).run()
 
 
-def _statistics_of_ids(
-    part: Call, logits: Tensor, ids: Tensor, options: Any, asked: Asked, out: Outputs | None = None
-) -> TokenStats:
-    """Of K ids, over all of the vocabulary, in the memory of `out`, or over a shard, which has no ids below 0."""
-    n = len(logits)
-
-    def make(wanted: bool = True, *more: int, dtype: torch.dtype = torch.float32) -> Any:
-        return logits.new_empty((n, *more), dtype=dtype) if wanted else None
-
-    made = {
-        "lse": make() if out is None else out.lse,
-        "log_prob": make(True, ids.shape[1]) if out is None else out.log_prob,
-        "entropy": make(asked.entropy) if out is None else out.entropy,
-        "mean": make(asked.entropy),
-        "top1": make(asked.entropy, dtype=torch.int64) if out is None else out.argmax,
-        "uniform": make(asked.mean_logits),
-    }
-    beside = {"top_out": make(asked.top), "low_out": make()} if part.of_shard else {}
-    launch_ids(
-        "log_probs", logits, None, ids, part.temperature, options, asked.class_weight, mean_logits=None,
-        log_sum_sq_probs=None, **made, **beside,
-    )  # fmt: skip
-    lse, log_prob, entropy, mean, top1, uniform = made.values()
-    if part.of_shard:
-        log_prob = log_prob.masked_fill(ids < 0, 0)
-    return TokenStats(lse, log_prob, top1, entropy, mean, None, uniform, None, *beside.values())
-
-
 def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, asked: Asked) -> TokenStats:
     """As torch.py's."""
     with device_of(logits):
         if part.of_ids:
-            return _statistics_of_ids(part, logits, part.ids, part.options, asked)
+            given = logits, part.ids, part.temperature, part.options, asked
+            return walk.statistics_of_ids(*given, uniform=True, of_shard=True)
         return walk.statistics_of_targets(logits, part.ids, part.temperature, part.options, asked, of_targets)
 
 

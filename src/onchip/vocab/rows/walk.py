@@ -4,6 +4,7 @@ Calls are `RowsCall`s, of a whole vocabulary or of a rank's shard of it: kernels
 it numbers them, and `vocab.parallel` combines what the ranks know of theirs.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,7 +60,6 @@ def _of_shard(op: str, call: RowsCall, tokens: Ids, asked: Asked, *, uniform: bo
     made = (statistics_of_targets if call.of_targets else of_ids)(*given)
     if made.uniform is None and made.mean_logits is not None:
         made = made._replace(uniform=made.lse - made.mean_logits)
-    made = made._replace(log_prob=made.log_prob.masked_fill(ids.view(made.log_prob.shape) < 0, 0))
     return parallel.combine(op, call.shards, made, tokens, asked, check_values=options.check_inputs)
 
 
@@ -81,25 +81,35 @@ def _ids_of_shard(call: RowsCall) -> tuple[Tensor, Any]:
 
 def statistics_of_ids(
     logits: Tensor,  # [..., V]
-    ids: Tensor,  # [...] or [..., K]
+    ids: Tensor,  # [...] or [..., K]; of a shard as `parallel.ids_for_kernels` makes them
     token_temperature: Tensor | None,  # [...] or []
     options: Any,
     asked: Asked,
     *,
     uniform: bool = False,
     of_shard: bool = False,
+    into: Mapping[str, Tensor | None] | None = None,
 ) -> TokenStats:
-    """By one launch, those of all T tokens over these logits; `of_shard`: with what ranks exchange beside."""
+    """By one launch, those of all T tokens over these logits; `of_shard`: with what ranks exchange beside.
+
+    `into` has memory for lse, log_prob, entropy and top1, as they are asked for.
+    """
     tokens = logits.shape[:-1].numel()
 
     def empty(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Any:
         return stated.empty(tokens, dtype, logits.device) if wanted else None
 
-    made = {
-        "log_prob": stated.empty(ids.shape, torch.float32, logits.device),
-        "entropy": empty(asked.entropy),
-        "lse": empty(),
-        "top1": empty(asked.top, torch.int64),
+    made: dict[str, Any] = (
+        {**into}
+        if into
+        else {
+            "log_prob": stated.empty(ids.shape, torch.float32, logits.device),
+            "entropy": empty(asked.entropy),
+            "lse": empty(),
+            "top1": empty(asked.top, torch.int64),
+        }
+    )
+    made |= {
         "mean_logits": empty(asked.mean_logits and not uniform),
         "log_sum_sq_probs": empty(asked.sum_sq),
         "uniform": empty(asked.mean_logits and uniform),
@@ -109,9 +119,10 @@ def statistics_of_ids(
     }
     if tokens > 0:
         launch_ids("log_probs", logits, None, ids, token_temperature, options, asked.class_weight, **made)
+    log_prob = made["log_prob"].masked_fill(ids < 0, 0) if of_shard else made["log_prob"]
     return TokenStats(
         made["lse"],
-        made["log_prob"].view(tokens, -1 if tokens else 1),
+        log_prob.view(tokens, -1 if tokens else 1),
         made["top1"],
         made["entropy"],
         made["mean"],

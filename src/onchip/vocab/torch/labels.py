@@ -67,7 +67,7 @@ def tokens(op: str, call: Any, *, check_values: bool, compact: bool = True) -> T
 
 def probs(call: Any, *, weighed: bool = True) -> Tensor:
     """[T, K]: the probabilities of K ids, times the weights of their classes unless without."""
-    shape = call.number, several(call)
+    shape = call.number, several(call) if call.number else 1  # as `tiles.select` has it
     values, ids = call.labels.reshape(shape), call.ids.reshape(shape)
     return probs_of(values, call.kind, ids, call.class_weight if weighed else None, call.dtype)
 
