@@ -572,6 +572,7 @@ OF_KERNELS = {
     "plain": {"return_stats": True},
     "all": LCE["all"],
     "none": {"reduction": "none", "z_loss": 1e-2},
+    "smoothing": {"label_smoothing": 0.2},
     "classes": {"class_weight": numbers(700), "label_smoothing": 0.3, "z_loss": 1e-2},
 }
 

@@ -61,7 +61,7 @@ def tokens(op: str, call: Any, *, check_values: bool, compact: bool = True) -> T
     if of_ids and each is not None:
         q = each[made.label][:, None]
     elif not of_ids and call.kind != "dense":
-        q = probs(call)
+        q = probs(call).reshape(made.ids.shape)
     return replace(made, q=q, class_weight=each)
 
 

@@ -26,7 +26,7 @@ from onchip.vocab.triton.tiling import VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact
 
 
-class GivenStats(NamedTuple):
+class SoftStats(NamedTuple):
     """What kernels make of labels as they are given, by the names of `Outputs`; None without return_stats."""
 
     expected: Tensor | None
@@ -58,7 +58,7 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels
     stated.zero(run.vectors.packed)
     if tokens == 0:
         return
-    given = GivenStats(*(getattr(out, name) for name in GivenStats._fields))
+    given = SoftStats(*(getattr(out, name) for name in SoftStats._fields))
     made = {"loss": out.loss, "lse": out.lse, "less": out.log_prob, "mass": out.mass, "stats": given}
     rows, _ = setup.rows_and_buffer(call, config, saved)
     temperature = call.token_temperature
