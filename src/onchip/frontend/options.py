@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, Self, TypedDict, TypeVar, get_args
 
 from onchip.core.sizes import UNITS
 
@@ -122,6 +122,15 @@ class LossOptions:
     check_inputs: bool = False
     scratch_bytes: int | None = None
     return_stats: bool = False
+
+    @property
+    def in_token_weight(self) -> bool:
+        """Whether a class weight is a factor of each token's loss: neither smoothing nor z-loss follows it."""
+        return self.label_smoothing == 0 and self.z_loss == 0
+
+    def without_lse(self) -> Self:
+        """The same without what depends on the log-sum-exp by itself."""
+        return replace(self, z_loss=0.0)
 
 
 Number = TypeVar("Number")

@@ -12,6 +12,8 @@ q_v = 0.  `xp` is where functions are found that both frameworks call the same: 
 
 from typing import Any, NamedTuple
 
+from onchip.frontend.options import LossTerms
+
 Array = Any
 
 
@@ -24,7 +26,7 @@ class Terms(NamedTuple):
     @staticmethod
     def of(options: Any) -> "Terms":
         """Those of an op's options, which are numbers."""
-        return Terms(options.label_smoothing or None, options.z_loss or None)
+        return Terms(*[x or None for x in LossTerms.of(options)])
 
 
 def expected(xp: Any, log_prob: Array, q: Array | None) -> Array:
@@ -53,13 +55,18 @@ def _times(xp: Any, factor: Array, x: Array) -> Array:
     return xp.where(factor > 0, factor * x, 0)
 
 
+def slope_of_lse(terms: Any, lse: Array) -> Array:
+    """[n]: the derivative of the z-loss, of terms that have one."""
+    return 2 * terms.z_loss * lse
+
+
 def of_p(terms: Terms, mass: Array | None, lse: Array, share: Array | None) -> Array | float:
     """[n]: what p is multiplied by, of `mass`, S (None: 1), and `share`, mean(w) (None: 1)."""
     eps: Array = terms.label_smoothing
     made = 1.0 if mass is None else mass
     if eps is not None and not (mass is None and share is None):
         made = (1 - eps) * made + eps * (1.0 if share is None else share)
-    return made if terms.z_loss is None else made + 2 * terms.z_loss * lse
+    return made if terms.z_loss is None else made + slope_of_lse(terms, lse)
 
 
 def at_entry(
@@ -90,7 +97,7 @@ def at_entry(
         # The smoothing's part in one number, which is 0 for a single class.
         rest = (p if share is None else p * share) - (1 / vocab if own is None else own / vocab)
         made = (1 - eps) * made + eps * rest
-    return made if z_loss is None else made + 2 * z_loss * lse * p
+    return made if z_loss is None else made + slope_of_lse(terms, lse) * p
 
 
 def by_outputs(
@@ -99,9 +106,7 @@ def by_outputs(
     """`row` [n] times the loss's gradients by the ids' log-probabilities [n, K], and by lse [n]; and what each logit's
     gradient lacks, times its class's weight, [n]."""
     eps, even = terms.label_smoothing, None
-    more: Array = None
-    if terms.z_loss is not None:
-        more = 2 * terms.z_loss * lse
+    more: Array = None if terms.z_loss is None else slope_of_lse(terms, lse)
     if eps is None:
         by_log_prob = -row[:, None]
     else:

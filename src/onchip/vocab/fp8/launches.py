@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, blocks
+from onchip.frontend.options import LossTerms
 from onchip.kernels.triton.launch import Launch, device_of
 from onchip.kernels.triton.maths import LOG2E
+from onchip.vocab import loss as maths
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
 from onchip.vocab.fp8.torch import Call, Gradient, fill
@@ -147,7 +149,8 @@ def _dense_softmax(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> 
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
-    terms = _terms(part, out.lse, row, 2 * options.z_loss * out.lse, out.mass, out.log_prob)
+    more = maths.slope_of_lse(LossTerms.of(options), out.lse)
+    terms = _terms(part, out.lse, row, more, out.mass, out.log_prob)
     of_labels = {
         "labels": labels,
         "labels_stride": labels.stride(0),

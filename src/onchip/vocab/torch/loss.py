@@ -1,6 +1,6 @@
 """Cross-entropy of ids: its value and its gradient, of each token's softmax statistics, by `vocab.loss`.
 
-`options` are an op's, with label_smoothing, z_loss and logit_scale.
+`options` are an op's, with the fields of `LossTerms` and logit_scale.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,6 @@ from onchip.vocab import loss as maths
 from onchip.vocab.torch import labels
 from onchip.vocab.torch.softmax import Asked, Shares, TokenGradient, TokenStats, float16_scale, shares_of_ids
 from onchip.vocab.torch.tiles import Ids, Tokens
-
-
-def in_token_weight(options: Any) -> bool:
-    """Whether a class weight is a factor of each token's loss: neither smoothing nor z-loss follows it."""
-    return bool(options.label_smoothing == 0 and options.z_loss == 0)
 
 
 def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,7 +58,7 @@ class Weights(NamedTuple):
         of_target = stated.call(_of_target, each, target, options.ignore_index)
         if options.reduction == "mean" and normalizer is None:
             normalizer = stated.call(_sum_or_one, of_target)
-        if not in_token_weight(options):
+        if not options.in_token_weight:
             return Weights(token_weight, normalizer, each)
         by_token = of_target if token_weight is None else stated.call(torch.mul, token_weight, of_target)
         return Weights(by_token, normalizer, None)

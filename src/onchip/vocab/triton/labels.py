@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
+from onchip.vocab import loss as maths
 from onchip.vocab.rows.launches import rows_of
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.loss import Outputs
@@ -115,7 +116,7 @@ def backward(
             inverse_grad_scale=None if scale is None else stated.call(torch.reciprocal, scale),
             mass=known.mass,
             less=known.less,
-            more=stated.call(torch.mul, known.lse, 2 * run.options.z_loss),
+            more=stated.call(maths.slope_of_lse, run.loss_terms, known.lse),
         )
         products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
         start = next(chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE))
