@@ -21,6 +21,7 @@ from onchip.frontend.jax_types import Array
 from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.integrations.versions import require
 from onchip.jax import linear_cross_entropy
+from onchip.vocab.loss import Terms, loss_of_lse
 
 NAME = "onchip.integrations.maxtext"
 VERSION = "0.2.5"
@@ -107,7 +108,8 @@ def _sums(
     total_z_loss = jnp.zeros((), jnp.float32)
     if z_loss:
         loss, stats = loss_of(return_stats=True)
-        total_z_loss = z_loss * jnp.sum(jnp.where(labels == IGNORED, 0, jnp.square(stats.lse)))
+        each = loss_of_lse(jnp, Terms(z_loss=z_loss), stats.lse)
+        total_z_loss = jnp.sum(jnp.where(labels == IGNORED, 0, each))
     else:
         loss = loss_of()
     return jax.lax.psum((loss, total_z_loss), axes) if axes else (loss, total_z_loss)

@@ -39,13 +39,23 @@ def expected(xp: Any, log_prob: Array, q: Array | None) -> Array:
     return xp.where((q == 0) & (log_prob == -float("inf")), 0, q * log_prob).sum(1)
 
 
+def loss_of_lse(xp: Any, terms: Any, lse: Array) -> Array:
+    """[n]: the z-loss, of terms that have one."""
+    return terms.z_loss * xp.square(lse)
+
+
+def slope_of_lse(terms: Any, lse: Array) -> Array:
+    """[n]: the derivative of that."""
+    return 2 * terms.z_loss * lse
+
+
 def value(xp: Any, terms: Terms, cost: Array, lse: Array, uniform: Array | None) -> Array:
     """[n]: the loss, of `cost`, sum_v q_v log p_v, and with smoothing of `uniform`, mean_v(w_v (lse - z_v))."""
     loss: Array = -cost
     eps = terms.label_smoothing
     if eps is not None:
         loss = _times(xp, 1 - eps, loss) + _times(xp, eps, uniform)
-    return loss if terms.z_loss is None else loss + terms.z_loss * xp.square(lse)
+    return loss if terms.z_loss is None else loss + loss_of_lse(xp, terms, lse)
 
 
 def _times(xp: Any, factor: Array, x: Array) -> Array:
@@ -53,11 +63,6 @@ def _times(xp: Any, factor: Array, x: Array) -> Array:
     if isinstance(factor, int | float):
         return factor * x if factor > 0 else xp.zeros_like(x)
     return xp.where(factor > 0, factor * x, 0)
-
-
-def slope_of_lse(terms: Any, lse: Array) -> Array:
-    """[n]: the derivative of the z-loss, of terms that have one."""
-    return 2 * terms.z_loss * lse
 
 
 def of_p(terms: Terms, mass: Array | None, lse: Array, share: Array | None) -> Array | float:
