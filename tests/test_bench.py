@@ -6,7 +6,7 @@ import re
 import runpy
 import sys
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,13 +268,6 @@ def test_nothing_stays_out_of_the_garbage_collectors_sight(bench, no_page):
     bench(toy("onchip good", total))
     assert min(frozen) > 0
     assert gc.get_freeze_count() == 0
-
-
-def test_an_implementation_may_have_bounds_of_its_own(bench, no_page):
-    bounds = {"total": 2.0, "grad": 2.0}
-    run = bench(WRONG, replace(WRONG, name="peer near", error_bounds=bounds), replace(NAN, error_bounds=bounds))
-    rows = [run.row(name) for name in ("peer wrong", "peer near", "peer nan")]
-    assert [(row["ok"], row["error_bound"]) for row in rows] == [(False, 1e-6), (True, 2.0), (False, 2.0)]
 
 
 def test_a_case_may_be_of_one_dtype(bench, no_page):

@@ -23,10 +23,8 @@ from onchip.demo import (
     PACKAGES,
     SEQUENCE,
     data,
-    jax_model,
     jax_train,
     run,
-    torch_model,
     torch_train,
     train,
 )
@@ -132,8 +130,8 @@ def test_every_implementation_is_the_same_causal_model():
     ids = np.random.default_rng(0).integers(300, size=SEQUENCE + 1)
     changed = ids.copy()
     changed[60:] = 7
-    of_transformers = torch_model.language_model(config, 1)
-    hidden = jax_model.hidden_states(config, {name: jnp.asarray(x) for name, x in weights.items()}, jnp.asarray(ids))
+    of_transformers = torch_train.language_model(config, 1)
+    hidden = jax_train.hidden_states(config, {name: jnp.asarray(x) for name, x in weights.items()}, jnp.asarray(ids))
     with torch.no_grad():
         before, after = (of_transformers(input_ids=torch.from_numpy(x)[None]).logits[0] for x in (ids, changed))
     np.testing.assert_allclose(hidden @ weights["lm_head.weight"].T, before, rtol=1e-3, atol=1e-3)

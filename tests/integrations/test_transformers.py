@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from integrations.tiny import TINY, Data, assert_close, assert_unchanged, batch, llama, of_labels, step
+from integrations.tiny import TINY, assert_close, assert_unchanged, batch, llama, of_labels, step, trained
 from onchip.integrations.deferred_logits import SkippedLogitsError
 from onchip.integrations.transformers import patch, unpatch
 from onchip.torch import LMHead, cross_entropy
@@ -322,32 +322,15 @@ def own_cross_entropy(outputs, labels, num_items_in_batch=None):
     return cross_entropy(outputs.logits, labels, shift=True)
 
 
-def trained(tmp_path, patched, evaluated=False, loss=None, **args):
-    """The log of a run, and its model."""
-    model = llama()
-    report = patch(model) if patched else None
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], seed=0,
-        save_strategy="no", use_cpu=True, learning_rate=1e-2, disable_tqdm=True, **args,
-    )  # fmt: skip
-
-    def metrics(made):
-        return {"best": float((made.predictions.argmax(-1) == made.label_ids).mean())}
-
-    trainer = transformers.Trainer(
-        model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(),
-        compute_metrics=metrics if evaluated else None, compute_loss_func=loss,
-    )  # fmt: skip
-    trainer.train()
-    found = [x["loss"] for x in trainer.state.log_history if "loss" in x]
-    return [*found, *trainer.evaluate().values()][: len(found) + 1], model, report
+def metrics(made):
+    return {"best": float((made.predictions.argmax(-1) == made.label_ids).mean())}
 
 
 TRAINED = {
     "accumulation": ({"gradient_accumulation_steps": 2}, 1e-4, True),
     "bf16": ({"bf16": True}, 2e-2, True),
     "checkpointing": ({"gradient_checkpointing": True, "max_grad_norm": 0.1}, 1e-4, True),
-    "evaluation with logits": ({"evaluated": True}, 1e-4, True),
+    "evaluation with logits": ({"metrics": metrics}, 1e-4, True),
     # A loss of Trainer's own gets the logits.
     "label_smoothing_factor": ({"label_smoothing_factor": 0.1}, 1e-5, False),
     "compute_loss_func": ({"loss": own_cross_entropy}, 1e-5, False),
@@ -358,9 +341,13 @@ TRAINED = {
 @pytest.mark.parametrize("name", TRAINED)
 def test_trainer(name, tmp_path):
     args, bound, fused = TRAINED[name]
-    expected, model, _ = trained(tmp_path, False, **args)
-    made, patched, report = trained(tmp_path, True, **args)
-    torch.testing.assert_close(made, expected, rtol=0, atol=bound)
+    model, patched = llama(), llama()
+    report = patch(patched)
+    logs = []
+    for each in (model, patched):
+        trainer, losses = trained(each, tmp_path, use_cpu=True, **args)
+        logs.append([*losses, *trainer.evaluate().values()][: len(losses) + 1])
+    torch.testing.assert_close(*logs, rtol=0, atol=bound)
     assert (report.losses > 0, report.materialized) == (fused, {})
     if name != "bf16":
         for p, q in zip(patched.parameters(), model.parameters(), strict=True):

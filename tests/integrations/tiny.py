@@ -74,3 +74,18 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, i):
         ids = torch.randint(3, self.vocab, (self.size,), generator=torch.Generator().manual_seed(i))
         return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(self.size) < i % 7, -100)}
+
+
+def trained(model, folder, data=None, steps=3, loss=None, metrics=None, **args):
+    """A Trainer after a few steps, and the losses that it logged."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, logging_steps=1, report_to=[], seed=0,
+        save_strategy="no", learning_rate=1e-2, disable_tqdm=True, **args,
+    )  # fmt: skip
+    data = data or Data()
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data, compute_metrics=metrics,
+        compute_loss_func=loss,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, [x["loss"] for x in trainer.state.log_history if "loss" in x]

@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import transformers
-from tiny import Data, llama
+from tiny import llama, trained
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -115,18 +114,13 @@ def step(name, make, rank, own_loss):
     torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: logits: {m}")
 
 
-def trained(patched):
+def train(patched):
     model = llama()
     report = patch(model) if patched else None
     with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, learning_rate=1e-2, disable_tqdm=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data())
-        trainer.train()
+        _, losses = trained(model, folder, steps=2, gradient_accumulation_steps=2, use_cpu=True)
     assert report is None or (report.losses > 0 and not report.materialized), report
-    return torch.tensor([x["loss"] for x in trainer.state.log_history if "loss" in x])
+    return torch.tensor(losses)
 
 
 def main():
@@ -136,7 +130,7 @@ def main():
     failed = []
     checks = {f"{n}{' and a loss of its own' if own else ''}": partial(step, n, make, rank, own)
               for n, make in WAYS.items() for own in (False, True)}  # fmt: skip
-    checks["Trainer"] = lambda: torch.testing.assert_close(trained(True), trained(False))
+    checks["Trainer"] = lambda: torch.testing.assert_close(train(True), train(False))
     for name, check in checks.items():
         if len(sys.argv) > 1 and name not in sys.argv[1:]:
             continue

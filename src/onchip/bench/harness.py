@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from onchip.bench.peers import Function, Implementation
-from onchip.bench.timing import Step, Timing
-from onchip.bench.world import ALONE, Alone
+from onchip.bench.timing import ALONE, Alone, Step, Timing
 from onchip.core.sizes import DTYPE_BYTES
 
 MODES = ("forward", "forward+backward")

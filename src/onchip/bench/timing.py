@@ -6,15 +6,35 @@ A step is a callable without arguments that returns the arrays it leaves behind 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-
-from onchip.bench.world import ALONE, Alone
 
 Step = Callable[[], Sequence[Any]]
 TimeOnce = Callable[..., float]
 """Milliseconds that one run of a step takes on "cpu" or "cuda", where ranks of a group begin at once."""
+
+
+T = TypeVar("T")
+
+
+class Alone:
+    """What the processes of a benchmark decide together: of one process nothing, of ranks all that the harness does."""
+
+    def every(self, value: T) -> list[T]:
+        """The value of each rank, on every rank."""
+        return [value]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns; if it raises on one rank, every rank raises, so that none waits for another."""
+        return work()
+
+    def time(self, time_once: Callable[..., float], step: Any, device: str) -> float:
+        """Milliseconds of one run of a step: those of the slowest rank, where all begin at once."""
+        return time_once(step, device)
+
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True)

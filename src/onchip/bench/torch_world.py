@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from onchip.bench import harness, report
-from onchip.bench.world import Alone
+from onchip.bench.timing import Alone
 from onchip.registry import OPS
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
 `run.py` is the front door; it checks the options and loads the rest: `data.py` (corpus, tokenizer, batches), `model.py`
 (sizes and initial weights), `train.py` (training, measuring, sampling), `report.py` (picture, page, table).  What
-depends on the framework is in two files each, of which only the chosen framework's are loaded: `torch_model.py` and
-`jax_model.py` (the Llama), `torch_train.py` and `jax_train.py` (losses, optimizer).
+depends on the framework (the Llama, losses, optimizer) is in `torch_train.py` and `jax_train.py`, of which only the
+chosen framework's is loaded.
 """
 
 PACKAGES = {"torch": ("torch", "transformers"), "jax": ("jax", "optax")}

@@ -1,9 +1,13 @@
-"""What the demo does in PyTorch: the model with either loss, and the optimizer's step."""
+"""What the demo does in PyTorch: transformers' Llama with either loss, and the optimizer's step.
+
+With --moe also models with a mixture of experts in the place of each MLP.
+"""
 
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -11,14 +15,71 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from onchip.demo import SEQUENCE
 from onchip.demo.data import Ids
-from onchip.demo.model import ModelConfig
-from onchip.demo.torch_model import LoopedMoE, expert_layer, language_model, put_experts
-from onchip.demo.torch_model import implementation as implementation
+from onchip.demo.model import EXPERTS, TOP_K, ModelConfig, initial_weights
 from onchip.demo.train import BETAS, TrainConfig
 from onchip.integrations.transformers import patch
 from onchip.torch import MoE, convert_linears, linear_cross_entropy
+
+
+def implementation() -> str:
+    """What the model is made of."""
+    return f"LlamaForCausalLM of transformers {version('transformers')}"
+
+
+def language_model(config: ModelConfig, seed: int) -> nn.Module:
+    """The model with its initial weights; `model(input_ids=ids, labels=ids).loss` is its loss."""
+    sizes = LlamaConfig(
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        max_position_embeddings=SEQUENCE + 1,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM(sizes)
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in initial_weights(config, seed).items()})
+    return model
+
+
+class LoopedMoE(MoE):
+    """The same layer as models have it: one expert after the other, on the tokens that are its own."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        tokens = x.flatten(0, -2)
+        scores, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
+        scores = scores / scores.sum(-1, keepdim=True)
+        y = torch.zeros_like(tokens)
+        for i in range(self.num_experts):
+            token, choice = (chosen == i).nonzero(as_tuple=True)
+            gate, up = F.linear(tokens[token], self.gate_up[i]).chunk(2, -1)
+            expert = F.linear(F.silu(gate) * up, self.down[i])
+            y = y.index_add(0, token, expert * scores[token, choice, None])
+        return y.view_as(x)
+
+
+def expert_layer(kind: type[nn.Module], config: ModelConfig, seed: int) -> nn.Module:
+    """A layer with its initial weights, the same for each kind."""
+    make: Any = kind
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer: nn.Module = make(config.hidden, config.intermediate // 2, EXPERTS, TOP_K)
+    return layer
+
+
+def put_experts(model: nn.Module, kind: type[nn.Module], config: ModelConfig, seed: int) -> None:
+    """Put such layers into the model, in the place of its MLPs."""
+    device = next(model.parameters()).device
+    layers: Any = model.get_submodule("model.layers")
+    for i, layer in enumerate(layers):
+        layer.mlp = expert_layer(kind, config, seed + i).to(device)
 
 
 def plain_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
