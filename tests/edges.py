@@ -195,8 +195,8 @@ BY_KERNELS = {
     "linear_cross_entropy top-k of shards": "linear_cross_entropy_by_triton",
     "linear_jsd beta=0.3": "jsd_by_kernels",
     "linear_jsd beta=0.3 of shards": "jsd_by_kernels",
-    "linear_log_probs": "linear_log_probs_in_place",
-    "linear_log_probs of shards": "linear_log_probs_of_shards_in_place",
+    "linear_log_probs": "linear_log_probs_by_triton",
+    "linear_log_probs of shards": "linear_log_probs_by_triton",
     "log_probs": "log_probs_of_logits",
     "log_probs of shards": "log_probs_of_logits",
 }

@@ -58,7 +58,7 @@ def _forward(call: Call) -> TorchOutputs:
 
 
 def _fake(call: Call) -> TorchOutputs:
-    return TorchOutputs.empty(call.options, call.logits, call.ids)
+    return TorchOutputs.empty(call.options, call.logits, call.logits.shape[:-1], call.ids)
 
 
 def _save(call: Call, made: TorchOutputs) -> Kept:

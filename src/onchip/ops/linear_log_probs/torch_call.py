@@ -1,5 +1,6 @@
-"""Arguments and outputs of both backends in PyTorch."""
+"""Arguments and outputs of both backends in PyTorch, and the gradient of logits by these outputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made
 from onchip.ops.linear_log_probs.spec import OP, Options
+from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.loss import factor_to_product
@@ -45,9 +47,13 @@ class Call(LinearCall):
             first=(1, *[0] * (self.ids.ndim + 1 - self.hidden.ndim)) if self.options.shift else (),
         )
 
-    def empty_outputs(self, *, entropy: bool, top1: bool) -> "Outputs":
-        """Not yet filled."""
-        return Outputs.empty(self.options, self.hidden, self.ids, entropy=entropy, top1=top1)
+    def check_ranks(self) -> None:
+        """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
+        if self.shards.there:
+            require_agreement(
+                OP, self, self.sizes, self.ids, self.token_temperature, split={"weight": self.weight},
+                hidden={"hidden": self.hidden}, ids=self.ids,
+            )  # fmt: skip
 
 
 class Outputs(NamedTuple):
@@ -61,25 +67,25 @@ class Outputs(NamedTuple):
     log_sum_sq_probs: Tensor | None
 
     @staticmethod
-    def empty(options: Options, of: Tensor, ids: Tensor, *, entropy: bool, top1: bool) -> "Outputs":
-        """Not yet filled, for hidden states or logits [..., N]."""
-        shape, total = of.shape[:-1], accumulator(of.dtype)
+    def empty(options: Options, like: Tensor, shape: Sequence[int], ids: Tensor) -> "Outputs":
+        """Not yet filled, for tokens of `shape`, of hidden states or logits `like` these."""
+        total = accumulator(like.dtype)
 
         def make(wanted: bool, dtype: torch.dtype = total) -> Any:
-            return stated.empty(shape, dtype, of.device) if wanted else None
+            return stated.empty(shape, dtype, like.device) if wanted else None
 
         return Outputs(
-            stated.empty(ids.shape, total, of.device),
-            make(entropy),
+            stated.empty(ids.shape, total, like.device),
+            make(options.entropy),
             make(True),
-            make(top1, torch.int64),
+            make(options.top1, torch.int64),
             make(options.mean_logits),
             make(options.log_sum_sq_probs),
         )
 
 
 class TorchOutputs(NamedTuple):
-    """What the operator returns."""
+    """What an operator by PyTorch's operations returns, and that of log_probs."""
 
     out: Outputs
     mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
@@ -103,9 +109,9 @@ class TorchOutputs(NamedTuple):
         return TorchOutputs(out, spread(stats.mean))
 
     @staticmethod
-    def empty(options: Options, of: Tensor, ids: Tensor) -> "TorchOutputs":
-        """Not yet filled."""
-        out = Outputs.empty(options, of, ids, entropy=options.entropy, top1=options.top1)
+    def empty(options: Options, like: Tensor, shape: Sequence[int], ids: Tensor) -> "TorchOutputs":
+        """Not yet filled; arguments as of `Outputs.empty`."""
+        out = Outputs.empty(options, like, shape, ids)
         return TorchOutputs(out, None if out.entropy is None else stated.empty_like(out.entropy))
 
 

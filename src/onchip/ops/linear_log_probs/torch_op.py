@@ -1,11 +1,9 @@
-"""linear_log_probs for PyTorch: the public function, and the backend of PyTorch's own products.
+"""linear_log_probs for PyTorch: the public function.
 
-`linear_log_probs` checks its inputs (torch_call.py) and chooses a backend, which is an operator
-(`frontend.torch_register`).  Its `_forward` (here or in triton_op.py) runs a walk of the engine (`vocab`) and keeps a
-few numbers per token.  Backward walks over the logits again.
+It checks its inputs and chooses a backend, which is an operator (`frontend.torch_register`), of plain_op.py or
+triton_op.py.
 """
 
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -24,16 +22,14 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShardedLogits, OfShards, Sharding, localized
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
-from onchip.ops.linear_log_probs import spec, triton_op
+from onchip.ops.linear_log_probs import plain_op, spec, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs, TorchOutputs, asked_by, gradient_by_outputs
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
-from onchip.vocab.torch import walk
-from onchip.vocab.torch.call import OF_LAYER
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
@@ -257,14 +253,14 @@ def linear_log_probs(
     Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
     ids = one_target(OP, ids, labels, name="ids")[1]
-    sharding, shards = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad), None
+    sharding, shards = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad), WHOLE
     if sharding.there({"hidden": hidden, "weight": weight, "bias": bias}):
-        parts, shards = localized(OP, sharding, {"weight": weight, "bias": bias}, {"hidden": hidden}, tokens=ids)
-        hidden, weight, bias = (parts[x] for x in ("hidden", "weight", "bias"))
+        parts, found = localized(OP, sharding, {"weight": weight, "bias": bias}, {"hidden": hidden}, tokens=ids)
+        (hidden, weight, bias), shards = (parts[x] for x in ("hidden", "weight", "bias")), found or WHOLE
     token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
     shapes = shapes_of(tensors)
-    spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("weight", "bias"), ("hidden",)))
+    spec.check_shapes(shards.whole(shapes, ("weight", "bias"), ("hidden",)) if shards.there else shapes)
     options = Options(
         shift=shift,
         ignore_index=ignore_index,
@@ -286,6 +282,10 @@ def linear_log_probs(
         shifted_bytes = ids.numel() * ids.element_size()
     refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
     chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
+    copied = copied_rows(hidden) + shifted_bytes + (copied_weight(weight, dtype) if chosen == "triton" else 0)
+    if shards.there:
+        several = ids.shape[-1] if ids.ndim == hidden.ndim else 1
+        copied += sent_bytes(ids.numel() // several, several, shards, hidden)
     call = Call(
         hidden=hidden,
         weight=weight,
@@ -295,21 +295,16 @@ def linear_log_probs(
         dtype=dtype,
         options=options,
         grads=needed(hidden, weight, bias),
-        copied=copied_rows(hidden) + shifted_bytes + (copied_weight(weight, dtype) if chosen == "triton" else 0),
+        copied=copied,
         compiled=sizes_are_symbols(hidden, weight),
-        shards=shards or WHOLE,
-        kernels=shards is not None and chosen == "triton",
+        shards=shards,
+        kernels=shards.there and chosen == "triton",
     )
-    operator: Operator[Any, Any] = triton_op.LOG_PROBS if chosen == "triton" else LOG_PROBS
-    if shards is not None:
-        from onchip.ops.linear_log_probs import torch_shards
-
-        copied = call.copied + sent_bytes(ids.numel() // call.several, call.several, shards, hidden)
-        return returned(options, torch_shards.run(replace(call, copied=copied)))
-    if chosen == "torch":
-        strategy = "recompute" if any(call.grads) else "forward"
-        memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
-    return returned(options, operator(call).out)
+    if chosen == "triton" and (shards.rows > 0 or not shards.there):  # kernels have nothing to do in an empty shard
+        return returned(options, triton_op.LOG_PROBS(call).out)
+    strategy = "recompute" if any(call.grads) else "forward"
+    memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
+    return returned(options, plain_op.LOG_PROBS(call).out)
 
 
 def returned(options: Options, made: Outputs) -> Tensor | LogProbs:
@@ -319,53 +314,3 @@ def returned(options: Options, made: Outputs) -> Tensor | LogProbs:
         return made.log_prob
     more: Any = (x if wanted else None for x, wanted in zip(made[1:], asked, strict=True))
     return LogProbs(made.log_prob, *more)
-
-
-# ------------------------------------------------------------------------------------------------- registered operator
-
-
-class Kept(NamedTuple):
-    """What backward is given."""
-
-    call: Call
-    log_prob: Tensor
-    entropy: Tensor | None
-    lse: Tensor
-    mean: Tensor | None
-
-
-def _forward(call: Call) -> TorchOutputs:
-    tokens = call.tokens(check_values=call.options.check_inputs)
-    config = call.plan("forward", tokens)
-    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options))
-    return TorchOutputs.of(call.options, stats, tokens, call.hidden.shape[:-1], call.ids)
-
-
-def _fake(call: Call) -> TorchOutputs:
-    return TorchOutputs.empty(call.options, call.hidden, call.ids)
-
-
-def _save(call: Call, made: TorchOutputs) -> Kept:
-    return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
-
-
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call = replace(kept.call, grads=tuple(wanted))
-    tokens = call.tokens(check_values=False)
-    gradient, grad_scale = gradient_by_outputs(kept, upstream, tokens)
-    config = call.plan("recompute", tokens, stats=gradient.entropy_row is not None)
-    return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale)
-
-
-LOG_PROBS = Operator(
-    "linear_log_probs_again",
-    op=OP,
-    forward=_forward,
-    fake=_fake,
-    save=_save,
-    gradients=_gradients,
-    fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
-    differentiable=("hidden", "weight", "bias"),
-    differentiable_outputs=3,
-    **OF_LAYER,
-)

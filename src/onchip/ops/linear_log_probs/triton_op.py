@@ -1,7 +1,8 @@
 """linear_log_probs for PyTorch on Triton kernels.
 
 As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in the memory that they will take, and
-backward turns it into them, in place.  What is launched is in `vocab.triton.walks`.
+backward turns it into them, in place.  What is launched is in `vocab.triton.walks`; where the vocabulary is sharded,
+`vocab.triton.shards` has what the ranks do between.
 """
 
 from typing import NamedTuple
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import OP
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs, TorchOutputs, asked_by
 from onchip.vocab.torch.softmax import Asked
-from onchip.vocab.triton import setup
+from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
@@ -41,27 +42,33 @@ def _stats(call: Call) -> bool:
 
 
 def _plan(call: Call) -> TritonPlan:
-    return setup.plan(call, stats=_stats(call))
+    return shards.plan(call, stats=_stats(call))
 
 
 def _forward(call: Call) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
-    config, shape = _plan(call), call.hidden.shape[:-1]
-    if call.options.check_inputs and not call.hidden.is_meta:
+    options = call.options
+    if call.shards.there:
+        call.check_ranks()
+        tokens = call.tokens(check_values=options.check_inputs)
+        stats, saved = shards.statistics(OP, call, tokens, asked_by(options), stats=_stats(call))
+        return TritonOutputs(TorchOutputs.of(options, stats, tokens, call.leading, call.ids).out, saved)
+    config, shape = _plan(call), call.leading
+    if options.check_inputs and not call.hidden.is_meta:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
-    run = setup.make_run(call, call.options, saved.vectors, weight=saved.weight)
-    asked = Asked(_stats(call), call.options.mean_logits, call.options.log_sum_sq_probs)
+    run = setup.make_run(call, options, saved.vectors, weight=saved.weight)
+    asked = Asked(_stats(call), options.mean_logits, options.log_sum_sq_probs)
     out = walks.forward(run, call, config, saved, asked=asked)
-    by_token = (out.entropy, out.lse, out.top1, out.mean_logits, out.log_sum_sq)
-    made = (None if x is None else x.view(shape) for x in by_token)
+    entropy, top1 = out.entropy if options.entropy else None, out.top1 if options.top1 else None
+    made = (None if x is None else x.view(shape) for x in (entropy, out.lse, top1, out.mean_logits, out.log_sum_sq))
     return TritonOutputs(Outputs(out.log_prob.view(call.ids.shape), *made), saved)  # type: ignore[arg-type]
 
 
 def _fake(call: Call) -> TritonOutputs:
-    out = call.empty_outputs(entropy=_stats(call), top1=_stats(call))
-    return TritonOutputs(out, setup.make_saved(call, _plan(call), fake=True))
+    out = Outputs.empty(call.options, call.hidden, call.leading, call.ids)
+    return TritonOutputs(out, shards.fake_saved(call, stats=_stats(call)))
 
 
 def _save(call: Call, made: TritonOutputs) -> Kept:
@@ -72,26 +79,26 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
     from onchip.vocab.triton import records, walks
 
-    call = kept.call
-    shape = call.number, call.several
+    call, config, saved, shape = kept.call, kept.config, kept.saved, (kept.call.number, kept.call.several)
     log_prob, entropy, lse = (setup.flat(x) for x in upstream)
-    by_output = walks.OutputGradients(
-        None if log_prob is None else log_prob.view(shape), lse, entropy if _stats(call) else None
-    )
-    run = setup.make_run(
-        call, call.options, kept.saved.vectors, weight=setup.weight_in_backward(call, kept.config, kept.saved)
-    )
-    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
-    return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted)
+    followed = setup.flat(kept.entropy)
+    if not call.options.entropy:
+        entropy = followed = None
+    by_output = walks.OutputGradients(None if log_prob is None else log_prob.view(shape), lse, entropy)
+    known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), followed)
+    if call.shards.there:
+        return shards.gradients(call, config, saved, known, by_output, wanted)
+    run = setup.make_run(call, call.options, saved.vectors, weight=setup.weight_in_backward(call, config, saved))
+    return walks.backward(run, call, config, saved, known, by_output, wanted)
 
 
 LOG_PROBS = Operator(
-    "linear_log_probs_in_place",
+    "linear_log_probs_by_triton",
     op=OP,
     forward=_forward,
     fake=_fake,
     save=_save,
     gradients=_gradients,
     differentiable_outputs=3,
-    **(setup.IN_PLACE | {"consumed": ("hidden_memory", "weight_memory", "scratch_memory")}),
+    **(shards.IN_PLACE | {"consumed": ("hidden_memory", "weight_memory", "scratch_memory")}),
 )

@@ -162,18 +162,6 @@ class LinearCall(Layer):
         problem = self.problem(compacted=tokens.index is not None, **more)
         return memory.plan(problem, strategy, self.budget)
 
-    @property
-    def runs_kernels(self) -> bool:
-        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without.
-
-        Raises ValueError where PyTorch's own products need more scratch.
-        """
-        if self.kernels and self.shards.rows > 0:
-            return True
-        strategy = "recompute" if any(self.grads) else "forward"
-        memory.PLANNER.require(self.problem(compacted=self.device == "cpu"), strategy, self.budget)
-        return False
-
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """In their parameters' dtypes, not yet filled."""
         return tuple(
