@@ -111,7 +111,8 @@ def every_option(rank, ranks):
     for labels in ("topk", "dense"):
         for sizes in LAYOUTS:
             compare(sizes, rank, OPTIONS["everything"], labels=labels)
-        compare(LAYOUTS[0], rank, {"reduction": "none"}, labels=labels)
+        with mock.patch.object(memory, "DEFAULT_CHUNK", 128):
+            compare(LAYOUTS[0], rank, {"reduction": "none"}, labels=labels)
 
 
 def chunks_and_one_exchange(rank, ranks):

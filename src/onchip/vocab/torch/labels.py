@@ -61,24 +61,15 @@ def tokens(op: str, call: Any, *, check_values: bool, compact: bool = True) -> T
     if of_ids and each is not None:
         q = each[made.label][:, None]
     elif not of_ids and call.kind != "dense":
-        q = probs(call).reshape(made.ids.shape)
+        q = probs(call)
     return replace(made, q=q, class_weight=each)
 
 
 def probs(call: Any, *, weighed: bool = True) -> Tensor:
-    """[T, K]: the probabilities of K ids, times the weights of their classes unless without."""
-    shape = call.number, several(call) if call.number else 1  # as `tiles.select` has it
-    values, ids = call.labels.reshape(shape), call.ids.reshape(shape)
-    return probs_of(values, call.kind, ids, call.class_weight if weighed else None, call.dtype)
-
-
-def probs_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[n, K]: the probabilities that numbers of this kind are, times the weights of their ids [n, K], in the dtype of
-    sums over inputs of `dtype`."""
-    if kind == "log_probs":
-        values = log_probs_or_nan(values).to(accumulator(dtype)).exp()
-    else:
-        values = values.to(accumulator(dtype))
-    if class_weight is None:
-        return values
-    return values * class_weight[ids.to(torch.int64).clamp(0, len(class_weight) - 1)]
+    """[T, K]: the probabilities of K ids in the dtype of sums, times the weights of their classes unless without."""
+    each, shape = call.class_weight, (call.number, several(call) if call.number else 1)  # as `tiles.select` has it
+    values, total = call.labels.reshape(shape), accumulator(call.dtype)
+    q: Tensor = log_probs_or_nan(values).to(total).exp() if call.kind == "log_probs" else values.to(total)
+    if each is not None and weighed:
+        q = q * each[call.ids.reshape(shape).to(torch.int64).clamp(0, len(each) - 1)]
+    return q

@@ -142,7 +142,7 @@ class Outputs(NamedTuple):
         made = made._replace(entropy=spread(stats.entropy), argmax=spread(stats.argmax, -1))
         if call.kind == "ids":
             return made._replace(correct=spread(stats.is_top1(tokens)))
-        q, logit = labels.probs(call, weighed=False), None
+        q = labels.probs(call, weighed=False)
         expected, mass = maths.expected(torch, stats.log_prob, q), q.sum(1)
         correct = stats.argmax == tokens.ids.gather(1, q.argmax(1, keepdim=True))[:, 0]
         logit = torch.where(mass == 0, 0, expected + mass * stats.lse)
