@@ -18,6 +18,7 @@ from onchip.torch import TopK, linear_cross_entropy, quantize_weight
 from onchip.vocab import parallel
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.memory import Problem
+from onchip.vocab.torch.dense import SENT
 from sharded import cut, leaf, same_bits, spawn
 
 TOKENS, HIDDEN, VOCAB = (2, 150), 40, 300
@@ -209,22 +210,30 @@ def other_calls(rank, ranks):
 
 
 def memory_that_it_takes(rank, ranks):
-    """In two chunks, whose logits are made twice."""
+    """In two chunks, whose logits are made twice; of targets, and of both kinds of soft labels."""
     tokens, hidden, vocab = 512, 64, 4096
     h, w, target = (
         leaf(torch.randn(tokens, hidden)),
         leaf(torch.randn(ranks * vocab, hidden)[cut([vocab] * ranks, rank)]),
         torch.arange(tokens),
     )
-    sent = 9 * tokens * (ranks + 1) * 4
-    budget = memory.scratch_bytes(Problem(tokens, hidden, vocab, sharded=True, copied=sent), 256)
+    ids = torch.arange(5 * tokens).view(tokens, 5)
+    several = TopK(ids, torch.full(ids.shape, 0.1), "probs", "truncated")
+    for labels, numbers, known in (
+        (target, 1, {}),
+        (several, 5, {"ids": 5}),
+        (torch.full((tokens, vocab), 1e-4), SENT, {"labels": "float32"}),
+    ):
+        sent = (numbers + 8) * tokens * (ranks + 1) * 4
+        budget = memory.scratch_bytes(Problem(tokens, hidden, vocab, sharded=True, copied=sent, **known), 256)
 
-    def step():
-        loss = in_fp8(h, w, target, scratch_bytes=budget, strategy="stash", vocab_group=dist.group.WORLD)
-        return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
+        def step(labels=labels, budget=budget):
+            loss = in_fp8(h, w, labels, scratch_bytes=budget, strategy="stash", vocab_group=dist.group.WORLD)
+            return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
 
-    step()
-    assert peak_extra_bytes(step, device="cpu") <= budget
+        step()
+        taken = peak_extra_bytes(step, device="cpu")
+        assert taken <= budget, (type(labels), taken, budget)
 
 
 CHECKS = (memory_that_it_takes, every_option, chunks_and_one_exchange, other_calls)
