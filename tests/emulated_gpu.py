@@ -80,7 +80,7 @@ def gpu():
 
 def calls():
     """What makes the tensors of a call, and the call of them, by name."""
-    from onchip.torch import cross_entropy, fp8_linear, grouped_matmul, linear_cross_entropy, linear_log_probs
+    from onchip.torch import TopK, cross_entropy, fp8_linear, grouped_matmul, linear_cross_entropy, linear_log_probs
 
     def leaf(*shape, std=1.0):
         return (torch.randn(shape) * std).to(torch.bfloat16).requires_grad_()
@@ -91,6 +91,16 @@ def calls():
     def wide_head():
         hidden, weight, target = head()
         return hidden, weight.detach().float().requires_grad_(), target
+
+    def labelled():
+        return *head()[:2], torch.randint(300, (140, 3)), torch.rand(140, 3)
+
+    def of_ids(hidden, weight, ids, values, **more):
+        labels = TopK(ids, values, "probs", "truncated")
+        return linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1, z_loss=1e-3, **more)
+
+    def taught():
+        return *head()[:2], torch.rand(140, 300)
 
     def logits():
         return leaf(20, 300), torch.randint(300, (20,))
@@ -106,6 +116,8 @@ def calls():
 
     return {
         **dict.fromkeys(("planned", "mixed", "in forward"), (head, linear_cross_entropy)),
+        "top-k": (labelled, of_ids),
+        "dense": (taught, linear_cross_entropy),
         "linear_log_probs": (head, linear_log_probs),
         "cross_entropy": (logits, cross_entropy),
         "grouped_matmul": (experts, grouped_matmul),
