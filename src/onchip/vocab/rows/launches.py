@@ -1,6 +1,7 @@
-"""The launch of a Triton kernel over rows of logits that exist."""
+"""The launches of Triton kernels over rows of logits that exist."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossTerms, possessive
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.kernels.triton.launch import Launch, describe, device_refusal
-from onchip.vocab.rows.memory import heuristic_tiles
+from onchip.vocab.rows.memory import RowTiles, heuristic_tiles
 
 
 def refusal(logits: Tensor) -> str | None:
@@ -43,50 +44,16 @@ def launch_rows(
     """Launch a kernel of onchip.vocab.rows.triton, with an op's `options`; `more` are its other arguments."""
     from onchip.vocab.rows import triton as triton_rows
 
-    tokens, vocab = target.numel(), logits.shape[-1]
-    tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
-    inner, rows = _rows(logits, out)
-    given = [logits] if out is None else [logits, out]
-    strides = [x.stride(-1) if vocab > 1 else 1 for x in given]
-    # So many elements are read and written at a time.
-    whole = all(x.data_ptr() % 16 == 0 for x in given) and set(strides) == {1}
-    unit = math.gcd(16 // logits.element_size(), vocab, *rows.values()) if whole else 1
-    loops = (vocab - 1) // tiles.tile
+    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
     arguments = {
-        **{name: x // unit for name, x in rows.items()},
-        **transform_scales(options),
-        "logits": logits,
         "target": _flat_ids(target),
         "token_weight": flat(token_weight),
-        "class_weight": class_weight,
-        "class_total": None if class_weight is None else stated.call(torch.sum, class_weight),
-        "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
-        "target_logit": None,
-        "top_out": None,
-        "low_out": None,
-        "uniform": None,
-        "terms_out": None,
-        "start": None,
-        "whole": None,
-        "out": out,
-        "T": tokens,
-        "V_units": vocab // unit,
-        "loops": loops,
-        "ignore_index": options.ignore_index,
-        "inner": inner,
-        "logits_stride": strides[0],
-        "out_stride": strides[-1],
-        "loss_terms": LossTerms.of(options),
+        "class_total": _total(class_weight),
+        **dict.fromkeys(("target_logit", "top_out", "low_out", "uniform", "terms_out", "start", "whole")),
         "SMOOTHING": options.label_smoothing > 0,
-        "LOOP": loops > 0,
-        "UNIT": unit,
-        "TILE": tiles.tile,
-        "LANES": 32 * tiles.warps,
-        "STAGES": tiles.stages,
+        **_of_rows(logits, out, token_temperature, options, class_weight, tiles),
     }
-    grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
-    function = getattr(triton_rows, kernel)
-    Launch(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+    _launch(getattr(triton_rows, kernel), tiles, arguments | more)
 
 
 def launch_soft(
@@ -102,42 +69,21 @@ def launch_soft(
     """Launch a kernel of onchip.vocab.rows.soft; `more` are its other arguments."""
     from onchip.vocab.rows import soft as soft_kernels
 
-    shape, vocab = logits.shape[:-1], logits.shape[-1]
-    tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=False)
-    inner, rows = _rows(logits, out)
-    labels_rows, labels_outer, labels_inner = rows_of(labels)
-    unit, stride = _unit(logits, out, rows)
-    label_unit, label_stride = _unit(labels, None, {"outer": labels_outer, "inner": labels_inner})
-    unit, lanes = math.gcd(unit, label_unit), 32 * tiles.warps
+    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=False)
+    inner, outer, row = rows_of(labels)
+    label_unit, (stride,) = _unit([labels], {"outer": outer, "inner": row})
     # Labels take as many registers as logits do, and their statistics as many again.
-    tile = max(tiles.tile // (2 if more.get("entropy") is None else 4), unit * lanes)
-    loops = (vocab - 1) // tile
+    share = 2 if more.get("entropy") is None else 4
+    of_rows = _of_rows(logits, out, token_temperature, options, class_weight, tiles, share=share, unit=label_unit)
     arguments = {
-        **{name: x // unit for name, x in rows.items()},
-        **transform_scales(options),
-        "logits": logits,
         "labels": labels,
-        "class_weight": class_weight,
-        "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
-        "out": out,
-        "T": shape.numel(),
-        "V_units": vocab // unit,
-        "loops": loops,
-        "inner": inner,
-        "logits_stride": stride,
-        "labels_rows": labels_rows,
-        "labels_outer": labels_outer // unit,
-        "labels_inner": labels_inner // unit,
-        "labels_stride": label_stride,
-        "loss_terms": LossTerms.of(options),
-        "LOOP": loops > 0,
-        "UNIT": unit,
-        "TILE": tile,
-        "LANES": lanes,
-        "STAGES": tiles.stages,
+        "labels_rows": inner,
+        "labels_outer": outer // of_rows["UNIT"],
+        "labels_inner": row // of_rows["UNIT"],
+        "labels_stride": stride,
+        **of_rows,
     }
-    grid = (min(shape.numel(), tiles.programs * describe(logits.device).programs),)
-    Launch(getattr(soft_kernels, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+    _launch(getattr(soft_kernels, kernel), tiles, arguments | more)
 
 
 def launch_ids(
@@ -153,46 +99,75 @@ def launch_ids(
     """Launch a kernel of onchip.vocab.rows.ids; `more` are its other arguments."""
     from onchip.vocab.rows import ids as id_kernels
 
-    shape, vocab = logits.shape[:-1], logits.shape[-1]
-    tokens = shape.numel()
+    tokens = logits.shape[:-1].numel()
     ids = stated.converted(ids, lambda x: x.reshape(tokens, -1).to(torch.int64).contiguous())
-    tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=False)
-    inner, rows = _rows(logits, out)
-    unit, stride = _unit(logits, out, rows)
-    loops, several = (vocab - 1) // tiles.tile, ids.shape[1]
+    tiles = heuristic_tiles(logits.shape[-1], DTYPES[logits.dtype], twice=False)
+    several = ids.shape[1]
     arguments = {
+        "ids": ids,
+        "kept": stated.call(_any_counts, ids, options.ignore_index),
+        "class_total": _total(class_weight),
+        **dict.fromkeys(("top_out", "low_out", "uniform")),
+        "K": several,
+        "BLOCK_K": min(1 << (several - 1).bit_length(), 256),
+        "BLOCK": 256,
+        **_of_rows(logits, out, token_temperature, options, class_weight, tiles),
+    }
+    if kernel == "write_ids":
+        Launch(id_kernels.write_ids, (-(-ids.numel() // 256),), arguments | more).run()
+    else:
+        _launch(getattr(id_kernels, kernel), tiles, arguments | more)
+
+
+def _of_rows(
+    logits: Tensor,
+    out: Tensor | None,
+    token_temperature: Tensor | None,
+    options: Any,
+    class_weight: Tensor | None,
+    tiles: RowTiles,
+    *,
+    share: int = 1,
+    unit: int = 0,
+) -> dict[str, Any]:
+    """The arguments that all kernels have; a tile is so small a `share` of the tiles', and divides `unit` if given."""
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    inner, rows = _rows(logits, out)
+    of_both, strides = _unit([logits] if out is None else [logits, out], rows)
+    unit, lanes = math.gcd(of_both, unit), 32 * tiles.warps
+    tile = max(tiles.tile // share, unit * lanes)
+    loops = (vocab - 1) // tile
+    return {
         **{name: x // unit for name, x in rows.items()},
         **transform_scales(options),
         "logits": logits,
-        "ids": ids,
-        "kept": stated.call(_any_counts, ids, options.ignore_index),
-        "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
         "class_weight": class_weight,
-        "class_total": None if class_weight is None else stated.call(torch.sum, class_weight),
-        "top_out": None,
-        "low_out": None,
-        "uniform": None,
+        "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
         "out": out,
-        "T": tokens,
-        "K": several,
+        "T": shape.numel(),
         "V_units": vocab // unit,
         "loops": loops,
         "ignore_index": options.ignore_index,
         "inner": inner,
-        "logits_stride": stride,
+        "logits_stride": strides[0],
+        "out_stride": strides[-1],
+        "loss_terms": LossTerms.of(options),
         "LOOP": loops > 0,
         "UNIT": unit,
-        "TILE": tiles.tile,
-        "LANES": 32 * tiles.warps,
+        "TILE": tile,
+        "LANES": lanes,
         "STAGES": tiles.stages,
-        "BLOCK_K": min(1 << (several - 1).bit_length(), 256),
-        "BLOCK": 256,
     }
-    if kernel == "write_ids":
-        Launch(id_kernels.write_ids, (-(-ids.numel() // 256),), arguments | more).run()
-        return
-    grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
-    Launch(getattr(id_kernels, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+
+
+def _launch(function: Any, tiles: RowTiles, arguments: dict[str, Any]) -> None:
+    """With as many programs as there are rows, or room for."""
+    grid = (min(arguments["T"], tiles.programs * describe(arguments["logits"].device).programs),)
+    Launch(function, grid, arguments, tiles.warps, registers=tiles.registers).run()
+
+
+def _total(class_weight: Tensor | None) -> Tensor | None:
+    return None if class_weight is None else stated.call(torch.sum, class_weight)
 
 
 def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,11 +182,12 @@ def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return same, rest
 
 
-def _unit(logits: Tensor, out: Tensor | None, rows: dict[str, int]) -> tuple[int, int]:
-    """So many elements are read and written at a time; and the stride of the logits' columns."""
-    stride, given = logits.stride(-1) if logits.shape[-1] > 1 else 1, [logits] if out is None else [logits, out]
-    whole = stride == 1 and all(x.data_ptr() % 16 == 0 for x in given)
-    return math.gcd(16 // logits.element_size(), logits.shape[-1], *rows.values()) if whole else 1, stride
+def _unit(given: Sequence[Tensor], rows: dict[str, int]) -> tuple[int, list[int]]:
+    """So many elements are read and written at a time, of tensors with rows of these strides; and their columns'."""
+    first, vocab = given[0], given[0].shape[-1]
+    strides = [x.stride(-1) if vocab > 1 else 1 for x in given]
+    whole = set(strides) == {1} and all(x.data_ptr() % 16 == 0 for x in given)
+    return math.gcd(16 // first.element_size(), vocab, *rows.values()) if whole else 1, strides
 
 
 def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:

@@ -177,28 +177,6 @@ def select(
     return Ids(index, None, plain, None, tau, tokens, total)
 
 
-def targets(
-    op: str,
-    call: Any,
-    vocab: int,
-    *,
-    dtype: torch.dtype,
-    check_values: bool,
-    first: tuple[int, ...] = (),
-    compact: bool = True,
-) -> Tokens:
-    """Sort out which targets of an operator's call count, by the names of its fields; the rest as of `select`."""
-    options = call.options
-    chosen = select(
-        op, "target", call.target, call.target.numel(), vocab, call.token_temperature,
-        ignore_index=options.ignore_index, temperature=options.temperature, dtype=dtype, check_values=check_values,
-        first=first, compact=compact,
-    )  # fmt: skip
-    made = weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
-    each = call.class_weight
-    return made if each is None else replace(made, q=each[made.label][:, None], class_weight=each)
-
-
 def weighed(
     op: str, chosen: Ids, token_weight: Tensor | None, reduction: str, normalizer: Tensor | None, *, check_values: bool
 ) -> Tokens:
