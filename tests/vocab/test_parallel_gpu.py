@@ -137,12 +137,13 @@ def soft_labels(rank, ranks):
             near([mine[0].grad], [whole[0].grad], bound, what)
             if mine[1].numel():
                 near([mine[1].grad], [whole[1].grad[own]], bound, what)
-        for op, labels in ((cross_entropy, few), (cross_entropy, many), *((jsd, few._replace(rest=x)) for x in RESTS)):
+        of_logits = [(cross_entropy, few, "torch"), (cross_entropy, few, "triton"), (cross_entropy, many, "torch")]
+        for op, labels, backend in (*of_logits, *((jsd, few._replace(rest=x), "auto") for x in RESTS)):
             whole, mine = leaf(logits), leaf(logits[:, own])
             part = labels[:, own] if labels is many else labels
             name = "target" if op is cross_entropy else "teacher_topk"
             expected = op(whole, **{name: labels}, temperature=2.0)
-            got = op(mine, **{name: part}, temperature=2.0, **given)
+            got = op(mine, **{name: part}, temperature=2.0, backend=backend, **given)
             same_bits(got)
             near([got], [expected], 1e-5, op.__name__)
             expected.backward(), got.backward()
@@ -153,7 +154,8 @@ def soft_labels(rank, ranks):
         wrong = few._replace(indices=ids.index_fill(0, torch.tensor([5], device="cuda"), VOCAB))
         mine = leaf(logits[:, own])
         for loss in (
-            cross_entropy(mine, wrong, reduction="none", **given),
+            cross_entropy(mine, wrong, reduction="none", backend="torch", **given),
+            cross_entropy(mine, wrong, reduction="none", backend="triton", **given),
             jsd(mine, teacher_topk=wrong._replace(rest="tail"), reduction="none", **given),
         ):
             assert loss.isnan().nonzero()[:, 0].tolist() == [5]
