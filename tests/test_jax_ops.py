@@ -14,7 +14,6 @@ from onchip.ops.cross_entropy import jax_op as ce_op
 from onchip.ops.linear_cross_entropy import jax_op as lce_op
 from onchip.ops.linear_jsd import jax_op as jsd_op
 from onchip.ops.linear_log_probs import jax_op as llp_op
-from onchip.ops.linear_log_probs import jax_rows as lp_op
 from onchip.ops.linear_log_probs.checks import plain_linear_log_probs, plain_log_probs
 from shared_jax import assert_same, plain_logits, plain_loss
 
@@ -59,11 +58,12 @@ OPS = {
 } | {
     "cross_entropy": Op(cross_entropy, plain_loss, ((2, 12, 70),), ce_op._op.jitted, LOSS),
     "linear_log_probs": Op(
-        partial(values, linear_log_probs), partial(values, plain_linear_log_probs), LAYER, llp_op._op.jitted, NUMBERS,
+        partial(values, linear_log_probs), partial(values, plain_linear_log_probs), LAYER, llp_op.OPERATOR.jitted,
+        NUMBERS,
         ids=2, per_token=False,
     ),
     "log_probs": Op(
-        partial(values, log_probs), partial(values, plain_log_probs), ((2, 12, 70),), lp_op._op.jitted, NUMBERS,
+        partial(values, log_probs), partial(values, plain_log_probs), ((2, 12, 70),), llp_op.OPERATOR.jitted, NUMBERS,
         ids=2, per_token=False,
     ),
     "linear_jsd": Op(

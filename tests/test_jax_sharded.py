@@ -1,8 +1,5 @@
 """The JAX ops under `jax.shard_map` on two devices, against one: a script, whose process has two from the start."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -11,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from on_devices import report_checks, run_checks
 from onchip.jax import cross_entropy, grouped_matmul, linear_cross_entropy, linear_jsd, linear_log_probs
 from shared_jax import assert_same
 
@@ -36,34 +34,24 @@ OPS = {
 
 
 def test_shard_map():
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
-    }
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 6
+    run_checks(__file__, "checks", OPS, devices=2)
 
 
-def main():
+def tokens_are_split(op):
     rng = np.random.default_rng(0)
     h, w = jnp.float32(rng.standard_normal((128, 16))), jnp.float32(rng.standard_normal((1100, 16)))
     y = jnp.asarray(rng.integers(1100, size=128), jnp.int32).at[:50].set(-100)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     split = partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")))
-    for name, op in OPS.items():
-        expected = jax.jit(jax.value_and_grad(op, (0, 1)))(h, w, y)
+    expected = jax.jit(jax.value_and_grad(op, (0, 1)))(h, w, y)
 
-        def step(h, w, y, op=op):
-            loss, grads = jax.value_and_grad(op, (0, 1))(h, w, y)
-            return jax.lax.psum(loss, "data"), grads
+    def step(h, w, y):
+        loss, grads = jax.value_and_grad(op, (0, 1))(h, w, y)
+        return jax.lax.psum(loss, "data"), grads
 
-        # JAX itself sums the gradient of weight, which all devices have, over them.
-        assert_same(jax.jit(split(step, out_specs=(P(), (P("data"), P()))))(h, w, y), expected)
-        print(name)
+    # JAX itself sums the gradient of weight, which all devices have, over them.
+    assert_same(jax.jit(split(step, out_specs=(P(), (P("data"), P()))))(h, w, y), expected)
 
 
 if __name__ == "__main__":
-    main()
+    report_checks({name: partial(tokens_are_split, op) for name, op in OPS.items()}, {})

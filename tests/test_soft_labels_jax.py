@@ -144,7 +144,7 @@ def test_the_memory_formulas():
                                                              stats=True), row_memory.plan(p)),
         ),
         (
-            jax.grad(partial(linear_cross_entropy, scratch_bytes=12 << 20), (0, 1)),
+            jax.value_and_grad(partial(linear_cross_entropy, scratch_bytes=12 << 20), (0, 1)),
             [shape((512, 64), "float32"), shape((8192, 64), "float32"), shape((512, 8192), "float32")],
             memory.scratch_bytes(p := Problem(512, 64, 8192, labels="float32", compacted=True),
                                  memory.plan(p, "stash", 12 << 20)),

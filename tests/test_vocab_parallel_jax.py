@@ -1,10 +1,6 @@
 """JAX's losses of a head whose vocabulary is split over devices, against those of the whole: a script, whose process
 has four devices from the start, runs all checks and says of each what came out."""
 
-import os
-import subprocess
-import sys
-import traceback
 from functools import cache, partial
 
 import jax
@@ -15,7 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from linear_cross_entropy import plain_kernels
+from on_devices import report_checks, run_checks
 from onchip.jax import (
+    TopK,
     linear_cross_entropy,
     linear_jsd,
     linear_log_probs,
@@ -23,8 +21,7 @@ from onchip.jax import (
     sharded_linear_jsd,
     sharded_linear_log_probs,
 )
-from onchip.ops.linear_cross_entropy import jax_sharded
-from onchip.vocab.mosaic import kernels, rebase
+from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
 from shared_jax import assert_same
@@ -32,6 +29,7 @@ from shared_jax import assert_same
 B, S, H, V, PADDED = 4, 6, 16, 69, 72
 NAMES = "data", "model"
 CHECKS, SLOW = {}, {}
+EVERY = dict.fromkeys(("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
 
 
 def check(function):
@@ -203,18 +201,6 @@ def rows_that_are_nearly_certain():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def kernels_on_the_cpu(monkeypatch):
-    """Stand-ins for those of 'mosaic_gpu'."""
-    monkeypatch.setattr(jax_sharded, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
-    for module, names in (
-        (kernels, ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product")),
-        (rebase, ("rebase_exponentials", "add_targets")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(plain_kernels, name))
-
-
 def as_kernels_compute_it(plan, layout="vh", vocab=2160, **options):
     """With a plan of `mosaic_op`, against plain JAX in float32."""
     rng = np.random.default_rng(0)
@@ -231,7 +217,7 @@ def as_kernels_compute_it(plan, layout="vh", vocab=2160, **options):
         return sharded_linear_cross_entropy(h, w, y, backend="mosaic_gpu", weight_layout=layout, **on_mesh, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        kernels_on_the_cpu(monkeypatch)
+        plain_kernels.stand_in(monkeypatch)
         if plan is not None:
             monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
         found = jax.jit(jax.value_and_grad(split, (0, 1)))(h, w)
@@ -263,7 +249,7 @@ def kernels_lower():
     call = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=mesh_of(), backend="mosaic_gpu")
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (4096, 512))]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(jax_sharded, "platform", lambda: "gpu")
+        monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
         monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
         step = jax.jit(jax.value_and_grad(lambda h, w, y: call(h, w, y), (0, 1)))
         traced = step.trace(*given, jax.ShapeDtypeStruct((1024,), jnp.int32))
@@ -281,7 +267,7 @@ def statistics_by_kernels():
     options = {"reduction": "none", "return_stats": True}
     call = partial(sharded_linear_cross_entropy, vocab_axis="model", mesh=mesh_of(), vocab_size=2170, **options)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        kernels_on_the_cpu(monkeypatch)
+        plain_kernels.stand_in(monkeypatch)
         monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("forward", 128))
         run = jax.jit(lambda h, w: call(h, w, y, backend="mosaic_gpu"))
         assert run.lower(h, w).as_text().count('"stablehlo.all_gather"') == 1
@@ -293,8 +279,6 @@ def statistics_by_kernels():
 
 
 # ----------------------------------------------------------------------------------------------------- linear_log_probs
-
-EVERY = dict.fromkeys(("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
 
 
 @slow
@@ -352,6 +336,42 @@ def jsd_on_a_mesh_with_gradients_of_the_teacher():
     assert_same(jax.jit(run)(*given), expected)
 
 
+def jsd_of_a_topk_teacher(kind, rest, beta):
+    """On a mesh, and along an axis, of which two devices have a part of the ids each."""
+    _, y, _, _, _ = arrays()
+    rng = np.random.default_rng(2)
+    ids = jnp.asarray(np.argsort(rng.random((B, S, V)), -1)[..., :5], jnp.int32)
+    values = jnp.log(jnp.asarray(rng.random((B, S, 5)), jnp.float32) / 5)
+    topk = TopK(ids, values, kind, rest)
+    options = {"beta": beta, "temperature": 2.0, "hard_weight": 0.3, "target": y, "reduction": "sum"}
+    whole = lambda h, w, b: linear_jsd(h, w, teacher_topk=topk, student_bias=b, **options)  # noqa: E731
+    on_mesh = partial(sharded_linear_jsd, vocab_axis="model", token_axes="data", mesh=mesh_of(), vocab=V, **options)
+    same_as_whole(whole, lambda h, w, b: on_mesh(h, padded(w), teacher_topk=topk, student_bias=padded(b)))
+
+    def op(h, w, bias, ids, values, target, **kw):
+        kw["vocab"] = kw.pop("vocab_size")
+        return linear_jsd(h, w, teacher_topk=TopK(ids, values, kind, rest), student_bias=bias, target=target, **kw)
+
+    of_tokens = {"ids": ids, "values": values, "target": y}
+    others = {name: x for name, x in options.items() if name != "target"}
+    same_as_whole(whole, along_axis(op, tokens=of_tokens, **others))
+
+
+@check
+def jsd_of_a_topk_teacher_with_a_tail():
+    jsd_of_a_topk_teacher("log_probs", "tail", 0.3)
+
+
+@check
+def jsd_of_a_truncated_topk_teacher():
+    jsd_of_a_topk_teacher("log_probs", "truncated", 0.0)
+
+
+@check
+def jsd_of_a_renormalised_topk_teacher():
+    jsd_of_a_topk_teacher("logits", "renormalised", 1.0)
+
+
 @slow
 def equal_models_have_a_divergence_of_nothing():
     (h, w, _), _, _, _, _ = arrays()
@@ -368,10 +388,14 @@ def one_all_gather():
     """And in backward one sum, of hidden's gradient; a mixture's divergence has another all-gather."""
     (h, w, _), y, _, ids, _ = arrays()
     on_mesh = {"vocab_axis": "model", "mesh": mesh_of()}
+    topk = TopK(jnp.tile(jnp.arange(3), (B, S, 1)), jnp.full((B, S, 3), -2.0), "log_probs", "tail")
     of_teacher = {"teacher_hidden": h, "teacher_weight": padded(w), "target": y, "hard_weight": 0.5}
     calls = [
         (1, partial(sharded_linear_cross_entropy, target=y, label_smoothing=0.1, z_loss=0.1, return_stats=True)),
+        (1, partial(sharded_linear_cross_entropy, target=jnp.ones((B, S, PADDED)), return_stats=True)),
+        (1, partial(sharded_linear_cross_entropy, target=topk._replace(kind="probs", rest="truncated"))),
         (1, partial(sharded_linear_log_probs, ids=ids, **EVERY)),
+        (1, partial(sharded_linear_jsd, teacher_topk=topk)),
         (1, partial(sharded_linear_jsd, beta=1.0, **of_teacher)),
         (2, partial(sharded_linear_jsd, beta=0.5, **of_teacher)),
     ]
@@ -492,30 +516,8 @@ def four_devices_and_a_chunk_of_the_vocabulary():
 
 @pytest.mark.parametrize("which", ["checks", pytest.param("slow", marks=pytest.mark.slow)])
 def test_split_vocabulary(which):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    command = [sys.executable, __file__, which]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == list({"checks": CHECKS, "slow": SLOW}[which])
-
-
-def main(which):
-    """Print each check that is right, and why another isn't; `which` are all, or one by its name."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    wrong = 0
-    for name, run in {"checks": CHECKS, "slow": SLOW}.get(which, {which: (CHECKS | SLOW).get(which)}).items():
-        try:
-            run()
-            print(name)
-        except Exception:
-            wrong += 1
-            print(f"{name}: {traceback.format_exc()}")
-    sys.exit(wrong)
+    run_checks(__file__, which, {"checks": CHECKS, "slow": SLOW}[which])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    report_checks(CHECKS, SLOW)

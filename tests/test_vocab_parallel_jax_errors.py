@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from onchip.jax import (
     TopK,
+    cross_entropy,
     linear_cross_entropy,
     linear_jsd,
     linear_log_probs,
@@ -18,7 +19,7 @@ from onchip.jax import (
     sharded_linear_jsd,
     sharded_linear_log_probs,
 )
-from onchip.ops.linear_cross_entropy import jax_op, jax_sharded
+from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.xla.parallel import whole_vocab
 from shared import assert_refused
@@ -59,7 +60,8 @@ VOCAB = {
 }  # fmt: skip
 OWN = {
     sharded_linear_cross_entropy: VOCAB | {
-        "soft labels": ({"target": ones((2, 6, 16))}, ValueError, "the targets of a vocabulary that is split over devices are ids; got probabilities"),
+        "soft labels of a device": ({"target": ones((2, 6, 4))}, ValueError, "target has shape [2, 6, 4]; probabilities must be [..., V], [2, 6, 16]"),
+        "stash of soft labels": ({"target": ones((2, 6, 16)), "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'"),
         "class_weight is padded": ({"class_weight": ones(16), "vocab_size": 15}, ValueError, "class_weight has shape [16]; it must be [V], [15]"),
         "sequences are split": ({"shift": True, "token_axes": (None, "data")}, ValueError, "shift=True needs whole sequences on each device, but token_axes split them along 'data'"),
         "stash": ({"strategy": "stash"}, ValueError, "xla: strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"),
@@ -125,8 +127,7 @@ def test_wrong_call_inside_of_shard_map(op, name):
 
 def test_what_kernels_refuse(monkeypatch):
     """On a GPU that has them."""
-    for module in (jax_op, jax_sharded):
-        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
     call = partial(linear_cross_entropy, backend="mosaic_gpu")
     message = "backend 'mosaic_gpu' can't run this call: it doesn't take a split vocabulary inside of a jax.shard_map with check_vma, which gradients need; call sharded_linear_cross_entropy outside of it, or pass backend='xla'"
@@ -138,6 +139,14 @@ def test_what_kernels_refuse(monkeypatch):
         message = "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass backend='xla'"
         assert_refused(
             "linear_cross_entropy", partial(jax.eval_shape, partial(call, **options), H, W, Y), ValueError, message
+        )
+    message = "of a split vocabulary it takes targets that are ids alone; pass backend='xla'"
+    for labels in (ones((2, 6, 16)), TopK(Y[..., None], ones((2, 6, 1)), "probs", "truncated")):
+        assert_refused(
+            "linear_cross_entropy",
+            partial(jax.eval_shape, lambda h, w, y=labels: call(h, w, y), H, W),
+            ValueError,
+            message,
         )
 
 
@@ -169,15 +178,16 @@ CALLS = {
     "vocab_size alone": (linear_cross_entropy, {"vocab_size": 15}, "vocab_size=15 is of a vocabulary that is split over devices; pass axis_name too, or cut the padding off weight and bias"),
     "vocab_size of log-probabilities": (linear_log_probs, {"vocab_size": 15}, "pass axis_name too"),
     "outside of shard_map": (linear_cross_entropy, {"axis_name": "model"}, "axis_name='model' is not an axis of a jax.shard_map around the call ([])"),
-    "soft labels": (linear_cross_entropy, {"axis_name": "model", "target": ones((2, 6, 16))}, "are ids; got probabilities; for those give each device its tokens and the whole weight, without axis_name"),
-    "a top-k teacher": (linear_jsd, {"axis_name": "model", "teacher_hidden": None, "teacher_weight": None, "teacher_topk": TopK(Y[..., None], ones((2, 6, 1)), "log_probs", "tail")}, "a vocabulary that is split over devices has no teacher_topk; pass teacher_logits or the teacher's head"),
+    "vocab_size of logits": (cross_entropy, {"vocab_size": 15}, "pass axis_name too, or cut the padding off logits"),
+    "logits outside of shard_map": (cross_entropy, {"axis_name": "model"}, "is not an axis of a jax.shard_map around the call ([]); call it inside of one"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_call_outside(name):
     op, changes, message = CALLS[name]
-    assert_refused(op.__name__, partial(op, **OPS[op] | changes), ValueError, message)
+    given = OPS[op] if op in OPS else {"logits": ones((2, 6, 16)), "target": Y}
+    assert_refused(op.__name__, partial(op, **given | changes), ValueError, message)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -220,6 +230,12 @@ def test_arrays_of_an_explicit_mesh_are_split_as_the_call_says():
             "sharded_linear_cross_entropy", lambda: jax.eval_shape(call, *given), ValueError, "target is sharded as"
         )
         assert jax.eval_shape(call, array(H, "data"), array(W, "model"), array(Y, "data")).shape == ()
+        labels = jax.ShapeDtypeStruct((2, 6, 16), jnp.float32)
+        given = array(H, "data"), array(W, "model"), array(labels, "data")
+        message = "target is sharded as P('data', None, None); it must be P('data', None, 'model')"
+        assert_refused("sharded_linear_cross_entropy", lambda: jax.eval_shape(call, *given), ValueError, message)
+        given = array(H, "data"), array(W, "model"), array(labels, "data", None, "model")
+        assert jax.eval_shape(call, *given).shape == ()
 
 
 @pytest.mark.parametrize("op", SHARDED)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.kernels.mosaic.product import BOX
-from onchip.ops.linear_cross_entropy import jax_op, jax_soft
-from onchip.vocab.mosaic import kernels, rebase, sums
+from onchip.ops.linear_cross_entropy import jax_op
+from onchip.vocab.mosaic import kernels, products, rebase, sums
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.blocks import REACH
 from onchip.vocab.mosaic.positions import LOWEST, NO_LABEL, Partials
@@ -346,17 +346,19 @@ def add_targets(out, hidden, token, label, term, *, vocab_major):
 
 def forget():
     """What was compiled for other kernels, or other plans."""
-    for function in (*jax_op._op.jitted, *jax_soft._op.jitted):
+    for function in jax_op._op.jitted:
         function.clear_cache()
 
 
 def stand_in(monkeypatch):
     """Let the 'mosaic_gpu' backend run on the CPU, with these in the place of its kernels."""
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(jax_soft, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
-    for name in ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product"):
-        monkeypatch.setattr(kernels, name, globals()[name])
-    for name in ("rebase_exponentials", "scale_sum", "add_targets"):
-        monkeypatch.setattr(rebase, name, globals()[name])
+    for module, names in (
+        (kernels, ("softmax_tiles", "gradient_tiles")),
+        (products, ("hidden_product", "weight_product")),
+        (rebase, ("rebase_exponentials", "scale_sum", "add_targets")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, globals()[name])
     forget()

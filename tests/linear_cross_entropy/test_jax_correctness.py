@@ -21,7 +21,7 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory as jax_spec
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.loss import Constants
+from onchip.vocab.xla.loss import Constants, Given
 from onchip.vocab.xla.tiles import Projection
 from shared_jax import plain_logits
 
@@ -122,13 +122,14 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     }
     numbers |= {"softcap": jnp.float32(4)} if softcap else {}
     plain = plain_labels("op", "labels", jnp.asarray(labels), 90, 60, check_inputs=False)
-    constants = Constants.of(plain, Options(), None, None, None, numbers, jnp.float32)
+    constants = Constants.of(Given(None, plain, *[None] * 4, numbers), Options(), jnp.float32)
 
     def run(plan):
-        call = constants.call("mean", projection, jax_xla.select(plan, constants.labels))
-        stats, saved = jax_xla.forward(plan, constants.loss.wanted(True), needs, call)
+        call = constants.call("mean", projection, jax_xla.select(plan, constants.kept))
+        wanted = Projection(False, False, False) if strategy == "forward" else needs
+        stats, sums, saved = jax_xla.forward(plan, constants.wanted(True), wanted, call)
         grads = None if strategy == "forward" else jax_xla.backward(plan, needs, saved, jnp.float32(1))
-        return call.outputs("mean", stats), grads
+        return call.outputs("mean", stats, sums), grads
 
     compiled = jax.jit(run, static_argnums=0)
     chunked = Config(strategy, token_chunk, 90 if strategy == "stash" else vocab_chunk)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from numbers_kept import assert_is_tanh, assert_rounds
 from onchip.kernels.mosaic.order import Work, place_tile
 from onchip.kernels.mosaic.product import MosaicConfig
-from onchip.vocab.mosaic import kernels, rebase
+from onchip.vocab.mosaic import kernels, products, rebase
 from onchip.vocab.mosaic.bits import HALF_A_PLACE, join, split
 from onchip.vocab.mosaic.blocks import Kept, tanh
 from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands, Partials
@@ -319,7 +319,7 @@ def check_rooms():
         rebase.rebase_exponentials(
             rooms, partials.maximum[...], s.shift, s.shift + moved, s.count, vocab=s.vocab, **common
         )
-        hidden = kernels.hidden_product(
+        hidden = products.hidden_product(
             s.weight, s.count, tokens=half, first_token=at(half), kept=Kept(stash, spare[...], SHIFT, SPLIT),
             kept_tokens=half, in_scratch=scratch[...], scale=s.scale, **common,
         )  # fmt: skip
@@ -356,9 +356,9 @@ def test_products(vocab_major, interpreter):
     def run():
         ref = reference_to(stash)
         both = Kept(ref, spare, SHIFT, SPLIT)
-        whole = partial(kernels.hidden_product, s.weight, s.count, kept=both, kept_tokens=kept, **common)
+        whole = partial(products.hidden_product, s.weight, s.count, kept=both, kept_tokens=kept, **common)
         hidden = whole(tokens=TOKENS, scale=s.scale)
-        chunk = partial(kernels.weight_product, ref, s.rows, s.count, kept=both, kept_tokens=kept, **common)
+        chunk = partial(products.weight_product, ref, s.rows, s.count, kept=both, kept_tokens=kept, **common)
         for number in range(SPLIT // SHIFT):
             chunk(first=at(0), chunks=of(SHIFT), number=at(number), after=hidden)
         chunk(first=at(SPLIT), chunks=of(PADDED - SPLIT))
@@ -378,7 +378,7 @@ def test_slices_of_the_vocabulary(vocab_major, interpreter):
     values = np.zeros((TOKENS, PADDED))
     values[: s.n] = s.exponentials
     made = jax.jit(
-        lambda: kernels.hidden_product(
+        lambda: products.hidden_product(
             s.weight, s.count, vocab_major=vocab_major, tokens=TOKENS, scale=s.scale, slices=slices, config=CONFIG,
             recomputed=s.matrix(values, (PADDED, TOKENS), 0), interpret=interpreter,
         )
@@ -419,7 +419,7 @@ def test_sums(vocab_major, tile_n, dtype, bound, interpreter):
     def run():
         total = Sum(*(reference_to(jnp.full_like(x, jnp.nan)) for x in Sum.empty(s.weight, config)))
         for scale in (1, 2):
-            kernels.weight_product(
+            products.weight_product(
                 total, rows * scale, s.count, vocab_major=vocab_major, first=at(0), chunks=of(PADDED), kept_tokens=0,
                 in_scratch=in_scratch, begins=jnp.full(1, scale == 1), config=config, interpret=interpreter,
             )  # fmt: skip
@@ -462,14 +462,14 @@ def test_sums_that_begin_in_the_memory_of_exponentials(vocab_major, dtype, bound
         first, digits = Sum.empty(s.weight, config)
         total = Sum(reference_to(stash.astype(first.dtype)), reference_to(jnp.full_like(digits, jnp.nan)))
         begin = partial(
-            kernels.weight_product, total, s.rows, s.count, kept=Kept(None, spare, SHIFT, SPLIT), kept_tokens=kept,
+            products.weight_product, total, s.rows, s.count, kept=Kept(None, spare, SHIFT, SPLIT), kept_tokens=kept,
             in_scratch=in_scratch, **common,
         )  # fmt: skip
         for number in range(SPLIT // SHIFT):
             begin(first=at(0), chunks=of(SHIFT), number=at(number))
         begin(first=at(SPLIT), chunks=of(PADDED - SPLIT))
         once = Sum(*(x[...] for x in total)).value(config)
-        add = partial(kernels.weight_product, total, s.rows, s.count, kept_tokens=0, in_scratch=whole, **common)
+        add = partial(products.weight_product, total, s.rows, s.count, kept_tokens=0, in_scratch=whole, **common)
         for first, size in ((0, 256), (256, 512)):  # in chunks too
             add(first=at(first), chunks=of(size), begins=jnp.zeros(1, bool))
         return once, Sum(*(jax.freeze(x) for x in total)).value(config)
@@ -517,7 +517,7 @@ def test_sums_lower(vocab_major, hidden, tile_n, dtype):
         total = Sum(
             *map(reference_to, Sum.empty(jnp.zeros((vocab, hidden) if vocab_major else (hidden, vocab), dtype), config))
         )
-        kernels.weight_product(
+        products.weight_product(
             total, rows, count, vocab_major=vocab_major, first=at(0), chunks=of(2304), kept_tokens=0,
             in_scratch=in_scratch, begins=count > 5, config=config,
         )  # fmt: skip
@@ -561,10 +561,10 @@ def test_gradient_again(vocab_major, interpreter):
             ),
             padded(lse, np.inf), s.scale, padded(at_target), size=size, even=padded(even), first_row=kept, **common,
         )  # fmt: skip
-        hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
+        hidden = products.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
         others = again[:, kept:] if vocab_major else again[kept:]
         ref = reference_to(stash)
-        kernels.weight_product(
+        products.weight_product(
             ref, s.rows, s.count, chunks=of(size), kept=Kept(None, spare, SHIFT, SPLIT), kept_tokens=kept,
             recomputed=others, **common,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from soft_cases import ALL, CASES, assert_right, inputs
 
 from onchip.jax import TopK, linear_cross_entropy
-from onchip.ops.linear_cross_entropy import jax_op, jax_soft
+from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import kernels
 from onchip.vocab.mosaic import memory as mosaic_spec
@@ -31,8 +31,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def as_on_hopper(monkeypatch):
-    for module in (jax_op, jax_soft):
-        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
 
 
@@ -60,7 +59,7 @@ def test_forward_in_chunks_of_tokens(name, on_the_cpu, monkeypatch):
     run, given = call_on(BY_NAME[name], return_stats=True)
     expected = run(**given)
     plain_kernels.forget()
-    monkeypatch.setattr(mosaic_spec, "plan", lambda *_: MosaicPlan("forward", 256))
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("forward", 256))
     for x, y in zip(jax.tree.leaves(run(**given)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
 

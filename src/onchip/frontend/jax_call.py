@@ -20,6 +20,7 @@ class Static(NamedTuple):
     platform: str  # "cpu", "gpu" or "tpu"
     backend: str = "xla"
     shard: Any = None  # of the vocabulary
+    mesh: Any = None  # an `OnMesh` of a call that spreads itself
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])

@@ -152,15 +152,20 @@ def take_target(op: str, given: dict[str, Any], *, needed: bool = True) -> tuple
     return name, target
 
 
-def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def check_arrays(op: str, given: Mapping[str, Any], soft: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Raise for arguments of a vocabulary's loss that are no arrays, or whose dtypes are wrong or don't fit together.
 
-    Return the arrays.  A temperature may also be a number.
+    Return the arrays.  A temperature may also be a number.  `soft` are labels by their names, in the place of targets.
     """
     named = {name: x for name, x in given.items() if name in _ARRAYS and (name != "temperature" or is_array(x))}
-    arrays = require_arrays(op, named, ("bias", "token_weight", "class_weight", "temperature"))
+    integers: tuple[str, ...] = ("target", "labels", "ids")
+    if soft is not None:
+        named = {name: x for name, x in named.items() if name not in integers} | dict(soft)
+        integers = tuple(name for name in soft if name.endswith(".indices"))
     constants = ("token_weight", "class_weight", "temperature")
-    check_kinds(op, arrays, integers=("target", "labels", "ids"), constants=constants, dtypes=LOSS_DTYPE_BYTES.keys())
+    arrays = require_arrays(op, named, ("bias", *constants))
+    dtypes = LOSS_DTYPE_BYTES.keys()
+    check_kinds(op, arrays, integers=integers, constants=constants, labels=soft or (), dtypes=dtypes)
     check_product_dtype(op, arrays)
     check_class_weight(op, arrays)
     return arrays

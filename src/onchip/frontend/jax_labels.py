@@ -1,63 +1,96 @@
-"""What JAX's cross-entropies check of soft labels."""
+"""What JAX's cross-entropies check of their labels: ids, or soft ones."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
-from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_inputs import check_class_weight, check_kinds, is_array, require_arrays
-from onchip.frontend.jax_values import check_factors, log_probs_or_nan, plain_labels
-from onchip.frontend.topk import TopK, check_labels
+from onchip.frontend import topk
+from onchip.frontend.jax_inputs import (
+    check_arrays,
+    is_array,
+)
+from onchip.frontend.jax_types import LossStats
+from onchip.frontend.jax_values import check_factors, checked_labels, log_probs_or_nan, plain_labels
+from onchip.frontend.options import check_head, check_logits, check_tokens, shapes_of
+from onchip.frontend.topk import TopK
 
 
-def is_soft(target: Any, of: Any) -> bool:
-    """Whether the target is probabilities: a `TopK`, or floating point with as many dimensions as hidden or logits."""
-    if isinstance(target, TopK):
-        return True
+def _is_dense(target: Any, of: Any) -> bool:
+    """Whether a target is probabilities of every entry: floating point, with as many dimensions as hidden or logits."""
     both = is_array(target) and is_array(of)
     return both and target.ndim == of.ndim and bool(jnp.issubdtype(target.dtype, jnp.floating))
 
 
-def check_label_arrays(op: str, given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The arrays among the arguments of a public function, `name` being its target, where all are of the right kind."""
-    constants = ("token_weight", "class_weight", "temperature")
-    names = ("hidden", "weight", "bias", "logits", *constants)
-    named = {n: x for n, x in given.items() if n in names and (n != "temperature" or is_array(x))}
-    target = given[name]
-    if isinstance(target, TopK):
-        check_labels(op, name, target)
-        named |= {f"{name}.indices": target.indices, f"{name}.values": target.values}
-    else:
-        named[name] = target
-    arrays = require_arrays(op, named, ("bias", *constants))
-    check_kinds(
-        op,
-        arrays,
-        integers=(f"{name}.indices",),
-        constants=constants,
-        labels=(name, f"{name}.values"),
-        dtypes=LOSS_DTYPE_BYTES.keys(),
-    )
-    check_class_weight(op, arrays)
-    return arrays
+def check_labels(op: str, given: Mapping[str, Any], name: str, of: str) -> bool:
+    """Raise unless the arrays among the arguments of a public function are of the right kinds and shapes, but for
+    class_weight, of which a device may have more than of the vocabulary.  Return whether labels are soft.
 
-
-def parts_of(
-    op: str, given: Mapping[str, Any], name: str, target: Any, tokens: int, vocab: int, dtype: Any
-) -> tuple[Any, Any]:
-    """Probabilities [T, K] of `dtype` and ids [T, K], or probabilities [T, V] and None; constants to autodiff.
-
-    Raise for values among the arguments of a public function that are wrong, where these can be read; `target` is the
-    argument `name`, which may have been cut.
+    `name` is that of the target, and `of` of what has the tokens: "hidden" or "logits".
     """
-    check_inputs = given["check_inputs"]
+    target, soft = given[name], None
+    if isinstance(target, TopK):
+        topk.check_labels(op, name, target)
+        soft = {f"{name}.indices": target.indices, f"{name}.values": target.values}
+    elif _is_dense(target, given[of]):
+        soft = {name: target}
+    arrays = check_arrays(op, given, soft)
+    shapes = shapes_of({x: array for x, array in arrays.items() if x != "class_weight"})
+    if of == "hidden":
+        vocab = check_head(op, shapes, layout=given["weight_layout"])
+    else:
+        check_logits(op, shapes)
+        vocab = shapes[of][-1]
+    if soft is None:
+        check_tokens(op, shapes, name, of)
+    else:
+        topk.check_label_shapes(op, name, shapes, of, vocab)
+    return soft is not None
+
+
+def labels_of(op: str, given: Mapping[str, Any], name: str, vocab: int, options: Any, dtype: Any) -> tuple[Any, Any]:
+    """Probabilities [..., K] of `dtype` and ids [..., K]; None and ids [...]; or probabilities [..., V] and None:
+    constants to autodiff.
+
+    Raise for values among the arguments of a public function that are wrong, where these can be read; `name` is that of
+    the target.
+    """
+    target = given[name]
+    if not isinstance(target, TopK) and jnp.issubdtype(target.dtype, jnp.integer):
+        return None, checked_labels(op, given, name, vocab, options, target.ndim - 1 if options.shift else None)
+    check_inputs = options.check_inputs
     check_factors(op, given, True, check_inputs=check_inputs)
     if not isinstance(target, TopK):
-        return jnp.asarray(target).reshape(tokens, vocab), None
-    count = target.indices.shape[-1]
+        return lax.stop_gradient(jnp.asarray(target)), None
     values = jnp.asarray(target.values)
     if target.kind == "log_probs":
         values = jnp.exp(log_probs_or_nan(op, name, target.values, check_inputs=check_inputs).astype(dtype))
     ids = plain_labels(op, f"{name}.indices", target.indices, vocab, None, check_inputs=check_inputs)
-    return values.astype(dtype).reshape(tokens, count), ids.reshape(tokens, count)
+    return lax.stop_gradient(values.astype(dtype)), ids
+
+
+def without_ends(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The arguments of a public function whose soft labels, by this name, are shifted: without each sequence's last
+    hidden state, and without what is of the first position, which nothing predicts."""
+    target, token_weight, temperature = given[name], given["token_weight"], given["temperature"]
+    if isinstance(target, TopK):
+        target = target._replace(indices=target.indices[..., 1:, :], values=target.values[..., 1:, :])
+    else:
+        target = target[..., 1:, :]
+    token_weight = None if token_weight is None else token_weight[..., 1:]
+    temperature = temperature[..., :-1] if is_array(temperature) and temperature.ndim else temperature
+    made = {"hidden": given["hidden"][..., :-1, :], "token_weight": token_weight, "temperature": temperature}
+    return {**given, name: target, **made}
+
+
+def with_the_last(made: Any, number: int) -> Any:
+    """What a function returns with so many positions more at the end of each sequence, which cost nothing."""
+
+    def filled(x: Any, fill: int = 0) -> Any:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, number)], constant_values=fill) if x.ndim else x
+
+    if not isinstance(made, tuple):
+        return filled(made)
+    loss, stats = made
+    return filled(loss), LossStats(*map(filled, stats))._replace(argmax=filled(stats.argmax, -1))

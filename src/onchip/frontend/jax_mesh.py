@@ -6,6 +6,8 @@ said where it is computed, whatever JAX knows of the mesh, and kernels need not 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -40,6 +42,10 @@ class Spread(NamedTuple):
     def by_token(self) -> P:
         """Of arrays [...] or [..., K]."""
         return P(*self.leading)
+
+    def by_entry(self, dimensions: int) -> P:
+        """Of arrays [..., V] with so many leading dimensions."""
+        return P(*self.leading, *[None] * (dimensions - len(self.leading)), self.vocab)
 
     def of_weight(self, vocab_axis: int) -> P:
         """Of a matrix with the vocabulary along this dimension."""
@@ -167,57 +173,112 @@ def check_types(op: str, spread: Spread, given: Mapping[str, Any], specs: Mappin
 # ----------------------------------------------------------------------------------------------------------- the calls
 
 
-class Static(NamedTuple):
-    """What is known of a spread call while tracing."""
+class OnMesh(NamedTuple):
+    """What is known while tracing of how a call spreads itself."""
 
-    local: Any
-    """What each device's functions take."""
     spread: Spread
     specs: tuple[Any, Any, Any]
-    """`PartitionSpec`s of parameters, constants and outputs, or of parts of their trees."""
+    """`PartitionSpec`s of parameters, each of which has one, and of constants and outputs, or of parts of their
+    trees."""
 
 
-def with_gradients_on_mesh(op: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """A function of (static, parameters, constants) as `with_gradients` makes it, of what each device does.
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
+@dataclass(frozen=True)
+class _Kept:
+    """A tree of arrays without those that a device is given in backward too."""
 
-    forward(local, needs, parameters, constants) returns this device's outputs, and any pytree of arrays;
-    backward(local, needs, parameters, constants, that, cotangents) its gradients.  What is the same on several devices
-    along some axes they return summed over those.
+    arrays: list[Any]
+    tree: Any
+    places: tuple[int | None, ...]
+    """Of each leaf: which of those that are given it is."""
+
+    @staticmethod
+    def of(saved: Any, given: Any) -> "_Kept":
+        leaves, tree = jax.tree.flatten(saved)
+        known = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
+        places = tuple(known.get(id(x)) for x in leaves)
+        # Of what each device has for itself the first dimension is for the devices.
+        return _Kept([x[None] for x, place in zip(leaves, places, strict=True) if place is None], tree, places)
+
+    def whole(self, given: Any) -> Any:
+        kept, known = iter(self.arrays), jax.tree.leaves(given)
+        leaves = [next(kept)[0] if place is None else known[place] for place in self.places]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def with_gradients_on_mesh(
+    op: str, forward: Callable[..., Any], backward: Callable[..., Any], on_device: Callable[..., Any]
+) -> Any:
+    """What `with_gradients` makes of these, with an attribute `on_mesh`: the same for calls that spread themselves, of
+    which `static.mesh` says how.
+
+    on_device(static, parameters, constants): of such a call, what forward takes on a device.  There the first leaf of
+    the parameters is [..., H], and outputs and gradients that forward and backward have for T tokens get its leading
+    dimensions.  Outputs that are one number, and gradients of parameters that all tokens have, are summed over them.
     """
 
-    def mapped(static: Static, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # Not by `check_vma`: no derivative is taken of this.
-        spread = static.spread
-        return jax.shard_map(
-            function,
-            mesh=spread.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=spread.manual,
-            check_vma=False,
-        )
+    def forward_on_mesh(static: Any, needs: Any, parameters: Any, constants: Any) -> tuple[Any, Any]:
+        spread, (of_parameters, of_constants, of_outputs) = static.mesh
 
-    def own(static: Static) -> P:
-        """Of what each device has for itself: with a dimension for the devices in front."""
-        return P(tuple(name for name in static.spread.mesh.axis_names if name in static.spread.manual))
-
-    def forward_on_mesh(static: Static, needs: Any, parameters: Any, constants: Any) -> tuple[Any, Any]:
         def run(parameters: Any, constants: Any) -> tuple[Any, Any]:
-            outputs, saved = forward(static.local, needs, parameters, constants)
-            return outputs, jax.tree.map(lambda x: x[None], saved)
+            own, *given = on_device(static, parameters, constants)
+            outputs, saved = forward(own, needs, *given)
+            leading = jax.tree.leaves(parameters)[0].shape[:-1]
 
-        of_parameters, of_constants, of_outputs = static.specs
-        call = mapped(static, run, (of_parameters, of_constants), (of_outputs, own(static)))
-        outputs, saved = call(parameters, constants)
-        return outputs, (parameters, constants, saved)
+            def whole(x: jax.Array) -> jax.Array:
+                if x.ndim:
+                    return x.reshape(*leading, *x.shape[1:])
+                return jax.lax.psum(x, spread.tokens) if spread.tokens else x
 
-    def backward_on_mesh(static: Static, needs: Any, residuals: Any, cotangents: Any) -> Any:
-        def run(parameters: Any, constants: Any, saved: Any, cotangents: Any) -> Any:
-            saved = jax.tree.map(lambda x: x[0], saved)
-            return backward(static.local, needs, parameters, constants, saved, cotangents)
+            return jax.tree.map(whole, outputs), _Kept.of(saved, given)
 
-        of_parameters, of_constants, of_outputs = static.specs
-        call = mapped(static, run, (of_parameters, of_constants, own(static), of_outputs), of_parameters)
+        call = _mapped(spread, run, (of_parameters, of_constants), (of_outputs, _own(spread)))
+        outputs, kept = call(parameters, constants)
+        return outputs, (parameters, constants, kept)
+
+    def backward_on_mesh(static: Any, needs: Any, residuals: Any, cotangents: Any) -> Any:
+        spread, (of_parameters, of_constants, of_outputs) = static.mesh
+
+        def run(parameters: Any, constants: Any, kept: _Kept, cotangents: Any) -> Any:
+            own, *given = on_device(static, parameters, constants)
+            leaves, tree = jax.tree.flatten(parameters)
+            dimensions = leaves[0].ndim - 1
+            upstream = jax.tree.map(lambda x: x.reshape(-1, *x.shape[dimensions:]) if x.ndim else x, cotangents)
+            made = _up_to(tree, backward(own, needs, kept.whole(given), upstream))
+            specs = _up_to(tree, of_parameters)
+            alike = [not {*spread.tokens} <= _axes(spec) for spec in specs]
+            sums = [g for g, same in zip(made, alike, strict=True) if same and g is not None]
+            summed = iter(jax.lax.psum(sums, spread.tokens) if sums else ())
+            whole = [
+                g if g is None else next(summed) if same else g.astype(x.dtype).reshape(x.shape)
+                for x, g, same in zip(leaves, made, alike, strict=True)
+            ]
+            return jax.tree.unflatten(tree, whole)
+
+        call = _mapped(spread, run, (of_parameters, of_constants, _own(spread), of_outputs), of_parameters)
         return call(*residuals, cotangents)
 
-    return with_gradients(op, forward_on_mesh, backward_on_mesh)
+    call = with_gradients(op, forward, backward)
+    call.on_mesh = with_gradients(op, forward_on_mesh, backward_on_mesh)
+    return call
+
+
+def _mapped(spread: Spread, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    # Not by `check_vma`: no derivative is taken of this.
+    return jax.shard_map(
+        function, mesh=spread.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=spread.manual, check_vma=False
+    )
+
+
+def _own(spread: Spread) -> P:
+    """Of what each device has for itself."""
+    return P(tuple(name for name in spread.mesh.axis_names if name in spread.manual))
+
+
+def _up_to(tree: Any, x: Any) -> list[Any]:
+    """What another tree has where this one has leaves."""
+    return tree.flatten_up_to(x)  # type: ignore[no-any-return]
+
+
+def _axes(spec: P) -> set[str]:
+    return {name for entry in spec for name in _names(entry)}

@@ -5,16 +5,16 @@ and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab
 docstring.
 """
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
+from onchip.frontend import topk
 from onchip.frontend.jax_call import Planned, Static, callable_here, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     accumulator,
-    check_arrays,
     check_normalizer,
     checked_numbers,
     dtype_of,
@@ -22,19 +22,18 @@ from onchip.frontend.jax_inputs import (
     platform,
     take_target,
 )
-from onchip.frontend.jax_labels import is_soft
+from onchip.frontend.jax_labels import check_labels
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WithStats
-from onchip.frontend.jax_values import checked_labels
-from onchip.frontend.options import Reduction, ScratchBytes, check_shift, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
-from onchip.ops.cross_entropy import jax_soft, spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import Problem
-from onchip.vocab.xla.loss import Constants, Outputs
-from onchip.vocab.xla.tiles import Columns, Logits, TokenStats, cut_rows, logits_gradient, select_tokens
-from onchip.vocab.xla.walk import by_rows, statistics
+from onchip.vocab.xla import walk
+from onchip.vocab.xla.loss import Constants, Given, Outputs
+from onchip.vocab.xla.parallel import check_axis, shard_of
+from onchip.vocab.xla.tiles import Logits, select_tokens
 
 BACKENDS = ("xla",)
 Backend = Literal["auto", "xla"]
@@ -44,6 +43,8 @@ class OfLogits(LossKeywords, total=False):
     """What it takes by keyword, but for labels and return_stats."""
 
     shift: bool
+    axis_name: str | None
+    vocab_size: int | None
     backend: Backend
 
 
@@ -79,6 +80,8 @@ def cross_entropy(
     target: Array | TopK[Array] | None = None,  # [...], or probabilities
     *,
     labels: Array | TopK[Array] | None = None,  # another name of target
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
     shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
@@ -116,6 +119,8 @@ def cross_entropy(
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
             ignore_index.
         labels: another name of target, by keyword.
+        axis_name, vocab_size: as in `linear_cross_entropy`: inside of `jax.shard_map` logits are this device's
+            [..., V / n], and so are soft labels of every entry; their gradient is that of these.
         shift: as in `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
             costs nothing; logits aren't copied.  Of targets that are ids.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
@@ -158,69 +163,63 @@ def cross_entropy(
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     given = locals()
-    name, target = take_target(OP, given)
-    if is_soft(target, logits):
-        return jax_soft.run(given, name, dict.fromkeys(BACKENDS))
-    assert not isinstance(target, TopK)
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), name)
+    name, _ = take_target(OP, given)
+    check_axis(OP, axis_name, vocab_size, "logits")
+    soft = check_labels(OP, given, name, "logits")
+    leading, own_vocab, total = logits.shape[:-1], logits.shape[-1], accumulator(dtype_of(logits))
     options = options_of(OP, Options, given, logits.size)
-    check_shift(OP, options.shift, target.shape, f"{name} of shape [..., S]")
+    if soft:
+        topk.refuse_options(OP, options)
+        topk.refuse_shift(OP, options.shift, name)
+    check_shift(OP, options.shift, leading, f"{name} of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
-    total = accumulator(dtype_of(logits))
     numbers = checked_numbers(OP, options, given, total)
-
-    vocab = logits.shape[-1]
-    rows = jnp.asarray(logits).reshape(target.size, vocab)
-    plain = checked_labels(OP, given, name, vocab, options, target.ndim - 1 if shift else None)
-    constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total, options.shift)
-    rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    static = Static(options, platform())
-    empty = len(rows) == 0
-    outputs = (
-        Outputs.of_nothing(reduction, return_stats, total) if empty else callable_here(_op)(static, rows, constants)
-    )
-    return outputs.shaped(target.shape)
+    shard = shard_of(OP, given, own_vocab)
+    vocab = own_vocab if shard is None else shard.vocab
+    check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
+
+    rows = jnp.asarray(logits).reshape(logits.size // own_vocab, own_vocab)
+    constants = Constants.of(Given.of(OP, given, name, vocab, options, numbers, total), options, total)
+    rows, constants = vary_alike((rows, constants), but=axis_name)
+    made = Outputs.of_nothing(reduction, return_stats, total)
+    if len(rows):
+        made = callable_here(_op)(Static(options, platform(), shard=shard), rows, constants)
+    return made.shaped(leading)
 
 
 def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, Planned | None]:
-    tokens, vocab = logits.shape
+    if static.shard is not None:
+        static.shard.refuse_untracked(OP, needs)
     problem = Problem(
-        tokens=tokens,
-        vocab=vocab,
+        tokens=len(logits),
+        vocab=logits.shape[1],
         dtype=logits.dtype.name,
         device="cpu" if static.platform == "cpu" else "cuda",
         grad=needs,
-        softcap=constants.transform.softcap is not None,
         stats=static.options.return_stats,
-        smoothing=constants.loss.label_smoothing is not None,
-        class_weight=constants.class_weight is not None,
         xla=True,
+        **constants.problem(),
     )
     chunk = row_memory.plan(problem, "", static.options.scratch_bytes)
-    call = constants.call(static.options.reduction, Logits.of(logits), select_tokens(constants.labels, chunk))
-    wanted = constants.loss.wanted(static.options.return_stats, constants.class_weight is not None)
-    stats = statistics(Config("forward", chunk, vocab), wanted, call)
+    plan = Config("recompute" if needs else "forward", chunk, problem.vocab)
+    reduction, tokens = static.options.reduction, select_tokens(constants.kept, chunk)
+    call = constants.call(reduction, Logits.of(logits), tokens, static.shard)
+    stats, sums, saved = walk.forward(plan, constants.wanted(static.options.return_stats), needs, call)
+    made = call.outputs(reduction, stats, sums)
+    if saved is None:
+        return made, None
     # The logits as they came: of 16-bit ones `call.source` may be a copy.
-    saved = Planned((logits, call._replace(source=None), TokenStats(stats.lse, stats.log_prob)), chunk)
-    return call.outputs(static.options.reduction, stats), saved if needs else None
+    return made, Planned((logits, saved._replace(call=saved.call._replace(source=None))), plan)
 
 
 def _backward(static: Static, needs: bool, saved: Planned, cotangents: Outputs) -> jax.Array:
     """The gradient of the logits [T, V] in their dtype."""
-    (logits, call, known), chunk = saved.arrays, saved.plan
-    source = Logits.of(logits)
+    logits, kept = saved.arrays
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    gradient = call._replace(source=source).gradient(known, upstream).times(call.transform.factor())
-
-    def step(start: Any, z: jax.Array) -> tuple[tuple[()], list[jax.Array]]:
-        stats, of_chunk, ids = cut_rows((known, gradient, call.ids), start, chunk)
-        z, slope = call.transform.of_chunk(start, chunk).apply(z)
-        columns = Columns(0, source.vocab)
-        return (), [logits_gradient(z, slope, stats, of_chunk, ids, columns, call.class_weight)]
-
-    _, (bits,) = by_rows(chunk, call.tokens, [source], [True], (), step)
-    return source.floats(bits)
+    kept = kept._replace(call=kept.call._replace(source=Logits.of(logits)))
+    made: jax.Array = walk.backward(saved.plan, needs, kept, upstream)
+    return made
 
 
 _op = with_gradients(OP, _forward, _backward)

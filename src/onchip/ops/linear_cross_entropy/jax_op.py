@@ -1,24 +1,24 @@
-"""linear_cross_entropy for JAX: the public function and the choice of a backend.
+"""linear_cross_entropy for JAX: the public functions and the choice of a backend.
 
-`linear_cross_entropy` checks its inputs, chooses a backend and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `forward` plans the call and moves the tokens that
-count to the front; the backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the
-package's docstring.
+They check their inputs and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads the call of
+`sharded_linear_cross_entropy` over a mesh.  `forward` plans the call and moves the tokens that count to the front; the
+backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the package's docstring.
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, Static, callable_here, is_tracked, vary_alike, with_gradients
+from onchip.frontend import topk
+from onchip.frontend.jax_call import Planned, Static, callable_here, is_tracked, vary_alike
 from onchip.frontend.jax_inputs import (
     accumulator,
-    check_arrays,
     check_layout,
     check_normalizer,
     checked_numbers,
@@ -27,20 +27,21 @@ from onchip.frontend.jax_inputs import (
     platform,
     take_target,
 )
-from onchip.frontend.jax_labels import is_soft
+from onchip.frontend.jax_labels import check_labels, with_the_last, without_ends
+from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_types, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
-from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_cross_entropy import jax_soft, spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.xla import parallel
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.loss import Constants, Outputs
-from onchip.vocab.xla.parallel import Shard, check_axis, refuse_typed_sharding, shard_of
+from onchip.vocab.xla.loss import Constants, Given, Outputs
+from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import Projection
 
+ON_MESH = f"sharded_{OP}"
 # Best first, by platform.
 BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
 Backend = Literal["auto", "mosaic_gpu", "xla"]
@@ -66,6 +67,14 @@ class OfHead(OfWeight, total=False):
     """What the function takes by keyword, but for labels and return_stats."""
 
     axis_name: str | None
+
+
+class Spreading(OfWeight, total=False):
+    """What the function that spreads itself takes by keyword, but for labels and return_stats."""
+
+    mesh: Mesh | AbstractMesh | None
+    vocab_axis: Required[str]
+    token_axes: TokenAxes
 
 
 @overload
@@ -227,59 +236,204 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
-    given = locals()
-    name, target = take_target(OP, given)
-    check_layout(OP, weight_layout)
-    check_axis(OP, axis_name, vocab_size)
-    if is_soft(target, hidden):
-        refuse_soft(axis_name is not None)
-        return jax_soft.run(given, name, partial(refusals, weight_layout=weight_layout, strategy="recompute"))
-    assert not isinstance(target, TopK)
-    options, numbers, total = checked(given, name, target)
-    refuse_typed_sharding(OP, given)
-    projection = Projection.of(hidden, weight, bias, weight_layout)
-    shard = shard_of(OP, given, projection.vocab)
-    vocab = projection.vocab if shard is None else shard.vocab
-    check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
-    plain = checked_labels(OP, given, name, vocab, options, target.ndim - 1 if shift else None)
-    constants = Constants.of(plain, options, token_weight, normalizer, class_weight, numbers, total, shift)
-    projection, constants = vary_alike((projection, constants), but=axis_name)
-    static = Static(options, platform(), shard=shard)
-    problem = problem_of(static, projection, constants, Projection(True, True, bias is not None))
-    refused = refusals(problem, static.platform, weight_layout, strategy, shard)
-    static = static._replace(backend=choose_backend(OP, backend, refused))
-    empty = problem.tokens == 0
-    outputs = (
-        Outputs.of_nothing(reduction, return_stats, total)
-        if empty
-        else callable_here(_op)(static, projection, constants)
-    )
-    return outputs.shaped(target.shape)
+    return _call(OP, locals())
 
 
-def checked(given: Mapping[str, Any], name: str, target: Any) -> tuple[Options, dict[str, Any], Any]:
-    """The options among the arguments of the function, its numbers and the dtype of sums; raise for what is wrong or
-    doesn't fit together, but for class_weight, of which a device may have more than of the weight.
+@overload
+def sharded_linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[False] = False,
+    **options: Unpack[Spreading],
+) -> jax.Array: ...
+@overload
+def sharded_linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[True],
+    **options: Unpack[Spreading],
+) -> WithStats: ...
+@overload
+def sharded_linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: bool,
+    **options: Unpack[Spreading],
+) -> jax.Array | WithStats: ...
+def sharded_linear_cross_entropy(
+    hidden: Array,  # [..., H]
+    weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
+    target: Array | TopK[Array] | None = None,  # [...]
+    bias: Array | None = None,  # [V]
+    *,
+    vocab_axis: str,
+    token_axes: TokenAxes = (),
+    mesh: Mesh | AbstractMesh | None = None,
+    labels: Array | TopK[Array] | None = None,  # another name of target
+    weight_layout: WeightLayout = "vh",
+    vocab_size: int | None = None,
+    shift: bool = False,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    token_weight: Array | None = None,  # [...]
+    class_weight: Array | None = None,  # [vocab_size]
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    scratch_bytes: ScratchBytes = None,
+    strategy: Strategy = "auto",
+    backend: Backend = "auto",
+    check_inputs: bool = False,
+    return_stats: bool = False,
+) -> jax.Array | WithStats:
+    r"""`linear_cross_entropy` with the vocabulary split over the devices of a mesh axis, none of which has the whole
+    weight.
 
-    `target` is ids, and was given by `name`.
+    The loss and its gradients are those of::
+
+        linear_cross_entropy(hidden, weight[:vocab_size], target, bias[:vocab_size], ...)
+
+    of the whole arrays, which are given as such: the call makes its own `jax.shard_map`.  Each device makes the
+    statistics of its tokens over its entries of the vocabulary; along `vocab_axis` a few float32 numbers per token are
+    gathered, once, and merged in a fixed order; then each device makes its part of the weight's gradient, and hidden's
+    gradient is summed over them, in float32.  It works under jit, grad, scan and `jax.checkpoint`, with meshes of
+    `AxisType.Auto` and `AxisType.Explicit`.
+
+    Args:
+        hidden: [..., H], T tokens in the leading dimensions, which may be split over `token_axes`; the same on all
+            devices along `vocab_axis`.
+        weight: [V, H], or [H, V] with weight_layout="hv", split over `vocab_axis` along V: V is a multiple of the
+            number of its devices.
+        target, labels: as in `linear_cross_entropy`; probabilities of every entry [..., V] are split over `vocab_axis`
+            along V, and those of padding don't count.
+        bias: [V], split as the weight.
+        vocab_axis: the mesh axis of the vocabulary.
+        token_axes: the mesh axes of the leading dimensions, as in a `jax.sharding.PartitionSpec`: a name, or for each
+            dimension a name, a tuple of names or None.  The mean is over the tokens of all devices, and weight's
+            gradient is summed over these.
+        mesh: a `jax.sharding.Mesh`; by default that of `jax.set_mesh`.
+        vocab_size: so many entries count; those behind are padding, and may hold any finite numbers.  Default: V.
+        shift: as in `linear_cross_entropy`; not where token_axes split the sequences.
+        class_weight: [vocab_size], the same on all devices.
+        scratch_bytes: bound on each device's temporary memory.
+        strategy: as in `linear_cross_entropy`, but that "stash" is of "mosaic_gpu" alone, which keeps exponentials
+            relative to what each device knows; "xla" would need the softmax of a whole vocabulary at once.
+        backend: "mosaic_gpu", "xla" or "auto", as in `linear_cross_entropy`, by the sizes of a device's part.  With
+            padding the kernels take neither softcap nor label_smoothing.
+        weight_layout, ignore_index, reduction, normalizer, token_weight: as in `linear_cross_entropy`.
+        label_smoothing, z_loss, softcap, logit_scale, temperature, check_inputs, return_stats: likewise.
+
+    Returns:
+        As `linear_cross_entropy`: the loss, 0-d and the same on all devices, or of target's shape and split as the
+        tokens; with return_stats `(loss, LinearCrossEntropyStats)`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`; and for no mesh, or axes that aren't of
+            it, that can't share V or tokens evenly, or that an array of an explicit mesh isn't split over.
+
+    Memory: on each device that of `linear_cross_entropy` for its tokens and its part of the vocabulary, and
+    4 * T * K * (n + 2) bytes for what n devices gather, with K 4 to 9 numbers of each token.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from onchip.jax import sharded_linear_cross_entropy
+        >>> hidden = jax.random.normal(jax.random.key(0), (2, 8, 16))
+        >>> weight = jax.random.normal(jax.random.key(1), (100, 16))
+        >>> target = jnp.arange(16).reshape(2, 8)
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> def loss(hidden, weight):
+        ...     return sharded_linear_cross_entropy(hidden, weight, target, vocab_axis="model", mesh=mesh)
+        >>> jax.jit(jax.grad(loss, argnums=1))(hidden, weight).shape
+        (100, 16)
+
+    Sources: Megatron-LM (arXiv:1909.08053) for the vocabulary's shards; Milakov and Gimelshein (arXiv:1805.02867) for
+    softmaxes that are merged.
     """
-    hidden, weight = given["hidden"], given["weight"]
-    shapes = shapes_of(check_arrays(OP, given))
-    spec.check_shapes({x: shape for x, shape in shapes.items() if x != "class_weight"}, name, given["weight_layout"])
-    options: Options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
-    check_shift(OP, options.shift, target.shape, f"{name} of shape [..., S]")
+    return _call(ON_MESH, locals())
+
+
+def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
+    """What the public function of this name returns of its arguments."""
+    name, _ = take_target(OP, given)
+    layout, on_mesh = given["weight_layout"], op == ON_MESH
+    check_layout(OP, layout)
+    axis = None if on_mesh else given["axis_name"]
+    if not on_mesh:
+        parallel.check_axis(OP, axis, given["vocab_size"])
+    soft = check_labels(OP, given, name, "hidden")
+    hidden, leading, total = given["hidden"], given["hidden"].shape[:-1], accumulator(dtype_of(given["hidden"]))
+    layer = Projection.of(hidden, given["weight"], given["bias"], layout)
+    tokens = hidden.size // hidden.shape[-1]
+    options: Options = options_of(OP, Options, given, tokens * layer.vocab)
+    what = "hidden of shape [..., S, H]" if soft else f"{name} of shape [..., S]"
+    check_shift(OP, options.shift, leading, what)
+    if soft:
+        topk.refuse_options(OP, options)
+        if options.strategy == "stash":
+            raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     check_normalizer(OP, given["normalizer"], options.reduction)
-    total = accumulator(dtype_of(hidden))
-    return options, checked_numbers(OP, options, given, total), total
+    numbers = checked_numbers(OP, options, given, total)
+    shard: Shard | None
+    if on_mesh:
+        spread, shard, of_layer = parallel.on_mesh(ON_MESH, given, layer, name if not soft else "hidden", leading)
+        # A part of the logits is one of those that a device has.
+        options = options_of(OP, Options, given, tokens * layer.vocab // spread.parts)
+        if options.shift and spread.leading[len(leading) - 1 :] not in ((), (None,)):
+            raise ValueError(
+                f"{ON_MESH}: shift=True needs whole sequences on each device, but token_axes split them along "
+                f"{spread.leading[-1]!r}; shift {name} yourself, and leave shift out"
+            )
+    else:
+        parallel.refuse_typed_sharding(OP, given)
+        shard = parallel.shard_of(OP, given, layer.vocab)
+    vocab = layer.vocab if shard is None else shard.vocab
+    class_weight = given["class_weight"]
+    check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
+    if soft and options.shift:
+        given = without_ends(given, name)
+        layer = replace(layer, hidden=layer.hidden[..., :-1, :])
+    constants = Given.of(OP, given, name, vocab, options, numbers, total)
+    static = Static(options, platform(), given["backend"], shard)
+    shape = layer.hidden.shape[:-1]
+    nothing = Outputs.of_nothing(options.reduction, options.return_stats, total)
+    if on_mesh:
+        spec, by_entry, none = spread.by_token, spread.by_entry(len(shape)), P()
+        of_labels = by_entry if constants.labels is None else spec
+        specs = {"hidden": spec, "weight": of_layer.weight, "bias": of_layer.bias, name: of_labels}
+        check_types(ON_MESH, spread, given, specs | dict.fromkeys(("token_weight", "temperature"), spec))
+        of_outputs: Any = Outputs(spec if options.reduction == "none" else none, spec)  # type: ignore[arg-type]
+        mesh = OnMesh(spread, (of_layer, constants.specs(spec, by_entry, none), of_outputs))
+        made = _op.on_mesh(static._replace(mesh=mesh), layer, constants) if hidden.size else nothing
+    else:
+        static, projection, by_row = on_device(static, *vary_alike((layer, constants), but=axis))
+        made = callable_here(_op)(static, projection, by_row) if projection.hidden.size else nothing
+    found = made.shaped(shape)
+    return with_the_last(found, leading[-1] - shape[-1]) if shape != leading else found
 
 
-def refuse_soft(split: bool) -> None:
-    """Raise for soft labels where the vocabulary is split."""
-    if split:
-        raise ValueError(
-            f"{OP}: the targets of a vocabulary that is split over devices are ids; got probabilities; for those give "
-            "each device its tokens and the whole weight, without axis_name"
-        )
+def on_device(static: Static, layer: Projection, given: Given) -> tuple[Static, Projection, Constants]:
+    """What `forward` takes, of a layer with hidden [..., H]."""
+    projection = layer.flat()
+    axes = () if static.mesh is None else static.mesh.spread.tokens
+    constants = Constants.of(given, static.options, projection.accumulator, axes)
+    problem = problem_of(static, projection, constants, Projection(True, True, projection.bias is not None))
+    refused = refusals(problem, static.platform, projection.layout, static.options.strategy, static.shard)
+    return static._replace(backend=choose_backend(OP, static.backend, refused)), projection, constants
 
 
 def refusals(
@@ -297,10 +451,12 @@ def refusals(
     split: dict[str, str] = {}
     if strategy == "stash":
         split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
-    if is_tracked(shard.axis):
+    if problem.ids or problem.labels:
+        split["mosaic_gpu"] = "of a split vocabulary it takes targets that are ids alone; pass backend='xla'"
+    elif is_tracked(shard.axis):
         split["mosaic_gpu"] = (
             "it doesn't take a split vocabulary inside of a jax.shard_map with check_vma, which gradients need; call "
-            f"sharded_{OP} outside of it, or pass backend='xla'"
+            f"{ON_MESH} outside of it, or pass backend='xla'"
         )
     elif shard.padded and (problem.softcap or problem.smoothing):
         split["mosaic_gpu"] = (
@@ -315,12 +471,10 @@ def problem_of(static: Static, projection: Projection, constants: Constants, nee
     return projection.problem(
         needs,
         static.platform,
-        constants.transform,
         per_token_loss=static.options.reduction == "none",
-        smoothing=constants.loss.label_smoothing is not None,
         stats=static.options.return_stats,
-        class_weight=constants.class_weight is not None,
         split=static.shard is not None,
+        **constants.problem(),
     )
 
 
@@ -329,13 +483,13 @@ def forward(static: Static, needs: Projection, projection: Projection, constants
     if shard is not None:
         shard.refuse_untracked(OP, needs)
         strategy = "recompute" if static.backend == "xla" else strategy
+    strategy = strategy if constants.probs is None else "recompute"
     problem = problem_of(static, projection, constants, needs)
     plan = backend.plan(problem, strategy, static.options.scratch_bytes)
-    call = constants.call(static.options.reduction, projection, backend.select(plan, constants.labels), shard)
-    wanted = constants.loss.wanted(static.options.return_stats, constants.class_weight is not None)
-    run = partial(backend.forward, plan, wanted, needs)
-    stats, saved = _each(backend, run)(call)
-    return call.outputs(static.options.reduction, stats), Planned(saved, plan)
+    call = constants.call(static.options.reduction, projection, backend.select(plan, constants.kept), shard)
+    run = partial(backend.forward, plan, constants.wanted(static.options.return_stats), needs)
+    stats, sums, saved = _each(backend, run)(call)
+    return call.outputs(static.options.reduction, stats, sums), Planned(saved, plan)
 
 
 def backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
@@ -349,4 +503,4 @@ def _each(backend: ModuleType, run: Any) -> Any:
     return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
 
 
-_op = with_gradients(OP, forward, backward)
+_op = with_gradients_on_mesh(OP, forward, backward, on_device)

@@ -1,8 +1,7 @@
-"""linear_jsd and jsd for JAX: the public functions, and the walk of the 'xla' backend.
+"""linear_jsd and jsd for JAX: the public functions and their checks.
 
-A public function has its inputs checked and calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its
-derivatives.  `_walk` has the engine go through chunks of tokens, whose losses and gradients are made in
-divergence.py.
+They have their inputs checked and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads the
+call of `sharded_linear_jsd` over a mesh.  The walks are in jax_walk.py.
 """
 
 import math
@@ -13,10 +12,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_call import callable_here, vary_alike, with_gradients
+from onchip.frontend.jax_call import IGNORED, callable_here, vary_alike
 from onchip.frontend.jax_inputs import (
     accumulator,
     as_constant,
@@ -25,30 +25,23 @@ from onchip.frontend.jax_inputs import (
     check_normalizer,
     check_product_dtype,
     dtype_of,
-    per_token_constant,
+    is_array,
     platform,
     require_arrays,
     take_target,
 )
+from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_split, check_types, spread_of, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import check_distinct, check_factors, kept_tokens, log_probs_or_nan, plain_labels
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_jsd import divergence, jax_split
-from onchip.ops.linear_jsd.jax_call import ARRAYS, Constants, Static, plan, source_of
+from onchip.ops.linear_jsd.jax_walk import Constants, Static, backward, forward, none_of, plan
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.vocab.xla import parallel
-from onchip.vocab.xla.loss import Reduction as Reduced
-from onchip.vocab.xla.tiles import (
-    Columns,
-    Logits,
-    Projection,
-    cut,
-    cut_rows,
-    select_tokens,
-)
-from onchip.vocab.xla.walk import by_rows
+from onchip.vocab.xla.parallel import Shard
+from onchip.vocab.xla.tiles import Columns, Projection, cut
 
+ON_MESH = f"sharded_{OP}"
 BACKENDS = ("xla",)
 Backend = Literal["auto", "xla"]
 
@@ -106,7 +99,7 @@ def linear_jsd(
         axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  Weights, biases and
             teacher_logits are then this device's [V / n, Hs] (or [Hs, V / n]), [V / n] and [..., V / n] of both models,
             in the order of the devices, and `vocab` is how many entries of all devices count; all else is the same on
-            all devices of that axis, and so are the results.  Not with teacher_topk.
+            all devices of that axis, and so are the results.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
             the divergence itself is 0 at both ends, so that the value jumps there.
         temperature: above 0: divides both models' logits.
@@ -159,10 +152,88 @@ def linear_jsd(
     return _call(OP, locals())
 
 
+def sharded_linear_jsd(
+    student_hidden: Array,  # [..., Hs]
+    student_weight: Array,  # [V, Hs], or [Hs, V] with weight_layout="hv"
+    teacher_hidden: Array | None = None,  # [..., Ht]
+    teacher_weight: Array | None = None,  # [V, Ht], or [Ht, V]
+    *,
+    vocab_axis: str,
+    token_axes: TokenAxes = (),
+    mesh: Mesh | AbstractMesh | None = None,
+    weight_layout: WeightLayout = "vh",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    target: Array | None = None,  # [...]
+    labels: Array | None = None,  # another name of target
+    ignore_index: int = -100,
+    token_weight: Array | None = None,  # [...]
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    student_bias: Array | None = None,  # [V]
+    teacher_bias: Array | None = None,  # [V]
+    teacher_logits: Array | None = None,  # [..., V]
+    teacher_topk: TopK[Array] | None = None,
+    hard_weight: float = 0.0,
+    vocab: int | None = None,
+    teacher_grad: bool = False,
+    check_inputs: bool = False,
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array:
+    r"""`linear_jsd` with the vocabulary split over the devices of a mesh axis, none of which has a whole weight.
+
+    The loss and its gradients are those of `linear_jsd` of the whole arrays, which are given as such: the call makes
+    its own `jax.shard_map`.  Along `vocab_axis` a few float32 numbers per token are gathered: once where beta is 0 or
+    1 or with a top-k teacher, else twice, with another product of each head between them.
+
+    Args:
+        student_hidden: [..., Hs], T tokens in the leading dimensions, which may be split over `token_axes`; the same on
+            all devices along `vocab_axis`, as are teacher_hidden [..., Ht], target and token_weight [...].
+        student_weight, teacher_weight, student_bias, teacher_bias: split over `vocab_axis` along V, which is the same
+            for both models.
+        teacher_logits: [..., V], instead of teacher_hidden and teacher_weight, split over `vocab_axis` along V.
+        teacher_topk: instead of these, as in `linear_jsd`; the same on all devices along `vocab_axis`.
+        vocab_axis, token_axes, mesh: as in `sharded_linear_cross_entropy`.
+        vocab: so many entries count; those behind are padding, and may hold any finite numbers.  Default: V.
+        scratch_bytes: bound on each device's temporary memory.
+        weight_layout, beta, temperature, temperature_squared, labels, ignore_index: as in `linear_jsd`.
+        reduction, normalizer, hard_weight, teacher_grad, check_inputs, backend: likewise.
+
+    Returns:
+        As `linear_jsd`: the loss, 0-d and the same on all devices, or [...] and split as the tokens.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `linear_jsd`; and for a mesh or axes that don't fit, as
+            `sharded_linear_cross_entropy`.
+
+    Memory: on each device that of `linear_jsd` for its tokens and its part of the vocabulary, and
+    4 * T * K * (n + 2) bytes for what n devices gather, with K up to 9 numbers of each token.
+
+    Example:
+        >>> import jax
+        >>> from onchip.jax import sharded_linear_jsd
+        >>> keys = jax.random.split(jax.random.key(0), 4)
+        >>> shapes = ((2, 8, 16), (100, 16), (2, 8, 32), (100, 32))
+        >>> arrays = [jax.random.normal(k, s) for k, s in zip(keys, shapes)]
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> def loss(*arrays):
+        ...     return sharded_linear_jsd(*arrays, vocab_axis="model", mesh=mesh)
+        >>> jax.jit(jax.grad(loss, argnums=1))(*arrays).shape
+        (100, 16)
+
+    Sources: GKD (arXiv:2306.13649) for the divergence; Megatron-LM (arXiv:1909.08053) for the vocabulary's shards; the
+    chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5) for their divergences.
+    """
+    return _call(ON_MESH, locals())
+
+
 def jsd(
     student_logits: Array,  # [..., V]
     teacher_logits: Array | None = None,  # [..., V]
     *,
+    axis_name: str | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
@@ -187,6 +258,7 @@ def jsd(
     Args:
         student_logits: [..., V] float32, bfloat16, float16 or float64.  -inf takes an entry out.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64.
+        axis_name: as in `linear_jsd`, of both models' logits.
 
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32, of float64 logits in float64; a gradient is rounded to its logits' dtype once.
@@ -205,52 +277,97 @@ def jsd(
     return _call(LOGITS_OP, locals())
 
 
+def _call(op: str, given: dict[str, Any]) -> jax.Array:
+    """What the public function of this name returns of its arguments."""
+    name, _ = take_target(op.removeprefix("sharded_"), given, needed=False)
+    on_mesh, topk = op == ON_MESH, given["teacher_topk"]
+    axis = given.get("axis_name")
+    options, shape, size, dtype = checked(
+        LOGITS_OP if op == LOGITS_OP else OP, given, name, split=on_mesh or axis is not None
+    )
+    total, spread, shard = math.prod(shape), None, None
+    if on_mesh:
+        spread = spread_of(ON_MESH, given["mesh"], given["vocab_axis"], given["token_axes"], "student_hidden", shape)
+        every, devices = size, spread.devices(spread.vocab)
+        size = check_split(ON_MESH, "student_weight", every, spread, "vocab")
+        shard = Shard(spread.vocab, size, parallel.whole_vocab(ON_MESH, "vocab", given["vocab"], size, devices))
+        # A part of the logits is one of those that a device has.
+        options = options.with_scratch(given, total * every // spread.parts)
+    else:
+        if op == OP:
+            parallel.refuse_typed_sharding(op, given)
+        shard = parallel.shard_of(op, given, size, "vocab") if axis is not None else None
+    vocab = size if shard is None else shard.vocab
+    entries = size if spread is None else every
+    student, teacher = (_model(given, who, entries) for who in ("student", "teacher"))
+    models = student, teacher if options.teacher_grad else jax.tree.map(lax.stop_gradient, teacher)
+    labels = checked_target(options.op, given, name, vocab, options)
+    indices = values = None
+    if topk is not None:
+        indices, values = _topk_rows(options.op, topk, labels, vocab, dtype, options.check_inputs)
+    token_weight = given["token_weight"]
+    token_weight = None if token_weight is None else lax.stop_gradient(jnp.asarray(token_weight, dtype))
+    constants = Constants(labels, indices, values, token_weight, as_constant(given["normalizer"], dtype))
+    kind, rest = ("", "") if topk is None else topk[2:]
+    static = Static(options, platform(), size, kind, rest, shard)
+    nothing = jnp.zeros(shape if options.reduction == "none" else (), dtype)
+    if spread is not None:
+        by_token, by_entry = spread.by_token, spread.by_entry(len(shape))
+        specs = tuple(
+            None if x is None else parallel.specs_of(x, spread) if isinstance(x, Projection) else by_entry
+            for x in models
+        )
+        of_layer = parallel.specs_of(student, spread)
+        parts = {"hidden": by_token, "weight": of_layer.weight, "bias": P(spread.vocab)}
+        named = {f"{who}_{part}": x for who in ("student", "teacher") for part, x in parts.items()}
+        check_types(
+            ON_MESH, spread, given, named | {"teacher_logits": by_entry, name: by_token, "token_weight": by_token}
+        )
+        of_constants = Constants(by_token, by_token, by_token, by_token, P())
+        of_loss = by_token if options.reduction == "none" else P()
+        static = static._replace(mesh=OnMesh(spread, (specs, of_constants, of_loss)))
+        return _op.on_mesh(static, models, constants) if total else nothing
+    _, *given_by_token = on_device(static, models, constants)
+    models, constants = vary_alike(tuple(given_by_token), but=axis)
+    plan(static, none_of(models), False, models, constants)  # a budget that is too small shows here
+    made: jax.Array = callable_here(_op)(static, models, constants) if total else nothing
+    return made.reshape(shape) if options.reduction == "none" else made
+
+
 def _model(given: Mapping[str, Any], who: str, size: int) -> Any:
-    """What of a model may get a gradient, leading dimensions flattened to T: a `Projection`, logits or None.
+    """What of a model may get a gradient: a `Projection`, logits or None.
 
     Padding is cut off here, by what JAX differentiates itself.
     """
     hidden, weight, bias, logits = (given.get(f"{who}_{part}") for part in PARTS)
     if logits is not None:
-        return cut(_flat(jnp.asarray(logits)), 0, size, 1)
+        return cut(jnp.asarray(logits), 0, size, logits.ndim - 1)
     if hidden is None:
         return None
     return Projection.of(hidden, weight, bias, given["weight_layout"]).part(Columns(0, size))
 
 
-def _flat(x: Any) -> Any:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def on_device(static: Static, models: Any, given: Constants) -> tuple[Static, Any, Constants]:
+    """What `forward` takes, of arrays [...] or [..., n] of tokens."""
+    student, normalizer = models[0], given.normalizer
+    shape = (student.hidden if isinstance(student, Projection) else student).shape[:-1]
+    labels = jnp.zeros(shape, jnp.int32) if given.labels is None else given.labels
+    axes = () if static.mesh is None else static.mesh.spread.tokens
+    if axes and static.options.reduction == "mean" and normalizer is None:
+        count = lax.psum(jnp.sum(labels != IGNORED), axes)
+        normalizer = jnp.maximum(count, 1).astype(student.accumulator)
+
+    def flat(x: Any) -> Any:
+        if x is None or isinstance(x, Projection):
+            return x and x.flat()
+        return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+    token_weight = None if given.token_weight is None else given.token_weight.reshape(-1)
+    constants = Constants(labels.reshape(-1), flat(given.indices), flat(given.values), token_weight, normalizer)
+    return static, tuple(map(flat, models)), constants
 
 
-def _call(op: str, given: dict[str, Any]) -> jax.Array:
-    """`given` are the arguments of a public function."""
-    name, _ = take_target(op, given, needed=False)
-    split = given.get("axis_name") is not None
-    options, shape, size, dtype = checked(op, given, name, split=split)
-    if op == OP:
-        parallel.refuse_typed_sharding(op, given)
-    total, topk = math.prod(shape), given["teacher_topk"]
-    shard = parallel.shard_of(OP, given, size, "vocab") if split else None
-    vocab = size if shard is None else shard.vocab
-    taught = _model(given, "teacher", size)
-    models = _model(given, "student", size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
-    labels = checked_target(op, given, name, vocab, options)
-    indices, values = (None, None) if topk is None else _topk_rows(op, topk, labels, vocab, dtype, options.check_inputs)
-    constants = Constants(
-        jnp.zeros(total, jnp.int32) if labels is None else labels.reshape(-1),
-        indices,
-        values,
-        per_token_constant(given["token_weight"], dtype),
-        as_constant(given["normalizer"], dtype),
-    )
-    models, constants = vary_alike((models, constants), but=given.get("axis_name"))
-    kind, rest = ("", "") if topk is None else topk[2:]
-    static = Static(options, platform(), size, kind, rest, shard)
-    plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
-    if total == 0:
-        return jnp.zeros(shape if options.reduction == "none" else (), dtype)
-    made: jax.Array = callable_here(_op)(static, models, constants)
-    return made.reshape(shape) if options.reduction == "none" else made
+_op = with_gradients_on_mesh(f"{OP}, {LOGITS_OP}", forward, backward, on_device)
 
 
 def checked_target(op: str, given: Mapping[str, Any], name: str, vocab: int, options: Options) -> jax.Array | None:
@@ -267,15 +384,15 @@ def checked_target(op: str, given: Mapping[str, Any], name: str, vocab: int, opt
 def _topk_rows(
     op: str, topk: TopK[Any], labels: jax.Array | None, vocab: int, dtype: Any, check_inputs: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices and values [T, K] of a top-k teacher, a negative index for one out of range and NaN for a number that is
-    no log-probability; raise for these, and for repeated indices, where they are known, but of ignored tokens."""
+    """Indices and values [..., K] of a top-k teacher, a negative index for one out of range and NaN for a number that
+    is no log-probability; raise for these, and for repeated indices, where they are known, but of ignored tokens."""
     known: Any = {"check_inputs": check_inputs, "kept": kept_tokens(op, labels, check_inputs=check_inputs)}
     indices = plain_labels(op, "teacher_topk.indices", topk.indices, vocab, None, **known)
     check_distinct(op, "teacher_topk.indices", topk.indices, **known)
     values = jnp.asarray(topk.values)
     if topk.kind == "log_probs":
         values = log_probs_or_nan(op, "teacher_topk", topk.values, **known)
-    return _flat(indices), lax.stop_gradient(_flat(values).astype(dtype))
+    return indices, lax.stop_gradient(values.astype(dtype))
 
 
 def checked(
@@ -288,7 +405,8 @@ def checked(
     """
     options, layout = Options.of(op, given), given.get("weight_layout", "vh")
     if split:
-        options = jax_split.of_all_entries(options, given)
+        _check_sizes(op, given)
+        options = replace(options, vocab=None)
     named = named_arrays(op, given, name)
     check_layout(op, layout)
     arrays = require_arrays(op, named, optional=())
@@ -312,81 +430,15 @@ def checked(
     return options, shape, size, accumulator(dtype_of(next(iter(arrays.values()))))
 
 
-def _none(models: Any) -> Any:
-    return jax.tree.map(lambda _: False, models)
-
-
-def _stashes(static: Static, needs: Any) -> bool:
-    """Whether forward makes the gradients: for an upstream gradient of 1, as sums, but of existing logits."""
-    of_logits = any(need is True for need in needs)
-    return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not of_logits
-
-
-def forward(static: Static, needs: Any, models: Any, constants: Constants) -> tuple[Any, Any]:
-    if static.shard is not None:
-        return jax_split.forward(static, needs, models, constants)
-    stash = _stashes(static, needs)
-    loss, gradients = _walk(static, needs if stash else _none(models), models, constants, None, stash)
-    if stash:
-        return loss, gradients
-    return loss, (models, constants) if any(jax.tree.leaves(needs)) else None
-
-
-def backward(static: Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
-    if static.shard is not None:
-        return jax_split.backward(static, needs, saved, grad_loss)
-    if _stashes(static, needs):
-        return jax.tree.map(lambda g: g * grad_loss, saved)
-    models, constants = saved
-    return _walk(static, needs, models, constants, grad_loss, False)[1]
-
-
-_op = with_gradients(f"{OP}, {LOGITS_OP}", forward, backward)
-
-
-# ------------------------------------------------------------------------------------------------------------ the walk
-
-
-def _walk(
-    static: Static, needs: Any, models: Any, constants: Constants, grad_loss: Any, stash: bool
-) -> tuple[Any, tuple[Any, ...]]:
-    """The loss, and the gradients that are needed, for `grad_loss` or for 1; in the dtype of sums, but of existing
-    logits in theirs."""
-    chunk = plan(static, needs, stash, models, constants)
-    tokens = select_tokens(constants.labels, chunk)
-    labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
-    given = [(source_of(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
-    sources = [x for x, _ in given]
-    total = sources[0].accumulator
-    reduction = Reduced.of(tokens, labels, constants.token_weight, constants.normalizer, mean, total)
-    row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
-
-    def step(start: jax.Array, own: jax.Array, teacher: Any = None) -> tuple[jax.Array, list[Any]]:
-        source, label, scale, there = cut_rows((tokens.source, labels, row_scale, tokens.there()), start, chunk)
-
-        def take(x: jax.Array) -> jax.Array:
-            return x.at[source].get(mode="fill", fill_value=0)
-
-        def scaled(g: jax.Array | None) -> Any:
-            # Where, not a factor of 0: what is behind the kept tokens may be infinite.
-            return None if g is None else jnp.where(there[:, None], g * scale[:, None], 0)
-
-        if constants.indices is not None and constants.values is not None:
-            ids, values = take(constants.indices), take(constants.values)
-            values = jnp.where(ids < 0, jnp.nan, values)
-            words: Any = (static.topk_kind, static.topk_rest)
-            teacher = TopK(jnp.maximum(ids, 0), values, *words)
-        value, *gradients = divergence.rows(ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
-        return jnp.where(there, value, 0), [scaled(g) for g in gradients]
-
-    def whole(sums: Any, source: Projection | Logits) -> Any:
-        """With zeros for ignored tokens."""
-        if isinstance(source, Logits):
-            return None if sums is None else source.floats(sums)
-        return sums if sums.hidden is None else replace(sums, hidden=tokens.spread(sums.hidden))
-
-    zeros = jnp.zeros(tokens.source.shape, total)
-    losses, sums = by_rows(chunk, tokens, sources, [need for _, need in given], zeros, step)
-    loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
-    made = [whole(g, source) for g, source in zip(sums, sources, strict=True)]
-    return loss, (*made, *[None] * (2 - len(made)))
+def _check_sizes(op: str, given: Mapping[str, Any]) -> None:
+    """Raise where the vocabulary is split over devices and both models' parts of it aren't as large."""
+    of_weight = 1 if given.get("weight_layout") == "hv" else 0
+    axes = {"student_weight": of_weight, "teacher_weight": of_weight, "student_logits": -1, "teacher_logits": -1}
+    named: dict[str, Any] = {name: given.get(name) for name in axes}
+    arrays = {name: x for name, x in named.items() if is_array(x) and x.ndim > max(0, axes[name])}
+    sizes = {x.shape[axes[name]] for name, x in arrays.items()}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{op}: the student's and the teacher's parts of a vocabulary that is split must be as large; got "
+            f"{' and '.join(map(str, sorted(sizes)))} entries; pad both to the same, and pass vocab"
+        )

@@ -1,19 +1,20 @@
-"""linear_log_probs for JAX: the public function, and the gradients of its results by each token's logits.
+"""linear_log_probs for JAX: the public functions, and the gradients of their results by each token's logits.
 
-The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its derivatives.  The walks
-over the logits are those of `onchip.vocab.xla.walk`, the maths is in the package's docstring.
+The public functions, and log_probs of jax_rows.py, call `OPERATOR`, to which `with_gradients_on_mesh` gives its
+derivatives; it spreads the call of `sharded_linear_log_probs` over a mesh.  The walks over the logits are those of
+`onchip.vocab.xla.walk`, the maths is in the package's docstring.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, callable_here, vary_alike, with_gradients
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, callable_here, vary_alike
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -23,17 +24,22 @@ from onchip.frontend.jax_inputs import (
     following,
     options_of,
     platform,
+    token_temperature,
 )
+from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_types, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, check_shift, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
-from onchip.vocab.xla import memory, walk
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.xla import memory, parallel, walk
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.parallel import check_axis, refuse_typed_sharding, shard_of
+from onchip.vocab.xla.parallel import check_axis
 from onchip.vocab.xla.tiles import (
     VANISHED,
+    Logits,
     Projection,
     TokenGradient,
     Tokens,
@@ -44,6 +50,7 @@ from onchip.vocab.xla.tiles import (
     shares,
 )
 
+ON_MESH = f"sharded_{OP}"
 BACKENDS = ("xla",)
 Backend = Literal["auto", "xla"]
 
@@ -242,40 +249,184 @@ def linear_log_probs(
     Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
     Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
-    given = locals()
-    check_axis(OP, axis_name, vocab_size)
-    options, numbers, dtype = checked(given)
-    refuse_typed_sharding(OP, given)
-    projection = Projection.of(hidden, weight, bias, weight_layout)
-    shard = shard_of(OP, given, projection.vocab)
-    check_shift(OP, options.shift, hidden.shape[:-1], "hidden of shape [..., S, H]")
-    vocab = projection.vocab if shard is None else shard.vocab
-    plain = checked_labels(OP, given, "ids", vocab, options, hidden.ndim - 2 if options.shift else None)
-    plain = following(plain, IGNORED, hidden.ndim - 2) if options.shift else plain
-    constants = constants_of(projection, plain, numbers)
-    projection, constants = vary_alike((projection, constants), but=axis_name)
-    static = Static(options, platform(), shard=shard)
-    outputs = of_no_tokens(dtype) if len(projection.hidden) == 0 else callable_here(_op)(static, projection, constants)
-    return returned(options, outputs, ids.shape, hidden.shape[:-1])
+    return _call(OP, locals())
 
 
-def checked(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any], Any]:
-    """The options among the arguments of the function, its numbers and the dtype of sums; raise for what is wrong or
-    doesn't fit together."""
-    hidden, weight, layout = given["hidden"], given["weight"], given["weight_layout"]
+@overload
+def sharded_linear_log_probs(
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    bias: Array | None = None,
+    *,
+    vocab_axis: str,
+    token_axes: TokenAxes = (),
+    mesh: Mesh | AbstractMesh | None = None,
+    weight_layout: WeightLayout = "vh",
+    vocab_size: int | None = None,
+    **options: Unpack[JustLogProb],
+) -> jax.Array: ...
+@overload
+def sharded_linear_log_probs(
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    bias: Array | None = None,
+    *,
+    vocab_axis: str,
+    token_axes: TokenAxes = (),
+    mesh: Mesh | AbstractMesh | None = None,
+    weight_layout: WeightLayout = "vh",
+    vocab_size: int | None = None,
+    **options: Unpack[More],
+) -> LogProbs: ...
+@overload
+def sharded_linear_log_probs(
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    bias: Array | None = None,
+    *,
+    vocab_axis: str,
+    token_axes: TokenAxes = (),
+    mesh: Mesh | AbstractMesh | None = None,
+    weight_layout: WeightLayout = "vh",
+    vocab_size: int | None = None,
+    **options: Unpack[Either],
+) -> jax.Array | LogProbs: ...
+def sharded_linear_log_probs(
+    hidden: Array,  # [..., H]
+    weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
+    ids: Array,  # [...] or [..., K]
+    bias: Array | None = None,  # [V]
+    *,
+    vocab_axis: str,
+    token_axes: TokenAxes = (),
+    mesh: Mesh | AbstractMesh | None = None,
+    weight_layout: WeightLayout = "vh",
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    entropy: bool = False,
+    lse: bool = False,
+    top1: bool = False,
+    mean_logits: bool = False,
+    log_sum_sq_probs: bool = False,
+    check_inputs: bool = False,
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array | LogProbs:
+    r"""`linear_log_probs` with the vocabulary split over the devices of a mesh axis, none of which has the whole
+    weight.
+
+    Results and gradients are those of::
+
+        linear_log_probs(hidden, weight[:vocab_size], ids, bias[:vocab_size], ...)
+
+    of the whole arrays, which are given as such: the call makes its own `jax.shard_map`.  Along `vocab_axis` a few
+    float32 numbers per token are gathered, once, whatever is asked for.
+
+    Args:
+        hidden: [..., H], T tokens in the leading dimensions, which may be split over `token_axes`; the same on all
+            devices along `vocab_axis`.
+        weight, bias: [V, H] or [H, V], and [V], split over `vocab_axis` along V.
+        ids: [...] or [..., K] integers, split as the tokens.
+        vocab_axis, token_axes, mesh, vocab_size: as in `sharded_linear_cross_entropy`.
+        scratch_bytes: bound on each device's temporary memory.
+        weight_layout, ignore_index, softcap, logit_scale, temperature, backend: as in `linear_log_probs`.
+        entropy, lse, top1, mean_logits, log_sum_sq_probs, check_inputs: likewise.
+
+    Returns:
+        As `linear_log_probs`, split as the tokens, and the same on all devices along `vocab_axis`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `linear_log_probs`; and for a mesh or axes that don't fit, as
+            `sharded_linear_cross_entropy`.
+
+    Memory: on each device that of `linear_log_probs` for its tokens and its part of the vocabulary, and
+    4 * T * (K + 7) * (n + 2) bytes or less for what n devices gather.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from onchip.jax import sharded_linear_log_probs
+        >>> hidden = jax.random.normal(jax.random.key(0), (2, 8, 16))
+        >>> weight = jax.random.normal(jax.random.key(1), (100, 16))
+        >>> ids = jnp.arange(16).reshape(2, 8)
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> def mean(hidden, weight):
+        ...     return sharded_linear_log_probs(hidden, weight, ids, vocab_axis="model", mesh=mesh).mean()
+        >>> jax.jit(jax.grad(mean, argnums=1))(hidden, weight).shape
+        (100, 16)
+
+    Sources: as `sharded_linear_cross_entropy`.
+    """
+    return _call(ON_MESH, locals() | {"shift": False})
+
+
+def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
+    """What the public function of this name returns of its arguments."""
+    on_mesh, axis = op == ON_MESH, given.get("axis_name")
+    check_axis(OP, axis, None if on_mesh else given["vocab_size"])
+    hidden, ids, layout = given["hidden"], given["ids"], given["weight_layout"]
     check_layout(OP, layout)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), layout)
-    options: Options = options_of(OP, Options, given, math.prod(hidden.shape[:-1]) * weight.size // hidden.shape[-1])
-    dtype = accumulator(dtype_of(hidden))
+    layer, leading = Projection.of(hidden, given["weight"], given["bias"], layout), hidden.shape[:-1]
+    tokens, dtype = math.prod(leading), accumulator(dtype_of(hidden))
+    options: Options = options_of(OP, Options, given, tokens * layer.vocab)
     numbers = checked_numbers(OP, options, given, dtype)
     choose_backend(OP, given["backend"], dict.fromkeys(BACKENDS))
-    return options, numbers, dtype
+    mesh, shard = None, None
+    if on_mesh:
+        spread, shard, of_layer = parallel.on_mesh(ON_MESH, given, layer, "hidden", leading)
+        # A part of the logits is one of those that a device has.
+        options = options_of(OP, Options, given, tokens * layer.vocab // spread.parts)
+        by_token = spread.by_token
+        of_arrays = {"hidden": by_token, "weight": of_layer.weight, "bias": of_layer.bias, "ids": by_token}
+        check_types(ON_MESH, spread, given, of_arrays | {"temperature": by_token})
+        mesh = OnMesh(spread, (of_layer, Given(by_token, by_token, P()), by_token))
+    else:
+        parallel.refuse_typed_sharding(OP, given)
+        shard = parallel.shard_of(OP, given, layer.vocab)
+        check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]")
+    vocab = layer.vocab if shard is None else shard.vocab
+    plain = checked_labels(OP, given, "ids", vocab, options, len(leading) - 1 if options.shift else None)
+    plain = following(plain, IGNORED, len(leading) - 1) if options.shift else plain
+    numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
+    constants = Given(plain, temperature, numbers)
+    layer, constants = vary_alike((layer, constants), but=axis)
+    static = Static(options, platform(), shard=shard, mesh=mesh)
+    if tokens == 0:
+        return returned(options, of_no_tokens(dtype), ids.shape, leading)
+    if on_mesh:
+        made = OPERATOR.on_mesh(static, layer, constants)
+    else:
+        made = callable_here(OPERATOR)(*on_device(static, layer, constants))
+    return returned(options, made, ids.shape, leading)
 
 
-def constants_of(projection: Projection, ids: jax.Array, numbers: Mapping[str, Any]) -> tuple[jax.Array, Transform]:
-    """The arrays of a call that get no gradient: ids [T, K], of those of `plain_labels`, and numbers."""
-    total = len(projection.hidden)
-    return ids.reshape(total, ids.size // total if total else 1), Transform(**numbers)
+class Given(NamedTuple):
+    """The arrays of a public function's call that get no gradient."""
+
+    ids: Any  # [...] or [..., K] int32 in [0, V), IGNORED or OUT_OF_RANGE
+    temperature: Any  # [...], where each token has one
+    numbers: Any  # the others, by name, []
+
+    def by_token(self, tokens: int) -> tuple[jax.Array, Transform]:
+        """Ids [T, K], and numbers."""
+        numbers = dict(self.numbers)
+        if self.temperature is not None:
+            numbers["temperature"] = self.temperature.reshape(-1)
+        return self.ids.reshape(tokens, self.ids.size // tokens), Transform(**numbers)
+
+
+def on_device(
+    static: Static, layer: Projection, given: Given
+) -> tuple[Static, Projection, tuple[jax.Array, Transform]]:
+    """What `forward` takes, of a layer with hidden [..., H]."""
+    projection = layer.flat()
+    return static, projection, given.by_token(len(projection.hidden))
 
 
 def returned(
@@ -291,28 +442,44 @@ def returned(
 
 
 def forward(
-    static: Static, needs: Projection, projection: Projection, constants: tuple[jax.Array, Transform]
+    static: Static, needs: Any, of: Projection | jax.Array, constants: tuple[jax.Array, Transform]
 ) -> tuple[Outputs, Planned | None]:
+    """Of a layer, or of logits [T, V]."""
     (ids, transform), options, shard = constants, static.options, static.shard
+    needed = any(jax.tree.leaves(needs))
     if shard is not None:
-        shard.refuse_untracked(OP, needs)
-    more = options.mean_logits + options.log_sum_sq_probs
-    asked = {"ids": ids.shape[1], "stats": options.entropy, "more_stats": more}
-    problem = projection.problem(needs, static.platform, transform, **asked, op=OP)
-    plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", options.scratch_bytes)
-    tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
-    call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED), shard=shard)
+        shard.refuse_untracked(OP if isinstance(of, Projection) else spec.LOGITS_OP, needs)
+    asked: dict[str, Any] = {
+        "ids": ids.shape[1],
+        "stats": options.entropy,
+        "more_stats": options.mean_logits + options.log_sum_sq_probs,
+        "softcap": transform.softcap is not None,
+    }
+    if isinstance(of, Projection):
+        problem = of.problem(needs, static.platform, op=OP, **asked)
+        plan = memory.plan(problem, "recompute" if needed else "forward", options.scratch_bytes)
+    else:
+        on = "cpu" if static.platform == "cpu" else "cuda"
+        tokens, vocab = of.shape
+        rows = row_memory.Problem(tokens, vocab, of.dtype.name, on, needed, xla=True, op=spec.LOGITS_OP, **asked)
+        plan = Config("forward", row_memory.plan(rows, "", options.scratch_bytes), rows.vocab)
+    selected = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
+    source = of if isinstance(of, Projection) else Logits.of(of)
+    call = Call(source, transform.by_row(selected), selected, selected.take(ids, IGNORED), shard=shard)
     stats = walk.statistics(plan, wanted_of(options), call)
-    return outputs_of(stats, tokens), Planned(walk.Saved(call, known_of(stats)), plan) if problem.any_grad else None
+    # Logits as they came: of 16-bit ones `call.source` may be a copy.
+    saved = walk.Saved(call._replace(source=None), known_of(stats))
+    return outputs_of(stats, selected), Planned((of, saved), plan) if needed else None
 
 
-def backward(static: Static, needs: Projection, saved: Planned, upstream: Outputs) -> Projection:
-    call, stats = saved.arrays
+def backward(static: Static, needs: Any, saved: Planned, upstream: Outputs) -> Any:
+    of, (call, stats) = saved.arrays
+    call = call._replace(source=of if isinstance(of, Projection) else Logits.of(of))
     gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
     return walk.gradients(saved.plan, needs, call, stats, gradient)
 
 
-_op = with_gradients(OP, forward, backward)
+OPERATOR = with_gradients_on_mesh(f"{OP}, {spec.LOGITS_OP}", forward, backward, on_device)
 
 
 def of_no_tokens(dtype: Any) -> Outputs:

@@ -20,8 +20,8 @@ from jax import lax
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import hopper_refusal
 from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import labels, positions
 from onchip.vocab.mosaic import memory as mosaic_spec
-from onchip.vocab.mosaic import positions
 from onchip.vocab.mosaic.bits import split
 from onchip.vocab.mosaic.memory import (
     VOCAB_TILE,
@@ -54,7 +54,7 @@ from onchip.vocab.mosaic.rooms import (
     rooms_of,
     tiles_of,
 )
-from onchip.vocab.xla.loss import Call
+from onchip.vocab.xla.loss import Call, LabelSums
 from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write_rows
 
 Array = jax.Array
@@ -89,10 +89,15 @@ class Sums(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
-def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved | None]:
-    """The statistics of each position, and what backward needs."""
+def forward(
+    plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call
+) -> tuple[TokenStats, LabelSums | None, Saved | None]:
+    """The statistics of each position, the sums of labels of every entry, and what backward needs."""
     from onchip.vocab.mosaic import kernels  # Pallas takes a second to import
 
+    if call.probs is not None or call.entries is not None:
+        stats, sums, call = labels.statistics(plan, wanted, call)
+        return stats, sums, _recomputed(plan, call, stats)
     if plan.by_tokens:
         return _forward_by_tokens(plan, wanted, needs, call)
     at = Positions.of(call)
@@ -108,12 +113,16 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     for rows, part in at.in_parts(plan, made):
         made.append(at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part))
     stats = at.joined(made)
-    return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
+    return stats, None, _recomputed(plan, call, stats)
+
+
+def _recomputed(plan: MosaicPlan, call: Call, stats: TokenStats) -> Saved | None:
+    return None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
 
 
 def _keeping(
     plan: MosaicPlan, wanted: Wanted, at: Positions, memory: Any = None, begin: int = 0
-) -> tuple[TokenStats, Saved]:
+) -> tuple[TokenStats, None, Saved]:
     """As `forward`, with exponentials kept: in the plan's rooms, from position `begin` of those on.
 
     memory: as of `rooms_of`.
@@ -176,10 +185,12 @@ def _keeping(
     moved = (in_rooms(x, 0) for x in (shift, base))
     rooms = written(rebase.rebase_exponentials, static, rooms, partials.maximum, *moved, whole.number)
     saved = unfused((base, Exponentials.of(rooms, plan)))
-    return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
+    return stats, None, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
 
 
-def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved]:
+def _forward_by_tokens(
+    plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call
+) -> tuple[TokenStats, None, Saved]:
     """Chunk by chunk of positions, whose exponentials are used up at once.
 
     Some of the first chunk's may be where the weight's sum will be: its part of that overwrites them.
@@ -187,13 +198,13 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     from jax.experimental.pallas import run_state
 
     from onchip.kernels.mosaic.launch import in_place
-    from onchip.vocab.mosaic import kernels
+    from onchip.vocab.mosaic import products
     from onchip.vocab.mosaic.sums import Sum, half_a_place
 
     at, tiles = Positions.of(call), tiles_of(call)
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
     row_scale, grad_scale = call.scaled_rows(jnp.ones(()))
-    even = call.loss.even(row_scale, layer.vocab)
+    even = call.even(row_scale)
     even_rows = _even_rows(at, None if even is None else jnp.where(at.there, even, 0)) if needs.weight else None
     others = replace(plan, kept_in_gradient=0, kept_in_digits=0, kept_in_scratch=plan.token_chunk,
                      chunk=up(layer.vocab, VOCAB_TILE))  # fmt: skip
@@ -207,7 +218,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         here = Positions.of(mine, jnp.where(start == 0, 1, 0))
         stats, sums = carry
         memory = sums.weight if one.kept_in_gradient else None
-        found, saved = _keeping(one, wanted, here, memory, begin)
+        found, _, saved = _keeping(one, wanted, here, memory, begin)
         kept, base = saved.kept, saved.base
         assert base is not None
         relative = jnp.where(here.there, jnp.exp(base - found.lse), 0) / exponential_scale(weight.dtype)
@@ -216,7 +227,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             sums = sums._replace(hidden=written)
         if needs.weight:
             scale = cut(row_scale, start, size)
-            factor = call.loss.gradient(found, scale, layer.vocab, mine.classes(mine.ids)).factor
+            factor = mine.gradient(found, scale).factor
             factor = relative * jnp.where(here.there, factor, 0)
             # Only now: hidden's float32 gradient is gone.
             rows = _scaled(here.rows(after(mine.tokens.source, sums.hidden)), factor)
@@ -233,7 +244,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
             def add(total: Any) -> None:
                 for group in groups(layer.vocab, one if first else others, recomputed=False):
                     product = partial(
-                        in_place, kernels.weight_product, static, total, rows, here.number,
+                        in_place, products.weight_product, static, total, rows, here.number,
                         first=jnp.full(1, group.first, jnp.int32), kept=beside.gradient,
                         in_digits=beside.digits, begins=begins, even=evenly,
                         in_scratch=None if kept.scratch is None else kept.scratch.spare,
@@ -258,7 +269,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
     stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(done + i * size, size, rooms, begin, carry), carry)
     inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
     saved = unfused(sums._replace(inverse_grad_scale=inverse))
-    return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=saved)
+    return stats, None, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=saved)
 
 
 def _hidden_of_chunk(
@@ -303,6 +314,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
     if plan.by_tokens:
         return _backward_by_tokens(needs, saved, grad_loss)
+    if saved.call.probs is not None:
+        return gradients(plan, needs, saved, *labels.by_labels(saved.call, saved.stats, grad_loss))
     at = Positions.of(saved.call)
     above = Upstream.of(at, saved.stats, grad_loss)
     return gradients(plan, needs, saved, at, above.apart(at, saved.stats) if plan.kept else above)
@@ -324,7 +337,7 @@ def gradients(
     from jax.experimental.pallas import run_state
 
     from onchip.kernels.mosaic.launch import in_place
-    from onchip.vocab.mosaic import kernels, rebase
+    from onchip.vocab.mosaic import kernels, products, rebase
 
     tiles = tiles_of(saved.call)
     exponentials = unfused(saved.kept)
@@ -373,7 +386,7 @@ def gradients(
     def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
         recomputed = (by_logits or of_targets)(rest, begin, size)
         if needs.hidden:
-            kernels.hidden_product(
+            products.hidden_product(
                 weight, rest.number, vocab_major=major, tokens=recomputed_rows, recomputed=recomputed, first=begin,
                 add_to=state["sums"], second=state.get("second sums"), halves=plan.halves,
                 config=tiles["hidden_product"],
@@ -390,7 +403,7 @@ def gradients(
             return
         static = {"vocab_major": major, "kept_tokens": plan.kept_in_gradient, "config": tiles["weight_product"]}
         product = partial(
-            in_place, kernels.weight_product, static, state["out"], rows, at.number, first=begin,
+            in_place, products.weight_product, static, state["out"], rows, at.number, first=begin,
             kept=exponentials.lying((None, None)).gradient if kept else None, in_scratch=in_scratch,
             recomputed=recomputed, even=even_rows, inverse_grad_scale=above.inverse_grad_scale,
             after=grad_hidden if kept else None,

@@ -97,7 +97,7 @@ class Positions(NamedTuple):
     def of(call: Call, least: Array | int = 1) -> "Positions":
         """least: 1 where the kernels must write something even if no position is there, else 0."""
         transform, bias, there, ids = call.transform, call.source.bias, call.tokens.there(), call.ids
-        each = None if call.loss.label_smoothing is None else call.class_weight
+        each = None if call.terms.label_smoothing is None else call.class_weight
         if call.shard is not None:
             each = None if each is None else call.shard.entries(each)
             ids = call.shard.local_ids(ids)
@@ -286,7 +286,7 @@ def unfused(arrays: Any) -> Any:
 class Upstream(NamedTuple):
     """What backward knows of each position, [P] float32; 0 beyond the last token."""
 
-    row_scale: Array  # factor of the position's row of the gradient
+    row_scale: Array  # factor of the position's row of the gradient; where labels are of every entry, of those
     factor: Array  # the same times what p is multiplied by
     at_target: Array  # the target's entry of the gradient, but for softcap's derivative
     even: Array | None  # label smoothing's part of each entry, but for the class's weight
@@ -297,7 +297,7 @@ class Upstream(NamedTuple):
     def of(positions: Positions, stats: TokenStats, grad_loss: Array) -> "Upstream":
         call, there = positions.call, positions.there
         row_scale, grad_scale = call.scaled_rows(grad_loss)
-        gradient = call.loss.gradient(stats, row_scale, call.vocab, call.classes(call.ids))
+        gradient = call.gradient(stats, row_scale)
 
         def masked(x: Array) -> Array:
             return jnp.where(there, x, 0)

@@ -84,11 +84,11 @@ def rooms_of(layer: Projection, plan: MosaicPlan, config: Any, memory: Any) -> l
 
 def hidden_in_slices(at: Positions, in_scratch: Any, scale: Array) -> Array:
     """Of exponentials that are all in scratch, times each position's `scale`: [those, H] float32."""
-    from onchip.vocab.mosaic import kernels
+    from onchip.vocab.mosaic import products
 
     layer, tokens = at.layer, len(scale)
     slices = hidden_slices(tokens, layer.hidden.shape[1])
-    made: Any = kernels.hidden_product(
+    made: Any = products.hidden_product(
         layer.weight, at.number, vocab_major=layer.vocab_axis == 0, tokens=tokens, recomputed=in_scratch, scale=scale,
         slices=slices, config=tiles_of(at.call)["hidden_product"],
     )  # fmt: skip
@@ -113,11 +113,11 @@ def hidden_of_kept(
     done: what must be there before memory is taken.
     """
     from onchip.kernels.mosaic.launch import written
-    from onchip.vocab.mosaic import kernels
+    from onchip.vocab.mosaic import products
 
     layer, tokens = at.layer, size or len(scale)
     static = {
-        "kernel": kernels.hidden_product, "vocab_major": layer.vocab_axis == 0, "tokens": tokens,
+        "kernel": products.hidden_product, "vocab_major": layer.vocab_axis == 0, "tokens": tokens,
         "kept_tokens": in_gradient, "halves": True, "config": tiles_of(at.call)["hidden_product"],
     }  # fmt: skip
     # Of a zero of its own, or XLA would make one matrix for all parts and copy it.

@@ -1,6 +1,8 @@
-"""The per-token loss of linear_cross_entropy and cross_entropy, and how losses of tokens are summed up.
+"""The calls of JAX's losses over a vocabulary: their arrays by token and by row, what is wanted of a cross-entropy, and
+how losses of tokens are summed up.
 
-It stands here and not in an op, since two ops have it and kernels' backends take its terms.
+The maths of a cross-entropy is in `onchip.vocab.loss`.  Labels are fields of a call: K ids of each token with
+probabilities, one id with a probability of 1, or probabilities of every entry.
 """
 
 from collections.abc import Mapping
@@ -11,71 +13,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
-from onchip.frontend.jax_inputs import as_constant, following, per_token_constant
+from onchip.frontend.jax_inputs import as_constant, following, per_token_constant, token_temperature
+from onchip.frontend.jax_labels import labels_of
 from onchip.frontend.jax_types import LossStats, WithStats
-from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
+from onchip.vocab import loss
+from onchip.vocab.loss import Terms
+from onchip.vocab.xla.tiles import (
+    TokenGradient,
+    Tokens,
+    TokenStats,
+    Transform,
+    Wanted,
+    float16_scale,
+    shares,
+)
 
 Array = jax.Array
-
-
-class ClassWeights(NamedTuple):
-    """What the classes of a vocabulary weigh in a loss."""
-
-    total: Array  # []
-    target: Array  # [P]: each token's target's
-
-
-class TokenLoss(NamedTuple):
-    """(1 - label_smoothing) * -log_prob + label_smoothing * (lse - mean(z)) + z_loss * lse**2, of one id a token.
-
-    With class weights w, log_prob has that of the target for a factor, and lse - mean(z) is mean(w * (lse - z)).
-    """
-
-    label_smoothing: Array | None = None  # []; None for 0, as the next
-    z_loss: Array | None = None
-
-    def wanted(self, stats: bool, weighed: bool = False) -> Wanted:
-        """The statistics that the loss needs, `weighed` by class, and those that the caller may have asked for."""
-        even = self.label_smoothing is not None
-        return Wanted(entropy=stats, argmax=stats, even=even, weighed=even and weighed)
-
-    def value(self, stats: TokenStats, classes: ClassWeights | None = None) -> Array:
-        """[P]; of rows without a token it may be anything."""
-        loss = -stats.log_prob[:, 0]
-        if classes is not None:
-            loss *= classes.target
-        if self.label_smoothing is not None and stats.even_loss is not None:
-            eps = self.label_smoothing
-            # At 1 the label's logit doesn't count, at 0 a masked entry's doesn't, and 0 * inf is not 0.
-            loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + jnp.where(eps > 0, eps * stats.even_loss, 0)
-        return loss if self.z_loss is None else loss + self.z_loss * jnp.square(stats.lse)
-
-    def gradient(
-        self, stats: TokenStats, row_scale: Array, vocab: int, classes: ClassWeights | None = None
-    ) -> TokenGradient:
-        """row_scale * d(loss) / dz, whose `even` has class weights for factors."""
-        log_prob, factor = stats.log_prob[:, 0], row_scale
-        each = None if self.label_smoothing is None else self.label_smoothing / vocab
-        # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-        at_label = jnp.expm1(log_prob)
-        if classes is not None:
-            of_p = classes.target
-            if self.label_smoothing is not None and each is not None:
-                of_p = (1 - self.label_smoothing) * of_p + each * classes.total
-            factor, at_label = row_scale * of_p, of_p * at_label
-        if self.z_loss is not None:
-            more = 2 * self.z_loss * stats.lse
-            factor += row_scale * more
-            at_label += more * jnp.exp(log_prob)
-        if self.label_smoothing is not None and each is not None:
-            # In one number, which is 0 for a single class.
-            rest = 1 - 1 / vocab
-            at_label += self.label_smoothing * rest if classes is None else each * (classes.total - classes.target)
-        return TokenGradient(factor, (row_scale * at_label)[:, None], even=self.even(row_scale, vocab))
-
-    def even(self, row_scale: Array, vocab: int) -> Array | None:
-        """[P]: what label smoothing takes from the gradient by each logit, times the class's weight if there is one."""
-        return None if self.label_smoothing is None else row_scale * (self.label_smoothing / vocab)
 
 
 class Reduction(NamedTuple):
@@ -125,50 +78,83 @@ class Outputs(NamedTuple):
         return Outputs(loss, stats if return_stats else None)
 
     def shaped(self, shape: tuple[int, ...]) -> Array | WithStats:
-        """What a public function returns, for labels of this shape: the loss, or with its statistics."""
+        """What a public function returns, for tokens of this shape: the loss, or with its statistics."""
         loss = self.loss.reshape(shape) if self.loss.ndim else self.loss
         if self.stats is None:
             return loss
         return loss, jax.tree.map(lambda x: jax.lax.stop_gradient(x).reshape(shape), self.stats)
 
 
+class Given(NamedTuple):
+    """The arrays of a public function's call that get no gradient."""
+
+    probs: Any  # [..., K], or [..., V] where there are no labels; None: each token has one id
+    labels: Any  # [...] or [..., K] int32 in [0, V), IGNORED or OUT_OF_RANGE
+    token_weight: Any  # [...]
+    temperature: Any  # [...], where each token has one
+    normalizer: Any  # []
+    class_weight: Any  # [V]
+    numbers: Any  # the others, by name, []
+
+    @staticmethod
+    def of(
+        op: str, given: Mapping[str, Any], name: str, vocab: int, options: Any, numbers: Mapping[str, Any], dtype: Any
+    ) -> "Given":
+        """Of the arguments of a public function, whose target was given by `name`; raise for values that are wrong,
+        where these can be read.  `numbers` are those of `checked_numbers`."""
+        token_weight = given["token_weight"]
+        numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
+        return Given(
+            *labels_of(op, given, name, vocab, options, dtype),
+            None if token_weight is None else lax.stop_gradient(jnp.asarray(token_weight, dtype)),
+            temperature,
+            as_constant(given["normalizer"], dtype),
+            as_constant(given["class_weight"], dtype),
+            numbers,
+        )
+
+    def specs(self, by_token: Any, by_entry: Any, whole: Any) -> "Given":
+        """The `PartitionSpec`s of all, of those of what is by token, has every entry of the vocabulary, or neither."""
+        of_probs = by_entry if self.labels is None else by_token
+        return Given(of_probs, by_token, by_token, by_token, whole, whole, whole)
+
+
 class Constants(NamedTuple):
     """The arrays of a call that get no gradient, by token."""
 
-    labels: Array  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
+    probs: Array | None  # [T, K], or [T, V] where there are no labels; None: each token has one id
+    labels: Array | None  # [T] or [T, K] int32 in [0, V), IGNORED or OUT_OF_RANGE
     transform: Transform
-    loss: TokenLoss
+    terms: Terms
     token_weight: Array | None  # [T]
     normalizer: Array | None  # []
     class_weight: Array | None  # [V]; None: there is none, or token_weight has it
 
     @staticmethod
-    def of(
-        labels: Array,
-        options: Any,
-        token_weight: Any,
-        normalizer: Any,
-        class_weight: Any,
-        numbers: Mapping[str, Array | None],
-        dtype: Any,
-        shift: bool = False,
-        axes: tuple[str, ...] = (),
-    ) -> "Constants":
-        """From what a public function was given, in the dtype of sums; `labels` are those of `plain_labels`, `numbers`
-        the fields of `Transform` and `TokenLoss`.  The mean is over the tokens of all devices along the mesh `axes`."""
+    def of(given: Given, options: Any, dtype: Any, axes: tuple[str, ...] = ()) -> "Constants":
+        """In the dtype of sums.  The mean is over the tokens of all devices along the mesh `axes`."""
+        numbers = dict(given.numbers)
+        if given.temperature is not None:
+            numbers["temperature"] = given.temperature.reshape(-1)
+        probs, labels = given.probs, given.labels
         made = Constants(
-            labels.reshape(-1),
+            None if probs is None else probs.reshape(-1, probs.shape[-1]),
+            labels if labels is None else labels.reshape((-1,) if probs is None else (-1, labels.shape[-1])),
             Transform(*(numbers[name] for name in Transform._fields)),
-            TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
-            per_token_constant(token_weight, dtype),
-            as_constant(normalizer, dtype),
-            as_constant(class_weight, dtype),
+            Terms(*(numbers[name] for name in Terms._fields)),
+            per_token_constant(given.token_weight, dtype),
+            given.normalizer,
+            given.class_weight,
         )
+        by_count = bool(axes) and options.reduction == "mean" and made.normalizer is None
+        if probs is not None:
+            count = len(made.probs) * lax.axis_size(axes) if by_count else 0  # type: ignore[arg-type]
+            return made._replace(normalizer=jnp.full((), count, dtype)) if by_count else made
         # Before class weights are taken at the labels.
-        made = made._shifted(labels.shape) if shift else made
+        made = made._shifted(labels.shape) if options.shift else made
         if made.class_weight is not None:
             return made._weighed(options.reduction, axes)
-        if axes and options.reduction == "mean" and made.normalizer is None:
+        if by_count:
             count = lax.psum(jnp.sum(made.labels != IGNORED), axes)
             return made._replace(normalizer=jnp.maximum(count, 1).astype(dtype))
         return made
@@ -181,7 +167,7 @@ class Constants(NamedTuple):
         if reduction == "mean" and self.normalizer is None:
             total = lax.psum(jnp.sum(of_label), axes) if axes else jnp.sum(of_label)
             made = made._replace(normalizer=jnp.where(total > 0, total, 1))
-        if self.loss.label_smoothing is not None or self.loss.z_loss is not None:
+        if self.terms.label_smoothing is not None or self.terms.z_loss is not None:
             return made
         token_weight = of_label if self.token_weight is None else self.token_weight * of_label
         return made._replace(token_weight=token_weight, class_weight=None)
@@ -193,14 +179,55 @@ class Constants(NamedTuple):
             return following(x.reshape(shape), last).reshape(-1)
 
         weight = None if self.token_weight is None else shifted(self.token_weight, 0)
+        assert self.labels is not None
         return self._replace(labels=shifted(self.labels, IGNORED), token_weight=weight)
 
+    @property
+    def kept(self) -> Array:
+        """[T]: IGNORED for tokens that cost nothing; of what else is in a token's row, its label."""
+        if self.probs is None:
+            assert self.labels is not None
+            return self.labels
+        return jnp.zeros(len(self.probs), jnp.int32)
+
+    def wanted(self, stats: bool) -> Wanted:
+        """The statistics that the loss needs, and those that the caller may have asked for."""
+        even = self.terms.label_smoothing is not None
+        weighed = even and self.class_weight is not None
+        return Wanted(entropy=stats, argmax=stats, even=even, weighed=weighed)
+
+    def problem(self) -> dict[str, Any]:
+        """What the memory of a call depends on."""
+        ids = 0 if self.probs is None or self.labels is None else self.labels.shape[1]
+        return {
+            "ids": ids,
+            "labels": self.probs.dtype.name if self.probs is not None and not ids else "",
+            "softcap": self.transform.softcap is not None,
+            "smoothing": self.terms.label_smoothing is not None,
+            "class_weight": self.class_weight is not None,
+        }
+
     def call(self, reduction: str, source: Any, tokens: Tokens, shard: Any = None) -> "Call":
-        ids = tokens.take(self.labels, IGNORED)
+        own = tokens.take(self.kept, IGNORED) if self.probs is None else jnp.zeros(len(tokens.source), jnp.int32)
         mean = reduction == "mean"
-        reduced = Reduction.of(tokens, ids, self.token_weight, self.normalizer, mean, source.accumulator)
+        reduced = Reduction.of(tokens, own, self.token_weight, self.normalizer, mean, source.accumulator)
+        ids, probs, entries = own[:, None], None, None
+        if self.probs is not None and self.labels is not None:
+            ids = tokens.take(self.labels, IGNORED)
+            probs = jnp.where(ids == OUT_OF_RANGE, jnp.nan, tokens.take(self.probs, 0))
+        elif self.probs is not None:
+            entries = self.probs
         transform = self.transform.by_row(tokens)
-        return Call(source, transform, tokens, ids[:, None], self.loss, reduced, self.class_weight, shard)
+        return Call(source, transform, tokens, ids, self.terms, reduced, self.class_weight, shard, probs, entries)
+
+
+class LabelSums(NamedTuple):
+    """What the labels of a row sum up to, [P]; with statistics all of it."""
+
+    expected: Array  # of probability times log-probability, weighed by class
+    plain: Any = None  # the same without weights
+    mass: Any = None  # of probability; None: it is 1
+    likeliest: Any = None  # int32: the id of the largest
 
 
 class Call(NamedTuple):
@@ -209,47 +236,91 @@ class Call(NamedTuple):
     source: Any  # a `Projection` or `Logits`, or None where backward doesn't read it
     transform: Transform
     tokens: Tokens
-    ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE; K is 1 where there is a loss
-    loss: Any = None  # a `TokenLoss`; None where statistics are all that is asked for, as the next
+    ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE
+    terms: Any = None  # of the loss; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
     class_weight: Any = None  # [V], where the loss is weighed by it
     shard: Any = None  # a `Shard` where the source has this device's entries of the vocabulary alone
+    probs: Any = None  # [P, K]: of the ids; None: each row has one, whose probability is 1
+    entries: Any = None  # [T, V], by token: of every entry that this device has; the ids are where largest logits are
+    mass: Any = None  # [P]: their sums, weighed by class
 
     @property
     def vocab(self) -> int:
         """Entries of the vocabulary."""
         return self.source.vocab if self.shard is None else self.shard.vocab  # type: ignore[no-any-return]
 
-    def classes(self, ids: Array) -> ClassWeights | None:
-        """Of rows with these ids [C, 1]."""
+    def weights(self) -> tuple[Array | None, Array | None]:
+        """Of classes: those of the ids [P, K], and the mean; None for 1."""
         if self.class_weight is None:
-            return None
-        return ClassWeights(jnp.sum(self.class_weight), self.class_weight.at[ids[:, 0]].get(mode="clip"))
+            return None, None
+        return self.class_weight.at[self.ids].get(mode="clip"), jnp.sum(self.class_weight) / self.vocab
 
-    def outputs(self, reduction: str, stats: TokenStats) -> Outputs:
-        spread = self.tokens.spread
-        value = self.loss.value(stats, self.classes(self.ids))
-        loss = self.reduction.reduced(value, self.tokens, per_token=reduction == "none")
+    def label_sums(self, stats: TokenStats) -> LabelSums:
+        """Of ids."""
+        (own, _), probs = self.weights(), self.probs
+        plain = loss.expected(jnp, stats.log_prob, probs)
+        if probs is None:
+            return LabelSums(plain if own is None else plain * own[:, 0], plain, None, self.ids[:, 0])
+        expected = plain if own is None else loss.expected(jnp, stats.log_prob, probs * own)
         if stats.entropy is None:
-            return Outputs(loss, None)
+            return LabelSums(expected)
+        likeliest = jnp.take_along_axis(self.ids, jnp.argmax(probs, 1)[:, None], 1)[:, 0]
+        return LabelSums(expected, plain, jnp.sum(probs, 1), likeliest)
+
+    def outputs(self, reduction: str, stats: TokenStats, sums: LabelSums | None) -> Outputs:
+        """Of statistics, and where labels are of every entry of their sums."""
+        sums = self.label_sums(stats) if sums is None else sums
+        value = loss.value(jnp, self.terms, sums.expected, stats.lse, stats.even_loss)
+        made = self.reduction.reduced(value, self.tokens, per_token=reduction == "none")
+        if stats.entropy is None:
+            return Outputs(made, None)
         assert stats.argmax is not None
-        log_prob, correct = stats.log_prob[:, 0], stats.argmax == self.ids[:, 0]
-        made = LossStats(stats.lse, log_prob, stats.entropy, correct, stats.argmax, log_prob + stats.lse)
-        made = LossStats(*map(spread, made))
-        return Outputs(loss, made._replace(argmax=jnp.where(self.tokens.kept, made.argmax, -1)))
+        logit = sums.plain + stats.lse
+        if sums.mass is not None:
+            logit = jnp.where(sums.mass == 0, 0, sums.plain + sums.mass * stats.lse)
+        correct = stats.argmax == sums.likeliest
+        of_rows = LossStats(stats.lse, sums.plain, stats.entropy, correct, stats.argmax, logit)
+        of_tokens = LossStats(*map(self.tokens.spread, of_rows))
+        return Outputs(made, of_tokens._replace(argmax=jnp.where(self.tokens.kept, of_tokens.argmax, -1)))
 
     def scaled_rows(self, upstream: Array) -> tuple[Array, Array | None]:
-        """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs."""
+        """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs.  Of
+        labels that are one id."""
         row_scale, factor = self.reduction.row_scale(upstream, self.tokens), self.transform.factor()
         row_scale = row_scale if factor is None else row_scale * factor
-        size, classes = jnp.abs(row_scale), self.classes(self.ids)
-        if classes is not None:
-            size *= classes.target + classes.total / self.vocab
+        size, (own, mean) = jnp.abs(row_scale), self.weights()
+        if own is not None and mean is not None:
+            size *= own[:, 0] + mean
         grad_scale = float16_scale(size, self.source.hidden.dtype)
         return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
-    def gradient(self, stats: TokenStats, upstream: Array) -> TokenGradient:
-        """By the final logits, for an upstream gradient [] or [T]."""
-        row_scale = self.reduction.row_scale(upstream, self.tokens)
-        classes = self.classes(self.ids)
-        return self.loss.gradient(stats, row_scale, self.vocab, classes)  # type: ignore[no-any-return]
+    def gradient(self, stats: TokenStats, row_scale: Array) -> TokenGradient:
+        """`row_scale` times that of each row's loss by the final logits."""
+        terms, (own, mean) = self.terms, self.weights()
+        q, mass = own, None if own is None else own[:, 0]
+        others: Array | None = None
+        if self.probs is not None:
+            q, mass = self.probs if own is None else self.probs * own, self.mass
+            if mass is None:
+                mass, (q, others) = jnp.sum(q, 1), shares(self.ids, q)
+            else:
+                others = mass[:, None] - q
+        of_p = loss.of_p(terms, mass, stats.lse, mean)
+        log_prob, one = stats.log_prob, self.ids.shape[1] == 1
+        of_ids: Any = (log_prob, q, others, own)
+        if one:
+            of_ids = (None if x is None else x[:, 0] for x in of_ids)
+        log_prob, q, others, own = of_ids
+        lse, row = (x if one else x[:, None] for x in (stats.lse, row_scale))
+        at: Any = row * loss.at_entry(jnp, terms, log_prob, q, others, lse, self.vocab, own, mean)
+        labels = None if self.entries is None else row_scale
+        if labels is not None and terms.label_smoothing is not None:
+            labels = (1 - terms.label_smoothing) * labels
+        factor = row_scale if isinstance(of_p, float) else row_scale * of_p
+        return TokenGradient(factor, at[:, None] if one else at, even=self.even(row_scale), labels=labels)
+
+    def even(self, row_scale: Array) -> Array | None:
+        """[P]: what label smoothing takes from the gradient by each logit, times the class's weight if there is one."""
+        eps = self.terms.label_smoothing
+        return None if eps is None else row_scale * (eps / self.vocab)

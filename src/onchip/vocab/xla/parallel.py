@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, is_tracked, varies_over, vary_alike
-from onchip.frontend.jax_inputs import in_product_dtype, is_array
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, is_tracked, varies_over, vary_alike
+from onchip.frontend.jax_inputs import is_array
 from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
 from onchip.frontend.options import require_int
+from onchip.frontend.topk import TopK
 from onchip.vocab.xla.tiles import Projection, Softmax
 
 Array = jax.Array
@@ -38,8 +39,11 @@ _SPLIT = (
     "student_bias",
     "teacher_weight",
     "teacher_bias",
+    "student_logits",
     "teacher_logits",
+    "logits",
 )
+_LABELS = ("target", "labels")
 
 
 @jax.tree_util.register_static
@@ -76,7 +80,7 @@ class Shard:
         if axis not in manual:
             raise ValueError(
                 f"{op}: axis_name={axis!r} is not an axis of a jax.shard_map around the call ({list(manual)}); call it "
-                f"inside of one, or call sharded_{op}, which makes its own"
+                f"inside of one{_or_instead(op, ', which makes its own')}"
             )
         tracked = is_tracked(axis)
         for name, x in split.items() if tracked else ():
@@ -99,7 +103,7 @@ class Shard:
         if not self.tracked and any(jax.tree.leaves(needs)):
             raise ValueError(
                 f"{op}: inside of jax.shard_map(..., check_vma=False) the scale of gradients along {self.axis!r} isn't "
-                f"known; leave check_vma out, or call sharded_{op} outside of shard_map"
+                f"known; leave check_vma out{_or_instead(op, ' outside of shard_map')}"
             )
 
     # ---------------------------------------------------------------------------------------------- before the exchange
@@ -138,28 +142,31 @@ class Shard:
     # ----------------------------------------------------------------------------------------------------- the exchange
 
     def gathered(self, x: Any) -> Any:
-        """A tree of [P] or [P, K] values of one float dtype, each with a dimension for the devices in front."""
+        """A tree of [P] or [P, K] values of one float dtype, or indices, each with a dimension for the devices in
+        front."""
         leaves, tree = jax.tree.flatten(x)
-        columns = [leaf.reshape(len(leaf), -1) for leaf in leaves]
+        dtype = next(leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+        columns = [leaf.reshape(len(leaf), -1).astype(dtype) for leaf in leaves]
         every = lax.all_gather(jnp.concatenate(columns, 1), self.axis, to="invarying")
         parts, start = [], 0
         for leaf, column in zip(leaves, columns, strict=True):
             part = every[:, :, start : start + column.shape[1]]
-            parts.append(part.reshape(-1, *leaf.shape))
+            parts.append(part.reshape(-1, *leaf.shape).astype(leaf.dtype))
             start += column.shape[1]
         return jax.tree.unflatten(tree, parts)
+
+    def of_all(self, softmax: Softmax) -> Softmax:
+        """With an argmax that counts from the first of all entries; of a device whose logits are all -inf it is no
+        one's largest."""
+        return softmax if softmax.argmax is None else softmax._replace(argmax=softmax.argmax + self.start)
 
     def joined(self, softmax: Softmax) -> Softmax:
         """The softmax over all entries, from that over each device's; its ids' logits are 0 where they are
         elsewhere."""
-        dtype, argmax = softmax.max.dtype, softmax.argmax
-        if argmax is not None:
-            # Of a device whose logits are all -inf it is -1, and no one's largest.
-            softmax = softmax._replace(argmax=(argmax + self.start).astype(dtype))
-        return self.merged(self.gathered(softmax))
+        return self.merged(self.gathered(self.of_all(softmax)))
 
     def merged(self, parts: Softmax) -> Softmax:
-        """The softmax over all entries, from those that are `gathered`, whose argmax counts from the first of all."""
+        """The softmax over all entries, from those `of_all` that are `gathered`."""
         dtype, argmax = parts.max.dtype, parts.argmax
         top = jnp.max(parts.max, 0)
         drop = parts.max - top[None]
@@ -177,7 +184,7 @@ class Shard:
             squares = jnp.sum(squares * decay * decay, 0)
         if argmax is not None:
             best = jnp.argmax(parts.max, 0)[None]
-            argmax = jnp.take_along_axis(argmax, best, 0)[0].astype(jnp.int32)
+            argmax = jnp.take_along_axis(argmax, best, 0)[0]
         return Softmax(
             max=top,
             total=jnp.sum(parts.total * decay, 0),
@@ -198,6 +205,11 @@ class Shard:
         return None if x is None else lax.psum(x, self.axis)
 
 
+def _or_instead(op: str, how: str) -> str:
+    """The op that spreads itself over a mesh, where there is one, as a remedy."""
+    return f", or call sharded_{op}{how}" if op.startswith("linear_") else ""
+
+
 def refuse_typed_sharding(op: str, arrays: Mapping[str, Any]) -> None:
     """Raise for an array whose type says that it is sharded: a kernel would have it gathered on each device, and plain
     JAX can't cut it into chunks.
@@ -213,12 +225,12 @@ def refuse_typed_sharding(op: str, arrays: Mapping[str, Any]) -> None:
             )
 
 
-def check_axis(op: str, axis: Any, vocab: Any) -> None:
-    """Raise where a function's arguments axis_name and vocab_size don't go together."""
+def check_axis(op: str, axis: Any, vocab: Any, padded: str = "weight and bias") -> None:
+    """Raise where a function's arguments axis_name and vocab_size don't go together; `padded` are those with it."""
     if axis is None and vocab is not None:
         raise ValueError(
             f"{op}: vocab_size={vocab} is of a vocabulary that is split over devices; pass axis_name too, or cut the "
-            "padding off weight and bias"
+            f"padding off {padded}"
         )
 
 
@@ -230,8 +242,16 @@ def shard_of(op: str, given: Mapping[str, Any], size: int, vocab: str = "vocab_s
     if given["axis_name"] is None:
         return None
     arrays = {name: x for name, x in given.items() if is_array(x)}
-    split = {name: x for name, x in arrays.items() if name in _SPLIT}
-    whole = {name: x for name, x in arrays.items() if name not in _SPLIT}
+    # Of soft labels of every entry a device has its own, of a `TopK` all.
+    split = {
+        name: x
+        for name, x in arrays.items()
+        if name in _SPLIT or (name in _LABELS and jnp.issubdtype(x.dtype, jnp.floating))
+    }
+    whole = {name: x for name, x in arrays.items() if name not in split}
+    for name, x in given.items():
+        if isinstance(x, TopK):
+            whole |= {f"{name}.indices": x.indices, f"{name}.values": x.values}
     return Shard.of(op, given["axis_name"], given[vocab], size, split, whole, vocab)
 
 
@@ -254,12 +274,6 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
 # ----------------------------------------------------------------------------------------- calls that spread themselves
 
 
-def layer_of(hidden: Any, weight: Any, bias: Any, layout: str) -> Projection:
-    """Of a public function's arguments, with hidden [..., H] as it is."""
-    bias = None if bias is None else jnp.asarray(bias)
-    return Projection(*in_product_dtype(hidden, weight), bias, layout.index("v"))
-
-
 def on_mesh(
     op: str, given: Mapping[str, Any], layer: Projection, of: str, leading: tuple[int, ...]
 ) -> tuple[Spread, Shard, Projection]:
@@ -274,27 +288,5 @@ def on_mesh(
 
 def specs_of(layer: Projection, spread: Spread) -> Projection:
     """The `PartitionSpec`s of hidden [..., H], weight and bias."""
-    return Projection(spread.by_token, spread.of_weight(layer.vocab_axis), P(spread.vocab), layer.vocab_axis)
-
-
-def without_source(saved: Planned) -> Planned:
-    """What forward leaves for backward, a `Planned` of arrays with a field `call`, without the layer: a call that
-    spreads itself has it anyway."""
-    if saved.arrays is None:
-        return saved
-    return Planned(saved.arrays._replace(call=saved.arrays.call._replace(source=None)), saved.plan)
-
-
-def with_source(saved: Planned, source: Projection) -> Planned:
-    """The reverse of `without_source`."""
-    return Planned(saved.arrays._replace(call=saved.arrays.call._replace(source=source)), saved.plan)
-
-
-def gradients_of(layer: Projection, made: Projection, axes: tuple[str, ...]) -> Projection:
-    """This device's gradients of hidden [..., H], and those of weight and bias summed over the axes of tokens."""
-    hidden, weight, bias = made.hidden, made.weight, made.bias
-    if hidden is not None:
-        hidden = hidden.astype(layer.hidden.dtype).reshape(layer.hidden.shape)
-    if axes:
-        weight, bias = lax.psum((weight, bias), axes)
-    return Projection(hidden, weight, bias, made.vocab_axis)
+    of_bias = None if layer.bias is None else P(spread.vocab)
+    return Projection(spread.by_token, spread.of_weight(layer.vocab_axis), of_bias, layer.vocab_axis)

@@ -3,9 +3,10 @@
 The final logits z are those of a linear layer (`Projection`) or exist already (`Logits`), after a `Transform`.  From
 the ids of a token come its `TokenStats`; every gradient by z that the ops need is a `TokenGradient`::
 
-    p (factor + entropy (z - mean)) - even,   with p the softmax and mean = sum(p z),
+    p (factor + entropy (z - mean)) - even - labels q,   with p the softmax and mean = sum(p z),
 
-in which the entries at the ids are replaced by `at_ids`; where classes have weights they are factors of `even`.
+in which the entries at the ids are replaced by `at_ids`; where classes have weights they are factors of `even` and of
+the labels q.
 """
 
 import math
@@ -164,10 +165,17 @@ class Projection:
 
     @staticmethod
     def of(hidden: Any, weight: Any, bias: Any, layout: str) -> "Projection":
-        """Of a public function's arguments; `layout` is "vh" or "hv"."""
-        hidden, weight = in_product_dtype(hidden, weight)
-        hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
-        return Projection(hidden, weight, None if bias is None else jnp.asarray(bias), layout.index("v"))
+        """Of a public function's arguments, with hidden [..., H] as it is; `layout` is "vh" or "hv"."""
+        bias = None if bias is None else jnp.asarray(bias)
+        return Projection(*in_product_dtype(hidden, weight), bias, layout.index("v"))
+
+    def flat(self) -> "Projection":
+        """With hidden [T, H]."""
+        return replace(self, hidden=self.hidden.reshape(math.prod(self.hidden.shape[:-1]), self.hidden.shape[-1]))
+
+    @property
+    def layout(self) -> Any:
+        return ("vh", "hv")[self.vocab_axis]
 
     @property
     def vocab(self) -> int:
@@ -178,7 +186,7 @@ class Projection:
         """The dtype of logits, statistics and sums."""
         return accumulator(self.hidden.dtype)
 
-    def problem(self, needs: "Projection", platform: str, transform: "Transform", **options: Any) -> Problem:
+    def problem(self, needs: "Projection", platform: str, **options: Any) -> Problem:
         """What the memory of a call depends on."""
         tokens, size = self.hidden.shape
         return Problem(
@@ -190,9 +198,8 @@ class Projection:
             grad_hidden=needs.hidden,
             grad_weight=needs.weight,
             grad_bias=bool(needs.bias),
-            softcap=transform.softcap is not None,
             compacted=True,
-            weight_layout=("vh", "hv")[self.vocab_axis],
+            weight_layout=self.layout,
             **options,
         )
 
@@ -239,7 +246,9 @@ class Projection:
         return replace(sums, hidden=hidden, weight=weight, bias=bias)
 
 
-class Logits(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class Logits:
     """Logits [T, V] that exist already, of which a chunk has the whole vocabulary.
 
     Rows of 16-bit floats are fetched and stored as integers of the same bits.  XLA's CPU backend would otherwise do
@@ -488,18 +497,21 @@ class TokenGradient(NamedTuple):
     at_ids: Array  # [P, K]
     entropy: Array | None = None
     even: Array | None = None
+    labels: Array | None = None
 
     def times(self, x: Array | None) -> "TokenGradient":
         """All of it times x, [P] or []; None for 1."""
         if x is None:
             return self
         each = x[:, None] if x.ndim else x
-        factor, at_ids, *others = self.factor * x, self.at_ids * each, self.entropy, self.even
+        factor, at_ids, *others = self.factor * x, self.at_ids * each, *self[2:]
         return TokenGradient(factor, at_ids, *(None if y is None else y * x for y in others))
 
-    def size(self) -> Array:
-        """[P]: no entry is much larger."""
+    def size(self, mass: Array | None = None) -> Array:
+        """[P]: no entry is much larger, where labels of every entry sum up to `mass`."""
         size = jnp.abs(self.factor) + jnp.sum(jnp.abs(self.at_ids), 1)
+        if self.labels is not None and mass is not None:
+            size += jnp.abs(self.labels * mass)
         return size if self.entropy is None else size + jnp.abs(self.entropy)
 
 
@@ -523,7 +535,8 @@ def logits_gradient(
     gradient: TokenGradient,
     ids: Array,
     columns: Columns,
-    class_weight: Array | None = None,  # [V]: factors of gradient.even
+    class_weight: Array | None = None,  # [V]: factors of gradient.even and of labels
+    labels: Array | None = None,  # [C, size], with gradient.labels
 ) -> Array:
     """The gradient of the logits before scale and softcap, [C, size]; 0 for what was done before."""
     if gradient.entropy is None:
@@ -538,6 +551,10 @@ def logits_gradient(
     if gradient.even is not None:
         even = gradient.even[:, None]
         g -= even if class_weight is None else even * cut(class_weight, columns.start, columns.size)[None]
+    if labels is not None and gradient.labels is not None:
+        q = labels.astype(z.dtype)
+        q = q if class_weight is None else q * cut(class_weight, columns.start, columns.size)[None]
+        g -= gradient.labels[:, None] * q
     column = ids - columns.start
     if ids.shape[1] == 1:
         g = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) == column, gradient.at_ids, g)

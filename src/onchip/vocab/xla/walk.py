@@ -9,7 +9,7 @@ A backend of linear_cross_entropy is a module with these functions and flags::
     refusal(problem, platform, weight_layout, strategy)     why it can't serve a call, or None
     plan(problem, strategy, budget)     hashable, with a field `strategy`; raises ValueError
     select(plan, labels)           the rows that tokens are put in
-    forward(plan, wanted, needs, call) -> (TokenStats, saved)
+    forward(plan, wanted, needs, call) -> (TokenStats, LabelSums, saved)    sums where labels are of every entry
     backward(plan, needs, saved, upstream) -> Projection of gradients
     SEQUENTIAL                     whether vmap has to call it one by one
 
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
-from onchip.vocab.xla.loss import Call
+from onchip.vocab.xla.loss import Call, LabelSums
 from onchip.vocab.xla.tiles import (
     Columns,
     Logits,
@@ -64,6 +65,10 @@ def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) 
 
 def plan(problem: Problem, strategy: str, budget: int | None) -> Config:
     """The strategy and chunks; raises ValueError where the budget is too small."""
+    if problem.labels:  # by rows of the whole vocabulary
+        return memory.plan(problem, "stash", budget)
+    if problem.ids:
+        return memory.plan(problem, "recompute" if problem.any_grad else "forward", budget)
     return memory.plan(problem, memory.choose_strategy(problem, strategy, budget), budget)
 
 
@@ -71,12 +76,18 @@ def select(plan: Config, labels: Array) -> Tokens:
     return select_tokens(labels, plan.token_chunk)
 
 
-def forward(plan: Config, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Any]:
-    """With 'stash' the gradients are saved, else what they are made from."""
-    if plan.strategy == "stash":
-        return stash(plan.token_chunk, wanted, needs, call)
-    stats = statistics(plan, wanted, call)
-    return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
+def forward(plan: Config, wanted: Wanted, needs: Any, call: Call) -> tuple[TokenStats, LabelSums | None, Any]:
+    """With 'stash' the gradients are saved, else what they are made from; `needs` as of `gradients`."""
+    sums = None
+    if call.entries is not None:
+        stats, sums, call = of_every_entry(plan, wanted, call)
+    elif plan.strategy == "stash":
+        stats, stashed = stash(plan.token_chunk, wanted, needs, call)
+        return stats, None, stashed
+    else:
+        stats = statistics(plan, wanted, call)
+    saved = Saved(call, TokenStats(stats.lse, stats.log_prob))
+    return stats, sums, saved if any(jax.tree.leaves(needs)) else None
 
 
 class Saved(NamedTuple):
@@ -86,12 +97,13 @@ class Saved(NamedTuple):
     stats: TokenStats
 
 
-def backward(plan: Config, needs: Projection, saved: Any, upstream: Array) -> Projection:
-    """The gradients of hidden, weight and bias; what isn't needed is None."""
-    if plan.strategy == "stash":
-        return saved.scaled(upstream)  # type: ignore[no-any-return]
+def backward(plan: Config, needs: Any, saved: Any, upstream: Array) -> Any:
+    """The gradients of the source; what isn't needed is None."""
+    if isinstance(saved, Stashed):
+        return saved.scaled(upstream)
     call, stats = saved
-    return gradients(plan, needs, call, stats, call.gradient(stats, upstream))
+    gradient = call.gradient(stats, call.reduction.row_scale(upstream, call.tokens))
+    return gradients(plan, needs, call, stats, gradient)
 
 
 # --------------------------------------------------------------------------------------------------------- the walks
@@ -127,14 +139,105 @@ def _of_rows(plan: Config, wanted: Wanted, call: Call, finished: Callable[[Softm
     return over_tokens(call.tokens, plan.token_chunk, step, zeros)
 
 
+def of_every_entry(plan: Config, wanted: Wanted, call: Call) -> tuple[TokenStats, LabelSums, Call]:
+    """The statistics and sums of rows with labels of every entry, and the call with what gradients need of these."""
+    shard = call.shard
+    own = call if shard is None else shard.local(call)
+    source, ids, weight = own.source, own.ids, own.class_weight
+    columns = Columns(0, source.vocab, end=None if shard is None else shard.end)
+
+    def step(start: Any, z: Array, q: Array) -> tuple[Any, list[None]]:
+        z, _ = own.transform.of_chunk(start, plan.token_chunk).apply(z)
+        q = q.astype(z.dtype)
+        new = columns.new(z)
+        if new is not None:
+            z, q = jnp.where(new, z, -jnp.inf), jnp.where(new, q, 0)
+        largest = jnp.argmax(z, 1).astype(jnp.int32)[:, None]
+        softmax = Softmax.empty(largest, wanted, z.dtype).absorb(z, columns, largest, weight)
+        # Not the tile that exponentials are made of, or XLA's CPU backend would hold one more at a time.
+        below = z - lax.optimization_barrier((softmax.max, softmax.total))[0][:, None]
+
+        def sums(q: Array) -> tuple[Array, Array]:
+            # What has no probability costs nothing, where 0 * -inf would not be 0.
+            return jnp.sum(jnp.where((q == 0) & (below == -jnp.inf), 0, q * below), 1), jnp.sum(q, 1)
+
+        found = _Entries(softmax, largest[:, 0], *sums(q if weight is None else q * weight[None]))
+        if wanted.entropy:
+            found = found._replace(likeliest=jnp.argmax(q, 1).astype(jnp.int32), most=jnp.max(q, 1))
+            found = found if weight is None else found._replace(plain=sums(q))
+        return found, [None, None]
+
+    number, index = (jnp.zeros(len(ids), dtype) for dtype in (source.accumulator, jnp.int32))
+    empty = _Entries(Softmax.empty(ids, wanted, number.dtype), index, number, number)
+    if wanted.entropy:
+        empty = empty._replace(likeliest=index, most=number, plain=None if weight is None else (number, number))
+    labels = Logits.of(own.entries)
+    nothing = Projection(False, False, False) if isinstance(source, Projection) else False
+    found, _ = by_rows(plan.token_chunk, own.tokens, [source, labels], [nothing, False], empty, step)
+    # Not of a chunk's tile, or XLA's CPU backend would hold one more.
+    at_largest = labels.bits.at[own.tokens.source, found.largest].get(mode="fill", fill_value=0)
+    found = found._replace(label=labels.floats(at_largest).astype(number.dtype))
+    if shard is None:
+        return jax.tree.map(lambda x: x[None], found).merged(call)  # type: ignore[no-any-return]
+    found = found._replace(softmax=shard.of_all(found.softmax), largest=found.largest + shard.start)
+    if found.likeliest is not None:
+        found = found._replace(likeliest=found.likeliest + shard.start)
+    return shard.gathered(found).merged(call)  # type: ignore[no-any-return]
+
+
+class _Entries(NamedTuple):
+    """What a device knows of rows with labels of every entry, [P]; or all of them, [n, P]."""
+
+    softmax: Softmax
+    largest: Array  # int32: the entry of the largest logit, counted from the first of all
+    expected: Array  # sum of labels times z - max, weighed by class
+    mass: Array  # sum of labels, weighed by class
+    label: Any = None  # that of the largest logit, without its class's weight
+    likeliest: Any = None  # int32: the entry of the largest label, and that label: with statistics, as the next
+    most: Any = None
+    plain: Any = None  # sums without weights of classes, where there are any
+
+    def merged(self, call: Call) -> tuple[TokenStats, LabelSums, Call]:
+        """As of `of_every_entry`, of those of all devices."""
+        parts, best = self.softmax, jnp.argmax(self.softmax.max, 0)[None]
+
+        def of(x: Array, which: Array) -> Array:
+            return jnp.take_along_axis(x, which, 0)[0]
+
+        largest = of(self.largest, best)[:, None]
+        softmax = jax.tree.map(lambda x: x[0], parts) if call.shard is None else call.shard.merged(parts)
+        # The largest of all, also where that is -inf.
+        softmax = softmax._replace(picked=jnp.max(parts.picked, 0))
+        stats = softmax.complete(largest, call.vocab)
+        of_largest: Any = parts.max, softmax.max, stats.log_prob[:, 0]
+        expected, mass = expected_of(self.expected, self.mass, *of_largest)
+        sums = LabelSums(expected)
+        if self.likeliest is not None:
+            plain = (expected, mass) if self.plain is None else expected_of(*self.plain, *of_largest)
+            sums = LabelSums(expected, *plain, of(self.likeliest, jnp.argmax(self.most, 0)[None]))
+        return stats, sums, call._replace(ids=largest, probs=of(self.label, best)[:, None], mass=mass)
+
+
+def expected_of(sums: Array, masses: Array, maximum: Array, top: Array, log_prob: Array) -> tuple[Array, Array]:
+    """[P]: the sums of labels times log-probability, and of labels, of all parts of the vocabulary: of each, [n, P],
+    the sums of labels times z less its maximum, and of labels.  The largest logit `top` [P] has `log_prob`."""
+    further = jnp.where(masses == 0, 0, masses * (maximum - top[None]))
+    mass = jnp.sum(masses, 0)
+    # The largest logit's own log-probability is minus the logarithm of the total.
+    return jnp.sum(sums + further, 0) + jnp.where(mass == 0, 0, mass * log_prob), mass
+
+
 def gradients(
     plan: Config,
-    needs: Projection,
+    needs: Any,
     call: Call,
     stats: TokenStats,
     gradient: TokenGradient,  # by the final logits
-) -> Projection:
-    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed."""
+) -> Any:
+    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed; of logits
+    that exist theirs, and where labels are of every entry all, chunk by chunk of tokens."""
+    if call.entries is not None or isinstance(call.source, Logits):
+        return _gradients_by_rows(plan.token_chunk, needs, call, stats, gradient)
     shard, end = call.shard, None
     if shard is not None:
         end = shard.end
@@ -174,6 +277,32 @@ def gradients(
     hidden = None if made.hidden is None else tokens.spread(unscaled(made.hidden, grad_scale))
     hidden = hidden if shard is None else shard.summed(hidden)
     return replace(made, hidden=hidden)
+
+
+def _gradients_by_rows(chunk: int, needs: Any, call: Call, stats: TokenStats, gradient: TokenGradient) -> Any:
+    shard, end = call.shard, None
+    if shard is not None:
+        end = shard.end
+        call, stats, gradient = vary_alike((shard.local(call), stats, gradient))
+    source, grad_scale = call.source, None
+    gradient = gradient.times(call.transform.factor())
+    if isinstance(source, Projection):
+        grad_scale = float16_scale(gradient.size(call.mass), source.hidden.dtype)
+    of_rows = (stats, gradient.times(grad_scale), call.ids)
+    columns, labels = Columns(0, source.vocab, end=end), [] if call.entries is None else [Logits.of(call.entries)]
+
+    def step(start: Any, z: Array, q: Array | None = None) -> tuple[tuple[()], list[Array | None]]:
+        known, of_chunk, ids = cut_rows(of_rows, start, chunk)
+        z, slope = call.transform.of_chunk(start, chunk).apply(z)
+        g = logits_gradient(z, slope, known, of_chunk, ids, columns, call.class_weight, q)
+        return (), [g, *[None for _ in labels]]
+
+    _, (made, *_) = by_rows(chunk, call.tokens, [source, *labels], [needs, *[False for _ in labels]], (), step)
+    if isinstance(source, Logits):
+        return source.floats(made)
+    made = jax.tree.map(lambda x: unscaled(x, grad_scale), made)
+    hidden = None if made.hidden is None else call.tokens.spread(made.hidden)
+    return replace(made, hidden=hidden if shard is None else shard.summed(hidden))
 
 
 def by_rows(
@@ -234,7 +363,7 @@ def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[To
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
         softmax = Softmax.empty(own, wanted, total).absorb(z, columns, own, call.class_weight)
         stats = softmax.complete(own, vocab)
-        gradient = call.loss.gradient(stats, row, vocab, call.classes(own))
+        gradient = call._replace(ids=own).gradient(stats, row)
         # The exponentials are those of the softmax: no second ones are computed.
         relative = gradient._replace(factor=gradient.factor / softmax.total)
         known = stats._replace(lse=softmax.max)

@@ -1,0 +1,204 @@
+"""Soft labels on the Hopper kernels: probabilities of K ids, or of every entry.
+
+Every token counts and is its own position; backward makes the logits again, chunk by chunk of the vocabulary.  Of K
+ids, XLA computes the logits from rows of the weight, and writes their entries into a chunk's gradient before it is
+multiplied.  Labels of every entry are read by the kernels beside the logits' tile; there the largest logit has the part
+of the label.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onchip.frontend.jax_call import IGNORED
+from onchip.vocab.mosaic import memory
+from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
+from onchip.vocab.mosaic.positions import LOWEST, Labels, Operands, Partials, Positions, Upstream, concatenated
+from onchip.vocab.mosaic.rooms import tiles_of
+from onchip.vocab.xla.loss import Call, LabelSums
+from onchip.vocab.xla.tiles import TokenStats, Wanted, float16_scale
+from onchip.vocab.xla.walk import expected_of
+
+Array = jax.Array
+BOX = 64  # rows and columns of the blocks that gradients of logits are kept in
+ByLogits = Callable[[Operands, Array, int], Array]
+"""The gradient of a chunk's logits, of the operands, the chunk's first entry [1] and its size."""
+
+
+def statistics(plan: MosaicPlan, wanted: Wanted, call: Call) -> tuple[TokenStats, LabelSums | None, Call]:
+    """The statistics of each position, the sums of labels of every entry, and the call with what backward needs."""
+    if call.entries is None:
+        return _of_ids(plan, wanted, call), None, call
+    return _of_every_entry(plan, wanted, call)
+
+
+def by_labels(call: Call, stats: TokenStats, upstream: Array) -> tuple[Positions, Upstream, ByLogits]:
+    """What gradients are made of."""
+    at, gradient = _positions(call), call.gradient(stats, call.reduction.row_scale(upstream, call.tokens))
+    gradient = gradient.times(call.transform.factor())
+    grad_scale = float16_scale(gradient.size(call.mass), call.source.hidden.dtype)
+    gradient = gradient.times(grad_scale)
+    of_labels = of_ids = jnp.zeros_like(gradient.factor)
+    if gradient.labels is not None:
+        of_labels, of_ids = gradient.labels, gradient.at_ids[:, 0]
+
+    def masked(x: Array) -> Array:
+        return jnp.where(at.there, x, 0)
+
+    even, lse = None if gradient.even is None else masked(gradient.even), jnp.where(at.there, stats.lse, jnp.inf)
+    inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
+    above = Upstream(masked(of_labels), masked(gradient.factor), masked(of_ids), even, lse, inverse)
+    if gradient.labels is None:
+        return at, above, _with_ids(at, stats, above, gradient.at_ids)
+    return at, above, _with_entries(call, above)
+
+
+def _launched(plan: MosaicPlan, at: Positions, softmax_tiles: Any) -> Any:
+    """The launcher; where there are several parts, it is traced and lowered once."""
+    return jax.jit(softmax_tiles) if len(at.parts(plan)) > 1 else softmax_tiles
+
+
+# -------------------------------------------------------------------------------------------------------------- K ids
+
+
+def _logits(at: Positions, rows: Array, part: slice) -> Array:
+    """[part, K]: of the call's ids, one after the other: all rows of the weight at once would be [part, K, H]."""
+
+    def of_one(ids: Array) -> Array:
+        return at.target_logit(rows, part, jnp.maximum(ids, -1))
+
+    made: Array = lax.map(of_one, at.call.ids[part].T)
+    return made.T
+
+
+def _of_ids(plan: MosaicPlan, wanted: Wanted, call: Call) -> TokenStats:
+    """The statistics.  The likeliest of a token's ids has the part of its label."""
+    from onchip.vocab.mosaic import kernels
+
+    at = Positions.of(call)
+    kernel: Any = partial(
+        kernels.softmax_tiles, None, vocab_major=at.layer.vocab_axis == 0, wanted=wanted,
+        config=tiles_of(call)["softmax_tiles"],
+    )  # fmt: skip
+    launch = _launched(plan, at, kernel)
+    made: list[TokenStats] = []
+    for rows, part in at.in_parts(plan, made):
+        logits = _logits(at, rows, part)
+        best = jnp.argmax(logits, 1)[:, None]
+        label = jnp.maximum(jnp.take_along_axis(call.ids[part], best, 1)[:, 0], -1)
+        partials = launch(at.operands(rows, part)._replace(label=label))
+        made.append(at.stats(partials, jnp.max(logits, 1), part, label, logits))
+    return at.joined(made)
+
+
+def _with_ids(at: Positions, stats: TokenStats, above: Upstream, entries: Array) -> ByLogits:
+    """With these entries [P, K] at the ids."""
+    from onchip.vocab.mosaic import kernels
+
+    ids, major, config = at.call.ids, at.layer.vocab_axis == 0, tiles_of(at.call)["gradient_tiles"]
+    if at.inner is not None:
+        x = (stats.log_prob + stats.lse[:, None]) / at.factor[:, None]
+        entries = jnp.where(entries == 0, 0, entries * (1 - x * x))
+
+    def by_logits(operands: Operands, begin: Array, size: int) -> Array:
+        made: Array = kernels.gradient_tiles(
+            operands._replace(label=jnp.full_like(operands.label, IGNORED)), above.lse, above.factor, above.at_target,
+            even=above.even, first=begin, size=size, vocab_major=major, config=config,
+        )  # fmt: skip
+        return _written(made, ids - begin[0], entries, major)
+
+    return by_logits
+
+
+def _written(gradient: Array, column: Array, entries: Array, major: bool) -> Array:
+    """The gradient of a chunk's logits, as `gradient_tiles` lays it out, with these entries [P, K] at columns [P, K] of
+    tokens' rows.  Those outside are dropped; a column that occurs twice has the same number twice.
+    """
+    size = gradient.shape[0 if major else 1]
+    token = lax.broadcasted_iota(jnp.int32, column.shape, 0)
+    outside = (column < 0) | (column >= size)
+    if major:
+        row, across = column // BOX * BOX + token % BOX, token // BOX * BOX + column % BOX
+        row = jnp.where(outside, size, row)
+    else:
+        row, across = token, jnp.where(outside, size, column)
+    return gradient.at[row, across].set(entries.astype(gradient.dtype), mode="drop")
+
+
+# -------------------------------------------------------------------------------------------------------- every entry
+
+
+def _positions(call: Call) -> Positions:
+    """With the weights of classes where labels of every entry are multiplied by them."""
+    at = Positions.of(call)
+    if call.class_weight is None or call.entries is None:
+        return at
+    return at._replace(class_weight=jnp.pad(call.class_weight.astype(jnp.float32), (0, -call.vocab % VOCAB_TILE)))
+
+
+def _config() -> Any:
+    from onchip.kernels.mosaic.product import MosaicConfig
+
+    return MosaicConfig.from_numbers(memory.label_tiles())
+
+
+def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: Call) -> tuple[TokenStats, LabelSums, Call]:
+    from onchip.vocab.mosaic import kernels
+
+    at, entries = _positions(call), call.entries
+    kernel: Any = partial(
+        kernels.softmax_tiles, None, vocab_major=at.layer.vocab_axis == 0, wanted=wanted._replace(argmax=True),
+        config=_config(),
+    )  # fmt: skip
+    launch = _launched(plan, at, lambda operands, labels: kernel(operands, labels=labels))
+    likeliest = call.tokens.take(jnp.argmax(entries, 1).astype(jnp.int32), IGNORED) if wanted.entropy else None
+    made: list[Any] = []
+    for rows, part in at.in_parts(plan, made):
+        first = jnp.full(1, part.start, jnp.int32)
+        made.append(_merged(at, launch(at.operands(rows, part), Labels(entries, first)), part))
+    stats, sums, mass, largest = concatenated(made)
+    sums = sums._replace(likeliest=likeliest)
+    label = jnp.take_along_axis(entries, largest[: len(entries), None], 1).astype(jnp.float32)
+    return stats, sums, call._replace(ids=largest[:, None], probs=call.tokens.take(label, 0), mass=mass)
+
+
+def _merged(at: Positions, partials: Partials, part: slice) -> tuple[TokenStats, LabelSums, Array, Array]:
+    """Over all parts of the tiles, of the positions of `part`: also labels' sum, weighed by class, and where the
+    largest logits are."""
+    there, maximum = at.there[part], partials.maximum
+    best = jnp.argmax(maximum, 0)[None]
+    largest = jnp.where(there, jnp.take_along_axis(partials.argmax, best, 0)[0], IGNORED)
+    target = jnp.where(there, jnp.max(maximum, 0), LOWEST)
+    # The kernel leaves each part's largest out, and here all but one of them are as any other.
+    is_best = jnp.arange(len(maximum))[:, None] == best
+    others = jnp.where(is_best, partials.others, partials.others + 1)
+    stats = at.stats(partials._replace(others=others), target, part, largest)
+
+    def over_parts(cost: Array, mass: Array) -> tuple[Array, Array]:
+        expected, total = expected_of(-cost, mass, maximum, target, stats.log_prob[:, 0])
+        return jnp.where(there, expected, 0), jnp.where(there, total, 0)
+
+    expected, mass = over_parts(partials.cost, partials.mass)
+    plain = (expected, mass)
+    if partials.plain_cost is not None:
+        plain = over_parts(partials.plain_cost, partials.plain_mass)
+    return stats, LabelSums(expected, *plain), mass, largest
+
+
+def _with_entries(call: Call, above: Upstream) -> ByLogits:
+    from onchip.vocab.mosaic import kernels
+
+    labels = Labels(call.entries, jnp.zeros(1, jnp.int32))
+
+    def by_logits(operands: Operands, begin: Array, size: int) -> Array:
+        made: Array = kernels.gradient_tiles(
+            operands, above.lse, above.factor, above.at_target, even=above.even, first=begin, size=size,
+            labels=labels, by_labels=above.row_scale, vocab_major=call.source.vocab_axis == 0, config=_config(),
+        )  # fmt: skip
+        return made
+
+    return by_logits
