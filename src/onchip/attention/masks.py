@@ -1,0 +1,383 @@
+r"""Masks as data: which keys each query sees, in two or three integers a token.
+
+In the normal form, `Intervals`, query i sees key j where
+
+    start[i] <= j < end[i],    and with `stop`    i < stop[j]
+
+Every mask here is made of that in O(T) operations on the device.  Nothing is read on the host and nothing has the size of
+[queries, keys], so that another mask or length costs no compilation, and all layers share one lowered mask.  `a & b` sees
+what both see: the larger start, the smaller end and stop.
+
+Masks are frozen dataclasses of integers and of arrays, PyTorch's or JAX's; in JAX they are pytrees, whose integers are
+static.  Positions begin at 0, in a batch's row or in a batch that all rows share: an array [B, T], or [T].
+
+Sources: FlashMask (arXiv:2410.01359) has masks as ranges by column, tokamax's `Mask(k_start, k_end)` by row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, NamedTuple
+
+OP = "attention"
+
+Array = Any
+
+
+class Arrays(NamedTuple):
+    """What masks need of a framework."""
+
+    xp: Any
+    """Where functions are found that both frameworks call the same."""
+    positions: Callable[[Array, int], Array]
+    """`positions(like, n)`: [n] int32, 0, 1, 2 and so on, beside `like`."""
+    integers: Callable[[Array], Array]
+    """The same in int32."""
+    running_max: Callable[[Array], Array]
+    """Along the last dimension, from its start."""
+    running_min: Callable[[Array], Array]
+    """Along the last dimension, from its end."""
+    count_not_above: Callable[[Array, Array], Array]
+    """`count_not_above(x, y)`, x [B, N] that never falls, y [B, M]: how many of a row's x are at most y, int32."""
+    values: Callable[[Array], Any]
+    """A NumPy array of the numbers, or None where there are none yet."""
+
+
+def arrays_of(like: Array) -> Arrays:
+    """Of the framework that an array is of."""
+    name = "torch" if type(like).__module__.partition(".")[0] == "torch" else "xla"
+    made: Arrays = import_module(f"onchip.attention.{name}.arrays").ARRAYS
+    return made
+
+
+class Sizes(NamedTuple):
+    """What a mask is lowered for."""
+
+    of: Arrays
+    like: Array
+    batch: int
+    queries: int
+    keys: int
+
+    @property
+    def rows(self) -> Array:
+        """[1, Tq] int32: each query's position."""
+        return self.of.positions(self.like, self.queries)[None]
+
+    def given(self, name: str, x: Array, *lengths: int) -> Array:
+        """An array that a mask has, [1 or B, length] int32, of one of these lengths."""
+        shape = tuple(x.shape)
+        if len(shape) == 1:
+            x, shape = x[None], (1, *shape)
+        if len(shape) != 2 or shape[0] not in (1, self.batch) or shape[1] not in lengths:
+            must = " or ".join(f"[{self.batch}, {n}] or [{n}]" for n in dict.fromkeys(lengths))
+            raise ValueError(f"{OP}: {name} must be {must}; got shape {list(x.shape)}")
+        return self.of.integers(x)
+
+    def alike(self, mask: str) -> None:
+        """Raise unless queries and keys are the same tokens."""
+        if self.queries != self.keys:
+            raise ValueError(
+                f"{OP}: {mask} is of tokens that are queries and keys; got {self.queries} queries and {self.keys} keys; "
+                "pass Intervals"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What all masks have."""
+
+    def lower(self, batch: int, queries: int, keys: int, like: Array) -> "Intervals":
+        """The normal form for a batch of so many queries and keys, in `like`'s framework and on its device: make it once
+        in a step, and pass it to each layer.
+        """
+        sizes = Sizes(arrays_of(like), like, batch, queries, keys)
+        return self._ranges(sizes)._within(sizes)
+
+    def _ranges(self, sizes: Sizes) -> "Intervals":
+        raise NotImplementedError
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Both(self, other)
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals(Mask):
+    """Query i sees key j where start[i] <= j < end[i], and with `stop` i < stop[j].
+
+    A tree of answers in depth-first order, a prompt that several answers share, sink tokens before a window: these are
+    ranges with a `stop`, the first query that sees a key no longer.
+    """
+
+    start: Array  # [B, Tq] or [Tq]
+    end: Array  # [B, Tq] or [Tq]
+    stop: Array | None = None  # [B, Tk] or [Tk]
+    blocks: Array | None = None  # [B, Tq / tile, Tk / tile] bool, of `Blocked`
+    tile: int = 0
+
+    def _ranges(self, sizes: Sizes) -> "Intervals":
+        start, end = (
+            sizes.given(f"Intervals.{name}", x, sizes.queries) for name, x in (("start", self.start), ("end", self.end))
+        )
+        stop = None if self.stop is None else sizes.given("Intervals.stop", self.stop, sizes.keys)
+        return Intervals(start, end, stop, self.blocks, self.tile)
+
+    def _within(self, sizes: Sizes) -> "Intervals":
+        """With ranges that are of the keys."""
+        start, end = (x.clip(0, sizes.keys) for x in (self.start, self.end))
+        return Intervals(start, end, self.stop, self.blocks, self.tile)
+
+    def _and(self, other: "Intervals", xp: Any) -> "Intervals":
+        if self.blocks is not None and other.blocks is not None:
+            raise ValueError(f"{OP}: of two masks Blocked one alone can be combined; pass the blocks that both see")
+        blocks = self if other.blocks is None else other
+        stop = other.stop if self.stop is None else self.stop
+        if self.stop is not None and other.stop is not None:
+            stop = xp.minimum(self.stop, other.stop)
+        return Intervals(
+            xp.maximum(self.start, other.start), xp.minimum(self.end, other.end), stop, blocks.blocks, blocks.tile
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Both(Mask):
+    """What `a & b` makes."""
+
+    a: Mask
+    b: Mask
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        return self.a._ranges(sizes)._and(self.b._ranges(sizes), sizes.of.xp)
+
+
+@dataclass(frozen=True, eq=False)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        rows = sizes.rows
+        return Intervals(rows * 0, rows * 0 + sizes.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """Query i sees the keys up to i + offset: with offset = Tk - Tq the last query sees the last key."""
+
+    offset: int = 0
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        rows = sizes.rows
+        return Intervals(rows * 0, rows + (self.offset + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """Query i sees the keys from i + offset - left to i + offset + right; None: all on that side.
+
+    `Window(left=w - 1)` is causal, with w keys: what transformers calls `sliding_window=w`.
+    """
+
+    left: int | None
+    right: int | None = 0
+    offset: int = 0
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        rows = sizes.rows + self.offset
+        start = rows * 0 if self.left is None else rows - self.left
+        return Intervals(start, rows * 0 + sizes.keys if self.right is None else rows + (self.right + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Tokens see those of their own document: a run of equal `ids`.  Tokens with the id `padding` see nothing, and
+    nothing sees them.
+
+    An id that comes back later is another document.  Where values are checked it raises.
+    """
+
+    ids: Array  # [B, T] or [T]
+    padding: int | None = None
+
+    @staticmethod
+    def from_position_ids(position_ids: Array) -> "Documents":  # [B, T] or [T]
+        """A document begins where a position isn't one more than the last."""
+        of = arrays_of(position_ids)
+        there = of.integers(position_ids)
+        begins = _begins(of, there, there[..., 1:] != there[..., :-1] + 1)
+        return Documents(of.integers(begins.cumsum(-1)))
+
+    @staticmethod
+    def from_cu_seqlens(cu_seqlens: Array, tokens: int) -> "Documents":  # [N + 1]
+        """Documents that end at cu_seqlens[1:], of so many tokens in one row; what follows the last is padding."""
+        of = arrays_of(cu_seqlens)
+        ends = of.integers(cu_seqlens)[None, 1:]
+        ids = of.count_not_above(ends, of.positions(cu_seqlens, tokens)[None])
+        return Documents(ids, padding=ends.shape[1])
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        sizes.alike("Documents")
+        of, ids = sizes.of, sizes.given("Documents.ids", self.ids, sizes.keys)
+        start, end = _runs(of, _begins(of, ids, ids[..., 1:] != ids[..., :-1]))
+        if self.padding is not None:
+            end = of.xp.where(ids == self.padding, start, end)
+        return Intervals(start, end)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunked(Mask):
+    """Tokens see those of their own chunk of `size`; with documents chunks are counted from each one's start.
+
+    `Chunked(size) & Causal()` is the local attention of Llama 4.
+    """
+
+    size: int
+    within: Documents | None = None
+    offset: int = 0
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        rows = sizes.rows + self.offset
+        if self.within is None:
+            start = rows - rows % self.size
+            return Intervals(start, start + self.size)
+        mine = self.within._ranges(sizes)
+        start = rows - (rows - mine.start) % self.size
+        return Intervals(start, start + self.size)._and(mine, sizes.of.xp)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLM(Mask):
+    """Causal, but the first `lengths` tokens see each other both ways, and so does each token see them.
+
+    With documents, `lengths` are those of each token's document's prefix.
+    """
+
+    lengths: Array  # [B], or by token [B, T]
+    within: Documents | None = None
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        sizes.alike("PrefixLM")
+        xp, rows = sizes.of.xp, sizes.rows
+        shape = tuple(self.lengths.shape)
+        if len(shape) == 1 and shape != (sizes.batch,):
+            raise ValueError(
+                f"{OP}: PrefixLM.lengths must be [{sizes.batch}], or by token [{sizes.batch}, {sizes.keys}]; got shape "
+                f"{list(shape)}"
+            )
+        by_row = self.lengths[:, None] if len(shape) == 1 else self.lengths
+        lengths = sizes.given("PrefixLM.lengths", by_row, 1, sizes.keys)
+        if self.within is None:
+            return Intervals(rows * 0, xp.maximum(rows + 1, lengths))
+        mine = self.within._ranges(sizes)
+        return Intervals(mine.start, xp.maximum(rows + 1, mine.start + lengths))._and(mine, xp)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Mask):
+    """Causal, but tokens of a run of equal `ids` of 0 or more see each other both ways: the tokens of an image, or a
+    block of a model that is causal by blocks.  A token with an id below 0 is its own block.
+    """
+
+    ids: Array  # [B, T] or [T]
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        sizes.alike("Blocks")
+        of, ids = sizes.of, sizes.given("Blocks.ids", self.ids, sizes.keys)
+        begins = _begins(of, ids, (ids[..., 1:] != ids[..., :-1]) | (ids[..., 1:] < 0))
+        _, end = _runs(of, begins)
+        return Intervals(end * 0, end)
+
+
+@dataclass(frozen=True, eq=False)
+class Tree(Mask):
+    """Tokens of a tree in depth-first order see themselves and their ancestors: `stop[j]` is the position after the last
+    descendant of token j.
+    """
+
+    stop: Array  # [B, T] or [T]
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        sizes.alike("Tree")
+        rows = sizes.rows
+        return Intervals(rows * 0, rows + 1, sizes.given("Tree.stop", self.stop, sizes.keys))
+
+
+@dataclass(frozen=True, eq=False)
+class Blocked(Mask):
+    """Query i sees key j where blocks[i // tile, j // tile]: for what is no range, such as blocks that a router chose."""
+
+    blocks: Array  # [B, Tq / tile, Tk / tile] bool, or without B
+    tile: int
+
+    def _ranges(self, sizes: Sizes) -> Intervals:
+        blocks = self.blocks[None] if len(self.blocks.shape) == 2 else self.blocks
+        must = (-(-sizes.queries // self.tile), -(-sizes.keys // self.tile))
+        if tuple(blocks.shape) not in ((1, *must), (sizes.batch, *must)):
+            raise ValueError(
+                f"{OP}: Blocked.blocks must be {[sizes.batch, *must]} or {list(must)} for {sizes.queries} queries and "
+                f"{sizes.keys} keys in tiles of {self.tile}; got shape {list(self.blocks.shape)}"
+            )
+        rows = sizes.rows
+        return Intervals(rows * 0, rows * 0 + sizes.keys, None, blocks, self.tile)
+
+
+MASKS = (Full, Causal, Window, Documents, Chunked, PrefixLM, Blocks, Tree, Blocked, Intervals, Both)
+STATIC = ("offset", "left", "right", "size", "padding", "tile")
+"""Names of the fields that are plain integers."""
+
+
+def check_mask(mask: Any) -> None:
+    """Raise for what is no mask, or has a field of the wrong type or range; reads no array."""
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"{OP}: mask must be one of {', '.join(x.__name__ for x in MASKS[:-1])}, or several combined by &; got "
+            f"{type(mask).__name__}"
+        )
+    name = type(mask).__name__
+    for field in fields(mask):
+        value = getattr(mask, field.name)
+        if isinstance(value, Mask):
+            check_mask(value)
+        elif field.name in STATIC:
+            optional = value is None and field.name in ("left", "right", "padding")
+            if not optional and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{OP}: {name}.{field.name} must be an int; got {type(value).__name__}")
+            if field.name in ("size", "tile") and value < (0 if name == "Intervals" else 1):
+                raise ValueError(f"{OP}: {name}.{field.name} must be above 0; got {value}")
+        elif value is not None and not hasattr(value, "shape"):
+            raise TypeError(f"{OP}: {name}.{field.name} must be an array; got {type(value).__name__}")
+
+
+def check_mask_values(mask: Mask) -> None:
+    """Raise for numbers that can't be meant, where there are numbers: an id that comes back."""
+    for field in fields(mask):
+        value = getattr(mask, field.name)
+        if isinstance(value, Mask):
+            check_mask_values(value)
+    if not isinstance(mask, Documents):
+        return
+    ids = arrays_of(mask.ids).values(mask.ids)
+    for row in () if ids is None else ids.reshape(-1, ids.shape[-1]):
+        firsts = row[[i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]].tolist()
+        again = next((x for n, x in enumerate(firsts) if x in firsts[:n] and x != mask.padding), None)
+        if again is not None:
+            raise ValueError(
+                f"{OP}: Documents.ids has {again} in two places; tokens of a document must be next to each other: sort "
+                "them, or number the runs apart"
+            )
+
+
+def _begins(of: Arrays, ids: Array, others: Array) -> Array:
+    """[..., T] bool: whether a run begins, given whether one does at each of the `others`, the tokens but the first."""
+    return of.xp.concatenate([ids[..., :1] == ids[..., :1], others], -1)
+
+
+def _runs(of: Arrays, begins: Array) -> tuple[Array, Array]:
+    """[..., T] int32: where each token's run starts and ends, given where runs begin."""
+    tokens = begins.shape[-1]
+    at = of.positions(begins, tokens)
+    start = of.running_max(of.xp.where(begins, at, 0))
+    following = of.xp.where(begins, at, tokens)
+    end = of.running_min(of.xp.concatenate([following[..., 1:], following[..., :1] * 0 + tokens], -1))
+    return of.integers(start), of.integers(end)

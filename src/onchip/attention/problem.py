@@ -1,0 +1,142 @@
+"""What every backend of attention agrees on: options, shapes and memory.  No framework."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from onchip.attention.masks import OP
+from onchip.frontend.options import (
+    require_bool,
+    require_number,
+    require_one_of,
+    require_positive,
+    require_positive_int,
+)
+
+Layout = Literal["bthd", "bhtd"]
+LAYOUTS = get_args(Layout)
+DEFAULT_SCRATCH = 256 << 20
+# Queries of a block: more of them share few ranges of keys.
+MOST_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that are plain words and numbers, checked when made."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    layout: Layout = "bthd"
+    scratch_bytes: int | None = None
+    check_inputs: bool = False
+    return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            require_number(OP, "scale", self.scale)
+        if self.softcap is not None:
+            require_positive(OP, "softcap", self.softcap, remedy="; pass None for no softcap")
+        require_one_of(OP, "layout", self.layout, LAYOUTS)
+        require_positive_int(OP, "scratch_bytes", self.scratch_bytes)
+        require_bool(OP, "check_inputs", self.check_inputs)
+        require_bool(OP, "return_lse", self.return_lse)
+
+
+class Problem(NamedTuple):
+    """The sizes of a call."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    size: int  # D, of q and k
+    value_size: int  # of v
+
+    @property
+    def group(self) -> int:
+        """Heads of q that share one of k and v."""
+        return self.heads // self.key_heads
+
+
+def check_shapes(layout: str, shapes: Mapping[str, Sequence[int]]) -> Problem:
+    """The sizes of a call, from the shapes of q, k, v and sinks, if there are any.
+
+    Raises:
+        ValueError: shapes that don't go together.
+    """
+    found = {name: _named(layout, name, tuple(shapes[name]), len(shapes["q"])) for name in ("q", "k", "v")}
+    (batch, queries, heads, size), (key_batch, keys, key_heads, key_size) = found["q"], found["k"]
+    value_batch, values, value_heads, value_size = found["v"]
+    if not batch == key_batch == value_batch:
+        raise ValueError(
+            f"{OP}: q, k and v have {batch}, {key_batch} and {value_batch} sequences; they must be as many"
+        )
+    if keys != values or key_heads != value_heads:
+        raise ValueError(
+            f"{OP}: k has {keys} tokens and {key_heads} heads but v has {values} and {value_heads}; they must be as many"
+        )
+    if size != key_size:
+        raise ValueError(f"{OP}: q has head size {size} but k has {key_size}; they must be the same")
+    if min(size, value_size, heads, key_heads) < 1:
+        raise ValueError(
+            f"{OP}: heads and their sizes must be 1 or more; got q {list(shapes['q'])}, v {list(shapes['v'])}"
+        )
+    if heads % key_heads:
+        raise ValueError(f"{OP}: q has {heads} heads, no multiple of the {key_heads} of k and v")
+    sinks = tuple(shapes.get("sinks", (heads,)))
+    if sinks != (heads,):
+        raise ValueError(f"{OP}: sinks must be [{heads}], a number for each head of q; got shape {list(sinks)}")
+    return Problem(batch, queries, keys, heads, key_heads, size, value_size)
+
+
+def _named(layout: str, name: str, shape: tuple[int, ...], ndim: int) -> tuple[int, int, int, int]:
+    """(batch, tokens, heads, head size)."""
+    letters = {"bthd": "B, T, H, D", "bhtd": "B, H, T, D"}[layout]
+    if len(shape) not in (3, 4) or len(shape) != ndim:
+        raise ValueError(
+            f"{OP}: {name} must be [{letters}], or without B in all of q, k and v, with layout={layout!r}; got shape "
+            f"{list(shape)}"
+        )
+    batch, *rest = shape if len(shape) == 4 else (1, *shape)
+    tokens, heads, size = rest if layout == "bthd" else (rest[1], rest[0], rest[2])
+    return batch, tokens, heads, size
+
+
+def scale_of(options: Options, p: Problem) -> float:
+    """By default one over the root of the head size."""
+    return 1 / math.sqrt(p.size) if options.scale is None else float(options.scale)
+
+
+def scratch_parts(p: Problem, dtype_bytes: int, rows: int, *, backward: bool, softcap: bool) -> dict[str, int]:
+    """Bytes beside inputs and results that the plain path of PyTorch takes for blocks of so many queries."""
+    total = max(4, dtype_bytes)
+    scores = total * p.heads * p.keys * (2 if backward else 1)
+    parts = {"a block's scores": rows * (scores + (total * p.heads * p.keys if softcap and backward else 0))}
+    parts["a block's mask"] = 2 * rows * p.keys
+    parts["a block's rows"] = 3 * rows * total * p.heads * (p.size + p.value_size)
+    of_keys = total * p.keys * p.key_heads * (p.size + p.value_size)
+    if dtype_bytes < total:
+        parts["keys and values of one sequence, widened"] = of_keys
+    if backward:
+        parts["their gradients"] = of_keys
+    return parts
+
+
+def rows_of_block(p: Problem, dtype_bytes: int, scratch_bytes: int | None, *, backward: bool, softcap: bool) -> int:
+    """How many queries a block has, the same whatever is wanted of it.
+
+    Raises:
+        ValueError: a budget in which one query doesn't fit.
+    """
+
+    def need(rows: int) -> int:
+        return sum(scratch_parts(p, dtype_bytes, rows, backward=backward, softcap=softcap).values())
+
+    budget = max(DEFAULT_SCRATCH, need(16)) if scratch_bytes is None else scratch_bytes
+    fixed = need(0)
+    rows = (budget - fixed) // max(1, need(1) - fixed)
+    if rows < 1 and p.queries * p.keys > 0:
+        raise ValueError(f"{OP}: scratch_bytes={budget} is too little; it takes at least {need(1)}")
+    return int(max(1, min(rows, MOST_ROWS, p.queries)))

@@ -1,0 +1,1 @@
+"""Attention in PyTorch, on its own matrix products."""

@@ -1,0 +1,24 @@
+"""PyTorch as masks need it."""
+
+import torch
+from torch import Tensor
+
+from onchip.attention.masks import Arrays
+from onchip.frontend.torch_inputs import has_values
+
+
+def _count_not_above(x: Tensor, y: Tensor) -> Tensor:
+    rows = max(len(x), len(y))
+    x, y = (a.expand(rows, -1).contiguous() for a in (x, y))
+    return torch.searchsorted(x, y, right=True, out_int32=True)
+
+
+ARRAYS = Arrays(
+    torch,
+    positions=lambda like, n: torch.arange(n, dtype=torch.int32, device=like.device),
+    integers=lambda x: x.to(torch.int32),
+    running_max=lambda x: x.cummax(-1).values,
+    running_min=lambda x: x.flip(-1).cummin(-1).values.flip(-1),
+    count_not_above=_count_not_above,
+    values=lambda x: x.numpy(force=True) if has_values(x) else None,
+)

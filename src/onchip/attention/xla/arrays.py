@@ -1,0 +1,32 @@
+"""JAX as masks need it."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onchip.attention.masks import Arrays
+
+
+def _count_not_above(x: jax.Array, y: jax.Array) -> jax.Array:
+    rows = max(len(x), len(y))
+    x, y = (jnp.broadcast_to(a, (rows, a.shape[1])) for a in (x, y))
+    return jax.vmap(partial(jnp.searchsorted, side="right"))(x, y).astype(jnp.int32)
+
+
+def _values(x: Any) -> np.ndarray[Any, Any] | None:
+    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+ARRAYS = Arrays(
+    jnp,
+    positions=lambda like, n: jnp.arange(n, dtype=jnp.int32),
+    integers=lambda x: jnp.asarray(x).astype(jnp.int32),
+    running_max=lambda x: lax.cummax(x, axis=x.ndim - 1),
+    running_min=lambda x: lax.cummin(x, axis=x.ndim - 1, reverse=True),
+    count_not_above=_count_not_above,
+    values=_values,
+)

@@ -1,0 +1,248 @@
+"""Attention in plain JAX: tiles of queries by tiles of keys, with a running softmax, made again in backward.
+
+A loop goes over the tiles of keys that any query of a tile sees, so hidden tiles cost nothing.  Its bounds are numbers of
+the mask, known to the device alone.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onchip.attention.masks import OP
+from onchip.attention.problem import Options, Problem
+from onchip.frontend.jax_call import with_gradients
+from onchip.frontend.jax_inputs import accumulator
+
+Array = jax.Array
+# Queries and keys of a tile.
+ROWS, COLUMNS = 128, 256
+
+
+class Static(NamedTuple):
+    """What is known when tracing."""
+
+    problem: Problem
+    options: Options
+    scale: float
+    tile: int  # of the mask's blocks
+
+
+class Parameters(NamedTuple):
+    """The arrays that have gradients, these, and which of them are needed."""
+
+    q: Any  # [B, Tq, Hq, D]
+    k: Any  # [B, Tk, Hk, D]
+    v: Any  # [B, Tk, Hk, Dv]
+    sinks: Any  # [Hq], or None
+
+
+class Ranges(NamedTuple):
+    """A lowered mask, with as many rows as the batch."""
+
+    start: Array  # [B, Tq] int32
+    end: Array
+    stop: Array | None  # [B, Tk]
+    blocks: Array | None  # [B, Tq / tile, Tk / tile] bool
+
+
+class Saved(NamedTuple):
+    """What backward is given."""
+
+    given: Parameters
+    mask: Ranges
+    out: Array
+    lse: Array
+
+
+class _Cut(NamedTuple):
+    """Where a tile is cut from an axis: the last one is as large as the others, and begins earlier."""
+
+    start: Array
+    new: Array  # [size] bool: what no tile before has
+
+    @staticmethod
+    def of(i: Any, size: int, length: int) -> "_Cut":
+        start = jnp.minimum(i * size, length - size)
+        return _Cut(start, start + jnp.arange(size) >= i * size)
+
+
+def _cut(x: Array, at: Array, size: int, axis: int = 1) -> Array:
+    return lax.dynamic_slice_in_dim(x, at, size, axis)
+
+
+def _add(x: Array, part: Array, at: Array, axis: int = 1) -> Array:
+    size = part.shape[axis]
+    return lax.dynamic_update_slice_in_dim(x, _cut(x, at, size, axis) + part, at, axis)
+
+
+class _Tiles(NamedTuple):
+    """A call cut in tiles."""
+
+    static: Static
+    given: Parameters
+    mask: Ranges
+
+    @property
+    def rows(self) -> int:
+        return min(ROWS, self.static.problem.queries)
+
+    @property
+    def columns(self) -> int:
+        return min(COLUMNS, self.static.problem.keys)
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.static.problem.queries // self.rows)
+
+    def queries(self, x: Array, at: Array) -> Array:
+        """[B, Hk, G, rows, ...] in the dtype of sums, of [B, Tq, Hq, ...]."""
+        p, part = self.static.problem, _cut(x, at, self.rows)
+        part = part.astype(accumulator(self.given.q.dtype)).reshape(
+            p.batch, self.rows, p.key_heads, p.group, *x.shape[3:]
+        )
+        return jnp.moveaxis(part, 1, 3)
+
+    def put(self, x: Array, part: Array, at: Array) -> Array:
+        """Write what `queries` reads."""
+        part = jnp.moveaxis(part, 3, 1).reshape(x.shape[0], self.rows, *x.shape[2:])
+        return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), at, 1)
+
+    def keys(self, x: Array, at: Array) -> Array:
+        """[B, Hk, columns, D] in the dtype of sums."""
+        return jnp.moveaxis(_cut(x, at, self.columns), 1, 2).astype(accumulator(self.given.q.dtype))
+
+    def range(self, at: Array) -> tuple[Array, Array]:
+        """The tiles of keys that the queries of a tile may see."""
+        start, end = _cut(self.mask.start, at, self.rows), _cut(self.mask.end, at, self.rows)
+        there = end > start
+        first = jnp.min(jnp.where(there, start, self.static.problem.keys))
+        last = jnp.max(jnp.where(there, end, 0))
+        return first // self.columns, -(-last // self.columns)
+
+    def seen(self, at: Array, keys: _Cut) -> Array:
+        """[B, 1, 1, rows, columns] bool."""
+        i, j = at + jnp.arange(self.rows), keys.start + jnp.arange(self.columns)
+        start, end = (_cut(x, at, self.rows)[..., None] for x in (self.mask.start, self.mask.end))
+        seen = (start <= j) & (j < end) & keys.new
+        if self.mask.stop is not None:
+            seen &= i[:, None] < _cut(self.mask.stop, keys.start, self.columns)[:, None]
+        if self.mask.blocks is not None:
+            seen &= self.mask.blocks[:, i[:, None] // self.static.tile, j // self.static.tile]
+        return seen[:, None, None]
+
+    def scores(self, q: Array, k: Array) -> tuple[Array, Array | None]:
+        """[B, Hk, G, rows, columns]: final scores, and with a softcap their derivative."""
+        z = jnp.einsum("bhgqd,bhkd->bhgqk", q, k, precision=lax.Precision.HIGHEST) * self.static.scale
+        if (c := self.static.options.softcap) is None:
+            return z, None
+        t = jnp.tanh(z / c)
+        return c * t, 1 - t * t
+
+    def sink(self) -> Array:
+        """[Hk, G, 1]; -inf without sinks."""
+        p, total = self.static.problem, accumulator(self.given.q.dtype)
+        if self.given.sinks is None:
+            return jnp.full((p.key_heads, p.group, 1), -jnp.inf, total)
+        return self.given.sinks.astype(total).reshape(p.key_heads, p.group, 1)
+
+
+def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, Saved | None]:
+    tiles, p, total = _Tiles(static, given, mask), static.problem, accumulator(given.q.dtype)
+    shape = p.batch, p.queries, p.heads
+    made = jnp.zeros((*shape, p.value_size), given.q.dtype), jnp.full(shape, -jnp.inf, total)
+    if made[0].size == 0 and made[1].size == 0:
+        return made, Saved(given, mask, *made)
+    sink = tiles.sink()
+
+    def step(n: Any, made: Any) -> Any:
+        at = _Cut.of(n, tiles.rows, p.queries).start
+        q = tiles.queries(given.q, at)
+
+        def absorb(m: Any, state: Any) -> Any:
+            most, sums, out = state
+            cut = _Cut.of(m, tiles.columns, p.keys)
+            z, _ = tiles.scores(q, tiles.keys(given.k, cut.start))
+            z = jnp.where(tiles.seen(at, cut), z, -jnp.inf)
+            new = jnp.maximum(most, z.max(-1))
+            shift = jnp.where(new == -jnp.inf, 0, new)
+            e, decay = jnp.exp(z - shift[..., None]), jnp.exp(most - shift)
+            v = tiles.keys(given.v, cut.start)
+            product = jnp.einsum("bhgqk,bhkd->bhgqd", e, v, precision=lax.Precision.HIGHEST)
+            return new, sums * decay + e.sum(-1), out * decay[..., None] + product
+
+        most = jnp.broadcast_to(sink, q.shape[:-1])
+        state = (
+            most,
+            jnp.where(most == -jnp.inf, 0.0, 1.0).astype(total),
+            jnp.zeros((*q.shape[:-1], p.value_size), total),
+        )
+        if p.keys:
+            first, last = tiles.range(at)
+            state = lax.fori_loop(first, last, absorb, state)
+        most, sums, out = state
+        nothing = sums == 0
+        divisor = jnp.where(nothing, 1, sums)
+        out = jnp.where(nothing[..., None], 0, out / divisor[..., None])
+        lse = jnp.where(nothing, -jnp.inf, jnp.where(nothing, 0, most) + jnp.log(divisor))
+        return tiles.put(made[0], out, at), tiles.put(made[1], lse, at)
+
+    made = lax.fori_loop(0, tiles.row_tiles, step, made)
+    return made, Saved(given, mask, *made)
+
+
+def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) -> Parameters:
+    given, mask, out, lse = saved
+    tiles, p, total = _Tiles(static, given, mask), static.problem, accumulator(given.q.dtype)
+    grad_out, grad_lse = cotangents
+    grad_out = jnp.zeros_like(out) if grad_out is None else grad_out
+    grad_lse = jnp.zeros_like(lse) if grad_lse is None else jnp.where(lse == -jnp.inf, 0, grad_lse)
+    finite = jnp.where(lse == -jnp.inf, 0, lse)
+    zeros = Parameters(
+        jnp.zeros(given.q.shape, total),
+        jnp.zeros((p.batch, p.key_heads, p.keys, p.size), total),
+        jnp.zeros((p.batch, p.key_heads, p.keys, p.value_size), total),
+        jnp.zeros((p.key_heads, p.group), total),
+    )
+    sink = tiles.sink()
+
+    def step(n: Any, made: Parameters) -> Parameters:
+        at, new = _Cut.of(n, tiles.rows, p.queries)
+        q, shift = tiles.queries(given.q, at), tiles.queries(finite, at)
+        # What is sent to a query that sees nothing may be anything.
+        there = (_cut(mask.end, at, tiles.rows) > _cut(mask.start, at, tiles.rows))[:, None, None, :, None]
+        do = jnp.where(there & new[:, None], tiles.queries(grad_out, at), 0)
+        more = jnp.where(new, tiles.queries(grad_lse, at), 0) - (do * tiles.queries(out, at)).sum(-1)
+        by_sink = made.sinks + (jnp.exp(sink - shift) * more).sum((0, 3))
+
+        def absorb(m: Any, state: Any) -> Any:
+            of_q, of_k, of_v = state
+            cut = _Cut.of(m, tiles.columns, p.keys)
+            k, v = tiles.keys(given.k, cut.start), tiles.keys(given.v, cut.start)
+            z, slope = tiles.scores(q, k)
+            seen = tiles.seen(at, cut) & new[:, None]
+            e = jnp.where(seen, jnp.exp(jnp.where(seen, z, 0) - shift[..., None]), 0)
+            dp = jnp.einsum("bhgqd,bhkd->bhgqk", do, v, precision=lax.Precision.HIGHEST) + more[..., None]
+            dz = jnp.where(seen, e * dp, 0) * static.scale
+            dz = dz if slope is None else dz * slope
+            of_k = _add(of_k, jnp.einsum("bhgqk,bhgqd->bhkd", dz, q, precision=lax.Precision.HIGHEST), cut.start, 2)
+            of_v = _add(of_v, jnp.einsum("bhgqk,bhgqd->bhkd", e, do, precision=lax.Precision.HIGHEST), cut.start, 2)
+            return of_q + jnp.einsum("bhgqk,bhkd->bhgqd", dz, k, precision=lax.Precision.HIGHEST), of_k, of_v
+
+        state = jnp.zeros_like(q), made.k, made.v
+        if p.keys:
+            first, last = tiles.range(at)
+            state = lax.fori_loop(first, last, absorb, state)
+        of_q, of_k, of_v = state
+        # Rows that a tile before had are 0 here.
+        before = tiles.queries(made.q, at)
+        return Parameters(tiles.put(made.q, jnp.where(new[:, None], of_q, before), at), of_k, of_v, by_sink)
+
+    made = lax.fori_loop(0, tiles.row_tiles, step, zeros) if p.queries else zeros
+    k, v = (jnp.moveaxis(x, 1, 2) for x in (made.k, made.v))
+    found = Parameters(made.q, k, v, None if given.sinks is None else made.sinks.reshape(-1))
+    return Parameters(*(x if need else None for x, need in zip(found, needs, strict=True)))
+
+
+ATTENTION = with_gradients(OP, _forward, _backward)

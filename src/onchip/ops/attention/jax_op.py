@@ -1,0 +1,114 @@
+"""attention for JAX: the public function."""
+
+from dataclasses import fields
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from onchip.attention.masks import MASKS, OP, STATIC, Causal, Mask, check_mask, check_mask_values
+from onchip.attention.problem import Layout, Options, check_shapes, scale_of
+from onchip.attention.xla.plain import ATTENTION, Parameters, Ranges, Static
+from onchip.core.backends import choose_backend
+from onchip.core.sizes import LOSS_DTYPE_BYTES
+from onchip.frontend.jax_call import callable_here, vary_alike
+from onchip.frontend.jax_inputs import check_kinds, dtype_of, require_arrays
+from onchip.frontend.jax_types import Array
+
+_CAUSAL = Causal()
+
+for _mask in MASKS:
+    _names = [x.name for x in fields(_mask)]
+    jax.tree_util.register_dataclass(_mask, [x for x in _names if x not in STATIC], [x for x in _names if x in STATIC])
+
+
+def attention(
+    q: Array,  # [B, Tq, Hq, D]
+    k: Array,  # [B, Tk, Hk, D]
+    v: Array,  # [B, Tk, Hk, Dv]
+    mask: Mask = _CAUSAL,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,  # [Hq]
+    layout: Layout = "bthd",
+    return_lse: bool = False,
+    check_inputs: bool = False,
+    backend: Literal["auto", "xla"] = "auto",
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Softmax attention under a mask that is data, without the [queries, keys] scores.
+
+    For each query and head, over the keys j that the mask lets it see::
+
+        s[j] = scale * q @ k[j],    z[j] = softcap * tanh(s[j] / softcap)     # without softcap s[j]
+        lse  = log(exp(sink) + sum(exp(z)))                                   # without sinks log(sum(exp(z)))
+        out  = sum(exp(z[j] - lse) * v[j])
+
+    So without these options it is `jax.nn.dot_product_attention` with the mask as a matrix, in float32.
+
+    Args:
+        q: [B, Tq, Hq, D] float32, bfloat16, float16 or float64.  B may be absent in all three.
+        k: [B, Tk, Hk, D] of q's dtype.  Head h of q goes with head h // (Hq / Hk) of k and v.
+        v: [B, Tk, Hk, Dv] of q's dtype.
+        mask: one of `onchip.masks`, or several combined by &, as for PyTorch.  It is a pytree: its arrays may be traced,
+            its integers are static.
+        scale: factor of the products, by default 1 / sqrt(D).
+        softcap: above 0, or None: squashes the scores smoothly into (-softcap, softcap).
+        sinks: [Hq] of any float dtype: a score of each head that takes part in the softmax and has no value; neither
+            scaled nor capped.
+        layout: "bthd", or "bhtd" for q [B, Hq, Tq, D] and likewise k, v and the results.
+        return_lse: also return each query's log-sum-exp, which is differentiable.
+        check_inputs: raise for numbers of the mask that can't be meant, which waits for the device.  On the CPU that is
+            so anyway, but for traced values, with which it can't be asked for.
+        backend: "xla" (plain JAX, any device) or "auto", the same.  There are no kernels yet.
+
+    Returns:
+        [B, Tq, Hq, Dv] of q's dtype; with return_lse `(out, lse)`, lse [B, Tq, Hq] in float32, of float64 in float64.  A
+        query that sees nothing has out 0, lse -inf (or its sink), and no gradient.  A NaN in v reaches the queries of the
+        tiles that read it, seen or not.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
+        ValueError: a wrong shape or option; an id of `Documents` that comes back, where values are checked.
+        NotImplementedError: differentiated twice.
+
+    Memory: kept for backward are q, k, v, out and 4 * B * Tq * Hq bytes.  Beside these are tiles of 128 queries by 256
+    keys of all heads, and in backward the gradients in float32.
+
+    Example:
+        >>> import jax
+        >>> from onchip.jax import attention
+        >>> from onchip.masks import Causal, Window
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in range(3))
+        >>> jax.jit(attention)(q, k, v, Causal() & Window(left=3)).shape
+        (1, 6, 2, 8)
+
+    Sources: FlashAttention (arXiv:2205.14135); FlashMask (arXiv:2410.01359) for masks as ranges.
+    """
+    arrays = require_arrays(OP, {"q": q, "k": k, "v": v, "sinks": sinks}, optional=("sinks",))
+    check_mask(mask)
+    check_kinds(OP, arrays, integers=(), labels=("sinks",), dtypes=LOSS_DTYPE_BYTES.keys())
+    for name in ("k", "v"):
+        if dtype_of(arrays[name]) != dtype_of(q):
+            raise TypeError(f"{OP}: q is {dtype_of(q)} but {name} is {dtype_of(arrays[name])}; cast one of them")
+    options = Options(scale, softcap, layout, None, check_inputs, return_lse)
+    p = check_shapes(layout, {name: x.shape for name, x in arrays.items()})
+    choose_backend(OP, backend, {"xla": None})
+    if check_inputs or jax.default_backend() == "cpu":
+        check_mask_values(mask)
+    given = {name: jnp.asarray(x) for name, x in arrays.items()}
+    whole = {name: x if name == "sinks" or x.ndim == 4 else x[None] for name, x in given.items()}
+    if layout == "bhtd":
+        whole = {name: x if name == "sinks" else jnp.swapaxes(x, 1, 2) for name, x in whole.items()}
+    lowered = mask.lower(p.batch, p.queries, p.keys, whole["q"])
+    ranges = [lowered.start, lowered.end, lowered.stop, lowered.blocks]
+    rows: list[Any] = [None if x is None else jnp.broadcast_to(x, (p.batch, *x.shape[1:])) for x in ranges]
+    parameters = Parameters(whole["q"], whole["k"], whole["v"], whole.get("sinks"))
+    parameters, mask_rows = vary_alike((parameters, Ranges(*rows)))
+    static = Static(p, options, scale_of(options, p), lowered.tile)
+    out, lse = callable_here(ATTENTION)(static, parameters, mask_rows)
+    if layout == "bhtd":
+        out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+    if q.ndim == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
