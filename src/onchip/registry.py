@@ -37,6 +37,7 @@ _EVERY = (
     Op("fp8_linear"),
     Op("grouped_matmul"),
     Op("collective_matmul", warms_up=False),
+    Op("attention", warms_up=False),
 )
 
 OPS = {op.name: op for op in _EVERY}

@@ -4,9 +4,9 @@ In the normal form, `Intervals`, query i sees key j where
 
     start[i] <= j < end[i],    and with `stop`    i < stop[j]
 
-Every mask here is made of that in O(T) operations on the device.  Nothing is read on the host and nothing has the size of
-[queries, keys], so that another mask or length costs no compilation, and all layers share one lowered mask.  `a & b` sees
-what both see: the larger start, the smaller end and stop.
+Every mask here is made of that in O(T) operations on the device.  Nothing is read on the host and nothing has the size
+of [queries, keys], so that another mask or length costs no compilation, and all layers share one lowered mask.  `a & b`
+sees what both see: the larger start, the smaller end and stop.
 
 Masks are frozen dataclasses of integers and of arrays, PyTorch's or JAX's; in JAX they are pytrees, whose integers are
 static.  Positions begin at 0, in a batch's row or in a batch that all rows share: an array [B, T], or [T].
@@ -65,21 +65,21 @@ class Sizes(NamedTuple):
         return self.of.positions(self.like, self.queries)[None]
 
     def given(self, name: str, x: Array, *lengths: int) -> Array:
-        """An array that a mask has, [1 or B, length] int32, of one of these lengths."""
+        """An array that a mask has, [1 or B, length] of its own dtype, of one of these lengths."""
         shape = tuple(x.shape)
         if len(shape) == 1:
             x, shape = x[None], (1, *shape)
         if len(shape) != 2 or shape[0] not in (1, self.batch) or shape[1] not in lengths:
             must = " or ".join(f"[{self.batch}, {n}] or [{n}]" for n in dict.fromkeys(lengths))
             raise ValueError(f"{OP}: {name} must be {must}; got shape {list(x.shape)}")
-        return self.of.integers(x)
+        return x
 
     def alike(self, mask: str) -> None:
         """Raise unless queries and keys are the same tokens."""
         if self.queries != self.keys:
             raise ValueError(
-                f"{OP}: {mask} is of tokens that are queries and keys; got {self.queries} queries and {self.keys} keys; "
-                "pass Intervals"
+                f"{OP}: {mask} is of tokens that are queries and keys; got {self.queries} queries and {self.keys} "
+                "keys; pass Intervals"
             )
 
 
@@ -88,8 +88,9 @@ class Mask:
     """What all masks have."""
 
     def lower(self, batch: int, queries: int, keys: int, like: Array) -> "Intervals":
-        """The normal form for a batch of so many queries and keys, in `like`'s framework and on its device: make it once
-        in a step, and pass it to each layer.
+        """The normal form for a batch of so many queries and keys, in `like`'s framework and on its device.
+
+        Make it once in a step, and pass it to each layer.
         """
         sizes = Sizes(arrays_of(like), like, batch, queries, keys)
         return self._ranges(sizes)._within(sizes)
@@ -125,9 +126,10 @@ class Intervals(Mask):
         return Intervals(start, end, stop, self.blocks, self.tile)
 
     def _within(self, sizes: Sizes) -> "Intervals":
-        """With ranges that are of the keys."""
-        start, end = (x.clip(0, sizes.keys) for x in (self.start, self.end))
-        return Intervals(start, end, self.stop, self.blocks, self.tile)
+        """In int32, of queries and keys that there are."""
+        start, end = (sizes.of.integers(x.clip(0, sizes.keys)) for x in (self.start, self.end))
+        stop = None if self.stop is None else sizes.of.integers(self.stop.clip(0, sizes.queries))
+        return Intervals(start, end, stop, self.blocks, self.tile)
 
     def _and(self, other: "Intervals", xp: Any) -> "Intervals":
         if self.blocks is not None and other.blocks is not None:
@@ -204,8 +206,7 @@ class Documents(Mask):
     def from_position_ids(position_ids: Array) -> "Documents":  # [B, T] or [T]
         """A document begins where a position isn't one more than the last."""
         of = arrays_of(position_ids)
-        there = of.integers(position_ids)
-        begins = _begins(of, there, there[..., 1:] != there[..., :-1] + 1)
+        begins = _begins(of, position_ids, position_ids[..., 1:] != position_ids[..., :-1] + 1)
         return Documents(of.integers(begins.cumsum(-1)))
 
     @staticmethod
@@ -248,7 +249,7 @@ class Chunked(Mask):
 
 @dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
-    """Causal, but the first `lengths` tokens see each other both ways, and so does each token see them.
+    """Causal, but all tokens see the first `lengths` tokens, these too.
 
     With documents, `lengths` are those of each token's document's prefix.
     """
@@ -291,8 +292,8 @@ class Blocks(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Tree(Mask):
-    """Tokens of a tree in depth-first order see themselves and their ancestors: `stop[j]` is the position after the last
-    descendant of token j.
+    """Tokens of a tree in depth-first order see themselves and their ancestors: `stop[j]` is the position after the
+    last descendant of token j.
     """
 
     stop: Array  # [B, T] or [T]
@@ -305,7 +306,7 @@ class Tree(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Blocked(Mask):
-    """Query i sees key j where blocks[i // tile, j // tile]: for what is no range, such as blocks that a router chose."""
+    """Query i sees key j where blocks[i // tile, j // tile]: for what is no range, as blocks that a router chose."""
 
     blocks: Array  # [B, Tq / tile, Tk / tile] bool, or without B
     tile: int
@@ -327,8 +328,8 @@ STATIC = ("offset", "left", "right", "size", "padding", "tile")
 """Names of the fields that are plain integers."""
 
 
-def check_mask(mask: Any) -> None:
-    """Raise for what is no mask, or has a field of the wrong type or range; reads no array."""
+def check_mask(mask: Any, is_array: Callable[[Any], bool]) -> None:
+    """Raise for what is no mask, or has a field of the wrong type, dtype or range; reads no array."""
     if not isinstance(mask, Mask):
         raise TypeError(
             f"{OP}: mask must be one of {', '.join(x.__name__ for x in MASKS[:-1])}, or several combined by &; got "
@@ -337,16 +338,22 @@ def check_mask(mask: Any) -> None:
     name = type(mask).__name__
     for field in fields(mask):
         value = getattr(mask, field.name)
-        if isinstance(value, Mask):
-            check_mask(value)
+        if isinstance(value, Mask) and (field.name != "within" or isinstance(value, Documents)):
+            check_mask(value, is_array)
         elif field.name in STATIC:
             optional = value is None and field.name in ("left", "right", "padding")
             if not optional and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{OP}: {name}.{field.name} must be an int; got {type(value).__name__}")
-            if field.name in ("size", "tile") and value < (0 if name == "Intervals" else 1):
+            if field.name in ("size", "tile") and value < (getattr(mask, "blocks", mask) is not None):
                 raise ValueError(f"{OP}: {name}.{field.name} must be above 0; got {value}")
-        elif value is not None and not hasattr(value, "shape"):
-            raise TypeError(f"{OP}: {name}.{field.name} must be an array; got {type(value).__name__}")
+        elif value is not None or field.name not in ("stop", "blocks", "within"):
+            if field.name == "within" or not is_array(value):
+                must = "a Documents" if field.name == "within" else "an array of the framework's"
+                raise TypeError(f"{OP}: {name}.{field.name} must be {must}; got {type(value).__name__}")
+            dtype, kind = str(value.dtype).removeprefix("torch."), "bool" if field.name == "blocks" else "int"
+            if kind not in dtype:
+                must = "bool" if kind == "bool" else "integers"
+                raise TypeError(f"{OP}: {name}.{field.name} must be {must}; got {dtype}")
 
 
 def check_mask_values(mask: Mask) -> None:
@@ -359,13 +366,15 @@ def check_mask_values(mask: Mask) -> None:
         return
     ids = arrays_of(mask.ids).values(mask.ids)
     for row in () if ids is None else ids.reshape(-1, ids.shape[-1]):
-        firsts = row[[i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]].tolist()
-        again = next((x for n, x in enumerate(firsts) if x in firsts[:n] and x != mask.padding), None)
-        if again is not None:
-            raise ValueError(
-                f"{OP}: Documents.ids has {again} in two places; tokens of a document must be next to each other: sort "
-                "them, or number the runs apart"
-            )
+        firsts = [*row[:1].tolist(), *row[1:][row[1:] != row[:-1]].tolist()]
+        known: set[int] = set()
+        for x in firsts:
+            if x in known and x != mask.padding:
+                raise ValueError(
+                    f"{OP}: Documents.ids has {x} in two places; tokens of a document must be next to each other: sort "
+                    "them, or number the runs apart"
+                )
+            known.add(x)
 
 
 def _begins(of: Arrays, ids: Array, others: Array) -> Array:

@@ -75,7 +75,8 @@ def check_shapes(layout: str, shapes: Mapping[str, Sequence[int]]) -> Problem:
         )
     if keys != values or key_heads != value_heads:
         raise ValueError(
-            f"{OP}: k has {keys} tokens and {key_heads} heads but v has {values} and {value_heads}; they must be as many"
+            f"{OP}: k has {keys} tokens and {key_heads} heads but v has {values} and {value_heads}; they must be as "
+            "many"
         )
     if size != key_size:
         raise ValueError(f"{OP}: q has head size {size} but k has {key_size}; they must be the same")
@@ -114,11 +115,10 @@ def scratch_parts(p: Problem, dtype_bytes: int, rows: int, *, backward: bool, so
     total = max(4, dtype_bytes)
     scores = total * p.heads * p.keys * (2 if backward else 1)
     parts = {"a block's scores": rows * (scores + (total * p.heads * p.keys if softcap and backward else 0))}
-    parts["a block's mask"] = 2 * rows * p.keys
+    parts["a block's mask"] = 3 * rows * p.keys
     parts["a block's rows"] = 3 * rows * total * p.heads * (p.size + p.value_size)
     of_keys = total * p.keys * p.key_heads * (p.size + p.value_size)
-    if dtype_bytes < total:
-        parts["keys and values of one sequence, widened"] = of_keys
+    parts["keys and values of one sequence"] = of_keys
     if backward:
         parts["their gradients"] = of_keys
     return parts

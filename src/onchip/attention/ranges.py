@@ -6,8 +6,8 @@ from onchip.attention.masks import Array, Arrays, Intervals
 
 
 class Tiles(NamedTuple):
-    """The ranges of tiles of so many tokens, [B, tiles] int32 each: what any token of a tile sees is in [first, last), and
-    all see what is in [full_first, full_last).
+    """The ranges of tiles of so many tokens, [B, tiles] int32 each: what any token of a tile sees is in [first, last),
+    and all see what is in [full_first, full_last).
     """
 
     first: Array

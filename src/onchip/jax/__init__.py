@@ -8,6 +8,7 @@ with naming_extra("onchip.jax", "jax"):
 from onchip.frontend.jax_types import LossStats as CrossEntropyStats
 from onchip.frontend.jax_types import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
+from onchip.ops.attention.jax_op import attention
 from onchip.ops.collective_matmul.jax_op import all_gather_matmul, matmul_reduce_scatter
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.ops.fp8_linear.jax_op import fp8_linear
@@ -27,6 +28,7 @@ __all__ = [
     "MoEStats",
     "TopK",
     "all_gather_matmul",
+    "attention",
     "cross_entropy",
     "fp8_linear",
     "grouped_matmul",

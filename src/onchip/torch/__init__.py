@@ -9,6 +9,7 @@ from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_types import LossStats as CrossEntropyStats
 from onchip.frontend.torch_types import LossStats as LinearCrossEntropyStats
+from onchip.ops.attention.torch_op import attention
 from onchip.ops.collective_matmul.torch_module import ColumnParallelLinear, RowParallelLinear
 from onchip.ops.collective_matmul.torch_op import all_gather_matmul, matmul_reduce_scatter
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
@@ -42,6 +43,7 @@ __all__ = [
     "TopK",
     "WarmUp",
     "all_gather_matmul",
+    "attention",
     "convert_linears",
     "cross_entropy",
     "fp8_linear",

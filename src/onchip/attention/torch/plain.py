@@ -1,7 +1,7 @@
 """Attention on PyTorch's own matrix products: blocks of queries over their range of keys, made again in backward.
 
-On the CPU a block takes the keys from the first to the last that any of its queries sees.  Elsewhere it takes all, since
-to read where they are would wait for the device.
+On the CPU a block takes the keys from the first to the last that any of its queries sees.  Elsewhere it takes all,
+since to read where they are would wait for the device.
 """
 
 from collections.abc import Iterator
@@ -56,12 +56,14 @@ class Block(NamedTuple):
     rows: slice
     columns: slice
     seen: Tensor  # [rows, columns] bool
+    nan: Tensor  # [rows, columns] bool: where the query or the key, or its value, isn't finite
 
 
 def blocks(call: Call, b: int, step: int) -> Iterator[Block]:
     """Those of `step` queries of a sequence."""
     p = call.problem
     start, end = call.start[b % len(call.start)], call.end[b % len(call.end)]
+    bad_query, bad_key = _not_finite(call.q[b]), _not_finite(call.k[b]) | _not_finite(call.v[b])
     queries, keys = (torch.arange(n, dtype=torch.int32, device=start.device) for n in (p.queries, p.keys))
     for first in range(0, p.queries, step):
         rows = slice(first, min(first + step, p.queries))
@@ -75,7 +77,12 @@ def blocks(call: Call, b: int, step: int) -> Iterator[Block]:
             seen &= i < call.stop[b % len(call.stop)][columns]
         if call.blocks is not None:
             seen &= call.blocks[b % len(call.blocks)][i // call.tile, j // call.tile]
-        yield Block(rows, columns, seen)
+        yield Block(rows, columns, seen, (bad_query[rows, None] | bad_key[columns]) & seen)
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """[T] bool, of [T, H, D]: a token that has a number which isn't."""
+    return ~(x.amax((1, 2)).isfinite() & x.amin((1, 2)).isfinite())
 
 
 def _rows(call: Call, *, backward: bool) -> int:
@@ -86,12 +93,16 @@ def _rows(call: Call, *, backward: bool) -> int:
 
 
 class _Sequence:
-    """Keys and values of one sequence, by head, in the dtype of sums."""
+    """Keys and values of one sequence, by head, in the dtype of sums, with zeros for what isn't finite.
+
+    In a product a zero beside that would be NaN, for queries that don't see it too.
+    """
 
     def __init__(self, call: Call, b: int) -> None:
         total = accumulator(call.dtype)
-        self.k = call.k[b].to(call.dtype).transpose(0, 1).to(total)  # [Hk, Tk, D]
-        self.v = call.v[b].to(call.dtype).transpose(0, 1).to(total)
+        self.k, self.v = (  # [Hk, Tk, D] and [Hk, Tk, Dv]
+            x[b].to(call.dtype).transpose(0, 1).to(total, copy=True).nan_to_num_(0, 0, 0) for x in (call.k, call.v)
+        )
 
 
 def by_head(x: Tensor, call: Call, *, cast: bool = True) -> Tensor:
@@ -109,7 +120,7 @@ def by_row(x: Tensor, rows: int, call: Call) -> Tensor:
     return x.reshape(rows, p.heads, *x.shape[3:])
 
 
-def scores(call: Call, q: Tensor, k: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
+def scores(call: Call, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
     """[Hk, G rows, keys]: final scores, -inf where nothing is seen, and with a softcap its derivative."""
     z = q @ k.mT
     z.mul_(call.scale)
@@ -118,13 +129,13 @@ def scores(call: Call, q: Tensor, k: Tensor, seen: Tensor) -> tuple[Tensor, Tens
         z.div_(c).tanh_()
         slope = 1 - z * z
         z.mul_(c)
-    of_heads(z, call).masked_fill_(~seen, -torch.inf)
+    of_heads(z, call).masked_fill_(~block.seen, -torch.inf).masked_fill_(block.nan, torch.nan)
     return z, slope
 
 
 def of_heads(z: Tensor, call: Call) -> Tensor:
     """[Hk, G, rows, keys]: a view."""
-    return z.view(call.problem.key_heads, call.problem.group, -1, z.shape[-1])
+    return z.view(call.problem.key_heads, call.problem.group, z.shape[1] // call.problem.group, z.shape[2])
 
 
 def _sink_rows(call: Call, rows: int, total: torch.dtype) -> Tensor | None:
@@ -139,17 +150,18 @@ def _forward(call: Call) -> Outputs:
     made, step = fake(call), _rows(call, backward=any(call.grads))
     for b in range(call.problem.batch):
         sequence = _Sequence(call, b)
-        for rows, columns, seen in blocks(call, b, step):
-            out, lse = _of_block(call, by_head(call.q[b, rows], call), sequence, columns, seen)
-            made.out[b, rows] = by_row(out, len(seen), call).to(made.out.dtype)
-            made.lse[b, rows] = by_row(lse, len(seen), call)[..., 0]
+        for block in blocks(call, b, step):
+            rows, count = block.rows, len(block.seen)
+            out, lse = _of_block(call, by_head(call.q[b, rows], call).nan_to_num(0, 0, 0), sequence, block)
+            made.out[b, rows] = by_row(out, count, call).to(made.out.dtype)
+            made.lse[b, rows] = by_row(lse, count, call)[..., 0]
     return made
 
 
-def _of_block(call: Call, q: Tensor, sequence: _Sequence, columns: slice, seen: Tensor) -> tuple[Tensor, Tensor]:
+def _of_block(call: Call, q: Tensor, sequence: _Sequence, block: Block) -> tuple[Tensor, Tensor]:
     """[Hk, G rows, Dv] and [Hk, G rows, 1]: out and lse of the queries of a block."""
-    z, _ = scores(call, q, sequence.k[:, columns], seen)
-    sink = _sink_rows(call, len(seen), z.dtype)
+    z, _ = scores(call, q, sequence.k[:, block.columns], block)
+    sink = _sink_rows(call, len(block.seen), z.dtype)
     most = z.amax(2, keepdim=True) if z.shape[2] else z.new_full((*z.shape[:2], 1), -torch.inf)
     most = most if sink is None else torch.maximum(most, sink)
     most = most.masked_fill(most == -torch.inf, 0)
@@ -157,7 +169,7 @@ def _of_block(call: Call, q: Tensor, sequence: _Sequence, columns: slice, seen: 
     sums = e.sum(2, keepdim=True)
     sums = sums if sink is None else sums + (sink - most).exp()
     nothing = sums == 0
-    out = (e @ sequence.v[:, columns]).div_(sums).masked_fill_(nothing, 0)
+    out = (e @ sequence.v[:, block.columns]).div_(sums).masked_fill_(nothing, 0)
     return out, most.add_(sums.log_()).masked_fill_(nothing, -torch.inf)
 
 
@@ -182,12 +194,13 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     for b in range(call.problem.batch):
         sequence = _Sequence(call, b)
         of_k, of_v = torch.zeros_like(sequence.k), torch.zeros_like(sequence.v)
-        for rows, columns, seen in blocks(call, b, step):
+        for block in blocks(call, b, step):
+            rows, columns, seen, _ = block
             of_block = _UpstreamRows.of(kept, upstream, b, rows, seen)
-            q, k, v = by_head(call.q[b, rows], call), sequence.k[:, columns], sequence.v[:, columns]
+            q, k, v = by_head(call.q[b, rows], call).nan_to_num(0, 0, 0), sequence.k[:, columns], sequence.v[:, columns]
             if grad_sinks is not None:
                 by_sink += of_block.by_sink(call)
-            z, slope = scores(call, q, k, seen)
+            z, slope = scores(call, q, k, block)
             e = z.sub_(of_block.lse).exp_()
             of_v[:, columns] += e.mT @ of_block.out
             dz = (of_block.out @ v.mT).add_(of_block.more).mul_(e)

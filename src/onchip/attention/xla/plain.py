@@ -1,7 +1,7 @@
 """Attention in plain JAX: tiles of queries by tiles of keys, with a running softmax, made again in backward.
 
-A loop goes over the tiles of keys that any query of a tile sees, so hidden tiles cost nothing.  Its bounds are numbers of
-the mask, known to the device alone.
+A loop goes over the tiles of keys that any query of a tile sees, so hidden tiles cost nothing.  Its bounds are numbers
+of the mask, known to the device alone.
 """
 
 from typing import Any, NamedTuple
@@ -77,12 +77,29 @@ def _add(x: Array, part: Array, at: Array, axis: int = 1) -> Array:
     return lax.dynamic_update_slice_in_dim(x, _cut(x, at, size, axis) + part, at, axis)
 
 
+def _not_finite(x: Array) -> Array:
+    """[B, T] bool, of [B, T, H, D]: a token that has a number which isn't."""
+    return ~jnp.isfinite(x).all((2, 3))
+
+
 class _Tiles(NamedTuple):
-    """A call cut in tiles."""
+    """A call cut in tiles.
+
+    What isn't finite is 0 in them: in a product a zero beside it would be NaN, for queries that don't see it too.  The
+    scores of those that do are NaN.
+    """
 
     static: Static
-    given: Parameters
+    given: Parameters  # finite
     mask: Ranges
+    nan_queries: Array  # [B, Tq] bool
+    nan_keys: Array  # [B, Tk] bool
+
+    @staticmethod
+    def of(static: Static, given: Parameters, mask: Ranges) -> "_Tiles":
+        q, k, v = (jnp.nan_to_num(x, posinf=0.0, neginf=0.0) for x in (given.q, given.k, given.v))
+        keys = _not_finite(given.k) | _not_finite(given.v)
+        return _Tiles(static, Parameters(q, k, v, given.sinks), mask, _not_finite(given.q), keys)
 
     @property
     def rows(self) -> int:
@@ -132,9 +149,11 @@ class _Tiles(NamedTuple):
             seen &= self.mask.blocks[:, i[:, None] // self.static.tile, j // self.static.tile]
         return seen[:, None, None]
 
-    def scores(self, q: Array, k: Array) -> tuple[Array, Array | None]:
+    def scores(self, q: Array, k: Array, at: Array, keys: _Cut) -> tuple[Array, Array | None]:
         """[B, Hk, G, rows, columns]: final scores, and with a softcap their derivative."""
         z = jnp.einsum("bhgqd,bhkd->bhgqk", q, k, precision=lax.Precision.HIGHEST) * self.static.scale
+        nan = _cut(self.nan_queries, at, self.rows)[..., None] | _cut(self.nan_keys, keys.start, self.columns)[:, None]
+        z = jnp.where(nan[:, None, None], jnp.nan, z)
         if (c := self.static.options.softcap) is None:
             return z, None
         t = jnp.tanh(z / c)
@@ -145,11 +164,12 @@ class _Tiles(NamedTuple):
         p, total = self.static.problem, accumulator(self.given.q.dtype)
         if self.given.sinks is None:
             return jnp.full((p.key_heads, p.group, 1), -jnp.inf, total)
-        return self.given.sinks.astype(total).reshape(p.key_heads, p.group, 1)
+        sinks: Array = self.given.sinks
+        return sinks.astype(total).reshape(p.key_heads, p.group, 1)
 
 
 def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, Saved | None]:
-    tiles, p, total = _Tiles(static, given, mask), static.problem, accumulator(given.q.dtype)
+    tiles, p, total = _Tiles.of(static, given, mask), static.problem, accumulator(given.q.dtype)
     shape = p.batch, p.queries, p.heads
     made = jnp.zeros((*shape, p.value_size), given.q.dtype), jnp.full(shape, -jnp.inf, total)
     if made[0].size == 0 and made[1].size == 0:
@@ -158,17 +178,17 @@ def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges)
 
     def step(n: Any, made: Any) -> Any:
         at = _Cut.of(n, tiles.rows, p.queries).start
-        q = tiles.queries(given.q, at)
+        q = tiles.queries(tiles.given.q, at)
 
         def absorb(m: Any, state: Any) -> Any:
             most, sums, out = state
             cut = _Cut.of(m, tiles.columns, p.keys)
-            z, _ = tiles.scores(q, tiles.keys(given.k, cut.start))
+            z, _ = tiles.scores(q, tiles.keys(tiles.given.k, cut.start), at, cut)
             z = jnp.where(tiles.seen(at, cut), z, -jnp.inf)
             new = jnp.maximum(most, z.max(-1))
             shift = jnp.where(new == -jnp.inf, 0, new)
             e, decay = jnp.exp(z - shift[..., None]), jnp.exp(most - shift)
-            v = tiles.keys(given.v, cut.start)
+            v = tiles.keys(tiles.given.v, cut.start)
             product = jnp.einsum("bhgqk,bhkd->bhgqd", e, v, precision=lax.Precision.HIGHEST)
             return new, sums * decay + e.sum(-1), out * decay[..., None] + product
 
@@ -194,7 +214,7 @@ def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges)
 
 def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) -> Parameters:
     given, mask, out, lse = saved
-    tiles, p, total = _Tiles(static, given, mask), static.problem, accumulator(given.q.dtype)
+    tiles, p, total = _Tiles.of(static, given, mask), static.problem, accumulator(given.q.dtype)
     grad_out, grad_lse = cotangents
     grad_out = jnp.zeros_like(out) if grad_out is None else grad_out
     grad_lse = jnp.zeros_like(lse) if grad_lse is None else jnp.where(lse == -jnp.inf, 0, grad_lse)
@@ -209,23 +229,26 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
 
     def step(n: Any, made: Parameters) -> Parameters:
         at, new = _Cut.of(n, tiles.rows, p.queries)
-        q, shift = tiles.queries(given.q, at), tiles.queries(finite, at)
-        # What is sent to a query that sees nothing may be anything.
-        there = (_cut(mask.end, at, tiles.rows) > _cut(mask.start, at, tiles.rows))[:, None, None, :, None]
-        do = jnp.where(there & new[:, None], tiles.queries(grad_out, at), 0)
-        more = jnp.where(new, tiles.queries(grad_lse, at), 0) - (do * tiles.queries(out, at)).sum(-1)
+        q, shift = tiles.queries(tiles.given.q, at), tiles.queries(finite, at)
+        # What is sent to a query that sees nothing may be anything: its out is 0, and it takes part in no product.
+        given_out, own = tiles.queries(grad_out, at), tiles.queries(out, at)
+        nan = ~jnp.isfinite(given_out).all(-1)[..., None]
+        do = jnp.where(nan | ~new[:, None], 0, given_out)
+        more = tiles.queries(grad_lse, at) - jnp.where(own == 0, 0, given_out * own).sum(-1)
+        more = jnp.where(new, more, 0)
         by_sink = made.sinks + (jnp.exp(sink - shift) * more).sum((0, 3))
 
         def absorb(m: Any, state: Any) -> Any:
             of_q, of_k, of_v = state
             cut = _Cut.of(m, tiles.columns, p.keys)
-            k, v = tiles.keys(given.k, cut.start), tiles.keys(given.v, cut.start)
-            z, slope = tiles.scores(q, k)
+            k, v = tiles.keys(tiles.given.k, cut.start), tiles.keys(tiles.given.v, cut.start)
+            z, slope = tiles.scores(q, k, at, cut)
             seen = tiles.seen(at, cut) & new[:, None]
             e = jnp.where(seen, jnp.exp(jnp.where(seen, z, 0) - shift[..., None]), 0)
             dp = jnp.einsum("bhgqd,bhkd->bhgqk", do, v, precision=lax.Precision.HIGHEST) + more[..., None]
-            dz = jnp.where(seen, e * dp, 0) * static.scale
-            dz = dz if slope is None else dz * slope
+            dz = jnp.where(seen, jnp.where(nan, jnp.nan, e * dp), 0) * static.scale
+            e = jnp.where(seen & nan, jnp.nan, e)
+            dz = dz if slope is None else jnp.where(seen, dz * slope, 0)
             of_k = _add(of_k, jnp.einsum("bhgqk,bhgqd->bhkd", dz, q, precision=lax.Precision.HIGHEST), cut.start, 2)
             of_v = _add(of_v, jnp.einsum("bhgqk,bhgqd->bhkd", e, do, precision=lax.Precision.HIGHEST), cut.start, 2)
             return of_q + jnp.einsum("bhgqk,bhkd->bhgqd", dz, k, precision=lax.Precision.HIGHEST), of_k, of_v

@@ -5,8 +5,8 @@ For query i and head h, with k and v of head h // group, over the keys j that th
     s_ij = scale q_i . k_j,        z_ij = softcap tanh(s_ij / softcap), or s_ij
     lse_i = log(exp(sink_h) + sum_j exp(z_ij)),        p_ij = exp(z_ij - lse_i),        out_i = sum_j p_ij v_j
 
-without the first term where there are no sinks.  A query that sees no key has out 0 and lse -inf, or the sink.  With dout
-and dlse the upstream gradients,
+without the first term where there are no sinks.  A query that sees no key has out 0 and lse -inf, or the sink.  With
+dout and dlse the upstream gradients,
 
     delta_i = dout_i . out_i,        dz_ij = p_ij (dout_i . v_j - delta_i + dlse_i)
     dv_j = sum_i p_ij dout_i,        dsink_h = sum_i exp(sink_h - lse_i) (dlse_i - delta_i)

@@ -12,7 +12,7 @@ from onchip.attention.xla.plain import ATTENTION, Parameters, Ranges, Static
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import callable_here, vary_alike
-from onchip.frontend.jax_inputs import check_kinds, dtype_of, require_arrays
+from onchip.frontend.jax_inputs import check_kinds, dtype_of, is_array, require_arrays
 from onchip.frontend.jax_types import Array
 
 _CAUSAL = Causal()
@@ -50,8 +50,8 @@ def attention(
         q: [B, Tq, Hq, D] float32, bfloat16, float16 or float64.  B may be absent in all three.
         k: [B, Tk, Hk, D] of q's dtype.  Head h of q goes with head h // (Hq / Hk) of k and v.
         v: [B, Tk, Hk, Dv] of q's dtype.
-        mask: one of `onchip.masks`, or several combined by &, as for PyTorch.  It is a pytree: its arrays may be traced,
-            its integers are static.
+        mask: one of `onchip.masks`, or several combined by &, as for PyTorch.  It is a pytree: its arrays may be
+            traced, its integers are static.
         scale: factor of the products, by default 1 / sqrt(D).
         softcap: above 0, or None: squashes the scores smoothly into (-softcap, softcap).
         sinks: [Hq] of any float dtype: a score of each head that takes part in the softmax and has no value; neither
@@ -63,9 +63,9 @@ def attention(
         backend: "xla" (plain JAX, any device) or "auto", the same.  There are no kernels yet.
 
     Returns:
-        [B, Tq, Hq, Dv] of q's dtype; with return_lse `(out, lse)`, lse [B, Tq, Hq] in float32, of float64 in float64.  A
-        query that sees nothing has out 0, lse -inf (or its sink), and no gradient.  A NaN in v reaches the queries of the
-        tiles that read it, seen or not.
+        [B, Tq, Hq, Dv] of q's dtype; with return_lse `(out, lse)`, lse [B, Tq, Hq] in float32, of float64 in float64.
+        A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.  What isn't finite makes NaN of
+        the queries that see it, in all heads, and of no other.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -86,7 +86,7 @@ def attention(
     Sources: FlashAttention (arXiv:2205.14135); FlashMask (arXiv:2410.01359) for masks as ranges.
     """
     arrays = require_arrays(OP, {"q": q, "k": k, "v": v, "sinks": sinks}, optional=("sinks",))
-    check_mask(mask)
+    check_mask(mask, is_array)
     check_kinds(OP, arrays, integers=(), labels=("sinks",), dtypes=LOSS_DTYPE_BYTES.keys())
     for name in ("k", "v"):
         if dtype_of(arrays[name]) != dtype_of(q):

@@ -5,7 +5,7 @@ It checks its inputs, lowers the mask and calls the operator of `onchip.attentio
 
 from typing import Literal, overload
 
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from onchip.attention.masks import OP, Causal, Mask, check_mask, check_mask_values
 from onchip.attention.problem import Layout, Options, check_shapes, rows_of_block, scale_of
@@ -85,7 +85,8 @@ def attention(
             `Blocked(blocks, tile)`.  `mask.lower(B, Tq, Tk, like=q)` is what layers can share.
         scale: factor of the products, by default 1 / sqrt(D).
         softcap: above 0, or None: squashes the scores smoothly into (-softcap, softcap).
-        sinks: [Hq] of any float dtype: a score of each head that takes part in the softmax and has no value; neither scaled nor capped.
+        sinks: [Hq] of any float dtype: a score of each head that takes part in the softmax and has no value; neither
+            scaled nor capped.
         layout: "bthd", or "bhtd" for q [B, Hq, Tq, D] and likewise k, v and the results.
         return_lse: also return each query's log-sum-exp, which is differentiable.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, a text like "1GiB"
@@ -97,7 +98,7 @@ def attention(
     Returns:
         [B, Tq, Hq, Dv] of q's dtype, under autocast of autocast's; with return_lse `(out, lse)`, lse [B, Tq, Hq] in
         float32, of float64 in float64.  A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.
-        A NaN in v reaches the queries of the blocks that read it, seen or not.
+        What isn't finite makes NaN of the queries that see it, in all heads, and of no other.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -121,7 +122,7 @@ def attention(
     """
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     tensors = require_tensors(OP, named, optional=("sinks",))
-    check_mask(mask)
+    check_mask(mask, is_tensor)
     check_kinds(OP, tensors, integers=(), labels=("sinks",), dtypes=LOSS_DTYPES)
     options = Options(scale, softcap, layout, scratch_in_bytes(OP, scratch_bytes, 0), check_inputs, return_lse)
     p = check_shapes(layout, shapes_of(tensors))
@@ -139,13 +140,11 @@ def attention(
         x = getattr(lowered, name)
         if x is not None and x.device != q.device:
             raise ValueError(f"{OP}: the mask is on {x.device} but q is on {q.device}; move it there")
-    made = ATTENTION(
-        Call(
-            *whole, sinks, lowered.start, lowered.end, lowered.stop, lowered.blocks, lowered.tile, scale_of(options, p),
-            dtype, p, options, grads,
-        )
+    call = Call(
+        whole[0], whole[1], whole[2], sinks, lowered.start, lowered.end, lowered.stop, lowered.blocks, lowered.tile,
+        scale_of(options, p), dtype, p, options, grads,
     )  # fmt: skip
-    out, lse = made.out, made.lse
+    out, lse = ATTENTION(call)
     if layout == "bhtd":
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     if q.ndim == 3:
