@@ -455,11 +455,11 @@ def test_fp8_layers_take_what_was_measured():
 def test_gpus_that_nothing_was_measured_on_have_no_times(gpu, op):
     if op == "fp8_linear" and gpu == "a100":
         return
-    more = (
-        {"in_features": 2048, "out_features": 768, "experts": 8}
-        if op == "grouped_matmul"
-        else {"model": "llama-3.1-8b"}
-    )
+    sizes = {
+        "grouped_matmul": {"in_features": 2048, "out_features": 768, "experts": 8},
+        "attention": {"heads": 32, "key_heads": 8, "head_size": 128},
+    }
+    more = sizes.get(op, {"model": "llama-3.1-8b"})
     made, h100 = (plan(op, tokens=8192, **more, gpu=gpu) for gpu in (gpu, "h100"))
     assert (made.baseline.ms, {(row.ms, row.plain_ms) for row in made.rows}) == (None, {(None, None)})
     assert made.baseline.memory_bytes == h100.baseline.memory_bytes

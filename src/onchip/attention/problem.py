@@ -135,8 +135,13 @@ def rows_of_block(p: Problem, dtype_bytes: int, scratch_bytes: int | None, *, ba
         return sum(scratch_parts(p, dtype_bytes, rows, backward=backward, softcap=softcap).values())
 
     budget = max(DEFAULT_SCRATCH, need(16)) if scratch_bytes is None else scratch_bytes
-    fixed = need(0)
+    fixed, least = need(0), least_scratch(p, dtype_bytes, backward=backward, softcap=softcap)
     rows = (budget - fixed) // max(1, need(1) - fixed)
-    if rows < 1 and p.queries * p.keys > 0:
-        raise ValueError(f"{OP}: scratch_bytes={budget} is too little; it takes at least {need(1)}")
+    if budget < least and p.queries * p.keys > 0:
+        raise ValueError(f"{OP}: scratch_bytes={budget} is too little; it takes at least {least}")
     return int(max(1, min(rows, MOST_ROWS, p.queries)))
+
+
+def least_scratch(p: Problem, dtype_bytes: int, *, backward: bool, softcap: bool) -> int:
+    """Bytes in which one query fits."""
+    return sum(scratch_parts(p, dtype_bytes, 1, backward=backward, softcap=softcap).values())

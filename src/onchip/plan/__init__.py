@@ -21,6 +21,8 @@ from onchip.plan.words import note_of_exchanges, notes, verdict
 from onchip.registry import OPS
 from onchip.vocab.memory import Problem
 
+_HEADS = ("heads", "key_heads", "head_size")
+
 __all__ = ["Baseline", "Plan", "Row", "plan"]
 
 PRECISIONS = ("full", "fp8")
@@ -39,6 +41,9 @@ def plan(
     out_features: int | None = None,
     experts: int | None = None,
     rows: int | None = None,
+    heads: int | None = None,
+    key_heads: int | None = None,
+    head_size: int | None = None,
     dtype: str = "bfloat16",
     weight_dtype: str | None = None,
     gradients: bool = True,
@@ -75,6 +80,10 @@ def plan(
         out_features: of the same.
         experts: how many groups of rows there are.
         rows: how many rows x has where it is read by its argument `rows`.
+        heads: with `key_heads` and `head_size`: those of queries; `tokens` are then those of one sequence, queries and
+            keys.
+        key_heads: those of keys and values.
+        head_size: of each head.
         dtype: of the inputs: "float32", "bfloat16" or "float16".
         weight_dtype: the weight's, where autocast casts it; by default as `dtype`.
         gradients: of forward and backward with all gradients, or False: of forward alone.
@@ -121,7 +130,7 @@ def plan(
         require_bool("plan", name, given[name])
     if isinstance(scratch, str) or not isinstance(scratch, Sequence):
         raise TypeError(f"plan: scratch must be a list of budgets; got {type(scratch).__name__}")
-    of_some = ("hidden", "vocab", "teacher_hidden", "in_features", "out_features", "experts", "rows")
+    of_some = ("hidden", "vocab", "teacher_hidden", "in_features", "out_features", "experts", "rows", *_HEADS)
     for name in ("tokens", "tensor_parallel", *of_some):
         require_positive_int("plan", name, given[name])
     for name in (*of_some, "entropy", "frozen", "weight_grad_out"):
@@ -144,6 +153,8 @@ def plan(
         if name in known.needs and size is None:
             config_of = f"{config} has no {name} size; " if config is not None else ""
             raise ValueError(f"plan: {config_of}give {' and '.join(known.needs)}, or a model")
+    if "heads" in known.needs and not (heads and key_heads and head_size):
+        raise ValueError(f"plan: give {', '.join(known.needs)}")
     _check_ranks(known, given, vocab or 0)
     of_rank = -(-(vocab or 0) // tensor_parallel)
     weight_dtype = weight_dtype or dtype
@@ -164,7 +175,7 @@ def plan(
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
     asked = PlannedCall(
         op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears, experts or 0, rows or 0,
-        tensor_parallel,
+        tensor_parallel, heads or 0, key_heads or 0, head_size or 0,
     )  # fmt: skip
     backends = known.backends[framework, precision]
     chosen = choose_backend(op, backend, {name: made.refusal(asked) for name, made in backends.items()})
@@ -192,6 +203,7 @@ def plan(
         said.append(note_of_exchanges(sent, link, next(row.ms for row in few if row.name == "default")))
     shown = {"tokens": tokens, "hidden": problem.hidden, "vocab": problem.vocab, "teacher_hidden": teacher}
     shown |= {"experts": asked.experts, "rows": asked.rows}
+    shown |= {name: getattr(asked, name) for name in _HEADS}
     made_of = {
         "verdict": verdict(asked, plain, few),
         "backend": chosen,
@@ -252,7 +264,7 @@ def _check_ranks(known: PlannedOp, given: Mapping[str, Any], vocab: int) -> None
     op, tokens, ranks, sequence, link = (
         given[name] for name in ("op", "tokens", "tensor_parallel", "sequence_parallel", "link")
     )
-    shares = known.layer is None
+    shares = "vocab" in known.needs
     _refuse(
         {
             f"tensor_parallel is {ranks}, but there are {vocab} entries to share": shares and ranks > vocab,

@@ -31,6 +31,10 @@ class PlannedCall:
     """Of x, where the product reads them by an index; or 0."""
     ranks: int = 1
     """That share a layer."""
+    heads: int = 0
+    """Of attention, of queries."""
+    key_heads: int = 0
+    head_size: int = 0
 
     @property
     def measured(self) -> bool:

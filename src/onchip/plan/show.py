@@ -62,7 +62,8 @@ _LAYERS: dict[str, tuple[str, _Cell]] = {
     "plain": ("its predicted time, in the same dtype.", lambda plan, row: time_text(row.plain_ms)),
 }
 _NAMES = {"tokens": "tokens", "hidden": "hidden", "vocab": "vocabulary", "teacher_hidden": "the teacher's hidden",
-          "experts": "experts", "rows": "rows"}  # fmt: skip
+          "experts": "experts", "rows": "rows", "heads": "heads", "key_heads": "heads of keys",
+          "head_size": "head size"}  # fmt: skip
 
 
 def show(plan: Plan, console: Console, *, every_budget: bool) -> None:

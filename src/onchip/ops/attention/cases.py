@@ -36,7 +36,8 @@ class Drawn(NamedTuple):
         """[B, T]: documents of about a fifth of the row, others in each row."""
         rng = np.random.default_rng(self.keys)
         begins = rng.random((self.batch, self.keys)) < 5 / max(self.keys, 1)
-        return begins.cumsum(1)
+        ids: npt.NDArray[np.int64] = begins.cumsum(1)
+        return ids
 
     @property
     def places(self) -> npt.NDArray[np.int64]:
@@ -237,13 +238,12 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     )
 
 
-_SHORT = {"queries": 40, "keys": 90}
 # `onchip check`: small enough for two CPU cores, awkward on purpose.
 CHECK_CASES = (
     *(Case(name, name) for name in KINDS),
-    Case("more keys", "causal, last sees last", **_SHORT),
+    Case("more keys", "causal, last sees last", queries=40, keys=90),
     Case("more queries", "causal", queries=90, keys=33),
-    Case("window of the last", "window of both sides", **_SHORT),
+    Case("window of the last", "window of both sides", queries=40, keys=90),
     Case("many tiles", "causal documents", batch=1, queries=600, keys=600, heads=2, key_heads=1, size=8, value_size=8),
     Case("one token", "causal", batch=3, queries=1, keys=1),
     Case("no keys", "full", queries=5, keys=0),

@@ -1,0 +1,44 @@
+"""What `onchip plan` says of the op.  No framework."""
+
+from functools import partial
+
+from onchip.attention.problem import DEFAULT_SCRATCH, Problem, least_scratch, rows_of_block, scratch_parts
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.ways import never
+
+
+def _problem(asked: PlannedCall) -> Problem:
+    tokens, size = asked.problem.tokens, asked.head_size
+    if asked.heads % asked.key_heads:
+        raise ValueError(f"plan: heads are {asked.heads}, no multiple of the {asked.key_heads} key_heads")
+    return Problem(1, tokens, tokens, asked.heads, asked.key_heads, size, size)
+
+
+def _way(asked: PlannedCall) -> Way:
+    """Blocks of queries over all keys: how many of these a mask hides is data."""
+    p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
+    parts = partial(scratch_parts, p, size, backward=asked.gradients, softcap=False)
+
+    def step(strategy: str, budget: int | None) -> StepPlan:
+        rows = rows_of_block(p, size, budget, backward=asked.gradients, softcap=False)
+        return StepPlan(parts(rows), 0, 0, {"queries": rows}, None)
+
+    least = least_scratch(p, size, backward=asked.gradients, softcap=False)
+    return Way(step, lambda strategy: least, lambda strategy: max(DEFAULT_SCRATCH, least))
+
+
+def _plain(asked: PlannedCall) -> Plain:
+    """The scores and the probabilities, of which backward needs the latter and makes two more."""
+    p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
+    scores = p.heads * p.queries * p.keys
+    return Plain("eager", "softmax(scale * q @ k.mT + mask) @ v", scores * size * (3 if asked.gradients else 2))
+
+
+PLAN = PlannedOp(
+    backends={("torch", "full"): {"torch": Backend(never, _way)}},
+    plain=_plain,
+    needs=("heads", "key_heads", "head_size"),
+    softcap=False,
+    numbers=0,
+)
