@@ -34,6 +34,7 @@ from onchip.integrations.deferred_logits import Report as Report
 from onchip.integrations.deferred_logits import SkippedLogits as SkippedLogits
 from onchip.integrations.head_options import TERMS
 from onchip.integrations.patched_classes import derived, is_derived, own_class, restore_class
+from onchip.integrations.transformers_attention import register_attention as register_attention
 from onchip.integrations.transformers_experts import register_experts as register_experts
 from onchip.integrations.transformers_heads import called, head_refusal, linear_of, origins, product
 from onchip.ops.linear_cross_entropy.spec import Precision

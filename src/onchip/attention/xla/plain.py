@@ -140,13 +140,13 @@ class _Tiles(NamedTuple):
 
     def seen(self, at: Array, keys: _Cut) -> Array:
         """[B, 1, 1, rows, columns] bool."""
-        i, j = at + jnp.arange(self.rows), keys.start + jnp.arange(self.columns)
+        i, j = (at + jnp.arange(self.rows))[None, :, None], (keys.start + jnp.arange(self.columns))[None, None]
         start, end = (_cut(x, at, self.rows)[..., None] for x in (self.mask.start, self.mask.end))
-        seen = (start <= j) & (j < end) & keys.new
+        seen = (start <= j) & (j < end) & keys.new[None, None]
         if self.mask.stop is not None:
-            seen &= i[:, None] < _cut(self.mask.stop, keys.start, self.columns)[:, None]
+            seen &= i < _cut(self.mask.stop, keys.start, self.columns)[:, None]
         if self.mask.blocks is not None:
-            seen &= self.mask.blocks[:, i[:, None] // self.static.tile, j // self.static.tile]
+            seen &= self.mask.blocks[:, i[0] // self.static.tile, j[0] // self.static.tile]
         return seen[:, None, None]
 
     def scores(self, q: Array, k: Array, at: Array, keys: _Cut) -> tuple[Array, Array | None]:
@@ -160,12 +160,12 @@ class _Tiles(NamedTuple):
         return c * t, 1 - t * t
 
     def sink(self) -> Array:
-        """[Hk, G, 1]; -inf without sinks."""
+        """[1, Hk, G, 1]; -inf without sinks."""
         p, total = self.static.problem, accumulator(self.given.q.dtype)
         if self.given.sinks is None:
-            return jnp.full((p.key_heads, p.group, 1), -jnp.inf, total)
+            return jnp.full((1, p.key_heads, p.group, 1), -jnp.inf, total)
         sinks: Array = self.given.sinks
-        return sinks.astype(total).reshape(p.key_heads, p.group, 1)
+        return sinks.astype(total).reshape(1, p.key_heads, p.group, 1)
 
 
 def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, Saved | None]:
@@ -233,9 +233,9 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
         # What is sent to a query that sees nothing may be anything: its out is 0, and it takes part in no product.
         given_out, own = tiles.queries(grad_out, at), tiles.queries(out, at)
         nan = ~jnp.isfinite(given_out).all(-1)[..., None]
-        do = jnp.where(nan | ~new[:, None], 0, given_out)
+        do = jnp.where(nan | ~new[None, None, None, :, None], 0, given_out)
         more = tiles.queries(grad_lse, at) - jnp.where(own == 0, 0, given_out * own).sum(-1)
-        more = jnp.where(new, more, 0)
+        more = jnp.where(new[None, None, None], more, 0)
         by_sink = made.sinks + (jnp.exp(sink - shift) * more).sum((0, 3))
 
         def absorb(m: Any, state: Any) -> Any:
@@ -243,7 +243,7 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
             cut = _Cut.of(m, tiles.columns, p.keys)
             k, v = tiles.keys(tiles.given.k, cut.start), tiles.keys(tiles.given.v, cut.start)
             z, slope = tiles.scores(q, k, at, cut)
-            seen = tiles.seen(at, cut) & new[:, None]
+            seen = tiles.seen(at, cut) & new[None, None, None, :, None]
             e = jnp.where(seen, jnp.exp(jnp.where(seen, z, 0) - shift[..., None]), 0)
             dp = jnp.einsum("bhgqd,bhkd->bhgqk", do, v, precision=lax.Precision.HIGHEST) + more[..., None]
             dz = jnp.where(seen, jnp.where(nan, jnp.nan, e * dp), 0) * static.scale
@@ -260,7 +260,9 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
         of_q, of_k, of_v = state
         # Rows that a tile before had are 0 here.
         before = tiles.queries(made.q, at)
-        return Parameters(tiles.put(made.q, jnp.where(new[:, None], of_q, before), at), of_k, of_v, by_sink)
+        return Parameters(
+            tiles.put(made.q, jnp.where(new[None, None, None, :, None], of_q, before), at), of_k, of_v, by_sink
+        )
 
     made = lax.fori_loop(0, tiles.row_tiles, step, zeros) if p.queries else zeros
     k, v = (jnp.moveaxis(x, 1, 2) for x in (made.k, made.v))

@@ -74,7 +74,8 @@ class Drawn(NamedTuple):
     @property
     def stops(self) -> npt.NDArray[np.int64]:
         """[T]: the position after each token's last descendant."""
-        return self.keys - self.ancestors[::-1].argmax(0)
+        stops: npt.NDArray[np.int64] = self.keys - self.ancestors[::-1].argmax(0)
+        return stops
 
 
 def _same(x: npt.NDArray[Any]) -> Seen:
