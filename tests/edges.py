@@ -12,6 +12,7 @@ from torch.func import functional_call
 import onchip.torch as ops
 from every_loss import Recorded, check_operator
 from float64 import TOKENS, as_torch, differentiable, examples
+from onchip.masks import Causal, Documents
 from onchip.torch import TopK
 
 HIDDEN, WIDE, VOCAB = 8, 6, 7
@@ -49,6 +50,9 @@ class Call:
     @property
     def product(self):
         """The multiplications and additions of one matrix product, for all layers that it has."""
+        if "q" in self.leaves:
+            q, k, v = (self.leaves[name] for name in "qkv")
+            return 2 * q[..., 0].numel() * k.shape[1] * (q.shape[-1] + v.shape[-1])
         flops = 0
         for who in ("", "student_", "teacher_", "head_"):
             weight = self.leaves.get(f"{who}weight")
@@ -74,6 +78,10 @@ def quantised(x, weight, bias):
 
 def quantised_head(hidden, weight, target):
     return ops.linear_cross_entropy(hidden, ops.quantize_weight(weight), target, precision="fp8")
+
+
+def attended(ids, **given):
+    return ops.attention(mask=Documents(ids) & Causal(), softcap=3.0, return_lse=True, **given)
 
 
 def first_of(op, **given):
@@ -162,6 +170,11 @@ def calls():
         "grouped_matmul rows": Call(ops.grouped_matmul, scaled, sizes | rows),
         "grouped_matmul fp8": single(Call(ops.grouped_matmul, grouped, sizes | {"precision": "fp8"})),
         "MoE": of_module(ops.MoE(HIDDEN, WIDE, 3, 2, num_shared=1, bias=True).double(), "x", x=plain["x"]),
+    }
+    heads = {"q": normal(2, 5, 4, 3), "k": normal(2, 5, 2, 3), "v": normal(2, 5, 2, 6)}
+    made |= {
+        "attention": Call(ops.attention, heads),
+        "attention sinks": Call(attended, heads | {"sinks": normal(4)}, {"ids": torch.tensor([0, 0, 1, 1, 1])}),
     }
     for op, x in ((ops.all_gather_matmul, "x_shard"), (ops.matmul_reduce_scatter, "x")):
         call = Call(op, {x if name == "x" else name: y for name, y in plain.items()}, {"group": None})
