@@ -43,11 +43,16 @@ class Arrays(NamedTuple):
     """A NumPy array of the numbers, or None where there are none yet."""
 
 
+KNOWN: dict[str, Arrays] = {}
+"""By engine, those that were imported."""
+
+
 def arrays_of(like: Array) -> Arrays:
     """Of the framework that an array is of."""
     name = "torch" if type(like).__module__.partition(".")[0] == "torch" else "xla"
-    made: Arrays = import_module(f"onchip.attention.{name}.arrays").ARRAYS
-    return made
+    if name not in KNOWN:  # torch.compile can't trace an import
+        import_module(f"onchip.attention.{name}.arrays")
+    return KNOWN[name]
 
 
 class Sizes(NamedTuple):
@@ -69,7 +74,8 @@ class Sizes(NamedTuple):
         shape = tuple(x.shape)
         if len(shape) == 1:
             x, shape = x[None], (1, *shape)
-        if len(shape) != 2 or shape[0] not in (1, self.batch) or shape[1] not in lengths:
+        # Sizes may be symbols, of which torch.compile knows what they equal but not what they are in.
+        if len(shape) != 2 or not (shape[0] == 1 or shape[0] == self.batch) or all(shape[1] != n for n in lengths):
             must = " or ".join(f"[{self.batch}, {n}] or [{n}]" for n in dict.fromkeys(lengths))
             raise ValueError(f"{OP}: {name} must be {must}; got shape {list(x.shape)}")
         return x

@@ -113,14 +113,18 @@ def scale_of(options: Options, p: Problem) -> float:
 def scratch_parts(p: Problem, dtype_bytes: int, rows: int, *, backward: bool, softcap: bool) -> dict[str, int]:
     """Bytes beside inputs and results that the plain path of PyTorch takes for blocks of so many queries."""
     total = max(4, dtype_bytes)
-    scores = total * p.heads * p.keys * (2 if backward else 1)
-    parts = {"a block's scores": rows * (scores + (total * p.heads * p.keys if softcap and backward else 0))}
-    parts["a block's mask"] = 3 * rows * p.keys
-    parts["a block's rows"] = 3 * rows * total * p.heads * (p.size + p.value_size)
-    of_keys = total * p.keys * p.key_heads * (p.size + p.value_size)
-    parts["keys and values of one sequence"] = of_keys
+    scores = 2 + backward + softcap
+    of_keys = total * p.keys * p.key_heads
+    parts = {
+        "a block's scores": scores * rows * total * p.heads * p.keys,
+        "a block's mask": 3 * rows * p.keys,
+        "a block's rows": 3 * rows * total * p.heads * (p.size + p.value_size),
+        "ranges": 32 * (p.queries + p.keys),
+        "keys and values of one sequence": of_keys * (p.size + p.value_size),
+    }
     if backward:
-        parts["their gradients"] = of_keys
+        parts["their gradients"] = of_keys * (p.size + p.value_size)
+        parts["what a block adds to one of them"] = of_keys * max(p.size, p.value_size)
     return parts
 
 

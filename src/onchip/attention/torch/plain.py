@@ -127,7 +127,7 @@ def scores(call: Call, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tens
     slope = None
     if (c := call.options.softcap) is not None:
         z.div_(c).tanh_()
-        slope = 1 - z * z
+        slope = (z * z).neg_().add_(1)
         z.mul_(c)
     of_heads(z, call).masked_fill_(~block.seen, -torch.inf).masked_fill_(block.nan, torch.nan)
     return z, slope
@@ -202,6 +202,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
                 by_sink += of_block.by_sink(call)
             z, slope = scores(call, q, k, block)
             e = z.sub_(of_block.lse).exp_()
+            of_heads(e, call).masked_fill_(~seen, 0)  # lse may be NaN
             of_v[:, columns] += e.mT @ of_block.out
             dz = (of_block.out @ v.mT).add_(of_block.more).mul_(e)
             of_heads(dz, call).masked_fill_(~seen, 0)  # what is hidden may be NaN
@@ -210,6 +211,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
             if grad_q is not None:
                 grad_q[b, rows] = by_row(dz @ k, len(seen), call).to(grad_q.dtype)
             of_k[:, columns] += dz.mT @ q
+            del z, e, dz, slope  # before the next block's are made
         for into, x in ((grad_k, of_k), (grad_v, of_v)):
             if into is not None:
                 into[b] = x.transpose(0, 1).to(into.dtype)

@@ -83,7 +83,7 @@ def _plain(
     seen = fw.constant(np.array(case.seen()), device)
     group = case.heads // case.key_heads
     q, k, v = (_turned(fw, x) for x in (q, k, v))
-    k, v = (fw.xp.stack([x] * group, 2).reshape(case.batch, case.heads, case.keys, -1) for x in (k, v))
+    k, v = (fw.xp.stack([x] * group, 2).reshape(case.batch, case.heads, case.keys, x.shape[-1]) for x in (k, v))
     z = q @ fw.xp.swapaxes(k, 2, 3) * (case.size**-0.5 if scale is None else scale)
     if softcap is not None:
         z = softcap * fw.xp.tanh(z / softcap)

@@ -9,6 +9,7 @@ from torch import Tensor, is_tensor
 
 from onchip.attention.masks import OP, Causal, Mask, check_mask, check_mask_values
 from onchip.attention.problem import Layout, Options, check_shapes, rows_of_block, scale_of
+from onchip.attention.torch import arrays as _arrays  # noqa: F401  what masks are made by
 from onchip.attention.torch.plain import ATTENTION, Call
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
