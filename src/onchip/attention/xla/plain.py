@@ -12,7 +12,7 @@ from jax import lax
 
 from onchip.attention.masks import OP
 from onchip.attention.problem import Options, Problem
-from onchip.frontend.jax_call import with_gradients
+from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import accumulator
 
 Array = jax.Array
@@ -200,7 +200,7 @@ def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges)
         )
         if p.keys:
             first, last = tiles.range(at)
-            state = lax.fori_loop(first, last, absorb, state)
+            state = lax.fori_loop(first, last, absorb, vary_alike(state, (given, mask)))
         most, sums, out = state
         nothing = sums == 0
         divisor = jnp.where(nothing, 1, sums)
@@ -208,7 +208,7 @@ def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges)
         lse = jnp.where(nothing, -jnp.inf, jnp.where(nothing, 0, most) + jnp.log(divisor))
         return tiles.put(made[0], out, at), tiles.put(made[1], lse, at)
 
-    made = lax.fori_loop(0, tiles.row_tiles, step, made)
+    made = lax.fori_loop(0, tiles.row_tiles, step, vary_alike(made, (given, mask)))
     return made, Saved(given, mask, *made)
 
 
@@ -256,7 +256,7 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
         state = jnp.zeros_like(q), made.k, made.v
         if p.keys:
             first, last = tiles.range(at)
-            state = lax.fori_loop(first, last, absorb, state)
+            state = lax.fori_loop(first, last, absorb, vary_alike(state, (given, mask)))
         of_q, of_k, of_v = state
         # Rows that a tile before had are 0 here.
         before = tiles.queries(made.q, at)
@@ -264,6 +264,7 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
             tiles.put(made.q, jnp.where(new[None, None, None, :, None], of_q, before), at), of_k, of_v, by_sink
         )
 
+    zeros = vary_alike(zeros, (given, mask, cotangents))
     made = lax.fori_loop(0, tiles.row_tiles, step, zeros) if p.queries else zeros
     k, v = (jnp.moveaxis(x, 1, 2) for x in (made.k, made.v))
     found = Parameters(made.q, k, v, None if given.sinks is None else made.sinks.reshape(-1))
