@@ -256,14 +256,13 @@ def test_gradients_of_some():
     assert torch.autograd.grad(lse.sum(), (q, k))[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.bfloat16, 5.0)], ids=str)
 def test_memory_is_at_most_the_formula(dtype, softcap):
-    q, k, v = (x.detach().to(dtype) for x in drawn(queries=300, heads=8, key_heads=2, size=32))
-    p, size = Problem(1, 300, 300, 8, 2, 32, 32), dtype.itemsize
+    q, k, v = (x.detach().to(dtype) for x in drawn(queries=90, heads=8, key_heads=2, size=32))
+    p, size = Problem(1, 90, 90, 8, 2, 32, 32), dtype.itemsize
     for backward in (False, True):
         least = least_scratch(p, size, backward=backward, softcap=softcap is not None)
-        for budget in (least, 2 * least, None):
+        for budget in (least, 3 * least, None):
             leaves = [x.clone().requires_grad_(backward) for x in (q, k, v)]
 
             def step(leaves=leaves, budget=budget, backward=backward):
@@ -273,7 +272,7 @@ def test_memory_is_at_most_the_formula(dtype, softcap):
             step()
             rows = rows_of_block(p, size, budget, backward=backward, softcap=softcap is not None)
             parts = scratch_parts(p, size, rows, backward=backward, softcap=softcap is not None)
-            kept = 4 * 300 * 8  # lse
+            kept = 4 * 90 * 8  # lse
             assert peak_extra_bytes(step, device="cpu") <= sum(parts.values()) + kept
             if budget is not None:
                 assert sum(parts.values()) <= budget

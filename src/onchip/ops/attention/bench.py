@@ -39,7 +39,7 @@ class Problem:
         mask, tokens = self.mask, self.case.tokens
         at = np.arange(tokens, dtype=np.int32)
         like = mask.start
-        i, j = (_beside(like, x) for x in (at[rows, None], at))
+        i, j = (_beside(like, x) for x in (at[None, rows, None], at[None, None]))
         seen = (mask.start[:, rows, None] <= j) & (j < mask.end[:, rows, None])
         return seen if mask.stop is None else seen & (i < mask.stop[:, None])
 
