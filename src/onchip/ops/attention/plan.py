@@ -4,7 +4,8 @@ from functools import partial
 
 from onchip.attention.problem import DEFAULT_SCRATCH, Problem, least_scratch, rows_of_block, scratch_parts
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.plan.asked import Backend, Plain, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
+from onchip.plan.document import Baseline
 from onchip.plan.ways import never
 
 
@@ -28,11 +29,11 @@ def _way(asked: PlannedCall) -> Way:
     return Way(step, lambda strategy: least, lambda strategy: max(DEFAULT_SCRATCH, least))
 
 
-def _plain(asked: PlannedCall) -> Plain:
+def _plain(asked: PlannedCall) -> Baseline:
     """The scores and the probabilities, of which backward needs the latter and makes two more."""
     p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
     scores = p.heads * p.queries * p.keys
-    return Plain("eager", "softmax(scale * q @ k.mT + mask) @ v", scores * size * (3 if asked.gradients else 2))
+    return Baseline("eager", "softmax(scale * q @ k.mT + mask) @ v", scores * size * (3 if asked.gradients else 2))
 
 
 PLAN = PlannedOp(
