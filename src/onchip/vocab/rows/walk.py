@@ -119,10 +119,9 @@ def statistics_of_ids(
     }
     if tokens > 0:
         launch_ids("log_probs", logits, None, ids, token_temperature, options, asked.class_weight, **made)
-    log_prob = made["log_prob"].masked_fill(ids < 0, 0) if of_shard else made["log_prob"]
     return TokenStats(
         made["lse"],
-        log_prob.view(tokens, -1 if tokens else 1),
+        made["log_prob"].view(tokens, -1 if tokens else 1),
         made["top1"],
         made["entropy"],
         made["mean"],

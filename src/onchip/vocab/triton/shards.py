@@ -56,7 +56,7 @@ def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tu
     ids = mine.ids.reshape(made.log_prob.shape)
     known = TokenStats(
         made.lse,
-        made.log_prob.masked_fill(ids < 0, 0),
+        made.log_prob,
         torch.empty_like(ids[:, 0]) if made.top1 is None else made.top1,
         made.entropy,
         None,
