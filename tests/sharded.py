@@ -65,14 +65,17 @@ def same_bits(*tensors):
             assert_close(other, x, rtol=0, atol=0, equal_nan=True)
 
 
-def close(got, expected, what=""):
-    """The relative norm of the difference is that of sums in another order."""
+def close(got, expected, what="", whole=None):
+    """The relative norm of the difference is that of sums in another order.
+
+    Relative to what is expected, or to the `whole` that it is a part of: one entry may be a difference of large sums.
+    """
     assert (got is None) == (expected is None), what
     if got is None or not expected.is_floating_point():
         assert got is None or torch.equal(got, expected), what
         return
     bound = 2e-13 if got.dtype == torch.float64 else 2e-6
-    error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
+    error = (got - expected).norm() / (expected if whole is None else whole).norm().clamp(min=1e-30)
     assert got.dtype == expected.dtype, (what, got.dtype, expected.dtype)
     assert got.shape == expected.shape, (what, got.shape, expected.shape)
     assert expected.numel() == 0 or error <= bound, f"{what}: relative error {float(error)} above {bound}"

@@ -109,7 +109,7 @@ def compare(op, tensors, more, options, sizes, rank, *, times=1):
     close(hidden.grad, whole[0].grad, "hidden")
     close(weight.grad, whole[1].grad[cut(sizes, rank)], "weight")
     if bias is not None:
-        close(bias.grad, whole[2].grad[cut(sizes, rank)], "bias")
+        close(bias.grad, whole[2].grad[cut(sizes, rank)], "bias", whole[2].grad)
 
 
 def flat(x):
