@@ -1,4 +1,4 @@
-"""A card for each worker of pytest-xdist: `pytest -p cards -n N` gives worker i card i mod the number of cards.
+"""A card and a core for each worker of pytest-xdist: `pytest -p cards -n N` gives worker i card i mod their number.
 
 Loaded by -p, before anything imports PyTorch or JAX, which look for cards once.
 """
@@ -10,3 +10,5 @@ cards = sorted(int(x.name.removeprefix("nvidia")) for x in Path("/dev").glob("nv
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if len(cards) > 1 and worker and "CUDA_VISIBLE_DEVICES" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % len(cards))
+if worker:  # Threads of as many as there are cores, in every worker, wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -32,6 +32,18 @@ def run_json(command, *arguments, exit_code=0):
     return document
 
 
+def alternating(**values):
+    """Each of the first argument's values, with the others' in turn: each of those is met, in few tests."""
+    (name, first), *others = values.items()
+    rows = [(value,) for value in first]
+    together = 1
+    for _, choices in others:
+        step = together if len(choices) < len(first) else 1
+        rows = [(*row, choices[number // step % len(choices)]) for number, row in enumerate(rows)]
+        together *= len(choices) if len(choices) < len(first) else 1
+    return pytest.mark.parametrize((name, *(other for other, _ in others)), rows, ids=str)
+
+
 def assert_within_bounds(checks):
     """Every quantity is within its bounds of the oracle."""
     wrong = [c for c in checks if not c.ok]

@@ -15,14 +15,17 @@ from onchip.fp8.numbers import ROW, SQUARE
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
+from shared import alternating
 
 pytestmark = pytest.mark.gpu
 op = partial(fp8_linear, backend="mosaic_gpu")
 
 
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", [*CHECK_CASES, Case("longer", 1024, 1536, 2048, bias=True)], ids=str)
+@alternating(
+    case=[*CHECK_CASES, Case("longer", 1024, 1536, 2048, bias=True)],
+    dtype=["float32", "bfloat16", "float16"],
+    layout=["nk", "kn"],
+)
 def test_cases(case, dtype, layout):
     assert_right(case, dtype, "gpu", weight_layout=layout, backend="mosaic_gpu")
 

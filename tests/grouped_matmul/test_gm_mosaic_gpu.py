@@ -16,7 +16,7 @@ from onchip.groups.xla import products as xla_products
 from onchip.jax import grouped_matmul, init_moe, moe
 from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, Case
 from onchip.ops.grouped_matmul.checks import CHECKER
-from shared import assert_within_bounds
+from shared import alternating, assert_within_bounds
 
 pytestmark = pytest.mark.gpu
 op = partial(grouped_matmul, backend="mosaic_gpu")
@@ -35,16 +35,12 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["gnk", "gkn"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@alternating(case=[c for c in CASES for _ in range(2)], layout=["gnk", "gkn"], dtype=["bfloat16", "float16"])
 def test_cases(case, dtype, layout):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", weight_layout=layout, backend="mosaic_gpu"))
 
 
-@pytest.mark.parametrize("layout", ["gnk", "gkn"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CHECK_CASES, ids=str)
+@alternating(case=CHECK_CASES, layout=["gnk", "gkn"], dtype=["float32", "bfloat16"])
 def test_xla_cases(case, dtype, layout):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", weight_layout=layout, backend="xla"))
 

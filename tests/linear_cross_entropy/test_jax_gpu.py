@@ -15,10 +15,12 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
+from shared import alternating
 
 pytestmark = pytest.mark.gpu
-HALF = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-LAYOUTS = pytest.mark.parametrize("layout", ["vh", "hv"])
+HALF = ["bfloat16", "float16"]
+LAYOUTS = ["vh", "hv"]
+OPTIONS = [{}, {"softcap": 5.0, "z_loss": 1e-3}, {"label_smoothing": 0.1}]
 # What the Mosaic kernels take under either layout, more tokens than H among them.
 MOSAIC_CASES = (
     Case("long", 1000, 256, 4096, zipf=True, ignored=0.3),
@@ -30,23 +32,21 @@ MOSAIC_CASES = (
 )
 
 
-@HALF
-@pytest.mark.parametrize("strategy", ["stash", "recompute"])
-@pytest.mark.parametrize("case", [replace(c, hidden=128) for c in CHECK_CASES if c.vocab % 8 == 0], ids=str)
+@alternating(
+    case=[replace(c, hidden=128) for c in CHECK_CASES if c.vocab % 8 == 0 for _ in range(2)],
+    strategy=["stash", "recompute"],
+    dtype=HALF,
+)
 def test_check_cases_of_mosaic(case, strategy, dtype):
     assert_right(case, dtype, device="gpu", strategy=strategy, backend="mosaic_gpu")
 
 
-@HALF
-@LAYOUTS
-@pytest.mark.parametrize("case", MOSAIC_CASES, ids=str)
+@alternating(case=[c for c in MOSAIC_CASES for _ in range(2)], layout=LAYOUTS, dtype=HALF)
 def test_mosaic(case, layout, dtype):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@HALF
-@LAYOUTS
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@alternating(softcap=[None, None, 5.0, 5.0], layout=LAYOUTS, dtype=HALF)
 def test_class_weights(softcap, layout, dtype):
     """Beside label smoothing and a z-loss, some of them 0, with a last tile of the vocabulary that isn't full."""
     options = {"label_smoothing": 0.1, "z_loss": 1e-3} | ({} if softcap is None else {"softcap": softcap})
@@ -54,9 +54,7 @@ def test_class_weights(softcap, layout, dtype):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@HALF
-@LAYOUTS
-@pytest.mark.parametrize("size", [0, 384])
+@alternating(size=[0, 0, 384, 384], layout=LAYOUTS, dtype=HALF)
 def test_class_weights_that_keep_exponentials(size, layout, dtype, monkeypatch):
     """With a z-loss alone: in the memory of the weight's gradient and in scratch, or with gradients made in forward."""
     kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
@@ -66,10 +64,7 @@ def test_class_weights_that_keep_exponentials(size, layout, dtype, monkeypatch):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@HALF
-@LAYOUTS
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("overflow", [0, 256, 768, 1024])
+@alternating(overflow=[0, 256, 768, 1024] * 2, halves=[False] * 4 + [True] * 4, layout=LAYOUTS, dtype=HALF)
 def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
     """Of 1024 tokens the first 256 are kept in the memory of the weight's gradient, or all in scratch."""
     some_again = {"halves": halves, "recompute_chunks": 2} if overflow < 768 else {}
@@ -79,10 +74,12 @@ def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
     assert_right(MOSAIC_CASES[0], dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@HALF
-@LAYOUTS
-@pytest.mark.parametrize("options", [{"z_loss": 1e-3}, {"softcap": 5.0}, {"label_smoothing": 0.1}], ids=str)
-@pytest.mark.parametrize("size", [0, 384])
+@alternating(
+    options=[{"z_loss": 1e-3}, {"softcap": 5.0}, {"label_smoothing": 0.1}] * 2,
+    size=[0] * 3 + [384] * 3,
+    layout=LAYOUTS,
+    dtype=HALF,
+)
 def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
     """In the memory of the weight's gradient and in scratch; or a chunk of tokens, with gradients made in forward."""
     kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
@@ -92,11 +89,13 @@ def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@HALF
-@LAYOUTS
-@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.8])
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-3}, {"label_smoothing": 0.1}], ids=str)
-@pytest.mark.parametrize("first", [256, 640])
+@alternating(
+    options=[o for o in OPTIONS for _ in range(3)],
+    ignored=[0.0, 0.3, 0.8] * 3,
+    first=[256, 640],
+    layout=LAYOUTS,
+    dtype=HALF,
+)
 def test_a_larger_first_chunk(first, options, ignored, layout, dtype, monkeypatch):
     """Of whose tokens the first 256 are kept in the memory of the weight's gradient."""
     plan = MosaicPlan(
@@ -107,12 +106,10 @@ def test_a_larger_first_chunk(first, options, ignored, layout, dtype, monkeypatc
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
-@HALF
-@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-3}, {"label_smoothing": 0.1}], ids=str)
-@pytest.mark.parametrize(("first", "in_digits"), [(640, 128), (768, 256)])
-def test_exponentials_with_the_digits(first, in_digits, options, ignored, dtype, monkeypatch):
+@alternating(options=[o for o in OPTIONS for _ in range(3)], ignored=[0.0, 0.3, 0.9] * 3, first=[640, 768], dtype=HALF)
+def test_exponentials_with_the_digits(first, options, ignored, dtype, monkeypatch):
     """Of a larger first chunk, whose hidden gradient is made of two tiles of tokens at a time."""
+    in_digits = first - 512
     monkeypatch.setattr(mosaic_op, "hidden_step", lambda _: 256)
     plan = MosaicPlan(
         "stash", 256, kept_in_gradient=512, chunk=768, kept_in_scratch=512 - in_digits, by_tokens=True,
@@ -123,32 +120,31 @@ def test_exponentials_with_the_digits(first, in_digits, options, ignored, dtype,
     assert_right(case, dtype, device="gpu", backend="mosaic_gpu")
 
 
-@HALF
-@LAYOUTS
-@pytest.mark.parametrize(("vocab", "hidden"), [(4096, 256), (2120, 320), (2112, 576)])
-def test_another_upstream_gradient_than_1(vocab, hidden, layout, dtype, monkeypatch):
+@alternating(size=[x for x in [(4096, 256), (2120, 320), (2112, 576)] for _ in range(2)], layout=LAYOUTS, dtype=HALF)
+def test_another_upstream_gradient_than_1(size, layout, dtype, monkeypatch):
     """The weight's gradient that forward rounded is made anew of all digits; the last tiles aren't full."""
+    vocab, hidden = size
     vocab = vocab if layout == "vh" else vocab // 64 * 64
     plan = MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1152, by_tokens=True)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     given = inputs(1000, hidden, vocab, layout)
     given = (given[0].astype(dtype), given[1].astype(dtype), given[2])
 
-    def gradients(scale, backend, given):
-        def loss(hidden, weight, labels):
+    def gradients(backend):
+        def loss(hidden, weight, labels, scale):
             return scale * linear_cross_entropy(hidden, weight, labels, backend=backend, weight_layout=layout)
 
-        return jax.jit(jax.grad(loss, (0, 1)))(*given)
+        return jax.jit(jax.grad(loss, (0, 1)))
 
     wide = (given[0].astype(jnp.float32), given[1].astype(jnp.float32), given[2])
+    kernels, plain = gradients("mosaic_gpu"), gradients("xla")
     for scale in (1.0, 0.3, -4.0):
-        found, expected = gradients(scale, "mosaic_gpu", given), gradients(scale, "xla", wide)
+        found, expected = kernels(*given, scale), plain(*wide, scale)
         for x, y in zip(found, expected, strict=True):
             assert jnp.linalg.norm(x.astype(jnp.float32) - y) <= 3e-3 * jnp.linalg.norm(y)
 
 
-@HALF
-@LAYOUTS
+@alternating(layout=LAYOUTS, dtype=HALF)
 def test_a_vocabulary_split_over_the_devices_that_there_are(layout, dtype):
     """With padding; against plain JAX in float32."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -174,9 +170,11 @@ def test_a_vocabulary_split_over_the_devices_that_there_are(layout, dtype):
         assert jnp.linalg.norm(x.astype(jnp.float32) - e) <= 8e-3 * jnp.linalg.norm(e)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("strategy", ["stash", "recompute"])
-@pytest.mark.parametrize("name", ["ragged", "everything", "masked vocab", "large logits", "all ignored"])
+@alternating(
+    name=[x for x in ["ragged", "everything", "masked vocab", "large logits", "all ignored"] for _ in range(2)],
+    strategy=["stash", "recompute"],
+    dtype=["float32", "bfloat16", "float16"],
+)
 def test_xla(name, strategy, dtype):
     (case,) = (c for c in CHECK_CASES if c.name == name)
     assert_right(case, dtype, device="gpu", strategy=strategy, backend="xla")
@@ -189,22 +187,20 @@ def inputs(tokens, hidden, vocab, layout="vh"):
     return jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16), weight * hidden**-0.5, labels
 
 
-@LAYOUTS
-@pytest.mark.parametrize("wanted", [(0, 1), (0,)])
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "budget"),
-    [
-        (4096, 1024, None),
-        (4096, 1024, 64 << 20),
-        (4096, 1024, 160 << 20),
-        (4096, 1024, 1 << 40),
-        (16384, 512, None),
-        (8192, 2048, 210 << 20),  # a larger first chunk
-    ],
-)
-def test_memory_is_what_the_formula_says(tokens, hidden, budget, wanted, layout):
+SIZES = [
+    (4096, 1024, None),
+    (4096, 1024, 64 << 20),
+    (4096, 1024, 160 << 20),
+    (4096, 1024, 1 << 40),
+    (16384, 512, None),
+    (8192, 2048, 210 << 20),  # a larger first chunk
+]
+
+
+@alternating(size=[x for x in SIZES for _ in range(2)], wanted=[(0, 1), (0,)], layout=LAYOUTS)
+def test_memory_is_what_the_formula_says(size, wanted, layout):
     """And the same inputs give the same bits."""
-    vocab = 32768
+    (tokens, hidden, budget), vocab = size, 32768
     arguments = inputs(tokens, hidden, vocab, layout)
     op = partial(linear_cross_entropy, scratch_bytes=budget, backend="mosaic_gpu", weight_layout=layout)
     step = jax.jit(jax.value_and_grad(op, argnums=wanted)).lower(*arguments).compile()
