@@ -150,10 +150,11 @@ class OptionsOfLoss(TypedDict, Generic[Number], total=False):
 
 
 class LossTerms(NamedTuple):
-    """Those of a loss's options that its formulas have, and that kernels take as one argument."""
+    """Those of a loss's options that its formulas have, and that kernels take as one argument: numbers, or arrays of no
+    dimension."""
 
-    label_smoothing: float
-    z_loss: float
+    label_smoothing: Any = 0.0
+    z_loss: Any = 0.0
 
     @staticmethod
     def of(options: Any) -> "LossTerms":
@@ -163,7 +164,12 @@ class LossTerms(NamedTuple):
     @property
     def of_lse(self) -> bool:
         """Whether the loss depends on the log-sum-exp by itself."""
-        return self.z_loss > 0
+        return bool(self.z_loss > 0)
+
+    @property
+    def nonzero(self) -> "LossTerms":
+        """Of numbers: None for 0, which `vocab/loss.py` leaves out."""
+        return LossTerms(*[x or None for x in self])
 
 
 def _require_softcap(op: str, name: str, value: Any) -> None:

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from onchip.frontend.jax_types import Array
+from onchip.frontend.options import LossTerms
 from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.integrations.versions import require
 from onchip.jax import linear_cross_entropy
-from onchip.vocab.loss import Terms, loss_of_lse
+from onchip.vocab.loss import loss_of_lse
 
 NAME = "onchip.integrations.maxtext"
 VERSION = "0.2.5"
@@ -108,7 +109,7 @@ def _sums(
     total_z_loss = jnp.zeros((), jnp.float32)
     if z_loss:
         loss, stats = loss_of(return_stats=True)
-        each = loss_of_lse(jnp, Terms(z_loss=z_loss), stats.lse)
+        each = loss_of_lse(jnp, LossTerms(z_loss=z_loss), stats.lse)
         total_z_loss = jnp.sum(jnp.where(labels == IGNORED, 0, each))
     else:
         loss = loss_of()

@@ -7,26 +7,15 @@ token's labels times these, S the sum of q, eps the label smoothing:
     d loss / d z_v = p_v ((1 - eps) S + eps mean(w) + 2 z_loss lse) - (1 - eps) q_v - eps w_v / V
 
 A label that is an id is K = 1 of K ids, whose q is its class's weight, or 1.  All that isn't an id's own entry has
-q_v = 0.  `xp` is where functions are found that both frameworks call the same: `torch`, or `jax.numpy`.
+q_v = 0.  `xp` is where functions are found that both frameworks call the same: `torch`, or `jax.numpy`.  Of `terms`
+those that are None are left out.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from onchip.frontend.options import LossTerms
 
 Array = Any
-
-
-class Terms(NamedTuple):
-    """The terms beside that of the labels: numbers, or arrays of no dimension; None for 0."""
-
-    label_smoothing: Array | None = None
-    z_loss: Array | None = None
-
-    @staticmethod
-    def of(options: Any) -> "Terms":
-        """Those of an op's options, which are numbers."""
-        return Terms(*[x or None for x in LossTerms.of(options)])
 
 
 def expected(xp: Any, log_prob: Array, q: Array | None) -> Array:
@@ -39,17 +28,17 @@ def expected(xp: Any, log_prob: Array, q: Array | None) -> Array:
     return xp.where((q == 0) & (log_prob == -float("inf")), 0, q * log_prob).sum(1)
 
 
-def loss_of_lse(xp: Any, terms: Any, lse: Array) -> Array:
+def loss_of_lse(xp: Any, terms: LossTerms, lse: Array) -> Array:
     """[n]: the z-loss, of terms that have one."""
     return terms.z_loss * xp.square(lse)
 
 
-def slope_of_lse(terms: Any, lse: Array) -> Array:
+def slope_of_lse(terms: LossTerms, lse: Array) -> Array:
     """[n]: the derivative of that."""
     return 2 * terms.z_loss * lse
 
 
-def value(xp: Any, terms: Terms, cost: Array, lse: Array, uniform: Array | None) -> Array:
+def value(xp: Any, terms: LossTerms, cost: Array, lse: Array, uniform: Array | None) -> Array:
     """[n]: the loss, of `cost`, sum_v q_v log p_v, and with smoothing of `uniform`, mean_v(w_v (lse - z_v))."""
     loss: Array = -cost
     eps = terms.label_smoothing
@@ -65,7 +54,7 @@ def _times(xp: Any, factor: Array, x: Array) -> Array:
     return xp.where(factor > 0, factor * x, 0)
 
 
-def of_p(terms: Terms, mass: Array | None, lse: Array, share: Array | None) -> Array | float:
+def of_p(terms: LossTerms, mass: Array | None, lse: Array, share: Array | None) -> Array | float:
     """[n]: what p is multiplied by, of `mass`, S (None: 1), and `share`, mean(w) (None: 1)."""
     eps: Array = terms.label_smoothing
     made = 1.0 if mass is None else mass
@@ -76,7 +65,7 @@ def of_p(terms: Terms, mass: Array | None, lse: Array, share: Array | None) -> A
 
 def at_entry(
     xp: Any,
-    terms: Terms,
+    terms: LossTerms,
     log_prob: Array,
     q: Array | None,
     others: Array | None,
@@ -106,7 +95,7 @@ def at_entry(
 
 
 def by_outputs(
-    terms: Terms, row: Array, lse: Array, q: Array | None, vocab: int, share: Array | None
+    terms: LossTerms, row: Array, lse: Array, q: Array | None, vocab: int, share: Array | None
 ) -> tuple[Array, Array | None, Array | None]:
     """`row` [n] times the loss's gradients by the ids' log-probabilities [n, K], and by lse [n]; and what each logit's
     gradient lacks, times its class's weight, [n]."""

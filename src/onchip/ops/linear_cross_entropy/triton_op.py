@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
+from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
@@ -191,7 +192,7 @@ def _forward_of_shards(call: Call) -> TritonOutputs:
 def _by_outputs(call: Call, *tensors: Any) -> list[Tensor | None]:
     """The fields of `walks.OutputGradients`."""
     grad_loss, lse, log_prob = tensors
-    tokens, terms = call.tokens(check_values=False), maths.Terms.of(call.options)
+    tokens, terms = call.tokens(check_values=False), LossTerms.of(call.options).nonzero
     row = tokens.weight * tokens.upstream(grad_loss, call.options.reduction)
     share = None if call.class_weight is None or terms.label_smoothing is None else call.class_weight.mean()
     by_log_prob, by_lse, even = maths.by_outputs(terms, row, lse, tokens.q, call.vocab, share)

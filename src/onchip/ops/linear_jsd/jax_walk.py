@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from onchip.frontend.jax_call import IGNORED, vary_alike
+from onchip.frontend.options import LossTerms
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence as formulas
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options
-from onchip.vocab.loss import Terms, at_entry
+from onchip.vocab.loss import at_entry
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.tiles import (
     Columns,
@@ -99,7 +100,8 @@ def source_of(static: Static, model: Any) -> Projection | Logits:
 def _at_labels(stats: TokenStats) -> TokenGradient:
     """The gradient of each row's cross-entropy with its one id."""
     return TokenGradient(
-        jnp.ones_like(stats.lse), at_entry(jnp, Terms(), stats.log_prob, None, None, stats.lse, 1, None, None)
+        jnp.ones_like(stats.lse),
+        at_entry(jnp, LossTerms().nonzero, stats.log_prob, None, None, stats.lse, 1, None, None),
     )
 
 

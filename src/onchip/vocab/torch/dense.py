@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import loss as maths
 from onchip.vocab import parallel
@@ -177,7 +178,7 @@ def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Ten
     """Of sums over all of a vocabulary, and what the gradient takes for the largest logit: its log-probability [n, 1]
     and its place [n]."""
     known = sums.softmax
-    loss = maths.value(torch, maths.Terms.of(options), sums.cost, known.lse, known.uniform)
+    loss = maths.value(torch, LossTerms.of(options).nonzero, sums.cost, known.lse, known.uniform)
     of = SoftStats()
     if sums.expected is not None and sums.total is not None and sums.likeliest is not None:
         logit = torch.where(sums.total == 0, 0, sums.expected + sums.total * known.lse)
@@ -276,7 +277,7 @@ def dense_gradient(
 
     They may be a part of the vocabulary: `lse`, `mass`, probabilities and `whole` are then of all of it.
     """
-    (vocab, share), terms = whole, maths.Terms.of(options)
+    (vocab, share), terms = whole, LossTerms.of(options).nonzero
     q = probs.to(z.dtype) if class_weight is None else probs * class_weight
     own, labels = None if class_weight is None else class_weight[largest], q.gather(1, largest)
     # Of the largest logit apart: 1 taken from a rounded p would lose all digits of a p near 1.

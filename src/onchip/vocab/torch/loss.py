@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
+from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_inputs import accumulator, has_values
 from onchip.frontend.torch_types import LossStats, WithStats
 from onchip.vocab import loss as maths
@@ -84,7 +85,7 @@ def asked_by(options: Any, class_weight: Tensor | None = None) -> Asked:
 def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
     """[n]: the loss of each token, weighted but not yet reduced."""
     cost = maths.expected(torch, stats.log_prob, tokens.q)
-    value: Tensor = maths.value(torch, maths.Terms.of(options), cost, stats.lse, stats.uniform)
+    value: Tensor = maths.value(torch, LossTerms.of(options).nonzero, cost, stats.lse, stats.uniform)
     return value * tokens.weight
 
 
@@ -234,7 +235,7 @@ def loss_gradient(
 
     Without `tokens` each has one id, and counts.  `shares` stands for `softmax.shares_of_ids`.
     """
-    terms, center = maths.Terms.of(options), lse
+    terms, center = LossTerms.of(options).nonzero, lse
     each = own = share = q = mass = others = None
     if tokens is not None and tokens.q is not None:
         q, mass = tokens.q, tokens.q.sum(1)

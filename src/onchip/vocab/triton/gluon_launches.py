@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, shared_descriptor
 from onchip.kernels.triton.staggered import STEP
 from onchip.vocab.triton import adding, apart, staggered, turns
-from onchip.vocab.triton.records import VOCAB_TILE, End, LogitBuffer, Partials, Run, Sum, Terms, Vectors
+from onchip.vocab.triton.records import VOCAB_TILE, End, LogitBuffer, Partials, PositionTerms, Run, Sum, Vectors
 from onchip.vocab.triton.tiling import IN_TURNS
 
 
@@ -59,7 +59,13 @@ def softmax_staggered(
 
 
 def gradient_staggered(
-    run: Run, rows: Tensor, terms: Terms, buffer: LogitBuffer, at_target: Tensor | None, first_tile: int, tiles: int
+    run: Run,
+    rows: Tensor,
+    terms: PositionTerms,
+    buffer: LogitBuffer,
+    at_target: Tensor | None,
+    first_tile: int,
+    tiles: int,
 ) -> Launch:
     arguments = {
         **_staggered(run, rows, buffer.matrix),

@@ -21,7 +21,7 @@ from onchip.vocab.triton import launches, setup, softmax
 from onchip.vocab.triton.blocks import odd
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
-from onchip.vocab.triton.records import Labels, Partials, Picked, Run, Terms
+from onchip.vocab.triton.records import Labels, Partials, Picked, PositionTerms, Run
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.tiling import VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact
@@ -104,7 +104,7 @@ def backward(
         scale = float16_scale(stated.call(_with_mass, row, known.mass), run.vectors, run.dtype)
         row = stated.converted(row, Tensor.contiguous) if scale is None else stated.call(torch.mul, row, scale)
         nothing = stated.zero(stated.empty_like(row))
-        terms = Terms(
+        terms = PositionTerms(
             row_scale=row,
             even=None,
             entropy_scale=None,

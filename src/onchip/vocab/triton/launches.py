@@ -20,9 +20,9 @@ from onchip.vocab.triton.records import (
     LogitBuffer,
     Partials,
     Picked,
+    PositionTerms,
     Run,
     Sum,
-    Terms,
     Tiles,
 )
 from onchip.vocab.triton.tiling import IN_TURNS, hidden_apart, staggers, takes_turns
@@ -185,7 +185,7 @@ def write(
 def gradient(
     run: Run,
     rows: Tensor,
-    terms: Terms,
+    terms: PositionTerms,
     buffer: LogitBuffer,
     first_tile: int,
     tiles: int,

@@ -16,7 +16,7 @@ from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import gradients, launches, setup
 from onchip.vocab.triton.memory import TritonPlan
-from onchip.vocab.triton.records import BLOCK, TOKEN_TILE, VOCAB_TILE, LogitBuffer, Run, Sum, Terms, Vectors
+from onchip.vocab.triton.records import BLOCK, TOKEN_TILE, VOCAB_TILE, LogitBuffer, PositionTerms, Run, Sum, Vectors
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.token_launches import finish_hidden
 
@@ -145,7 +145,7 @@ class Products:
         )
         return made.fixed()
 
-    def finish(self, terms: Terms | None = None) -> None:
+    def finish(self, terms: PositionTerms | None = None) -> None:
         """Hidden's gradient of its sums; with `terms` the ids' entries are added, where any are kept."""
         if self.sums is None or self.grads.hidden is None:
             return

@@ -333,7 +333,7 @@ class TokenSoftmax(NamedTuple):
     correct: Tensor | None = None  # bool: with top1, whether that is the target
 
 
-class Terms(NamedTuple):
+class PositionTerms(NamedTuple):
     """What backward knows of each position's gradient, [T] float32; see `position_terms`."""
 
     row_scale: Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import softmax, sums
-from onchip.vocab.triton.records import BLOCK, Run, Sum, Terms, Vectors
+from onchip.vocab.triton.records import BLOCK, PositionTerms, Run, Sum, Vectors
 
 
 def compact(
@@ -40,7 +40,7 @@ def keep_hidden(run: Run, layer: Layer, sums: Tensor, first: int, number: int, s
     return _hidden_rows(run, layer.weight, number, None, **memory, **cut)
 
 
-def scale_hidden(run: Run, left: Sum, terms: Terms, weight_sum: Tensor | None, out: Tensor) -> Launch:
+def scale_hidden(run: Run, left: Sum, terms: PositionTerms, weight_sum: Tensor | None, out: Tensor) -> Launch:
     """Hidden's gradient, of what `keep_hidden` left."""
     memory = {"sums": run.vectors.factor, "left": left.first, "digits": left.digits, "out": out}
     more = {"scales": 1, "kept": run.tokens, "ids": terms.ids, "weight_sum": weight_sum}
@@ -51,7 +51,7 @@ def finish_hidden(
     run: Run,
     weight: Tensor,
     sums: Tensor,
-    terms: Terms | None,
+    terms: PositionTerms | None,
     weight_sum: Tensor | None,
     inverse_grad_scale: Tensor | None,
     kept: int,
@@ -72,7 +72,7 @@ def finish_hidden(
     return _hidden_rows(run, weight, run.tokens, terms, **memory, **cut, ids=ids, weight_sum=weight_sum)
 
 
-def _hidden_rows(run: Run, weight: Tensor, rows: int, terms: Terms | None, **more: Any) -> Launch:
+def _hidden_rows(run: Run, weight: Tensor, rows: int, terms: PositionTerms | None, **more: Any) -> Launch:
     """Of so many rows; where there are terms, or will be, what isn't known yet has something in its place."""
     floats = run.vectors.factor
     arguments: dict[str, Any] = {

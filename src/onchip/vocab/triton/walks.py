@@ -36,9 +36,9 @@ from onchip.vocab.triton.records import (
     LogitBuffer,
     Partials,
     Picked,
+    PositionTerms,
     Run,
     Sum,
-    Terms,
     TokenSoftmax,
 )
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
@@ -370,7 +370,7 @@ def backward(
 
 
 def _finish_and_sum(
-    products: Products, terms: Terms, start_sum: Callable[[Tensor], Callable[[], Tensor]], call: LinearCall
+    products: Products, terms: PositionTerms, start_sum: Callable[[Tensor], Callable[[], Tensor]], call: LinearCall
 ) -> Callable[[], Tensor] | None:
     """Make hidden's gradient, and begin to add up that of all ranks."""
     if products.grads.hidden is None:
@@ -380,7 +380,7 @@ def _finish_and_sum(
 
 
 def _scale_sums(
-    run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradients, factor: Tensor | None
+    run: Run, call: LinearCall, saved: Saved, terms: PositionTerms, grads: Gradients, factor: Tensor | None
 ) -> None:
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
@@ -429,7 +429,7 @@ def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, ro
 
 
 def _target_terms(
-    run: Run, hidden: Tensor, terms: Terms, grad_weight: Tensor | None, grad_bias: Tensor | None
+    run: Run, hidden: Tensor, terms: PositionTerms, grad_weight: Tensor | None, grad_bias: Tensor | None
 ) -> Launch:
     """Of what is kept: the targets of each vocabulary entry together."""
     number = len(terms.entry_label)
@@ -453,7 +453,7 @@ def _target_terms(
     )
 
 
-def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
+def _sorted_labels(run: Run, terms: PositionTerms) -> tuple[Tensor, Tensor]:
     """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
     label = terms.entry_label
     counts = len(label) <= MOST_COUNTED
@@ -479,7 +479,7 @@ def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
 
 def position_terms(
     run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients, kept: int
-) -> Terms:
+) -> PositionTerms:
     """What the gradients of the positions' logits are made of; exponentials are kept of the first ones."""
     tokens = run.tokens
     sizes = [tokens] * 4 + [tokens * ids.shape[1]] + [tokens] * 3
@@ -490,7 +490,7 @@ def position_terms(
     )
     entry_label = stated.empty(tokens * ids.shape[1], torch.int32, ids.device)
     entropy = upstream.entropy is not None
-    terms = Terms(
+    terms = PositionTerms(
         row_scale,
         even if run.options.label_smoothing > 0 else None,
         entropy_scale if entropy else None,

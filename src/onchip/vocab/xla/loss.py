@@ -16,8 +16,8 @@ from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
 from onchip.frontend.jax_inputs import as_constant, following, per_token_constant, token_temperature
 from onchip.frontend.jax_labels import labels_of
 from onchip.frontend.jax_types import LossStats, WithStats
+from onchip.frontend.options import LossTerms
 from onchip.vocab import loss
-from onchip.vocab.loss import Terms
 from onchip.vocab.xla.tiles import (
     TokenGradient,
     Tokens,
@@ -125,7 +125,7 @@ class Constants(NamedTuple):
     probs: Array | None  # [T, K], or [T, V] where there are no labels; None: each token has one id
     labels: Array | None  # [T] or [T, K] int32 in [0, V), IGNORED or OUT_OF_RANGE
     transform: Transform
-    terms: Terms
+    terms: LossTerms
     token_weight: Array | None  # [T]
     normalizer: Array | None  # []
     class_weight: Array | None  # [V]; None: there is none, or token_weight has it
@@ -141,7 +141,7 @@ class Constants(NamedTuple):
             None if probs is None else probs.reshape(-1, probs.shape[-1]),
             labels if labels is None else labels.reshape((-1,) if probs is None else (-1, labels.shape[-1])),
             Transform(*(numbers[name] for name in Transform._fields)),
-            Terms(*(numbers[name] for name in Terms._fields)),
+            LossTerms(*(numbers[name] for name in LossTerms._fields)),
             per_token_constant(given.token_weight, dtype),
             given.normalizer,
             given.class_weight,
