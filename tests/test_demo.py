@@ -288,36 +288,6 @@ def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):
         assert torch.equal(a, b)
 
 
-@pytest.mark.slow
-def test_experts_in_a_loop_and_grouped(tmp_path, monkeypatch):
-    from onchip.torch import MoE
-
-    make_short(monkeypatch)
-    console = quiet()
-    document = run.run_demo(**TINY, framework="torch", out=tmp_path / "out", console=console, moe=True)
-    losses, moe = document["losses"], document["moe"]
-    assert list(losses) == ["plain", "onchip", "loop", "grouped"]
-    assert_fits_schema("demo", document)
-    largest = max(abs(a - b) for a, b in zip(losses["loop"], losses["grouped"], strict=True))
-    assert moe["difference"]["largest_in_compared_steps"] == largest < 1e-4
-    assert abs(losses["grouped"][-1] - losses["onchip"][-1]) > 1e-3  # it is another model
-    assert all(cost["median_ms"] > 0 < cost["extra_bytes"] for cost in moe["layer"].values())
-    page = (tmp_path / "out" / "demo.html").read_text(encoding="utf-8")
-    assert "--seed 3 --moe" in page
-    for name in ("a layer of experts", "With 4 experts in each layer"):
-        assert name in page
-        assert name in console.file.getvalue()
-    config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu", moe=True)
-    trainers = torch_train.make_trainers(ModelConfig(vocab=256), config)
-    loop, grouped = (trainers[name].model for name in ("loop", "grouped"))
-    assert [type(m) for m in grouped.modules() if isinstance(m, MoE)] == [MoE, MoE]
-    for (name, a), b in zip(loop.named_parameters(), grouped.parameters(), strict=True):
-        assert torch.equal(a, b), name
-        assert a.data_ptr() != b.data_ptr()
-    batch = data.random_batch(np.arange(256), SEQUENCE, np.random.default_rng(0))
-    assert trainers["loop"].step(batch, 1e-3) == pytest.approx(trainers["grouped"].step(batch, 1e-3), rel=1e-6)
-
-
 @pytest.mark.gpu
 def test_fp8_on_a_gpu_is_compared_with_bf16(tmp_path):
     document = run.run_demo(
@@ -382,7 +352,6 @@ def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
         ("seed", 2**63, "--seed must be from 0"),
         ("device", "tpu", "--device must be auto, cpu or cuda; got 'tpu'"),
         ("framework", "mxnet", "--framework must be torch or jax; got 'mxnet'"),
-        ("moe", True, "--moe puts layers into a PyTorch model; --framework is jax"),
         ("fp8", True, "--fp8 converts the layers of a PyTorch model; --framework is jax"),
     ],
 )

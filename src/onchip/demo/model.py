@@ -9,9 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-EXPERTS, TOP_K = 4, 2
-"""With --moe: of a layer, each half as wide as the MLP, so that two for each token take as many products."""
-
 
 @dataclass(frozen=True)
 class ModelConfig:

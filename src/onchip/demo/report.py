@@ -27,8 +27,6 @@ _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "#c2772b", "linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
     "onchip": {"color": "#0b5fd6", "linewidth": 1.4},
     "bf16": {"color": "#6b7280", "linewidth": 1.4},
-    "loop": {"color": "#7c3aed", "linewidth": 5, "alpha": 0.3},
-    "grouped": {"color": "#5b21b6", "linewidth": 1.2},
     "fp8": {"color": "#15803d", "linewidth": 1.2, "linestyle": "--"},
 }
 _MEASURED = ("plain", "onchip")
@@ -38,9 +36,8 @@ _MEASURED = ("plain", "onchip")
 
 
 def _tables(document: Document) -> dict[str, list[Sequence[str]]]:
-    """Columns and rows of each table: of the losses, of head and loss, and with --moe of a layer of experts."""
+    """Columns and rows of each table: of the losses, and of head and loss."""
     losses, held_out = document["losses"], document["held_out_loss"]
-    layer = document["moe"]["layer"] if document["moe"] else {}
     return {
         "losses": [
             ("training", *losses),
@@ -58,10 +55,6 @@ def _tables(document: Document) -> dict[str, list[Sequence[str]]]:
                 )
                 for row in document["head_and_loss"]
             ),
-        ],
-        "experts": [
-            ("a layer of experts", "memory", "time"),
-            *((name, format_bytes(x["extra_bytes"]), format_ms(x["median_ms"])) for name, x in layer.items()),
         ],
     }
 
@@ -84,16 +77,6 @@ def _fp8_verdict(fp8: Mapping[str, Any]) -> str:
     )
 
 
-def _moe_verdict(moe: Mapping[str, Any]) -> str:
-    """Whether the two trainings with experts are the same one."""
-    difference = moe["difference"]
-    return (
-        f"With {moe['experts']} experts in each layer, {moe['top_k']} for each token, the losses of a loop over the "
-        f"experts and of onchip's MoE differ by at most {difference['largest_in_compared_steps']:.1e} over the first "
-        f"{difference['compared_steps']} steps, and by at most {difference['largest']:.1e} on any."
-    )
-
-
 def print_report(document: Document, console: Console) -> None:
     """Both losses, the measurements, and the sample."""
     tables = _tables(document)
@@ -105,9 +88,6 @@ def print_report(document: Document, console: Console) -> None:
     show("losses")
     show("costs", "head and loss, forward and backward")
     console.print(Text(_verdict(document), style="green" if document["difference"]["within_bound"] else "bold red"))
-    if moe := document["moe"]:
-        show("experts")
-        console.print(_moe_verdict(moe), highlight=False)
     if fp8 := document["fp8"]:
         console.print(_fp8_verdict(fp8), highlight=False)
     sample = document["sample"]
@@ -127,9 +107,8 @@ def _draw_losses(axes: "Axes", document: Document) -> None:
 
 
 def _draw_difference(axes: "Axes", document: Document) -> None:
-    difference, moe, fp8 = (document[name] for name in ("difference", "moe", "fp8"))
+    difference, fp8 = document["difference"], document["fp8"]
     drawn: list[tuple[Sequence[float], str, str, str | None]] = [(difference["per_step"], "o", GRAY, None)]
-    drawn += [(moe["difference"]["per_step"], "+", _LOOKS["grouped"]["color"], "|loop − grouped|")] if moe else []
     drawn += [(fp8["per_step"], "x", _LOOKS["fp8"]["color"], f"|fp8 − {fp8['baseline']}|")] if fp8 else []
     for values, marker, color, label in drawn:
         # A logarithm has no zero: steps on which the two agree in every bit leave a gap.
@@ -209,7 +188,6 @@ def html_page(document: Document) -> str:
         tables=_tables(document),
         verdict=_verdict(document),
         fp8_verdict=document["fp8"] and _fp8_verdict(document["fp8"]),
-        moe_verdict=document["moe"] and _moe_verdict(document["moe"]),
         logits=format_bytes(document["head_and_loss"][-1]["logits_bytes"]),
         extras=EXTRAS[document["settings"]["framework"]],
     )

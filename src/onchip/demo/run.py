@@ -27,9 +27,6 @@ def run_demo(
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Train once more, with the linear layers in blockwise FP8 (torch).")
     ] = False,
-    moe: Annotated[
-        bool, typer.Option("--moe", help="Train twice more, with a mixture of experts in each layer (torch).")
-    ] = False,
     console: Console,
 ) -> dict[str, Any]:
     """Train a small language model on real English twice, with the framework's loss and with onchip's.
@@ -47,8 +44,6 @@ def run_demo(
     framework = choose_framework(framework)
     if fp8 and framework != "torch":
         raise ValueError(f"--fp8 converts the layers of a PyTorch model; --framework is {framework}: leave one out")
-    if moe and framework != "torch":
-        raise ValueError(f"--moe puts layers into a PyTorch model; --framework is {framework}: leave one out")
     _check_sizes(steps=steps, vocab=vocab, tokens=tokens, seed=seed)
     tools = ("tokenizers", "matplotlib", "jinja2", "psutil", "pynvml")
     require_packages("demo", (*PACKAGES[framework], *tools), EXTRAS[framework])
@@ -62,7 +57,7 @@ def run_demo(
     from onchip.demo.model import ModelConfig
 
     made = importlib.import_module(f"onchip.demo.{framework}_train")
-    config = train.TrainConfig(steps=steps, tokens=tokens, seed=seed, device=device, fp8=fp8, moe=moe)
+    config = train.TrainConfig(steps=steps, tokens=tokens, seed=seed, device=device, fp8=fp8)
     versions = {name: metadata.version(name) for name in (*PACKAGES[framework], "tokenizers")}
     described = {**environment.describe(device, framework), **versions}
     if device == "cpu" and described["busy_cores"] > 0.2:

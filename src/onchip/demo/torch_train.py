@@ -1,12 +1,8 @@
-"""What the demo does in PyTorch: transformers' Llama with either loss, and the optimizer's step.
-
-With --moe also models with a mixture of experts in the place of each MLP.
-"""
+"""What the demo does in PyTorch: transformers' Llama with either loss, and the optimizer's step."""
 
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -19,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from onchip.demo import SEQUENCE
 from onchip.demo.data import Ids
-from onchip.demo.model import EXPERTS, TOP_K, ModelConfig, initial_weights
+from onchip.demo.model import ModelConfig, initial_weights
 from onchip.demo.train import BETAS, TrainConfig
 from onchip.integrations.transformers import patch
-from onchip.torch import MoE, convert_linears, linear_cross_entropy
+from onchip.torch import convert_linears, linear_cross_entropy
 
 
 def implementation() -> str:
@@ -49,39 +45,6 @@ def language_model(config: ModelConfig, seed: int) -> nn.Module:
     return model
 
 
-class LoopedMoE(MoE):
-    """The same layer as models have it: one expert after the other, on the tokens that are its own."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        tokens = x.flatten(0, -2)
-        scores, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
-        scores = scores / scores.sum(-1, keepdim=True)
-        y = torch.zeros_like(tokens)
-        for i in range(self.num_experts):
-            token, choice = (chosen == i).nonzero(as_tuple=True)
-            gate, up = F.linear(tokens[token], self.gate_up[i]).chunk(2, -1)
-            expert = F.linear(F.silu(gate) * up, self.down[i])
-            y = y.index_add(0, token, expert * scores[token, choice, None])
-        return y.view_as(x)
-
-
-def expert_layer(kind: type[nn.Module], config: ModelConfig, seed: int) -> nn.Module:
-    """A layer with its initial weights, the same for each kind."""
-    make: Any = kind
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layer: nn.Module = make(config.hidden, config.intermediate // 2, EXPERTS, TOP_K)
-    return layer
-
-
-def put_experts(model: nn.Module, kind: type[nn.Module], config: ModelConfig, seed: int) -> None:
-    """Put such layers into the model, in the place of its MLPs."""
-    device = next(model.parameters()).device
-    layers: Any = model.get_submodule("model.layers")
-    for i, layer in enumerate(layers):
-        layer.mlp = expert_layer(kind, config, seed + i).to(device)
-
-
 def plain_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """Head and loss as models have them: the logits [T, V] are stored."""
     return F.cross_entropy(F.linear(hidden, weight), target)
@@ -98,8 +61,6 @@ patch(model)
 loss = model(input_ids=ids, labels=ids).loss""",
 }
 """The losses of the two trainings, as the page shows them."""
-EXPERT_LAYERS: Mapping[str, type[nn.Module]] = {"loop": LoopedMoE, "grouped": MoE}
-"""What is in the place of each MLP in the two trainings with experts."""
 MEMORY_SOURCE = "the measured peak above inputs, loss and returned gradients"
 """Where the bytes of `train.measure_head` are from."""
 
@@ -158,16 +119,13 @@ class TorchTrainer:
 def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTrainer]:
     """The same model with the plain loss and with onchip's, from the same initial weights.
 
-    With `moe` also two with a mixture of experts in each layer, of which one loops over the experts.  With `fp8` also
-    that training, and its baseline where that isn't one of the others: on a GPU what is around the
+    With `fp8` also that training, and its baseline where that isn't one of the others: on a GPU what is around the
     linear layers is in bfloat16, as models are trained there.
     """
     initial = language_model(model, config.seed).to(config.device)
 
-    def patched(convert: bool = False, experts: type[nn.Module] | None = None) -> nn.Module:
+    def patched(convert: bool = False) -> nn.Module:
         new = copy.deepcopy(initial)
-        if experts is not None:
-            put_experts(new, experts, model, config.seed)
         if convert:
             convert_linears(
                 new,
@@ -178,27 +136,12 @@ def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTra
         return new
 
     trainers = {"plain": TorchTrainer(initial, config), "onchip": TorchTrainer(patched(), config)}
-    if config.moe:
-        trainers |= {name: TorchTrainer(patched(experts=kind), config) for name, kind in EXPERT_LAYERS.items()}
     if config.fp8:
         bf16 = fp8_baseline(config.device) == "bf16"
         trainers["fp8"] = TorchTrainer(patched(convert=True), config, bf16=bf16)
         if bf16:
             trainers["bf16"] = TorchTrainer(patched(), config, bf16=True)
     return trainers
-
-
-def moe_steps(model: ModelConfig, config: TrainConfig) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of one layer of experts, with the gradients of its input and all parameters."""
-    x = torch.randn(config.tokens, model.hidden, generator=torch.Generator().manual_seed(config.seed))
-    x = x.to(config.device).requires_grad_()
-
-    def step(layer: nn.Module) -> list[Tensor]:
-        y = layer(x)
-        return [y.detach(), *torch.autograd.grad(y.square().mean(), (x, *layer.parameters()))]
-
-    layers = {name: expert_layer(kind, model, config.seed).to(config.device) for name, kind in EXPERT_LAYERS.items()}
-    return {name: partial(step, layer) for name, layer in layers.items()}
 
 
 def fp8_baseline(device: str) -> str:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from onchip.bench.harness import adapter
 from onchip.demo import SEQUENCE, data
 from onchip.demo.data import Ids
-from onchip.demo.model import EXPERTS, TOP_K, ModelConfig
+from onchip.demo.model import ModelConfig
 
 BETAS = (0.9, 0.95)
 MEASURE_REPEATS = 3
@@ -23,9 +23,6 @@ MEASURED_VOCABS = (8192, 32_768, 131_072)
 """Head and loss are measured with vocabularies from the demo's own size to that of Llama 3."""
 MEASURED_TOKENS = 1024
 COMPARED = ("plain", "onchip")
-COMPARED_MOE = ("loop", "grouped")
-COMPARED_MOE_STEPS = 50
-"""Later the two with experts drift apart: where a rounding flips a token's choice, its loss is another one."""
 COMPARED_STEPS = 100
 BOUND = 1e-3
 """In float32 the losses of the two trainings differ by less than this over the first `COMPARED_STEPS` steps."""
@@ -44,8 +41,6 @@ class TrainConfig:
     device: str
     fp8: bool = False
     """Whether the model is trained once more, with its linear layers in FP8."""
-    moe: bool = False
-    """Whether the model is trained twice more, with a mixture of experts in the place of each MLP."""
     learning_rate: float = 8e-3
     warmup_steps: int = 10
     weight_decay: float = 0.1
@@ -104,7 +99,6 @@ def train_and_measure(
         "held_out_loss": held_out,
         "difference": _difference(*(losses[name] for name in COMPARED), steps=COMPARED_STEPS),
         "fp8": fp8_difference(losses, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
-        "moe": found_of_moe(framework, made, losses, model, config, console) if config.moe else None,
         "train_seconds": seconds,
         "head_and_loss": costs,
         "extra_bytes_are": made.MEMORY_SOURCE,
@@ -180,26 +174,6 @@ def measure(fw: Any, steps: Mapping[str, Any], config: TrainConfig) -> dict[str,
     times = fw.time_interleaved(steps, device=config.device, repeats=MEASURE_REPEATS)  # warms each step up, too
     extra = {name: fw.peak_extra_bytes(step, device=config.device) for name, step in steps.items()}
     return {name: {**asdict(times[name]), "extra_bytes": extra[name]} for name in steps}
-
-
-def found_of_moe(
-    framework: str,
-    made: Any,
-    losses: Mapping[str, list[float]],
-    model: ModelConfig,
-    config: TrainConfig,
-    console: Console,
-) -> dict[str, Any]:
-    """How far the two trainings with experts are apart, and what a layer of each costs, forward and backward."""
-    console.print("measuring a layer of experts ...", highlight=False)
-    costs = measure(adapter(framework), made.moe_steps(model, config), config)
-    return {
-        "experts": EXPERTS,
-        "top_k": TOP_K,
-        "difference": _difference(*(losses[name] for name in COMPARED_MOE), steps=COMPARED_MOE_STEPS),
-        "tokens": config.tokens,
-        "layer": costs,
-    }
 
 
 def sample_text(
