@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onchip.bench import page, report
+from onchip.bench import page
 
 RESULTS = sorted((Path(__file__).parent.parent / "results").glob("*.json"))
 WIDTHS = (1200, 400)
@@ -78,29 +78,6 @@ def test_wrong_says_which_number_and_by_how_much():
     )
     listed = html[html.index("<h2>Wrong results") : html.index("</ul>", html.index("<h2>Wrong results"))]
     assert verdict in re.sub(r"</?span[^>]*>", "", listed)
-
-
-UNBOUNDED = {"loss": (1e-7, None), "grad_hidden": (2e-3, None), "grad_weight": (6e-3, None)}
-
-
-@pytest.mark.parametrize(
-    ("lacking", "errors"),
-    [
-        (["error_bounds"], UNBOUNDED | {"grad_weight": (6e-3, 1e-2)}),
-        (["error_bounds", "errors"], {"": (6e-3, 1e-2)}),
-        (["error_bounds", "errors", "error_bound"], {"": (6e-3, None)}),
-        (["error_bounds", "error", "error_bound"], UNBOUNDED),
-        (["error_bounds", "errors", "error", "error_bound"], {}),
-    ],
-    ids=lambda x: None,
-)
-def test_what_an_older_file_lacks_is_not_made_up(lacking, errors):
-    older = {name: value for name, value in row().items() if name not in {*lacking, "date", "ok", "sizes"}}
-    assert report.errors_of(older) == errors
-    html = made(older)
-    shown = cells(html, 0)
-    assert (shown["verdict"], shown["sizes"], shown["run"]) == ("–", "–", "–, h100")
-    assert all(note in html for note in ("when they were measured", "don&#39;t say their sizes", "found right"))
 
 
 def test_numbers_of_a_column_have_as_many_digits():

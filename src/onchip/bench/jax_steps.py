@@ -283,12 +283,6 @@ def narrow(
     return each if reduction == "none" else each.sum() / jnp.maximum(kept.sum(), 1)
 
 
-def one_hot(logits: Array, labels: Array) -> Array:
-    """The same; the label's logit is summed behind a mask, which XLA fuses into its neighbours."""
-    chosen = jnp.where(jnp.arange(logits.shape[1])[None] == labels[:, None], logits, 0).sum(1)
-    return jax.nn.logsumexp(logits, axis=1) - chosen
-
-
 def by_optax(logits: Array, labels: Array) -> Array:
     import optax
 

@@ -1,10 +1,5 @@
-"""A results file as an interactive page.
+"""A results file as an interactive page."""
 
-`python -m onchip.bench.page results/*.json --out build/results` writes a page for each file that has rows of
-`onchip bench`, a copy of the file, and plotly.js once beside them all.
-"""
-
-import argparse
 import html
 import json
 import math
@@ -260,7 +255,7 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
         rows=rows,
         columns=columns,
         wrong=[(row, kind(row), wrong_numbers(row)) for row in rows if row.get("ok") is False],
-        notes=_notes(document),
+        how=(env.get("how") or "").rstrip("."),
         not_run=[not_run_line(entry) for entry in document.get("not_run", [])],
         looks=[(impl, look["color"], SYMBOLS[look["marker"]][1]) for impl, look in styles_of(rows).items()],
     )
@@ -271,23 +266,6 @@ def _unbroken(text: str) -> Any:
     import markupsafe
 
     return markupsafe.Markup(re.sub(r"[\d.]+e-\d+", r'<span class="number">\g<0></span>', str(markupsafe.escape(text))))
-
-
-def _notes(document: Mapping[str, Any]) -> list[str]:
-    """What the file lacks that newer ones have."""
-    rows, env = document["rows"], document["environment"]
-    how = env.get("how") or ""
-    said = {
-        f"How these numbers were made: {how.rstrip('.')}.": bool(how),
-        "Some rows don't say their sizes.": not all(row.get("sizes") for row in rows),
-        f"Rows of this file don't say when they were measured. Its last run was at {env['date']}; rows of one case and "
-        "mode with different floors are of different runs.": not all(row.get("date") for row in rows),
-        "Rows of this file have one bound, of the error nearest to it or furthest past it; the others are –.": not all(
-            row.get("error_bounds") for row in rows
-        ),
-        "Some rows don't say whether the result was found right.": any(row.get("ok") is None for row in rows),
-    }
-    return [note for note, holds in said.items() if holds]
 
 
 def plotly_js() -> str:
@@ -314,17 +292,3 @@ def write_pages(results: Iterable[Path], out: Path) -> list[Path]:
             files.replace(pages[-1], html_page(document, path.name, SCRIPT))
     files.replace(out / SCRIPT, plotly_js())
     return pages
-
-
-def main() -> None:
-    """Write the pages of results files."""
-    parser = argparse.ArgumentParser(prog="python -m onchip.bench.page", description=main.__doc__)
-    parser.add_argument("results", type=Path, nargs="+", help="files that `onchip bench` wrote")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the pages, the files and plotly.js")
-    arguments = parser.parse_args()
-    for page in write_pages(arguments.results, arguments.out):
-        print(page)
-
-
-if __name__ == "__main__":
-    main()

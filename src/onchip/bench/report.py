@@ -53,17 +53,9 @@ def readable(name: str) -> str:
 
 
 def errors_of(row: Mapping[str, Any]) -> Errors:
-    """Every error that the row has, and its bound.
-
-    Older files have one bound for a row: it is that of the error that the row repeats under `error`.  Where the row
-    names no error, this one is under "".
-    """
-    errors = row.get("errors") or ({"": row["error"]} if "error" in row else {})
-    bounds = row.get("error_bounds")
-    if not bounds:
-        same = [name for name, error in errors.items() if error == row.get("error")]
-        bounds = {same[0]: row.get("error_bound")} if len(same) == 1 else {}
-    return {name: (error, bounds.get(name)) for name, error in errors.items()}
+    """Every error that the row has, and its bound."""
+    bounds = row["error_bounds"]
+    return {name: (error, bounds.get(name)) for name, error in row["errors"].items()}
 
 
 def wrong_numbers(row: Mapping[str, Any]) -> list[str]:

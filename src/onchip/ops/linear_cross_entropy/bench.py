@@ -515,7 +515,7 @@ def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) ->
 
 def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
-    one_hot, optax = partial(plain, fw, losses=fw.one_hot), partial(plain, fw, losses=fw.by_optax)
+    optax = partial(plain, fw, losses=fw.by_optax)
     no_tokamax, turned = needs("tokamax"), partial(_of_counted_tokens, turned=True)
     load_cce = partial(imported, "jax_cce:linear_cross_entropy")
     return (
@@ -526,7 +526,6 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
         *plain_peers("jax", partial(plain, fw)),
         Implementation("XLA, 16-bit logits, gathered", lambda: fw.narrow, xla_only_narrow, package="jax"),
-        Implementation("XLA, 16-bit logits, one-hot", one_hot, xla_only_narrow, {"one_hot": True}, "jax"),
         Implementation("optax, float32 logits", partial(optax, wide=True), needs("optax"), package="optax"),
         optional("tokamax xla", "tokamax", _tokamax, no_tokamax, turned, implementation="xla"),
         optional("tokamax chunked_xla", "tokamax", _tokamax, no_tokamax, turned, implementation="chunked_xla"),
