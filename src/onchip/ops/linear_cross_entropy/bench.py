@@ -411,7 +411,7 @@ def _three_reductions() -> Loss:
             dist.all_reduce(gradient)
             return gradient
 
-    class Loss(torch.autograd.Function):
+    class OfRanks(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, logits: Any, target: Any, start: int) -> Any:
             z = logits.float()
@@ -438,7 +438,7 @@ def _three_reductions() -> Loss:
             return gradient.mul_((grads[0] * weight)[:, None]).to(ctx.dtype), None, None
 
     def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int) -> Any:
-        return Loss.apply(functional.linear(OnEveryRank.apply(hidden), weight), target, start)
+        return OfRanks.apply(functional.linear(OnEveryRank.apply(hidden), weight), target, start)
 
     return loss
 
