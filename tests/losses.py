@@ -149,15 +149,15 @@ class Loss:
     def case(self, name, tokens, hidden, vocab, **more):
         """A case of these sizes; `hidden` and a bias are for the linear ones."""
         sizes = (tokens, vocab) if self.op is cross_entropy else (tokens, hidden if self.linear else 0, vocab)
-        fields = self.cases.Case.__dataclass_fields__
+        made = type(self.cases.CHECK_CASES[0])
         options = more.pop("options", {})
         if self.of_ids:
             names = ("softcap", "logit_scale", "temperature", "ignore_index")
             options = {name: x for name, x in options.items() if name in names}
         if not self.linear:
             more.pop("bias", None)
-        more = {name: x for name, x in more.items() if name in fields}
-        return self.cases.Case(name, *sizes, **more, options=options)
+        more = {name: x for name, x in more.items() if name in made.__dataclass_fields__}
+        return made(name, *sizes, **more, options=options)
 
 
 def assert_near(name, made, expected, scale=1.0, bound=None):

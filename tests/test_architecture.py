@@ -34,7 +34,9 @@ def test_every_folder_is_an_op_that_is_registered_with_its_entries():
         assert isinstance(op.entry("plan:PLAN"), PlannedOp)
         assert not op.warms_up or op.entry("warm_up:CALLS")
         assert all((DOCS / kind / f"{op.name}.md").exists() for kind in ("ops", "internals"))
-        assert any(isinstance(getattr(op.entry("bench"), name, None), harness.Op) for name in ("TORCH", "JAX", "WORLD"))
+        assert any(
+            isinstance(getattr(op.entry("bench"), name, None), harness.BenchedOp) for name in ("TORCH", "JAX", "WORLD")
+        )
 
 
 # The checks import cases.py and reference.py too.

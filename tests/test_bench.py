@@ -61,7 +61,7 @@ def make(fw, case, device, dtype):
     return torch.ones(case.size, dtype=getattr(torch, dtype), device=device)
 
 
-class ToyOp(harness.Op):
+class ToyOp(harness.BenchedOp):
     def reference(self, problem):
         return torch.tensor(float(problem.numel())), 2 * problem
 

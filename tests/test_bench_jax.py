@@ -13,7 +13,7 @@ from onchip.bench import environment, jax_steps
 
 def test_memory_is_what_xla_has_planned() -> None:
     x = jnp.ones((2048, 512))
-    step = jax_steps.Step(lambda x: [jnp.tanh(x @ x.T) @ x], (x,))  # the inner product has 16 MiB
+    step = jax_steps.JaxStep(lambda x: [jnp.tanh(x @ x.T) @ x], (x,))  # the inner product has 16 MiB
     extra = jax_steps.peak_extra_bytes(step, device="cpu")
     assert extra == step.compilation[0].memory_analysis().temp_size_in_bytes
     assert 16 << 20 <= extra < 36 << 20
@@ -22,8 +22,8 @@ def test_memory_is_what_xla_has_planned() -> None:
 
 def test_time_is_until_the_results_are_there() -> None:
     x = jnp.ones((1024, 1024))
-    long = jax_steps.Step(lambda x: [jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 1024, x)], (x,))
-    short = jax_steps.Step(lambda x: [x + 1], (x,))
+    long = jax_steps.JaxStep(lambda x: [jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 1024, x)], (x,))
+    short = jax_steps.JaxStep(lambda x: [x + 1], (x,))
     timings = jax_steps.time_interleaved({"long": long, "short": short}, device="cpu", repeats=2)
     assert timings["long"].median_ms > 3 * timings["short"].median_ms > 0
 

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from onchip.bench import lengths, lengths_process, torch_steps
-from onchip.bench.lengths_process import Asked
+from onchip.bench.lengths_process import AskedLengths
 from onchip.bench.page import html_page
 from onchip.bench.run import benchmark_of, run_bench
 from shared import assert_fits_schema
@@ -39,7 +39,7 @@ def test_every_op(op):
     assert ("torch.compile(dynamic=True)" in known) == (op != "grouped_matmul" or "torch F.grouped_mm" in known)
     told = []
     for impl in (known[0], *(name for name in known[1:2] if op != "grouped_matmul")):
-        found = lengths_process.measure(Asked(op, case, impl, "cpu", "float32", NUMBER), target, told.append)
+        found = lengths_process.measure(AskedLengths(op, case, impl, "cpu", "float32", NUMBER), target, told.append)
         assert [len(found[x]) for x in ("first", "second", "another", "new", "again", "queued")] == [1, 1, 1, 3, 3, 1]
         assert found["device"] is None
         assert all(error <= bound for error, bound in found["errors"].values()) or op == "fp8_linear"
@@ -70,7 +70,7 @@ def test_a_shorter_problem_shares_the_memory_of_the_whole():
 
 def test_rows_hold_the_mean_the_worst_and_the_devices_time():
     case = tiny("linear_cross_entropy")[1]
-    asked = Asked("linear_cross_entropy", case, "onchip auto", "cuda", "bfloat16", 2)
+    asked = AskedLengths("linear_cross_entropy", case, "onchip auto", "cuda", "bfloat16", 2)
     found = {
         "first": [5000.0], "filled": [700.0], "second": [30.0], "another": [31.0], "new": [20.0, 40.0],
         "again": [20.0, 30.0], "queued": [22.0], "device": [18.0, 22.0], "version": "1", "config": {},
@@ -117,7 +117,7 @@ def test_the_command(tmp_path, monkeypatch):
 def test_what_fails_in_its_process_is_told():
     case = tiny("cross_entropy")[1]
     with pytest.raises(RuntimeError, match="StopIteration"):
-        lengths._in_process(Asked("cross_entropy", case, "nobody", "cpu", "float32", 1), "/nowhere", print)
+        lengths._in_process(AskedLengths("cross_entropy", case, "nobody", "cpu", "float32", 1), "/nowhere", print)
 
 
 @pytest.mark.parametrize("given", [{"framework": "jax"}, {"world": 2}])

@@ -33,7 +33,7 @@ from onchip.vocab import memory
 
 
 def case_of(op, *sizes, **more):
-    return import_module(f"onchip.ops.{op}.cases").Case("small", *sizes, **more)
+    return type(import_module(f"onchip.ops.{op}.cases").CHECK_CASES[0])("small", *sizes, **more)
 
 
 # Ragged sizes, and what each op has of its own.
@@ -586,7 +586,7 @@ def test_peers_are_called_as_their_interfaces_want(framework, op, stand_in):
     [(8192, 1024, 4096), (8192, 4096, 8192), (32768, 4096, 8192), (4096, 4096, 2048), (4090, 4096, 2048)],
 )
 def test_no_chunk_of_quack_has_as_many_tokens_as_columns(tokens, hidden, chunk):
-    problem = benchmark.Problem(None, "cpu", (torch.empty(tokens, hidden, device="meta"),))
+    problem = benchmark.BenchProblem(None, "cpu", (torch.empty(tokens, hidden, device="meta"),))
     assert implementation(LCE, "quack scaled-exp").config(problem, "forward") == {
         "chunk_size": chunk,
         "use_scaled_exp": True,

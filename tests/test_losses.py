@@ -20,7 +20,7 @@ from loss_checks import VALUES, bad_ids, right
 from losses import CE, LCE, LLP, VOCAB, assert_near, losses, nan_filled
 from onchip.torch import CrossEntropyLoss, LinearCrossEntropyLoss, cross_entropy, linear_cross_entropy
 from onchip.vocab import memory
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.torch import tiles, walk
 
@@ -147,10 +147,10 @@ def test_chunk_sizes_change_nothing(loss, token_chunk, vocab_chunk, softcap, mas
         given["bias" if loss.linear else "logits"][..., : 55 if masked and not softcap else 0] = -np.inf
     options = {"softcap": 4.0 if softcap else None} | ({} if loss.of_ids else {"z_loss": 1e-3})
     if not loss.linear:
-        problem = row_memory.Problem(40, 90, softcap=softcap, stats=True, ids=4 if loss.of_ids else 0)
+        problem = row_memory.RowsProblem(40, 90, softcap=softcap, stats=True, ids=4 if loss.of_ids else 0)
         right(loss, given, scratch_bytes=row_memory.scratch_bytes(problem, token_chunk), **options)
         return
-    with mock.patch.object(memory, "plan", side_effect=lambda p, how, _: Config(how, token_chunk, vocab_chunk)):
+    with mock.patch.object(memory, "plan", side_effect=lambda p, how, _: ChunkConfig(how, token_chunk, vocab_chunk)):
         right(loss, given, scale=2, **options)
 
 

@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False, **options):
     """A function that runs the op on random inputs of a problem, forward and backward."""
     device = p.device
-    rows = isinstance(p, row_memory.Problem)
+    rows = isinstance(p, row_memory.RowsProblem)
 
     def leaf(dtype, need, *shape):
         return torch.randn(shape, device=device).to(DTYPES[dtype]).requires_grad_(need)
@@ -177,7 +177,7 @@ def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
 )
 def test_rows(changes, options, monkeypatch):
     monkeypatch.setitem(row_memory.USEFUL, "cpu", 1 << 22)  # so that it is seen beside the allocator's noise
-    p = row_memory.Problem(512, 8192, **changes)
+    p = row_memory.RowsProblem(512, 8192, **changes)
     budget = row_memory.default_scratch(p)
     formula = row_memory.scratch_bytes(p, row_memory.plan(p, "", budget))
     assert formula <= budget
@@ -327,7 +327,7 @@ def test_kernels_of_linear_losses(way, changes):
 @pytest.mark.parametrize("vocab", [8192, 128256])
 def test_kernels_of_rows(vocab, options):
     stats = "return_stats" in options
-    p = row_memory.Problem((1 << 27) // vocab, vocab, "bfloat16", device="cuda", triton=True, stats=stats)
+    p = row_memory.RowsProblem((1 << 27) // vocab, vocab, "bfloat16", device="cuda", triton=True, stats=stats)
     formula = row_memory.scratch_bytes(p, row_memory.plan(p))
     step = step_of(p, "triton", None, **options)
     step()

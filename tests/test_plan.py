@@ -230,9 +230,9 @@ def test_the_plans_of_the_other_ops_are_what_they_will_do():
     assert parts("linear_log_probs", "torch", entropy=True) == largest
     for framework, backend in (("torch", "triton"), ("torch", "torch"), ("jax", "xla")):
         options = {backend: True} if backend != "torch" else {}
-        p = row_memory.Problem(**rows, **options)
+        p = row_memory.RowsProblem(**rows, **options)
         assert parts("cross_entropy", backend, framework=framework) == planned(row_memory.PLANNER, p, "", 0)
-    jsd = jsd_memory.Problem(128256, student, teacher)
+    jsd = jsd_memory.JsdProblem(128256, student, teacher)
     made = parts("linear_jsd", "triton", teacher_hidden=2048)
     assert made == planned(jsd_triton.PLANNER, jsd, "", lambda c: 4 + 2 * (8192 - c.kept) / 8192)
     stash = dataclasses.replace(jsd, stash=True)

@@ -61,12 +61,12 @@ def distilled(tokens):
     head = st.builds(Problem, hidden=st.integers(1, 8192), **sizes, **dtypes, **flags)
     logits = st.builds(Problem, hidden=st.just(0), **sizes, grad_hidden=st.just(False), grad_weight=st.just(False))
     vocab = st.integers(1, 200_000)
-    return st.builds(jsd_memory.Problem, vocab, student=head, teacher=head | logits, stash=st.booleans())
+    return st.builds(jsd_memory.JsdProblem, vocab, student=head, teacher=head | logits, stash=st.booleans())
 
 
 distillations = st.integers(0, 40_000).flatmap(distilled)
 rows = st.builds(
-    row_memory.Problem,
+    row_memory.RowsProblem,
     tokens=st.integers(0, 1 << 17),
     vocab=st.integers(1, 262144),
     dtype=st.sampled_from(tuple(DTYPE_BYTES)),
@@ -98,7 +98,7 @@ def assert_sound(p, c):
         assert 0 <= c <= max(128, up(p.tokens, 128))
         return
     assert min(p.tokens, 1) <= c.token_chunk <= max(1, up(p.tokens, 128))
-    if isinstance(c, chunks.Config):
+    if isinstance(c, chunks.ChunkConfig):
         assert 1 <= c.vocab_chunk <= p.vocab
         return
     held = c.kept
@@ -246,17 +246,17 @@ def count_calls(monkeypatch, *where):
 
 def distill(head):
     teacher = replace(head, grad_hidden=False, grad_weight=False)
-    return jsd_memory.Problem(head.vocab, head, teacher)
+    return jsd_memory.JsdProblem(head.vocab, head, teacher)
 
 
 SUMS = {
     "triton": [
-        (triton_memory.Sizes, ("chunk", "kept")), (triton_costs.Costs, ("in_forward", "kept", "kept_bound")),
+        (triton_memory.TritonSizes, ("chunk", "kept")), (triton_costs.Costs, ("in_forward", "kept", "kept_bound")),
     ],
     "mosaic": [(mosaic_memory, ("predict", "scratch_bytes"))],
     "jsd, triton": [
-        (jsd_triton_memory.Sizes, ("beyond", "in_scratch", "forward", "backward")),
-        (jsd_triton_memory.Costs, ("forward", "again", "weight")),
+        (jsd_triton_memory.JsdSizes, ("beyond", "in_scratch", "forward", "backward")),
+        (jsd_triton_memory.JsdCosts, ("forward", "again", "weight")),
     ],
 }  # fmt: skip
 
@@ -320,7 +320,7 @@ def test_no_plan_of_a_grid_is_faster(tokens, options):
 def test_of_equal_models_no_product_of_linear_jsd_is_made_twice_in_half_a_gigabyte():
     hidden, vocab = MODELS["llama3.1-8b"]
     student = Problem(4096, hidden, vocab, "bfloat16", device="cuda")
-    p = jsd_memory.Problem(vocab, student, replace(student, grad_hidden=False, grad_weight=False))
+    p = jsd_memory.JsdProblem(vocab, student, replace(student, grad_hidden=False, grad_weight=False))
     c = jsd_triton_memory.plan(p)
     assert c.kept == 4096
     assert jsd_triton_memory.scratch_bytes(p, c) <= 512 * MIB
@@ -377,11 +377,11 @@ def test_default_is_256_mib_or_an_eighth_of_the_logits():
     # ... and at least what one chunk needs
     wide = Problem(128, 8192, 65536, "bfloat16", device="cuda")
     assert memory.default_scratch(wide, "stash") >= memory.scratch_at_least(wide, "stash") > 256 * MIB
-    large = row_memory.Problem(8192, 128256, "bfloat16", device="cuda")
+    large = row_memory.RowsProblem(8192, 128256, "bfloat16", device="cuda")
     assert row_memory.default_scratch(large) == row_memory.logits_bytes(large) // 8 > 256 * MIB
     assert 4 * row_memory.plan(large, "", 1 << 33) * large.vocab == row_memory.logits_bytes(large)
     # ... and on the CPU no more rows than fit in the cache, whatever the budget.
-    assert row_memory.plan(row_memory.Problem(4096, 8192), "", 1 << 33) * 8192 <= row_memory.USEFUL["cpu"]
+    assert row_memory.plan(row_memory.RowsProblem(4096, 8192), "", 1 << 33) * 8192 <= row_memory.USEFUL["cpu"]
 
 
 # ------------------------------------------------------------------------------------------------------- the parts

@@ -134,13 +134,13 @@ def test_the_memory_formulas():
         (
             jax.grad(partial(cross_entropy, softcap=5.0)),
             [shape((777, 5001), "bfloat16")] * 2,
-            row_memory.scratch_bytes(p := row_memory.Problem(777, 5001, "bfloat16", xla=True, labels="bfloat16",
+            row_memory.scratch_bytes(p := row_memory.RowsProblem(777, 5001, "bfloat16", xla=True, labels="bfloat16",
                                                              softcap=True), row_memory.plan(p)),
         ),
         (
             jax.value_and_grad(lambda z, q: cross_entropy(z, q, return_stats=True), has_aux=True),
             [shape((777, 5001), "float32")] * 2,
-            row_memory.scratch_bytes(p := row_memory.Problem(777, 5001, "float32", xla=True, labels="float32",
+            row_memory.scratch_bytes(p := row_memory.RowsProblem(777, 5001, "float32", xla=True, labels="float32",
                                                              stats=True), row_memory.plan(p)),
         ),
         (

@@ -2,14 +2,18 @@
 
 import pytest
 
-from onchip.attention.problem import Problem, scratch_parts
+from onchip.attention.problem import AttentionProblem, scratch_parts
 from onchip.ops.attention.bench import JAX, TORCH
-from onchip.ops.attention.cases import SUITES, BenchCase
+from onchip.ops.attention.cases import SUITES, AttentionBenchCase
 from onchip.plan import plan
 
-SMALL = [BenchCase("causal", "causal", 24, 4, 2, 8, 8), BenchCase("mixed", "mixed", 40, 4, 2, 8, 6, length=9),
-         BenchCase("tree", "tree", 24, 4, 2, 8, 8, batch=2), BenchCase("sinks", "window", 24, 4, 2, 8, 8, 1, True, 5),
-         BenchCase("images", "images", 24, 4, 2, 8, 8)]  # fmt: skip
+SMALL = [
+    AttentionBenchCase("causal", "causal", 24, 4, 2, 8, 8),
+    AttentionBenchCase("mixed", "mixed", 40, 4, 2, 8, 6, length=9),
+    AttentionBenchCase("tree", "tree", 24, 4, 2, 8, 8, batch=2),
+    AttentionBenchCase("sinks", "window", 24, 4, 2, 8, 8, 1, True, 5),
+    AttentionBenchCase("images", "images", 24, 4, 2, 8, 8),
+]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -55,7 +59,7 @@ def test_plan():
     made = plan("attention", tokens=4096, heads=32, key_heads=8, head_size=128)
     row = made.row("default")
     parts = scratch_parts(
-        Problem(1, 4096, 4096, 32, 8, 128, 128), 2, row.chunk["queries"], backward=True, softcap=False
+        AttentionProblem(1, 4096, 4096, 32, 8, 128, 128), 2, row.chunk["queries"], backward=True, softcap=False
     )
     assert row.memory_parts == parts
     assert row.ms is None

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from onchip.attention.problem import Problem, least_scratch, rows_of_block, scratch_parts
+from onchip.attention.problem import AttentionProblem, least_scratch, rows_of_block, scratch_parts
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.masks import Blocks, Causal, Chunked, Documents, Full, Intervals, Tree, Window
-from onchip.ops.attention.cases import CHECK_CASES, Case
+from onchip.ops.attention.cases import CHECK_CASES, AttentionCase
 from onchip.ops.attention.checks import CHECKER
 from onchip.torch import attention
 
@@ -50,7 +50,7 @@ def test_every_case_in_one_dtype(case):
 def test_lengths_of_flash_attention(lengths):
     queries, keys = lengths
     for mask in ("causal", "causal, last sees last", "full"):
-        case = Case(mask, mask, batch=1, queries=queries, keys=keys)
+        case = AttentionCase(mask, mask, batch=1, queries=queries, keys=keys)
         assert all(check.ok for check in CHECKER.check_case(case, torch.float32))
 
 
@@ -259,7 +259,7 @@ def test_gradients_of_some():
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.bfloat16, 5.0)], ids=str)
 def test_memory_is_at_most_the_formula(dtype, softcap):
     q, k, v = (x.detach().to(dtype) for x in drawn(queries=90, heads=8, key_heads=2, size=32))
-    p, size = Problem(1, 90, 90, 8, 2, 32, 32), dtype.itemsize
+    p, size = AttentionProblem(1, 90, 90, 8, 2, 32, 32), dtype.itemsize
     for backward in (False, True):
         least = least_scratch(p, size, backward=backward, softcap=softcap is not None)
         for budget in (least, 3 * least, None):
@@ -301,7 +301,7 @@ def test_lowering_makes_nothing_of_queries_by_keys():
 
 
 def test_the_oracle_agrees_with_sdpa():
-    case = Case("causal", "causal documents", std=1.0)
+    case = AttentionCase("causal", "causal documents", std=1.0)
     inputs = CHECKER.inputs(case, "float64")
     q, k, v = (torch.from_numpy(x).double().transpose(1, 2).requires_grad_() for x in inputs[:3])
     seen = torch.from_numpy(np.array(case.seen()))[:, None]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from onchip.collectives.torch_ring import Ring, refusal
+from onchip.collectives.torch_ring import ProcessRing, refusal
 from onchip.torch import ColumnParallelLinear, RowParallelLinear, all_gather_matmul, matmul_reduce_scatter
 
 X, W, B = torch.randn(6, 8), torch.randn(4, 8), torch.randn(4)
@@ -62,7 +62,7 @@ def test_what_one_of_them_has():
 
 
 def test_groups_that_have_nothing_for_a_device():
-    ring = Ring(dist.group.WORLD.group_name, 0, 2)
+    ring = ProcessRing(dist.group.WORLD.group_name, 0, 2)
     assert refusal(ring, torch.device("cpu")) is None
     assert refusal(ring, torch.device("cuda")) == (
         "cuda tensors travel by nccl, and the group has gloo for them; create it with backend='nccl'"

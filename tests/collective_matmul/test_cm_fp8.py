@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from collective_matmul.test_cm_torch import OPS, recorded
-from onchip.collectives.problem import GATHER, Sizes
+from onchip.collectives.problem import GATHER, CollectiveSizes
 from onchip.ops.collective_matmul.fp8_cost import fp8_cost
 from onchip.ops.collective_matmul.torch_checks import whole
-from onchip.ops.fp8_linear.cases import Case
+from onchip.ops.fp8_linear.cases import Fp8LinearCase
 from onchip.ops.fp8_linear.checks import bounds
 from onchip.ops.fp8_linear.reference import fp8_linear, snr_db
 from onchip.torch import ColumnParallelLinear, RowParallelLinear, all_gather_matmul, matmul_reduce_scatter
@@ -42,7 +42,7 @@ def the_dense_layers_oracle(rank, ranks, group=None, device="cpu"):
             out.backward(up.detach())
             given = [a.detach().float().cpu().numpy() for a in (x, weight, bias, up)]
             right = fp8_linear(*given[:3], grad_out=given[3])
-            limits = bounds(Case("", len(x) * 2, *weight.shape), str(dtype)[6:], tensor_cores=device != "cpu")
+            limits = bounds(Fp8LinearCase("", len(x) * 2, *weight.shape), str(dtype)[6:], tensor_cores=device != "cpu")
             for (name, exact), made in zip(right._asdict().items(), (out, x.grad, weight.grad, bias.grad), strict=True):
                 error = np.linalg.norm(made.detach().double().cpu().numpy() - exact) / np.linalg.norm(exact)
                 assert error <= limits[name], (op, dtype, name, error, limits[name])
@@ -89,7 +89,7 @@ def what_travels(rank, ranks):
         with torch.autocast("cpu", torch.bfloat16):
             assert function(x, weight, None, precision="fp8").dtype == torch.bfloat16
         rows = x.shape[:-1].numel() // (1 if op == GATHER else ranks)
-        planned = fp8_cost(op, Sizes(ranks, rows, *weight.shape), 4, gradients=True, weight_bytes=4)
+        planned = fp8_cost(op, CollectiveSizes(ranks, rows, *weight.shape), 4, gradients=True, weight_bytes=4)
         assert sum(sent) == planned.sent, op
 
 

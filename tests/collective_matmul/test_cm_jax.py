@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from onchip.collectives.problem import GATHER, SCATTER
 from onchip.jax import all_gather_matmul, matmul_reduce_scatter
-from onchip.ops.collective_matmul.cases import Case
+from onchip.ops.collective_matmul.cases import CollectiveCase
 from onchip.ops.collective_matmul.checks import CHECKER
 
 OPS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
@@ -41,13 +41,17 @@ def assert_right(case, dtype, **how):
 
 def both_ways_of_shard_map():
     """Against the oracle: with check_vma and without, of each layout and dtype."""
-    case = Case("bias", 8, 12, 16, bias=True, middle=3)
+    case = CollectiveCase("bias", 8, 12, 16, bias=True, middle=3)
     for i, dtype in zip((0, 3, 4), ("float32", "bfloat16", "float16"), strict=True):
         assert_right(case, dtype, **CHECKER.hows(partial_jax())[i], check_vma=i > 0)
 
 
 def every_how_and_dtype():
-    cases = Case("bias", 8, 12, 16, bias=True, middle=3), Case("none", 0, 4, 8), Case("plain", 24, 8, 4)
+    cases = (
+        CollectiveCase("bias", 8, 12, 16, bias=True, middle=3),
+        CollectiveCase("none", 0, 4, 8),
+        CollectiveCase("plain", 24, 8, 4),
+    )
     for dtype, case in zip(("float32", "bfloat16", "float16"), cases, strict=True):
         for how in CHECKER.hows(partial_jax()):
             for check_vma in (True, False):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from onchip.collectives import torch_symmetric as symmetric
 from onchip.collectives import triton_launches as launches
-from onchip.collectives.torch_ring import Ring
+from onchip.collectives.torch_ring import ProcessRing
 
 RANKS = 3
 SEED = 5
@@ -87,7 +87,7 @@ def threads_for_ranks(monkeypatch):
 
         def one(rank):
             try:
-                made[rank] = function(Ring("threads", rank, RANKS, "symmetric"))
+                made[rank] = function(ProcessRing("threads", rank, RANKS, "symmetric"))
             except BaseException as error:
                 errors.append(error)
                 meeting.abort()
@@ -145,7 +145,7 @@ def test_ranks_push_to_different_peers(monkeypatch):
 
 
 def test_what_it_refuses():
-    ring = Ring("any", 0, 2)
+    ring = ProcessRing("any", 0, 2)
     cuda = torch.device("cuda", 0)
     assert symmetric.refusal(ring, torch.device("cpu"), torch.bfloat16) == "it runs on CUDA tensors, not on 'cpu'"
     said = symmetric.refusal(ring, cuda, torch.float32)
@@ -174,7 +174,7 @@ def test_memory_that_ranks_cannot_map(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ring = Ring(dist.group.WORLD.group_name, 0, 1)
+        ring = ProcessRing(dist.group.WORLD.group_name, 0, 1)
         with pytest.raises(ValueError, match=r"'symmetric' needs GPUs of one host .*; PyTorch says of these: \S"):
             symmetric._buffer(ring, torch.device("cpu", 0), 100)
         assert not symmetric._BUFFERS[dist.group.WORLD]

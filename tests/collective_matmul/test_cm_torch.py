@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.collectives import torch_ring
-from onchip.collectives.problem import GATHER, SCATTER, Sizes, cost
+from onchip.collectives.problem import GATHER, SCATTER, CollectiveSizes, cost
 from onchip.ops.collective_matmul import torch_products
 from onchip.ops.collective_matmul.cases import CHECK_CASES
 from onchip.ops.collective_matmul.checks import CHECKER
@@ -191,7 +191,7 @@ def each_exchange_is_under_a_product(group):
             assert events[forward:] == [*["exchange", "product", "product", "wait"] * (ranks - 1), "product", "product"]
         else:
             assert events[forward:] == [*sums, *(["product"] if keeps and ranks > 1 else blocks)]
-        sizes = Sizes(ranks, T // ranks, N, K)
+        sizes = CollectiveSizes(ranks, T // ranks, N, K)
         planned = cost(op, sizes, dtype.itemsize, gradients=True, weight_bytes=dtype.itemsize, keep_gathered=keeps)
         assert sum(sent) == planned.sent, (op, dtype, keeps)
 
@@ -213,7 +213,7 @@ def memory(group):
         keeps = "keep_gathered" in function.keywords
         x = torch.randn(tokens // ranks if op == GATHER else tokens, k, requires_grad=True)
         weight = torch.randn(n, k, requires_grad=True)
-        sizes = Sizes(ranks, tokens // ranks, n, k)
+        sizes = CollectiveSizes(ranks, tokens // ranks, n, k)
         planned = cost(op, sizes, 4, gradients=True, weight_bytes=4, keep_gathered=keeps)
         graph = []
 

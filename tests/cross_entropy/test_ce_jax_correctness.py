@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.ops.cross_entropy import reference
-from onchip.ops.cross_entropy.cases import CHECK_CASES, Case
+from onchip.ops.cross_entropy.cases import CHECK_CASES, CrossEntropyCase
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.vocab.rows import memory as row_memory
 
@@ -37,15 +37,15 @@ def test_check_cases_in_16_bits(name, dtype):
 
 @pytest.mark.parametrize("size", [(4097, 123), (1, 1), (2, 262144)], ids=str)
 def test_sizes(size):
-    assert_right(Case("size", *size))
+    assert_right(CrossEntropyCase("size", *size))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_chunks(dtype):
     """A budget for eight rows: many chunks, the last of them ragged."""
     options = {"softcap": 5.0, "label_smoothing": 0.1}
-    case = Case("chunks", 101, 700, ignored=0.2, class_weight=dtype == "float32", options=options)
-    problem = row_memory.Problem(101, 700, dtype, softcap=True, stats=True, xla=True)
+    case = CrossEntropyCase("chunks", 101, 700, ignored=0.2, class_weight=dtype == "float32", options=options)
+    problem = row_memory.RowsProblem(101, 700, dtype, softcap=True, stats=True, xla=True)
     budget = row_memory.scratch_bytes(problem, 8)
     assert row_memory.plan(problem, "", budget) == 8
     assert_right(case, dtype, scratch_bytes=budget)
@@ -59,7 +59,7 @@ def test_chunk_sizes_change_nothing(rows, reduction):
 
     @partial(jax.jit, static_argnums=0)
     def run(chunk):
-        budget = row_memory.scratch_bytes(row_memory.Problem(40, 90, stats=True, xla=True), chunk)
+        budget = row_memory.scratch_bytes(row_memory.RowsProblem(40, 90, stats=True, xla=True), chunk)
         op = partial(cross_entropy, reduction=reduction, return_stats=True, scratch_bytes=budget)
         loss, pullback, stats = jax.vjp(lambda x: op(x, y), x, has_aux=True)
         return loss, stats, pullback(jnp.ones_like(loss))

@@ -35,7 +35,7 @@ from shared_jax import temporary_bytes
     ids=str,
 )
 def test_the_formula_holds(shape, changes, options):
-    problem = row_memory.Problem(*shape, xla=True, **changes)
+    problem = row_memory.RowsProblem(*shape, xla=True, **changes)
     formula = row_memory.scratch_bytes(problem, row_memory.plan(problem))
     class_weight = jnp.ones(shape[1]) if problem.class_weight else None
     step = partial(cross_entropy, class_weight=class_weight, **options)

@@ -26,7 +26,7 @@ def test_tiles(dtype, twice):
 
 
 def test_memory_is_that_of_vectors():
-    problem = row_memory.Problem(8192, 128256, "bfloat16", device="cuda", triton=True)
+    problem = row_memory.RowsProblem(8192, 128256, "bfloat16", device="cuda", triton=True)
     assert row_memory.scratch_bytes(problem, row_memory.plan(problem)) == 48 * 8192
     assert row_memory.plan(problem, "", 48 * 8192) == 8192
     with pytest.raises(ValueError, match="the kernels need 393216 bytes; raise scratch_bytes"):

@@ -63,7 +63,7 @@ def oracle(x, weight, bias=None, grad_out=None, **options):
     """The oracle's result as float32 tensors."""
     arrays = [None if t is None else t.detach().float().cpu().numpy() for t in (x, weight, bias, grad_out)]
     made = reference.fp8_linear(*arrays[:3], grad_out=arrays[3], **options)
-    return reference.Result(*(torch.from_numpy(a).float() for a in made))
+    return reference.Fp8LinearResult(*(torch.from_numpy(a).float() for a in made))
 
 
 def assert_the_oracles(x, w, b=None, grad=None, layer=fp8_linear, dtype=None, **options):

@@ -25,7 +25,7 @@ from fp8_common import (
 from interpreter import main
 from onchip.fp8 import torch_products, torch_quantize
 from onchip.fp8.triton_tiles import ProductConfig
-from onchip.ops.fp8_linear.cases import Case
+from onchip.ops.fp8_linear.cases import Fp8LinearCase
 from onchip.torch import fp8_linear, quantize_activation
 
 QUANTIZERS = {
@@ -90,8 +90,8 @@ def tall():
 
 
 OPS = {
-    "plain": Case("plain", 130, 136, 140),
-    "ragged": Case("ragged", 70, 131, 129, bias=True, spread=4.0, zeros=0.1, snr_db=None,
+    "plain": Fp8LinearCase("plain", 130, 136, 140),
+    "ragged": Fp8LinearCase("ragged", 70, 131, 129, bias=True, spread=4.0, zeros=0.1, snr_db=None,
                    options={"grad_dtype": "e5m2", "scale": "power_of_two"}),
 }  # fmt: skip
 

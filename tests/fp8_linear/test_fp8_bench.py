@@ -22,7 +22,7 @@ from onchip.ops.fp8_linear import cases
 from onchip.oracle.checks import adapter_of
 
 # Ragged sizes, with more rows than are checked at the end of each result.
-SMALL = cases.Case("small", 200, 136, 150)
+SMALL = cases.Fp8LinearCase("small", 200, 136, 150)
 TORCH, JAX = module.TORCH, module.JAX
 pytestmark = pytest.mark.usefixtures("one_thread")
 each = pytest.mark.parametrize("benchmark", [TORCH, JAX], ids=["torch", "jax"])

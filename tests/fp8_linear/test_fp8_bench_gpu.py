@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_run(monkeypatch):
-    monkeypatch.setattr(benchmark, "CASES", {"small": cases.Case("small", 512, 768, 640)})
+    monkeypatch.setattr(benchmark, "CASES", {"small": cases.Fp8LinearCase("small", 512, 768, 640)})
     found = harness.run_cases(
         "fp8_linear", benchmark, cases=["small"], implementations=benchmark.IMPLEMENTATIONS, device="cuda",
         dtype="bfloat16", repeats=2, date="2026-01-01", console=Console(file=StringIO()),
@@ -31,7 +31,7 @@ def test_a_run(monkeypatch):
 
 
 def test_the_gate_sees_the_end_of_a_result_of_more_than_2_to_31_elements():
-    problem = benchmark.make_problem(cases.Case("wide", 32768, 65792, 256), "cuda", "bfloat16")
+    problem = benchmark.make_problem(cases.Fp8LinearCase("wide", 32768, 65792, 256), "cuda", "bfloat16")
     reference = benchmark.reference(problem)
     with torch.no_grad():
         out = torch.nn.functional.linear(problem.x, problem.weight)

@@ -18,7 +18,7 @@ from fp8_common import (
 from onchip.fp8 import numbers, torch_products, torch_quantize
 from onchip.fp8.numbers import ROW, SQUARE
 from onchip.ops.fp8_linear import reference
-from onchip.ops.fp8_linear.cases import CHECK_CASES, MODEL_CASES, Case
+from onchip.ops.fp8_linear.cases import CHECK_CASES, MODEL_CASES, Fp8LinearCase
 from onchip.torch import fp8_linear, quantize_activation
 
 
@@ -148,7 +148,7 @@ def bytes_of(tensors):
 def test_only_fp8_is_kept_for_backward(m):
     x, w, _ = small_problem(m, 256, 384, torch.bfloat16)
     kept = saved(lambda: fp8_linear(x, w))
-    problem = numbers.Problem(m, 256, 384)
+    problem = numbers.Fp8Problem(m, 256, 384)
     assert bytes_of(kept) == numbers.saved_bytes(problem)
     assert not {torch.bfloat16} & {t.dtype for t in kept}
     of_weight = numbers.block_quantized_bytes(384, 256)
@@ -163,17 +163,17 @@ def test_layers_that_share_an_activation_keep_one_copy():
     shared = quantize_activation(x)
     kept = {t.data_ptr(): t for t in saved(lambda: (fp8_linear(shared, w), fp8_linear(shared, v)))}
     of_weight = numbers.block_quantized_bytes(256, 128)
-    assert bytes_of(kept.values()) == numbers.saved_bytes(numbers.Problem(256, 128, 256)) + of_weight
+    assert bytes_of(kept.values()) == numbers.saved_bytes(numbers.Fp8Problem(256, 128, 256)) + of_weight
 
 
 def test_the_formula_of_a_weights_copies():
     w = torch.randn(300, 500)
-    assert bytes_of(t for q in quantize(w, True) for t in q) == numbers.weight_bytes(numbers.Problem(1, 300, 500))
+    assert bytes_of(t for q in quantize(w, True) for t in q) == numbers.weight_bytes(numbers.Fp8Problem(1, 300, 500))
 
 
 def test_a_case_that_is_wrong_is_seen():
     """The bounds are tight: a scale of the wrong block fails them."""
-    case = Case("wrong", 130, 260, 264)
+    case = Fp8LinearCase("wrong", 130, 260, 264)
     right = torch_quantize.quantize
 
     def swapped(*arguments, by_block=False, **wanted):

@@ -227,7 +227,7 @@ def test_what_is_kept_for_backward(backend):
     m, n, k = 4096, 4096, 8192
     x, w, _ = make(m, n, k)
     fp8_linear(x, w, backend=backend)  # compiles
-    problem = numbers.Problem(m, n, k)
+    problem = numbers.Fp8Problem(m, n, k)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = fp8_linear(x, w, backend=backend)
@@ -240,7 +240,7 @@ def test_the_peak_of_a_step():
     """Of kernels nothing but what is quantised, and one 16-bit gradient that is not handed out yet."""
     m, n, k = 4096, 4096, 4096
     x, w, g = make(m, n, k)
-    problem = numbers.Problem(m, n, k)
+    problem = numbers.Fp8Problem(m, n, k)
     step(x, w, g, backend="triton")
     peak = peak_extra_bytes(lambda: step(x, w, g, backend="triton"), device="cuda")
     forward = numbers.saved_bytes(problem) + numbers.quantized_bytes(m, k) + numbers.block_quantized_bytes(n, k)

@@ -16,13 +16,13 @@ from fp8_common import BY_BLOCK, GROUPS, awkward
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.fp8 import mosaic_kernels, numbers
-from onchip.fp8.jax_quantize import Quantized, operand, quantize
+from onchip.fp8.jax_quantize import JaxQuantized, operand, quantize
 from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
-from onchip.fp8.numbers import ROW, Options, up
+from onchip.fp8.numbers import ROW, Fp8Options, up
 from onchip.jax import fp8_linear
 from onchip.kernels.mosaic.product import SHARED_BYTES
 from onchip.ops.fp8_linear import jax_op, reference
-from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
+from onchip.ops.fp8_linear.cases import CHECK_CASES, Fp8LinearCase
 from onchip.ops.fp8_linear.checks import CHECKER
 from shard_map_lowering import kernels
 from shared import assert_within_bounds
@@ -155,7 +155,7 @@ def lower(f, *shapes):
 
 def scaled(rows, columns, by_block=False, dtype=E4M3):
     shapes = ((rows, columns), dtype), ((columns // 128, up(rows) // 128 if by_block else rows), jnp.float32)
-    return Quantized(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    return JaxQuantized(*(jax.ShapeDtypeStruct(*s) for s in shapes))
 
 
 @BY_BLOCK
@@ -218,10 +218,10 @@ def test_transformations_lower():
 
 
 def test_refusals(monkeypatch):
-    refusal, e5m2 = jax_op.mosaic_refusal, Options(grad_dtype="e5m2")
-    assert refusal("tpu", Options()) == "it runs on NVIDIA GPUs, not on 'tpu'"
+    refusal, e5m2 = jax_op.mosaic_refusal, Fp8Options(grad_dtype="e5m2")
+    assert refusal("tpu", Fp8Options()) == "it runs on NVIDIA GPUs, not on 'tpu'"
     assert ("needs JAX 0.11.2 or later" in refusal("gpu", e5m2)) == (not MIXED)
-    assert "it is for compute capability 9.0 (Hopper); this is none" in refusal("gpu", Options())
+    assert "it is for compute capability 9.0 (Hopper); this is none" in refusal("gpu", Fp8Options())
     x = jnp.ones((2, 128))
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     for version in ((0, 10, 2), (0, 11, 1)):
@@ -264,5 +264,5 @@ def test_the_layer(monkeypatch):
         return jax_op._product("xla", a, b, by_block=by_block, dtype=dtype)
 
     monkeypatch.setattr(mosaic_kernels, "scaled_product", product)
-    case = Case("interpreted", 64, N, 320, bias=True, zeros=0.1, snr_db=None)
+    case = Fp8LinearCase("interpreted", 64, N, 320, bias=True, zeros=0.1, snr_db=None)
     assert_within_bounds(CHECKER.check_case(case, "bfloat16", "cpu", weight_layout="kn", backend="mosaic_gpu"))

@@ -14,7 +14,7 @@ from onchip.fp8.mosaic_kernels import scaled_product
 from onchip.fp8.numbers import ROW, SQUARE
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
-from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
+from onchip.ops.fp8_linear.cases import CHECK_CASES, Fp8LinearCase
 from shared import alternating
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ op = partial(fp8_linear, backend="mosaic_gpu")
 
 
 @alternating(
-    case=[*CHECK_CASES, Case("longer", 1024, 1536, 2048, bias=True)],
+    case=[*CHECK_CASES, Fp8LinearCase("longer", 1024, 1536, 2048, bias=True)],
     dtype=["float32", "bfloat16", "float16"],
     layout=["nk", "kn"],
 )

@@ -45,7 +45,8 @@ def run(call: Call) -> list[Check]:
     calls, fw = import_module(f"fuzz.{framework}_calls"), adapter(framework)
     of = getattr(import_module(f"onchip.{framework}"), op)
 
-    first, of_case = _simplest(call), cases.Case.__dataclass_fields__
+    kind = type(cases.CHECK_CASES[0])
+    first, of_case = _simplest(call), kind.__dataclass_fields__
     changed = {name: value for name, value in call.items() if name in first and value != first[name]}
     if "softcap" in changed:
         changed["softcap"] = call["softcap"] * 4 * call["logit_std"] * call["logit_scale"]
@@ -54,7 +55,7 @@ def run(call: Call) -> list[Check]:
     options = {name: value for name, value in changed.items() if name in known}
     if call.get("padded"):
         options["vocab"] = call["vocab"]
-    case = cases.Case(name="fuzz", options=options, **_fields(call, of_case))
+    case = kind(name="fuzz", options=options, **_fields(call, of_case))
     made = cases.make_inputs(case, seed=call["seed"])
     if call.get("poison"):
         unread = _without_group if family == "grouped_matmul" else _with_ignored

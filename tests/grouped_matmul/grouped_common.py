@@ -7,18 +7,18 @@ import torch
 
 from onchip.ops.fp8_linear import reference as fp8_reference
 from onchip.ops.grouped_matmul import reference
-from onchip.ops.grouped_matmul.cases import Case, make_inputs
+from onchip.ops.grouped_matmul.cases import GroupedCase, make_inputs
 from onchip.oracle.torch import as_array
 from onchip.torch import grouped_matmul
 
 SWIGLU = {"activation": "swiglu"}
-EVERYTHING = Case("everything", (10, 0, 17, 3), 24, 16, tail=5, bias=True, row_scale=True, source_rows=12,
+EVERYTHING = GroupedCase("everything", (10, 0, 17, 3), 24, 16, tail=5, bias=True, row_scale=True, source_rows=12,
                   options={**SWIGLU, "num_rows": 14})  # fmt: skip
 # Sizes that the kernels' FP8 takes, with groups of more and of less than a tile; and with all that surrounds a product.
-FP8 = Case("fp8", (130, 0, 17, 3), 256, 128, tail=5)
-FP8_EVERYTHING = Case("fp8, everything", (130, 0, 17, 3), 256, 128, tail=5, bias=True, row_scale=True, source_rows=80,
-                      options={**SWIGLU, "num_rows": 90})  # fmt: skip
-PLAIN = Case("plain", (20, 0, 44), 40, 24, tail=6)
+FP8 = GroupedCase("fp8", (130, 0, 17, 3), 256, 128, tail=5)
+FP8_EVERYTHING = GroupedCase("fp8, everything", (130, 0, 17, 3), 256, 128, tail=5, bias=True, row_scale=True,
+                             source_rows=80, options={**SWIGLU, "num_rows": 90})  # fmt: skip
+PLAIN = GroupedCase("plain", (20, 0, 44), 40, 24, tail=6)
 NAMES = ("x", "weight", "bias", "row_scale")
 
 
@@ -117,7 +117,10 @@ def assert_nan_from_the_first_wrong_group_on(which, values, first, device="cpu",
     """Of rows and groups; those before are as they are without the others.  What is added up from rows is NaN."""
     ends = values if which == "group_offsets" else torch.tensor(values).cumsum(0).tolist()
     right = [*ends[:first], *[ends[first - 1] if first else 0] * (4 - first)]
-    for case in (Case("", (10, 0, 17, 3), 40, 24, tail=5, bias=True, row_scale=True, options=SWIGLU), EVERYTHING):
+    for case in (
+        GroupedCase("", (10, 0, 17, 3), 40, 24, tail=5, bias=True, row_scale=True, options=SWIGLU),
+        EVERYTHING,
+    ):
         arguments, grad = problem(case, device=device)
         del arguments["group_sizes"]
         expected = step(arguments | {"group_offsets": torch.tensor(right, device=device)}, grad, **more)

@@ -21,7 +21,7 @@ from grouped_common import (
     turned,
 )
 
-from onchip.ops.grouped_matmul.cases import Case
+from onchip.ops.grouped_matmul.cases import GroupedCase
 from onchip.torch import grouped_matmul
 
 CHECKS = {}
@@ -33,7 +33,7 @@ class On:
 
     device: str
     backend: str
-    whole: Case = EVERYTHING
+    whole: GroupedCase = EVERYTHING
     dtype: torch.dtype = torch.float32
     near: float = 1e-6
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interpreter import main, registering
 from onchip.groups.triton import op
 from onchip.kernels.triton.launch import Device
-from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, Case
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, GroupedCase
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.torch import grouped_matmul
 from shared import assert_within_bounds
@@ -39,7 +39,7 @@ check = registering(CHECKS)
 DTYPES = (torch.float32, torch.float16)
 CASES = {case.name: (case, i % 2) for i, case in enumerate(CHECK_CASES)}
 # All rows by descriptors, with columns that fill tiles of gate and up, and some that don't.
-WIDE = Case("wide", (130, 3), 512, 72, row_scale=True, options=SWIGLU)
+WIDE = GroupedCase("wide", (130, 3), 512, 72, row_scale=True, options=SWIGLU)
 
 
 INTERPRETED = On("cpu", "triton")
@@ -137,7 +137,7 @@ def fp8_registered_and_without_rows():
     expected = kernels(arguments, grad, precision="fp8")
     with Watched():
         assert_equal(kernels(arguments, grad, precision="fp8"), expected)
-    for case in (Case("", (0, 0), 128, 128), Case("", (0, 0), 128, 128, tail=3)):
+    for case in (GroupedCase("", (0, 0), 128, 128), GroupedCase("", (0, 0), 128, 128, tail=3)):
         arguments, grad = problem(case)
         assert not any(x.any() for x in kernels(arguments, grad, precision="fp8").values())
 
@@ -145,8 +145,8 @@ def fp8_registered_and_without_rows():
 @check()
 def no_rows_at_all():
     for case in (
-        Case("", (0, 0), 8, 4),
-        Case("", (0, 0), 8, 4, row_scale=True, source_rows=3, options={"num_rows": 2}),
+        GroupedCase("", (0, 0), 8, 4),
+        GroupedCase("", (0, 0), 8, 4, row_scale=True, source_rows=3, options={"num_rows": 2}),
     ):
         arguments, grad = problem(case)
         made = kernels(arguments, grad)

@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from onchip.groups.mosaic import products
 from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, tile_at, tiles_up_to
 from onchip.groups.mosaic.sums import sum_rows
-from onchip.groups.problem import Options
+from onchip.groups.problem import GroupedOptions
 from onchip.jax import grouped_matmul
 from onchip.ops.grouped_matmul import jax_op, reference
 from shard_map_lowering import kernels
@@ -135,7 +135,7 @@ def test_layer(keeps, problem):
     """With all that the kernel may do: gate and up are those of one tile."""
     x, _, w, b, s, ends = problem
     config = replace(FEW_ROWS_CONFIG, stages=2, group=2)
-    options = Options(activation="swiglu")
+    options = GroupedOptions(activation="swiglu")
     run = partial(products.layer, options=options, keeps=keeps, config=config, interpret=INTERPRETER)
     out, y = jax.jit(run)(x, w, ends, jnp.zeros(len(ends)), b, s)
     given = (np.nan_to_num(np.asarray(a, np.float64)) for a in (x, w, b, s))
@@ -150,7 +150,7 @@ def test_layer(keeps, problem):
 def test_layer_in_the_other_layout(problem):
     x, _, w, _, _, ends = problem
     config = replace(ROWS_CONFIG, tile_n=128, stages=2, group=2)
-    options = Options(weight_layout="gkn")
+    options = GroupedOptions(weight_layout="gkn")
     run = partial(products.layer, options=options, keeps=False, config=config, interpret=INTERPRETER)
     out, _ = jax.jit(lambda x, w: run(x, w, ends, jnp.zeros(len(ends)), None, None))(x, w.swapaxes(1, 2))
     x, w = (np.nan_to_num(np.asarray(a, np.float64)) for a in (x, w))

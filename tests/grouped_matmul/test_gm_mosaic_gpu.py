@@ -11,26 +11,26 @@ import pytest
 
 from onchip.groups.mosaic import products
 from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG
-from onchip.groups.problem import Options
+from onchip.groups.problem import GroupedOptions
 from onchip.groups.xla import products as xla_products
 from onchip.jax import grouped_matmul, init_moe, moe
-from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, Case
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, GroupedCase
 from onchip.ops.grouped_matmul.checks import CHECKER
 from shared import alternating, assert_within_bounds
 
 pytestmark = pytest.mark.gpu
 op = partial(grouped_matmul, backend="mosaic_gpu")
 CASES = (
-    Case("ragged", (3, 700, 1, 46, 0, 130), 384, 320, tail=20),
-    Case("many groups", tuple(i % 40 for i in range(70)), 256, 192, tail=3),
-    Case("all groups empty", (0, 0), 128, 128, tail=20),
-    Case("no rows", (0, 0, 0), 128, 128),
-    Case("one row", (0, 1), 128, 192),
-    Case("bias and scales", (200, 0, 440), 320, 256, tail=6, bias=True, row_scale=True),
-    Case("swiglu", (200, 0, 440), 640, 256, tail=6, bias=True, row_scale=True, options=SWIGLU),
-    Case("narrow swiglu", (200, 0, 440), 192, 256, tail=6, row_scale=True, options=SWIGLU),
-    Case("interleaved", (200, 0, 440), 384, 256, bias=True, options={**SWIGLU, "gate_up": "interleaved"}),
-    Case("everything", (500, 0, 1300, 70), 512, 384, tail=9, bias=True, row_scale=True, source_rows=700,
+    GroupedCase("ragged", (3, 700, 1, 46, 0, 130), 384, 320, tail=20),
+    GroupedCase("many groups", tuple(i % 40 for i in range(70)), 256, 192, tail=3),
+    GroupedCase("all groups empty", (0, 0), 128, 128, tail=20),
+    GroupedCase("no rows", (0, 0, 0), 128, 128),
+    GroupedCase("one row", (0, 1), 128, 192),
+    GroupedCase("bias and scales", (200, 0, 440), 320, 256, tail=6, bias=True, row_scale=True),
+    GroupedCase("swiglu", (200, 0, 440), 640, 256, tail=6, bias=True, row_scale=True, options=SWIGLU),
+    GroupedCase("narrow swiglu", (200, 0, 440), 192, 256, tail=6, row_scale=True, options=SWIGLU),
+    GroupedCase("interleaved", (200, 0, 440), 384, 256, bias=True, options={**SWIGLU, "gate_up": "interleaved"}),
+    GroupedCase("everything", (500, 0, 1300, 70), 512, 384, tail=9, bias=True, row_scale=True, source_rows=700,
          options={**SWIGLU, "num_rows": 750}),
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ ROWS_CONFIGS = (
 @pytest.mark.parametrize("config", ROWS_CONFIGS, ids=str)
 def test_configs_of_rows(config, swiglu):
     x, _, weight, ends = tensors()
-    options = Options(activation="swiglu" if swiglu else None)
+    options = GroupedOptions(activation="swiglu" if swiglu else None)
     arguments = x, weight, ends, jnp.zeros(6), None, None
     made = jax.jit(lambda: products.layer(*arguments, options, True, config=config))()
     right = jax.jit(lambda: xla_products.layer(*arguments, options, True))()

@@ -21,7 +21,7 @@ from grouped_contract import CHECKS, On, fp8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, GroupedCase
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.oracle.torch import DTYPES
 from onchip.torch import grouped_matmul
@@ -45,7 +45,7 @@ def test_contract(check):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.randoms())
 def test_the_order_of_groups_does_not_matter_nor_whether_a_group_is_two(sizes, random):
     """Of groups with the same weight."""
-    arguments, grad = problem(Case("", tuple(sizes), 6, 5))
+    arguments, grad = problem(GroupedCase("", tuple(sizes), 6, 5))
     made = step(arguments, grad)
     order = random.sample(range(len(sizes)), len(sizes))
     of_rows = torch.cat([torch.arange(sum(sizes[:g]), sum(sizes[: g + 1])) for g in order])

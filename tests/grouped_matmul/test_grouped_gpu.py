@@ -21,7 +21,7 @@ from grouped_contract import CHECKS, On
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
-from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case, even, half_empty, skewed
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, GroupedCase, even, half_empty, skewed
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.oracle.torch import DTYPES
 from onchip.torch import grouped_matmul
@@ -29,10 +29,10 @@ from shared import assert_within_bounds, capture, without_synchronisation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unwritten_memory_shows")]
 SWIGLU = {"activation": "swiglu"}
-WHOLE = Case("whole", (300, 0, 1000, 20, 728), 1024, 512, tail=40, bias=True, row_scale=True, source_rows=500,
+WHOLE = GroupedCase("whole", (300, 0, 1000, 20, 728), 1024, 512, tail=40, bias=True, row_scale=True, source_rows=500,
              options={**SWIGLU, "num_rows": 600})  # fmt: skip
 # With up to 128 rows a group on average, groups of one tile take their steps in pairs: of seven the last has none.
-SHORT = Case("groups of one tile and of several", (100, 0, 130, 7, 128, 60, 300, 1), 512, 448, tail=9)
+SHORT = GroupedCase("groups of one tile and of several", (100, 0, 130, 7, 128, 60, 300, 1), 512, 448, tail=9)
 
 
 def on_gpu(case, dtype=torch.bfloat16, seed=0):
@@ -72,7 +72,7 @@ def test_the_plain_path_where_it_is_named(case):
 @pytest.mark.parametrize("sizes", [even, skewed, half_empty], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("tokens", "groups", "n", "k"), [(8192, 8, 14336, 4096), (16384, 256, 2048, 7168)], ids=str)
 def test_real_sizes(tokens, groups, n, k, sizes):
-    arguments, grad = on_gpu(Case("", sizes(tokens, groups), n, k, tail=100))
+    arguments, grad = on_gpu(GroupedCase("", sizes(tokens, groups), n, k, tail=100))
     assert_same(step(arguments, grad), in_float32(arguments, grad), 4e-3)
 
 
@@ -88,7 +88,9 @@ def test_more_elements_than_32_bits_count():
 
 
 @pytest.mark.parametrize("layout", ["gnk", "gkn"])
-@pytest.mark.parametrize("case", [FP8, FP8_EVERYTHING, Case("", (300, 0, 1000, 20, 728), 1024, 512, tail=40)], ids=str)
+@pytest.mark.parametrize(
+    "case", [FP8, FP8_EVERYTHING, GroupedCase("", (300, 0, 1000, 20, 728), 1024, 512, tail=40)], ids=str
+)
 def test_fp8(case, layout):
     """As the plain path, whose numbers are quantised alike; and no louder than fp8_linear."""
     arguments, grad = on_gpu(case)
@@ -150,7 +152,7 @@ def test_contract(check):
 @pytest.mark.parametrize(("options", "products"), [({}, 0), (SWIGLU, 2)], ids=["plain", "swiglu"])
 def test_the_peak_of_a_step(options, products):
     """What is kept for the activation, and its gradient."""
-    case = Case("", even(8192, 16), 2048, 1024, options=options)
+    case = GroupedCase("", even(8192, 16), 2048, 1024, options=options)
     arguments, grad = on_gpu(case)
     step(arguments, grad)
     peak = peak_extra_bytes(lambda: list(step(arguments, grad).values()), device="cuda")

@@ -7,18 +7,18 @@ import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all, is_serialized
 from onchip.fp8.triton_launches import quantize_launch
-from onchip.groups.problem import Options, Problem
+from onchip.groups.problem import GroupedOptions, GroupedProblem
 from onchip.groups.triton import fp8 as fp8_copies
 from onchip.groups.triton import launches
 from onchip.groups.triton.tiles import plan_numbers, plan_tiles
 from onchip.kernels.triton.launch import Device
 
 T, G, N, K = 4096, 4, 1024, 512
-P = Problem(T, T, G, N, K, N, T)
+P = GroupedProblem(T, T, G, N, K, N, T)
 PLAN = torch.empty(plan_numbers(P), dtype=torch.int32)
 INDEX, SCALE = torch.empty(T, dtype=torch.int32), torch.empty(T)
 HOPPER, AMPERE, ADA = Device(90, 132, 232448), Device(80, 108, 166912), Device(89, 142, 101376)
-OPTIONS, SWIGLU = Options(), Options(activation="swiglu")
+OPTIONS, SWIGLU = GroupedOptions(), GroupedOptions(activation="swiglu")
 LIKE = torch.empty(0, dtype=torch.bfloat16)
 
 
@@ -85,7 +85,7 @@ LAUNCHES = {
     "gathered": (lambda: plain(bias=of(G, N), row_scale=SCALE, before=of(T, N), index=INDEX), HOPPER),
     "weight, apart": (lambda: launches.weight_gradient(of(T, N), of(T, K), of(G, N, K), PLAN), HOPPER),
     "swiglu, apart": (lambda: forward(row_scale=SCALE), HOPPER),
-    "interleaved, apart": (lambda: forward(Options(activation="swiglu", gate_up="interleaved")), HOPPER),
+    "interleaved, apart": (lambda: forward(GroupedOptions(activation="swiglu", gate_up="interleaved")), HOPPER),
     "plain, apart": (plain, HOPPER),
     "short, apart": (short, HOPPER),
     "turned, apart": (turned, HOPPER),
@@ -99,7 +99,7 @@ LAUNCHES = {
     "fp8, ada": (lambda: fp8(SWIGLU, (T, N // 2), before=of(T, N)), ADA),
     "plain": (plain, HOPPER),
     "turned": (turned, HOPPER),
-    "interleaved": (lambda: forward(Options(activation="swiglu", gate_up="interleaved")), HOPPER),
+    "interleaved": (lambda: forward(GroupedOptions(activation="swiglu", gate_up="interleaved")), HOPPER),
     "narrow gate": (narrow, HOPPER),
     "weight": (lambda: weight(add=True), HOPPER),
     "float32": (lambda: plain(torch.float32), HOPPER),

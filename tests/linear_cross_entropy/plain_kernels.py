@@ -12,8 +12,8 @@ from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.mosaic import kernels, products, rebase, sums
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.blocks import REACH
-from onchip.vocab.mosaic.positions import LOWEST, NO_LABEL, Partials
-from onchip.vocab.mosaic.sums import Sum
+from onchip.vocab.mosaic.positions import LOWEST, NO_LABEL, MosaicPartials
+from onchip.vocab.mosaic.sums import MosaicSum
 
 TILE = 128  # tokens
 WIDE = 256  # vocabulary entries
@@ -116,7 +116,7 @@ def softmax_tiles(
             write(kept.spare, 0, slice(kept.split, padded))
             if kept.in_weight_grad is not None:
                 write(kept.in_weight_grad, kept.shift, slice(0, kept.split))
-    made = Partials(
+    made = MosaicPartials(
         part(maximum),
         part(e.sum(2)),
         part(offset_sum(below, inside, operands.class_weight)) if wanted.even else None,
@@ -225,7 +225,7 @@ def weight_product(
     in_scratch=None, recomputed=None, begins=None, half=None, even=None, inverse_grad_scale=None, after=None,
     config=None,
 ):  # fmt: skip
-    total, out = (out, out.first) if isinstance(out, Sum) else (None, out)
+    total, out = (out, out.first) if isinstance(out, MosaicSum) else (None, out)
     chunks = jnp.asarray(chunks)
     before = chunks[0] + (0 if number is None else number[0] * chunks[1])
     first = first[0] + before
@@ -286,7 +286,7 @@ def add_to_sum(total, product, begins, half, first, size, axis, config, count):
     pads = ([(0, length if a == axis else 0) for a in range(2)] for length in lengths)
     wide = [jnp.pad(ref[...], pad) for ref, pad in zip(total, pads, strict=True)]
     part = [lax.dynamic_slice_in_dim(*x, axis) for x in zip(wide, starts, lengths, strict=True)]
-    new = product + (0 if begins is None else jnp.where(begins[0], 0, Sum(*part).value(config)))
+    new = product + (0 if begins is None else jnp.where(begins[0], 0, MosaicSum(*part).value(config)))
     new = jnp.pad(new, ((0, 0), (0, -columns % config.tile_n)))
     firsts, digits = [], []
     for tile in range(0, new.shape[1], config.tile_n):

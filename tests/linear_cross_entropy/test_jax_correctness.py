@@ -15,14 +15,14 @@ from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import CHECKER
-from onchip.ops.linear_cross_entropy.spec import Options
+from onchip.ops.linear_cross_entropy.spec import LinearCrossEntropyOptions
 from onchip.oracle.checks import relative_error
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory as jax_spec
 from onchip.vocab.xla import walk as jax_xla
 from onchip.vocab.xla.loss import Constants, Given
-from onchip.vocab.xla.tiles import Projection
+from onchip.vocab.xla.tiles import XlaProjection
 from shared_jax import plain_logits
 
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -116,24 +116,24 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     hidden, weight, labels, _ = small_problem(tokens=40, vocab=90)
     bias = jnp.where(jnp.arange(90) < (55 if masked else 0), -jnp.inf, 0.0)
     labels = jnp.maximum(labels.reshape(-1), 55)
-    projection, needs = Projection(hidden.reshape(40, -1), weight, bias), Projection(True, True, True)
+    projection, needs = XlaProjection(hidden.reshape(40, -1), weight, bias), XlaProjection(True, True, True)
     numbers = dict.fromkeys(("softcap", "logit_scale", "temperature", "label_smoothing")) | {
         "z_loss": jnp.float32(1e-3)
     }
     numbers |= {"softcap": jnp.float32(4)} if softcap else {}
     plain = plain_labels("op", "labels", jnp.asarray(labels), 90, 60, check_inputs=False)
-    constants = Constants.of(Given(None, plain, *[None] * 4, numbers), Options(), jnp.float32)
+    constants = Constants.of(Given(None, plain, *[None] * 4, numbers), LinearCrossEntropyOptions(), jnp.float32)
 
     def run(plan):
         call = constants.call("mean", projection, jax_xla.select(plan, constants.kept))
-        wanted = Projection(False, False, False) if strategy == "forward" else needs
+        wanted = XlaProjection(False, False, False) if strategy == "forward" else needs
         stats, sums, saved = jax_xla.forward(plan, constants.wanted(True), wanted, call)
         grads = None if strategy == "forward" else jax_xla.backward(plan, needs, saved, jnp.float32(1))
         return call.outputs("mean", stats, sums), grads
 
     compiled = jax.jit(run, static_argnums=0)
-    chunked = Config(strategy, token_chunk, 90 if strategy == "stash" else vocab_chunk)
-    assert_same(compiled(chunked), compiled(Config(strategy, 40, 90)))
+    chunked = ChunkConfig(strategy, token_chunk, 90 if strategy == "stash" else vocab_chunk)
+    assert_same(compiled(chunked), compiled(ChunkConfig(strategy, 40, 90)))
 
 
 @pytest.mark.parametrize("kind", [jnp.uint8, np.int64])

@@ -10,9 +10,9 @@ from common_jax import STRATEGIES, assert_same, plain, small_problem
 
 from onchip.frontend.jax_call import IGNORED
 from onchip.jax import cross_entropy, linear_cross_entropy
-from onchip.vocab.chunks import Config
-from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Logits, Projection, Transform, Wanted, select_tokens
+from onchip.vocab.chunks import ChunkConfig
+from onchip.vocab.xla.loss import LossCall
+from onchip.vocab.xla.tiles import Transform, Wanted, XlaLogits, XlaProjection, select_tokens
 from onchip.vocab.xla.walk import statistics
 
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -66,9 +66,9 @@ def test_half_ignored_is_half_the_chunks():
     """The loop's trip count, seen through what it wrote: rows behind the kept tokens keep their zeros."""
     h, w, y, _ = small_problem(tokens=40)
     ids = jnp.where(jnp.arange(40) % 2 == 0, IGNORED, y.reshape(-1))
-    plan, projection = Config("recompute", 5, 70), Projection(h.reshape(40, -1), w)
+    plan, projection = ChunkConfig("recompute", 5, 70), XlaProjection(h.reshape(40, -1), w)
     tokens = select_tokens(ids, plan.token_chunk)
-    for source in (projection, Logits.of(projection.hidden @ w.T)):
-        call = Call(source, Transform(), tokens, tokens.take(ids, IGNORED)[:, None])
+    for source in (projection, XlaLogits.of(projection.hidden @ w.T)):
+        call = LossCall(source, Transform(), tokens, tokens.take(ids, IGNORED)[:, None])
         stats = statistics(plan, Wanted(), call)
         assert (np.asarray(stats.lse) != 0).tolist() == [True] * 20 + [False] * 20

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
-from onchip.fp8.torch_quantize import Quantized, empty
+from onchip.fp8.torch_quantize import TorchQuantized, empty
 from onchip.kernels.triton.launch import Launch
-from onchip.ops.linear_cross_entropy.spec import Options
+from onchip.ops.linear_cross_entropy.spec import LinearCrossEntropyOptions
 from onchip.vocab.fp8 import launches as fp8_launches
-from onchip.vocab.fp8.torch import Call, Gradient
-from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.fp8.torch import LogitsCall, LogitsGradient
+from onchip.vocab.torch.loss import LossOutputs
 
 HOPPER, SHARED = 90, 232448
 LIKE = torch.zeros(1)
@@ -29,7 +29,9 @@ def make_call(tokens, **options):
     per_token = per_token("token_weight"), per_token("temperature")
     target, labels = options.get("target", target), options.get("labels")
     kind = "ids" if labels is None else "probs" if target.ndim == 2 else "dense"
-    return Call(target, *per_token, labels, kind, torch.ones(()), classes, Options(**numbers), of_shard=False)
+    return LogitsCall(
+        target, *per_token, labels, kind, torch.ones(()), classes, LinearCrossEntropyOptions(**numbers), of_shard=False
+    )
 
 
 def compiled(vocab=4096, rows=True, sums=False, soft=None, **options):
@@ -45,9 +47,9 @@ def compiled(vocab=4096, rows=True, sums=False, soft=None, **options):
     else:
         of_labels = {"target": torch.zeros(tokens, dtype=torch.int64)}
     call, kept = make_call(tokens, **options), empty(vocab, 2 * tokens, "e4m3", LIKE)
-    into = Gradient(
+    into = LogitsGradient(
         empty(tokens, vocab, "e4m3", LIKE) if rows else None,
-        Quantized(kept.data[:, tokens:], kept.scales[tokens // 128 :]),
+        TorchQuantized(kept.data[:, tokens:], kept.scales[tokens // 128 :]),
         torch.empty(tokens // 128, vocab) if sums else None,
     )
     logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
@@ -75,10 +77,12 @@ def test_the_statistics_and_the_targets_logits(options):
     hidden, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (256, 128256))
     logits = torch.empty(256, 128256, dtype=torch.bfloat16)  # never touched, so it costs nothing
     call, found = make_call(256, **options), []
-    softmax = Outputs(*(torch.empty(256) for _ in range(3)), None, None, None)
+    softmax = LossOutputs(*(torch.empty(256) for _ in range(3)), None, None, None)
     with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
         targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.ids)
-        fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, torch.empty(2, 128256)))
+        fp8_launches.softmax_of_chunk(
+            call, logits, targets, softmax, LogitsGradient(None, None, torch.empty(2, 128256))
+        )
     made = {k.kernel: k for k in compile_all(found, HOPPER)}
     assert made.pop("softmax_gradient")
     assert set(made) == {"target_logits", "losses"}

@@ -23,9 +23,9 @@ from onchip.kernels.mosaic.order import Work, place_tile
 from onchip.kernels.mosaic.product import MosaicConfig
 from onchip.vocab.mosaic import kernels, products, rebase
 from onchip.vocab.mosaic.bits import HALF_A_PLACE, join, split
-from onchip.vocab.mosaic.blocks import Kept, tanh
-from onchip.vocab.mosaic.positions import NO_LABEL, Labels, Operands, Partials
-from onchip.vocab.mosaic.sums import Sum
+from onchip.vocab.mosaic.blocks import KeptBlocks, tanh
+from onchip.vocab.mosaic.positions import NO_LABEL, MosaicLabels, MosaicPartials, Operands
+from onchip.vocab.mosaic.sums import MosaicSum
 from onchip.vocab.xla.tiles import Wanted
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
@@ -196,7 +196,7 @@ def test_softmax(vocab_major, weighed, interpreter):
         stash = reference_to(jnp.full(s.weight.shape, jnp.nan, jnp.bfloat16))
         spare = reference_to(jnp.full((PADDED - SPLIT, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
         made = kernels.softmax_tiles(
-            ([Kept(stash, spare, SHIFT, SPLIT)], None), operands, vocab_major=vocab_major, shift=s.shift,
+            ([KeptBlocks(stash, spare, SHIFT, SPLIT)], None), operands, vocab_major=vocab_major, shift=s.shift,
             wanted=Wanted(True, True, True), config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return made, jax.freeze(stash), jax.freeze(spare)
@@ -229,7 +229,12 @@ def test_soft_labels(kernel, interpreter):
     q[:, ::3] = 0
     bias = np.where(np.arange(PADDED) % 6 == 0, -np.inf, s.bias).astype(np.float32)
     operands = s.operands._replace(class_weight=s.class_weight, bias=bias)
-    common = {"vocab_major": True, "labels": Labels(jnp.asarray(q), at(1)), "config": config, "interpret": interpreter}
+    common = {
+        "vocab_major": True,
+        "labels": MosaicLabels(jnp.asarray(q), at(1)),
+        "config": config,
+        "interpret": interpreter,
+    }
     z, q = (s.x + bias[: s.vocab]) * s.factor[: s.n, None], q[1:]
     weight = s.class_weight[: s.vocab]
     if kernel == "softmax":
@@ -277,8 +282,8 @@ def test_softmax_all_kept_in_scratch(interpreter):
     def run():
         spare = reference_to(jnp.full((PADDED, TOKENS), jnp.nan, jnp.bfloat16))
         kernels.softmax_tiles(
-            ([Kept(None, spare)], None), s.operands, vocab_major=True, shift=s.shift, wanted=Wanted(), config=CONFIG,
-            interpret=interpreter,
+            ([KeptBlocks(None, spare)], None), s.operands, vocab_major=True, shift=s.shift, wanted=Wanted(),
+            config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return jax.freeze(spare)
 
@@ -309,8 +314,8 @@ def check_rooms():
             reference_to(jnp.full((entries, tokens), jnp.nan, jnp.bfloat16))
             for entries, tokens in ((s.vocab, HIDDEN), (PADDED - SPLIT, half), (PADDED, half))
         )
-        rooms = [Kept(stash, spare, SHIFT, SPLIT), Kept(None, scratch)]
-        partials = Partials(*(reference_to(jnp.full((CONFIG.parts(s.vocab), TOKENS), jnp.nan)) for _ in range(2)))
+        rooms = [KeptBlocks(stash, spare, SHIFT, SPLIT), KeptBlocks(None, scratch)]
+        partials = MosaicPartials(*(reference_to(jnp.full((CONFIG.parts(s.vocab), TOKENS), jnp.nan)) for _ in range(2)))
         for begin in (0, half):
             operands = s.operands._replace(rows=s.rows[begin : begin + half])
             kernels.softmax_tiles(
@@ -320,7 +325,7 @@ def check_rooms():
             rooms, partials.maximum[...], s.shift, s.shift + moved, s.count, vocab=s.vocab, **common
         )
         hidden = products.hidden_product(
-            s.weight, s.count, tokens=half, first_token=at(half), kept=Kept(stash, spare[...], SHIFT, SPLIT),
+            s.weight, s.count, tokens=half, first_token=at(half), kept=KeptBlocks(stash, spare[...], SHIFT, SPLIT),
             kept_tokens=half, in_scratch=scratch[...], scale=s.scale, **common,
         )  # fmt: skip
         return hidden, *(jax.freeze(x) for x in (stash, spare, scratch, partials.maximum))
@@ -355,7 +360,7 @@ def test_products(vocab_major, interpreter):
     @jax.jit
     def run():
         ref = reference_to(stash)
-        both = Kept(ref, spare, SHIFT, SPLIT)
+        both = KeptBlocks(ref, spare, SHIFT, SPLIT)
         whole = partial(products.hidden_product, s.weight, s.count, kept=both, kept_tokens=kept, **common)
         hidden = whole(tokens=TOKENS, scale=s.scale)
         chunk = partial(products.weight_product, ref, s.rows, s.count, kept=both, kept_tokens=kept, **common)
@@ -417,13 +422,13 @@ def test_sums(vocab_major, tile_n, dtype, bound, interpreter):
 
     @jax.jit
     def run():
-        total = Sum(*(reference_to(jnp.full_like(x, jnp.nan)) for x in Sum.empty(s.weight, config)))
+        total = MosaicSum(*(reference_to(jnp.full_like(x, jnp.nan)) for x in MosaicSum.empty(s.weight, config)))
         for scale in (1, 2):
             products.weight_product(
                 total, rows * scale, s.count, vocab_major=vocab_major, first=at(0), chunks=of(PADDED), kept_tokens=0,
                 in_scratch=in_scratch, begins=jnp.full(1, scale == 1), config=config, interpret=interpreter,
             )  # fmt: skip
-        return Sum(*(jax.freeze(x) for x in total)).value(config)
+        return MosaicSum(*(jax.freeze(x) for x in total)).value(config)
 
     made = np.asarray(run(), np.float64)
     made = made if vocab_major else made.T
@@ -459,20 +464,20 @@ def test_sums_that_begin_in_the_memory_of_exponentials(vocab_major, dtype, bound
 
     @jax.jit
     def run():
-        first, digits = Sum.empty(s.weight, config)
-        total = Sum(reference_to(stash.astype(first.dtype)), reference_to(jnp.full_like(digits, jnp.nan)))
+        first, digits = MosaicSum.empty(s.weight, config)
+        total = MosaicSum(reference_to(stash.astype(first.dtype)), reference_to(jnp.full_like(digits, jnp.nan)))
         begin = partial(
-            products.weight_product, total, s.rows, s.count, kept=Kept(None, spare, SHIFT, SPLIT), kept_tokens=kept,
-            in_scratch=in_scratch, **common,
+            products.weight_product, total, s.rows, s.count, kept=KeptBlocks(None, spare, SHIFT, SPLIT),
+            kept_tokens=kept, in_scratch=in_scratch, **common,
         )  # fmt: skip
         for number in range(SPLIT // SHIFT):
             begin(first=at(0), chunks=of(SHIFT), number=at(number))
         begin(first=at(SPLIT), chunks=of(PADDED - SPLIT))
-        once = Sum(*(x[...] for x in total)).value(config)
+        once = MosaicSum(*(x[...] for x in total)).value(config)
         add = partial(products.weight_product, total, s.rows, s.count, kept_tokens=0, in_scratch=whole, **common)
         for first, size in ((0, 256), (256, 512)):  # in chunks too
             add(first=at(first), chunks=of(size), begins=jnp.zeros(1, bool))
-        return once, Sum(*(jax.freeze(x) for x in total)).value(config)
+        return once, MosaicSum(*(jax.freeze(x) for x in total)).value(config)
 
     expected = np.asarray(jnp.asarray(values[: s.n, : s.vocab], dtype), np.float64).T @ s.rows64
     for times, made in enumerate(run(), 1):
@@ -514,8 +519,11 @@ def test_sums_lower(vocab_major, hidden, tile_n, dtype):
     config, vocab, tokens = replace(ADDING, stages=4, tile_n=tile_n), 2112, 512
 
     def run(rows, in_scratch, count):
-        total = Sum(
-            *map(reference_to, Sum.empty(jnp.zeros((vocab, hidden) if vocab_major else (hidden, vocab), dtype), config))
+        total = MosaicSum(
+            *map(
+                reference_to,
+                MosaicSum.empty(jnp.zeros((vocab, hidden) if vocab_major else (hidden, vocab), dtype), config),
+            )
         )
         products.weight_product(
             total, rows, count, vocab_major=vocab_major, first=at(0), chunks=of(2304), kept_tokens=0,
@@ -565,7 +573,7 @@ def test_gradient_again(vocab_major, interpreter):
         others = again[:, kept:] if vocab_major else again[kept:]
         ref = reference_to(stash)
         products.weight_product(
-            ref, s.rows, s.count, chunks=of(size), kept=Kept(None, spare, SHIFT, SPLIT), kept_tokens=kept,
+            ref, s.rows, s.count, chunks=of(size), kept=KeptBlocks(None, spare, SHIFT, SPLIT), kept_tokens=kept,
             recomputed=others, **common,
         )  # fmt: skip
         return again, hidden, jax.freeze(ref)
@@ -601,7 +609,7 @@ def test_rebasing(vocab_major, interpreter):
     def run(after):
         refs = reference_to(stash), reference_to(spare)
         rebase.rebase_exponentials(
-            [Kept(*refs, SHIFT, SPLIT)], maximum, before, after, jnp.asarray([n]),
+            [KeptBlocks(*refs, SHIFT, SPLIT)], maximum, before, after, jnp.asarray([n]),
             vocab_major=vocab_major, vocab=s.vocab, config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return [jax.freeze(x) for x in refs]

@@ -18,7 +18,7 @@ import torch
 from interpreter import main, registering
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_memory as triton_spec
-from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
+from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import TopK, linear_jsd
@@ -62,16 +62,16 @@ LOGITS = {
     **{c.name: replace(c, tokens=9, vocab=5000) for c in CHECK_CASES if c.name.startswith("logits, beta")},
     **{c.name: replace(c, tokens=9, student="logits", teacher="logits") for c in CHECK_CASES if c.name in ROWS},
     **{
-        f"close, beta {b}": Case(
+        f"close, beta {b}": JsdCase(
             "close", 9, 40, 500, student="logits", teacher="logits", noise=0.01, options={"beta": b}
         )
         for b in (0.0, 0.5, 1.0)
     },
-    "all": Case(
+    "all": JsdCase(
         "all", 9, 31, 700, student="logits", teacher="logits", ignored=0.3, token_weight=True, padding=(8, 24),
         options={"beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
     ),
-    "equal": Case("equal", 5, 31, 300, student="logits", teacher="logits", noise=0.0),
+    "equal": JsdCase("equal", 5, 31, 300, student="logits", teacher="logits", noise=0.0),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
-from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from shared import assert_within_bounds
 
 SMALL = [c for c in CHECK_CASES if c.vocab < 10_000]
@@ -118,7 +118,7 @@ def test_the_formula_holds(dtype):
     tokens, size, vocab = 512, 64, 8192
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((tokens, size), (vocab, size)) * 2]
     student, teacher = (Head(tokens, size, vocab, dtype, grad_hidden=g, grad_weight=g) for g in (True, False))
-    p = Problem(vocab, student, teacher, stash=True)
+    p = JsdProblem(vocab, student, teacher, stash=True)
     budget = memory.JAX_PLANNER.least(p, "") + 16 * MIB
     step = jax.value_and_grad(partial(linear_jsd, scratch_bytes=budget, temperature=2.0), (0, 1))
     with jax.enable_x64(dtype == "float64"):

@@ -15,11 +15,11 @@ from onchip.core.sizes import MIB
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_parallel import WHOLE
 from onchip.ops.linear_jsd import memory
-from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
+from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase
 from onchip.ops.linear_jsd.checks import CHECKER
-from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import Options
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.memory import Head, JsdProblem
+from onchip.ops.linear_jsd.spec import JsdOptions
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall, JsdModel
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_walk import losses_and_gradients
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
@@ -67,7 +67,7 @@ def test_check_cases_in_16_bits(case, dtype):
     "size", [(0, 31, 123), (1, 520, 2049), (400, 31, 123), (7, 2880, 123), (5, 31, 50257), (3, 16, 128256)], ids=str
 )
 def test_sizes(size):
-    assert_right(Case("size", *size), torch.float32, "cpu")
+    assert_right(JsdCase("size", *size), torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-6, 0.3, 0.5, 1.0])
@@ -190,12 +190,12 @@ def test_ignored_tokens_may_be_computed_all_the_same(given):
             one,
         ),
     ):
-        models = [Model(logits=x.masked_fill(~kept[:, None], math.nan)) for x in (z, u)]
+        models = [JsdModel(logits=x.masked_fill(~kept[:, None], math.nan)) for x in (z, u)]
         if given == "top-k":
-            models[1] = Model()
-        call = Call(
+            models[1] = JsdModel()
+        call = JsdCall(
             *models, *(topk[:2] if given == "top-k" else (None, None)), None, None, None, (torch.float32,) * 2, (6,), 9,
-            *topk[2:], Options(hard_weight=0.3), False, (False,) * 8, WHOLE, False,
+            *topk[2:], JsdOptions(hard_weight=0.3), False, (False,) * 8, WHOLE, False,
         )  # fmt: skip
         with mock.patch.object(memory, "plan", return_value=4):
             wanted = [part.endswith("logits") for part in PARAMETERS]
@@ -291,7 +291,7 @@ def test_the_formula_holds(dtype, beta, hard):
     h.requires_grad_()
     w.requires_grad_()
     student, teacher = (Head(tokens, size, vocab, dtype, grad_hidden=g, grad_weight=g) for g in (True, False))
-    p = Problem(vocab, student, teacher, stash=True, hard=hard)
+    p = JsdProblem(vocab, student, teacher, stash=True, hard=hard)
     budget = memory.PLANNER.least(p, "") + 8 * MIB
     formula = memory.scratch_bytes(p, memory.plan(p, budget=budget))
     y = torch.randint(vocab, (tokens,))

@@ -13,7 +13,7 @@ from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.checks import CHECKER, plain_divergence
-from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.memory import Head, JsdProblem
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import jsd, linear_jsd
 from shared import aside, capture, without_synchronisation
@@ -250,7 +250,7 @@ def test_the_memory_formula_holds(size, columns, dtype, teacher):
     name = str(dtype).removeprefix("torch.")
     known = {"device": "cuda", "copied": 2 * vocab * hidden if columns and vocab % 8 else 0}
     wants = ({"grad_hidden": g, "grad_weight": g} for g in (True, teacher))
-    p = Problem(vocab, *(Head(tokens, hidden, vocab, name, **known, **grads) for grads in wants))
+    p = JsdProblem(vocab, *(Head(tokens, hidden, vocab, name, **known, **grads) for grads in wants))
     wanted = leaves if teacher else leaves[:2]
 
     def step():

@@ -8,7 +8,7 @@ from common_llp_jax import small_problem
 
 from onchip.jax import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs import reference
-from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
+from onchip.ops.linear_log_probs.cases import CHECK_CASES, LogProbsCase
 from onchip.ops.linear_log_probs.checks import CHECKER
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
@@ -44,14 +44,16 @@ def test_check_cases(name, dtype, entropy):
 
 @pytest.mark.parametrize("size", [(4097, 31, 123), (1, 31, 50257)], ids=str)
 def test_sizes(size):
-    assert_right(Case("size", *size))
+    assert_right(LogProbsCase("size", *size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "dtype"), [("hv", "float16")])
 def test_many_chunks(layout, dtype):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
-    case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, ids=3, ignored_ids=0.2, options={"softcap": 5.0})
+    case = LogProbsCase(
+        "chunks", 333, 40, 2500, bias=True, ignored=0.2, ids=3, ignored_ids=0.2, options={"softcap": 5.0}
+    )
     problem = Problem(333, 40, 2500, dtype, grad_bias=True, softcap=True, stats=True, compacted=True, ids=3)
     budget = memory.scratch_at_least(problem, "recompute")
     config = memory.plan(problem, "recompute", budget)

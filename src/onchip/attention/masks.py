@@ -24,7 +24,7 @@ OP = "attention"
 Array = Any
 
 
-class Arrays(NamedTuple):
+class MaskArrays(NamedTuple):
     """What masks need of a framework."""
 
     xp: Any
@@ -43,11 +43,11 @@ class Arrays(NamedTuple):
     """A NumPy array of the numbers, or None where there are none yet."""
 
 
-KNOWN: dict[str, Arrays] = {}
+KNOWN: dict[str, MaskArrays] = {}
 """By engine, those that were imported."""
 
 
-def arrays_of(like: Array) -> Arrays:
+def arrays_of(like: Array) -> MaskArrays:
     """Of the framework that an array is of."""
     name = "torch" if type(like).__module__.partition(".")[0] == "torch" else "xla"
     if name not in KNOWN:  # torch.compile can't trace an import
@@ -55,10 +55,10 @@ def arrays_of(like: Array) -> Arrays:
     return KNOWN[name]
 
 
-class Sizes(NamedTuple):
+class MaskSizes(NamedTuple):
     """What a mask is lowered for."""
 
-    of: Arrays
+    of: MaskArrays
     like: Array
     batch: int
     queries: int
@@ -98,10 +98,10 @@ class Mask:
 
         Make it once in a step, and pass it to each layer.
         """
-        sizes = Sizes(arrays_of(like), like, batch, queries, keys)
+        sizes = MaskSizes(arrays_of(like), like, batch, queries, keys)
         return self._ranges(sizes)._within(sizes)
 
-    def _ranges(self, sizes: Sizes) -> "Intervals":
+    def _ranges(self, sizes: MaskSizes) -> "Intervals":
         raise NotImplementedError
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -124,14 +124,14 @@ class Intervals(Mask):
     blocks: Array | None = None  # [B, Tq / tile, Tk / tile] bool, of `Blocked`
     tile: int = 0
 
-    def _ranges(self, sizes: Sizes) -> "Intervals":
+    def _ranges(self, sizes: MaskSizes) -> "Intervals":
         start, end = (
             sizes.given(f"Intervals.{name}", x, sizes.queries) for name, x in (("start", self.start), ("end", self.end))
         )
         stop = None if self.stop is None else sizes.given("Intervals.stop", self.stop, sizes.keys)
         return Intervals(start, end, stop, self.blocks, self.tile)
 
-    def _within(self, sizes: Sizes) -> "Intervals":
+    def _within(self, sizes: MaskSizes) -> "Intervals":
         """In int32, of queries and keys that there are."""
         start, end = (sizes.of.integers(x.clip(0, sizes.keys)) for x in (self.start, self.end))
         stop = None if self.stop is None else sizes.of.integers(self.stop.clip(0, sizes.queries))
@@ -156,7 +156,7 @@ class Both(Mask):
     a: Mask
     b: Mask
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         return self.a._ranges(sizes)._and(self.b._ranges(sizes), sizes.of.xp)
 
 
@@ -164,7 +164,7 @@ class Both(Mask):
 class Full(Mask):
     """Every query sees every key."""
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         rows = sizes.rows
         return Intervals(rows * 0, rows * 0 + sizes.keys)
 
@@ -175,7 +175,7 @@ class Causal(Mask):
 
     offset: int = 0
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         rows = sizes.rows
         return Intervals(rows * 0, rows + (self.offset + 1))
 
@@ -191,7 +191,7 @@ class Window(Mask):
     right: int | None = 0
     offset: int = 0
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         rows = sizes.rows + self.offset
         start = rows * 0 if self.left is None else rows - self.left
         return Intervals(start, rows * 0 + sizes.keys if self.right is None else rows + (self.right + 1))
@@ -223,7 +223,7 @@ class Documents(Mask):
         ids = of.count_not_above(ends, of.positions(cu_seqlens, tokens)[None])
         return Documents(ids, padding=ends.shape[1])
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         sizes.alike("Documents")
         of, ids = sizes.of, sizes.given("Documents.ids", self.ids, sizes.keys)
         start, end = _runs(of, _begins(of, ids, ids[..., 1:] != ids[..., :-1]))
@@ -243,7 +243,7 @@ class Chunked(Mask):
     within: Documents | None = None
     offset: int = 0
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         rows = sizes.rows + self.offset
         if self.within is None:
             start = rows - rows % self.size
@@ -263,7 +263,7 @@ class PrefixLM(Mask):
     lengths: Array  # [B], or by token [B, T]
     within: Documents | None = None
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         sizes.alike("PrefixLM")
         xp, rows = sizes.of.xp, sizes.rows
         shape = tuple(self.lengths.shape)
@@ -288,7 +288,7 @@ class Blocks(Mask):
 
     ids: Array  # [B, T] or [T]
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         sizes.alike("Blocks")
         of, ids = sizes.of, sizes.given("Blocks.ids", self.ids, sizes.keys)
         begins = _begins(of, ids, (ids[..., 1:] != ids[..., :-1]) | (ids[..., 1:] < 0))
@@ -304,7 +304,7 @@ class Tree(Mask):
 
     stop: Array  # [B, T] or [T]
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         sizes.alike("Tree")
         rows = sizes.rows
         return Intervals(rows * 0, rows + 1, sizes.given("Tree.stop", self.stop, sizes.keys))
@@ -317,7 +317,7 @@ class Blocked(Mask):
     blocks: Array  # [B, Tq / tile, Tk / tile] bool, or without B
     tile: int
 
-    def _ranges(self, sizes: Sizes) -> Intervals:
+    def _ranges(self, sizes: MaskSizes) -> Intervals:
         blocks = self.blocks[None] if len(self.blocks.shape) == 2 else self.blocks
         must = (-(-sizes.queries // self.tile), -(-sizes.keys // self.tile))
         if tuple(blocks.shape) not in ((1, *must), (sizes.batch, *must)):
@@ -383,12 +383,12 @@ def check_mask_values(mask: Mask) -> None:
             known.add(x)
 
 
-def _begins(of: Arrays, ids: Array, others: Array) -> Array:
+def _begins(of: MaskArrays, ids: Array, others: Array) -> Array:
     """[..., T] bool: whether a run begins, given whether one does at each of the `others`, the tokens but the first."""
     return of.xp.concatenate([ids[..., :1] == ids[..., :1], others], -1)
 
 
-def _runs(of: Arrays, begins: Array) -> tuple[Array, Array]:
+def _runs(of: MaskArrays, begins: Array) -> tuple[Array, Array]:
     """[..., T] int32: where each token's run starts and ends, given where runs begin."""
     tokens = begins.shape[-1]
     at = of.positions(begins, tokens)

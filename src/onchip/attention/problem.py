@@ -22,7 +22,7 @@ MOST_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """The options that are plain words and numbers, checked when made."""
 
     scale: float | None = None
@@ -43,7 +43,7 @@ class Options:
         require_bool(OP, "return_lse", self.return_lse)
 
 
-class Problem(NamedTuple):
+class AttentionProblem(NamedTuple):
     """The sizes of a call."""
 
     batch: int
@@ -60,7 +60,7 @@ class Problem(NamedTuple):
         return self.heads // self.key_heads
 
 
-def check_shapes(layout: str, shapes: Mapping[str, Sequence[int]]) -> Problem:
+def check_shapes(layout: str, shapes: Mapping[str, Sequence[int]]) -> AttentionProblem:
     """The sizes of a call, from the shapes of q, k, v and sinks, if there are any.
 
     Raises:
@@ -89,7 +89,7 @@ def check_shapes(layout: str, shapes: Mapping[str, Sequence[int]]) -> Problem:
     sinks = tuple(shapes.get("sinks", (heads,)))
     if sinks != (heads,):
         raise ValueError(f"{OP}: sinks must be [{heads}], a number for each head of q; got shape {list(sinks)}")
-    return Problem(batch, queries, keys, heads, key_heads, size, value_size)
+    return AttentionProblem(batch, queries, keys, heads, key_heads, size, value_size)
 
 
 def _named(layout: str, name: str, shape: tuple[int, ...], ndim: int) -> tuple[int, int, int, int]:
@@ -105,12 +105,12 @@ def _named(layout: str, name: str, shape: tuple[int, ...], ndim: int) -> tuple[i
     return batch, tokens, heads, size
 
 
-def scale_of(options: Options, p: Problem) -> float:
+def scale_of(options: AttentionOptions, p: AttentionProblem) -> float:
     """By default one over the root of the head size."""
     return 1 / math.sqrt(p.size) if options.scale is None else float(options.scale)
 
 
-def scratch_parts(p: Problem, dtype_bytes: int, rows: int, *, backward: bool, softcap: bool) -> dict[str, int]:
+def scratch_parts(p: AttentionProblem, dtype_bytes: int, rows: int, *, backward: bool, softcap: bool) -> dict[str, int]:
     """Bytes beside inputs and results that the plain path of PyTorch takes for blocks of so many queries."""
     total = max(4, dtype_bytes)
     scores = 2 + backward + softcap
@@ -128,7 +128,9 @@ def scratch_parts(p: Problem, dtype_bytes: int, rows: int, *, backward: bool, so
     return parts
 
 
-def rows_of_block(p: Problem, dtype_bytes: int, scratch_bytes: int | None, *, backward: bool, softcap: bool) -> int:
+def rows_of_block(
+    p: AttentionProblem, dtype_bytes: int, scratch_bytes: int | None, *, backward: bool, softcap: bool
+) -> int:
     """How many queries a block has, the same whatever is wanted of it.
 
     Raises:
@@ -146,6 +148,6 @@ def rows_of_block(p: Problem, dtype_bytes: int, scratch_bytes: int | None, *, ba
     return int(max(1, min(rows, MOST_ROWS, p.queries)))
 
 
-def least_scratch(p: Problem, dtype_bytes: int, *, backward: bool, softcap: bool) -> int:
+def least_scratch(p: AttentionProblem, dtype_bytes: int, *, backward: bool, softcap: bool) -> int:
     """Bytes in which one query fits."""
     return sum(scratch_parts(p, dtype_bytes, 1, backward=backward, softcap=softcap).values())

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from onchip.attention.masks import Array, Arrays, Intervals
+from onchip.attention.masks import Array, Intervals, MaskArrays
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """The ranges of tiles of so many tokens, [B, tiles] int32 each: what any token of a tile sees is in [first, last),
     and all see what is in [full_first, full_last).
     """
@@ -16,7 +16,7 @@ class Tiles(NamedTuple):
     full_last: Array
 
 
-def of_keys(of: Arrays, mask: Intervals, keys: int) -> tuple[Array, Array]:
+def of_keys(of: MaskArrays, mask: Intervals, keys: int) -> tuple[Array, Array]:
     """[B, Tk] int32 each: the queries that see each key are in [first, last).
 
     Exact where starts and ends never fall from one query to the next, as those of all masks but `Intervals` do; else
@@ -29,7 +29,7 @@ def of_keys(of: Arrays, mask: Intervals, keys: int) -> tuple[Array, Array]:
     return first, last if mask.stop is None else of.xp.minimum(last, mask.stop)
 
 
-def query_tiles(of: Arrays, mask: Intervals, rows: int) -> Tiles:
+def query_tiles(of: MaskArrays, mask: Intervals, rows: int) -> AttentionTiles:
     """Of tiles of `rows` queries: ranges of keys.  What `stop` hides may be anywhere, and then nothing is full."""
     xp = of.xp
     seen = mask.end > mask.start
@@ -40,16 +40,16 @@ def query_tiles(of: Arrays, mask: Intervals, rows: int) -> Tiles:
     if mask.stop is not None or mask.blocks is not None:
         full_first, full_last = first, first
     full_last = xp.maximum(full_first, full_last)
-    return Tiles(first, last, full_first, full_last)
+    return AttentionTiles(first, last, full_first, full_last)
 
 
-def key_tiles(of: Arrays, mask: Intervals, keys: int, columns: int) -> Tiles:
+def key_tiles(of: MaskArrays, mask: Intervals, keys: int, columns: int) -> AttentionTiles:
     """Of tiles of `columns` keys: ranges of queries."""
     first, last = of_keys(of, mask, keys)
     return query_tiles(of, Intervals(first, last, None, mask.blocks), columns)
 
 
-def _by_tile(of: Arrays, x: Array, rows: int, which: str) -> Array:
+def _by_tile(of: MaskArrays, x: Array, rows: int, which: str) -> Array:
     """[B, tiles]: the least or the largest of each tile's numbers [B, T]."""
     batch, tokens = x.shape
     x = of.xp.concatenate([x] + [x[:, -1:]] * (-tokens % rows), 1)  # the last token's again

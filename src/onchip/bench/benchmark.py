@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onchip.bench.harness import Op
+from onchip.bench.harness import BenchedOp
 from onchip.bench.peers import IGNORED, Function
 from onchip.bench.timing import Step
 from onchip.oracle.cases import draw_target, ignore_some, target_logit
@@ -19,7 +19,7 @@ CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
-class Problem:
+class BenchProblem:
     """Inputs of one case, in the dtype and on the device of the run."""
 
     case: Any
@@ -44,16 +44,16 @@ class Reference:
 
 
 @dataclass
-class Benchmark(Op):
-    """The benchmark of a loss in one framework; `fw` stands for the framework's adapter, `make` for a `Problem`."""
+class Benchmark(BenchedOp):
+    """Of a loss in one framework; `fw` stands for the framework's adapter, `make` for a `BenchProblem`."""
 
     rows: Callable[..., tuple[Any, ...]]
     """`rows(fw, logits, *others, **options)`: the values of each token, of which the loss is the sum."""
     leaves: Sequence[str] = ("hidden", "weight")
-    forward: Callable[[Problem], Sequence[str]] = lambda problem: ("loss",)
+    forward: Callable[[BenchProblem], Sequence[str]] = lambda problem: ("loss",)
     """The names of what 'forward' returns: a mean loss, or values of each token."""
 
-    def leaves_of(self, problem: Problem) -> Sequence[str]:
+    def leaves_of(self, problem: BenchProblem) -> Sequence[str]:
         """The names of the arrays that get a gradient: of a frozen layer hidden alone."""
         return self.leaves[:1] if getattr(problem.case, "frozen", False) else self.leaves
 
@@ -61,7 +61,7 @@ class Benchmark(Op):
     def of_logits(self) -> bool:
         return tuple(self.leaves) == ("logits",)
 
-    def plain_steps(self, problem: Problem, function: Function) -> Mapping[str, Step]:
+    def plain_steps(self, problem: BenchProblem, function: Function) -> Mapping[str, Step]:
         """The steps of a function of the problem's arrays and options."""
 
         def of_columns(logits: Any, *others: Any) -> Any:
@@ -73,7 +73,7 @@ class Benchmark(Op):
         steps: Mapping[str, Step] = self.fw.steps(given, problem.arrays, leaves)
         return steps
 
-    def floor(self, problem: Problem, mode: str) -> Step:
+    def floor(self, problem: BenchProblem, mode: str) -> Step:
         """The matrix products alone, of the tokens that count.  For logits, a copy that moves the same bytes: the loss
         reads them once, and in 'forward+backward' writes them once."""
         first, second, *others = problem.arrays
@@ -89,7 +89,7 @@ class Benchmark(Op):
             step = self.fw.products(mode, first, second, *constants, frozen=frozen)
         return step
 
-    def reference(self, problem: Problem) -> Reference:
+    def reference(self, problem: BenchProblem) -> Reference:
         """In the framework's float64, by its derivative of the definition.
 
         Bounds are in float32 those of a random walk of rounding errors over the sums, in 16 bits twice the errors of
@@ -116,7 +116,7 @@ class Benchmark(Op):
             limits |= {name: max(limits[name], eps) for name in forward}
         return Reference(values, limits, len(forward))
 
-    def _values(self, problem: Problem) -> list[Any]:
+    def _values(self, problem: BenchProblem) -> list[Any]:
         """The values of 'forward' and the gradients of the leaves, a chunk of tokens at a time."""
         fw, (first, *others) = self.fw, problem.arrays  # hidden or logits
         weight = None if self.of_logits else fw.wide(others.pop(0))

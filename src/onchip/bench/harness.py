@@ -26,7 +26,7 @@ def adapter(framework: str) -> Any:
 
 
 @dataclass
-class Op(ABC):
+class BenchedOp(ABC):
     """The benchmark of an op in one framework, which is imported when an attribute needs it."""
 
     framework: str
@@ -103,7 +103,7 @@ def sizes_of(case: Any) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BenchRow:
     """One implementation in one mode on one case.  A wrong result has neither time nor memory."""
 
     op: str
@@ -149,7 +149,7 @@ class NotRun:
 class Outcome:
     """What a run found, in the order of cases, modes and implementations."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
     interrupted: bool = False
     """Before the last case was done, by the user or by `failure`."""
@@ -168,7 +168,7 @@ class Outcome:
 
 def run_cases(
     name: str,
-    op: Op,
+    op: BenchedOp,
     *,
     cases: Sequence[str],
     implementations: Sequence[Implementation],
@@ -178,7 +178,7 @@ def run_cases(
     console: Console,
     date: str,
     modes: Sequence[str] | None = None,  # all
-    show: Callable[[Sequence[Row], Outcome], None] = lambda rows, outcome: None,
+    show: Callable[[Sequence[BenchRow], Outcome], None] = lambda rows, outcome: None,
     world: Alone = ALONE,
 ) -> Outcome:
     """Run `implementations` of the op called `name` on its `cases`, one case after the other; `show` gets the rows of
@@ -241,7 +241,7 @@ class _CaseRun:
     """One case: what it is run with, and where its rows go."""
 
     name: str
-    op: Op
+    op: BenchedOp
     case: str
     device: str
     dtype: str
@@ -326,7 +326,7 @@ class _CaseRun:
                 self.give_up(c.impl, mode, one_line(e))
                 continue
             self.tick(f"memory of {mode}")
-            row = Row(
+            row = BenchRow(
                 op=self.name,
                 case=self.case,
                 sizes=sizes_of(self.op.CASES[self.case]),
@@ -383,7 +383,7 @@ def within(errors: Errors) -> bool:
 
 
 def judged(errors: Errors) -> dict[str, Any]:
-    """The fields of a `Row` that say how right it is."""
+    """The fields of a `BenchRow` that say how right it is."""
     finite = {name: error if math.isfinite(error) else None for name, (error, _) in errors.items()}
     name = max(errors, key=lambda name: _closeness(errors[name]))
     bounds = {name: bound for name, (_, bound) in errors.items()}

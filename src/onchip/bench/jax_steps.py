@@ -68,7 +68,7 @@ def parameter(x: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Step:
+class JaxStep:
     """A function of arrays, compiled when it is first needed, and its arguments."""
 
     function: Callable[..., Any]
@@ -91,7 +91,7 @@ class Step:
 
 def steps(
     function: Callable[..., Any], arguments: tuple[Array, ...], leaves: int, upstream: tuple[Array, ...] = ()
-) -> dict[str, Step]:
+) -> dict[str, JaxStep]:
     """As PyTorch's."""
 
     def forward(*arguments: Array) -> list[Array]:
@@ -104,10 +104,10 @@ def steps(
         # As an optimizer takes them: tokamax's 'xla' returns float32 ones.
         return [*made, *(g.astype(x.dtype) for g, x in zip(gradients, first, strict=True))]
 
-    return {"forward": Step(forward, arguments), "forward+backward": Step(both, (arguments, upstream))}
+    return {"forward": JaxStep(forward, arguments), "forward+backward": JaxStep(both, (arguments, upstream))}
 
 
-def gradient_alone(function: Callable[..., Any], arguments: tuple[Array, ...], which: int, upstream: Array) -> Step:
+def gradient_alone(function: Callable[..., Any], arguments: tuple[Array, ...], which: int, upstream: Array) -> JaxStep:
     """As PyTorch's: what this gradient doesn't need, forward included, XLA leaves out."""
 
     def alone(arguments: tuple[Array, ...], upstream: Array) -> list[Array]:
@@ -115,30 +115,30 @@ def gradient_alone(function: Callable[..., Any], arguments: tuple[Array, ...], w
         _, pullback = jax.vjp(lambda x: function(*before, x, *after), own)
         return [pullback(upstream)[0].astype(own.dtype)]
 
-    return Step(alone, (arguments, upstream))
+    return JaxStep(alone, (arguments, upstream))
 
 
-def without_gradients(function: Callable[..., list[Array]], *arguments: Array) -> Step:
+def without_gradients(function: Callable[..., list[Array]], *arguments: Array) -> JaxStep:
     """As PyTorch's."""
-    return Step(function, arguments)
+    return JaxStep(function, arguments)
 
 
 def products(
     mode: str, hidden: Array, weight: Array, *constants: tuple[Array, Array], frozen: bool = False
 ) -> Callable[[], Sequence[Array]]:
     """As PyTorch's, each compiled by itself."""
-    logits, *others = (Step(lambda h, w: h @ w.T, pair) for pair in ((hidden, weight), *constants))
+    logits, *others = (JaxStep(lambda h, w: h @ w.T, pair) for pair in ((hidden, weight), *constants))
     if mode == "forward":
         return lambda: [logits(), *(other() for other in others)]
     g = logits()
-    to_hidden, to_weight = Step(lambda g, w: g @ w, (g, weight)), Step(lambda g, h: g.T @ h, (g, hidden))
+    to_hidden, to_weight = JaxStep(lambda g, w: g @ w, (g, weight)), JaxStep(lambda g, h: g.T @ h, (g, hidden))
     gradients = [to_hidden, *([] if frozen else [to_weight])]
     return lambda: [logits(), *(other() for other in others), *(made() for made in gradients)]
 
 
-def copies(x: Array, rows: int) -> Step:
+def copies(x: Array, rows: int) -> JaxStep:
     """Reads and writes the first `rows`."""
-    return Step(lambda x: [jnp.copy(x[:rows])], (x,))
+    return JaxStep(lambda x: [jnp.copy(x[:rows])], (x,))
 
 
 # ------------------------------------------------------------------------------------------------- time and memory
@@ -171,21 +171,21 @@ def time_once(step: timing.Step, device: str) -> float:
 time_interleaved = partial(timing.time_interleaved, time_once)
 
 
-def peak_extra_bytes(step: Step, *, device: str) -> int:
+def peak_extra_bytes(step: JaxStep, *, device: str) -> int:
     """Peak of the step's temporary memory, as XLA has planned it."""
     planned: Any = step.compilation[0].memory_analysis()
     return int(planned.temp_size_in_bytes)
 
 
-def host_ms(step: Step) -> None:
+def host_ms(step: JaxStep) -> None:
     """Not measured: a jitted step is one call."""
 
 
-def kernels(step: Step, device: str) -> None:
+def kernels(step: JaxStep, device: str) -> None:
     """Not counted."""
 
 
-def compile_seconds(step: Step) -> float:
+def compile_seconds(step: JaxStep) -> float:
     """How long tracing and compiling took."""
     return step.compilation[1]
 

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from onchip.bench import report
-from onchip.bench.harness import NotRun, Outcome, Row, judged, progress_bar, sizes_of
-from onchip.bench.lengths_process import Asked, implementations
+from onchip.bench.harness import BenchRow, NotRun, Outcome, judged, progress_bar, sizes_of
+from onchip.bench.lengths_process import AskedLengths, implementations
 from onchip.bench.peers import Implementation
 from onchip.bench.timing import Timing
 
@@ -35,7 +35,7 @@ _STEPS, _FIRST_STEPS = 9, 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthsRow(Row):
+class LengthsRow(BenchRow):
     """Calls of one kind: `median_ms` and the like are the caller's time, from the call until the device is done.
 
     `floor_ms` is the mean of the device's time of the same calls, and `ratio_to_floor` that of the means.
@@ -83,7 +83,7 @@ def run_cases(
                     def tell(doing: str, what: str = what) -> None:
                         progress.update(task, advance=1, description=f"{what}, {doing}", refresh=True)
 
-                    asked = Asked(name, case, impl.name, device, dtype, NUMBER)
+                    asked = AskedLengths(name, case, impl.name, device, dtype, NUMBER)
                     try:
                         if reason := impl.unavailable(device, dtype):
                             raise RuntimeError(reason)
@@ -96,7 +96,7 @@ def run_cases(
     return outcome
 
 
-def _measure(asked: Asked, tell: Callable[[str], None]) -> dict[str, Any]:
+def _measure(asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
     """What the processes found; raises RuntimeError with what one said that failed."""
     with tempfile.TemporaryDirectory() as caches:
         found = _in_process(asked, caches, lambda doing: tell(f"empty cache, {doing}"))
@@ -105,7 +105,7 @@ def _measure(asked: Asked, tell: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
-def _in_process(asked: Asked, caches: str, tell: Callable[[str], None]) -> dict[str, Any]:
+def _in_process(asked: AskedLengths, caches: str, tell: Callable[[str], None]) -> dict[str, Any]:
     of_caches = {f"{name}_CACHE_DIR": str(Path(caches) / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
     command = [sys.executable, "-m", "onchip.bench.lengths_process"]
     with tempfile.TemporaryFile("w+") as errors:
@@ -135,7 +135,7 @@ def _in_process(asked: Asked, caches: str, tell: Callable[[str], None]) -> dict[
         raise RuntimeError(lines[-1] if lines else f"its process ended with {process.returncode}")
 
 
-def _rows(asked: Asked, found: Mapping[str, Any], date: str) -> list[LengthsRow]:
+def _rows(asked: AskedLengths, found: Mapping[str, Any], date: str) -> list[LengthsRow]:
     """A row for each kind of calls; a wrong result has no times."""
     errors = {name: (math.nan if error is None else error, bound) for name, (error, bound) in found["errors"].items()}
     judgement = judged(errors)

@@ -1,7 +1,7 @@
 """One implementation in a process of its own: its first calls, and then calls of ever new lengths.
 
-Run as a module it takes a pickled `Asked` from its standard input, and prints lines of JSON: what it does, and at the
-end what it found.
+Run as a module it takes a pickled `AskedLengths` from its standard input, and prints lines of JSON: what it does,
+and at the end what it found.
 """
 
 import json
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from onchip.bench.harness import Op
+from onchip.bench.harness import BenchedOp
 from onchip.bench.peers import Implementation, no_compiler
 from onchip.bench.timing import Step
 from onchip.registry import OPS
@@ -28,7 +28,7 @@ _EAGER = "torch eager, float32 logits", "torch eager", "torch nn.Linear", "torch
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedLengths:
     """What one process measures."""
 
     op: str
@@ -40,7 +40,7 @@ class Asked:
     """Of lengths; 0: the first calls alone."""
 
 
-def implementations(op: Op, device: str, dtype: str) -> list[Implementation]:
+def implementations(op: BenchedOp, device: str, dtype: str) -> list[Implementation]:
     """Ours by its default, the framework's plain expression, the same compiled for any length, and Liger's."""
     by_name = {impl.name: impl for impl in op.IMPLEMENTATIONS}
     found = [by_name[name] for name in ("onchip auto",) if name in by_name]
@@ -98,7 +98,7 @@ def _first(x: Any, rows: int) -> Any:
     return x.detach()[:rows].requires_grad_(x.requires_grad)
 
 
-def measure(asked: Asked, op: Op, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure(asked: AskedLengths, op: BenchedOp, tell: Callable[[str], None]) -> dict[str, Any]:
     """Milliseconds of each call by what it stands for, and what the result was found to be."""
     fw, device = op.fw, asked.device
     impl = next(x for x in implementations(op, device, asked.dtype) if x.name == asked.impl)
@@ -149,7 +149,7 @@ def measure(asked: Asked, op: Op, tell: Callable[[str], None]) -> dict[str, Any]
 
 
 def main() -> None:
-    asked: Asked = pickle.load(sys.stdin.buffer)
+    asked: AskedLengths = pickle.load(sys.stdin.buffer)
 
     def say(**said: Any) -> None:
         print(json.dumps(said), flush=True)

@@ -22,11 +22,11 @@ class _Document(TypedDict):
     """What a results file holds, beside what an op adds to it."""
 
     environment: dict[str, Any]
-    rows: list[harness.Row]
+    rows: list[harness.BenchRow]
     not_run: list[harness.NotRun]
 
 
-def benchmark_of(op: str, framework: str, world: int | None = None) -> harness.Op:
+def benchmark_of(op: str, framework: str, world: int | None = None) -> harness.BenchedOp:
     """The op's benchmark, in one process or in the ranks of `--world`.
 
     Raises:
@@ -46,9 +46,9 @@ def benchmark_of(op: str, framework: str, world: int | None = None) -> harness.O
     return made
 
 
-def benchmark_named(op: str, name: str) -> harness.Op | None:
+def benchmark_named(op: str, name: str) -> harness.BenchedOp | None:
     """Of "TORCH", "JAX" and "WORLD", those that the op has."""
-    made: harness.Op | None = getattr(OPS[op].entry("bench"), name, None)
+    made: harness.BenchedOp | None = getattr(OPS[op].entry("bench"), name, None)
     return made
 
 

@@ -167,7 +167,7 @@ def run_cases(op: str, ranks: int, *, implementations: list[str], console: Conso
 
 def _run_rank(op: str, options: Mapping[str, Any], stderr: bool, path: str) -> None:
     """The harness in this rank; the first writes to `path` what is found, case by case."""
-    target: harness.Op = OPS[op].entry("bench:WORLD")
+    target: harness.BenchedOp = OPS[op].entry("bench:WORLD")
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     device = options["device"]
     if device == "cpu":

@@ -8,7 +8,7 @@ WeightLayout = Literal["nk", "kn"]
 LAYOUTS = get_args(WeightLayout)
 
 
-class Sizes(NamedTuple):
+class CollectiveSizes(NamedTuple):
     """The sizes of a call on one rank."""
 
     ranks: int
@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
     k: int
 
 
-def check_shapes(op: str, shapes: Mapping[str, Sequence[int]], ranks: int, layout: str = "nk") -> Sizes:
+def check_shapes(op: str, shapes: Mapping[str, Sequence[int]], ranks: int, layout: str = "nk") -> CollectiveSizes:
     """The sizes of a call, from the shapes of its arguments by name, of which the tokens are the first.
 
     Raises:
@@ -47,7 +47,7 @@ def check_shapes(op: str, shapes: Mapping[str, Sequence[int]], ranks: int, layou
     rows = 1
     for size in x[:-1]:
         rows *= size
-    return Sizes(ranks, rows if op == GATHER else rows // ranks, n, k)
+    return CollectiveSizes(ranks, rows if op == GATHER else rows // ranks, n, k)
 
 
 # ------------------------------------------------------------------------------------------------ memory and messages
@@ -67,7 +67,7 @@ class Cost(NamedTuple):
 
 
 def cost(
-    op: str, s: Sizes, bytes_each: int, *, gradients: bool, weight_bytes: int, keep_gathered: bool = False
+    op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, weight_bytes: int, keep_gathered: bool = False
 ) -> Cost:
     """What a call takes, in a dtype of so many bytes; a weight's gradient is of `weight_bytes` each."""
     total = max(bytes_each, 4)
@@ -88,13 +88,13 @@ def cost(
     return Cost(kept, forward, backward if gradients else {}, sent)
 
 
-def blocks(s: Sizes, columns: int, bytes_each: int) -> dict[str, int]:
+def blocks(s: CollectiveSizes, columns: int, bytes_each: int) -> dict[str, int]:
     """One block that is worked on, and one that arrives."""
     count = min(s.ranks - 1, 2)
     return {"blocks of other ranks": count * bytes_each * s.rows * columns} if count else {}
 
 
-def sums(s: Sizes, columns: int, bytes_each: int) -> dict[str, int]:
+def sums(s: CollectiveSizes, columns: int, bytes_each: int) -> dict[str, int]:
     """A block's sum that leaves, one that arrives, and the product that is computed."""
     count = 3 if s.ranks > 1 else 1
     return {"sums of blocks in float32": count * bytes_each * s.rows * columns}

@@ -17,7 +17,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _SAID = 256
 
 
-class Ring(NamedTuple):
+class ProcessRing(NamedTuple):
     """The ranks of a group, in their order, as an operator's arguments, and what moves their blocks."""
 
     group: str
@@ -32,7 +32,7 @@ def process_group(name: str) -> Any:
     return c10d._resolve_process_group(name)
 
 
-def blocks(ring: Ring, x: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+def blocks(ring: ProcessRing, x: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
     """Each rank's number and its block x: one's own first, then that of the rank before, and so on around the ring.
 
     While the caller works on a block, the next one arrives.  A block is there until the iterator is asked for the next,
@@ -59,7 +59,7 @@ def blocks(ring: Ring, x: Tensor, into: Tensor | None = None) -> Iterator[tuple[
         spare, here = (here if step > 0 else None), arriving
 
 
-def reduced(ring: Ring, product: Callable[[int, Tensor], None], like: Tensor) -> Tensor:
+def reduced(ring: ProcessRing, product: Callable[[int, Tensor], None], like: Tensor) -> Tensor:
     """The sum over all ranks of product(this rank's number): of memory as `like`, which is the first of its buffers.
 
     product(number, out) computes this rank's addend for a rank.  The sum for a rank begins at the rank after it and
@@ -82,7 +82,7 @@ def reduced(ring: Ring, product: Callable[[int, Tensor], None], like: Tensor) ->
     return here
 
 
-def _exchange(ring: Ring, send: Tensor, receive: Tensor) -> list[Any]:
+def _exchange(ring: ProcessRing, send: Tensor, receive: Tensor) -> list[Any]:
     """Begin to send to the next rank, and to receive from the one before."""
     if send.numel() == 0:
         return []
@@ -103,7 +103,7 @@ def _wait(exchange: list[Any]) -> None:
 # --------------------------------------------------------------------------------------------------------- the checks
 
 
-def ring_of(op: str, group: Any) -> Ring:
+def ring_of(op: str, group: Any) -> ProcessRing:
     """The ring of a process group, or, for None, of all processes.
 
     Raises:
@@ -122,7 +122,7 @@ def ring_of(op: str, group: Any) -> Ring:
                 f"{type(group).__name__}{remedy}"
             )
     made: Any = dist.group.WORLD if group is None else group
-    return Ring(made.group_name, made.rank(), made.size())
+    return ProcessRing(made.group_name, made.rank(), made.size())
 
 
 def backend_of(group: str, device: str) -> str | None:
@@ -136,7 +136,7 @@ def backend_of(group: str, device: str) -> str | None:
 backend_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def refusal(ring: Ring, device: torch.device) -> str | None:
+def refusal(ring: ProcessRing, device: torch.device) -> str | None:
     """Why the ring can't serve a call on this device, or None."""
     if device.type == "meta":
         return None
@@ -151,7 +151,7 @@ def refusal(ring: Ring, device: torch.device) -> str | None:
     )
 
 
-def check_alike(op: str, ring: Ring, said: str, device: torch.device) -> None:
+def check_alike(op: str, ring: ProcessRing, said: str, device: torch.device) -> None:
     """Raise ValueError on every rank unless all say the same of their calls.  It waits for the device."""
     if ring.ranks == 1:
         return

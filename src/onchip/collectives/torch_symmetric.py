@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onchip.collectives.torch_ring import Ring, process_group
+from onchip.collectives.torch_ring import ProcessRing, process_group
 from onchip.kernels.triton.launch import constant_to_compiler, device_of, device_refusal
 
 # A buffer: its flags in int32 and at last a 1, then blocks.
@@ -78,7 +78,7 @@ def free_buffers(group: "dist.ProcessGroup | None" = None) -> None:
 
 
 def linear_of_all(
-    ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, whole: bool = False
+    ring: ProcessRing, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, whole: bool = False
 ) -> Tensor:
     """out = all ranks' x [rows, C] @ weight [C, N] + bias, each row as soon as it is there.
 
@@ -110,7 +110,7 @@ def linear_of_all(
     return blocks
 
 
-def gathered(ring: Ring, x: Tensor) -> Tensor:
+def gathered(ring: ProcessRing, x: Tensor) -> Tensor:
     """All ranks' x, [ranks, *x.shape]; it stays until the group's next call."""
     x = x.contiguous()
     buffer = _opened(ring, x, ring.ranks * x.nbytes)
@@ -124,7 +124,7 @@ def gathered(ring: Ring, x: Tensor) -> Tensor:
     return buffer.blocks(ring.rank, shape, x.dtype)
 
 
-def reduced(ring: Ring, product: Callable[[int, Tensor], None], bias: Tensor | None, out: Tensor) -> None:
+def reduced(ring: ProcessRing, product: Callable[[int, Tensor], None], bias: Tensor | None, out: Tensor) -> None:
     """out [rows, N] = the sum over all ranks of product(this rank's number), and bias; rounded once.
 
     product(number, out) computes this rank's addend for a rank, in float32.  Addends are added in the order rank + 1,
@@ -154,7 +154,7 @@ def reduced(ring: Ring, product: Callable[[int, Tensor], None], bias: Tensor | N
         launches.add_blocks(addends, bias, out, ring.rank).run()
 
 
-def _opened(ring: Ring, x: Tensor, size: int) -> _Buffer:
+def _opened(ring: ProcessRing, x: Tensor, size: int) -> _Buffer:
     """The group's buffer of this size, free for a call in the current stream."""
     buffer = _buffer(ring, x.device, size)
     # The order of a graph's replays is the caller's.
@@ -190,7 +190,7 @@ def _set(buffer: _Buffer, flags: Tensor, i: int) -> None:
 # --------------------------------------------------------------------------------------------------------- the buffers
 
 
-def _buffer(ring: Ring, device: torch.device, size: int) -> _Buffer:
+def _buffer(ring: ProcessRing, device: torch.device, size: int) -> _Buffer:
     """The buffer of this size, rounded up to a power of two; made when it is first asked for, by all ranks together."""
     key = _Key(device.index, max(_SMALLEST, 1 << (size + _HEAD - 1).bit_length()))
     of_group = _BUFFERS.setdefault(process_group(ring.group), {})
@@ -200,7 +200,7 @@ def _buffer(ring: Ring, device: torch.device, size: int) -> _Buffer:
     return found
 
 
-def _made(ring: Ring, device: torch.device, size: int) -> _Buffer:
+def _made(ring: ProcessRing, device: torch.device, size: int) -> _Buffer:
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "collective_matmul: backend 'symmetric' makes its buffers in the first call of a size, which a CUDA graph "
@@ -240,7 +240,7 @@ def _no_multicast() -> Iterator[None]:
             os.environ[_NO_MULTICAST] = before
 
 
-def refusal(ring: Ring, device: torch.device, dtype: torch.dtype) -> str | None:
+def refusal(ring: ProcessRing, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this can't serve a call, or None.  Whether ranks map each other's memory shows in the first call."""
     if device.type != "cuda":
         return f"it runs on CUDA tensors, not on {device.type!r}"

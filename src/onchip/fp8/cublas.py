@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.fp8.torch_quantize import Quantized
+from onchip.fp8.torch_quantize import TorchQuantized
 from onchip.frontend import torch_prepared as stated
 
 _COMPUTE_32F = 68  # cublasComputeType_t
@@ -43,8 +43,8 @@ class _Found(ctypes.Structure):
 
 
 def added(
-    a: Quantized,  # [M, C], 1x128 scales
-    b: Quantized,  # [N, C]
+    a: TorchQuantized,  # [M, C], 1x128 scales
+    b: TorchQuantized,  # [N, C]
     by_block: bool,  # b's scales are 128x128, else 1x128
     out: Tensor,  # [M, N] float32, contiguous
 ) -> bool:

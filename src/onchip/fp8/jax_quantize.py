@@ -14,7 +14,7 @@ ROWS = 8
 """An operand of a product has a multiple of so many rows."""
 
 
-class Quantized(NamedTuple):
+class JaxQuantized(NamedTuple):
     """FP8 numbers, and the scales of groups of them; as an operand of a product, rows along the sum."""
 
     data: jax.Array  # [R, C], up to whole groups and 0 there; of an operand R is a multiple of ROWS and C of 128
@@ -23,27 +23,27 @@ class Quantized(NamedTuple):
 
 def quantize(
     x: Any, group: tuple[int, int], fmt: str = "e4m3", scale: str = "float32", multiple: tuple[int, int] = (1, 1)
-) -> Quantized:
+) -> JaxQuantized:
     """x [R, C] in groups of `group`; the result has rows and columns in such multiples besides."""
     rows, columns = (up(up(n, g), m) for n, g, m in zip(x.shape, group, multiple, strict=True))
     padded = jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
     groups = _cut(padded, group).astype(jnp.float32)
     scales = _to_scale(_largest(padded, group), fmt, scale)
     data = (groups * _inverse(scales)).astype(FP8[fmt]).reshape(rows, columns)
-    return Quantized(data, scales[:, 0, :, 0])
+    return JaxQuantized(data, scales[:, 0, :, 0])
 
 
-def operand(x: Any, fmt: str, scale: str, *, turned: bool = False, by_block: bool = False) -> Quantized:
+def operand(x: Any, fmt: str, scale: str, *, turned: bool = False, by_block: bool = False) -> JaxQuantized:
     """x [R, C], or its transpose, for a product along the rows: with scales of 1x128, or `by_block` of 128x128."""
     if len(x) == 0:
         x = jnp.zeros((1, x.shape[1]), x.dtype)
     # Transposed before, in its own dtype, there would be another copy.
     group, multiple = (COLUMN, (1, ROWS)) if turned else (ROW, (ROWS, 1))
     q = quantize(x, SQUARE if by_block else group, fmt, scale, multiple)
-    return Quantized(q.data.T, q.scales) if turned else Quantized(q.data, q.scales.T)
+    return JaxQuantized(q.data.T, q.scales) if turned else JaxQuantized(q.data, q.scales.T)
 
 
-def dequantize(q: Quantized, *, by_block: bool) -> Any:
+def dequantize(q: JaxQuantized, *, by_block: bool) -> Any:
     """The numbers in float32, with the zeros that pad them."""
     # Without a barrier XLA leaves out both conversions on a GPU (xla_allow_excess_precision), and nothing is in FP8.
     data = lax.optimization_barrier(q.data).astype(jnp.float32)

@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.fp8.jax_quantize import ROWS, Quantized
+from onchip.fp8.jax_quantize import ROWS, JaxQuantized
 from onchip.fp8.numbers import BLOCK, up
 from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.product import (
@@ -28,8 +28,8 @@ from onchip.kernels.mosaic.product import (
     MosaicConfig,
     Part,
     Product,
+    ProductStep,
     Promotion,
-    Step,
     load_block,
     send_to,
 )
@@ -43,8 +43,8 @@ _CONFIGS = {True: replace(CONFIG, in_flight=1), False: CONFIG}
 
 
 def scaled_product(
-    a: Quantized,  # [M, K]
-    b: Quantized,  # [N, K]
+    a: JaxQuantized,  # [M, K]
+    b: JaxQuantized,  # [N, K]
     bias: Array | None = None,  # [N] float32
     *,
     by_block: bool,  # b has scales of 128x128 blocks
@@ -72,7 +72,7 @@ def scaled_product(
     def tiles(refs: Refs) -> tuple[int, int, int]:
         return -(-m // c.tile_m), -(-n // c.tile_n), k // BLOCK
 
-    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any, a_scales: Any, b_scales: Any) -> None:
+    def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any, a_scales: Any, b_scales: Any) -> None:
         rows, columns = s.i * c.tile_m, s.j * c.tile_n
         load_block(refs["a"], rows, c.tile_m, s.k * BLOCK, BLOCK, a, barrier)
         load_block(refs["b"], columns, c.tile_n, s.k * BLOCK, BLOCK, b, barrier)

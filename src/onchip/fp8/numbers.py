@@ -22,7 +22,7 @@ SCALES = get_args(Scale)
 
 
 @dataclass(frozen=True)
-class Options:
+class Fp8Options:
     """The options that are plain words, checked when made."""
 
     grad_dtype: GradDtype = "e4m3"
@@ -44,7 +44,7 @@ def blocks(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Fp8Problem:
     """One layer: rows M of [M, K] by [N, K].  Sizes in elements, the inputs' dtype by name."""
 
     m: int
@@ -63,18 +63,18 @@ def block_quantized_bytes(rows: int, columns: int) -> int:
     return rows * up(columns) + 4 * blocks(rows) * up(blocks(columns), SCALE_MULTIPLE)
 
 
-def saved_bytes(p: Problem) -> int:
+def saved_bytes(p: Fp8Problem) -> int:
     """Bytes that a layer keeps from forward to backward, transposed and in FP8: x for the weight's gradient, and the
     weight for x's.
     """
     return quantized_bytes(p.k, p.m) + block_quantized_bytes(p.k, p.n)
 
 
-def weight_bytes(p: Problem) -> int:
+def weight_bytes(p: Fp8Problem) -> int:
     """Bytes of both copies of a weight: for the output, and transposed for x's gradient."""
     return block_quantized_bytes(p.n, p.k) + block_quantized_bytes(p.k, p.n)
 
 
-def gradient_bytes(p: Problem) -> int:
+def gradient_bytes(p: Fp8Problem) -> int:
     """Bytes of the output's gradient in FP8, for both of backward's products."""
     return quantized_bytes(p.m, p.n) + quantized_bytes(p.n, p.m)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onchip.fp8 import torch_quantize
 from onchip.fp8.numbers import SCALE_MULTIPLE, Scale, blocks, up
-from onchip.fp8.torch_quantize import FP8, Quantized, empty
+from onchip.fp8.torch_quantize import FP8, TorchQuantized, empty
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_register import are_plain, inside_operator
@@ -92,12 +92,12 @@ class Copies(NamedTuple):
     turned_scales: Tensor | None
 
     @property
-    def operand(self) -> Quantized:
+    def operand(self) -> TorchQuantized:
         """The matrix."""
-        return Quantized(self.rows, self.row_scales)
+        return TorchQuantized(self.rows, self.row_scales)
 
 
-def quantizer(backend: str) -> Callable[..., tuple[Quantized | None, Quantized | None]]:
+def quantizer(backend: str) -> Callable[..., tuple[TorchQuantized | None, TorchQuantized | None]]:
     """`torch_quantize.quantize` or the kernel's: both make the same bits; the kernel reads a matrix once."""
     if backend == "dequantize":
         return torch_quantize.quantize

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onchip.fp8 import cublas
 from onchip.fp8.numbers import BLOCK, SCALE_MULTIPLE, blocks, up
-from onchip.fp8.torch_quantize import Quantized, dequantize
+from onchip.fp8.torch_quantize import TorchQuantized, dequantize
 from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 
@@ -31,8 +31,8 @@ def product_of(backend: str) -> Callable[..., Tensor]:
 
 def multiply(
     backend: str,
-    a: Quantized | None,  # [M, C], 1x128 scales
-    b: Quantized | None,  # [N, C]
+    a: TorchQuantized | None,  # [M, C], 1x128 scales
+    b: TorchQuantized | None,  # [N, C]
     *,
     by_block: bool,  # b's scales are 128x128, else 1x128
     dtype: torch.dtype,
@@ -48,7 +48,7 @@ def multiply(
 
 
 def dequantized_product(
-    a: Quantized, b: Quantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
+    a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
     """As `multiply`, of float32 copies of the operands, a chunk of rows of each at a time."""
     stated.refuse("products are of float32 copies, made part by part")
@@ -110,7 +110,7 @@ def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | 
 
 
 def scaled_mm_product(
-    a: Quantized, b: Quantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
+    a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
     """As `multiply`, by cuBLAS.  Ragged sizes are padded with rows of zeros, and what they make is cut off."""
     if add_to is not None and cublas.added(a, b, by_block, add_to):
@@ -144,13 +144,13 @@ def scaled_mm_product(
     return stated.converted(made, lambda x: x.to(dtype).contiguous())
 
 
-def _pad(q: Quantized, rows: int, *, by_block: bool) -> Quantized:
+def _pad(q: TorchQuantized, rows: int, *, by_block: bool) -> TorchQuantized:
     """The operand with rows of zeros at the end."""
     more = rows - len(q.data)
     if more == 0:
         return q
     data = stated.call(F.pad, q.data.view(torch.uint8), (0, 0, 0, more)).view(q.data.dtype)
     if not by_block:
-        return Quantized(data, stated.call(F.pad, q.scales, (0, more)))
+        return TorchQuantized(data, stated.call(F.pad, q.scales, (0, more)))
     assert q.scales.shape[1] % SCALE_MULTIPLE == 0
-    return Quantized(data, stated.call(F.pad, q.scales, (0, 0, 0, blocks(rows) - len(q.scales))))
+    return TorchQuantized(data, stated.call(F.pad, q.scales, (0, 0, 0, blocks(rows) - len(q.scales))))

@@ -17,7 +17,7 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _CHUNK = 1 << 22
 
 
-class Quantized(NamedTuple):
+class TorchQuantized(NamedTuple):
     """An operand of a product: rows of FP8 numbers along the contraction, and their scales."""
 
     data: Tensor
@@ -26,29 +26,29 @@ class Quantized(NamedTuple):
     """float32, contiguous.  1x128: [C / 128, R].  128x128: [R / 128, C / 128 rounded up to 4]."""
 
 
-def operand(data: Tensor | None, scales: Tensor | None) -> Quantized | None:
+def operand(data: Tensor | None, scales: Tensor | None) -> TorchQuantized | None:
     """The operand of these two, which are None together."""
-    return None if data is None or scales is None else Quantized(data, scales)
+    return None if data is None or scales is None else TorchQuantized(data, scales)
 
 
-def empty(rows: int, columns: int, fmt: str, like: Tensor, *, by_block: bool = False) -> Quantized:
+def empty(rows: int, columns: int, fmt: str, like: Tensor, *, by_block: bool = False) -> TorchQuantized:
     """Memory for a matrix [rows, columns] with 1x128 scales, or `by_block` with 128x128 ones."""
     data = stated.empty((rows, up(columns)), FP8[fmt], like.device)
     if not by_block:
-        return Quantized(data, stated.empty((blocks(columns), rows), torch.float32, like.device))
+        return TorchQuantized(data, stated.empty((blocks(columns), rows), torch.float32, like.device))
     wide = up(blocks(columns), SCALE_MULTIPLE)
     new = stated.empty if wide == blocks(columns) else stated.zeros  # what pads them is never written
-    return Quantized(data, new((blocks(rows), wide), torch.float32, like.device))
+    return TorchQuantized(data, new((blocks(rows), wide), torch.float32, like.device))
 
 
-def nothing(like: Tensor) -> Quantized:
+def nothing(like: Tensor) -> TorchQuantized:
     """Of no elements: what stands for None among an operator's results."""
-    return Quantized(stated.empty(0, FP8["e4m3"], like.device), stated.empty(0, torch.float32, like.device))
+    return TorchQuantized(stated.empty(0, FP8["e4m3"], like.device), stated.empty(0, torch.float32, like.device))
 
 
 def quantize(
     x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True
-) -> tuple[Quantized | None, Quantized | None]:
+) -> tuple[TorchQuantized | None, TorchQuantized | None]:
     """x [R, C] and x^T, each with 1x128 scales or both with the same 128x128 ones; None for what isn't asked for."""
     height, width = x.shape
     plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
@@ -105,7 +105,7 @@ def _to_scale(amax: Tensor, fmt: str, scale: str) -> Tensor:
     return torch.where(amax == 0, 1.0, s)
 
 
-def dequantize(q: Quantized, start: int, end: int, *, by_block: bool) -> Tensor:
+def dequantize(q: TorchQuantized, start: int, end: int, *, by_block: bool) -> Tensor:
     """Rows [start, end) of an operand in float32, with the zeros that pad them."""
     columns = q.data.shape[1]
     if by_block:

@@ -10,7 +10,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
-from onchip.fp8.torch_quantize import Quantized, empty
+from onchip.fp8.torch_quantize import TorchQuantized, empty
 from onchip.fp8.triton_kernels import scaled_product
 from onchip.fp8.triton_tiles import ProductConfig, product_config
 from onchip.fp8.triton_words import quantize_words
@@ -26,7 +26,7 @@ _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 def quantize(
     x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True
-) -> tuple[Quantized | None, Quantized | None]:
+) -> tuple[TorchQuantized | None, TorchQuantized | None]:
     """As `torch_quantize.quantize`, in one launch."""
     height, width = x.shape
     plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
@@ -37,8 +37,8 @@ def quantize(
 
 
 def product(
-    a: Quantized,
-    b: Quantized,
+    a: TorchQuantized,
+    b: TorchQuantized,
     by_block: bool,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -55,8 +55,8 @@ def product(
 
 def quantize_launch(
     x: Tensor,
-    rows: Quantized | None,
-    columns: Quantized | None,
+    rows: TorchQuantized | None,
+    columns: TorchQuantized | None,
     fmt: str,
     scale: str,
     *,
@@ -110,8 +110,8 @@ def quantize_launch(
 
 
 def product_launch(
-    a: Quantized,
-    b: Quantized,
+    a: TorchQuantized,
+    b: TorchQuantized,
     by_block: bool,
     bias: Tensor | None,
     out: Tensor,

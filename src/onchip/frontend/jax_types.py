@@ -35,7 +35,7 @@ class LossStats(NamedTuple):
 WithStats = tuple[jax.Array, LossStats]
 
 
-class LossKeywords(OptionsOfLoss[Number], total=False):
+class JaxLossKeywords(OptionsOfLoss[Number], total=False):
     """What every cross-entropy takes by keyword, but for return_stats."""
 
     normalizer: Number | None

@@ -22,7 +22,7 @@ Make = Callable[..., Any]
 """Zeros of a shape; `of_weight`, `constant` and the name of a `dtype` where they aren't a trained input's."""
 
 
-class Call(NamedTuple):
+class WarmUpCall(NamedTuple):
     """A function with kernels to compile."""
 
     sizes: Sequence[str]
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     arguments: Callable[[Sizes, Make], dict[str, Any]]
 
 
-def calls() -> dict[str, Call]:
+def calls() -> dict[str, WarmUpCall]:
     """Those of all ops, by the function's name in `onchip.torch`."""
     return {name: call for op in OPS.values() if op.warms_up for name, call in op.entry("warm_up:CALLS").items()}
 

@@ -18,7 +18,7 @@ ROWS = 128
 
 
 @dataclass(frozen=True)
-class Options:
+class GroupedOptions:
     """The options that are plain words and numbers, checked when made."""
 
     weight_layout: WeightLayout = "gnk"
@@ -43,7 +43,7 @@ class Options:
                 object.__setattr__(self, "num_rows", int(self.num_rows))
 
 
-class Problem(NamedTuple):
+class GroupedProblem(NamedTuple):
     """The sizes of a call."""
 
     tokens: int
@@ -68,7 +68,7 @@ def check_one_of_two(sizes: Any, offsets: Any) -> tuple[str, Any]:
     return ("group_sizes", sizes) if offsets is None else ("group_offsets", offsets)
 
 
-def check_shapes(options: Options, shapes: Mapping[str, Sequence[int]]) -> Problem:
+def check_shapes(options: GroupedOptions, shapes: Mapping[str, Sequence[int]]) -> GroupedProblem:
     """The sizes of a call, from the shapes of the arguments that are given, by name.
 
     Raises:
@@ -108,7 +108,7 @@ def check_shapes(options: Options, shapes: Mapping[str, Sequence[int]]) -> Probl
         raise TypeError(f"{OP}: scatter_rows needs num_rows, how many rows the result has")
     if "scatter_rows" not in shapes and options.num_rows is not None:
         raise TypeError(f"{OP}: num_rows is the number of rows that scatter_rows writes to; pass both or neither")
-    return Problem(
+    return GroupedProblem(
         tokens=tokens,
         source_rows=x[0],
         groups=groups,
@@ -119,7 +119,7 @@ def check_shapes(options: Options, shapes: Mapping[str, Sequence[int]]) -> Probl
     )
 
 
-def check_values(p: Problem, which: str, groups: Any, rows: Any = None, scatter_rows: Any = None) -> None:
+def check_values(p: GroupedProblem, which: str, groups: Any, rows: Any = None, scatter_rows: Any = None) -> None:
     """Raise ValueError for numbers that are wrong, NumPy arrays; `which` names `groups`: group_sizes or group_offsets.
 
     Of `rows` and `scatter_rows` those past the last group's end may be anything.  Where nothing can raise, a backend

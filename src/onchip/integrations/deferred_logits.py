@@ -3,7 +3,8 @@
 Within the forward of a patched model that has labels, the head returns `DeferredLogits`, which know the hidden states
 and what the model does to the logits next: a scale, a softcap, a slice of the vocabulary, other shapes.
 `torch.nn.functional.cross_entropy` of them is the fused loss, and whatever else is asked of them is answered with the
-logits themselves.  None of them outlives the forward: `Call.settled` puts logits, or `SkippedLogits`, in their place.
+logits themselves.  None of them outlives the forward: `DeferredCall.settled` puts logits, or `SkippedLogits`, in
+their place.
 """
 
 import math
@@ -95,7 +96,7 @@ SKIPPED_LOGITS = SkippedLogits()
 
 
 @dataclass
-class Call:
+class DeferredCall:
     """A call of a patched model with labels, for as long as its forward lasts."""
 
     model: Any
@@ -175,7 +176,7 @@ class Deferred:
     The product is that of `hidden`, whose rows are the logits' own, with the head's weight.
     """
 
-    call: Call
+    call: DeferredCall
     hidden: Tensor
     of_head: Callable[..., Any]  # (f, hidden) -> f(hidden, weight, bias), where the weight is
     vocab: int

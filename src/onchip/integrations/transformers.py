@@ -29,7 +29,15 @@ from torch import Tensor, nn
 from onchip.frontend.options import ScratchBytes
 from onchip.frontend.torch_inputs import require_tensor
 from onchip.frontend.torch_types import Backend
-from onchip.integrations.deferred_logits import DTYPES, NAME, Call, Deferred, DeferredLogits, require_no_options, warn
+from onchip.integrations.deferred_logits import (
+    DTYPES,
+    NAME,
+    Deferred,
+    DeferredCall,
+    DeferredLogits,
+    require_no_options,
+    warn,
+)
 from onchip.integrations.deferred_logits import Report as Report
 from onchip.integrations.deferred_logits import SkippedLogits as SkippedLogits
 from onchip.integrations.head_options import TERMS
@@ -274,7 +282,7 @@ def patched_model_class(base: Any) -> type:
         if head is None:
             outputs = base.forward(self, *args, **kwargs)
             return outputs if by_token is None else _with_token_losses(outputs, by_token)
-        call = Call(self, made.options, made.skip_logits, made.report)
+        call = DeferredCall(self, made.options, made.skip_logits, made.report)
         if by_token is not None:
             call.options, call.skip_logits = made.options | dict.fromkeys(TERMS, 0.0), True
         if not torch.compiler.is_compiling():
@@ -329,7 +337,7 @@ def _with_token_losses(outputs: Any, labels: Tensor) -> Any:
     return outputs
 
 
-def _deferred(call: Call, inner: Any, hidden: Tensor) -> Tensor:
+def _deferred(call: DeferredCall, inner: Any, hidden: Tensor) -> Tensor:
     """What stands for the logits of hidden states."""
     kind = hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

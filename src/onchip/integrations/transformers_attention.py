@@ -22,12 +22,12 @@ _WHO = "onchip.integrations.transformers"
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class SharedMasks:
     """The mask of a forward, for all layers of a kind."""
 
     mask: Mask
 
-    def contiguous(self) -> "Shared":
+    def contiguous(self) -> "SharedMasks":
         """Itself: generation with a static cache asks it of all masks."""
         return self
 
@@ -105,7 +105,7 @@ def attention_forward(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         mask = _without_mask(bool(causal), sliding_window, queries, keys)
-    elif isinstance(attention_mask, Shared):
+    elif isinstance(attention_mask, SharedMasks):
         mask = attention_mask.mask
     else:
         mask = _of_matrix(attention_mask)
@@ -150,7 +150,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     device: Any = "cpu",
     **more: Any,
-) -> Shared:
+) -> SharedMasks:
     """What `register_attention` registers for masks, of transformers' arguments: ranges, or else pairs."""
     from transformers import masking_utils
 
@@ -180,16 +180,16 @@ def make_mask(
     try:
         ranges = _ranges(sees, own, kv_length)
     except (RuntimeError, TypeError, ValueError, IndexError):  # it isn't one of arrays of positions
-        return Shared(Blocked(by_pairs(), 1))
+        return SharedMasks(Blocked(by_pairs(), 1))
     known = all(_is_known(leaf) for leaf in _leaves(mask_function)) if mask_function is not None else True
     if known and not (rows.device.type == "cpu" and has_values(rows)):
-        return Shared(ranges)
+        return SharedMasks(ranges)
     pairs, j = by_pairs(), torch.arange(kv_length, device=device)
     same = (((ranges.start[..., None] <= j) & (j < ranges.end[..., None])) == pairs).all(2)
     if padding is not None and padding.shape[-1] >= kv_length:  # what padding sees is of no use
         there = (own >= 0) & (own < kv_length)
         same |= there & ~padding.to(torch.bool).gather(1, own.clamp(0, kv_length - 1))
-    return Shared(ranges if bool(same.all()) else Blocked(pairs, 1))
+    return SharedMasks(ranges if bool(same.all()) else Blocked(pairs, 1))
 
 
 def _ranges(sees: Callable[[Tensor], Tensor], own: Tensor, keys: int) -> Intervals:

@@ -22,7 +22,7 @@ FUNCTION = "linear_cross_entropy"
 MODULE = "FusedLinearForPPO"
 
 
-class Call(NamedTuple):
+class VerlCall(NamedTuple):
     """The arguments of verl's `linear_cross_entropy`, in its order."""
 
     hidden: Tensor  # [..., H]
@@ -38,7 +38,7 @@ def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor]:
 
     Under tensor parallelism, and with another reduction than 'none', verl's own runs, with one warning for each reason.
     """
-    call = Call(*given)
+    call = VerlCall(*given)
     reason = _unfit(call)
     if reason:
         return _REPLACING.original(FUNCTION, reason, "verl")(*call)  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ _REPLACING = Replacing(
         FUNCTION: Ours(
             "verl.utils.kernel.linear_cross_entropy",
             linear_cross_entropy,
-            Call._fields,
+            VerlCall._fields,
             lambda found: getattr(found, "__self__", found).forward,
         ),
         MODULE: Ours(
@@ -127,7 +127,7 @@ def uninstall() -> None:
     _REPLACING.uninstall()
 
 
-def _unfit(call: Call) -> str | None:
+def _unfit(call: VerlCall) -> str | None:
     """Why verl must compute it, if it must."""
     group = call.dist_process_group
     if group is not None and torch.distributed.get_world_size(group) > 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 from onchip.plan.asked import PlannedCall, StepPlan, Way
 from onchip.plan.gpus import GPUS, rates
-from onchip.vocab.chunks import Config, Planner
+from onchip.vocab.chunks import ChunkConfig, Planner
 from onchip.vocab.triton import planner as triton_planner
 
 # ---------------------------------------------------------------------------------------------- what backends refuse
@@ -88,7 +88,7 @@ def of_weight_chunks(c: Any) -> dict[str, int]:
     return {"tokens": c.token_chunk, "vocab": c.vocab_chunk, "weight_gradient_rows": c.weight_chunk}
 
 
-def of_config(c: Config) -> dict[str, int]:
+def of_config(c: ChunkConfig) -> dict[str, int]:
     return {"tokens": c.token_chunk, "vocab": c.vocab_chunk}
 
 
@@ -105,7 +105,7 @@ def of_products(module: Any) -> Callable[[PlannedCall], Way]:
     def way(asked: PlannedCall) -> Way:
         p = asked.wanted
 
-        def say(c: Config) -> Said:
+        def say(c: ChunkConfig) -> Said:
             again = c.strategy == "recompute"
             return asked.products + again, p.tokens if again else 0, of_config(c), None
 

@@ -23,7 +23,7 @@ Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
-class Config:
+class ChunkConfig:
     """How a [tokens, vocab] problem is cut.  `strategy` is 'forward' where nothing needs a gradient, else how the
     gradients are made: 'stash' or 'recompute'."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onchip.core.sizes import LOSS_DTYPE_BYTES, accumulator
 from onchip.vocab import chunks
-from onchip.vocab.chunks import SMALLEST, USEFUL, Config, Planner, even_chunk, largest
+from onchip.vocab.chunks import SMALLEST, USEFUL, ChunkConfig, Planner, even_chunk, largest
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def vectors(p: Problem) -> int:
     return p.total_bytes * ((24 + 20 * p.ids) * p.tokens + 4 * p.vocab)
 
 
-def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
+def scratch_parts(p: Problem, c: ChunkConfig) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     tokens, vocab, element = c.token_chunk, c.vocab_chunk, LOSS_DTYPE_BYTES[p.dtype]
     total, narrow = p.total_bytes, p.device == "cuda" and element == 2
@@ -142,7 +142,7 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     }
 
 
-def passes(p: Problem, c: Config) -> int:
+def passes(p: Problem, c: ChunkConfig) -> int:
     """What plans are compared by: each chunk of tokens passes over all of the weight (and its gradient), each chunk of
     the vocabulary over hidden."""
     return -(-p.tokens // c.token_chunk) * p.vocab + -(-p.vocab // c.vocab_chunk) * p.tokens
@@ -161,7 +161,7 @@ def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLES
     """
     cut = max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])
     walks = ("forward", strategy) if (p.stats or p.class_weight) and strategy == "recompute" else (strategy,)
-    return max(scratch_bytes(p, Config(walk, *cut)) for walk in walks)
+    return max(scratch_bytes(p, ChunkConfig(walk, *cut)) for walk in walks)
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
@@ -169,12 +169,12 @@ def default_scratch(p: Problem, strategy: str) -> int:
     return chunks.default_scratch(logits_bytes(p), scratch_at_least(p, strategy, USEFUL[p.device]))
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[ChunkConfig]:
     """With all of the vocabulary for 'stash', else of several sizes of a chunk of tokens: what fits beside it."""
     least_tokens, least_vocab = max(1, min(p.tokens, SMALLEST[0])), min(p.vocab, SMALLEST[1])
 
     def fits(tokens: int, vocab: int) -> bool:
-        return scratch_bytes(p, Config(strategy, tokens, vocab)) <= budget
+        return scratch_bytes(p, ChunkConfig(strategy, tokens, vocab)) <= budget
 
     def vocab_chunk(tokens: int) -> int:
         most = largest(lambda size: fits(tokens, size), least_vocab, p.vocab)
@@ -185,9 +185,9 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
         slab = max(1, p.vocab)  # of an empty shard 0
         if p.widened:
             slab = min(max(least_vocab, budget // 4 // (4 * p.hidden) // 64 * 64), vocab_chunk(least_tokens))
-        yield Config("stash", even_chunk(p.tokens, largest(lambda n: fits(n, slab), least_tokens, p.tokens)), slab)
+        yield ChunkConfig("stash", even_chunk(p.tokens, largest(lambda n: fits(n, slab), least_tokens, p.tokens)), slab)
         return
-    yield from (Config(strategy, size, vocab_chunk(size)) for size in halved(p.tokens, least_tokens))
+    yield from (ChunkConfig(strategy, size, vocab_chunk(size)) for size in halved(p.tokens, least_tokens))
 
 
 def halved(total: int, smallest: int) -> Iterator[int]:
@@ -199,7 +199,7 @@ def halved(total: int, smallest: int) -> Iterator[int]:
     yield smallest
 
 
-PLANNER: Planner[Config] = Planner(scratch_parts, _candidates, passes, scratch_at_least, default_scratch, needs)
+PLANNER: Planner[ChunkConfig] = Planner(scratch_parts, _candidates, passes, scratch_at_least, default_scratch, needs)
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.attention.masks import KNOWN, Arrays
+from onchip.attention.masks import KNOWN, MaskArrays
 from onchip.frontend.torch_inputs import has_values
 
 
@@ -13,7 +13,7 @@ def _count_not_above(x: Tensor, y: Tensor) -> Tensor:
     return torch.searchsorted(x, y, right=True, out_int32=True)
 
 
-KNOWN["torch"] = Arrays(
+KNOWN["torch"] = MaskArrays(
     torch,
     positions=lambda like, n: torch.arange(n, dtype=torch.int32, device=like.device),
     integers=lambda x: x.to(torch.int32),

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from onchip.attention.masks import OP
-from onchip.attention.problem import Options, Problem, rows_of_block
+from onchip.attention.problem import AttentionOptions, AttentionProblem, rows_of_block
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made, Operator, Wanted
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of the operator."""
 
     q: Tensor  # [B, Tq, Hq, D], and so all, whatever the caller's layout
@@ -30,22 +30,22 @@ class Call(NamedTuple):
     tile: int
     scale: float
     dtype: torch.dtype  # of the products: under autocast another than the inputs'
-    problem: Problem
-    options: Options
+    problem: AttentionProblem
+    options: AttentionOptions
     grads: tuple[bool, ...]  # of q, k, v, sinks
 
 
-class Outputs(NamedTuple):
+class AttentionOutputs(NamedTuple):
     """What the operator returns."""
 
     out: Tensor  # [B, Tq, Hq, Dv]
     lse: Tensor  # [B, Tq, Hq] in the dtype of sums
 
 
-class Kept(NamedTuple):
+class AttentionKept(NamedTuple):
     """What backward is given."""
 
-    call: Call
+    call: AttentionCall
     out: Tensor
     lse: Tensor
 
@@ -59,7 +59,7 @@ class Block(NamedTuple):
     nan: Tensor  # [rows, columns] bool: where the query or the key, or its value, isn't finite
 
 
-def blocks(call: Call, b: int, step: int) -> Iterator[Block]:
+def blocks(call: AttentionCall, b: int, step: int) -> Iterator[Block]:
     """Those of `step` queries of a sequence."""
     p = call.problem
     start, end = call.start[b % len(call.start)], call.end[b % len(call.end)]
@@ -85,7 +85,7 @@ def _not_finite(x: Tensor) -> Tensor:
     return ~(x.amax((1, 2)).isfinite() & x.amin((1, 2)).isfinite())
 
 
-def _rows(call: Call, *, backward: bool) -> int:
+def _rows(call: AttentionCall, *, backward: bool) -> int:
     """Queries of a block."""
     options = call.options
     softcap = options.softcap is not None
@@ -98,14 +98,14 @@ class _Sequence:
     In a product a zero beside that would be NaN, for queries that don't see it too.
     """
 
-    def __init__(self, call: Call, b: int) -> None:
+    def __init__(self, call: AttentionCall, b: int) -> None:
         total = accumulator(call.dtype)
         self.k, self.v = (  # [Hk, Tk, D] and [Hk, Tk, Dv]
             x[b].to(call.dtype).transpose(0, 1).to(total, copy=True).nan_to_num_(0, 0, 0) for x in (call.k, call.v)
         )
 
 
-def by_head(x: Tensor, call: Call, *, cast: bool = True) -> Tensor:
+def by_head(x: Tensor, call: AttentionCall, *, cast: bool = True) -> Tensor:
     """[Hk, G rows, D] in the dtype of sums, of rows [rows, Hq, D], which are cast to that of products first."""
     p = call.problem
     x = x.to(call.dtype) if cast else x
@@ -113,14 +113,14 @@ def by_head(x: Tensor, call: Call, *, cast: bool = True) -> Tensor:
     return x.permute(1, 2, 0, 3).reshape(p.key_heads, -1, x.shape[-1])
 
 
-def by_row(x: Tensor, rows: int, call: Call) -> Tensor:
+def by_row(x: Tensor, rows: int, call: AttentionCall) -> Tensor:
     """[rows, Hq, ...] of [Hk, G rows, ...]."""
     p = call.problem
     x = x.view(p.key_heads, p.group, rows, *x.shape[2:]).movedim(2, 0)
     return x.reshape(rows, p.heads, *x.shape[3:])
 
 
-def scores(call: Call, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+def scores(call: AttentionCall, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
     """[Hk, G rows, keys]: final scores, -inf where nothing is seen, and with a softcap its derivative."""
     z = q @ k.mT
     z.mul_(call.scale)
@@ -133,12 +133,12 @@ def scores(call: Call, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tens
     return z, slope
 
 
-def of_heads(z: Tensor, call: Call) -> Tensor:
+def of_heads(z: Tensor, call: AttentionCall) -> Tensor:
     """[Hk, G, rows, keys]: a view."""
     return z.view(call.problem.key_heads, call.problem.group, z.shape[1] // call.problem.group, z.shape[2])
 
 
-def _sink_rows(call: Call, rows: int, total: torch.dtype) -> Tensor | None:
+def _sink_rows(call: AttentionCall, rows: int, total: torch.dtype) -> Tensor | None:
     """[Hk, G rows, 1]."""
     if call.sinks is None:
         return None
@@ -146,7 +146,7 @@ def _sink_rows(call: Call, rows: int, total: torch.dtype) -> Tensor | None:
     return call.sinks.to(total).view(p.key_heads, p.group, 1).expand(-1, -1, rows).reshape(p.key_heads, -1, 1)
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: AttentionCall) -> AttentionOutputs:
     made, step = fake(call), _rows(call, backward=any(call.grads))
     for b in range(call.problem.batch):
         sequence = _Sequence(call, b)
@@ -158,7 +158,7 @@ def _forward(call: Call) -> Outputs:
     return made
 
 
-def _of_block(call: Call, q: Tensor, sequence: _Sequence, block: Block) -> tuple[Tensor, Tensor]:
+def _of_block(call: AttentionCall, q: Tensor, sequence: _Sequence, block: Block) -> tuple[Tensor, Tensor]:
     """[Hk, G rows, Dv] and [Hk, G rows, 1]: out and lse of the queries of a block."""
     z, _ = scores(call, q, sequence.k[:, block.columns], block)
     sink = _sink_rows(call, len(block.seen), z.dtype)
@@ -173,20 +173,20 @@ def _of_block(call: Call, q: Tensor, sequence: _Sequence, block: Block) -> tuple
     return out, most.add_(sums.log_()).masked_fill_(nothing, -torch.inf)
 
 
-def fake(call: Call) -> Outputs:
+def fake(call: AttentionCall) -> AttentionOutputs:
     """Not yet filled."""
     p = call.problem
     shape, q = (p.batch, p.queries, p.heads), call.q
-    return Outputs(
+    return AttentionOutputs(
         q.new_empty((*shape, p.value_size), dtype=call.dtype), q.new_empty(shape, dtype=accumulator(call.dtype))
     )
 
 
-def _save(call: Call, made: Outputs) -> Kept:
-    return Kept(call, made.out, made.lse)
+def _save(call: AttentionCall, made: AttentionOutputs) -> AttentionKept:
+    return AttentionKept(call, made.out, made.lse)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> Made:
     call = kept.call
     step = _rows(call, backward=True)
     grad_q, grad_k, grad_v, grad_sinks = fake_gradients(kept, upstream, wanted)
@@ -226,7 +226,7 @@ class _UpstreamRows(NamedTuple):
     lse: Tensor  # 0 where nothing is seen
 
     @staticmethod
-    def of(kept: Kept, upstream: Made, b: int, rows: slice, seen: Tensor) -> "_UpstreamRows":
+    def of(kept: AttentionKept, upstream: Made, b: int, rows: slice, seen: Tensor) -> "_UpstreamRows":
         (grad_out, grad_lse), call, lse = upstream, kept.call, kept.lse[b, rows, :, None]
         out = kept.out[b, rows]
         given = torch.zeros_like(out) if grad_out is None else grad_out[b, rows]
@@ -238,7 +238,7 @@ class _UpstreamRows(NamedTuple):
             more += by_head(of_lse, call, cast=False)
         return _UpstreamRows(given, more, by_head(lse.masked_fill(lse == -torch.inf, 0), call, cast=False))
 
-    def by_sink(self, call: Call) -> Tensor:
+    def by_sink(self, call: AttentionCall) -> Tensor:
         """[Hq]."""
         rows = self.lse.shape[1] // call.problem.group
         sink = _sink_rows(call, rows, self.lse.dtype)
@@ -246,7 +246,7 @@ class _UpstreamRows(NamedTuple):
         return by_row((sink - self.lse).exp() * self.more, rows, call).sum((0, 2))
 
 
-def fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor | None]:
+def fake_gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> list[Tensor | None]:
     """Not yet filled; contiguous, whatever the inputs' strides."""
     given = kept.call.q, kept.call.k, kept.call.v, kept.call.sinks
     return [
@@ -255,13 +255,13 @@ def fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor | 
     ]
 
 
-def flops(call: Call) -> int:
+def flops(call: AttentionCall) -> int:
     """Of the two products, as if every query saw every key: a mask's numbers aren't read."""
     p = call.problem
     return 2 * p.batch * p.heads * p.queries * p.keys * (p.size + p.value_size)
 
 
-def gradient_flops(kept: Kept, upstream: Made, wanted: Wanted) -> int:
+def gradient_flops(kept: AttentionKept, upstream: Made, wanted: Wanted) -> int:
     """Of the four products that are no repetition."""
     p = kept.call.problem
     each = 2 * p.batch * p.heads * p.queries * p.keys

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onchip.attention.masks import KNOWN, Arrays
+from onchip.attention.masks import KNOWN, MaskArrays
 
 
 def _count_not_above(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -21,7 +21,7 @@ def _values(x: Any) -> np.ndarray[Any, Any] | None:
     return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 
-KNOWN["xla"] = Arrays(
+KNOWN["xla"] = MaskArrays(
     jnp,
     positions=lambda like, n: jnp.arange(n, dtype=jnp.int32),
     integers=lambda x: jnp.asarray(x).astype(jnp.int32),

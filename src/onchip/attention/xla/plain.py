@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.attention.masks import OP
-from onchip.attention.problem import Options, Problem
+from onchip.attention.problem import AttentionOptions, AttentionProblem
 from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import accumulator
 
@@ -20,11 +20,11 @@ Array = jax.Array
 ROWS, COLUMNS = 128, 256
 
 
-class Static(NamedTuple):
+class AttentionStatic(NamedTuple):
     """What is known when tracing."""
 
-    problem: Problem
-    options: Options
+    problem: AttentionProblem
+    options: AttentionOptions
     scale: float
     tile: int  # of the mask's blocks
 
@@ -47,7 +47,7 @@ class Ranges(NamedTuple):
     blocks: Array | None  # [B, Tq / tile, Tk / tile] bool
 
 
-class Saved(NamedTuple):
+class AttentionSaved(NamedTuple):
     """What backward is given."""
 
     given: Parameters
@@ -56,16 +56,16 @@ class Saved(NamedTuple):
     lse: Array
 
 
-class _Cut(NamedTuple):
+class _AttentionCut(NamedTuple):
     """Where a tile is cut from an axis: the last one is as large as the others, and begins earlier."""
 
     start: Array
     new: Array  # [size] bool: what no tile before has
 
     @staticmethod
-    def of(i: Any, size: int, length: int) -> "_Cut":
+    def of(i: Any, size: int, length: int) -> "_AttentionCut":
         start = jnp.minimum(i * size, length - size)
-        return _Cut(start, start + jnp.arange(size) >= i * size)
+        return _AttentionCut(start, start + jnp.arange(size) >= i * size)
 
 
 def _cut(x: Array, at: Array, size: int, axis: int = 1) -> Array:
@@ -89,14 +89,14 @@ class _Tiles(NamedTuple):
     scores of those that do are NaN.
     """
 
-    static: Static
+    static: AttentionStatic
     given: Parameters  # finite
     mask: Ranges
     nan_queries: Array  # [B, Tq] bool
     nan_keys: Array  # [B, Tk] bool
 
     @staticmethod
-    def of(static: Static, given: Parameters, mask: Ranges) -> "_Tiles":
+    def of(static: AttentionStatic, given: Parameters, mask: Ranges) -> "_Tiles":
         q, k, v = (jnp.nan_to_num(x, posinf=0.0, neginf=0.0) for x in (given.q, given.k, given.v))
         keys = _not_finite(given.k) | _not_finite(given.v)
         return _Tiles(static, Parameters(q, k, v, given.sinks), mask, _not_finite(given.q), keys)
@@ -138,7 +138,7 @@ class _Tiles(NamedTuple):
         last = jnp.max(jnp.where(there, end, 0))
         return first // self.columns, -(-last // self.columns)
 
-    def seen(self, at: Array, keys: _Cut) -> Array:
+    def seen(self, at: Array, keys: _AttentionCut) -> Array:
         """[B, 1, 1, rows, columns] bool."""
         i, j = (at + jnp.arange(self.rows))[None, :, None], (keys.start + jnp.arange(self.columns))[None, None]
         start, end = (_cut(x, at, self.rows)[..., None] for x in (self.mask.start, self.mask.end))
@@ -149,7 +149,7 @@ class _Tiles(NamedTuple):
             seen &= self.mask.blocks[:, i[0] // self.static.tile, j[0] // self.static.tile]
         return seen[:, None, None]
 
-    def scores(self, q: Array, k: Array, at: Array, keys: _Cut) -> tuple[Array, Array | None]:
+    def scores(self, q: Array, k: Array, at: Array, keys: _AttentionCut) -> tuple[Array, Array | None]:
         """[B, Hk, G, rows, columns]: final scores, and with a softcap their derivative."""
         z = jnp.einsum("bhgqd,bhkd->bhgqk", q, k, precision=lax.Precision.HIGHEST) * self.static.scale
         nan = _cut(self.nan_queries, at, self.rows)[..., None] | _cut(self.nan_keys, keys.start, self.columns)[:, None]
@@ -168,21 +168,23 @@ class _Tiles(NamedTuple):
         return sinks.astype(total).reshape(1, p.key_heads, p.group, 1)
 
 
-def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, Saved | None]:
+def _forward(
+    static: AttentionStatic, needs: Parameters, given: Parameters, mask: Ranges
+) -> tuple[Any, AttentionSaved | None]:
     tiles, p, total = _Tiles.of(static, given, mask), static.problem, accumulator(given.q.dtype)
     shape = p.batch, p.queries, p.heads
     made = jnp.zeros((*shape, p.value_size), given.q.dtype), jnp.full(shape, -jnp.inf, total)
     if made[0].size == 0 and made[1].size == 0:
-        return made, Saved(given, mask, *made)
+        return made, AttentionSaved(given, mask, *made)
     sink = tiles.sink()
 
     def step(n: Any, made: Any) -> Any:
-        at = _Cut.of(n, tiles.rows, p.queries).start
+        at = _AttentionCut.of(n, tiles.rows, p.queries).start
         q = tiles.queries(tiles.given.q, at)
 
         def absorb(m: Any, state: Any) -> Any:
             most, sums, out = state
-            cut = _Cut.of(m, tiles.columns, p.keys)
+            cut = _AttentionCut.of(m, tiles.columns, p.keys)
             z, _ = tiles.scores(q, tiles.keys(tiles.given.k, cut.start), at, cut)
             z = jnp.where(tiles.seen(at, cut), z, -jnp.inf)
             new = jnp.maximum(most, z.max(-1))
@@ -209,10 +211,10 @@ def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges)
         return tiles.put(made[0], out, at), tiles.put(made[1], lse, at)
 
     made = lax.fori_loop(0, tiles.row_tiles, step, vary_alike(made, (given, mask)))
-    return made, Saved(given, mask, *made)
+    return made, AttentionSaved(given, mask, *made)
 
 
-def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) -> Parameters:
+def _backward(static: AttentionStatic, needs: Parameters, saved: AttentionSaved, cotangents: Any) -> Parameters:
     given, mask, out, lse = saved
     tiles, p, total = _Tiles.of(static, given, mask), static.problem, accumulator(given.q.dtype)
     grad_out, grad_lse = cotangents
@@ -228,7 +230,7 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
     sink = tiles.sink()
 
     def step(n: Any, made: Parameters) -> Parameters:
-        at, new = _Cut.of(n, tiles.rows, p.queries)
+        at, new = _AttentionCut.of(n, tiles.rows, p.queries)
         q, shift = tiles.queries(tiles.given.q, at), tiles.queries(finite, at)
         # What is sent to a query that sees nothing may be anything: its out is 0, and it takes part in no product.
         given_out, own = tiles.queries(grad_out, at), tiles.queries(out, at)
@@ -240,7 +242,7 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
 
         def absorb(m: Any, state: Any) -> Any:
             of_q, of_k, of_v = state
-            cut = _Cut.of(m, tiles.columns, p.keys)
+            cut = _AttentionCut.of(m, tiles.columns, p.keys)
             k, v = tiles.keys(tiles.given.k, cut.start), tiles.keys(tiles.given.v, cut.start)
             z, slope = tiles.scores(q, k, at, cut)
             seen = tiles.seen(at, cut) & new[None, None, None, :, None]

@@ -28,13 +28,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.groups.mosaic.sums import sum_rows
-from onchip.groups.problem import ROWS, Options, are_short, tiles_together
+from onchip.groups.problem import ROWS, GroupedOptions, are_short, tiles_together
 from onchip.groups.xla import products
 from onchip.groups.xla.groups import has_group, largest_first, running_sums, starts_of
 from onchip.groups.xla.swiglu import activated
 from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.order import ceil_div
-from onchip.kernels.mosaic.product import BOX, LookUp, MosaicConfig, Part, Product, Step, load_block, send_to
+from onchip.kernels.mosaic.product import BOX, LookUp, MosaicConfig, Part, Product, ProductStep, load_block, send_to
 from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.ptx import zero_rows
 from onchip.kernels.mosaic.registers import Registers
@@ -49,7 +49,7 @@ FEW_ROWS_CONFIG = replace(ROWS_CONFIG, tile_m=64, split="n")
 WEIGHT_CONFIG = MosaicConfig(tile_m=128, tile_n=256)
 
 
-class Tile(NamedTuple):
+class GroupTile(NamedTuple):
     """Rows of one group that are multiplied together."""
 
     row: Any
@@ -70,7 +70,7 @@ def tiles_up_to(ends: Array, rows: int, tile: int) -> Array:
     return running_sums(jnp.where(ends > starts, ceil_div(ends - _aligned(starts), tile), 0))
 
 
-def tile_at(i: Any, up_to: Any, ends: Any, rows: int, tile: int) -> Tile:
+def tile_at(i: Any, up_to: Any, ends: Any, rows: int, tile: int) -> GroupTile:
     """Tile i, of references to `tiles_up_to` and to [G] where groups end.
 
     The copying warpgroup has time to search: a table of all tiles was one more launch, of about 3 us on an H100.
@@ -87,7 +87,7 @@ def tile_at(i: Any, up_to: Any, ends: Any, rows: int, tile: int) -> Tile:
     before = lax.max(group - 1, jnp.int32(0))
     begin, number = (jnp.where(group > 0, x[before], 0) for x in (ends, up_to))
     end = jnp.where(group < groups, ends[lax.min(group, jnp.int32(groups - 1))], rows)
-    return Tile(_aligned(begin) + (i - number) * tile, group, begin, end)
+    return GroupTile(_aligned(begin) + (i - number) * tile, group, begin, end)
 
 
 def _aligned(row: Any) -> Any:
@@ -101,7 +101,7 @@ def layer(
     fill: Array,  # [G] float32
     bias: Array | None,  # [G, N]
     row_scale: Array | None,  # [T]
-    options: Options,
+    options: GroupedOptions,
     keeps: bool,
     *,
     config: MosaicConfig | None = None,
@@ -165,11 +165,11 @@ def rows_product(
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         return refs["tiles_up_to"][groups], tiles_n, k // c.tile_k
 
-    def look_up(refs: Refs, i: Any, j: Any) -> tuple[Any, Tile]:
+    def look_up(refs: Refs, i: Any, j: Any) -> tuple[Any, GroupTile]:
         tile = tile_at(i, refs["tiles_up_to"], refs["ends"], rows, c.tile_m)
         return jnp.where(tile.group < groups, jnp.int32(k // c.tile_k), jnp.int32(1)), tile
 
-    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         at_k = s.k * c.tile_k
         load_block(refs["x"], s.found.row, c.tile_m, at_k, c.tile_k, a, barrier)
         of_group = refs["weight"].at[lax.min(s.found.group, jnp.int32(groups - 1))]
@@ -258,7 +258,7 @@ def rows_product(
         epilogue,
         stored=dtype,
         right_copies=c.tile_n // half if swiglu else 1,
-        look_up=LookUp(Tile, look_up),
+        look_up=LookUp(GroupTile, look_up),
         # Where tiles share no weight, memory is what they wait for, and whoever is ready goes on: 3.06 ms for 3.25 with
         # 256 groups of 128 rows.  Where they do, lists keep them together: 0.31 for 0.34 ms with 128 groups of 512.
         counter=are_short(rows, groups),
@@ -318,25 +318,25 @@ def weight_product(
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
         return groups * tiles_m, -(-n // c.tile_n), -(-rows // c.tile_k)
 
-    def look_up(refs: Refs, i: Any, j: Any) -> tuple[Any, Tile]:
+    def look_up(refs: Refs, i: Any, j: Any) -> tuple[Any, GroupTile]:
         group, begin, end = (refs[name][lax.div(i, jnp.int32(tiles_m))] for name in all_groups)
-        tile = Tile(_aligned(begin), group, begin, end)
+        tile = GroupTile(_aligned(begin), group, begin, end)
         return jnp.where(tile.begin < tile.end, ceil_div(tile.end - tile.row, c.tile_k), 0), tile
 
     def column(i: Any) -> Any:
         """Of left, of a row of tiles."""
         return lax.rem(i, jnp.int32(tiles_m)) * c.tile_m
 
-    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         row = s.found.row + s.k * c.tile_k
         load_block(refs["left"], row, c.tile_k, column(s.i), c.tile_m, a, barrier)
         load_block(refs["right"], row, c.tile_k, s.j * c.tile_n, c.tile_n, b, barrier)
 
-    def unclean(refs: Refs, s: Step) -> Any:
+    def unclean(refs: Refs, s: ProductStep) -> Any:
         row = s.found.row + s.k * c.tile_k
         return (row < s.found.begin) | (s.found.end < row + c.tile_k)
 
-    def clean(refs: Refs, s: Step, a: Any, b: Any, warpgroup: Any) -> None:
+    def clean(refs: Refs, s: ProductStep, a: Any, b: Any, warpgroup: Any) -> None:
         first = s.found.row + s.k * c.tile_k
         for ref in (a, b):
             zero_rows(ref, warpgroup, s.found.begin - first, s.found.end - first, interpret)
@@ -356,7 +356,7 @@ def weight_product(
         copies,
         epilogue,
         stored=dtype,
-        look_up=LookUp(Tile, look_up),
+        look_up=LookUp(GroupTile, look_up),
         counter=True,
         clean=(unclean, clean),
     )

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.groups.problem import OP, Options, Problem, check_values
+from onchip.groups.problem import OP, GroupedOptions, GroupedProblem, check_values
 
 
-class Call(NamedTuple):
+class GroupedCall(NamedTuple):
     """An operator's arguments."""
 
     x: Tensor  # [T, K]; with rows [M, K]
@@ -23,21 +23,21 @@ class Call(NamedTuple):
     rows: Tensor | None  # [T]
     scatter_rows: Tensor | None  # [T]
     weight_grad_out: Tensor | None  # as the weight, float32; used in backward
-    options: Options
-    problem: Problem
+    options: GroupedOptions
+    problem: GroupedProblem
     which: str  # "group_sizes" or "group_offsets"
     check_inputs: bool
     grads: tuple[bool, ...]  # of x, weight, bias, row_scale
 
 
-class Outputs(NamedTuple):
+class GroupedOutputs(NamedTuple):
     """What every operator returns."""
 
     out: Tensor  # [T, C] or [num_rows, C]
     product: Tensor | None  # [T, N] of x's dtype: before activation and scale
 
 
-class Kept(NamedTuple):
+class GroupedKept(NamedTuple):
     """What backward is given."""
 
     x: Tensor | None  # for the weight's gradient, in the products' dtype; for 'triton' in FP8 its quantised columns
@@ -50,38 +50,40 @@ class Kept(NamedTuple):
     row_scale: Tensor | None
     product: Tensor | None
     weight_grad_out: Tensor | None
-    options: Options
-    problem: Problem
+    options: GroupedOptions
+    problem: GroupedProblem
     which: str
     dtypes: tuple[torch.dtype, ...]  # of x, weight, bias and row_scale
 
 
-def check(call: Call) -> None:
+def check(call: GroupedCall) -> None:
     """Raise for wrong sizes, offsets and indices, which synchronises a GPU."""
     indices = [None if x is None else x.cpu().numpy() for x in (call.rows, call.scatter_rows)]
     check_values(call.problem, call.which, call.groups.tolist(), *indices)
 
 
-def by_row(weight: Tensor, options: Options) -> Tensor:
+def by_row(weight: Tensor, options: GroupedOptions) -> Tensor:
     """The weight as [G, N, K], a view."""
     return weight.mT if options.weight_layout == "gkn" else weight
 
 
-def keeps_product(call: Call) -> bool:
+def keeps_product(call: GroupedCall) -> bool:
     """Whether backward needs the product: the slope of an activation, or what a row's scale is multiplied by."""
     return any(call.grads) if call.options.activation is not None else call.grads[3]
 
 
-def empty_outputs(call: Call) -> Outputs:
+def empty_outputs(call: GroupedCall) -> GroupedOutputs:
     """Memory for them."""
     p, x = call.problem, call.cast_x
     product = stated.empty((p.tokens, p.n), x.dtype, x.device) if keeps_product(call) else None
-    return Outputs(stated.empty((p.out_rows, p.columns), x.dtype, x.device), product)
+    return GroupedOutputs(stated.empty((p.out_rows, p.columns), x.dtype, x.device), product)
 
 
-def kept(call: Call, outputs: Outputs, groups: Tensor, rows: Tensor | None, scatter_rows: Tensor | None) -> Kept:
+def kept(
+    call: GroupedCall, outputs: GroupedOutputs, groups: Tensor, rows: Tensor | None, scatter_rows: Tensor | None
+) -> GroupedKept:
     """What backward is given of a call, with these in place of its own."""
-    return Kept(
+    return GroupedKept(
         call.cast_x if call.grads[1] else None,
         call.cast_weight if call.grads[0] else None,
         None,
@@ -99,24 +101,24 @@ def kept(call: Call, outputs: Outputs, groups: Tensor, rows: Tensor | None, scat
     )
 
 
-def flops(call: Call) -> int:
+def flops(call: GroupedCall) -> int:
     """Of the product of all rows, those past the last group's among them: which these are is a value."""
     p = call.problem
     return 2 * p.tokens * p.n * p.k
 
 
-def gradient_flops(kept: Kept, upstream: Made, wanted: Wanted) -> int:
+def gradient_flops(kept: GroupedKept, upstream: Made, wanted: Wanted) -> int:
     """Of the gradients of x and the weight."""
     p = kept.problem
     return 2 * p.tokens * p.n * p.k * (wanted[0] + wanted[1])
 
 
-def weight_shape(kept: Kept) -> tuple[int, int, int]:
+def weight_shape(kept: GroupedKept) -> tuple[int, int, int]:
     p = kept.problem
     return (p.groups, p.k, p.n) if kept.options.weight_layout == "gkn" else (p.groups, p.n, p.k)
 
 
-def empty_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def empty_gradients(kept: GroupedKept, upstream: Made, wanted: Wanted) -> Made:
     """Memory for the gradients of x, weight, bias and row_scale; None for a weight's that is added elsewhere."""
     (grad_out,) = upstream
     assert grad_out is not None
@@ -131,7 +133,7 @@ def empty_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
-def operator(name: str, *, states: bool = False, **functions: Any) -> Operator[Call, Any]:
+def operator(name: str, *, states: bool = False, **functions: Any) -> Operator[GroupedCall, Any]:
     """An operator of these functions."""
     return Operator(
         name,

@@ -11,7 +11,17 @@ from onchip.fp8.torch_quantize import quantize
 from onchip.frontend.torch_inputs import accumulator, torch_refusal
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.groups.problem import sizes_of
-from onchip.groups.torch.call import Call, Kept, Outputs, by_row, check, empty_gradients, empty_outputs, kept, operator
+from onchip.groups.torch.call import (
+    GroupedCall,
+    GroupedKept,
+    GroupedOutputs,
+    by_row,
+    check,
+    empty_gradients,
+    empty_outputs,
+    kept,
+    operator,
+)
 
 
 def refusal(device: torch.device, *, named: bool) -> str | None:
@@ -38,7 +48,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
         total.index_add_(0, index, rows)
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: GroupedCall) -> GroupedOutputs:
     check(call)
     made, total = empty_outputs(call), accumulator(call.cast_x.dtype)
     weight = by_row(call.cast_weight, call.options)
@@ -62,11 +72,11 @@ def _forward(call: Call) -> Outputs:
     return made._replace(out=out.to(made.out.dtype))
 
 
-def _save(call: Call, outputs: Outputs) -> Kept:
+def _save(call: GroupedCall, outputs: GroupedOutputs) -> GroupedKept:
     return kept(call, outputs, call.groups, call.rows, call.scatter_rows)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: GroupedKept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     total, options = accumulator(grad_out.dtype), kept.options

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onchip.fp8.torch_quantize import Quantized, empty
-from onchip.groups.problem import Options, Problem
+from onchip.fp8.torch_quantize import TorchQuantized, empty
+from onchip.groups.problem import GroupedOptions, GroupedProblem
 from onchip.groups.triton.tiles import PLAN_HEAD, padded_rows
 
 SCALE = "float32"
@@ -22,17 +22,19 @@ class Weight(NamedTuple):
     scales: Tensor  # [G, N / 128, K / 128]
 
 
-def empty_rows(p: Problem, columns: int, like: Tensor) -> Quantized:
+def empty_rows(p: GroupedProblem, columns: int, like: Tensor) -> TorchQuantized:
     """Memory for quantised rows, scaled along their columns."""
     return empty(padded_rows(p), columns, "e4m3", like)
 
 
-def empty_columns(p: Problem, columns: int, like: Tensor) -> Quantized:
+def empty_columns(p: GroupedProblem, columns: int, like: Tensor) -> TorchQuantized:
     """Memory for the same transposed, scaled along the rows."""
     return empty(columns, padded_rows(p), "e4m3", like)
 
 
-def quantize_rows(p: Problem, x: Tensor, plan: Tensor, rows: Quantized | None, columns: Quantized | None) -> None:
+def quantize_rows(
+    p: GroupedProblem, x: Tensor, plan: Tensor, rows: TorchQuantized | None, columns: TorchQuantized | None
+) -> None:
     """Quantise the rows of x [T, C] that groups have into these; None: not wanted."""
     from onchip.fp8.triton_launches import quantize_launch
 
@@ -40,7 +42,7 @@ def quantize_rows(p: Problem, x: Tensor, plan: Tensor, rows: Quantized | None, c
     quantize_launch(x, rows, columns, "e4m3", SCALE, tiles=tiles).run()
 
 
-def empty_weight(p: Problem, options: Options, like: Tensor, *, turned: bool) -> Quantized:
+def empty_weight(p: GroupedProblem, options: GroupedOptions, like: Tensor, *, turned: bool) -> TorchQuantized:
     """Memory for all groups' weights as the quantiser makes them, `turned` those for x's gradient.
 
     It takes the weight as one matrix, group below group, and makes that and its transpose.
@@ -51,7 +53,9 @@ def empty_weight(p: Problem, options: Options, like: Tensor, *, turned: bool) ->
     return empty(p.groups * height, width, "e4m3", like, by_block=True)
 
 
-def quantize_weight(weight: Tensor, options: Options, forward: Quantized, backward: Quantized | None) -> None:
+def quantize_weight(
+    weight: Tensor, options: GroupedOptions, forward: TorchQuantized, backward: TorchQuantized | None
+) -> None:
     """Quantise a weight as it lies, for the result and for x's gradient."""
     from onchip.fp8.triton_launches import quantize_launch
 
@@ -59,7 +63,7 @@ def quantize_weight(weight: Tensor, options: Options, forward: Quantized, backwa
     quantize_launch(weight.reshape(-1, weight.shape[2]), rows, columns, "e4m3", SCALE, by_block=True).run()
 
 
-def by_group(made: Quantized, groups: int, rows: int, columns: int) -> Weight:
+def by_group(made: TorchQuantized, groups: int, rows: int, columns: int) -> Weight:
     """What `quantize_weight` made, as [G, rows, columns]: groups lie below each other, or side by side."""
     data, scales = made
     across = columns // 128

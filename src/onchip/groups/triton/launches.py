@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.fp8.torch_quantize import Quantized
+from onchip.fp8.torch_quantize import TorchQuantized
 from onchip.frontend import torch_prepared as stated
-from onchip.groups.problem import ROWS, Options, Problem, are_short, tiles_together
+from onchip.groups.problem import ROWS, GroupedOptions, GroupedProblem, are_short, tiles_together
 from onchip.groups.triton import kernels
 from onchip.groups.triton.fp8 import Weight
 from onchip.groups.triton.tiles import (
@@ -46,7 +46,7 @@ _ALIGNED = 8
 _LAST = 1 << 30
 
 
-def plan(p: Problem, which: str, groups: Tensor, into: Tensor) -> Launch:
+def plan(p: GroupedProblem, which: str, groups: Tensor, into: Tensor) -> Launch:
     """Find the tiles."""
     block = power_of_two(p.groups)
     tiles = max(1, min(128, _PLAN_ELEMENTS // block))
@@ -144,7 +144,7 @@ def _product_cut(
 
 
 def product(
-    x: Tensor | Quantized,  # [T, K], or [M, K] with index; in FP8 as `quantize_rows` makes it
+    x: Tensor | TorchQuantized,  # [T, K], or [M, K] with index; in FP8 as `quantize_rows` makes it
     weight: Tensor | Weight,  # [G, N, K], any strides
     out: Tensor,  # [T, C]
     of_plan: Tensor,
@@ -154,7 +154,7 @@ def product(
     row_scale: Tensor | None = None,
     index: Tensor | None = None,
     before: Tensor | None = None,  # [T, N]
-    options: Options | None = None,  # with their activation
+    options: GroupedOptions | None = None,  # with their activation
 ) -> Launch:
     """out = activation(x @ weight.T + bias) * row_scale of each group, and `before` what the activation is given."""
     x, x_scales = (x, None) if isinstance(x, Tensor) else x
@@ -380,8 +380,8 @@ def _weight_gradient_apart(a: Tensor, b: Tensor, out: Tensor, of_plan: Tensor, d
 
 
 def scaled_weight_gradient(
-    a: Quantized,  # [A, rows]: ROWS columns for each tile
-    b: Quantized,  # [B, rows]
+    a: TorchQuantized,  # [A, rows]: ROWS columns for each tile
+    b: TorchQuantized,  # [B, rows]
     out: Tensor,  # [G, A, B]
     of_plan: Tensor,
     *,
@@ -426,7 +426,7 @@ def product_gradient(
     grad_scale: Tensor | None,
     of_plan: Tensor,
     tokens: int,
-    options: Options,
+    options: GroupedOptions,
 ) -> Launch:
     """From the gradient of the result's rows those of the product and of the scales."""
     grad = in_rows(grad)
@@ -498,7 +498,7 @@ def in_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else stated.converted(x, Tensor.contiguous)
 
 
-def gates(options: Options | None) -> int:
+def gates(options: GroupedOptions | None) -> int:
     """How a product's columns are gate and up: PLAIN, CONCATENATED or INTERLEAVED of kernels.py."""
     if options is None or options.activation is None:
         return 0

@@ -6,10 +6,20 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_products import triton_refusal
-from onchip.fp8.torch_quantize import Quantized, operand
+from onchip.fp8.torch_quantize import TorchQuantized, operand
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Wanted
-from onchip.groups.torch.call import Call, Kept, Outputs, by_row, check, empty_gradients, empty_outputs, kept, operator
+from onchip.groups.torch.call import (
+    GroupedCall,
+    GroupedKept,
+    GroupedOutputs,
+    by_row,
+    check,
+    empty_gradients,
+    empty_outputs,
+    kept,
+    operator,
+)
 from onchip.groups.triton import fp8
 from onchip.groups.triton.tiles import plan_numbers
 from onchip.kernels.triton.launch import device_refusal
@@ -34,10 +44,10 @@ def refusal(
     return reason
 
 
-class TritonOutputs(NamedTuple):
+class GroupedTritonOutputs(NamedTuple):
     """What the operator returns."""
 
-    of_call: Outputs
+    of_call: GroupedOutputs
     plan: Tensor  # int32: which rows are whose
     read: Tensor | None  # [T] int32: rows, checked
     write: Tensor | None  # [T] int32: scatter_rows, checked
@@ -48,7 +58,7 @@ class TritonOutputs(NamedTuple):
     weight_scales: Tensor | None
 
 
-def _fake(call: Call) -> TritonOutputs:
+def _fake(call: GroupedCall) -> GroupedTritonOutputs:
     p, x, options = call.problem, call.x, call.options
     by_x, by_weight = call.grads[:2]
     in_fp8 = options.precision == "fp8"
@@ -56,7 +66,7 @@ def _fake(call: Call) -> TritonOutputs:
     def numbers(count: int) -> Tensor:
         return stated.empty(count, torch.int32, x.device)
 
-    return TritonOutputs(
+    return GroupedTritonOutputs(
         empty_outputs(call),
         numbers(plan_numbers(p)),
         None if call.rows is None else numbers(p.tokens),
@@ -66,7 +76,7 @@ def _fake(call: Call) -> TritonOutputs:
     )
 
 
-def _forward(call: Call) -> TritonOutputs:
+def _forward(call: GroupedCall) -> GroupedTritonOutputs:
     from onchip.groups.triton import launches
 
     if call.check_inputs or not call.x.is_cuda:
@@ -105,7 +115,7 @@ def _forward(call: Call) -> TritonOutputs:
     return made
 
 
-def _quantized(call: Call, made: TritonOutputs) -> tuple[Quantized, fp8.Weight]:
+def _quantized(call: GroupedCall, made: GroupedTritonOutputs) -> tuple[TorchQuantized, fp8.Weight]:
     """x and the weight in FP8 for the result; what their gradients need goes to `made`."""
     from onchip.groups.triton import launches
 
@@ -118,7 +128,7 @@ def _quantized(call: Call, made: TritonOutputs) -> tuple[Quantized, fp8.Weight]:
     return rows, fp8.by_group(weight, p.groups, p.n, p.k)
 
 
-def _save(call: Call, outputs: TritonOutputs) -> Kept:
+def _save(call: GroupedCall, outputs: GroupedTritonOutputs) -> GroupedKept:
     made = kept(call, outputs.of_call, outputs.plan, outputs.read, outputs.write)
     if call.options.precision == "full":
         return made
@@ -130,7 +140,7 @@ def _save(call: Call, outputs: TritonOutputs) -> Kept:
     )
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: GroupedKept, upstream: Made, wanted: Wanted) -> Made:
     from onchip.groups.triton import launches
 
     (grad_out,) = upstream
@@ -162,11 +172,11 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     if grad_x is not None:
         assert kept.weight is not None
         into = grad_x if kept.rows is None else stated.empty((p.tokens, p.k), grad_x.dtype, grad_x.device)
-        of_d: Tensor | Quantized = d
+        of_d: Tensor | TorchQuantized = d
         weight: Tensor | fp8.Weight = by_row(kept.weight, options).mT
         if d_rows is not None and kept.weight_scales is not None:
             of_d = d_rows
-            weight = fp8.by_group(Quantized(kept.weight, kept.weight_scales), p.groups, p.k, p.n)
+            weight = fp8.by_group(TorchQuantized(kept.weight, kept.weight_scales), p.groups, p.k, p.n)
         launches.product(of_d, weight, into, plan, tokens=p.tokens).run()
         if kept.rows is not None and grad_x.numel() > 0:
             launches.sum_rows(into, None, kept.rows, grad_x, plan, p.groups).run()
@@ -177,7 +187,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         assert gradient is not None
         add, limit = grad_weight is None, p.source_rows
         if d_columns is not None and kept.x_scales is not None:
-            pair = d_columns, Quantized(kept.x, kept.x_scales)
+            pair = d_columns, TorchQuantized(kept.x, kept.x_scales)
             pair = pair if options.weight_layout == "gnk" else pair[::-1]
             launch = launches.scaled_weight_gradient(*pair, gradient, plan, add=add)
         elif options.weight_layout == "gnk":

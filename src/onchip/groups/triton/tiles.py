@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from onchip.fp8.triton_tiles import ProductConfig
-from onchip.groups.problem import ROWS, Problem
+from onchip.groups.problem import ROWS, GroupedProblem
 
 PLAN_HEAD = 4
 """Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if an index is wrong, and the first
@@ -12,17 +12,17 @@ APART_COLUMNS = 256
 """Of a tile of the kernels in apart.py."""
 
 
-def plan_tiles(p: Problem) -> int:
+def plan_tiles(p: GroupedProblem) -> int:
     """The most tiles of rows that groups can have."""
     return p.tokens // ROWS + p.groups
 
 
-def plan_numbers(p: Problem) -> int:
+def plan_numbers(p: GroupedProblem) -> int:
     """Of a plan: its head, the groups' first rows and tiles with the ends, and three numbers for each tile."""
     return PLAN_HEAD + 2 * (p.groups + 1) + 3 * plan_tiles(p)
 
 
-def padded_rows(p: Problem) -> int:
+def padded_rows(p: GroupedProblem) -> int:
     """Of what has 128 rows for each tile."""
     return ROWS * plan_tiles(p)
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import accumulator
-from onchip.groups.problem import Options
+from onchip.groups.problem import GroupedOptions
 from onchip.groups.xla.groups import number_up_to, running_sums, starts_of, sum_rows
 from onchip.groups.xla.swiglu import activated
 from onchip.kernels.jax_products import product
@@ -62,7 +62,7 @@ def layer(
     fill: Array,  # [G] float32
     bias: Array | None,  # [G, N]
     row_scale: Array | None,  # [T]
-    options: Options,
+    options: GroupedOptions,
     keeps: bool,
 ) -> tuple[Array, Array | None]:
     """The result of each row, and its products with bias if `keeps`, of x's dtype."""

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from onchip.groups.problem import Options
+from onchip.groups.problem import GroupedOptions
 
 
-def split(options: Options, y: Array) -> tuple[Array, Array]:
+def split(options: GroupedOptions, y: Array) -> tuple[Array, Array]:
     """Gate and up, each [T, F], of y [T, 2 F], or of y [2, T, F], which has them apart."""
     if y.ndim == 3:
         return y[0], y[1]
@@ -17,7 +17,7 @@ def split(options: Options, y: Array) -> tuple[Array, Array]:
     return gate, up
 
 
-def activated(options: Options, y: Array) -> Array:
+def activated(options: GroupedOptions, y: Array) -> Array:
     """The activation of y, or y if there is none."""
     if options.activation is None:
         return y
@@ -25,7 +25,7 @@ def activated(options: Options, y: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def gradient(options: Options, y: Array, g: Array) -> Array:
+def gradient(options: GroupedOptions, y: Array, g: Array) -> Array:
     """The gradient of y as [T, 2 F], given that of the activation."""
     gate, up = split(options, y)
     s = jax.nn.sigmoid(gate)

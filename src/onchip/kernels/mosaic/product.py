@@ -75,7 +75,7 @@ class MosaicConfig:
         return self.stages * step + (MATH * self.staging_slots * BOX * 128 if stores else 0)
 
 
-class Step(NamedTuple):
+class ProductStep(NamedTuple):
     """What a copy is for: row and column of tiles, the step, and what `look_up` found."""
 
     i: Any
@@ -120,7 +120,7 @@ class Addends:
     """What a tile's product is added to: it comes to shared memory as the operands do, in one more step for each
     warpgroup.  Loads by the warpgroups themselves would wait for device memory."""
 
-    copies: Callable[[Refs, Step, int, Any, Any, Any], None]
+    copies: Callable[[Refs, ProductStep, int, Any, Any, Any], None]
     """As `copies` of `persistent_product`, and as many of them; the third is the warpgroup that they are for."""
     add: Callable[[Refs, Any, Any, Any], Any]
     """Of the references, the product, and the shared memory of the left and of the right operand, what the epilogue is
@@ -197,7 +197,7 @@ class Product:
     take as long, programs then go through memory together."""
     in_pairs: Callable[[Any], Any] | None = None
     """Of what was looked up, whether a tile's steps are copied two at a time."""
-    clean: tuple[Callable[[Refs, Step], Any], Callable[[Refs, Step, Any, Any, Any], None]] | None = None
+    clean: tuple[Callable[[Refs, ProductStep], Any], Callable[[Refs, ProductStep, Any, Any, Any], None]] | None = None
     """Whether a step's operands have to be cleaned before they are multiplied, of the references and the step; and what
     does a warpgroup's share of that, of these, the operands in shared memory and the warpgroup."""
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from onchip.frontend.jax_call import vary_alike
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.order import Item, Work
-from onchip.kernels.mosaic.product import ALL, BOX, MATH, Addends, MosaicConfig, Part, Product, Promotion, Step
+from onchip.kernels.mosaic.product import ALL, BOX, MATH, Addends, MosaicConfig, Part, Product, ProductStep, Promotion
 from onchip.kernels.mosaic.registers import Registers
 from onchip.kernels.mosaic.tile_numbers import Broadcast, Counter
 
@@ -125,7 +125,7 @@ class _Program:
                 plgpu.barrier_wait(self.free.at[slot])
             for i, slot in enumerate(slots):
                 beside = [x.at[slot] for x in self.vectors]
-                which = Step(of.i, of.j, of.first + k + i, of.found)
+                which = ProductStep(of.i, of.j, of.first + k + i, of.found)
                 p.copies(self.refs, which, self.a_smem.at[slot], self.b_smem.at[slot], self.full.at[slot], *beside)
 
         pairs = 0 if p.in_pairs is None else jnp.where(p.in_pairs(of.found), lax.div(of.steps, jnp.int32(2)), 0)
@@ -133,7 +133,7 @@ class _Program:
             lax.fori_loop(0, pairs, lambda k, _: several(2 * k, 2), None)
         lax.fori_loop(2 * pairs, of.steps, lambda k, _: several(k, 1), None)
         if p.addends is not None:
-            which = Step(of.i, of.j, of.first + of.steps, of.found)
+            which = ProductStep(of.i, of.j, of.first + of.steps, of.found)
             for w in range(MATH):
                 slot = self.slot_of(before + of.steps + w)
                 plgpu.barrier_wait(self.free.at[slot])
@@ -182,7 +182,7 @@ class _Program:
             return None
         return _storing(self.refs["stored"].at[self.warpgroup], p.config, m, n, p.columns)
 
-    def cleaned(self, which: Step, slot: Any) -> None:
+    def cleaned(self, which: ProductStep, slot: Any) -> None:
         assert self.p.clean is not None
         unclean, share = self.p.clean
 
@@ -200,7 +200,7 @@ class _Program:
         def step(k: Any, product: Callable[[Any], Any]) -> Any:
             plgpu.barrier_wait(self.full.at[self.slot_of(before + k)])
             if p.clean is not None:
-                self.cleaned(Step(of.i, of.j, of.first + k, of.found), self.slot_of(before + k))
+                self.cleaned(ProductStep(of.i, of.j, of.first + k, of.found), self.slot_of(before + k))
             result = product(self.slot_of(before + k))
 
             # What the products before those in flight have read is free.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onchip.attention.masks import Intervals
-from onchip.bench.harness import Op
+from onchip.bench.harness import BenchedOp
 from onchip.bench.peers import NARROW, Implementation, gpu_only, no_compiler, own
 from onchip.bench.timing import Step
 from onchip.ops.attention import cases, reference
@@ -20,10 +20,10 @@ RETURNED = ("out", "grad_q", "grad_k", "grad_v")
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionBenchProblem:
     """Inputs of one case, in the dtype and on the device of the run."""
 
-    case: cases.BenchCase
+    case: cases.AttentionBenchCase
     q: Any  # [B, T, Hq, D]; in PyTorch leaves that require grad
     k: Any  # [B, T, Hk, D]
     v: Any  # [B, T, Hk, Dv]
@@ -52,7 +52,7 @@ def _beside(like: Any, x: Any) -> Any:
     return torch.from_numpy(x).to(like.device)
 
 
-def _make(fw: Any, case: cases.BenchCase, device: str, dtype: str) -> Problem:
+def _make(fw: Any, case: cases.AttentionBenchCase, device: str, dtype: str) -> AttentionBenchProblem:
     """The inputs of `case`, drawn on the device."""
     normal = fw.drawer(device)
 
@@ -64,7 +64,7 @@ def _make(fw: Any, case: cases.BenchCase, device: str, dtype: str) -> Problem:
     v = fw.leaf(drawn(case.key_heads, case.value_size), dtype)
     sinks = fw.constant(normal(1, case.heads).reshape(-1), dtype) if case.sinks else None
     mask = cases.bench_mask(case, lambda x: fw.ids(x, device)).lower(case.batch, case.tokens, case.tokens, q)
-    return Problem(case, q, k, v, sinks, mask, drawn(case.heads, case.value_size))
+    return AttentionBenchProblem(case, q, k, v, sinks, mask, drawn(case.heads, case.value_size))
 
 
 # Queries that the check takes at a time: their scores in float64 must fit.
@@ -72,16 +72,16 @@ _ROWS = 1024
 
 
 @dataclass
-class Benchmark(Op):
+class AttentionBenchmark(BenchedOp):
     """The benchmark in one framework."""
 
-    def plain_steps(self, problem: Problem, function: Callable[..., Any]) -> Mapping[str, Step]:
+    def plain_steps(self, problem: AttentionBenchProblem, function: Callable[..., Any]) -> Mapping[str, Step]:
         """The steps of a differentiable function of q, k, v, the mask and options."""
         call = partial(_called, function, problem.mask, problem.options())
         steps: dict[str, Step] = self.fw.steps(call, (problem.q, problem.k, problem.v), 3, (problem.grad_out,))
         return steps
 
-    def floor(self, problem: Problem, mode: str) -> Step | None:
+    def floor(self, problem: AttentionBenchProblem, mode: str) -> Step | None:
         """One dense product of as many operations as those of what is seen, by cuBLAS.
 
         They are two products in forward, and five more in backward, one of which computes the scores again.
@@ -102,12 +102,12 @@ class Benchmark(Op):
         step: Step = self.fw.without_gradients(lambda a, b: [a @ b.T], a, b)
         return step
 
-    def reference(self, problem: Problem) -> dict[str, Any]:
+    def reference(self, problem: AttentionBenchProblem) -> dict[str, Any]:
         """What is right, in float64, head by head, with the bounds."""
         case, dtype = problem.case, dtype_name(problem.q.dtype)
         with self.fw.in_float64():
             right = _in_float64(self.fw, problem)
-            checked = cases.Case(
+            checked = cases.AttentionCase(
                 case.name, "full", case.batch, case.tokens, case.tokens, case.heads, case.key_heads, case.size,
                 case.value_size,
             )  # fmt: skip
@@ -131,7 +131,7 @@ class Benchmark(Op):
         return found
 
 
-_NO_NUMBERS = reference.Result(*[np.zeros(1)] * 6)
+_NO_NUMBERS = reference.AttentionResult(*[np.zeros(1)] * 6)
 """Stands for an oracle's results where bounds need their names alone."""
 
 
@@ -143,7 +143,7 @@ def _blocks(tokens: int) -> list[slice]:
     return [slice(i, min(i + _ROWS, tokens)) for i in range(0, tokens, _ROWS)]
 
 
-def _in_float64(fw: Any, p: Problem) -> dict[str, Any]:
+def _in_float64(fw: Any, p: AttentionBenchProblem) -> dict[str, Any]:
     """out and the gradients, kept in float32: [B, T, H, D] each."""
     case, group, scale = p.case, p.case.heads // p.case.key_heads, p.case.size**-0.5
     made: dict[str, list[Any]] = {name: [] for name in RETURNED}
@@ -183,10 +183,10 @@ def _turned(x: Any) -> Any:
     return x.swapaxes(1, 2)
 
 
-def _steps_with(make: Callable[[Problem], Callable[..., Any]]) -> Callable[..., Mapping[str, Step]]:
+def _steps_with(make: Callable[[AttentionBenchProblem], Callable[..., Any]]) -> Callable[..., Mapping[str, Step]]:
     """Steps of a function of q, k and v alone that is made for each problem, whose mask is built before."""
 
-    def steps(problem: Problem, load: Any) -> Mapping[str, Step]:
+    def steps(problem: AttentionBenchProblem, load: Any) -> Mapping[str, Step]:
         target = TORCH if type(problem.q).__module__.partition(".")[0] == "torch" else JAX
         function = make(problem)
         arguments = problem.q, problem.k, problem.v
@@ -196,12 +196,12 @@ def _steps_with(make: Callable[[Problem], Callable[..., Any]]) -> Callable[..., 
     return steps
 
 
-def _refuse_sinks(problem: Problem, what: str) -> None:
+def _refuse_sinks(problem: AttentionBenchProblem, what: str) -> None:
     if problem.sinks is not None:
         raise ValueError(f"{what} has no sinks")
 
 
-def _sdpa(problem: Problem, *, causal: bool) -> Callable[..., Any]:
+def _sdpa(problem: AttentionBenchProblem, *, causal: bool) -> Callable[..., Any]:
     import torch.nn.functional as F
 
     _refuse_sinks(problem, "scaled_dot_product_attention")
@@ -216,7 +216,7 @@ def _sdpa(problem: Problem, *, causal: bool) -> Callable[..., Any]:
     return call
 
 
-def _flex(problem: Problem) -> Callable[..., Any]:
+def _flex(problem: AttentionBenchProblem) -> Callable[..., Any]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -241,7 +241,7 @@ def _flex(problem: Problem) -> Callable[..., Any]:
     return call
 
 
-def _flash(problem: Problem) -> Callable[..., Any]:
+def _flash(problem: AttentionBenchProblem) -> Callable[..., Any]:
     from flash_attn import flash_attn_func  # type: ignore[import-not-found]
 
     _refuse_sinks(problem, "flash-attn")
@@ -273,7 +273,7 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     )
 
 
-def _dot_product(problem: Problem) -> Callable[..., Any]:
+def _dot_product(problem: AttentionBenchProblem) -> Callable[..., Any]:
     import jax
 
     _refuse_sinks(problem, "jax.nn.dot_product_attention")
@@ -289,6 +289,6 @@ def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases.SUITES, implementations, _make)
+    AttentionBenchmark(framework, cases.SUITES, implementations, _make)
     for framework, implementations in (("torch", _torch_implementations), ("jax", _jax_implementations))
 )

@@ -177,7 +177,7 @@ def _blocks(d: Drawn) -> Seen:
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """One problem: its sizes, its mask, and the options that it passes to the op."""
 
     name: str
@@ -210,7 +210,7 @@ class Case:
         return np.broadcast_to(KINDS[self.mask].seen(self.drawn), (self.batch, self.queries, self.keys))
 
 
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """Arrays of one case; what the case doesn't have is None."""
 
     q: Float32  # [B, Tq, Hq, D]
@@ -221,7 +221,7 @@ class Inputs(NamedTuple):
     grad_lse: Float32
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: AttentionCase, seed: int = 0) -> AttentionInputs:
     """Random inputs of `case`, ~ N(0, 1) but for q and k."""
     rng = np.random.default_rng(seed)
 
@@ -229,7 +229,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
 
     rows = case.batch, case.queries, case.heads
-    return Inputs(
+    return AttentionInputs(
         q=normal(*rows, case.size, std=case.std),
         k=normal(case.batch, case.keys, case.key_heads, case.size, std=case.std),
         v=normal(case.batch, case.keys, case.key_heads, case.value_size),
@@ -241,31 +241,31 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 # `onchip check`: small enough for two CPU cores, awkward on purpose.
 CHECK_CASES = (
-    *(Case(name, name) for name in KINDS),
-    Case("more keys", "causal, last sees last", queries=40, keys=90),
-    Case("more queries", "causal", queries=90, keys=33),
-    Case("window of the last", "window of both sides", queries=40, keys=90),
-    Case("many tiles", "causal documents", batch=1, queries=600, keys=600, heads=2, key_heads=1, size=8, value_size=8),
-    Case("one token", "causal", batch=3, queries=1, keys=1),
-    Case("no keys", "full", queries=5, keys=0),
-    Case("no groups", "causal", heads=3, key_heads=3),
-    Case("groups of 3", "causal documents", heads=6, key_heads=2, sinks=True),
-    Case("groups of 5", "window", heads=5, key_heads=1, size=20, value_size=20),
-    Case("groups of 7", "causal", heads=7, key_heads=1, size=31, value_size=9),
-    Case("other values", "causal documents", size=24, value_size=16),
-    Case("small scores", "causal", std=0.1),
-    Case("large scores", "causal", std=6.0),
-    Case("sinks", "window in documents", sinks=True),
-    Case("sinks alone", "rows that see nothing", sinks=True),
-    Case("softcap", "causal", std=4.0, options={"softcap": 10.0}),
-    Case("scale", "causal documents", options={"scale": 0.7}),
-    Case("everything", "images and window", heads=6, key_heads=2, size=24, value_size=12, sinks=True, std=3.0,
+    *(AttentionCase(name, name) for name in KINDS),
+    AttentionCase("more keys", "causal, last sees last", queries=40, keys=90),
+    AttentionCase("more queries", "causal", queries=90, keys=33),
+    AttentionCase("window of the last", "window of both sides", queries=40, keys=90),
+    AttentionCase("many tiles", "causal documents", 1, 600, 600, heads=2, key_heads=1, size=8, value_size=8),
+    AttentionCase("one token", "causal", batch=3, queries=1, keys=1),
+    AttentionCase("no keys", "full", queries=5, keys=0),
+    AttentionCase("no groups", "causal", heads=3, key_heads=3),
+    AttentionCase("groups of 3", "causal documents", heads=6, key_heads=2, sinks=True),
+    AttentionCase("groups of 5", "window", heads=5, key_heads=1, size=20, value_size=20),
+    AttentionCase("groups of 7", "causal", heads=7, key_heads=1, size=31, value_size=9),
+    AttentionCase("other values", "causal documents", size=24, value_size=16),
+    AttentionCase("small scores", "causal", std=0.1),
+    AttentionCase("large scores", "causal", std=6.0),
+    AttentionCase("sinks", "window in documents", sinks=True),
+    AttentionCase("sinks alone", "rows that see nothing", sinks=True),
+    AttentionCase("softcap", "causal", std=4.0, options={"softcap": 10.0}),
+    AttentionCase("scale", "causal documents", options={"scale": 0.7}),
+    AttentionCase("everything", "images and window", heads=6, key_heads=2, size=24, value_size=12, sinks=True, std=3.0,
          options={"softcap": 20.0, "scale": 0.3}),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class BenchCase:
+class AttentionBenchCase:
     """A problem of a benchmark, of one batch row unless `batch` says otherwise."""
 
     name: str
@@ -282,7 +282,7 @@ class BenchCase:
     dtype: str | None = None
 
 
-def bench_mask(case: BenchCase, put: Put) -> Mask:
+def bench_mask(case: AttentionBenchCase, put: Put) -> Mask:
     """The mask of a benchmark's case."""
     at = np.arange(case.tokens)
     made: dict[str, Callable[[], Mask]] = {
@@ -297,14 +297,14 @@ def bench_mask(case: BenchCase, put: Put) -> Mask:
     return made[case.mask]()
 
 
-def _mixed(case: BenchCase) -> npt.NDArray[np.int64]:
+def _mixed(case: AttentionBenchCase) -> npt.NDArray[np.int64]:
     """[T]: ids of documents whose lengths are spread as those of a corpus, `length` on average."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(case.length) - 0.72, 1.2, 4 * case.tokens // case.length).astype(int) + 1
     return np.searchsorted(lengths.cumsum(), np.arange(case.tokens), side="right")
 
 
-def _answers(case: BenchCase) -> npt.NDArray[np.int64]:
+def _answers(case: AttentionBenchCase) -> npt.NDArray[np.int64]:
     """[T]: stops of one prompt, a quarter of the tokens, and four answers to it."""
     at, prompt = np.arange(case.tokens), case.tokens // 4
     answer = -(-(case.tokens - prompt) // 4)
@@ -315,26 +315,26 @@ _T = 16384
 # What `onchip bench` runs.
 SUITES = {
     "cpu": (
-        BenchCase("cpu-causal", "causal", 512, 4, 2, 32, 32),
-        BenchCase("cpu-documents", "documents", 512, 4, 2, 32, 32, length=64),
-        BenchCase("cpu-sinks", "window", 384, 4, 2, 32, 32, sinks=True, length=64),
+        AttentionBenchCase("cpu-causal", "causal", 512, 4, 2, 32, 32),
+        AttentionBenchCase("cpu-documents", "documents", 512, 4, 2, 32, 32, length=64),
+        AttentionBenchCase("cpu-sinks", "window", 384, 4, 2, 32, 32, sinks=True, length=64),
     ),
     "cuda": (
-        BenchCase("causal", "causal", _T),
-        BenchCase("full", "full", _T),
-        BenchCase("window-1024", "window", _T, length=1024),
-        BenchCase("documents-2048", "documents", _T, length=2048),
-        BenchCase("documents-mixed", "mixed", 4 * _T, length=218),
-        BenchCase("tree", "tree", _T),
-        BenchCase("images", "images", _T),
-        BenchCase("causal-d64", "causal", _T, size=64, value_size=64),
-        BenchCase("causal-d192-128", "causal", _T, 16, 16, size=192),
-        BenchCase("gpt-oss-window", "window", _T, 64, 8, 64, 64, sinks=True, length=128),
-        BenchCase("gpt-oss-full", "causal", _T, 64, 8, 64, 64, sinks=True),
+        AttentionBenchCase("causal", "causal", _T),
+        AttentionBenchCase("full", "full", _T),
+        AttentionBenchCase("window-1024", "window", _T, length=1024),
+        AttentionBenchCase("documents-2048", "documents", _T, length=2048),
+        AttentionBenchCase("documents-mixed", "mixed", 4 * _T, length=218),
+        AttentionBenchCase("tree", "tree", _T),
+        AttentionBenchCase("images", "images", _T),
+        AttentionBenchCase("causal-d64", "causal", _T, size=64, value_size=64),
+        AttentionBenchCase("causal-d192-128", "causal", _T, 16, 16, size=192),
+        AttentionBenchCase("gpt-oss-window", "window", _T, 64, 8, 64, 64, sinks=True, length=128),
+        AttentionBenchCase("gpt-oss-full", "causal", _T, 64, 8, 64, 64, sinks=True),
     ),
     "by-length": tuple(
-        BenchCase(f"causal-{65536 // tokens}x{tokens}" if tokens < 65536 else f"causal-{tokens}", "causal", tokens,
-                  batch=max(1, 65536 // tokens))
+        AttentionBenchCase(f"causal-{65536 // tokens}x{tokens}" if tokens < 65536 else f"causal-{tokens}", "causal",
+                           tokens, batch=max(1, 65536 // tokens))
         for tokens in (512, 1024, 2048, 4096, 8192, 32768, 65536, 131072)
     ),
 }  # fmt: skip

@@ -6,13 +6,17 @@ from typing import Any
 import numpy as np
 
 from onchip.ops.attention import reference
-from onchip.ops.attention.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.attention.cases import CHECK_CASES, AttentionCase, make_inputs
 from onchip.ops.attention.reference import Array
 from onchip.oracle.checks import DEVIATIONS, UNIT_ROUNDOFF, Checker, op_in
 
 
 def limits(
-    case: Case, dtype: str, how: Mapping[str, Any], oracle: reference.Result, given: Mapping[str, Array]
+    case: AttentionCase,
+    dtype: str,
+    how: Mapping[str, Any],
+    oracle: reference.AttentionResult,
+    given: Mapping[str, Array],
 ) -> dict[str, tuple[Array, float]]:
     """Each result, and the limit of its relative error.
 
@@ -55,7 +59,7 @@ def _turned(fw: Any, x: Any) -> Any:
 
 
 def _call(
-    fw: Any, how: Mapping[str, Any], q: Any, k: Any, v: Any, sinks: Any, *, case: Case, **more: Any
+    fw: Any, how: Mapping[str, Any], q: Any, k: Any, v: Any, sinks: Any, *, case: AttentionCase, **more: Any
 ) -> dict[str, Any]:
     device = str(q.device) if fw.NAME == "torch" else "cpu"
     mask = case.make_mask(lambda x: fw.constant(x, device))
@@ -74,7 +78,7 @@ def _plain(
     v: Any,
     sinks: Any,
     *,
-    case: Case,
+    case: AttentionCase,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _plain(
     return {"out": _turned(fw, p @ v), "lse": _turned(fw, lse)}
 
 
-def _oracle(case: Case, **given: Any) -> reference.Result:
+def _oracle(case: AttentionCase, **given: Any) -> reference.AttentionResult:
     return reference.attention(seen=case.seen(), **given)
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from onchip.attention.masks import MASKS, OP, STATIC, Causal, Mask, check_mask, check_mask_values
-from onchip.attention.problem import Layout, Options, check_shapes, scale_of
-from onchip.attention.xla.plain import ATTENTION, Parameters, Ranges, Static
+from onchip.attention.problem import AttentionOptions, Layout, check_shapes, scale_of
+from onchip.attention.xla.plain import ATTENTION, AttentionStatic, Parameters, Ranges
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import callable_here, vary_alike
@@ -91,7 +91,7 @@ def attention(
     for name in ("k", "v"):
         if dtype_of(arrays[name]) != dtype_of(q):
             raise TypeError(f"{OP}: q is {dtype_of(q)} but {name} is {dtype_of(arrays[name])}; cast one of them")
-    options = Options(scale, softcap, layout, None, check_inputs, return_lse)
+    options = AttentionOptions(scale, softcap, layout, None, check_inputs, return_lse)
     p = check_shapes(layout, {name: x.shape for name, x in arrays.items()})
     choose_backend(OP, backend, {"xla": None})
     if check_inputs or jax.default_backend() == "cpu":
@@ -105,7 +105,7 @@ def attention(
     rows: list[Any] = [None if x is None else jnp.broadcast_to(x, (p.batch, *x.shape[1:])) for x in ranges]
     parameters = Parameters(whole["q"], whole["k"], whole["v"], whole.get("sinks"))
     parameters, mask_rows = vary_alike((parameters, Ranges(*rows)))
-    static = Static(p, options, scale_of(options, p), lowered.tile)
+    static = AttentionStatic(p, options, scale_of(options, p), lowered.tile)
     out, lse = callable_here(ATTENTION)(static, parameters, mask_rows)
     if layout == "bhtd":
         out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)

@@ -2,18 +2,18 @@
 
 from functools import partial
 
-from onchip.attention.problem import DEFAULT_SCRATCH, Problem, least_scratch, rows_of_block, scratch_parts
+from onchip.attention.problem import DEFAULT_SCRATCH, AttentionProblem, least_scratch, rows_of_block, scratch_parts
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
 from onchip.plan.ways import never
 
 
-def _problem(asked: PlannedCall) -> Problem:
+def _problem(asked: PlannedCall) -> AttentionProblem:
     tokens, size = asked.problem.tokens, asked.head_size
     if asked.heads % asked.key_heads:
         raise ValueError(f"plan: heads are {asked.heads}, no multiple of the {asked.key_heads} key_heads")
-    return Problem(1, tokens, tokens, asked.heads, asked.key_heads, size, size)
+    return AttentionProblem(1, tokens, tokens, asked.heads, asked.key_heads, size, size)
 
 
 def _way(asked: PlannedCall) -> Way:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 
-class Result(NamedTuple):
+class AttentionResult(NamedTuple):
     """Outputs and gradients of sum(grad_out * out) + sum(grad_lse * lse)."""
 
     out: Array  # [B, Tq, Hq, Dv]
@@ -52,7 +52,7 @@ def attention(
     sinks: npt.ArrayLike | None = None,  # [Hq]
     grad_out: npt.ArrayLike | None = None,  # as out; None: ones
     grad_lse: npt.ArrayLike | None = None,  # as lse; None: zeros
-) -> Result:
+) -> AttentionResult:
     """One sequence and head after the other."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, queries, heads, size = q.shape
@@ -88,4 +88,4 @@ def attention(
             grad_q[b, :, h] = dz @ k[b, :, g]
             grad_k[b, :, g] += dz.T @ q[b, :, h]
             grad_sinks[h] += (of_sink * share * more).sum()
-    return Result(out, lse, grad_q, grad_k, grad_v, grad_sinks)
+    return AttentionResult(out, lse, grad_q, grad_k, grad_v, grad_sinks)

@@ -8,9 +8,9 @@ from typing import Literal, overload
 from torch import Tensor, is_tensor
 
 from onchip.attention.masks import OP, Causal, Mask, check_mask, check_mask_values
-from onchip.attention.problem import Layout, Options, check_shapes, rows_of_block, scale_of
+from onchip.attention.problem import AttentionOptions, Layout, check_shapes, rows_of_block, scale_of
 from onchip.attention.torch import arrays as _arrays  # noqa: F401  what masks are made by
-from onchip.attention.torch.plain import ATTENTION, Call
+from onchip.attention.torch.plain import ATTENTION, AttentionCall
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, one_dtype, require_tensors, torch_refusal
@@ -125,7 +125,7 @@ def attention(
     tensors = require_tensors(OP, named, optional=("sinks",))
     check_mask(mask, is_tensor)
     check_kinds(OP, tensors, integers=(), labels=("sinks",), dtypes=LOSS_DTYPES)
-    options = Options(scale, softcap, layout, scratch_in_bytes(OP, scratch_bytes, 0), check_inputs, return_lse)
+    options = AttentionOptions(scale, softcap, layout, scratch_in_bytes(OP, scratch_bytes, 0), check_inputs, return_lse)
     p = check_shapes(layout, shapes_of(tensors))
     dtype = one_dtype(OP, {"q": q, "k": k, "v": v})
     choose_backend(OP, backend, {"torch": torch_refusal(q.device)})
@@ -141,7 +141,7 @@ def attention(
         x = getattr(lowered, name)
         if x is not None and x.device != q.device:
             raise ValueError(f"{OP}: the mask is on {x.device} but q is on {q.device}; move it there")
-    call = Call(
+    call = AttentionCall(
         whole[0], whole[1], whole[2], sinks, lowered.start, lowered.end, lowered.stop, lowered.blocks, lowered.tile,
         scale_of(options, p), dtype, p, options, grads,
     )  # fmt: skip

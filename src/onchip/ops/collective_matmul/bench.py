@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from onchip.bench.benchmark import relative_error
-from onchip.bench.harness import Op, sizes_of
+from onchip.bench.harness import BenchedOp, sizes_of
 from onchip.bench.peers import NARROW, Implementation, gpu_only
 from onchip.bench.timing import Step
 from onchip.collectives.problem import GATHER, SCATTER
@@ -20,10 +20,10 @@ RETURNED = ("out", "grad_x", "grad_weight")
 
 
 @dataclass(frozen=True)
-class Problem:
+class CollectiveBenchProblem:
     """Inputs of one case, in the dtype and on the device of the run: of this rank in PyTorch, whole ones in JAX."""
 
-    case: cases.BenchCase
+    case: cases.CollectiveBenchCase
     device: str
     ranks: int
     x: Any
@@ -32,16 +32,16 @@ class Problem:
 
 
 @dataclass
-class Benchmark(Op):
+class CollectiveBenchmark(BenchedOp):
     """The benchmark in one framework."""
 
-    def plain_steps(self, problem: Problem, function: Callable[..., Any]) -> Mapping[str, Step]:
+    def plain_steps(self, problem: CollectiveBenchProblem, function: Callable[..., Any]) -> Mapping[str, Step]:
         """The steps of a differentiable function of the op's name, x and the weight."""
         leaves = problem.x, problem.weight
         steps: Mapping[str, Step] = self.fw.steps(partial(function, problem.case.op), leaves, 2, (problem.grad_out,))
         return steps
 
-    def floor(self, problem: Problem, mode: str) -> Step:
+    def floor(self, problem: CollectiveBenchProblem, mode: str) -> Step:
         """One rank's products alone: nothing travels."""
         case, ranks = problem.case, problem.ranks
         n, k = (case.n // ranks, case.k) if case.op == GATHER else (case.n, case.k // ranks)
@@ -49,7 +49,7 @@ class Benchmark(Op):
         step: Step = self.fw.products(mode, normal(case.tokens, k, dtype=dtype), normal(n, k, dtype=dtype))
         return step
 
-    def reference(self, problem: Problem) -> dict[str, Any]:
+    def reference(self, problem: CollectiveBenchProblem) -> dict[str, Any]:
         """Whose results they are, and what is right in float64, with bounds."""
         right: dict[str, Any] = {}
         with self.fw.in_float64():
@@ -98,7 +98,7 @@ def _scattered(fw: Any, x: Any) -> Any:
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _make_torch(fw: Any, case: cases.BenchCase, device: str, dtype: str) -> Problem:
+def _make_torch(fw: Any, case: cases.CollectiveBenchCase, device: str, dtype: str) -> CollectiveBenchProblem:
     import torch.distributed as dist
 
     ranks, own = dist.get_world_size(), dist.get_rank()
@@ -112,24 +112,24 @@ def _make_torch(fw: Any, case: cases.BenchCase, device: str, dtype: str) -> Prob
         shapes = (case.tokens, k // ranks), (n, k // ranks), (rows, n)
     # What differs from rank to rank shows whose is where.
     x, weight, g = (normal(*shape, std=std * (1 + own)) for shape, std in zip(shapes, (1, k**-0.5, 1), strict=True))
-    return Problem(
+    return CollectiveBenchProblem(
         case, device, ranks, fw.leaf(x, dtype), fw.parameter(fw.constant(weight, dtype)), fw.constant(g, dtype)
     )  # fmt: skip
 
 
-def _make_jax(fw: Any, case: cases.BenchCase, device: str, dtype: str) -> Problem:
+def _make_jax(fw: Any, case: cases.CollectiveBenchCase, device: str, dtype: str) -> CollectiveBenchProblem:
     from onchip.ops.collective_matmul.jax_checks import mesh, placed
 
     normal = fw.drawer(device)
     whole = normal(case.tokens, case.k), normal(case.n, case.k, case.k**-0.5), normal(case.tokens, case.n)
     x, weight, g = placed(case.op, *(fw.constant(a, dtype) for a in whole))
-    return Problem(case, device, mesh().size, x, weight, g)
+    return CollectiveBenchProblem(case, device, mesh().size, x, weight, g)
 
 
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _ranks(problem: Problem, mode: str) -> dict[str, Any]:
+def _ranks(problem: CollectiveBenchProblem, mode: str) -> dict[str, Any]:
     return {"ranks": problem.ranks}
 
 
@@ -209,7 +209,7 @@ def _symmetric_memory() -> Callable[..., Any]:
     def times_scattered(x: Any, b: Any) -> Any:
         return fused.fused_matmul_reduce_scatter(x, b, "sum", 0, group)
 
-    class Gathered(torch.autograd.Function):
+    class GatheredTimes(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, weight: Any) -> Any:
             whole, out = gathered_times(x, weight.t())
@@ -233,14 +233,14 @@ def _symmetric_memory() -> Callable[..., Any]:
             whole, grad_x = gathered_times(grads[0], weight)
             return grad_x, whole.t() @ x
 
-    return lambda op, x, weight: (Gathered if op == GATHER else Scattered).apply(x, weight)
+    return lambda op, x, weight: (GatheredTimes if op == GATHER else Scattered).apply(x, weight)
 
 
 # What the collectives of an op return, in forward and then in backward.
 _MOVED = {GATHER: ("gathered", "grad_x"), SCATTER: ("out", "gathered")}
 
 
-def _collective_steps(problem: Problem, moved: Callable[..., Any]) -> Mapping[str, Step]:
+def _collective_steps(problem: CollectiveBenchProblem, moved: Callable[..., Any]) -> Mapping[str, Step]:
     """What travels with one collective in forward and one in backward; what is added up was computed before."""
     op, x, weight, g = (problem.case.op, *(a.detach() for a in (problem.x, problem.weight, problem.grad_out)))
     there, back = (x, g @ weight) if op == GATHER else (x @ weight.t(), g)
@@ -278,5 +278,5 @@ def _jax_peer() -> Callable[..., Any]:
     return run
 
 
-WORLD = Benchmark("torch", cases.SUITES, _torch_implementations, _make_torch)
-JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make_jax)
+WORLD = CollectiveBenchmark("torch", cases.SUITES, _torch_implementations, _make_torch)
+JAX = CollectiveBenchmark("jax", cases.SUITES, _jax_implementations, _make_jax)

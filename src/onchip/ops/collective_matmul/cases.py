@@ -14,7 +14,7 @@ RANKS = (1, 2, 3, 4, 6, 8, 12, 24)
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """One problem: the sizes of all ranks together."""
 
     name: str
@@ -30,7 +30,7 @@ class Case:
         return self.name
 
 
-class Inputs(NamedTuple):
+class CollectiveInputs(NamedTuple):
     """Arrays of one case; what the case doesn't have is None."""
 
     x: Float32  # [T, K] or [T, middle, K]
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     grad_out: Float32  # [T, N] or [T, middle, N]
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: CollectiveCase, seed: int = 0) -> CollectiveInputs:
     """Random inputs of `case`: x ~ N(0, 1), weight ~ N(0, 1 / sqrt(K))."""
     rng = np.random.default_rng(seed)
 
@@ -48,21 +48,23 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
     rows = (case.tokens,) if case.middle is None else (case.tokens, case.middle)
     bias = normal(case.n) if case.bias else None
-    return Inputs(normal(*rows, case.k), normal(case.n, case.k, std=case.k**-0.5), bias, normal(*rows, case.n))
+    return CollectiveInputs(
+        normal(*rows, case.k), normal(case.n, case.k, std=case.k**-0.5), bias, normal(*rows, case.n)
+    )
 
 
 CHECK_CASES = (
-    Case("square", 96, 96, 96),
-    Case("one of each", 24, 24, 24),
-    Case("wide", 48, 240, 72),
-    Case("deep", 48, 72, 480, bias=True),
-    Case("no tokens", 0, 24, 48),
-    Case("three dimensions", 24, 48, 72, bias=True, middle=5),
+    CollectiveCase("square", 96, 96, 96),
+    CollectiveCase("one of each", 24, 24, 24),
+    CollectiveCase("wide", 48, 240, 72),
+    CollectiveCase("deep", 48, 72, 480, bias=True),
+    CollectiveCase("no tokens", 0, 24, 48),
+    CollectiveCase("three dimensions", 24, 48, 72, bias=True, middle=5),
 )
 
 
 @dataclass(frozen=True)
-class BenchCase:
+class CollectiveBenchCase:
     """A linear layer that the ranks share, and how."""
 
     name: str
@@ -73,11 +75,11 @@ class BenchCase:
     k: int
 
 
-def _both(name: str, tokens: int, hidden: int, wide: int) -> tuple[BenchCase, BenchCase]:
+def _both(name: str, tokens: int, hidden: int, wide: int) -> tuple[CollectiveBenchCase, CollectiveBenchCase]:
     """The layers of an MLP: to all ranks' parts of its middle, and back."""
     return (
-        BenchCase(f"{name}-up", "all_gather_matmul", tokens, wide, hidden),
-        BenchCase(f"{name}-down", "matmul_reduce_scatter", tokens, hidden, wide),
+        CollectiveBenchCase(f"{name}-up", "all_gather_matmul", tokens, wide, hidden),
+        CollectiveBenchCase(f"{name}-down", "matmul_reduce_scatter", tokens, hidden, wide),
     )
 
 

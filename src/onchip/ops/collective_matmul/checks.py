@@ -10,13 +10,13 @@ from typing import Any
 
 from onchip.collectives.problem import GATHER, SCATTER
 from onchip.ops.collective_matmul import reference
-from onchip.ops.collective_matmul.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.collective_matmul.cases import CHECK_CASES, CollectiveCase, make_inputs
 from onchip.ops.collective_matmul.reference import Array
 from onchip.oracle.checks import Checker, product_bound
 
 
 def limits(
-    case: Case, dtype: str, how: Mapping[str, Any], oracle: Mapping[str, Array], given: Mapping[str, Array]
+    case: CollectiveCase, dtype: str, how: Mapping[str, Any], oracle: Mapping[str, Array], given: Mapping[str, Array]
 ) -> dict[str, tuple[Array, float]]:
     """Each result is a sum of products that is rounded once."""
     rows = case.tokens * (case.middle or 1)
@@ -33,14 +33,14 @@ def plain_refusals(
         return {"xla": None}
     import torch
 
-    from onchip.collectives.torch_ring import Ring
+    from onchip.collectives.torch_ring import ProcessRing
     from onchip.collectives.torch_symmetric import refusal
 
-    alone = Ring("", 0, 1)
+    alone = ProcessRing("", 0, 1)
     return {"ring": None, "symmetric": refusal(alone, torch.device(device), getattr(torch, dtype))}
 
 
-def _oracle(x: Any, weight: Any, bias: Any = None, *, grad_out: Any) -> reference.Result:
+def _oracle(x: Any, weight: Any, bias: Any = None, *, grad_out: Any) -> reference.CollectiveResult:
     """Of one rank that has everything."""
     return reference.all_gather_matmul([x], [weight], None if bias is None else [bias], [grad_out])
 

@@ -1,10 +1,10 @@
 """What a call with precision='fp8' takes: the formulas of memory and messages.  No framework."""
 
-from onchip.collectives.problem import SCATTER, Cost, Sizes, sums
+from onchip.collectives.problem import SCATTER, CollectiveSizes, Cost, sums
 from onchip.fp8.numbers import block_quantized_bytes, quantized_bytes
 
 
-def fp8_cost(op: str, s: Sizes, bytes_each: int, *, gradients: bool, weight_bytes: int) -> Cost:
+def fp8_cost(op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, weight_bytes: int) -> Cost:
     """As `cost` of `onchip.collectives.problem`, of one dtype of x and the result.
 
     Neither x nor the weight is kept, but their copies in FP8, which are counted.

@@ -126,7 +126,7 @@ def matmul_reduce_scatter(
     return _call(SCATTER, x, weight, bias, axis_name, weight_layout)
 
 
-class _Static(NamedTuple):
+class _CollectiveStatic(NamedTuple):
     """What is known when tracing."""
 
     axis: str
@@ -135,7 +135,7 @@ class _Static(NamedTuple):
     keep_gathered: bool
 
 
-class _Layer(NamedTuple):
+class _CollectiveLayer(NamedTuple):
     """The arrays of a call, their gradients, and which of those are needed."""
 
     x: Any
@@ -161,9 +161,9 @@ def _call(
     ranks = _ranks(op, axis)
     check_shapes(op, {name: a.shape for name, a in arrays.items()}, ranks, layout)
     made = vary_alike({name: jnp.asarray(a) for name, a in arrays.items()}, lax.axis_index(axis))
-    layer = _Layer(made["x"], made["weight"], made.get("bias"))
+    layer = _CollectiveLayer(made["x"], made["weight"], made.get("bias"))
     of = _gathered if op == GATHER else _scattered
-    out: jax.Array = of(_Static(axis, ranks, layout, keep_gathered), layer, None)
+    out: jax.Array = of(_CollectiveStatic(axis, ranks, layout, keep_gathered), layer, None)
     return out
 
 
@@ -179,7 +179,7 @@ def _ranks(op: str, axis: Any) -> int:
         ) from error
 
 
-def _dims(static: _Static) -> tuple[int, int]:
+def _dims(static: _CollectiveStatic) -> tuple[int, int]:
     """The dimensions N and K of the weight."""
     return (0, 1) if static.layout == "nk" else (1, 0)
 
@@ -194,7 +194,7 @@ def _block(x: JaxArray, index: Any, ranks: int) -> JaxArray:
     return _rows(lax.dynamic_slice_in_dim(x, index * size, size))
 
 
-def _joined(static: _Static, parts: list[tuple[JaxArray, JaxArray]], shape: tuple[int, ...]) -> JaxArray:
+def _joined(static: _CollectiveStatic, parts: list[tuple[JaxArray, JaxArray]], shape: tuple[int, ...]) -> JaxArray:
     """One array of this shape of a block of rows from each device, in their order."""
     first = parts[0][1]
     out: JaxArray = vary_alike(jnp.empty((static.ranks, *first.shape), first.dtype), first)
@@ -203,14 +203,16 @@ def _joined(static: _Static, parts: list[tuple[JaxArray, JaxArray]], shape: tupl
     return out.reshape(shape)
 
 
-def _weight_product(static: _Static, g: JaxArray, x: JaxArray) -> JaxArray:
+def _weight_product(static: _CollectiveStatic, g: JaxArray, x: JaxArray) -> JaxArray:
     return product(g, x, (0, 0)) if static.layout == "nk" else product(x, g, (0, 0))
 
 
 # --------------------------------------------------------------------------------------------------- all_gather_matmul
 
 
-def _gather_forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[Any, Any]:
+def _gather_forward(
+    static: _CollectiveStatic, needs: _CollectiveLayer, layer: _CollectiveLayer, _: None
+) -> tuple[Any, Any]:
     x, weight, bias = layer
     ring = list(blocks(x, static.axis, static.ranks))
     outs = []
@@ -226,7 +228,7 @@ def _gather_forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> t
     return out, (kept, weight)
 
 
-def _gather_backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) -> _Layer:
+def _gather_backward(static: _CollectiveStatic, needs: _CollectiveLayer, saved: Any, grad_out: Any) -> _CollectiveLayer:
     x, weight = saved
     ranks = static.ranks
 
@@ -244,7 +246,7 @@ def _gather_backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) 
         ]
         grad_weight = sum(addends[1:], addends[0])
     grad_bias = _rows(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if needs.bias else None
-    return _Layer(grad_x, grad_weight, grad_bias)
+    return _CollectiveLayer(grad_x, grad_weight, grad_bias)
 
 
 _gathered = with_gradients(GATHER, _gather_forward, _gather_backward)
@@ -253,7 +255,9 @@ _gathered = with_gradients(GATHER, _gather_forward, _gather_backward)
 # ------------------------------------------------------------------------------------------------ matmul_reduce_scatter
 
 
-def _scatter_forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[Any, Any]:
+def _scatter_forward(
+    static: _CollectiveStatic, needs: _CollectiveLayer, layer: _CollectiveLayer, _: None
+) -> tuple[Any, Any]:
     x, weight, bias = layer
     ranks = static.ranks
 
@@ -266,7 +270,9 @@ def _scatter_forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> 
     return out, (x, weight) if any(needs) else None
 
 
-def _scatter_backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) -> _Layer:
+def _scatter_backward(
+    static: _CollectiveStatic, needs: _CollectiveLayer, saved: Any, grad_out: Any
+) -> _CollectiveLayer:
     x, weight = saved
     parts, addends = [], []
     for index, block in blocks(_rows(grad_out), static.axis, static.ranks):
@@ -277,7 +283,7 @@ def _scatter_backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any)
     grad_x = _joined(static, parts, x.shape) if needs.x else None
     grad_weight = sum(addends[1:], addends[0]) if needs.weight else None
     grad_bias = _rows(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if needs.bias else None
-    return _Layer(grad_x, grad_weight, grad_bias)
+    return _CollectiveLayer(grad_x, grad_weight, grad_bias)
 
 
 _scattered = with_gradients(SCATTER, _scatter_forward, _scatter_backward)

@@ -28,7 +28,7 @@ def _step(asked: PlannedCall, name: str, backend: str) -> StepPlan:
         )
     made = (fp8_cost if fp8_too else problem.cost)(
         problem.SCATTER if by_rows else problem.GATHER,
-        problem.Sizes(ranks, rows, n, k),
+        problem.CollectiveSizes(ranks, rows, n, k),
         DTYPE_BYTES[p.dtype],
         gradients=asked.gradients,
         weight_bytes=DTYPE_BYTES[p.weight_dtype],

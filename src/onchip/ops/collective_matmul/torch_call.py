@@ -12,13 +12,13 @@ from torch import Tensor
 
 from onchip.collectives import torch_symmetric as symmetric
 from onchip.collectives.problem import GATHER, SCATTER
-from onchip.collectives.torch_ring import Ring, blocks, check_alike, reduced
+from onchip.collectives.torch_ring import ProcessRing, blocks, check_alike, reduced
 from onchip.frontend.torch_inputs import accumulator, dtype_name
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.ops.collective_matmul.torch_products import Full, InFp8, Operand, flat, products_of
+from onchip.ops.collective_matmul.torch_products import FullProducts, InFp8, Operand, flat, products_of
 
 
-class Copies(NamedTuple):
+class PeerCopies(NamedTuple):
     """A matrix as products take it: in their dtype, or in FP8 with its transpose where a gradient needs that."""
 
     rows: Tensor
@@ -31,18 +31,18 @@ class Copies(NamedTuple):
         return _there(self.rows, self.row_scales)
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """The arguments of either operator."""
 
     op: str
     x: Tensor  # [T/n, ..., K], or [T, ..., K] of matmul_reduce_scatter
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
-    of_x: Copies
-    of_weight: Copies
+    of_x: PeerCopies
+    of_weight: PeerCopies
     of_bias: Tensor | None
     weight_grad_out: Tensor | None  # [N, K] float32; used in backward
-    ring: Ring
+    ring: ProcessRing
     dtype: torch.dtype  # of the result
     products: str  # "full", or which of FP8's
     keep_gathered: bool
@@ -50,14 +50,14 @@ class Call(NamedTuple):
     grads: tuple[bool, ...]  # of x, weight, bias
 
 
-class Outputs(NamedTuple):
+class CollectiveOutputs(NamedTuple):
     """The results of either operator."""
 
     out: Tensor
     gathered: Tensor | None  # [n, *x.shape]: all ranks' x, to be kept
 
 
-class Kept(NamedTuple):
+class CollectiveKept(NamedTuple):
     """What backward is given: in FP8 neither x nor the weight, but their transposes."""
 
     op: str
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
     weight: Tensor | None  # for x's
     weight_scales: Tensor | None
     weight_grad_out: Tensor | None
-    ring: Ring
+    ring: ProcessRing
     products: str
     check_inputs: bool
     k: int
@@ -77,7 +77,7 @@ class Kept(NamedTuple):
 # ------------------------------------------------------------------------------------------------- what ranks agree on
 
 
-def _agree(call: Call) -> None:
+def _agree(call: CollectiveCall) -> None:
     """Raise unless the ranks' calls go together."""
     if call.check_inputs:
         x, n = call.x, len(call.weight)
@@ -89,7 +89,7 @@ def _agree(call: Call) -> None:
         check_alike(call.op, call.ring, said, x.device)
 
 
-def _agree_on_gradients(kept: Kept, grad_out: Tensor, wanted: Wanted) -> None:
+def _agree_on_gradients(kept: CollectiveKept, grad_out: Tensor, wanted: Wanted) -> None:
     """Raise unless the ranks want the same gradients, or some would wait for the others."""
     if kept.check_inputs:
         said = f"a backward of {kept.op}, gradients of {_names(wanted)}"
@@ -115,22 +115,22 @@ def _exchanged(shape: Sequence[int], columns: int, ranks: int, *, gathers: bool)
     return rows, *shape[1:-1], columns
 
 
-def _fake(call: Call) -> Outputs:
+def _fake(call: CollectiveCall) -> CollectiveOutputs:
     x, ranks = call.x, call.ring.ranks
     shape = _exchanged(x.shape, len(call.weight), ranks, gathers=call.op == GATHER)
     gathered = x.new_empty((ranks, *x.shape), dtype=call.dtype) if _keeps_gathered(call) else None
-    return Outputs(x.new_empty(shape, dtype=call.dtype), gathered)
+    return CollectiveOutputs(x.new_empty(shape, dtype=call.dtype), gathered)
 
 
-def _keeps_gathered(call: Call) -> bool:
+def _keeps_gathered(call: CollectiveCall) -> bool:
     return call.keep_gathered and call.grads[1] and call.ring.ranks > 1
 
 
-def _save(call: Call, outputs: Outputs) -> Kept:
+def _save(call: CollectiveCall, outputs: CollectiveOutputs) -> CollectiveKept:
     gathered = outputs.gathered if _keeps_gathered(call) else None
     of_x, of_weight = (c[:2] if call.products == "full" else c[2:] for c in (call.of_x, call.of_weight))
     nothing = (None, None)
-    return Kept(
+    return CollectiveKept(
         call.op,
         *(of_x if call.grads[1] and gathered is None else nothing),
         gathered,
@@ -144,12 +144,14 @@ def _save(call: Call, outputs: Outputs) -> Kept:
     )
 
 
-def _is_mapped(ring: Ring, x: Tensor) -> bool:
+def _is_mapped(ring: ProcessRing, x: Tensor) -> bool:
     """Whether blocks as `x` go through mapped memory; of one rank, and without a number, none travels."""
     return ring.backend == "symmetric" and ring.ranks > 1 and x.numel() > 0
 
 
-def _travelling(ring: Ring, parts: Sequence[Tensor], into: Tensor | None = None) -> Iterator[tuple[int, list[Tensor]]]:
+def _travelling(
+    ring: ProcessRing, parts: Sequence[Tensor], into: Tensor | None = None
+) -> Iterator[tuple[int, list[Tensor]]]:
     """As `blocks`, of tensors that travel as one: bytes of FP8 numbers come before float32's, so all are aligned."""
     if len(parts) == 1 or ring.ranks == 1:
         for rank, block in blocks(ring, parts[0], into):
@@ -163,8 +165,8 @@ def _travelling(ring: Ring, parts: Sequence[Tensor], into: Tensor | None = None)
 
 
 def _summed(
-    ring: Ring,
-    by: Full | InFp8,
+    ring: ProcessRing,
+    by: FullProducts | InFp8,
     xs: Sequence[Operand],
     weight: Any,
     bias: Tensor | None,
@@ -191,7 +193,7 @@ def _summed(
     return sums
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: CollectiveCall) -> CollectiveOutputs:
     _agree(call)
     made, ring, by = _fake(call), call.ring, products_of(call.products)
     x, weight, out = call.of_x.operand, by.weight(call.of_weight.operand, turned=False), flat(made.out)
@@ -211,7 +213,7 @@ def _forward(call: Call) -> Outputs:
     return made
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: CollectiveKept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     _agree_on_gradients(kept, grad_out, wanted)
@@ -222,14 +224,14 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return [None if g is None else g.to(dtype) for g, dtype in zip(made, kept.dtypes, strict=True)]
 
 
-def _weight_sum(kept: Kept, grad_out: Tensor) -> Tensor:
+def _weight_sum(kept: CollectiveKept, grad_out: Tensor) -> Tensor:
     """Memory that the weight's gradient is added to: the caller's, or zeros in the dtype of sums."""
     if kept.weight_grad_out is not None:
         return kept.weight_grad_out
     return grad_out.new_zeros((grad_out.shape[-1], kept.k), dtype=accumulator(grad_out.dtype))
 
 
-def _gather_gradients(kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
+def _gather_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
     ring, (by_x, by_weight, by_bias) = kept.ring, wanted
     asked = by_x, by_weight, False
     grads = [by.arrived(by.sent(g, asked), asked) for g in flat(grad_out).chunk(ring.ranks)]
@@ -251,7 +253,7 @@ def _gather_gradients(kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wa
     return grad_x, grad_weight, grad_bias
 
 
-def _scatter_gradients(kept: Kept, by: Full | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
+def _scatter_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
     """Of one walk, which gathers the upstream gradient."""
     ring, g, (by_x, by_weight, by_bias) = kept.ring, flat(grad_out), wanted
     total, n = accumulator(grad_out.dtype), g.shape[1]
@@ -289,7 +291,7 @@ def _there(x: Tensor | None, scales: Tensor | None) -> Operand:
     return tuple(part for part in (x, scales) if part is not None)
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _fake_gradients(kept: CollectiveKept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     n = grad_out.shape[-1]
@@ -301,12 +303,12 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return made if kept.weight_grad_out is None else [made[0], None, made[2]]
 
 
-def _flops(call: Call) -> int:
+def _flops(call: CollectiveCall) -> int:
     """Of this rank's product: its weight's with all tokens."""
     return 2 * call.x.numel() * len(call.weight) * (call.ring.ranks if call.op == GATHER else 1)
 
 
-def _gradient_flops(kept: Kept, upstream: Made, wanted: Wanted) -> int:
+def _gradient_flops(kept: CollectiveKept, upstream: Made, wanted: Wanted) -> int:
     """Of the gradients of x and weight."""
     (grad_out,) = upstream
     assert grad_out is not None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.collectives import torch_symmetric as symmetric
-from onchip.collectives.problem import GATHER, SCATTER, Sizes, check_shapes
+from onchip.collectives.problem import GATHER, SCATTER, CollectiveSizes, check_shapes
 from onchip.collectives.torch_ring import refusal, ring_of
 from onchip.core.backends import choose_backend
 from onchip.fp8.numbers import BLOCK
@@ -26,7 +26,7 @@ from onchip.frontend.torch_inputs import (
     require_tensors,
 )
 from onchip.frontend.torch_register import needed
-from onchip.ops.collective_matmul.torch_call import OPERATORS, Call, Copies
+from onchip.ops.collective_matmul.torch_call import OPERATORS, CollectiveCall, PeerCopies
 from onchip.ops.collective_matmul.torch_products import SCALE
 
 if TYPE_CHECKING:
@@ -198,19 +198,19 @@ def _run(
     chosen = choose_backend(op, backend, {"ring": refusal(ring, x.device), "symmetric": of_symmetric})
     grads, products, of_bias = needed(x, weight, bias), "full", bias
     if precision == "full":
-        of_x, of_weight = (Copies(_cast(a, dtype), None, None, None) for a in (x, weight))
+        of_x, of_weight = (PeerCopies(_cast(a, dtype), None, None, None) for a in (x, weight))
         of_bias = None if bias is None else _cast(bias, dtype)
     else:  # x and weight are quantised as they are
         _check_fp8(op, x, sizes, keep_gathered)
         products = choose_backend(op, "auto", refusals(x.device))
         of_x, of_weight = (
-            Copies(*copies_of(op, a, SCALE, products, by_block=by_block, wanted=other if needs else None))
+            PeerCopies(*copies_of(op, a, SCALE, products, by_block=by_block, wanted=other if needs else None))
             for a, by_block, other, needs in ((x, False, "weight", grads[1]), (weight, True, "x", grads[0]))
         )
     # One rank has nobody to differ from.
     check = ring.ranks > 1 and (check_inputs or x.device.type == "cpu")
     ring = ring._replace(backend=chosen)
-    call = Call(
+    call = CollectiveCall(
         op, x, weight, bias, of_x, of_weight, of_bias, weight_grad_out, ring, dtype, products, keep_gathered, check,
         grads,
     )  # fmt: skip
@@ -221,7 +221,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.detach().to(dtype)
 
 
-def _check_fp8(op: str, x: Tensor, sizes: Sizes, keep_gathered: bool) -> None:
+def _check_fp8(op: str, x: Tensor, sizes: CollectiveSizes, keep_gathered: bool) -> None:
     """Raise for what precision='fp8' can't do."""
     if x.dtype == torch.float64:
         raise TypeError(f"{op}: precision='fp8' takes float32, bfloat16 or float16; got float64")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.fp8.torch_operands import quantizer
 from onchip.fp8.torch_products import multiply
-from onchip.fp8.torch_quantize import Quantized
+from onchip.fp8.torch_quantize import TorchQuantized
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Wanted
 from onchip.kernels.torch_products import linear, product, widen
@@ -21,7 +21,7 @@ Operand = tuple[Tensor, ...]
 FORMAT, SCALE = "e4m3", "float32"
 
 
-class Gradient(NamedTuple):
+class ProductGradient(NamedTuple):
     """The gradient of some rows of a result, as far as it is wanted: for x's, for the weight's, and its sum."""
 
     rows: Operand
@@ -29,7 +29,7 @@ class Gradient(NamedTuple):
     total: Tensor | None
 
 
-class Full:
+class FullProducts:
     """In the inputs' dtype, summed in float32."""
 
     def weight(self, of: Operand, *, turned: bool) -> Any:
@@ -48,10 +48,10 @@ class Full:
         """What travels of the gradient of a result's rows [rows, N], for the gradients of x, weight and bias."""
         return [g]
 
-    def arrived(self, sent: list[Tensor], wanted: Wanted) -> Gradient:
+    def arrived(self, sent: list[Tensor], wanted: Wanted) -> ProductGradient:
         """The same as operands."""
         (g,) = sent
-        return Gradient((g,), (g,), g.sum(0, dtype=accumulator(g.dtype)) if wanted[2] else None)
+        return ProductGradient((g,), (g,), g.sum(0, dtype=accumulator(g.dtype)) if wanted[2] else None)
 
     def linear(self, out: Tensor, x: Operand, weight: Any, bias: Tensor | None) -> None:
         """out = x @ weight + bias, rounded once."""
@@ -72,7 +72,7 @@ class InFp8(NamedTuple):
     backend: str
 
     def weight(self, of: Operand, *, turned: bool) -> Any:
-        return Quantized(*of)
+        return TorchQuantized(*of)
 
     def rows(self, x: Operand, ranks: int) -> list[Operand]:
         data, scales = x
@@ -93,25 +93,25 @@ class InFp8(NamedTuple):
         total = [g.sum(0, dtype=torch.float32)] if by_bias else []
         return [*(rows or ()), *(turned or ()), *total]
 
-    def arrived(self, sent: list[Tensor], wanted: Wanted) -> Gradient:
+    def arrived(self, sent: list[Tensor], wanted: Wanted) -> ProductGradient:
         by_x, by_weight, by_bias = wanted
         rest = sent[2 * by_x :]
-        return Gradient(tuple(sent[: 2 * by_x]), tuple(rest[: 2 * by_weight]), rest[-1] if by_bias else None)
+        return ProductGradient(tuple(sent[: 2 * by_x]), tuple(rest[: 2 * by_weight]), rest[-1] if by_bias else None)
 
-    def linear(self, out: Tensor, x: Operand, weight: Quantized, bias: Tensor | None) -> None:
+    def linear(self, out: Tensor, x: Operand, weight: TorchQuantized, bias: Tensor | None) -> None:
         bias = None if bias is None else bias.contiguous()
-        out.copy_(multiply(self.backend, Quantized(*x), weight, by_block=True, dtype=out.dtype, bias=bias))
+        out.copy_(multiply(self.backend, TorchQuantized(*x), weight, by_block=True, dtype=out.dtype, bias=bias))
 
-    def addend(self, out: Tensor, x: Operand, weight: Quantized) -> None:
-        multiply(self.backend, Quantized(*x), weight, by_block=True, dtype=torch.float32, add_to=out.zero_())
+    def addend(self, out: Tensor, x: Operand, weight: TorchQuantized) -> None:
+        multiply(self.backend, TorchQuantized(*x), weight, by_block=True, dtype=torch.float32, add_to=out.zero_())
 
     def add(self, out: Tensor, g: Operand, x: Operand) -> None:
-        multiply(self.backend, Quantized(*g), Quantized(*x), by_block=False, dtype=torch.float32, add_to=out)
+        multiply(self.backend, TorchQuantized(*g), TorchQuantized(*x), by_block=False, dtype=torch.float32, add_to=out)
 
 
-def products_of(name: str) -> Full | InFp8:
+def products_of(name: str) -> FullProducts | InFp8:
     """Of a call's field `products`."""
-    return Full() if name == "full" else InFp8(name)
+    return FullProducts() if name == "full" else InFp8(name)
 
 
 def flat(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onchip.bench.benchmark import Benchmark, Problem, cross_entropies
+from onchip.bench.benchmark import Benchmark, BenchProblem, cross_entropies
 from onchip.bench.peers import NARROW, Implementation, gpu_only, imported, needs, optional, own, plain_peers
 from onchip.ops.cross_entropy import cases
 from onchip.oracle.cases import draw_target, ignore_some
@@ -20,13 +20,13 @@ Loss = Callable[[Any, Any], Any]
 """Mean cross-entropy of (logits [T, V], target [T]) over the tokens whose target is not IGNORED."""
 
 
-def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+def _make(fw: Any, case: cases.CrossEntropyCase, device: str, dtype: str) -> BenchProblem:
     assert not case.options
     rng = np.random.default_rng(0)
     logits = fw.drawer(device)(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
     target = draw_target(case, rng)
     ignore_some(case, target, rng)
-    return Problem(case, device, (fw.leaf(logits, dtype, case.vocab), fw.ids(target, device)), columns=case.vocab)
+    return BenchProblem(case, device, (fw.leaf(logits, dtype, case.vocab), fw.ids(target, device)), columns=case.vocab)
 
 
 # ------------------------------------------------------------------------------------------------------------ peers
@@ -66,7 +66,7 @@ def _implementations(fw: Any) -> Sequence[Implementation]:
     )
 
 
-def _in_place_steps(problem: Problem, loss: Loss) -> dict[str, Any]:
+def _in_place_steps(problem: BenchProblem, loss: Loss) -> dict[str, Any]:
     """'forward+backward' overwrites the logits."""
     from onchip.bench.torch_steps import over_its_input
 

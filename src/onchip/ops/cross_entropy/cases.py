@@ -23,7 +23,7 @@ from onchip.oracle.cases import (
 
 
 @dataclass(frozen=True)
-class Case(Numbers):
+class CrossEntropyCase(Numbers):
     """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
 
     name: str
@@ -36,7 +36,7 @@ class Case(Numbers):
         return self.name
 
 
-class Inputs(NamedTuple):
+class CrossEntropyInputs(NamedTuple):
     """Arrays of one case; floats are float32, and what the case doesn't have is None."""
 
     logits: npt.NDArray[np.float32]  # [T, V], or [T, V + sliced], whose last columns are NaN
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     class_weight: npt.NDArray[np.float32] | None  # [V]
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: CrossEntropyCase, seed: int = 0) -> CrossEntropyInputs:
     """Random inputs of `case`: logits ~ N(logit_offset, logit_std), the rest as the case says."""
     rng = np.random.default_rng(seed)
     tokens, vocab = case.tokens, case.vocab
@@ -61,13 +61,13 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     padding = np.full((tokens, case.sliced), np.nan, np.float32)
     ignore_some(case, target, rng)
     logits = np.concatenate([logits, padding], 1) if case.sliced else logits
-    return Inputs(logits, target, *draw_factors(case, rng), draw_class_weight(case, rng))
+    return CrossEntropyInputs(logits, target, *draw_factors(case, rng), draw_class_weight(case, rng))
 
 
-_case = partial(named_case, Case)
+_case = partial(named_case, CrossEntropyCase)
 
 
-def _of_logits(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
+def _of_logits(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> CrossEntropyCase:
     return _case(name, tokens, vocab, **more)
 
 

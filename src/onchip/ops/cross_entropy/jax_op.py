@@ -23,23 +23,23 @@ from onchip.frontend.jax_inputs import (
     take_target,
 )
 from onchip.frontend.jax_labels import check_labels
-from onchip.frontend.jax_types import Array, LossKeywords, Number, WithStats
+from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
-from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.vocab.chunks import Config
+from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.memory import Problem
+from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import walk
-from onchip.vocab.xla.loss import Constants, Given, Outputs
+from onchip.vocab.xla.loss import Constants, Given, XlaLossOutputs
 from onchip.vocab.xla.parallel import check_axis, shard_of
-from onchip.vocab.xla.tiles import Logits, select_tokens
+from onchip.vocab.xla.tiles import XlaLogits, select_tokens
 
 BACKENDS = ("xla",)
 Backend = Literal["auto", "xla"]
 
 
-class OfLogits(LossKeywords, total=False):
+class JaxLogitsKeywords(JaxLossKeywords, total=False):
     """What it takes by keyword, but for labels and return_stats."""
 
     shift: bool
@@ -55,7 +55,7 @@ def cross_entropy(
     *,
     labels: Array | TopK[Array] | None = None,
     return_stats: Literal[False] = False,
-    **options: Unpack[OfLogits],
+    **options: Unpack[JaxLogitsKeywords],
 ) -> jax.Array: ...
 @overload
 def cross_entropy(
@@ -64,7 +64,7 @@ def cross_entropy(
     *,
     labels: Array | TopK[Array] | None = None,
     return_stats: Literal[True],
-    **options: Unpack[OfLogits],
+    **options: Unpack[JaxLogitsKeywords],
 ) -> WithStats: ...
 @overload
 def cross_entropy(
@@ -73,7 +73,7 @@ def cross_entropy(
     *,
     labels: Array | TopK[Array] | None = None,
     return_stats: bool,
-    **options: Unpack[OfLogits],
+    **options: Unpack[JaxLogitsKeywords],
 ) -> jax.Array | WithStats: ...
 def cross_entropy(
     logits: Array,  # [..., V]
@@ -167,7 +167,7 @@ def cross_entropy(
     check_axis(OP, axis_name, vocab_size, "logits")
     soft = check_labels(OP, given, name, "logits")
     leading, own_vocab, total = logits.shape[:-1], logits.shape[-1], accumulator(dtype_of(logits))
-    options = options_of(OP, Options, given, logits.size)
+    options = options_of(OP, CrossEntropyOptions, given, logits.size)
     if soft:
         topk.refuse_options(OP, options)
         topk.refuse_shift(OP, options.shift, name)
@@ -182,16 +182,18 @@ def cross_entropy(
     rows = jnp.asarray(logits).reshape(logits.size // own_vocab, own_vocab)
     constants = Constants.of(Given.of(OP, given, name, vocab, options, numbers, total), options, total)
     rows, constants = vary_alike((rows, constants), but=axis_name)
-    made = Outputs.of_nothing(reduction, return_stats, total)
+    made = XlaLossOutputs.of_nothing(reduction, return_stats, total)
     if len(rows):
         made = callable_here(_op)(Static(options, platform(), shard=shard), rows, constants)
     return made.shaped(leading)
 
 
-def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, Planned | None]:
+def _forward(
+    static: Static, needs: bool, logits: jax.Array, constants: Constants
+) -> tuple[XlaLossOutputs, Planned | None]:
     if static.shard is not None:
         static.shard.refuse_untracked(OP, needs)
-    problem = Problem(
+    problem = RowsProblem(
         tokens=len(logits),
         vocab=logits.shape[1],
         dtype=logits.dtype.name,
@@ -202,9 +204,9 @@ def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constant
         **constants.problem(),
     )
     chunk = row_memory.plan(problem, "", static.options.scratch_bytes)
-    plan = Config("recompute" if needs else "forward", chunk, problem.vocab)
+    plan = ChunkConfig("recompute" if needs else "forward", chunk, problem.vocab)
     reduction, tokens = static.options.reduction, select_tokens(constants.kept, chunk)
-    call = constants.call(reduction, Logits.of(logits), tokens, static.shard)
+    call = constants.call(reduction, XlaLogits.of(logits), tokens, static.shard)
     stats, sums, saved = walk.forward(plan, constants.wanted(static.options.return_stats), needs, call)
     made = call.outputs(reduction, stats, sums)
     if saved is None:
@@ -213,11 +215,11 @@ def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constant
     return made, Planned((logits, saved._replace(call=saved.call._replace(source=None))), plan)
 
 
-def _backward(static: Static, needs: bool, saved: Planned, cotangents: Outputs) -> jax.Array:
+def _backward(static: Static, needs: bool, saved: Planned, cotangents: XlaLossOutputs) -> jax.Array:
     """The gradient of the logits [T, V] in their dtype."""
     logits, kept = saved.arrays
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    kept = kept._replace(call=kept.call._replace(source=Logits.of(logits)))
+    kept = kept._replace(call=kept.call._replace(source=XlaLogits.of(logits)))
     made: jax.Array = walk.backward(saved.plan, needs, kept, upstream)
     return made
 

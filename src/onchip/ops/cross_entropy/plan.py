@@ -15,7 +15,7 @@ _CROSS_ENTROPY = Measured(EAGER, "F.cross_entropy(logits.float(), target)", 12, 
 
 def _rows_way(asked: PlannedCall, *, triton: bool = False, xla: bool = False) -> Way:
     of = asked.problem
-    p = memory.Problem(
+    p = memory.RowsProblem(
         of.tokens, of.vocab, of.dtype, of.device, grad=asked.gradients, softcap=of.softcap, triton=triton, xla=xla
     )
 

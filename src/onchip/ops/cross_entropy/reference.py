@@ -9,7 +9,7 @@ from onchip.oracle import reference
 from onchip.oracle.reference import Array, Indices, SoftLabels
 
 
-class Result(NamedTuple):
+class CrossEntropyResult(NamedTuple):
     """Loss, statistics and the gradient.  The per-token fields have the shape of the target."""
 
     loss: Array
@@ -26,33 +26,35 @@ def cross_entropy(
     logits: npt.ArrayLike,  # [..., V]
     target: npt.ArrayLike,  # [...]
     **options: Any,
-) -> Result:
+) -> CrossEntropyResult:
     """Loss, statistics and the gradient of sum(grad_loss * loss), all in float64.
 
     The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
     out of range give.
     """
-    rows = _Rows(logits)
+    rows = _CrossEntropyRows(logits)
     result = reference.cross_entropy(rows.products, rows.backward, rows.vocab, target, **options)
-    return Result(*result, rows.grad.reshape(np.shape(logits)))
+    return CrossEntropyResult(*result, rows.grad.reshape(np.shape(logits)))
 
 
-class SoftResult(NamedTuple):
+class CrossEntropySoftResult(NamedTuple):
     """Loss and the gradient."""
 
     loss: Array
     grad_logits: Array
 
 
-def soft_cross_entropy(logits: npt.ArrayLike, target: npt.ArrayLike | SoftLabels, **options: Any) -> SoftResult:
+def soft_cross_entropy(
+    logits: npt.ArrayLike, target: npt.ArrayLike | SoftLabels, **options: Any
+) -> CrossEntropySoftResult:
     """The same of targets that are probabilities; the options are those of
     `onchip.oracle.reference.soft_cross_entropy`."""
-    rows = _Rows(logits)
+    rows = _CrossEntropyRows(logits)
     loss = reference.soft_cross_entropy(rows.products, rows.backward, rows.vocab, target, **options)
-    return SoftResult(loss, rows.grad.reshape(np.shape(logits)))
+    return CrossEntropySoftResult(loss, rows.grad.reshape(np.shape(logits)))
 
 
-class _Rows:
+class _CrossEntropyRows:
     """Given logits, and their gradient."""
 
     def __init__(self, logits: npt.ArrayLike) -> None:

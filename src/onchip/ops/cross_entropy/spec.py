@@ -10,7 +10,7 @@ OP = "cross_entropy"
 
 
 @dataclass(frozen=True)
-class Options(LossOptions):
+class CrossEntropyOptions(LossOptions):
     """The options that are plain numbers and words, checked when made."""
 
     shift: bool = False

@@ -10,7 +10,7 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_autograd import graph_is_kept
 from onchip.frontend.torch_inputs import LOSS_DTYPES
 from onchip.ops.cross_entropy import spec
-from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.rows.call import RowsCall
 from onchip.vocab.rows.torch import flatten
@@ -19,10 +19,10 @@ from onchip.vocab.torch.tiles import Tokens
 
 
 @dataclass(frozen=True)
-class Call(RowsCall):
+class CrossEntropyCall(RowsCall):
     """The arguments of the operator."""
 
-    options: Options
+    options: CrossEntropyOptions
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
     class_weight: Tensor | None  # [V] in the dtype of sums, contiguous; None where token_weight has it
@@ -84,26 +84,28 @@ class Call(RowsCall):
         )  # fmt: skip
 
 
-class Outputs(NamedTuple):
+class CrossEntropyOutputs(NamedTuple):
     """What the operator returns."""
 
-    out: loss.Outputs
+    out: loss.LossOutputs
     divisor: Tensor | None  # [] float32: what the mean divides by; of one id each, by kernels
     gradient: Tensor | None  # [..., V]: of the loss by the logits, where forward makes it
 
     @staticmethod
-    def empty(call: Call) -> "Outputs":
+    def empty(call: CrossEntropyCall) -> "CrossEntropyOutputs":
         """Not yet filled."""
         logits, of_kernels = call.logits, call.kernels and call.kind == "ids"
         gradient = stated.empty_like(logits) if call.in_forward else None
-        out = loss.Outputs.empty(call, logits, kernels=call.kernels)
-        return Outputs(out, stated.empty((), torch.float32, logits.device) if of_kernels else None, gradient)
+        out = loss.LossOutputs.empty(call, logits, kernels=call.kernels)
+        return CrossEntropyOutputs(
+            out, stated.empty((), torch.float32, logits.device) if of_kernels else None, gradient
+        )
 
 
-class Kept(NamedTuple):
+class CrossEntropyKept(NamedTuple):
     """What backward is given."""
 
-    call: Call
+    call: CrossEntropyCall
     lse: Tensor
     log_prob: Tensor
     largest: Tensor | None
@@ -112,9 +114,9 @@ class Kept(NamedTuple):
     gradient: Tensor | None
 
     @staticmethod
-    def of(call: Call, made: Outputs) -> "Kept":
+    def of(call: CrossEntropyCall, made: CrossEntropyOutputs) -> "CrossEntropyKept":
         out = made.out
-        return Kept(call, out.lse, out.log_prob, out.largest, out.mass, made.divisor, made.gradient)
+        return CrossEntropyKept(call, out.lse, out.log_prob, out.largest, out.mass, made.divisor, made.gradient)
 
     @property
     def overwrites(self) -> bool:

@@ -17,7 +17,7 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy.spec import OP
-from onchip.ops.cross_entropy.torch_call import Call, Kept, Outputs
+from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, CrossEntropyKept, CrossEntropyOutputs
 from onchip.vocab import parallel
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows import walk
@@ -28,34 +28,34 @@ from onchip.vocab.torch.softmax import TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: CrossEntropyCall) -> CrossEntropyOutputs:
     if call.fused:
         return _forward_by_kernels(call)
     if call.shards.there:
         call.check_ranks()
     if call.dense:
-        return Outputs(_of_every_entry(call), None, None)
+        return CrossEntropyOutputs(_of_every_entry(call), None, None)
     stats, tokens = walk.statistics(OP, call, asked_by(call.options, call.class_weight), uniform=True)
     if tokens is not None:
         divisor = (1 / tokens.inverse_count).to(torch.float32) if call.kernels and call.kind == "ids" else None
-        return Outputs(loss.Outputs.of(call, stats, tokens), divisor, None)
+        return CrossEntropyOutputs(loss.LossOutputs.of(call, stats, tokens), divisor, None)
     known = stats.lse, stats.log_prob, stats.argmax, stats.entropy, stats.uniform
     made, correct, *more = LOSS.stated(call, _results, *known)
     shape = call.logits.shape[:-1]
     lse, log_prob = stats.lse.view(shape), stats.log_prob.view(call.ids.shape)
     entropy, argmax = (None if x is None else x.view(shape) for x in (stats.entropy, stats.argmax))
-    return Outputs(loss.Outputs(made, lse, log_prob, entropy, correct, argmax, *more), None, None)
+    return CrossEntropyOutputs(loss.LossOutputs(made, lse, log_prob, entropy, correct, argmax, *more), None, None)
 
 
-def _results(call: Call, *tensors: Any) -> list[Any]:
+def _results(call: CrossEntropyCall, *tensors: Any) -> list[Any]:
     """What of the outputs isn't among these."""
     lse, log_prob, argmax, entropy, uniform = tensors
     stats = TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None)
-    made = loss.Outputs.of(call, stats, call.tokens(check_values=False))
+    made = loss.LossOutputs.of(call, stats, call.tokens(check_values=False))
     return [made.loss, made.correct, made.expected, made.target_logit]
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: CrossEntropyKept, upstream: Made, wanted: Wanted) -> Made:
     """The gradient of the logits in `kept.gradient`, where forward hasn't made it and the upstream gradient is 1; or in
     memory that is returned."""
     call, (grad_loss,) = kept.call, upstream
@@ -77,21 +77,21 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return [None if call.in_forward else out]
 
 
-def _of_all_tokens(call: Call, *tensors: Any) -> list[Any]:
+def _of_all_tokens(call: CrossEntropyCall, *tensors: Any) -> list[Any]:
     """The fields of a `TokenGradient` of all T, of the upstream gradient, lse and log-probabilities."""
     grad_loss, lse, log_prob = tensors
     gradient, _ = gradient_of_loss(call, call.tokens(check_values=False), grad_loss, lse, log_prob, shares_of_ids)
     return [*vars(gradient).values()]
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _fake_gradients(kept: CrossEntropyKept, upstream: Made, wanted: Wanted) -> Made:
     return [None if kept.call.in_forward else stated.empty_like(kept.call.logits)]
 
 
 # ------------------------------------------------------------------------------------------- one id each, by kernels
 
 
-def _forward_by_kernels(call: Call) -> Outputs:
+def _forward_by_kernels(call: CrossEntropyCall) -> CrossEntropyOutputs:
     logits, options = call.logits, call.options
     if options.scratch_bytes is not None:
         call.config()
@@ -104,7 +104,7 @@ def _forward_by_kernels(call: Call) -> Outputs:
         divisor = tiles.divisor(
             OP, options.reduction, call.normalizer, stated.call(torch.ne, call.ids, options.ignore_index)
         )
-    made = Outputs.empty(call)._replace(divisor=divisor)
+    made = CrossEntropyOutputs.empty(call)._replace(divisor=divisor)
     losses = stated.empty(call.ids.shape, torch.float32, logits.device)
     out = made.out._replace(loss=losses)
     if call.number > 0:
@@ -117,7 +117,7 @@ def _forward_by_kernels(call: Call) -> Outputs:
     return made._replace(out=out)
 
 
-def _write_by_kernels(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
+def _write_by_kernels(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor) -> None:
     """Of the whole vocabulary, or of this rank's columns."""
     call, options, shards = kept.call, kept.call.options, kept.call.shards
     mine = walk.without_padding(call, out)
@@ -141,7 +141,7 @@ def _write_by_kernels(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
 # ----------------------------------------------------------------------------------------------- labels of every entry
 
 
-def _of_every_entry(call: Call) -> loss.Outputs:
+def _of_every_entry(call: CrossEntropyCall) -> loss.LossOutputs:
     options, tau, labels = call.options, call.token_temperature, _labels_of_mine(call)
     if not call.kernels:
         walk.refuse_to_state(call)
@@ -153,23 +153,23 @@ def _of_every_entry(call: Call) -> loss.Outputs:
         call.tokens(check_values=True)
     if options.scratch_bytes is not None:
         call.config()
-    out = loss.Outputs.empty(call, call.logits, kernels=True, reduced=False)
+    out = loss.LossOutputs.empty(call, call.logits, kernels=True, reduced=False)
     if call.number > 0:
         launch_soft("soft_losses", call.logits, labels, None, tau, options, call.class_weight, **out.of_labels)
     return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
 
 
-def _labels_of_mine(call: Call) -> Tensor:
+def _labels_of_mine(call: CrossEntropyCall) -> Tensor:
     assert call.labels is not None
     return walk.without_padding(call, call.labels)
 
 
-def _reduced(call: Call, losses: Any) -> Tensor:
+def _reduced(call: CrossEntropyCall, losses: Any) -> Tensor:
     tokens = call.tokens(check_values=False)
     return loss.reduced(call.options, losses.reshape(-1) * tokens.weight, tokens, call.logits.shape[:-1])
 
 
-def _write_by_every_entry(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
+def _write_by_every_entry(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor) -> None:
     call, options = kept.call, kept.call.options
     if not call.kernels:
         walk.refuse_to_state(call)
@@ -186,16 +186,16 @@ def _write_by_every_entry(kept: Kept, grad_loss: Tensor, out: Tensor) -> None:
             )  # fmt: skip
 
 
-def _rows(call: Call, grad_loss: Any) -> Tensor:
+def _rows(call: CrossEntropyCall, grad_loss: Any) -> Tensor:
     """[T] float32: of each token's loss, times the derivative of the logits."""
     return _scaled(call, call.tokens(check_values=False), grad_loss)
 
 
-def _scaled(call: Call, tokens: Tokens, grad_loss: Tensor) -> Tensor:
+def _scaled(call: CrossEntropyCall, tokens: Tokens, grad_loss: Tensor) -> Tensor:
     return scaled_rows(tokens, call.options, tokens.upstream(grad_loss, call.options.reduction), torch.float32)[0]
 
 
-def _write_rows(kept: Kept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
+def _write_rows(kept: CrossEntropyKept, tokens: Tokens, grad_loss: Tensor, out: Tensor) -> None:
     """Write the gradient of this rank's logits, a chunk of rows at a time."""
     call, options, config = kept.call, kept.call.options, kept.call.config(tokens)
     if out.numel() == 0:
@@ -218,8 +218,8 @@ LOSS = Operator(
     "cross_entropy_of_logits",
     op=OP,
     forward=_forward,
-    fake=Outputs.empty,
-    save=Kept.of,
+    fake=CrossEntropyOutputs.empty,
+    save=CrossEntropyKept.of,
     gradients=_gradients,
     fake_gradients=_fake_gradients,
     differentiable=("logits",),

@@ -26,8 +26,8 @@ from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
 from onchip.ops.cross_entropy import spec
-from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.ops.cross_entropy.torch_call import Call, check_inplace
+from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
+from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, check_inplace
 from onchip.ops.cross_entropy.torch_loss import LOSS
 from onchip.vocab.rows.launches import layout_refusal, refusal
 from onchip.vocab.torch.labels import parts_of
@@ -37,7 +37,7 @@ from onchip.vocab.torch.loss import Weights, returned
 BACKENDS = ("triton", "torch")
 
 
-class OfModule(LossKeywords, total=False):
+class LogitsModuleKeywords(LossKeywords, total=False):
     """What the module takes by keyword, but for return_stats."""
 
     shift: bool
@@ -45,14 +45,14 @@ class OfModule(LossKeywords, total=False):
     inplace_backward: bool
 
 
-class OfCall(OfToken, OfShardedLogits, total=False):
+class LogitsCallKeywords(OfToken, OfShardedLogits, total=False):
     """What the module's forward takes by keyword, but for labels."""
 
     normalizer: float | Tensor | None
     temperature: float | Tensor | None
 
 
-class OfLogits(LossKeywords, OfToken, OfShardedLogits, total=False):
+class LogitsKeywords(LossKeywords, OfToken, OfShardedLogits, total=False):
     """What the function takes by keyword, but for labels and return_stats."""
 
     shift: bool
@@ -67,7 +67,7 @@ def cross_entropy(
     *,
     labels: Tensor | TopK[Tensor] | None = None,
     return_stats: Literal[False] = False,
-    **options: Unpack[OfLogits],
+    **options: Unpack[LogitsKeywords],
 ) -> Tensor: ...
 @overload
 def cross_entropy(
@@ -76,7 +76,7 @@ def cross_entropy(
     *,
     labels: Tensor | TopK[Tensor] | None = None,
     return_stats: Literal[True],
-    **options: Unpack[OfLogits],
+    **options: Unpack[LogitsKeywords],
 ) -> WithStats: ...
 @overload
 def cross_entropy(
@@ -85,7 +85,7 @@ def cross_entropy(
     *,
     labels: Tensor | TopK[Tensor] | None = None,
     return_stats: bool,
-    **options: Unpack[OfLogits],
+    **options: Unpack[LogitsKeywords],
 ) -> Tensor | WithStats: ...
 @repeatable
 def cross_entropy(
@@ -199,7 +199,7 @@ def cross_entropy(
     shapes = shapes_of(tensors)
     spec.check_labels(shards.whole(shapes, tuple(by_entry), dim=-1) if shards.there else shapes, soft=soft)
     check_class_weight(OP, tensors, "logits")
-    options = Options(
+    options = CrossEntropyOptions(
         shift=shift,
         ignore_index=ignore_index,
         reduction=reduction,
@@ -231,7 +231,7 @@ def cross_entropy(
     chosen = choose_torch_backend(OP, backend, logits.device, _refusal(logits, numbers, kind, shards))
     if inplace_backward:
         check_inplace(logits)
-    call = Call(
+    call = CrossEntropyCall(
         logits=logits,
         ids=ids,
         token_temperature=tau,
@@ -273,15 +273,18 @@ class CrossEntropyLoss(LossModule[Result]):
 
     @overload
     def __init__(
-        self: "CrossEntropyLoss[Tensor]", *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
+        self: "CrossEntropyLoss[Tensor]",
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[LogitsModuleKeywords],
     ) -> None: ...
     @overload
     def __init__(
-        self: "CrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[OfModule]
+        self: "CrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[LogitsModuleKeywords]
     ) -> None: ...
     @overload
     def __init__(
-        self: "CrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[OfModule]
+        self: "CrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[LogitsModuleKeywords]
     ) -> None: ...
     def __init__(
         self,
@@ -301,7 +304,7 @@ class CrossEntropyLoss(LossModule[Result]):
         backend: Backend = "auto",
         scratch_bytes: ScratchBytes = None,
     ) -> None:
-        super().__init__(OP, Options, BACKENDS, locals())
+        super().__init__(OP, CrossEntropyOptions, BACKENDS, locals())
 
     def forward(
         self,
@@ -338,5 +341,5 @@ class CrossEntropyLoss(LossModule[Result]):
             target: Tensor | TopK[Tensor] | None = None,
             *,
             labels: Tensor | TopK[Tensor] | None = None,
-            **options: Unpack[OfCall],
+            **options: Unpack[LogitsCallKeywords],
         ) -> Result: ...

@@ -1,7 +1,9 @@
 """What `warm_up` calls the op with.  No framework."""
 
-from onchip.frontend.warm_up import Call, ids
+from onchip.frontend.warm_up import WarmUpCall, ids
 
 CALLS = {
-    "cross_entropy": Call(("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "target": ids(s, make)}),
+    "cross_entropy": WarmUpCall(
+        ("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "target": ids(s, make)}
+    ),
 }

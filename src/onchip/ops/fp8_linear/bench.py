@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.bench.benchmark import chunks, relative_error
-from onchip.bench.harness import Op
+from onchip.bench.harness import BenchedOp
 from onchip.bench.peers import Implementation, always, gpu_only, imported, optional, own
 from onchip.bench.timing import Step
 from onchip.fp8 import numbers
@@ -52,7 +52,7 @@ LEAST_SIZE = 4096
 
 
 @dataclass(frozen=True)
-class Problem:
+class Fp8LinearBenchProblem:
     """Inputs of one case, in the dtype and on the device of the run."""
 
     x: Any  # [M, K]; in PyTorch a leaf that requires grad
@@ -76,13 +76,13 @@ class Problem:
         return dict(zip(PRODUCTS, made, strict=True))
 
 
-def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+def _make(fw: Any, case: cases.Fp8LinearCase, device: str, dtype: str) -> Fp8LinearBenchProblem:
     """The inputs of `case`, drawn on the device."""
-    assert case == cases.Case(case.name, case.m, case.n, case.k)
+    assert case == cases.Fp8LinearCase(case.name, case.m, case.n, case.k)
     normal = fw.drawer(device)
     weight = fw.parameter(normal(case.n, case.k, case.k**-0.5, dtype=dtype))
     x = fw.leaf(normal(case.m, case.k, dtype=dtype), dtype)
-    return Problem(x, weight, normal(case.m, case.n, dtype=dtype))
+    return Fp8LinearBenchProblem(x, weight, normal(case.m, case.n, dtype=dtype))
 
 
 class Sample(NamedTuple):
@@ -94,14 +94,14 @@ class Sample(NamedTuple):
 
 
 @dataclass
-class Benchmark(Op):
+class Fp8LinearBenchmark(BenchedOp):
     """The benchmark in one framework."""
 
-    def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
+    def plain_steps(self, problem: Fp8LinearBenchProblem, layer: Layer) -> Mapping[str, Step]:
         steps: Mapping[str, Step] = self.fw.steps(layer, (problem.x, problem.weight), 2, (problem.grad_out,))
         return steps
 
-    def floor(self, problem: Problem, mode: str) -> Step | None:
+    def floor(self, problem: Fp8LinearBenchProblem, mode: str) -> Step | None:
         """The products of the unquantised numbers by the framework: one, or for the whole step three.
 
         Of the modes that time a product there is none: `F.scaled_mm` beside them does the same work.
@@ -109,7 +109,7 @@ class Benchmark(Op):
         made: Step | None = self.fw.products(mode, problem.x, problem.weight) if mode in LAYER else None
         return made
 
-    def reference(self, problem: Problem) -> dict[str, Sample]:
+    def reference(self, problem: Fp8LinearBenchProblem) -> dict[str, Sample]:
         """Random rows and the last ones: all of them in float64 would take longer than what is timed."""
         wide, x, weight, grad_out = self.fw.wide, problem.x, problem.weight, problem.grad_out
         rng, half, samples = np.random.default_rng(0), _CHECKED_ROWS // 2, {}
@@ -199,21 +199,21 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     )
 
 
-def _chosen(impl: Implementation, problem: Problem, mode: str = "") -> dict[str, str]:
+def _chosen(impl: Implementation, problem: Fp8LinearBenchProblem, mode: str = "") -> dict[str, str]:
     """The backend that 'auto' takes."""
     from onchip.ops.fp8_linear import torch_op
 
     return {"backend": torch_op._choose(numbers.OP, impl.options["backend"], problem.x)}
 
 
-def _own_steps(impl: Implementation, problem: Problem, layer: Layer) -> Mapping[str, Step]:
+def _own_steps(impl: Implementation, problem: Fp8LinearBenchProblem, layer: Layer) -> Mapping[str, Step]:
     from onchip.fp8.torch_products import product_of
 
     product = product_of(_chosen(impl, problem)["backend"])
     return {**TORCH.plain_steps(problem, layer), **_product_steps(problem, product)}
 
 
-def _quantized_before_steps(problem: Problem, layer: Layer) -> Mapping[str, Step]:
+def _quantized_before_steps(problem: Fp8LinearBenchProblem, layer: Layer) -> Mapping[str, Step]:
     """Those of a later micro-batch between two changes of the weight."""
     from onchip.ops.fp8_linear.torch_op import quantize_weight
 
@@ -221,7 +221,7 @@ def _quantized_before_steps(problem: Problem, layer: Layer) -> Mapping[str, Step
     return TORCH.plain_steps(problem, lambda x, _: layer(x, weight))
 
 
-def _product_steps(problem: Problem, product: Callable[..., Any]) -> Mapping[str, Step]:
+def _product_steps(problem: Fp8LinearBenchProblem, product: Callable[..., Any]) -> Mapping[str, Step]:
     def step(*operands: Any) -> Step:
         return lambda: [product(*operands, None, problem.x.dtype, None)]
 
@@ -260,5 +260,5 @@ def _no_scaled_mm(device: str, dtype: str) -> str | None:
     return scaled_mm_refusal(torch.device(device))
 
 
-TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make, MODES=tuple(RETURNED))
-JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make)
+TORCH = Fp8LinearBenchmark("torch", cases.SUITES, _torch_implementations, _make, MODES=tuple(RETURNED))
+JAX = Fp8LinearBenchmark("jax", cases.SUITES, _jax_implementations, _make)

@@ -25,7 +25,7 @@ MICRO_BATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Case:
+class Fp8LinearCase:
     """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
 
     name: str
@@ -48,7 +48,7 @@ class Case:
         return self.name
 
 
-class Inputs(NamedTuple):
+class Fp8LinearInputs(NamedTuple):
     """Arrays of one case, float32; what the case doesn't have is None."""
 
     x: Float32  # [M, K]
@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
     grad_out: Float32  # [M, N]
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: Fp8LinearCase, seed: int = 0) -> Fp8LinearInputs:
     """Random inputs of `case`: x ~ N(0, 1), weight ~ N(0, 1 / sqrt(K)), the rest as the case says."""
     rng = np.random.default_rng(seed)
 
@@ -70,7 +70,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
                 made *= (rng.random(size) >= zeros).astype(np.float32)
         return made
 
-    return Inputs(
+    return Fp8LinearInputs(
         x=matrix(case.m, case.k, 1.0, case.zeros),
         weight=matrix(case.n, case.k, case.k**-0.5),
         bias=rng.standard_normal(case.n, dtype=np.float32) if case.bias else None,
@@ -81,31 +81,31 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Groups of few numbers are quantised better than
 # whole ones, and numbers of very different sizes worse: those cases ask for no ratio.
 CHECK_CASES = (
-    Case("aligned", 256, 384, 512),
-    Case("ragged", 127, 131, 521),
-    Case("one row", 1, 130, 257),
-    Case("one column", 130, 1, 300),
-    Case("one feature", 200, 136, 1, snr_db=None),
-    Case("bias", 130, 200, 264, bias=True),
-    Case("wide spread", 130, 260, 264, spread=8.0, snr_db=None),
-    Case("zeros", 260, 260, 264, zeros=0.5, bias=True),
-    Case("tiny gradients", 130, 260, 264, grad_std=1e-30),
-    Case("e5m2 gradients", 130, 260, 264, snr_db=24.0, options={"grad_dtype": "e5m2"}),
-    Case("power-of-two scales", 130, 260, 264, options={"scale": "power_of_two"}),
-    Case("everything", 300, 264, 520, bias=True, spread=4.0, zeros=0.1, snr_db=None,
+    Fp8LinearCase("aligned", 256, 384, 512),
+    Fp8LinearCase("ragged", 127, 131, 521),
+    Fp8LinearCase("one row", 1, 130, 257),
+    Fp8LinearCase("one column", 130, 1, 300),
+    Fp8LinearCase("one feature", 200, 136, 1, snr_db=None),
+    Fp8LinearCase("bias", 130, 200, 264, bias=True),
+    Fp8LinearCase("wide spread", 130, 260, 264, spread=8.0, snr_db=None),
+    Fp8LinearCase("zeros", 260, 260, 264, zeros=0.5, bias=True),
+    Fp8LinearCase("tiny gradients", 130, 260, 264, grad_std=1e-30),
+    Fp8LinearCase("e5m2 gradients", 130, 260, 264, snr_db=24.0, options={"grad_dtype": "e5m2"}),
+    Fp8LinearCase("power-of-two scales", 130, 260, 264, options={"scale": "power_of_two"}),
+    Fp8LinearCase("everything", 300, 264, 520, bias=True, spread=4.0, zeros=0.1, snr_db=None,
          options={"grad_dtype": "e5m2", "scale": "power_of_two"}),
 )  # fmt: skip
 # One layer of each kind of each model, with one to four sequences: the problems of Primus-Turbo's benchmark.
 MODEL_CASES = tuple(
-    Case(f"{model}-{layer}-{batch}", sequence * batch, n, k)
+    Fp8LinearCase(f"{model}-{layer}-{batch}", sequence * batch, n, k)
     for model, (sequence, layers) in MODELS.items()
     for layer, (n, k) in zip(LAYERS, layers, strict=True)
     for batch in MICRO_BATCHES
 )
 # What `onchip bench` runs: by default of each model its widest layer, for one sequence.
 SUITES = {
-    "cpu": (Case("cpu", 512, 768, 640),),
+    "cpu": (Fp8LinearCase("cpu", 512, 768, 640),),
     "cuda": tuple(case for case in MODEL_CASES if case.name.endswith("-gate-up-1")),
-    "lengths": (Case("llama3.1-8b-gate-up-lengths", 8192, 28672, 4096),),
+    "lengths": (Fp8LinearCase("llama3.1-8b-gate-up-lengths", 8192, 28672, 4096),),
     "primus": MODEL_CASES,
 }

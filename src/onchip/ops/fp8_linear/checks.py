@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from onchip.fp8.numbers import Options
+from onchip.fp8.numbers import Fp8Options
 from onchip.ops.fp8_linear import reference
-from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.fp8_linear.cases import CHECK_CASES, Fp8LinearCase, make_inputs
 from onchip.ops.fp8_linear.reference import Array
 from onchip.oracle.checks import DEVIATIONS, UNIT_ROUNDOFF, Checker, op_in
 
@@ -18,7 +18,11 @@ TENSOR_CORE_ERROR = 2.0**-13 * 4
 
 
 def limits(
-    case: Case, dtype: str, how: Mapping[str, Any], oracle: reference.Result, given: Mapping[str, Array]
+    case: Fp8LinearCase,
+    dtype: str,
+    how: Mapping[str, Any],
+    oracle: reference.Fp8LinearResult,
+    given: Mapping[str, Array],
 ) -> dict[str, tuple[Array, float]]:
     """The op's own error is that of its sums.
 
@@ -33,14 +37,14 @@ def limits(
     return made
 
 
-def in_range(case: Case, dtype: str) -> Case:
+def in_range(case: Fp8LinearCase, dtype: str) -> Fp8LinearCase:
     """The case with numbers, and results, that float16 can hold if that is the dtype."""
     if dtype != "float16":
         return case
     return replace(case, spread=min(case.spread, 1.0), grad_std=max(case.grad_std, 1e-3))
 
 
-def bounds(case: Case, dtype: str, *, tensor_cores: bool) -> dict[str, float]:
+def bounds(case: Fp8LinearCase, dtype: str, *, tensor_cores: bool) -> dict[str, float]:
     """Limits of the relative errors of the results, sums of products that are rounded to `dtype` at the end."""
 
     def bound(depth: int, of_products: bool = True) -> float:
@@ -57,7 +61,7 @@ def plain_refusals(
     device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
 ) -> dict[str, str | None]:
     """As `kernel_refusals`, of the two options that are `given`."""
-    options = Options(**{name: given[name] for name in ("grad_dtype", "scale") if name in given})
+    options = Fp8Options(**{name: given[name] for name in ("grad_dtype", "scale") if name in given})
     if framework == "jax":
         from onchip.ops.fp8_linear import jax_op
         from onchip.oracle.jax import platform_of

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.fp8.jax_quantize import Quantized, dequantize, operand
-from onchip.fp8.numbers import OP, GradDtype, Options, Scale
+from onchip.fp8.jax_quantize import JaxQuantized, dequantize, operand
+from onchip.fp8.numbers import OP, Fp8Options, GradDtype, Scale
 from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import check_kinds, hopper_refusal, platform, require_arrays
 from onchip.frontend.jax_types import Array
@@ -77,7 +77,7 @@ def fp8_linear(
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
-    options = Options(grad_dtype, scale)
+    options = Fp8Options(grad_dtype, scale)
     require_one_of(OP, "weight_layout", weight_layout, LAYOUTS)
     check_kinds(OP, require_arrays(OP, {"x": x, "weight": weight, "bias": bias}, optional=("bias",)), integers=())
     chosen = choose_backend(OP, backend, refusals(platform(), options))
@@ -85,12 +85,12 @@ def fp8_linear(
         raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
     spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
-    layer = vary_alike(_Layer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias))))
-    out: jax.Array = _linear(_Static(chosen, options, weight_layout), layer, None)
+    layer = vary_alike(_Fp8LinearLayer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias))))
+    out: jax.Array = _linear(_Fp8LinearStatic(chosen, options, weight_layout), layer, None)
     return out
 
 
-def refusals(platform: str, options: Options) -> dict[str, str | None]:
+def refusals(platform: str, options: Fp8Options) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
     return {"mosaic_gpu": mosaic_refusal(platform, options), "xla": None}
 
@@ -99,7 +99,7 @@ def refusals(platform: str, options: Options) -> dict[str, str | None]:
 _MIXED = (0, 11, 2)
 
 
-def mosaic_refusal(platform: str, options: Options) -> str | None:
+def mosaic_refusal(platform: str, options: Fp8Options) -> str | None:
     """Why the kernel can't serve a call, or None."""
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
@@ -108,15 +108,15 @@ def mosaic_refusal(platform: str, options: Options) -> str | None:
     return hopper_refusal()
 
 
-class _Static(NamedTuple):
+class _Fp8LinearStatic(NamedTuple):
     """What is known when tracing."""
 
     backend: str
-    options: Options
+    options: Fp8Options
     layout: str
 
 
-class _Layer(NamedTuple):
+class _Fp8LinearLayer(NamedTuple):
     """The arrays of a call, their gradients, and which of those are needed."""
 
     x: Any
@@ -124,7 +124,7 @@ class _Layer(NamedTuple):
     bias: Any
 
 
-def _forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[Any, Any]:
+def _forward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, layer: _Fp8LinearLayer, _: None) -> tuple[Any, Any]:
     backend, options, layout = static
     n = layer.weight.shape[0 if layout == "nk" else 1]
 
@@ -139,7 +139,7 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[An
     return out.reshape(*x.shape[:-1], n), (kept, layer.weight) if any(needs) else None
 
 
-def _backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) -> _Layer:
+def _backward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, saved: Any, grad_out: Any) -> _Fp8LinearLayer:
     backend, options, layout = static
     fmt, scale = options.grad_dtype, options.scale
 
@@ -155,10 +155,10 @@ def _backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) -> _Lay
 
     g = grad_out.reshape(-1, grad_out.shape[-1])
     grads = (*_each(static, run)(*saved, g), g.astype(jnp.float32).sum(0) if needs.bias else None)
-    return _Layer(*(grad if need else None for grad, need in zip(grads, needs, strict=True)))
+    return _Fp8LinearLayer(*(grad if need else None for grad, need in zip(grads, needs, strict=True)))
 
 
-def _product(backend: str, a: Quantized, b: Quantized, bias: Any = None, *, by_block: bool, dtype: Any) -> Any:
+def _product(backend: str, a: JaxQuantized, b: JaxQuantized, bias: Any = None, *, by_block: bool, dtype: Any) -> Any:
     """A B^T + bias with the padding of both, each element rounded once; by_block: b has scales of 128x128."""
     if backend == "mosaic_gpu":
         from onchip.fp8.mosaic_kernels import scaled_product  # Pallas takes a second to import
@@ -169,7 +169,7 @@ def _product(backend: str, a: Quantized, b: Quantized, bias: Any = None, *, by_b
     return (out if bias is None else out + jnp.pad(bias, (0, len(right) - len(bias)))[None]).astype(dtype)
 
 
-def _each(static: _Static, run: Any) -> Any:
+def _each(static: _Fp8LinearStatic, run: Any) -> Any:
     """Under vmap the kernel serves one element after the other."""
     return jax.custom_batching.sequential_vmap(run) if static.backend == "mosaic_gpu" else run
 

@@ -16,7 +16,7 @@ def _fp8_capable(asked: PlannedCall) -> str | None:
 def _step(asked: PlannedCall, name: str, backend: str) -> StepPlan:
     """One linear layer in FP8: memory as docs/ops/fp8_linear.md has it, time by the measured products and quantiser."""
     (k, n), m, grad = asked.linears[name], asked.problem.tokens, asked.gradients
-    p = numbers.Problem(m, n, k, asked.problem.dtype)
+    p = numbers.Fp8Problem(m, n, k, asked.problem.dtype)
     saved = {"kept until backward: x and weight in FP8": numbers.saved_bytes(p)} if grad else {}
     forward = {"x in FP8": numbers.quantized_bytes(m, k), "weight in FP8": numbers.block_quantized_bytes(n, k)}
     backward = {"the output's gradient in FP8": numbers.gradient_bytes(p)} if grad else {}

@@ -103,7 +103,7 @@ def quantize(x: npt.ArrayLike, group: tuple[int, int], fmt: str = "e4m3", scale:
 # ------------------------------------------------------------------------------------------------------------ the layer
 
 
-class Result(NamedTuple):
+class Fp8LinearResult(NamedTuple):
     """Output and gradients of sum(grad_out * out)."""
 
     out: Array  # [..., N]
@@ -120,7 +120,7 @@ def fp8_linear(
     grad_out: npt.ArrayLike | None = None,  # [..., N]; None: ones
     grad_dtype: str = "e4m3",
     scale: str = "float32",
-) -> Result:
+) -> Fp8LinearResult:
     """The three products in float64, each of its own quantised operands."""
     shape = np.shape(x)[:-1]
     w = np.asarray(weight, np.float32)
@@ -134,7 +134,7 @@ def fp8_linear(
         grad_w = quantize(g, COLUMN, grad_dtype, scale).value.T @ quantize(v, COLUMN, "e4m3", scale).value
     if bias is not None:
         out = out + np.asarray(bias, np.float64)
-    return Result(out.reshape(*shape, n), grad_x.reshape(*shape, k), grad_w, g.astype(np.float64).sum(0))
+    return Fp8LinearResult(out.reshape(*shape, n), grad_x.reshape(*shape, k), grad_w, g.astype(np.float64).sum(0))
 
 
 def snr_db(made: npt.ArrayLike, exact: npt.ArrayLike) -> float:

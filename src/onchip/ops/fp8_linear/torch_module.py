@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.types import Device
 
 from onchip.core.backends import choose_backend
-from onchip.fp8.numbers import OP, GradDtype, Options, Scale
+from onchip.fp8.numbers import OP, Fp8Options, GradDtype, Scale
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.options import require_bool
 from onchip.frontend.torch_inputs import is_dtensor
@@ -18,7 +18,7 @@ from onchip.frontend.torch_module import main_grad_of, stand_in
 from onchip.ops.fp8_linear.torch_op import BACKENDS, Backend, fp8_linear, quantize_weight
 
 
-class _Kept(NamedTuple):
+class _KeptWeight(NamedTuple):
     """What is kept for one layer."""
 
     name: str
@@ -30,7 +30,7 @@ class _Kept(NamedTuple):
 
 
 # The contexts that are open, the innermost last.  Not on the layers: there they would be copied and pickled with them.
-_OPEN: list[dict["Fp8Linear", _Kept]] = []
+_OPEN: list[dict["Fp8Linear", _KeptWeight]] = []
 
 
 class Fp8Linear(torch.nn.Linear):
@@ -68,9 +68,9 @@ class Fp8Linear(torch.nn.Linear):
         main_grad: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set_options(Options(grad_dtype, scale), backend, main_grad)
+        self._set_options(Fp8Options(grad_dtype, scale), backend, main_grad)
 
-    def _set_options(self, options: Options, backend: Backend, main_grad: bool) -> None:
+    def _set_options(self, options: Fp8Options, backend: Backend, main_grad: bool) -> None:
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         require_bool(OP, "main_grad", main_grad)
         self.options = options
@@ -97,7 +97,7 @@ class Fp8Linear(torch.nn.Linear):
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
         """
         made = stand_in(cls, linear)
-        made._set_options(Options(grad_dtype, scale), backend, main_grad)
+        made._set_options(Fp8Options(grad_dtype, scale), backend, main_grad)
         return made
 
     def forward(self, input: Tensor | QuantizedActivation) -> Tensor:
@@ -138,7 +138,7 @@ class Fp8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, and the options that differ from their defaults."""
         mine = vars(self.options) | {"backend": self.backend, "main_grad": self.main_grad}
-        defaults = vars(Options()) | {"backend": "auto", "main_grad": False}
+        defaults = vars(Fp8Options()) | {"backend": "auto", "main_grad": False}
         return ", ".join([super().extra_repr(), *(f"{k}={v!r}" for k, v in mine.items() if v != defaults[k])])
 
 
@@ -254,7 +254,7 @@ def weights_unchanged(model: torch.nn.Module, *, check_inputs: bool = False) -> 
         )
 
 
-def _keep(name: str, layer: Fp8Linear, check_inputs: bool) -> _Kept | None:
+def _keep(name: str, layer: Fp8Linear, check_inputs: bool) -> _KeptWeight | None:
     """None for a weight that isn't there as a whole."""
     weight = layer.weight
     if is_dtensor(weight) or weight.is_meta or weight.shape != (layer.out_features, layer.in_features):
@@ -262,7 +262,7 @@ def _keep(name: str, layer: Fp8Linear, check_inputs: bool) -> _Kept | None:
     counts = weight is layer._parameters.get("weight") and type(weight) is Parameter and not weight.is_inference()
     made = quantize_weight(weight, scale=layer.options.scale, backend=layer.backend)
     parameter, version = (weight, weight._version) if counts else (None, 0)
-    return _Kept(name, made[1:], parameter, version, _where(weight), check_inputs)
+    return _KeptWeight(name, made[1:], parameter, version, _where(weight), check_inputs)
 
 
 def _where(weight: Tensor) -> tuple[bool, int]:

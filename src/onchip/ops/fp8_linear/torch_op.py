@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.fp8 import numbers
-from onchip.fp8.numbers import OP, GradDtype, Options, Scale
+from onchip.fp8.numbers import OP, Fp8Options, GradDtype, Scale
 from onchip.fp8.torch_operands import (
     Copies,
     QuantizedActivation,
@@ -101,7 +101,7 @@ def fp8_linear(
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
-    options = Options(grad_dtype, scale)
+    options = Fp8Options(grad_dtype, scale)
     require_bool(OP, "check_inputs", check_inputs)
     given = x.x if isinstance(x, QuantizedActivation) else x
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
@@ -114,7 +114,7 @@ def fp8_linear(
     of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted="weight" if grads[1] else None)
     of_weight = copies_of(OP, weight, scale, chosen, by_block=True, wanted="x" if grads[0] else None)
     check = weight is not matrix and (check_inputs or not matrix.is_cuda)
-    call = Call(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check, grads)
+    call = Fp8LinearCall(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check, grads)
     return OPERATOR(call).out
 
 
@@ -203,7 +203,7 @@ def _choose(op: str, backend: str, x: Tensor, grad_dtype: GradDtype = "e4m3") ->
 # ------------------------------------------------------------------------------------------------ registered operator
 
 
-class Call(NamedTuple):
+class Fp8LinearCall(NamedTuple):
     """The operator's arguments."""
 
     x: Tensor  # [..., K]
@@ -213,19 +213,19 @@ class Call(NamedTuple):
     of_weight: Copies
     weight_grad_out: Tensor | None  # [N, K] float32; used in backward
     dtype: torch.dtype
-    options: Options
+    options: Fp8Options
     backend: str
     check_weight: bool  # compare its copies, which the caller made, with it
     grads: tuple[bool, ...]  # of x, weight, bias
 
 
-class Outputs(NamedTuple):
+class Fp8LinearOutputs(NamedTuple):
     """The operator's result."""
 
     out: Tensor  # [..., N]
 
 
-class Kept(NamedTuple):
+class Fp8LinearKept(NamedTuple):
     """What backward is given: neither x nor the weight, of which it multiplies the copies."""
 
     columns: Tensor | None  # [K, M]: x^T, for the weight's gradient
@@ -234,26 +234,26 @@ class Kept(NamedTuple):
     transposed_scales: Tensor | None
     weight_grad_out: Tensor | None
     dtypes: tuple[torch.dtype, ...]  # of x, weight and bias
-    options: Options
+    options: Fp8Options
     backend: str
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: Fp8LinearCall) -> Fp8LinearOutputs:
     if call.check_weight:
         check_unchanged(OP, call.weight, call.of_weight, call.options.scale, call.backend)
     bias = None if call.bias is None else stated.converted(call.bias, Tensor.contiguous)  # as kernels take it
     x, weight = call.of_x.operand, call.of_weight.operand
     out = multiply(call.backend, x, weight, by_block=True, dtype=call.dtype, bias=bias)
-    return Outputs(out.view(*call.x.shape[:-1], len(call.weight)))
+    return Fp8LinearOutputs(out.view(*call.x.shape[:-1], len(call.weight)))
 
 
-def _fake(call: Call) -> Outputs:
-    return Outputs(call.x.new_empty((*call.x.shape[:-1], len(call.weight)), dtype=call.dtype))
+def _fake(call: Fp8LinearCall) -> Fp8LinearOutputs:
+    return Fp8LinearOutputs(call.x.new_empty((*call.x.shape[:-1], len(call.weight)), dtype=call.dtype))
 
 
-def _save(call: Call, outputs: Outputs) -> Kept:
+def _save(call: Fp8LinearCall, outputs: Fp8LinearOutputs) -> Fp8LinearKept:
     nothing = (None, None)
-    return Kept(
+    return Fp8LinearKept(
         *(call.of_x[2:] if call.grads[1] else nothing),
         *(call.of_weight[2:] if call.grads[0] else nothing),
         call.weight_grad_out,
@@ -263,7 +263,7 @@ def _save(call: Call, outputs: Outputs) -> Kept:
     )
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: Fp8LinearKept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     by_x, by_weight, by_bias = wanted
@@ -287,7 +287,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return grad_x, grad_weight, grad_bias
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _fake_gradients(kept: Fp8LinearKept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     n = grad_out.shape[-1]
@@ -299,11 +299,11 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return grad_x, grad_weight, grad_out.new_empty(n, dtype=kept.dtypes[2]) if wanted[2] else None
 
 
-def _flops(call: Call) -> int:
+def _flops(call: Fp8LinearCall) -> int:
     return 2 * call.x.numel() * len(call.weight)
 
 
-def _gradient_flops(kept: Kept, upstream: Made, wanted: Wanted) -> int:
+def _gradient_flops(kept: Fp8LinearKept, upstream: Made, wanted: Wanted) -> int:
     (grad_out,) = upstream
     copies = (kept.transposed, kept.columns)  # of x's gradient and of weight's, [K, ...] both
     assert grad_out is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from onchip.bench.harness import Op
+from onchip.bench.harness import BenchedOp
 from onchip.bench.peers import NARROW, Implementation, gpu_only, imported, optional, own
 from onchip.bench.timing import Step
 from onchip.ops.grouped_matmul import cases
@@ -26,38 +26,38 @@ RETURNED = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class GroupedBenchProblem:
     """Inputs of one case, in the dtype and on the device of the run."""
 
-    case: cases.Case
+    case: cases.GroupedCase
     x: Any  # [T, K]; in PyTorch a leaf that requires grad
     weight: Any  # [G, N, K]; in PyTorch a Parameter
     sizes: Any  # [G] int32
     grad_out: Any  # [T, N]
 
     @cached_property
-    def turned(self) -> "Problem":
+    def turned(self) -> "GroupedBenchProblem":
         """With the weight as [G, K, N] in memory of its own; in JAX."""
         return replace(self, weight=self.weight.swapaxes(1, 2))
 
 
-def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+def _make(fw: Any, case: cases.GroupedCase, device: str, dtype: str) -> GroupedBenchProblem:
     """The inputs of `case`, drawn on the device."""
-    assert case == cases.Case(case.name, case.sizes, case.n, case.k)
+    assert case == cases.GroupedCase(case.name, case.sizes, case.n, case.k)
     import numpy as np
 
     normal = fw.drawer(device)
     weight = normal(case.groups * case.n, case.k, case.k**-0.5, dtype=dtype).reshape(case.groups, case.n, case.k)
     x = fw.leaf(normal(case.tokens, case.k, dtype=dtype), dtype)
     sizes = fw.ids(np.array(case.sizes, np.int32), device)
-    return Problem(case, x, fw.parameter(weight), sizes, normal(case.tokens, case.n, dtype=dtype))
+    return GroupedBenchProblem(case, x, fw.parameter(weight), sizes, normal(case.tokens, case.n, dtype=dtype))
 
 
 @dataclass
-class Benchmark(Op):
+class GroupedBenchmark(BenchedOp):
     """The benchmark in one framework."""
 
-    def plain_steps(self, problem: Problem, function: Callable[[Any, Any, Any], Any]) -> Mapping[str, Step]:
+    def plain_steps(self, problem: GroupedBenchProblem, function: Callable[[Any, Any, Any], Any]) -> Mapping[str, Step]:
         """The steps of a differentiable function of x, the weight and the sizes."""
         arguments = (problem.x, problem.weight, problem.sizes)
         steps: dict[str, Step] = self.fw.steps(function, arguments, 2, (problem.grad_out,))
@@ -67,7 +67,7 @@ class Benchmark(Op):
         }
         return {**steps, **alone}
 
-    def floor(self, problem: Problem, mode: str) -> Step:
+    def floor(self, problem: GroupedBenchProblem, mode: str) -> Step:
         """A dense product of as many operations by cuBLAS: of all rows by one group's weight."""
         x, weight, g = problem.x, problem.weight[0], problem.grad_out
         if mode == "dgrad":
@@ -77,11 +77,13 @@ class Benchmark(Op):
         step: Step = self.fw.products(mode, x, weight)
         return step
 
-    def reference(self, problem: Problem) -> Problem:
+    def reference(self, problem: GroupedBenchProblem) -> GroupedBenchProblem:
         """The inputs: in float64 a group at a time fits in memory, all results don't."""
         return problem
 
-    def check(self, reference: Problem, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    def check(
+        self, reference: GroupedBenchProblem, mode: str, returned: Sequence[Any]
+    ) -> dict[str, tuple[float, float]]:
         """The relative error of each result, against products of each group in float64; the gradient of a weight
         [G, K, N] is [G, K, N]."""
         limits = bounds(reference.case, dtype_name(reference.x.dtype))
@@ -91,7 +93,7 @@ class Benchmark(Op):
                 for name, result in zip(RETURNED[mode], returned, strict=True)
             }
 
-    def _error(self, p: Problem, name: str, result: Any) -> float:
+    def _error(self, p: GroupedBenchProblem, name: str, result: Any) -> float:
         rows_of, matrix_of, error, norm, start = self.fw.wide_rows, self.fw.wide_matrix, 0.0, 0.0, 0
         for g, size in enumerate(p.case.sizes):
             x, grad = rows_of(p.x, start, size), rows_of(p.grad_out, start, size)
@@ -127,7 +129,7 @@ def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
     return (*_own(fw), ragged_dot, *backends)
 
 
-def _turned_steps(problem: Problem, function: Callable[..., Any]) -> Mapping[str, Step]:
+def _turned_steps(problem: GroupedBenchProblem, function: Callable[..., Any]) -> Mapping[str, Step]:
     """Steps of a function of x, a weight [G, K, N] and the sizes."""
     return JAX.plain_steps(problem.turned, function)
 
@@ -182,7 +184,7 @@ def _grouped_mm() -> Callable[..., Any]:
     return product
 
 
-def _quack_steps(problem: Problem, gemm: Callable[..., Any]) -> Mapping[str, Step]:
+def _quack_steps(problem: GroupedBenchProblem, gemm: Callable[..., Any]) -> Mapping[str, Step]:
     """Its products aren't differentiable: each is called by itself."""
     import torch
 
@@ -208,6 +210,6 @@ def _quack_steps(problem: Problem, gemm: Callable[..., Any]) -> Mapping[str, Ste
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases.SUITES, implementations, _make, MODES=tuple(RETURNED))
+    GroupedBenchmark(framework, cases.SUITES, implementations, _make, MODES=tuple(RETURNED))
     for framework, implementations in (("torch", _torch_implementations), ("jax", _jax_implementations))
 )

@@ -12,7 +12,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Case:
+class GroupedCase:
     """One problem: its sizes, and the options that it passes to the op."""
 
     name: str
@@ -40,7 +40,7 @@ class Case:
         return len(self.sizes)
 
 
-class Inputs(NamedTuple):
+class GroupedInputs(NamedTuple):
     """Arrays of one case; what the case doesn't have is None."""
 
     x: Float32  # [T, K] or [M, K]
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     grad_out: Float32
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: GroupedCase, seed: int = 0) -> GroupedInputs:
     """Random inputs of `case`: x ~ N(0, 1), weight ~ N(0, 1 / sqrt(K)), row scales in [0, 1]."""
     rng = np.random.default_rng(seed)
     tokens, num_rows = case.tokens, case.options.get("num_rows")
@@ -62,7 +62,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
 
     columns = case.n // 2 if "activation" in case.options else case.n
-    return Inputs(
+    return GroupedInputs(
         x=normal(tokens if case.source_rows is None else case.source_rows, case.k),
         weight=normal(len(case.sizes), case.n, case.k, std=case.k**-0.5),
         group_sizes=np.array(case.sizes, np.int32),
@@ -77,21 +77,21 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 SWIGLU = {"activation": "swiglu"}
 # `onchip check`: small enough for two CPU cores, awkward on purpose.
 CHECK_CASES = (
-    Case("even", (64, 64, 64, 64), 128, 64),
-    Case("ragged", (3, 150, 1, 46), 72, 40),
-    Case("odd sizes", (17, 0, 130), 31, 13, tail=5),
-    Case("all in one group", (0, 0, 140, 0), 64, 48),
-    Case("no rows", (0, 0, 0), 32, 16, options={**SWIGLU, "gate_up": "interleaved"}),
-    Case("all groups empty", (0, 0), 32, 16, tail=20),
-    Case("many groups", tuple(i % 4 for i in range(70)), 48, 24, tail=3),
-    Case("one number", (1,), 1, 1),
-    Case("bias", (20, 0, 44), 40, 24, tail=6, bias=True),
-    Case("row scales", (20, 0, 44), 40, 24, tail=6, row_scale=True),
-    Case("rows", (20, 0, 44), 40, 24, tail=6, source_rows=16),
-    Case("scatter", (20, 0, 44), 40, 24, tail=6, row_scale=True, options={"num_rows": 19}),
-    Case("swiglu", (20, 0, 44), 80, 24, tail=6, options=SWIGLU),
-    Case("interleaved", (20, 0, 44), 72, 24, bias=True, options={**SWIGLU, "gate_up": "interleaved"}),
-    Case("everything", (50, 0, 130, 7), 88, 56, tail=9, bias=True, row_scale=True, source_rows=70,
+    GroupedCase("even", (64, 64, 64, 64), 128, 64),
+    GroupedCase("ragged", (3, 150, 1, 46), 72, 40),
+    GroupedCase("odd sizes", (17, 0, 130), 31, 13, tail=5),
+    GroupedCase("all in one group", (0, 0, 140, 0), 64, 48),
+    GroupedCase("no rows", (0, 0, 0), 32, 16, options={**SWIGLU, "gate_up": "interleaved"}),
+    GroupedCase("all groups empty", (0, 0), 32, 16, tail=20),
+    GroupedCase("many groups", tuple(i % 4 for i in range(70)), 48, 24, tail=3),
+    GroupedCase("one number", (1,), 1, 1),
+    GroupedCase("bias", (20, 0, 44), 40, 24, tail=6, bias=True),
+    GroupedCase("row scales", (20, 0, 44), 40, 24, tail=6, row_scale=True),
+    GroupedCase("rows", (20, 0, 44), 40, 24, tail=6, source_rows=16),
+    GroupedCase("scatter", (20, 0, 44), 40, 24, tail=6, row_scale=True, options={"num_rows": 19}),
+    GroupedCase("swiglu", (20, 0, 44), 80, 24, tail=6, options=SWIGLU),
+    GroupedCase("interleaved", (20, 0, 44), 72, 24, bias=True, options={**SWIGLU, "gate_up": "interleaved"}),
+    GroupedCase("everything", (50, 0, 130, 7), 88, 56, tail=9, bias=True, row_scale=True, source_rows=70,
          options={**SWIGLU, "num_rows": 75}),
 )  # fmt: skip
 
@@ -133,13 +133,13 @@ def half_empty(tokens: int, groups: int) -> tuple[int, ...]:
 
 
 MODEL_CASES = tuple(
-    Case(f"{m.name}-{sizes.__name__}", sizes(m.tokens, m.groups), m.n, m.k)
+    GroupedCase(f"{m.name}-{sizes.__name__}", sizes(m.tokens, m.groups), m.n, m.k)
     for m in MODELS
     for sizes in (even, skewed, half_empty)
 )
 # What `onchip bench` runs.
 SUITES = {
-    "cpu": (Case("cpu", skewed(512, 8), 256, 192),),
+    "cpu": (GroupedCase("cpu", skewed(512, 8), 256, 192),),
     "cuda": MODEL_CASES,
-    "lengths": (Case("qwen3-30b-a3b-up-lengths", skewed(65536, 128), 1536, 2048),),
+    "lengths": (GroupedCase("qwen3-30b-a3b-up-lengths", skewed(65536, 128), 1536, 2048),),
 }

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from onchip.ops.grouped_matmul import reference
-from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, GroupedCase, make_inputs
 from onchip.ops.grouped_matmul.reference import Array
 from onchip.oracle.checks import Checker, op_in, product_bound
 
 
 def limits(
-    case: Case, dtype: str, how: Mapping[str, Any], oracle: reference.Result, given: Mapping[str, Array]
+    case: GroupedCase, dtype: str, how: Mapping[str, Any], oracle: reference.GroupedResult, given: Mapping[str, Array]
 ) -> dict[str, tuple[Array, float]]:
     return {name: (getattr(oracle, name), limit) for name, limit in bounds(case, dtype).items()}
 
 
-def bounds(case: Case, dtype: str) -> dict[str, float]:
+def bounds(case: GroupedCase, dtype: str) -> dict[str, float]:
     """Limits of the relative errors: of sums of products in float32, and of each rounding to `dtype`.
 
     The output is rounded once, with `scatter_rows` each addend too.  The gradients are products of what was rounded: of
@@ -27,7 +27,7 @@ def bounds(case: Case, dtype: str) -> dict[str, float]:
     return {name: product_bound(dtype, length, roundings[name]) for name, length in lengths(case).items()}
 
 
-def lengths(case: Case) -> dict[str, int]:
+def lengths(case: GroupedCase) -> dict[str, int]:
     """How many numbers each result sums up."""
     forward, rows = case.k, max(case.sizes)
     return {

@@ -24,8 +24,8 @@ from onchip.frontend.options import require_bool
 from onchip.groups.problem import (
     OP,
     GateUp,
-    Options,
-    Problem,
+    GroupedOptions,
+    GroupedProblem,
     WeightLayout,
     check_one_of_two,
     check_shapes,
@@ -116,7 +116,7 @@ def grouped_matmul(
 
     Source: megablox, the grouped product of MegaBlocks (arXiv:2211.15841) on dense tiles.
     """
-    options = Options(weight_layout, activation, gate_up, num_rows)
+    options = GroupedOptions(weight_layout, activation, gate_up, num_rows)
     require_bool(OP, "check_inputs", check_inputs)
     which, given = check_one_of_two(group_sizes, group_offsets)
     named = {"x": x, "weight": weight, which: given, "bias": bias, "row_scale": row_scale, "rows": rows}
@@ -129,9 +129,9 @@ def grouped_matmul(
 
     made = {name: _as_jax(a) for name, a in arrays.items()}
     made = vary_alike(made)
-    layer = _Layer(made["x"], made["weight"], made.get("bias"), made.get("row_scale"))
-    where = _Rows(made[which], made.get("rows"), made.get("scatter_rows"))
-    out: jax.Array = _grouped(_Static(chosen, options, p, which), layer, where)
+    layer = _GroupedLayer(made["x"], made["weight"], made.get("bias"), made.get("row_scale"))
+    where = _GroupedRows(made[which], made.get("rows"), made.get("scatter_rows"))
+    out: jax.Array = _grouped(_GroupedStatic(chosen, options, p, which), layer, where)
     return out
 
 
@@ -145,7 +145,7 @@ def _check_dtypes(arrays: dict[str, Any]) -> None:
         raise TypeError(f"{OP}: x is {dtype} but weight is {of_weight}; cast one of them")
 
 
-def _check_values(p: Problem, which: str, arrays: dict[str, Any], check_inputs: bool) -> None:
+def _check_values(p: GroupedProblem, which: str, arrays: dict[str, Any], check_inputs: bool) -> None:
     names = [which, *(name for name in ("rows", "scatter_rows") if name in arrays)]
     values = {name: read(OP, name, arrays[name], check_inputs) for name in names}
     if all(x is not None for x in values.values()):
@@ -191,16 +191,16 @@ def _engine(backend: str) -> ModuleType:
 
 
 @dataclass(frozen=True)
-class _Static:
+class _GroupedStatic:
     """What is known when tracing."""
 
     backend: str
-    options: Options
-    problem: Problem
+    options: GroupedOptions
+    problem: GroupedProblem
     which: str
 
 
-class _Layer(NamedTuple):
+class _GroupedLayer(NamedTuple):
     """The arrays that have gradients, those, and which of them are needed."""
 
     x: Any
@@ -209,7 +209,7 @@ class _Layer(NamedTuple):
     row_scale: Any
 
 
-class _Rows(NamedTuple):
+class _GroupedRows(NamedTuple):
     """Which rows are whose."""
 
     groups: Any  # sizes or offsets
@@ -217,18 +217,18 @@ class _Rows(NamedTuple):
     scatter_rows: Any
 
 
-class _Saved(NamedTuple):
+class _GroupedSaved(NamedTuple):
     """What backward needs."""
 
-    layer: _Layer
-    at: _Rows
+    layer: _GroupedLayer
+    at: _GroupedRows
     y: Any  # [T, N] of x's dtype, or None
 
 
-def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[Any, Any]:
+def _forward(static: _GroupedStatic, needs: _GroupedLayer, layer: _GroupedLayer, at: _GroupedRows) -> tuple[Any, Any]:
     keeps = any(needs) if static.options.activation is not None else bool(needs.row_scale)
 
-    def run(layer: _Layer, at: _Rows) -> tuple[Any, Any]:
+    def run(layer: _GroupedLayer, at: _GroupedRows) -> tuple[Any, Any]:
         ends, right = _limits(static, at)
         fill = _zero_or_nan(right)
         x = layer.x if at.rows is None else groups.take_rows(layer.x, at.rows)
@@ -239,11 +239,11 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[
         return out, y
 
     out, y = _unmapped(run)(layer, at)
-    return out, _Saved(layer, at, y) if any(needs) else None
+    return out, _GroupedSaved(layer, at, y) if any(needs) else None
 
 
-def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _Layer:
-    def run(saved: _Saved, grad_out: Any) -> _Layer:
+def _backward(static: _GroupedStatic, needs: _GroupedLayer, saved: _GroupedSaved, grad_out: Any) -> _GroupedLayer:
+    def run(saved: _GroupedSaved, grad_out: Any) -> _GroupedLayer:
         (x, weight, _, row_scale), at, y = saved
         p, options, engine = static.problem, static.options, _engine(static.backend)
         total = accumulator(x.dtype)
@@ -264,7 +264,7 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
             grad_bias = groups.group_sums(d, ends) + fill[:, None]
         d = d.astype(x.dtype)
         if needs.x:
-            turned = Options(weight_layout="gkn" if options.weight_layout == "gnk" else "gnk")
+            turned = GroupedOptions(weight_layout="gkn" if options.weight_layout == "gnk" else "gnk")
             grad_x, _ = engine.layer(d, weight, ends, fill, None, None, turned, False)
             if at.rows is not None:
                 grad_x = engine.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill[-1].astype(x.dtype)
@@ -272,9 +272,9 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
             source = x if at.rows is None else groups.take_rows(x, at.rows)
             operands = (d, source) if options.weight_layout == "gnk" else (source, d)
             grad_weight = engine.weight_product(*operands, ends, fill)
-        return _Layer(grad_x, grad_weight, grad_bias, grad_scale)
+        return _GroupedLayer(grad_x, grad_weight, grad_bias, grad_scale)
 
-    made: _Layer = _unmapped(run)(saved, grad_out)
+    made: _GroupedLayer = _unmapped(run)(saved, grad_out)
     return made
 
 
@@ -292,7 +292,7 @@ def _unmapped(run: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-def _limits(static: _Static, at: _Rows) -> tuple[JaxArray, JaxArray]:
+def _limits(static: _GroupedStatic, at: _GroupedRows) -> tuple[JaxArray, JaxArray]:
     """Where the groups end, and whether each is right: groups that aren't are empty, so nothing is out of bounds.
 
     From the first wrong size on none is right, and where an index is wrong none at all.

@@ -1,7 +1,7 @@
 """What `onchip plan` says of the op.  No framework."""
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.groups.problem import Problem
+from onchip.groups.problem import GroupedProblem
 from onchip.groups.triton.tiles import copying_rows_pays, plan_numbers
 from onchip.plan.asked import Backend, LayerPlan, PlannedCall, PlannedOp, StepPlan
 from onchip.plan.gpus import GPUS, faster_memory
@@ -18,7 +18,7 @@ def _step(asked: PlannedCall, name: str, backend: str) -> StepPlan:
     (k, n), p, groups, grad = asked.linears[name], asked.problem, asked.experts, asked.gradients
     size, kept = DTYPE_BYTES[p.dtype], "kept until backward: " if grad else ""
     rows = asked.rows or p.tokens
-    parts = {f"{kept}the tiles' plan": 4 * plan_numbers(Problem(p.tokens, rows, groups, n, k, n, p.tokens))}
+    parts = {f"{kept}the tiles' plan": 4 * plan_numbers(GroupedProblem(p.tokens, rows, groups, n, k, n, p.tokens))}
     if p.weight_dtype != p.dtype:
         parts[f"{kept}autocast's weight"] = size * groups * n * k
     if asked.rows:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.groups.problem import Options, check_one_of_two, check_shapes, check_values, sizes_of
+from onchip.groups.problem import GroupedOptions, check_one_of_two, check_shapes, check_values, sizes_of
 
 Array = npt.NDArray[np.float64]
 
 
-class Result(NamedTuple):
+class GroupedResult(NamedTuple):
     """Output and gradients of sum(grad_out * out)."""
 
     out: Array  # [T, C] or [num_rows, C]; C = N, or N / 2 with an activation
@@ -35,9 +35,9 @@ def grouped_matmul(
     scatter_rows: npt.ArrayLike | None = None,  # [T]
     grad_out: npt.ArrayLike | None = None,  # as the result; None: ones
     **words: Any,  # weight_layout, activation, gate_up, num_rows
-) -> Result:
+) -> GroupedResult:
     """One group after the other."""
-    options = Options(**words)
+    options = GroupedOptions(**words)
     turned, activation, gate_up = options.weight_layout == "gkn", options.activation, options.gate_up
     which, given = check_one_of_two(group_sizes, group_offsets)
     arrays = {"x": x, "weight": weight, which: given, "bias": bias, "row_scale": row_scale, "rows": rows}
@@ -71,7 +71,7 @@ def grouped_matmul(
         np.add.at(grad_x, read[mine], d @ w[i])
         grad_w[i] = d.T @ xi
         grad_b[i] = d.sum(0)
-    return Result(out, grad_x, grad_w.swapaxes(1, 2) if turned else grad_w, grad_b, grad_c)
+    return GroupedResult(out, grad_x, grad_w.swapaxes(1, 2) if turned else grad_w, grad_b, grad_c)
 
 
 def split(y: Array, gate_up: str) -> tuple[Array, Array]:

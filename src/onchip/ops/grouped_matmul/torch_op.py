@@ -27,14 +27,14 @@ from onchip.groups.problem import (
     OP,
     Activation,
     GateUp,
-    Options,
+    GroupedOptions,
     Precision,
     WeightLayout,
     check_one_of_two,
     check_shapes,
 )
 from onchip.groups.torch import loop
-from onchip.groups.torch.call import Call, Outputs
+from onchip.groups.torch.call import GroupedCall, GroupedOutputs
 from onchip.groups.triton import op as kernels
 
 # Best first: the order in which "auto" asks them.
@@ -141,7 +141,7 @@ def grouped_matmul(
 
     Source: MegaBlocks (arXiv:2211.15841) and its JAX kernel megablox: one product whose tiles each belong to a group.
     """
-    options = Options(weight_layout, activation, gate_up, num_rows, precision)
+    options = GroupedOptions(weight_layout, activation, gate_up, num_rows, precision)
     require_bool(OP, "check_inputs", check_inputs)
     which, groups = check_one_of_two(group_sizes, group_offsets)
     named = {"x": x, "weight": weight, which: groups, "bias": bias, "row_scale": row_scale, "rows": rows}
@@ -161,11 +161,11 @@ def grouped_matmul(
     chosen = choose_backend(OP, backend, reasons)
     cast_x, cast_weight = (a if a.dtype == dtype else a.detach().to(dtype) for a in (x, weight))
     grads = needed(x, weight, bias, row_scale)
-    call = Call(
+    call = GroupedCall(
         x, weight, cast_x, cast_weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem,
         which, check_inputs, grads,
     )  # fmt: skip
-    operator: Operator[Call, Any] = kernels.GROUPED if chosen == "triton" else loop.GROUPED
+    operator: Operator[GroupedCall, Any] = kernels.GROUPED if chosen == "triton" else loop.GROUPED
     # `operator(call)`, with one function less on the stack.
     if operator.is_plain(call):
         with inside_operator(x):
@@ -173,7 +173,7 @@ def grouped_matmul(
         made = operator.attach(call, made)
     else:
         made = operator.registered(call)
-    outputs: Outputs = made.of_call if chosen == "triton" else made
+    outputs: GroupedOutputs = made.of_call if chosen == "triton" else made
     return outputs.out
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onchip.frontend.warm_up import Call, Make, Sizes
+from onchip.frontend.warm_up import Make, Sizes, WarmUpCall
 
 
 def _arguments(s: Sizes, make: Make) -> dict[str, Any]:
@@ -12,4 +12,4 @@ def _arguments(s: Sizes, make: Make) -> dict[str, Any]:
     return {"x": make(s.tokens, s.in_features), "weight": weight, "group_sizes": sizes}
 
 
-CALLS = {"grouped_matmul": Call(("in_features", "out_features", "experts"), _arguments)}
+CALLS = {"grouped_matmul": WarmUpCall(("in_features", "out_features", "experts"), _arguments)}

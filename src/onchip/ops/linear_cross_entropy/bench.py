@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from onchip.bench.benchmark import Benchmark, Problem, Reference, cross_entropies, draw_linear
+from onchip.bench.benchmark import Benchmark, BenchProblem, Reference, cross_entropies, draw_linear
 from onchip.bench.peers import (
     IGNORED,
     NARROW,
@@ -47,31 +47,31 @@ ScratchBytes = Callable[[Any, memory.Problem], int | None]
 """The budget for a problem, by the framework's adapter; None for the op's default."""
 
 
-def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> BenchProblem:
     if getattr(case, "autocast", False) and fw.NAME == "jax":
         raise NotImplementedError("JAX has no autocast")
-    return Problem(case, device, draw_linear(fw, case, device, dtype), case.options)
+    return BenchProblem(case, device, draw_linear(fw, case, device, dtype), case.options)
 
 
 @dataclass
 class LossBenchmark(Benchmark):
     """Of losses of a linear layer, some of which run under autocast."""
 
-    def plain_steps(self, problem: Problem, function: Loss) -> Mapping[str, Step]:
+    def plain_steps(self, problem: BenchProblem, function: Loss) -> Mapping[str, Step]:
         hidden, weight, _ = problem.arrays
         if hidden.dtype != weight.dtype:
             function = self.fw.under_autocast(function, hidden.dtype)
         return super().plain_steps(problem, function)
 
 
-def _returned(problem: Problem) -> tuple[str]:
+def _returned(problem: BenchProblem) -> tuple[str]:
     return ("losses" if problem.options.get("reduction") == "none" else "loss",)
 
 
 # ----------------------------------------------------------------------------------------------------------- this op
 
 
-def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.Problem:
+def _sizes(fw: Any, problem: BenchProblem, mode: str = "forward+backward") -> memory.Problem:
     """What the op's plan depends on."""
     hidden, weight, _ = problem.arrays
     backward = mode != "forward"
@@ -122,10 +122,10 @@ def _own(
             return not_on_cpu
         return plain_refusals(device, dtype, fw.NAME)[options["backend"]] if "backend" in options else None
 
-    def record(problem: Problem, mode: str) -> dict[str, Any]:
+    def record(problem: BenchProblem, mode: str) -> dict[str, Any]:
         return _plan(fw, _sizes(fw, problem, mode), budget(fw, _sizes(fw, problem)), **options)
 
-    def steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
+    def steps(problem: BenchProblem, op: Loss) -> Mapping[str, Step]:
         benchmark = TORCH if fw.NAME == "torch" else JAX
         return benchmark.plain_steps(problem, partial(op, **options, scratch_bytes=budget(fw, _sizes(fw, problem))))
 
@@ -165,7 +165,7 @@ def _in_fp8(fw: Any, name: str, before: bool) -> Implementation:
 
         return fp8_op.refusals(torch.device(device))["triton"]
 
-    def record(problem: Problem, mode: str) -> dict[str, Any]:
+    def record(problem: BenchProblem, mode: str) -> dict[str, Any]:
         chunk = fp8_memory.plan(_sizes(fw, problem), None)
         return {**_FP8, "weight_quantised_before": before, "chunk": chunk}
 
@@ -174,7 +174,7 @@ def _in_fp8(fw: Any, name: str, before: bool) -> Implementation:
     return Implementation(name, load, unavailable, {}, "onchip", steps, record, FP8_BOUNDS)
 
 
-def _quantized_before_steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
+def _quantized_before_steps(problem: BenchProblem, op: Loss) -> Mapping[str, Step]:
     copies = imported("onchip.torch:quantize_weight")(problem.arrays[1])
 
     def of_copies(hidden: Any, weight: Any, target: Any, **options: Any) -> Any:
@@ -306,7 +306,7 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
     )
 
 
-def _quack_scaled_exp(problem: Problem) -> dict[str, Any]:
+def _quack_scaled_exp(problem: BenchProblem) -> dict[str, Any]:
     """Its options.  It takes no chunk of exactly H tokens: it can't tell a vector by token from one by column then."""
     tokens, hidden = problem.arrays[0].shape
 
@@ -317,7 +317,7 @@ def _quack_scaled_exp(problem: Problem) -> dict[str, Any]:
     return {"chunk_size": next(filter(taken, (4096, 8192, 2048)), 4096), "use_scaled_exp": True}
 
 
-def _quack_steps(problem: Problem, loss: Loss) -> Mapping[str, Step]:
+def _quack_steps(problem: BenchProblem, loss: Loss) -> Mapping[str, Step]:
     return TORCH.plain_steps(problem, partial(loss, **_quack_scaled_exp(problem)))
 
 
@@ -331,7 +331,7 @@ def _own_part(x: Any) -> Any:
     return x.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
-def _make_sharded(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+def _make_sharded(fw: Any, case: cases.Case, device: str, dtype: str) -> BenchProblem:
     """All tokens, and this rank's rows of the weight: every rank draws the same whole."""
     whole = _make(fw, case, device, dtype)
     hidden, weight, target = whole.arrays
@@ -342,7 +342,7 @@ def _make_sharded(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem
 class ShardedBenchmark(LossBenchmark):
     """Of a vocabulary that is sharded over the ranks of the default process group."""
 
-    def plain_steps(self, problem: Problem, function: Loss) -> Mapping[str, Step]:
+    def plain_steps(self, problem: BenchProblem, function: Loss) -> Mapping[str, Step]:
         """The steps of a function of hidden [T, H], this rank's weight and target, which is also told where its rows
         begin in the vocabulary, and how large that is."""
         import torch.distributed as dist
@@ -351,7 +351,7 @@ class ShardedBenchmark(LossBenchmark):
         start = dist.get_rank() * -(-vocab // dist.get_world_size())
         return super().plain_steps(problem, partial(function, start=start, vocab=vocab))
 
-    def reference(self, problem: Problem) -> Reference:
+    def reference(self, problem: BenchProblem) -> Reference:
         """That of the whole vocabulary, with this rank's rows of the weight's gradient.
 
         All peers add up the gradient of hidden in its dtype, and round as often as there are ranks.
@@ -381,7 +381,7 @@ def _of_whole_tokens(fw: Any) -> Loss:
     return loss
 
 
-def _sequence_steps(problem: Problem, loss: Loss) -> Mapping[str, Step]:
+def _sequence_steps(problem: BenchProblem, loss: Loss) -> Mapping[str, Step]:
     """Steps of a rank that has its part of the tokens alone."""
     hidden, weight, target = problem.arrays
     mine = WORLD.fw.leaf(_own_part(hidden), dtype_name(hidden.dtype))
@@ -505,7 +505,7 @@ def _tokamax(implementation: str) -> Loss:
     )
 
 
-def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) -> Mapping[str, Step]:
+def _of_counted_tokens(problem: BenchProblem, loss: Loss, *, turned: bool = False) -> Mapping[str, Step]:
     """Steps of a function that knows no ignored tokens and, if `turned`, takes the weight as [H, V]."""
     hidden, weight, labels = problem.arrays
     if bool((labels == IGNORED).any()):

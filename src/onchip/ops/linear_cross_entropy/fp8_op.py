@@ -20,22 +20,22 @@ from onchip.frontend.torch_inputs import DTYPES, torch_refusal
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_refusal
-from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions
+from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab import parallel
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.fp8 import memory, walk
-from onchip.vocab.fp8.torch import Call as LogitsCall
+from onchip.vocab.fp8.torch import LogitsCall
 from onchip.vocab.fp8.walk import QUANTIZERS, SCALE, Parts, products_of
 from onchip.vocab.rows.launches import flat
 from onchip.vocab.torch import dense
 from onchip.vocab.torch import labels as labels_of
-from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import LossOutputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, Running, TokenStats
 from onchip.vocab.torch.tiles import Tokens
 
 
-def check_options(options: Options, *, grad_bias: bool) -> None:
+def check_options(options: LinearCrossEntropyOptions, *, grad_bias: bool) -> None:
     """Raise for what this precision can't do."""
     if options.strategy == "recompute":
         raise ValueError(
@@ -58,7 +58,7 @@ def refusals(device: torch.device) -> dict[str, str | None]:
 class Fp8Call(NamedTuple):
     """The arguments of the operator."""
 
-    call: Call
+    call: LinearCrossEntropyCall
     copies: Copies  # of the weight; of a shard of the vocabulary, of the rows that are of it
     check_weight: bool  # compare the copies, which the caller made, with it
     backend: str
@@ -67,11 +67,11 @@ class Fp8Call(NamedTuple):
 class Fp8Outputs(NamedTuple):
     """What the operator returns."""
 
-    out: Outputs
+    out: LossOutputs
     parts: Parts
 
 
-class Kept(NamedTuple):
+class LinearCrossEntropyFp8Kept(NamedTuple):
     """What backward is given: not the weight, of which all that it needs was multiplied in forward."""
 
     parts: Parts
@@ -105,16 +105,16 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
         return _forward_of_shards(call, mine, source, tokens, chunk)
     softmax, parts = walk.forward(source, call.hidden, call.grads, chunk)
     shape = call.hidden.shape[:-1]
-    out = Outputs._make(
+    out = LossOutputs._make(
         x if x is None else x.view(call.ids.shape if name == "log_prob" else shape)
-        for name, x in zip(Outputs._fields, softmax, strict=True)
+        for name, x in zip(LossOutputs._fields, softmax, strict=True)
     )
     if call.options.reduction != "none":
         out = out._replace(loss=softmax.loss.sum() / asked.divisor)
     return Fp8Outputs(out, parts)
 
 
-def _known(call: Call) -> dict[str, bool]:
+def _known(call: LinearCrossEntropyCall) -> dict[str, bool]:
     """Fields of the problem."""
     options = call.options
     return {
@@ -124,7 +124,7 @@ def _known(call: Call) -> dict[str, bool]:
     }
 
 
-def _logits_call(call: Call, tokens: Tokens | None) -> LogitsCall:
+def _logits_call(call: LinearCrossEntropyCall, tokens: Tokens | None) -> LogitsCall:
     """What is asked of the logits, of a shard with ids as it numbers them."""
     shards, options, labels, kind = call.shards, call.options, call.labels, call.kind
     ids, tau = call.ids.to(torch.int64), call.token_temperature
@@ -158,7 +158,9 @@ def _logits_call(call: Call, tokens: Tokens | None) -> LogitsCall:
     )
 
 
-def _forward_of_shards(call: Call, mine: Call, source: walk.Source, tokens: Tokens, chunk: int) -> Fp8Outputs:
+def _forward_of_shards(
+    call: LinearCrossEntropyCall, mine: LinearCrossEntropyCall, source: walk.Source, tokens: Tokens, chunk: int
+) -> Fp8Outputs:
     """Each rank makes the statistics of its shard, one all-gather those of the whole vocabulary, and from these each
     rank the gradient of its own logits, which are held in between where all tokens are one chunk, and else made again.
     """
@@ -169,9 +171,9 @@ def _forward_of_shards(call: Call, mine: Call, source: walk.Source, tokens: Toke
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
     if call.dense:
         assert source.call.labels is not None
-        config = Config("forward", chunk, max(1, shards.rows))
+        config = ChunkConfig("forward", chunk, max(1, shards.rows))
         given = tokens, config, source.call.labels, call.class_weight
-        made = dense.dense_stats(OP, walk.Logits(source), options, shards, *given)
+        made = dense.dense_stats(OP, walk.Fp8Logits(source), options, shards, *given)
         if there and any(call.grads):
             known = row, made.lse, made.log_prob, made.largest, made.mass
             walk.dense_gradients(source, parts, known, dense.Whole.of(call.vocab, call.class_weight), chunk)
@@ -183,7 +185,7 @@ def _forward_of_shards(call: Call, mine: Call, source: walk.Source, tokens: Toke
     if there and any(call.grads):
         gradient = loss_gradient(options, row, stats.lse, stats.log_prob, shards.vocab, tokens)
         walk.gradients(source, parts, parallel.gradient_of_shard(gradient, shards), held, chunk)
-    return Fp8Outputs(Outputs.of(call, stats, tokens), parts)
+    return Fp8Outputs(LossOutputs.of(call, stats, tokens), parts)
 
 
 def _nothing(tokens: Tokens, shards: Shards, asked: Asked) -> TokenStats:
@@ -200,9 +202,9 @@ def _fake(arguments: Fp8Call) -> Fp8Outputs:
     return Fp8Outputs(call.empty_outputs(kernels=not call.shards.there), parts)
 
 
-def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
+def _save(arguments: Fp8Call, made: Fp8Outputs) -> LinearCrossEntropyFp8Kept:
     call, options = arguments.call, arguments.call.options
-    return Kept(
+    return LinearCrossEntropyFp8Kept(
         made.parts,
         call.hidden if call.grads[1] else None,
         call.ids if call.kind == "ids" else None,
@@ -218,7 +220,7 @@ def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
     )
 
 
-def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
+def _gradients(kept: LinearCrossEntropyFp8Kept, upstreams: Made, wanted: Wanted) -> Made:
     """The ranks' parts of hidden's gradient are summed in float32, under the product of the weight's."""
     (grad_loss,), shards = upstreams, kept.shards
     assert grad_loss is not None
@@ -236,7 +238,7 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     return grad_hidden, parallel.padded(grad_weight, kept.rows), parallel.padded(grad_bias, kept.rows)
 
 
-def _upstream_of(kept: Kept, grad_loss: Tensor) -> Tensor:
+def _upstream_of(kept: LinearCrossEntropyFp8Kept, grad_loss: Tensor) -> Tensor:
     """[] or [..., 1] float32: the upstream gradient, 0 for ignored tokens."""
     upstream = grad_loss.float()
     if kept.reduction != "none":
@@ -245,12 +247,12 @@ def _upstream_of(kept: Kept, grad_loss: Tensor) -> Tensor:
     return upstream[..., None] if ignored is None else upstream[..., None].masked_fill(ignored, 0)
 
 
-def _ignored(kept: Kept) -> Tensor | None:
+def _ignored(kept: LinearCrossEntropyFp8Kept) -> Tensor | None:
     """[..., 1] bool."""
     return None if kept.target is None else (kept.target == kept.ignore_index)[..., None]
 
 
-def _weight_gradient(kept: Kept, upstream: Tensor) -> Tensor | None:
+def _weight_gradient(kept: LinearCrossEntropyFp8Kept, upstream: Tensor) -> Tensor | None:
     """That of this rank's rows; None: it was added to the caller's."""
     assert kept.hidden is not None
     ignored, per_token, add_to = _ignored(kept), kept.reduction == "none", kept.weight_grad_out
@@ -270,7 +272,7 @@ def _weight_gradient(kept: Kept, upstream: Tensor) -> Tensor | None:
     return made if add_to is None else None
 
 
-def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
+def _fake_gradients(kept: LinearCrossEntropyFp8Kept, upstreams: Made, wanted: Wanted) -> Made:
     parts = kept.parts
     like = next(x for x in (parts.grad_hidden, kept.hidden, parts.grad_bias) if x is not None)
     shapes = kept.shape, (kept.rows, kept.shape[-1]), (kept.rows,)
@@ -285,7 +287,7 @@ def _flops(arguments: Any) -> int:
     return made
 
 
-def _weight_flops(kept: Kept, upstreams: Made, wanted: Wanted) -> int:
+def _weight_flops(kept: LinearCrossEntropyFp8Kept, upstreams: Made, wanted: Wanted) -> int:
     """Of weight's gradient."""
     if not wanted[1] or kept.parts.columns is None:
         return 0
@@ -315,7 +317,7 @@ def check_dtypes(weight: Tensor | QuantizedWeight, precision: str, dtype: torch.
         raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
 
 
-def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call:
+def arguments_of(call: LinearCrossEntropyCall, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call:
     """The arguments of the operator, of a call."""
     check_options(call.options, grad_bias=call.grads[2])
     refused, shards, given = refusals(call.hidden.device), call.shards, weight

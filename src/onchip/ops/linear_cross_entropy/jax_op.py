@@ -29,17 +29,17 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.frontend.jax_labels import check_labels, with_the_last, without_ends
 from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_types, with_gradients_on_mesh
-from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
+from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WeightLayout, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
+from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Strategy
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.loss import Constants, Given, Outputs
+from onchip.vocab.xla.loss import Constants, Given, XlaLossOutputs
 from onchip.vocab.xla.parallel import Shard
-from onchip.vocab.xla.tiles import Projection
+from onchip.vocab.xla.tiles import XlaProjection
 
 ON_MESH = f"sharded_{OP}"
 # Best first, by platform.
@@ -48,7 +48,7 @@ Backend = Literal["auto", "mosaic_gpu", "xla"]
 MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
 
 
-class OfLayer(LossKeywords, total=False):
+class OfLayer(JaxLossKeywords, total=False):
     """What a layer with this loss takes by keyword, but for labels, shift and return_stats."""
 
     strategy: Strategy
@@ -63,7 +63,7 @@ class OfWeight(OfLayer, total=False):
     vocab_size: int | None
 
 
-class OfHead(OfWeight, total=False):
+class JaxHeadKeywords(OfWeight, total=False):
     """What the function takes by keyword, but for labels and return_stats."""
 
     axis_name: str | None
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     *,
     labels: Array | TopK[Array] | None = None,
     return_stats: Literal[False] = False,
-    **options: Unpack[OfHead],
+    **options: Unpack[JaxHeadKeywords],
 ) -> jax.Array: ...
 @overload
 def linear_cross_entropy(
@@ -97,7 +97,7 @@ def linear_cross_entropy(
     *,
     labels: Array | TopK[Array] | None = None,
     return_stats: Literal[True],
-    **options: Unpack[OfHead],
+    **options: Unpack[JaxHeadKeywords],
 ) -> WithStats: ...
 @overload
 def linear_cross_entropy(
@@ -108,7 +108,7 @@ def linear_cross_entropy(
     *,
     labels: Array | TopK[Array] | None = None,
     return_stats: bool,
-    **options: Unpack[OfHead],
+    **options: Unpack[JaxHeadKeywords],
 ) -> jax.Array | WithStats: ...
 def linear_cross_entropy(
     hidden: Array,  # [..., H]
@@ -377,9 +377,9 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
         parallel.check_axis(OP, axis, given["vocab_size"])
     soft = check_labels(OP, given, name, "hidden")
     hidden, leading, total = given["hidden"], given["hidden"].shape[:-1], accumulator(dtype_of(given["hidden"]))
-    layer = Projection.of(hidden, given["weight"], given["bias"], layout)
+    layer = XlaProjection.of(hidden, given["weight"], given["bias"], layout)
     tokens = hidden.size // hidden.shape[-1]
-    options: Options = options_of(OP, Options, given, tokens * layer.vocab)
+    options: LinearCrossEntropyOptions = options_of(OP, LinearCrossEntropyOptions, given, tokens * layer.vocab)
     what = "hidden of shape [..., S, H]" if soft else f"{name} of shape [..., S]"
     check_shift(OP, options.shift, leading, what)
     if soft:
@@ -392,7 +392,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
     if on_mesh:
         spread, shard, of_layer = parallel.on_mesh(ON_MESH, given, layer, name if not soft else "hidden", leading)
         # A part of the logits is one of those that a device has.
-        options = options_of(OP, Options, given, tokens * layer.vocab // spread.parts)
+        options = options_of(OP, LinearCrossEntropyOptions, given, tokens * layer.vocab // spread.parts)
         if options.shift and spread.leading[len(leading) - 1 :] not in ((), (None,)):
             raise ValueError(
                 f"{ON_MESH}: shift=True needs whole sequences on each device, but token_axes split them along "
@@ -410,13 +410,13 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
     constants = Given.of(OP, given, name, vocab, options, numbers, total)
     static = Static(options, platform(), given["backend"], shard)
     shape = layer.hidden.shape[:-1]
-    nothing = Outputs.of_nothing(options.reduction, options.return_stats, total)
+    nothing = XlaLossOutputs.of_nothing(options.reduction, options.return_stats, total)
     if on_mesh:
         spec, by_entry, none = spread.by_token, spread.by_entry(len(shape)), P()
         of_labels = by_entry if constants.labels is None else spec
         specs = {"hidden": spec, "weight": of_layer.weight, "bias": of_layer.bias, name: of_labels}
         check_types(ON_MESH, spread, given, specs | dict.fromkeys(("token_weight", "temperature"), spec))
-        of_outputs: Any = Outputs(spec if options.reduction == "none" else none, spec)  # type: ignore[arg-type]
+        of_outputs: Any = XlaLossOutputs(spec if options.reduction == "none" else none, spec)  # type: ignore[arg-type]
         mesh = OnMesh(spread, (of_layer, constants.specs(spec, by_entry, none), of_outputs))
         made = _op.on_mesh(static._replace(mesh=mesh), layer, constants) if hidden.size else nothing
     else:
@@ -426,12 +426,12 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
     return with_the_last(found, leading[-1] - shape[-1]) if shape != leading else found
 
 
-def on_device(static: Static, layer: Projection, given: Given) -> tuple[Static, Projection, Constants]:
+def on_device(static: Static, layer: XlaProjection, given: Given) -> tuple[Static, XlaProjection, Constants]:
     """What `forward` takes, of a layer with hidden [..., H]."""
     projection = layer.flat()
     axes = () if static.mesh is None else static.mesh.spread.tokens
     constants = Constants.of(given, static.options, projection.accumulator, axes)
-    problem = problem_of(static, projection, constants, Projection(True, True, projection.bias is not None))
+    problem = problem_of(static, projection, constants, XlaProjection(True, True, projection.bias is not None))
     refused = refusals(problem, static.platform, projection.layout, static.options.strategy, static.shard)
     return static._replace(backend=choose_backend(OP, static.backend, refused)), projection, constants
 
@@ -466,7 +466,7 @@ def refusals(
     return {name: split.get(name, reason) for name, reason in made.items()}
 
 
-def problem_of(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+def problem_of(static: Static, projection: XlaProjection, constants: Constants, needs: XlaProjection) -> Problem:
     """What plans and refusals depend on, where these gradients are needed."""
     return projection.problem(
         needs,
@@ -478,7 +478,9 @@ def problem_of(static: Static, projection: Projection, constants: Constants, nee
     )
 
 
-def forward(static: Static, needs: Projection, projection: Projection, constants: Constants) -> tuple[Outputs, Planned]:
+def forward(
+    static: Static, needs: XlaProjection, projection: XlaProjection, constants: Constants
+) -> tuple[XlaLossOutputs, Planned]:
     backend, shard, strategy = MODULES[static.backend], static.shard, static.options.strategy
     if shard is not None:
         shard.refuse_untracked(OP, needs)
@@ -492,7 +494,7 @@ def forward(static: Static, needs: Projection, projection: Projection, constants
     return call.outputs(static.options.reduction, stats, sums), Planned(saved, plan)
 
 
-def backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
+def backward(static: Static, needs: XlaProjection, saved: Planned, cotangents: XlaLossOutputs) -> XlaProjection:
     backend = MODULES[static.backend]
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
     return _each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]

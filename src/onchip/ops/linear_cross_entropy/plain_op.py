@@ -14,10 +14,10 @@ from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
-from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab.torch import dense, walk
 from onchip.vocab.torch.call import OF_LAYER
-from onchip.vocab.torch.loss import Outputs, asked_by, gradient_of_loss, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import LossOutputs, asked_by, gradient_of_loss, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 
 
@@ -29,44 +29,44 @@ class Stash(NamedTuple):
     grad_bias: Tensor | None = None
 
 
-class TorchOutputs(NamedTuple):
+class LinearCrossEntropyPlainOutputs(NamedTuple):
     """What both operators return."""
 
-    out: Outputs
+    out: LossOutputs
     stash: Stash
 
 
 # 'recompute', and 'forward' where nothing needs a gradient.
 
 
-class Kept(NamedTuple):
+class LinearCrossEntropyPlainKept(NamedTuple):
     """What 'recompute' keeps for backward."""
 
-    call: Call
+    call: LinearCrossEntropyCall
     lse: Tensor
     log_prob: Tensor
     largest: Tensor | None
     mass: Tensor | None
 
 
-def _forward(call: Call) -> TorchOutputs:
+def _forward(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
     call.check_ranks()
     tokens = call.tokens(check_values=call.options.check_inputs)
     if call.dense:
-        return TorchOutputs(dense.statistics(OP, call, tokens), Stash())
+        return LinearCrossEntropyPlainOutputs(dense.statistics(OP, call, tokens), Stash())
     stats = walk.statistics(OP, call, tokens, asked_by(call.options, call.class_weight))
-    return TorchOutputs(Outputs.of(call, stats, tokens), Stash())
+    return LinearCrossEntropyPlainOutputs(LossOutputs.of(call, stats, tokens), Stash())
 
 
-def _fake(call: Call) -> TorchOutputs:
-    return TorchOutputs(call.empty_outputs(), Stash())
+def _fake(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
+    return LinearCrossEntropyPlainOutputs(call.empty_outputs(), Stash())
 
 
-def _save(call: Call, made: TorchOutputs) -> Kept:
-    return Kept(call, made.out.lse, made.out.log_prob, made.out.largest, made.out.mass)
+def _save(call: LinearCrossEntropyCall, made: LinearCrossEntropyPlainOutputs) -> LinearCrossEntropyPlainKept:
+    return LinearCrossEntropyPlainKept(call, made.out.lse, made.out.log_prob, made.out.largest, made.out.mass)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: LinearCrossEntropyPlainKept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
     assert grad_loss is not None
     tokens = call.tokens(check_values=False)
@@ -104,7 +104,7 @@ class KeptStash(NamedTuple):
     ignore_index: int
 
 
-def _stash(call: Call) -> TorchOutputs:
+def _stash(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
 
@@ -114,16 +114,16 @@ def _stash(call: Call) -> TorchOutputs:
     config = call.plan("stash", tokens)
     asked = asked_by(options, call.class_weight)
     stats, made = walk.stash(call, tokens, config, gradient, asked, grad_scale=grad_scale)
-    return TorchOutputs(Outputs.of(call, stats, tokens), Stash(*made))
+    return LinearCrossEntropyPlainOutputs(LossOutputs.of(call, stats, tokens), Stash(*made))
 
 
-def _fake_stash(call: Call) -> TorchOutputs:
+def _fake_stash(call: LinearCrossEntropyCall) -> LinearCrossEntropyPlainOutputs:
     pairs, total = zip((call.hidden, call.weight, call.bias), call.grads, strict=True), accumulator(call.dtype)
     made = [x.new_empty(x.shape, dtype=total) if x is not None and wanted else None for x, wanted in pairs]
-    return TorchOutputs(call.empty_outputs(), Stash(*made))
+    return LinearCrossEntropyPlainOutputs(call.empty_outputs(), Stash(*made))
 
 
-def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
+def _save_stash(call: LinearCrossEntropyCall, made: LinearCrossEntropyPlainOutputs) -> KeptStash:
     options = call.options
     return KeptStash(made.stash, call.ids, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index)
 

@@ -9,7 +9,7 @@ from onchip.oracle import reference
 from onchip.oracle.reference import Array, Indices, Linear, SoftLabels
 
 
-class Result(NamedTuple):
+class LinearCrossEntropyResult(NamedTuple):
     """Loss, statistics and gradients.  The per-token fields have the shape of the target."""
 
     loss: Array
@@ -34,7 +34,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     token_weight: npt.ArrayLike | None = None,  # [...]
     **options: Any,
-) -> Result:
+) -> LinearCrossEntropyResult:
     """Loss, statistics and the gradients of sum(grad_loss * loss), all in float64.
 
     The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
@@ -53,10 +53,10 @@ def linear_cross_entropy(
         token_weight=token_weight,
         **options,
     )
-    return Result(*result, *layer.gradients)
+    return LinearCrossEntropyResult(*result, *layer.gradients)
 
 
-class SoftResult(NamedTuple):
+class LinearCrossEntropySoftResult(NamedTuple):
     """Loss and gradients."""
 
     loss: Array
@@ -71,12 +71,12 @@ def soft_linear_cross_entropy(
     target: npt.ArrayLike | SoftLabels,  # [..., V]
     bias: npt.ArrayLike | None = None,  # [V]
     **options: Any,
-) -> SoftResult:
+) -> LinearCrossEntropySoftResult:
     """The same of targets that are probabilities; the options are those of
     `onchip.oracle.reference.soft_cross_entropy`."""
     layer = Linear(hidden, weight, bias)
     loss = reference.soft_cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
-    return SoftResult(loss, *layer.gradients)
+    return LinearCrossEntropySoftResult(loss, *layer.gradients)
 
 
 def _next(x: npt.NDArray[Any], last: int) -> npt.NDArray[Any]:

@@ -14,7 +14,7 @@ PRECISIONS = get_args(Precision)
 
 
 @dataclass(frozen=True)
-class Options(LossOptions):
+class LinearCrossEntropyOptions(LossOptions):
     """The options that are plain numbers and words, checked when made."""
 
     shift: bool = False

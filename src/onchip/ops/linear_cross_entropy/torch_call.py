@@ -7,25 +7,25 @@ from typing import Any
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES, leading_dimensions
-from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions
 from onchip.vocab import memory
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import labels as labels_of
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
-from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.torch.loss import LossOutputs
 from onchip.vocab.torch.tiles import Tokens
 
 
 @dataclass(frozen=True)
-class Call(LinearCall):
+class LinearCrossEntropyCall(LinearCall):
     """The arguments of an operator."""
 
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
     class_weight: Tensor | None  # [V] in the dtype of sums, contiguous; None where token_weight has it
     weight_grad_out: Tensor | None  # [V, H] in the dtype of sums; used in backward
-    options: Options
+    options: LinearCrossEntropyOptions
     labels: Tensor | None
     """As the next one in `vocab.torch.labels`; of labels of every entry this rank has those of its rows."""
     kind: str
@@ -79,9 +79,9 @@ class Call(LinearCall):
                 hidden={"hidden": self.hidden}, ids=ids,
             )  # fmt: skip
 
-    def empty_outputs(self, *, kernels: bool = False, reduced: bool = True) -> Outputs:
-        """Not yet filled, as `Outputs.empty`."""
-        return Outputs.empty(self, self.hidden, kernels=kernels, reduced=reduced)
+    def empty_outputs(self, *, kernels: bool = False, reduced: bool = True) -> LossOutputs:
+        """Not yet filled, as `LossOutputs.empty`."""
+        return LossOutputs.empty(self, self.hidden, kernels=kernels, reduced=reduced)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """One that is added to memory of the caller's is None."""

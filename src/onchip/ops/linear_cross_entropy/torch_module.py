@@ -16,7 +16,12 @@ from onchip.frontend.torch_inputs import dtype_name, is_dtensor, refuse_transfor
 from onchip.frontend.torch_model import WRAPPERS, inner_model, own_logits
 from onchip.frontend.torch_module import described, stand_in
 from onchip.frontend.torch_types import Result, WithStats
-from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, OfHead, OfModule, linear_cross_entropy
+from onchip.ops.linear_cross_entropy.torch_op import (
+    HeadKeywords,
+    HeadModuleKeywords,
+    LinearCrossEntropyLoss,
+    linear_cross_entropy,
+)
 
 OPTIONS = tuple(inspect.signature(LinearCrossEntropyLoss).parameters)
 # Where the hooks are from that styles of `parallelize_module` register.
@@ -79,7 +84,7 @@ class LMHead(Linear, Generic[Result]):
         dtype: torch.dtype | None = None,
         *,
         return_stats: Literal[False] = False,
-        **options: Unpack[OfModule],
+        **options: Unpack[HeadModuleKeywords],
     ) -> None: ...
     @overload
     def __init__(
@@ -91,7 +96,7 @@ class LMHead(Linear, Generic[Result]):
         dtype: torch.dtype | None = None,
         *,
         return_stats: Literal[True],
-        **options: Unpack[OfModule],
+        **options: Unpack[HeadModuleKeywords],
     ) -> None: ...
     @overload
     def __init__(
@@ -103,7 +108,7 @@ class LMHead(Linear, Generic[Result]):
         dtype: torch.dtype | None = None,
         *,
         return_stats: bool,
-        **options: Unpack[OfModule],
+        **options: Unpack[HeadModuleKeywords],
     ) -> None: ...
     def __init__(
         self,
@@ -127,17 +132,17 @@ class LMHead(Linear, Generic[Result]):
     @overload
     @classmethod
     def from_linear(
-        cls, linear: Module, *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
+        cls, linear: Module, *, return_stats: Literal[False] = False, **options: Unpack[HeadModuleKeywords]
     ) -> "LMHead[Tensor]": ...
     @overload
     @classmethod
     def from_linear(
-        cls, linear: Module, *, return_stats: Literal[True], **options: Unpack[OfModule]
+        cls, linear: Module, *, return_stats: Literal[True], **options: Unpack[HeadModuleKeywords]
     ) -> "LMHead[WithStats]": ...
     @overload
     @classmethod
     def from_linear(
-        cls, linear: Module, *, return_stats: bool, **options: Unpack[OfModule]
+        cls, linear: Module, *, return_stats: bool, **options: Unpack[HeadModuleKeywords]
     ) -> "LMHead[Tensor | WithStats]": ...
     @classmethod
     def from_linear(cls, linear: Module, **options: Any) -> "LMHead[Any]":
@@ -171,14 +176,14 @@ class LMHead(Linear, Generic[Result]):
     @overload
     def forward(self, input: Tensor, labels: None = None) -> Tensor: ...
     @overload
-    def forward(self, input: Tensor, labels: Tensor, **options: Unpack[OfHead]) -> Result: ...
+    def forward(self, input: Tensor, labels: Tensor, **options: Unpack[HeadKeywords]) -> Result: ...
     @overload
     def forward(
-        self, input: Tensor, labels: Tensor, *, return_stats: Literal[False], **options: Unpack[OfHead]
+        self, input: Tensor, labels: Tensor, *, return_stats: Literal[False], **options: Unpack[HeadKeywords]
     ) -> Tensor: ...
     @overload
     def forward(
-        self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
+        self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[HeadKeywords]
     ) -> WithStats: ...
     @overload
     def forward(self, input: Tensor, *, compute: Compute[Made]) -> Made: ...
@@ -241,14 +246,14 @@ class LMHead(Linear, Generic[Result]):
         @overload
         def __call__(self, input: Tensor, labels: None = None) -> Tensor: ...
         @overload
-        def __call__(self, input: Tensor, labels: Tensor, **options: Unpack[OfHead]) -> Result: ...
+        def __call__(self, input: Tensor, labels: Tensor, **options: Unpack[HeadKeywords]) -> Result: ...
         @overload
         def __call__(
-            self, input: Tensor, labels: Tensor, *, return_stats: Literal[False], **options: Unpack[OfHead]
+            self, input: Tensor, labels: Tensor, *, return_stats: Literal[False], **options: Unpack[HeadKeywords]
         ) -> Tensor: ...
         @overload
         def __call__(
-            self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
+            self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[HeadKeywords]
         ) -> WithStats: ...
         @overload
         def __call__(self, input: Tensor, *, compute: Compute[Made]) -> Made: ...
@@ -263,15 +268,20 @@ class LMHead(Linear, Generic[Result]):
 
 @overload
 def lm_loss(  # type: ignore[overload-overlap]  # an LMHead is a Module
-    head: LMHead[Result], hidden: Tensor, labels: Tensor, **options: Unpack[OfHead]
+    head: LMHead[Result], hidden: Tensor, labels: Tensor, **options: Unpack[HeadKeywords]
 ) -> Result: ...
 @overload
 def lm_loss(
-    head: Module, hidden: Tensor, labels: Tensor, *, return_stats: Literal[False] = False, **options: Unpack[OfHead]
+    head: Module,
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    return_stats: Literal[False] = False,
+    **options: Unpack[HeadKeywords],
 ) -> Tensor: ...
 @overload
 def lm_loss(
-    head: Module, hidden: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
+    head: Module, hidden: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[HeadKeywords]
 ) -> WithStats: ...
 def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
     """The loss of a language model's head, whatever its class, without storing the logits.
@@ -399,7 +409,7 @@ def _seem_shifted(labels: Any, ignore_index: Any) -> bool:
     return bool(last.all()) and int((labels == ignore_index).sum()) == last.numel()
 
 
-class Operands(NamedTuple):
+class HeadOperands(NamedTuple):
     """The logits of a head are hidden @ weight.T + bias."""
 
     hidden: Tensor  # [..., K]
@@ -407,7 +417,7 @@ class Operands(NamedTuple):
     bias: Tensor | None  # [V]
 
 
-def linear_operands(op: str, head: Module, hidden: Tensor) -> Operands:
+def linear_operands(op: str, head: Module, hidden: Tensor) -> HeadOperands:
     """What a loss of a linear layer takes for `head`, in the place of `head(hidden)`; raises what `lm_loss` does.
 
     K is H, and under LoRA H and the ranks of the active adapters: hidden beside s A d(hidden), weight beside B, for a
@@ -420,7 +430,7 @@ def linear_operands(op: str, head: Module, hidden: Tensor) -> Operands:
     if _is_of_peft(head, *LORA):
         _refuse_hooks(op, head)
         return lora_operands(op, head, hidden)
-    return Operands(hidden, *_parameters(op, head))
+    return HeadOperands(hidden, *_parameters(op, head))
 
 
 def _parameters(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
@@ -510,7 +520,7 @@ def stored_options(head: Any) -> dict[str, Any]:
     return head.options if isinstance(head, LMHead) else {}
 
 
-def lora_operands(op: str, head: Any, hidden: Tensor) -> Operands:
+def lora_operands(op: str, head: Any, hidden: Tensor) -> HeadOperands:
     """As `linear_operands`, of PEFT's layer, which may be what is being called."""
     weight, bias = _parameters(op, head.base_layer)
     if head.disable_adapters and head.merged:
@@ -531,5 +541,5 @@ def lora_operands(op: str, head: Any, hidden: Tensor) -> Operands:
         if up_bias is not None:
             bias = (up_bias * scale).to(weight.dtype) + (0 if bias is None else bias)
     if len(rows) == 1:
-        return Operands(hidden, weight, bias)
-    return Operands(torch.cat(rows, -1), torch.cat(columns, -1), bias)
+        return HeadOperands(hidden, weight, bias)
+    return HeadOperands(torch.cat(rows, -1), torch.cat(columns, -1), bias)

@@ -1,8 +1,8 @@
 """linear_cross_entropy for PyTorch: the public function and module.
 
 `linear_cross_entropy` checks its inputs and chooses a backend, which is an operator (`frontend.torch_register`) of a
-`Call` (torch_call.py), whatever its labels are, and whether its vocabulary is sharded.  The operator's `_forward` (in
-plain_op.py, triton_op.py or fp8_op.py) runs a walk of the engine (`vocab`).
+`LinearCrossEntropyCall` (torch_call.py), whatever its labels are, and whether its vocabulary is sharded.  The
+operator's `_forward` (in plain_op.py, triton_op.py or fp8_op.py) runs a walk of the engine (`vocab`).
 """
 
 import math
@@ -35,8 +35,8 @@ from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
 from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, triton_op
-from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
-from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Precision, Strategy
+from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.rows.launches import layout_refusal
 from onchip.vocab.torch.dense import SENT
@@ -47,7 +47,7 @@ from onchip.vocab.triton import setup
 BACKENDS = ("triton", "torch")
 
 
-class OfModule(LossKeywords, total=False):
+class HeadModuleKeywords(LossKeywords, total=False):
     """What the module takes by keyword, but for return_stats."""
 
     shift: bool
@@ -56,7 +56,7 @@ class OfModule(LossKeywords, total=False):
     temperature: float
 
 
-class OfCall(OfToken, OfShards, total=False):
+class HeadCallKeywords(OfToken, OfShards, total=False):
     """What the module's forward takes by keyword, but for labels."""
 
     normalizer: float | Tensor | None
@@ -64,7 +64,7 @@ class OfCall(OfToken, OfShards, total=False):
     weight_grad_out: Tensor | None
 
 
-class OfHead(LossKeywords, OfToken, OfShards, total=False):
+class HeadKeywords(LossKeywords, OfToken, OfShards, total=False):
     """What the function takes by keyword, but for labels and return_stats."""
 
     shift: bool
@@ -83,7 +83,7 @@ def linear_cross_entropy(
     *,
     labels: Tensor | TopK[Tensor] | None = None,
     return_stats: Literal[False] = False,
-    **options: Unpack[OfHead],
+    **options: Unpack[HeadKeywords],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
@@ -94,7 +94,7 @@ def linear_cross_entropy(
     *,
     labels: Tensor | TopK[Tensor] | None = None,
     return_stats: Literal[True],
-    **options: Unpack[OfHead],
+    **options: Unpack[HeadKeywords],
 ) -> WithStats: ...
 @overload
 def linear_cross_entropy(
@@ -105,7 +105,7 @@ def linear_cross_entropy(
     *,
     labels: Tensor | TopK[Tensor] | None = None,
     return_stats: bool,
-    **options: Unpack[OfHead],
+    **options: Unpack[HeadKeywords],
 ) -> Tensor | WithStats: ...
 @repeatable
 def linear_cross_entropy(
@@ -269,7 +269,7 @@ def linear_cross_entropy(
         shapes = shards.whole(shards.whole(shapes, ("weight", "bias"), ("hidden",)), tuple(by_entry), dim=-1)
     leading = spec.check_labels(shapes, soft=soft)
     check_class_weight(OP, tensors, "weight")
-    options = Options(
+    options = LinearCrossEntropyOptions(
         shift=shift,
         ignore_index=ignore_index,
         reduction=reduction,
@@ -312,7 +312,7 @@ def linear_cross_entropy(
     if shards.there:
         several = 1 if numbers is None else SENT if kind == "dense" else numbers.shape[-1]
         copied += sent_bytes(math.prod(leading), several, shards, hidden)
-    call = Call(
+    call = LinearCrossEntropyCall(
         hidden=hidden,
         weight=matrix,
         bias=bias,
@@ -349,7 +349,7 @@ def linear_cross_entropy(
     return returned(out, options, kind, length)
 
 
-def _check_options(options: Options, leading: tuple[int, ...], shards: Shards, *, soft: bool) -> None:
+def _check_options(options: LinearCrossEntropyOptions, leading: tuple[int, ...], shards: Shards, *, soft: bool) -> None:
     """Raise for what labels or a vocabulary of this kind have no way to compute."""
     stashed = options.precision == "full" and options.strategy == "stash"
     check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]" if soft else "target of shape [..., S]")
@@ -409,15 +409,18 @@ class LinearCrossEntropyLoss(LossModule[Result]):
 
     @overload
     def __init__(
-        self: "LinearCrossEntropyLoss[Tensor]", *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
+        self: "LinearCrossEntropyLoss[Tensor]",
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[HeadModuleKeywords],
     ) -> None: ...
     @overload
     def __init__(
-        self: "LinearCrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[OfModule]
+        self: "LinearCrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[HeadModuleKeywords]
     ) -> None: ...
     @overload
     def __init__(
-        self: "LinearCrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[OfModule]
+        self: "LinearCrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[HeadModuleKeywords]
     ) -> None: ...
     def __init__(
         self,
@@ -438,7 +441,7 @@ class LinearCrossEntropyLoss(LossModule[Result]):
         return_stats: bool = False,
         precision: Precision = "full",
     ) -> None:
-        super().__init__(OP, Options, BACKENDS, locals())
+        super().__init__(OP, LinearCrossEntropyOptions, BACKENDS, locals())
 
     def forward(
         self,
@@ -485,5 +488,5 @@ class LinearCrossEntropyLoss(LossModule[Result]):
             bias: Tensor | None = None,
             *,
             labels: Tensor | TopK[Tensor] | None = None,
-            **options: Unpack[OfCall],
+            **options: Unpack[HeadCallKeywords],
         ) -> Result: ...

@@ -18,35 +18,35 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
-from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
 from onchip.vocab import loss as maths
 from onchip.vocab.rows.launches import reduce_losses
-from onchip.vocab.torch.loss import Outputs, asked_by, reduced, scaled_rows
+from onchip.vocab.torch.loss import LossOutputs, asked_by, reduced, scaled_rows
 from onchip.vocab.torch.softmax import Asked, TokenStats
 from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan, rounds_in_forward
-from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.setup import TritonSaved
 
 
-class TritonOutputs(NamedTuple):
+class LinearCrossEntropyTritonOutputs(NamedTuple):
     """What the operator returns."""
 
-    out: Outputs
-    saved: Saved
+    out: LossOutputs
+    saved: TritonSaved
 
 
-class Kept(NamedTuple):
+class LinearCrossEntropyTritonKept(NamedTuple):
     """What backward is given."""
 
-    call: Call
+    call: LinearCrossEntropyCall
     config: TritonPlan
     lse: Tensor
     log_prob: Tensor
     mass: Tensor | None
-    saved: Saved
+    saved: TritonSaved
 
 
-def _forward(call: Call) -> TritonOutputs:
+def _forward(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
     from onchip.vocab.triton import walks
 
     if call.shards.there:
@@ -56,7 +56,9 @@ def _forward(call: Call) -> TritonOutputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
     if call.kind != "ids":
-        return TritonOutputs((_forward_of_labels if call.dense else _forward_of_ids)(call, config, saved), saved)
+        return LinearCrossEntropyTritonOutputs(
+            (_forward_of_labels if call.dense else _forward_of_ids)(call, config, saved), saved
+        )
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     token_weight = setup.flat(call.token_weight)
     number = run.vectors.number
@@ -75,34 +77,35 @@ def _forward(call: Call) -> TritonOutputs:
     if options.reduction != "none":
         loss = reduce_losses(out.loss, number, _divisor(call, number), mean=options.reduction == "mean")
     made = (out.lse, out.log_prob, out.entropy, out.correct, out.top1)
-    return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
+    shaped: Any = (None if x is None else x.view(shape) for x in made)
+    return LinearCrossEntropyTritonOutputs(LossOutputs(loss, *shaped), saved)
 
 
-def _plan(call: Call) -> TritonPlan:
+def _plan(call: LinearCrossEntropyCall) -> TritonPlan:
     """The same in forward and backward, also of a fake call."""
     return shards.plan(call, **_known(call))
 
 
-def _known(call: Call) -> dict[str, bool]:
+def _known(call: LinearCrossEntropyCall) -> dict[str, bool]:
     """Fields of the problem: of labels of K ids kernels are given another call."""
     weighed = {"class_weight": call.class_weight is not None}
     return weighed | {"stats": call.options.return_stats} if call.dense else weighed
 
 
-def _fake(call: Call) -> TritonOutputs:
-    return TritonOutputs(call.empty_outputs(kernels=True), shards.fake_saved(call, **_known(call)))
+def _fake(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
+    return LinearCrossEntropyTritonOutputs(call.empty_outputs(kernels=True), shards.fake_saved(call, **_known(call)))
 
 
-def _divisor(call: Call, number: Tensor) -> Tensor | None:
+def _divisor(call: LinearCrossEntropyCall, number: Tensor) -> Tensor | None:
     """What the loss is divided by, unless it is the number of tokens that are not ignored."""
     return None if call.normalizer is None else call.divisor(number)
 
 
-def _save(call: Call, made: TritonOutputs) -> Kept:
-    return Kept(call, _plan(call), made.out.lse, made.out.log_prob, made.out.mass, made.saved)
+def _save(call: LinearCrossEntropyCall, made: LinearCrossEntropyTritonOutputs) -> LinearCrossEntropyTritonKept:
+    return LinearCrossEntropyTritonKept(call, _plan(call), made.out.lse, made.out.log_prob, made.out.mass, made.saved)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: LinearCrossEntropyTritonKept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's if there is any."""
     from onchip.vocab.triton import records, walks
 
@@ -144,7 +147,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 # ------------------------------------------------------------------------------------ labels of K ids, and of shards
 
 
-def _as_kernels_take_it(call: Call) -> Call:
+def _as_kernels_take_it(call: LinearCrossEntropyCall) -> LinearCrossEntropyCall:
     """Of labels of K ids.  z-loss and class weights are taken in here, but for what smoothing spreads; and no id is
     ignored: one that looks like it is out of range."""
     if call.kind == "ids":
@@ -158,7 +161,7 @@ def _ids(ids: Tensor, ignore_index: int) -> Tensor:
     return torch.where(ids == ignore_index, -1, ids.to(torch.int64))
 
 
-def _forward_of_ids(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
+def _forward_of_ids(call: LinearCrossEntropyCall, config: TritonPlan, saved: TritonSaved) -> LossOutputs:
     """Of a number for each of K ids."""
     from onchip.vocab.triton import walks
 
@@ -170,26 +173,26 @@ def _forward_of_ids(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
     known = made.lse, made.log_prob, made.top1, made.entropy, made.uniform_loss
     loss, correct, *more = LOSS.stated(call, _results, *known)
     entropy, top1 = (None if x is None else x.view(shape) for x in (made.entropy, made.top1))
-    return Outputs(loss, made.lse.view(shape), made.log_prob.view(call.ids.shape), entropy, correct, top1, *more)
+    return LossOutputs(loss, made.lse.view(shape), made.log_prob.view(call.ids.shape), entropy, correct, top1, *more)
 
 
-def _results(call: Call, *tensors: Any) -> list[Any]:
+def _results(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:
     """What of the outputs isn't among these."""
     lse, log_prob, top1, entropy, uniform = tensors
     stats = TokenStats(lse, log_prob, top1, entropy, None, None, uniform, None)
-    made = Outputs.of(call, stats, call.tokens(check_values=False))
+    made = LossOutputs.of(call, stats, call.tokens(check_values=False))
     return [made.loss, made.correct, made.expected, made.target_logit]
 
 
-def _forward_of_shards(call: Call) -> TritonOutputs:
+def _forward_of_shards(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
     call.check_ranks()
     tokens = call.tokens(check_values=call.options.check_inputs)
     asked = asked_by(call.options, call.class_weight)
     stats, saved = shards.statistics(OP, _as_kernels_take_it(call), tokens, asked, **_known(call))
-    return TritonOutputs(Outputs.of(call, stats, tokens), saved)
+    return LinearCrossEntropyTritonOutputs(LossOutputs.of(call, stats, tokens), saved)
 
 
-def _by_outputs(call: Call, *tensors: Any) -> list[Tensor | None]:
+def _by_outputs(call: LinearCrossEntropyCall, *tensors: Any) -> list[Tensor | None]:
     """The fields of `walks.OutputGradients`."""
     grad_loss, lse, log_prob = tensors
     tokens, terms = call.tokens(check_values=False), LossTerms.of(call.options).nonzero
@@ -206,7 +209,7 @@ def _by_outputs(call: Call, *tensors: Any) -> list[Tensor | None]:
 # ------------------------------------------------------------------------------------------------ labels of every entry
 
 
-def _forward_of_labels(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
+def _forward_of_labels(call: LinearCrossEntropyCall, config: TritonPlan, saved: TritonSaved) -> LossOutputs:
     from onchip.vocab.triton import labels
 
     options = call.options
@@ -216,12 +219,12 @@ def _forward_of_labels(call: Call, config: TritonPlan, saved: Saved) -> Outputs:
     return out._replace(loss=LOSS.stated(call, _reduced, out.loss))
 
 
-def _reduced(call: Call, losses: Any) -> Tensor:
+def _reduced(call: LinearCrossEntropyCall, losses: Any) -> Tensor:
     tokens = call.tokens(check_values=False)
     return reduced(call.options, losses.reshape(-1) * tokens.weight, tokens, call.leading)
 
 
-def _gradients_of_labels(kept: Kept, grad_loss: Tensor, wanted: Wanted) -> Made:
+def _gradients_of_labels(kept: LinearCrossEntropyTritonKept, grad_loss: Tensor, wanted: Wanted) -> Made:
     """Turn hidden's memory into its gradient."""
     from onchip.vocab.triton import labels
 
@@ -229,12 +232,12 @@ def _gradients_of_labels(kept: Kept, grad_loss: Tensor, wanted: Wanted) -> Made:
     row = LOSS.stated(call, _rows, grad_loss)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight, weight=saved.weight)
     assert kept.mass is not None
-    known = labels.Known(*(x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.mass)))
+    known = labels.KnownStats(*(x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.mass)))
     given = labels.labels_of(call.labels, options.label_smoothing)
     return labels.backward(run, call, kept.config, saved, given, known, row, wanted, add_to=call.weight_grad_out)
 
 
-def _rows(call: Call, grad_loss: Any) -> Tensor:
+def _rows(call: LinearCrossEntropyCall, grad_loss: Any) -> Tensor:
     """[T] float32: of each token's loss, times the derivative of the logits by the product."""
     tokens = call.tokens(check_values=False)
     row, _ = scaled_rows(tokens, call.options, tokens.upstream(grad_loss, call.options.reduction), torch.float32)

@@ -6,7 +6,7 @@ Bench cases are plain: mean over all tokens, temperature 1, a teacher that is a 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onchip.bench.benchmark import Benchmark, Problem, draw_layer
+from onchip.bench.benchmark import Benchmark, BenchProblem, draw_layer
 from onchip.bench.peers import NARROW, Implementation, gpu_only, optional, own, plain_peers
 from onchip.ops.linear_jsd import cases
 from onchip.ops.linear_jsd.checks import plain_divergence
@@ -16,12 +16,12 @@ Loss = Callable[..., Any]
 """Mean divergence of (student's hidden [T, Hs] and weight [V, Hs], teacher's [T, Ht] and [V, Ht], *, beta)."""
 
 
-def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+def _make(fw: Any, case: cases.JsdCase, device: str, dtype: str) -> BenchProblem:
     """Two models of their own."""
     normal = fw.drawer(device)
     student = [fw.leaf(x, dtype) for x in draw_layer(normal, case, case.hidden)]
     teacher = [fw.constant(x, dtype) for x in draw_layer(normal, case, case.teacher_hidden or case.hidden)]
-    return Problem(case, device, (*student, *teacher), {"beta": float(case.options.get("beta", 0.5))})
+    return BenchProblem(case, device, (*student, *teacher), {"beta": float(case.options.get("beta", 0.5))})
 
 
 def _rows(fw: Any, z: Any, teacher_hidden: Any, teacher_weight: Any, beta: float) -> tuple[Any]:

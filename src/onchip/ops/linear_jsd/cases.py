@@ -14,7 +14,7 @@ Float = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Case(cases.Case):
+class JsdCase(cases.Case):
     """One problem.  `vocab` are the entries that both models have, and the numbers of logits are the student's.
 
     With `masked` entries the first ones have a bias of -inf in both models, the next as many in the student alone.
@@ -36,7 +36,7 @@ class Case(cases.Case):
             object.__setattr__(self, "options", {**self.options, "vocab": self.vocab})
 
 
-class Inputs(NamedTuple):
+class JsdInputs(NamedTuple):
     """Arrays of one case; what the case doesn't have is None."""
 
     student_hidden: Float | None
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     grad_loss: Float
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: JsdCase, seed: int = 0) -> JsdInputs:
     """Random inputs of `case`: hidden ~ N(0, 1), weight ~ N(0, logit_std / sqrt(H)), the rest as the case says."""
     rng = np.random.default_rng(seed)
     tokens, vocab = case.tokens, case.vocab
@@ -90,10 +90,10 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     dense = case.teacher == case.student == "hidden"
     student: Any = (h, w, b, None) if case.student == "hidden" else (None, None, None, z)
     teacher: Any = (x, v, c, None) if dense else (None, None, None, u if topk is None else None)
-    return Inputs(*student, *teacher, topk, target, token_weight, grad_loss)  # type: ignore[call-arg]
+    return JsdInputs(*student, *teacher, topk, target, token_weight, grad_loss)  # type: ignore[call-arg]
 
 
-_case = partial(named_case, Case)
+_case = partial(named_case, JsdCase)
 _EVERYTHING = {"teacher_hidden": 40, "bias": True, "padding": (8, 24), "ignored": 0.3, "token_weight": True}
 _EVERYTHING |= {"beta": 0.3, "temperature": 1.5, "temperature_squared": True, "hard_weight": 0.2, "normalizer": 50}
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large

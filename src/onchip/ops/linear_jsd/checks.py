@@ -9,8 +9,8 @@ import numpy as np
 
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import reference
-from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_jsd.spec import OP, Options
+from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase, JsdInputs, make_inputs
+from onchip.ops.linear_jsd.spec import OP, JsdOptions
 from onchip.oracle.checks import DEVIATIONS, Checker, adapter_of, kernel_refusals, op_in, plain_reduction
 
 # Half the distance of two numbers next to each other, relative to them.
@@ -21,7 +21,7 @@ _SMALLEST = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
 
 
 def limits(
-    case: Case, dtype: str, how: Mapping[str, Any], oracle: reference.Result, given: Mapping[str, Any]
+    case: JsdCase, dtype: str, how: Mapping[str, Any], oracle: reference.JsdResult, given: Mapping[str, Any]
 ) -> dict[str, tuple[Any, float]]:
     """The oracle's loss and gradients, and the limits of the relative errors."""
     of = bounds(case, dtype, oracle)
@@ -37,7 +37,7 @@ def limits(
     return made
 
 
-def bounds(case: Case, dtype: str, oracle: reference.Result) -> dict[str, float]:
+def bounds(case: JsdCase, dtype: str, oracle: reference.JsdResult) -> dict[str, float]:
     """Limits of the relative errors, from float32's precision and the lengths of the sums.
 
     A logit is a sum of H products: its error is a random walk of H steps (H / 24 in units of variance) plus one
@@ -60,7 +60,7 @@ def bounds(case: Case, dtype: str, oracle: reference.Result) -> dict[str, float]
 plain_refusals = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
 
 
-def _keywords(inputs: Inputs) -> dict[str, Any]:
+def _keywords(inputs: JsdInputs) -> dict[str, Any]:
     topk = dict(zip(TopK._fields, inputs.topk or (), strict=False))
     return {"target": inputs.target, "token_weight": inputs.token_weight, **topk}
 
@@ -73,9 +73,9 @@ def _arguments(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return "jsd" if "student_logits" in made else "linear_jsd", made
 
 
-def _oracle(**given: Any) -> reference.Result:
+def _oracle(**given: Any) -> reference.JsdResult:
     name, arguments = _arguments(given)
-    made: reference.Result = getattr(reference, name)(**arguments)
+    made: reference.JsdResult = getattr(reference, name)(**arguments)
     return made
 
 
@@ -103,7 +103,7 @@ def _plain(
     normalizer: float | None = None,
     **given: Any,
 ) -> dict[str, Any]:
-    xp, options = fw.xp, Options.of(OP, given)
+    xp, options = fw.xp, JsdOptions.of(OP, given)
     tau, hard = options.temperature, options.hard_weight
 
     def logits(model: str) -> Any:
@@ -146,7 +146,7 @@ def plain_divergence(ls: Any, lt: Any, beta: float) -> Any:
 
 
 CHECKER = Checker(
-    names=Inputs._fields[:8],
+    names=JsdInputs._fields[:8],
     inputs=lambda case, dtype: make_inputs(case),
     oracle=_oracle,
     call=_call,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_jsd.spec import Options
+from onchip.ops.linear_jsd.spec import JsdOptions
 
 Array = Any
 
@@ -30,7 +30,7 @@ class Arrays(NamedTuple):
     """`cross_entropy(z, label)`: that of each row, and its gradient."""
 
 
-class Gradients(NamedTuple):
+class DivergenceGradients(NamedTuple):
     """The loss of each row, and the gradients by both models' logits; None: not wanted."""
 
     value: Array  # [n]
@@ -40,17 +40,17 @@ class Gradients(NamedTuple):
 
 def rows(
     of: Arrays,
-    options: Options,
+    options: JsdOptions,
     z: Array,  # [n, V] float32: the student's logits
     teacher: Array | TopK[Array],  # [n, V] float32 logits, or of [n, K] indices and float32 values
     label: Array,  # [n], in [0, V)
     want: tuple[bool, bool] = (True, True),
-) -> Gradients:
+) -> DivergenceGradients:
     """The losses, and the gradients by both models' logits that are wanted."""
     tau, factor = options.temperature, options.soft_factor
     if isinstance(teacher, TopK):
         value, gradient = _topk(of, options, z if tau == 1 else z / tau, teacher)
-        made = Gradients(value, gradient() if want[0] else None, None)
+        made = DivergenceGradients(value, gradient() if want[0] else None, None)
     else:
 
         def log_probs(x: Array) -> Array:
@@ -64,7 +64,7 @@ def rows(
         ce, d_ce = of.cross_entropy(z, label)
         value = value + options.hard_weight * ce
         dz = None if dz is None else dz + options.hard_weight * d_ce
-    return Gradients(value, dz, du)
+    return DivergenceGradients(value, dz, du)
 
 
 def divergence(
@@ -74,14 +74,14 @@ def divergence(
     beta: float,
     want: tuple[bool, bool] = (True, True),
     sums: tuple[Array, Array] | None = None,
-) -> Gradients:
+) -> DivergenceGradients:
     """The divergence of each row of log-probabilities, and its gradients by the logits that they come from.
 
     Where rows are parts of longer ones the value is that of these entries, and `sums` are `sums_of` the whole rows.
     """
     if beta == 1:
         value, dt, ds = divergence(of, lt, ls, 0.0, want[::-1], None if sums is None else sums[::-1])
-        return Gradients(value, ds, dt)
+        return DivergenceGradients(value, ds, dt)
     sum_s, sum_t = (None, None) if sums is None else sums
     xp = of.xp
     d, s, t = difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
@@ -91,7 +91,7 @@ def divergence(
         del d
         value = (by_s + by_t).clip(min=0).sum(1)
         ds, dt = (_centred(by_s, s, sum_s) if want[0] else None), (_centred(by_t, t, sum_t) if want[1] else None)
-        return Gradients(value, ds, dt)
+        return DivergenceGradients(value, ds, dt)
     e = xp.expm1(-abs(d))
     # Each term is t d - t + s, by expm1 from the smaller of s and t: it neither overflows nor cancels but in d.
     term = xp.where(d < 0, s * (d * (1 + e) - e), t * (e + d))
@@ -100,7 +100,7 @@ def divergence(
     del term
     # Not (t - s sum(t)): that would leave rounding errors for equal models.
     ds = s - t if want[0] else None
-    return Gradients(value, ds, _centred(xp.where(t == 0, 0, t * d), t, sum_t) if want[1] else None)
+    return DivergenceGradients(value, ds, _centred(xp.where(t == 0, 0, t * d), t, sum_t) if want[1] else None)
 
 
 def difference(xp: Any, ls: Array, lt: Array) -> Array:
@@ -131,7 +131,7 @@ def mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[A
     return by_s, by_t
 
 
-def _topk(of: Arrays, options: Options, z: Array, teacher: TopK[Array]) -> tuple[Array, Callable[[], Array]]:
+def _topk(of: Arrays, options: JsdOptions, z: Array, teacher: TopK[Array]) -> tuple[Array, Callable[[], Array]]:
     """The losses with a top-k teacher, and what makes the gradient of z, which is over temperature."""
     xp, indices = of.xp, teacher.indices
     if teacher.rest == "renormalised":
@@ -155,7 +155,7 @@ def _topk(of: Arrays, options: Options, z: Array, teacher: TopK[Array]) -> tuple
 
 
 def topk_terms(
-    of: Arrays, options: Options, teacher: TopK[Array], ls: Array, rest: Array | None = None
+    of: Arrays, options: JsdOptions, teacher: TopK[Array], ls: Array, rest: Array | None = None
 ) -> tuple[Array, Array]:
     """The losses with a top-k teacher, given the student's log-probabilities of the K entries, [n, K], and with a tail
     that of all others together, [n, 1].

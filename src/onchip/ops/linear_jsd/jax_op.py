@@ -35,11 +35,11 @@ from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import check_distinct, check_factors, kept_tokens, log_probs_or_nan, plain_labels
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_jsd.jax_walk import Constants, Static, backward, forward, none_of, plan
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
+from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, backward, forward, none_of, plan
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.parallel import Shard
-from onchip.vocab.xla.tiles import Columns, Projection, cut
+from onchip.vocab.xla.tiles import Columns, XlaProjection, cut
 
 ON_MESH = f"sharded_{OP}"
 BACKENDS = ("xla",)
@@ -307,14 +307,14 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
         indices, values = _topk_rows(options.op, topk, labels, vocab, dtype, options.check_inputs)
     token_weight = given["token_weight"]
     token_weight = None if token_weight is None else lax.stop_gradient(jnp.asarray(token_weight, dtype))
-    constants = Constants(labels, indices, values, token_weight, as_constant(given["normalizer"], dtype))
+    constants = JsdConstants(labels, indices, values, token_weight, as_constant(given["normalizer"], dtype))
     kind, rest = ("", "") if topk is None else topk[2:]
-    static = Static(options, platform(), size, kind, rest, shard)
+    static = JsdStatic(options, platform(), size, kind, rest, shard)
     nothing = jnp.zeros(shape if options.reduction == "none" else (), dtype)
     if spread is not None:
         by_token, by_entry = spread.by_token, spread.by_entry(len(shape))
         specs = tuple(
-            None if x is None else parallel.specs_of(x, spread) if isinstance(x, Projection) else by_entry
+            None if x is None else parallel.specs_of(x, spread) if isinstance(x, XlaProjection) else by_entry
             for x in models
         )
         of_layer = parallel.specs_of(student, spread)
@@ -323,7 +323,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
         check_types(
             ON_MESH, spread, given, named | {"teacher_logits": by_entry, name: by_token, "token_weight": by_token}
         )
-        of_constants = Constants(by_token, by_token, by_token, by_token, P())
+        of_constants = JsdConstants(by_token, by_token, by_token, by_token, P())
         of_loss = by_token if options.reduction == "none" else P()
         static = static._replace(mesh=OnMesh(spread, (specs, of_constants, of_loss)))
         return _op.on_mesh(static, models, constants) if total else nothing
@@ -335,7 +335,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
 
 
 def _model(given: Mapping[str, Any], who: str, size: int) -> Any:
-    """What of a model may get a gradient: a `Projection`, logits or None.
+    """What of a model may get a gradient: a `XlaProjection`, logits or None.
 
     Padding is cut off here, by what JAX differentiates itself.
     """
@@ -344,13 +344,13 @@ def _model(given: Mapping[str, Any], who: str, size: int) -> Any:
         return cut(jnp.asarray(logits), 0, size, logits.ndim - 1)
     if hidden is None:
         return None
-    return Projection.of(hidden, weight, bias, given["weight_layout"]).part(Columns(0, size))
+    return XlaProjection.of(hidden, weight, bias, given["weight_layout"]).part(Columns(0, size))
 
 
-def on_device(static: Static, models: Any, given: Constants) -> tuple[Static, Any, Constants]:
+def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdStatic, Any, JsdConstants]:
     """What `forward` takes, of arrays [...] or [..., n] of tokens."""
     student, normalizer = models[0], given.normalizer
-    shape = (student.hidden if isinstance(student, Projection) else student).shape[:-1]
+    shape = (student.hidden if isinstance(student, XlaProjection) else student).shape[:-1]
     labels = jnp.zeros(shape, jnp.int32) if given.labels is None else given.labels
     axes = () if static.mesh is None else static.mesh.spread.tokens
     if axes and static.options.reduction == "mean" and normalizer is None:
@@ -358,19 +358,19 @@ def on_device(static: Static, models: Any, given: Constants) -> tuple[Static, An
         normalizer = jnp.maximum(count, 1).astype(student.accumulator)
 
     def flat(x: Any) -> Any:
-        if x is None or isinstance(x, Projection):
+        if x is None or isinstance(x, XlaProjection):
             return x and x.flat()
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
     token_weight = None if given.token_weight is None else given.token_weight.reshape(-1)
-    constants = Constants(labels.reshape(-1), flat(given.indices), flat(given.values), token_weight, normalizer)
+    constants = JsdConstants(labels.reshape(-1), flat(given.indices), flat(given.values), token_weight, normalizer)
     return static, tuple(map(flat, models)), constants
 
 
 _op = with_gradients_on_mesh(f"{OP}, {LOGITS_OP}", forward, backward, on_device)
 
 
-def checked_target(op: str, given: Mapping[str, Any], name: str, vocab: int, options: Options) -> jax.Array | None:
+def checked_target(op: str, given: Mapping[str, Any], name: str, vocab: int, options: JsdOptions) -> jax.Array | None:
     """[...] labels of `plain_labels`, or None; raise for them and for a normalizer where their values are known and
     wrong.  The target was given by `name`."""
     check_inputs, target, labels = options.check_inputs, given[name], None
@@ -397,13 +397,13 @@ def _topk_rows(
 
 def checked(
     op: str, given: Mapping[str, Any], name: str, *, split: bool = False
-) -> tuple[Options, tuple[int, ...], int, Any]:
+) -> tuple[JsdOptions, tuple[int, ...], int, Any]:
     """Of a public function's arguments the options, the tokens' shape, the entries that count and the dtype of sums;
     raise for what is wrong or doesn't fit together.  The target was given by `name`.
 
     Where the vocabulary is `split` over devices, all entries that there are count, as `vocab` is not of these alone.
     """
-    options, layout = Options.of(op, given), given.get("weight_layout", "vh")
+    options, layout = JsdOptions.of(op, given), given.get("weight_layout", "vh")
     if split:
         _check_sizes(op, given)
         options = replace(options, vocab=None)

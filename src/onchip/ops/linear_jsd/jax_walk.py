@@ -25,19 +25,19 @@ from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence as formulas
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
-from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import Options
+from onchip.ops.linear_jsd.memory import Head, JsdProblem
+from onchip.ops.linear_jsd.spec import JsdOptions
 from onchip.vocab.loss import at_entry
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.tiles import (
     Columns,
-    Logits,
-    Projection,
+    CountedTokens,
     Softmax,
-    TokenGradient,
-    Tokens,
-    TokenStats,
     Wanted,
+    XlaLogits,
+    XlaProjection,
+    XlaTokenGradient,
+    XlaTokenStats,
     cut_rows,
     logits_gradient,
     select_tokens,
@@ -47,7 +47,7 @@ from onchip.vocab.xla.walk import by_rows
 Array = jax.Array
 
 
-class Constants(NamedTuple):
+class JsdConstants(NamedTuple):
     """The arrays of a call that get no gradient, by token."""
 
     labels: Any  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
@@ -57,10 +57,10 @@ class Constants(NamedTuple):
     normalizer: Any  # []
 
 
-class Static(NamedTuple):
-    """What is known while tracing; a call with another `Static` compiles anew."""
+class JsdStatic(NamedTuple):
+    """What is known while tracing; a call with another `JsdStatic` compiles anew."""
 
-    options: Options
+    options: JsdOptions
     platform: str
     size: int  # vocabulary entries that count
     topk_kind: str
@@ -69,11 +69,11 @@ class Static(NamedTuple):
     mesh: Any = None  # an `OnMesh` of a call that spreads itself
 
 
-def plan(static: Static, needs: Any, stash: bool, models: Any, constants: Constants) -> int:
+def plan(static: JsdStatic, needs: Any, stash: bool, models: Any, constants: JsdConstants) -> int:
     """Tokens of a chunk."""
 
     def head(model: Any, needs: Any) -> Head:
-        if isinstance(model, Projection):
+        if isinstance(model, XlaProjection):
             return model.problem(needs, static.platform, op=static.options.op)
         tokens, device = constants.labels.shape[0], "cpu" if static.platform == "cpu" else "cuda"
         vocab, dtype = (0, "float32") if model is None else (model.shape[1], model.dtype.name)
@@ -83,23 +83,23 @@ def plan(static: Static, needs: Any, stash: bool, models: Any, constants: Consta
 
     student, teacher = map(head, models, needs)
     topk = 0 if constants.indices is None else constants.indices.shape[1]
-    problem = Problem(static.size, student, teacher, topk, static.options.hard_weight > 0, stash)
+    problem = JsdProblem(static.size, student, teacher, topk, static.options.hard_weight > 0, stash)
     return memory.jax_plan(problem, "", static.options.scratch_bytes)
 
 
-def source_of(static: Static, model: Any) -> Projection | Logits:
+def source_of(static: JsdStatic, model: Any) -> XlaProjection | XlaLogits:
     """A model's last layer, in the dtype of sums where products of 16 bits won't do, or its logits."""
-    if not isinstance(model, Projection):
-        return Logits.of(model)
+    if not isinstance(model, XlaProjection):
+        return XlaLogits.of(model)
     if static.platform == "cpu" or model.weight.dtype == jnp.float16:
         # The CPU's 16-bit products round; float16's range is short for a gradient.
         return replace(model, weight=model.weight.astype(model.accumulator))
     return model
 
 
-def _at_labels(stats: TokenStats) -> TokenGradient:
+def _at_labels(stats: XlaTokenStats) -> XlaTokenGradient:
     """The gradient of each row's cross-entropy with its one id."""
-    return TokenGradient(
+    return XlaTokenGradient(
         jnp.ones_like(stats.lse),
         at_entry(jnp, LossTerms().nonzero, stats.log_prob, None, None, stats.lse, 1, None, None),
     )
@@ -127,13 +127,13 @@ def none_of(models: Any) -> Any:
     return jax.tree.map(lambda _: False, models)
 
 
-def _stashes(static: Static, needs: Any) -> bool:
+def _stashes(static: JsdStatic, needs: Any) -> bool:
     """Whether forward makes the gradients: for an upstream gradient of 1, as sums, but of existing logits."""
     of_logits = any(need is True for need in needs)
     return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not of_logits
 
 
-def forward(static: Static, needs: Any, models: Any, constants: Constants) -> tuple[Any, Any]:
+def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
     if static.shard is not None:
         return _split_forward(static, needs, models, constants)
     stash = _stashes(static, needs)
@@ -143,7 +143,7 @@ def forward(static: Static, needs: Any, models: Any, constants: Constants) -> tu
     return loss, (models, constants) if any(jax.tree.leaves(needs)) else None
 
 
-def backward(static: Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
+def backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Any) -> Any:
     if static.shard is not None:
         return _split_backward(static, needs, saved, grad_loss)
     if _stashes(static, needs):
@@ -156,7 +156,7 @@ def backward(static: Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
 
 
 def _walk(
-    static: Static, needs: Any, models: Any, constants: Constants, grad_loss: Any, stash: bool
+    static: JsdStatic, needs: Any, models: Any, constants: JsdConstants, grad_loss: Any, stash: bool
 ) -> tuple[Any, tuple[Any, ...]]:
     """The loss, and the gradients that are needed, for `grad_loss` or for 1; in the dtype of sums, but of existing
     logits in theirs."""
@@ -183,9 +183,9 @@ def _walk(
         value, *gradients = formulas.rows(ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
         return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 
-    def whole(sums: Any, source: Projection | Logits) -> Any:
+    def whole(sums: Any, source: XlaProjection | XlaLogits) -> Any:
         """With zeros for ignored tokens."""
-        if isinstance(source, Logits):
+        if isinstance(source, XlaLogits):
             return None if sums is None else source.floats(sums)
         return sums if sums.hidden is None else replace(sums, hidden=tokens.spread(sums.hidden))
 
@@ -196,7 +196,7 @@ def _walk(
     return loss, (*made, *[None] * (2 - len(made)))
 
 
-def _topk(static: Static, ids: Array, values: Array) -> TopK[Array]:
+def _topk(static: JsdStatic, ids: Array, values: Array) -> TopK[Array]:
     """Of rows; what is out of range is NaN."""
     words: Any = (static.topk_kind, static.topk_rest)
     return TopK(jnp.maximum(ids, 0), jnp.where(ids < 0, jnp.nan, values), *words)
@@ -226,16 +226,16 @@ class _Part(NamedTuple):
     hard: Softmax | None
 
 
-class _Known(NamedTuple):
+class _KnownSoftmax(NamedTuple):
     """What all devices know of each row, [P]."""
 
     value: Array  # the divergence
     models: Any  # of two models: their `_Norm`s, and the sums of the derivatives by both models' log-probabilities
-    topk: Any  # of a top-k teacher: the divergence's `TokenGradient`, and statistics that it goes with
-    hard: TokenStats | None
+    topk: Any  # of a top-k teacher: the divergence's `XlaTokenGradient`, and statistics that it goes with
+    hard: XlaTokenStats | None
 
 
-def _split_forward(static: Static, needs: Any, models: Any, constants: Constants) -> tuple[Any, Any]:
+def _split_forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
     """The loss, and what backward needs."""
     static.shard.refuse_untracked(static.options.op, needs)
     chunk = plan(static, needs, False, models, constants)
@@ -251,7 +251,7 @@ def _split_forward(static: Static, needs: Any, models: Any, constants: Constants
     return loss, (models, constants, known) if any(jax.tree.leaves(needs)) else None
 
 
-def _split_backward(static: Static, needs: Any, saved: Any, grad_loss: Array) -> Any:
+def _split_backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> Any:
     """The gradients of both models, with logits computed again."""
     models, constants, known = saved
     options, shard = static.options, static.shard
@@ -287,8 +287,8 @@ def _split_backward(static: Static, needs: Any, saved: Any, grad_loss: Array) ->
 
     _, sums = by_rows(chunk, tokens, sources, wanted, (), step)
 
-    def whole(made: Any, source: Projection | Logits) -> Any:
-        if isinstance(source, Logits):
+    def whole(made: Any, source: XlaProjection | XlaLogits) -> Any:
+        if isinstance(source, XlaLogits):
             return None if made is None else source.floats(made)
         return made if made.hidden is None else replace(made, hidden=shard.summed(tokens.spread(made.hidden)))
 
@@ -299,7 +299,9 @@ def _split_backward(static: Static, needs: Any, saved: Any, grad_loss: Array) ->
 class _Split:
     """The walks of forward over the entries of each device."""
 
-    def __init__(self, static: Static, chunk: int, tokens: Tokens, models: Any, constants: Constants) -> None:
+    def __init__(
+        self, static: JsdStatic, chunk: int, tokens: CountedTokens, models: Any, constants: JsdConstants
+    ) -> None:
         self.static, self.chunk, self.tokens = static, chunk, tokens
         self.models, self.constants = models, constants
         shard, labels = static.shard, _ids(tokens, constants)
@@ -325,14 +327,14 @@ class _Split:
             return None
         return _softmax(z, self.cut(self.local_labels, start), _columns(self.static))
 
-    def hard_stats(self, parts: Softmax | None) -> TokenStats | None:
+    def hard_stats(self, parts: Softmax | None) -> XlaTokenStats | None:
         shard = self.static.shard
         return None if parts is None else shard.merged(parts).complete(self.labels, shard.vocab)
 
     def cut(self, rows: Any, start: Any) -> Any:
         return rows if start is None else cut_rows(rows, start, self.chunk)
 
-    def of_models(self) -> _Known:
+    def of_models(self) -> _KnownSoftmax:
         static, options, columns = self.static, self.static.options, _columns(self.static)
 
         def of_part(start: Any, z: Array, u: Array) -> _Part:
@@ -354,7 +356,7 @@ class _Split:
             value = divergence(ARRAYS, of_student.T, of_teacher.T, options.beta, (False, False)).value
             share = jnp.exp(of_student if options.beta == 1 else of_teacher)
             value += jnp.sum(jnp.where(share == 0, 0, share * part.value), 0)
-            return _Known(value, (norms, (value, value)), None, hard_stats)
+            return _KnownSoftmax(value, (norms, (value, value)), None, hard_stats)
         own = vary_alike(norms, self.local)
 
         def of_mixture(start: Any, z: Array, u: Array) -> Any:
@@ -363,9 +365,9 @@ class _Split:
             return sums_of(jnp, ls, lt, options.beta)
 
         value, by_s, by_t = (jnp.sum(x, 0) for x in self.walked(of_mixture))
-        return _Known(value, (norms, (by_s, by_t)), None, hard_stats)
+        return _KnownSoftmax(value, (norms, (by_s, by_t)), None, hard_stats)
 
-    def of_topk(self) -> _Known:
+    def of_topk(self) -> _KnownSoftmax:
         static, shard, columns = self.static, self.static.shard, _columns(self.static)
         ids, values = (self.tokens.take(x, 0) for x in self.constants[1:3])
         local_ids = vary_alike(shard.local_ids(ids), self.local)
@@ -387,30 +389,30 @@ class _Split:
         if teacher.rest == "renormalised":
             # Of logits or log-probabilities alike.
             value, at_ids = topk_terms(ARRAYS, static.options, teacher, log_prob)
-            gradient = TokenGradient(none, at_ids)
+            gradient = XlaTokenGradient(none, at_ids)
         elif teacher.rest == "truncated":
             value, by_s = topk_terms(ARRAYS, static.options, teacher, log_prob)
             factor = -jnp.sum(by_s, 1)
-            gradient = TokenGradient(factor, jnp.exp(log_prob) * factor[:, None] + by_s)
+            gradient = XlaTokenGradient(factor, jnp.exp(log_prob) * factor[:, None] + by_s)
         else:
             value, by_logits = topk_terms(ARRAYS, static.options, teacher, log_prob, (lse_of_rest - stats.lse)[:, None])
-            gradient = TokenGradient(by_logits[:, -1], by_logits[:, :-1])
+            gradient = XlaTokenGradient(by_logits[:, -1], by_logits[:, :-1])
             # Where there are no others each of their logits is -inf.
             stats = stats._replace(lse=jnp.where(lse_of_rest == -jnp.inf, 0, lse_of_rest))
-        return _Known(value, None, (gradient, TokenStats(stats.lse, log_prob)), self.hard_stats(hard))
+        return _KnownSoftmax(value, None, (gradient, XlaTokenStats(stats.lse, log_prob)), self.hard_stats(hard))
 
 
-def _given(static: Static, models: Any, needs: Any) -> tuple[list[Projection | Logits], list[Any]]:
+def _given(static: JsdStatic, models: Any, needs: Any) -> tuple[list[XlaProjection | XlaLogits], list[Any]]:
     """The models that there are, and which gradients are needed of each."""
     given = [(source_of(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     return [x for x, _ in given], [need for _, need in given]
 
 
-def _columns(static: Static) -> Columns:
+def _columns(static: JsdStatic) -> Columns:
     return Columns(0, static.size, end=static.shard.end)
 
 
-def _final(static: Static, z: Array) -> Array:
+def _final(static: JsdStatic, z: Array) -> Array:
     """The logits that the divergence is of: -inf for padding."""
     new = _columns(static).new(z)
     z = z if static.options.temperature == 1 else z / static.options.temperature
@@ -436,12 +438,12 @@ def _masses(parts: Any, norm: _Norm) -> Array:
     return (parts[0] - norm.top[None]) + (jnp.log(parts[1]) - norm.log_total[None])  # type: ignore[no-any-return]
 
 
-def _ids(tokens: Tokens, constants: Constants) -> Array:
+def _ids(tokens: CountedTokens, constants: JsdConstants) -> Array:
     """[P, 1]: each row's label; one out of range has a factor of NaN."""
     return jnp.maximum(tokens.take(constants.labels, 0), 0)[:, None]
 
 
-def _reduction(static: Static, tokens: Tokens, models: Any, constants: Constants) -> Reduction:
+def _reduction(static: JsdStatic, tokens: CountedTokens, models: Any, constants: JsdConstants) -> Reduction:
     dtype, labels = source_of(static, models[0]).accumulator, tokens.take(constants.labels, 0)
     mean = static.options.reduction == "mean"
     return Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean, dtype)

@@ -22,7 +22,7 @@ Head = memory.Problem
 
 
 @dataclass(frozen=True)
-class Problem:
+class JsdProblem:
     """All that memory depends on."""
 
     vocab: int
@@ -79,12 +79,12 @@ def _widened(h: Head) -> bool:
     return h.widened or h.dtype == "float16"
 
 
-def logits_bytes(p: Problem) -> int:
+def logits_bytes(p: JsdProblem) -> int:
     """Bytes of both models' float32 logits, which `linear_jsd` never stores."""
     return 4 * p.tokens * p.vocab * (1 if p.topk else 2)
 
 
-def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
+def scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part, with chunks of so many tokens."""
     block, total = -(-chunk // BLOCKS), p.total_bytes
     dense = 1 if p.topk else 2
@@ -120,7 +120,7 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     }
 
 
-def jax_scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
+def jax_scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
     """Bytes that XLA allocates beyond arguments and results in a jitted step, part by part."""
     gradient, total = int(p.any_grad), p.total_bytes
     rows = sums = widened = 0
@@ -142,13 +142,13 @@ def jax_scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     }
 
 
-def _planner(parts: Callable[[Problem, int], dict[str, int]]) -> Planner[int]:
+def _planner(parts: Callable[[JsdProblem, int], dict[str, int]]) -> Planner[int]:
     """Of plans that are the tokens of a chunk: the fewest even chunks that fit."""
 
-    def scratch(p: Problem, tokens: int) -> int:
+    def scratch(p: JsdProblem, tokens: int) -> int:
         return sum(parts(p, min(p.tokens, tokens)).values())
 
-    def candidates(p: Problem, strategy: str, budget: int) -> Iterator[int]:
+    def candidates(p: JsdProblem, strategy: str, budget: int) -> Iterator[int]:
         fits = largest(lambda chunk: scratch(p, chunk) <= budget, min(p.tokens, SMALLEST), p.tokens, 1)
         yield min(p.tokens, even_chunk(p.tokens, fits, 1))
 

@@ -13,52 +13,52 @@ from torch import Tensor
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd import torch_halves
-from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall, JsdModel
 
 
-class Outputs(NamedTuple):
+class JsdPlainOutputs(NamedTuple):
     """The loss; with `stash` the gradients in the dtype of sums for an upstream gradient of 1; and the numbers of
     `torch_halves`."""
 
     loss: Tensor
-    student: Model
-    teacher: Model
+    student: JsdModel
+    teacher: JsdModel
     known: Tensor | None
 
 
-class Kept(NamedTuple):
+class JsdPlainKept(NamedTuple):
     """What backward is given: with `stash` gradients to scale, and no input is kept alive; else the call."""
 
-    call: Call
-    student: Model
-    teacher: Model
+    call: JsdCall
+    student: JsdModel
+    teacher: JsdModel
     known: Tensor | None
     gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: JsdCall) -> JsdPlainOutputs:
     call = call.of_all_tokens()
     call.check_ranks()
     loss, made, known = torch_halves.forward(call, call.tokens(check=True))
-    return Outputs(loss, Model(*made[:4]), Model(*made[4:]), known)
+    return JsdPlainOutputs(loss, JsdModel(*made[:4]), JsdModel(*made[4:]), known)
 
 
-def _fake(call: Call) -> Outputs:
+def _fake(call: JsdCall) -> JsdPlainOutputs:
     made, known = call.empty_gradients(call.grads if call.stash else NO_GRADIENTS, call.dtype), None
     if width := torch_halves.width(call):
         known = call.first.new_empty((call.number, width), dtype=call.dtype)
-    return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]), known)
+    return JsdPlainOutputs(call.new_loss(), JsdModel(*made[:4]), JsdModel(*made[4:]), known)
 
 
-def _save(call: Call, made: Outputs) -> Kept:
+def _save(call: JsdCall, made: JsdPlainOutputs) -> JsdPlainKept:
     dtypes = tuple(torch.float32 if x is None else x.dtype for x in call.parameters)
     if call.stash:
         nothing: Any = dict.fromkeys(("indices", "values", "target", "token_weight", "normalizer"))
-        call = call._replace(student=Model(), teacher=Model(), **nothing)
-    return Kept(call, made.student, made.teacher, made.known, dtypes)
+        call = call._replace(student=JsdModel(), teacher=JsdModel(), **nothing)
+    return JsdPlainKept(call, made.student, made.teacher, made.known, dtypes)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: JsdPlainKept, upstream: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstream
     assert grad_loss is not None
     made: Made = (*kept.student, *kept.teacher)

@@ -16,10 +16,10 @@ from onchip.vocab.chunks import Planner
 _COMPILED = Measured("torch.compile", "the divergence of two float32 softmaxes, compiled", 8, 13.9, 4, 5.7)
 
 
-def _problem(asked: PlannedCall, *, stash: bool) -> memory.Problem:
+def _problem(asked: PlannedCall, *, stash: bool) -> memory.JsdProblem:
     student = asked.wanted
     teacher = replace(asked.problem, hidden=asked.teacher_hidden, grad_hidden=False, grad_weight=False)
-    return memory.Problem(student.vocab, student, teacher, stash=stash and asked.gradients)
+    return memory.JsdProblem(student.vocab, student, teacher, stash=stash and asked.gradients)
 
 
 def _triton_way(asked: PlannedCall) -> Way:

@@ -9,7 +9,7 @@ from onchip.oracle import reference
 from onchip.oracle.reference import Array, Linear
 
 
-class Result(NamedTuple):
+class JsdResult(NamedTuple):
     """Loss and gradients.  Gradients of what wasn't given are None, but for a bias."""
 
     loss: Array
@@ -25,7 +25,7 @@ class Result(NamedTuple):
     """Root mean square of log t - log s, each entry weighted by its probability: what rounding of logits is held to."""
 
 
-class _Rows(NamedTuple):
+class _JsdRows(NamedTuple):
     loss: Array  # [n]
     student: Array  # [n, V] gradient of the student's logits
     teacher: Array  # [n, K] gradient of the teacher's, if these are logits
@@ -42,7 +42,7 @@ def linear_jsd(
     teacher_bias: npt.ArrayLike | None = None,  # [V]
     teacher_logits: npt.ArrayLike | None = None,  # [..., V]
     **options: Any,
-) -> Result:
+) -> JsdResult:
     """Loss and the gradients of sum(grad_loss * loss), all in float64; the options are those of `jsd`."""
     ignored = np.zeros(np.shape(student_hidden)[:-1], bool)
     if options.get("target") is not None:
@@ -60,7 +60,7 @@ def linear_jsd(
     for who, layer in layers.items():
         layer.backward(slice(None), made.pop(f"grad_{who}_logits").reshape(-1, layer.vocab))
         made |= {f"grad_{who}_{part}": getattr(layer, f"grad_{part}") for part in ("hidden", "weight", "bias")}
-    return Result(**made)
+    return JsdResult(**made)
 
 
 def jsd(
@@ -79,7 +79,7 @@ def jsd(
     hard_weight: float = 0.0,
     vocab: int | None = None,
     grad_loss: npt.ArrayLike = 1.0,  # upstream gradient: a number, or [...] for reduction="none"
-) -> Result:
+) -> JsdResult:
     """Loss and the gradients of the logits.
 
     Ignored tokens give 0 everywhere, whatever their other inputs hold.  A target outside [0, V) that is not
@@ -131,7 +131,7 @@ def jsd(
         du = du.reshape(values.shape)
     loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator
     distance = float(np.sqrt(rows.squares.mean())) if r.size else 0.0
-    return Result(
+    return JsdResult(
         np.asarray(loss), grad_student_logits=dz.reshape(z_all.shape), grad_teacher_logits=du, distance=distance
     )
 
@@ -141,7 +141,7 @@ def _log_softmax(z: Array) -> Array:
     return np.asarray(shift - np.log(np.exp(shift).sum(1, keepdims=True)))
 
 
-def _soft(z: Array, indices: Any, values: Array, kind: str, rest: str, beta: float, temperature: float) -> _Rows:
+def _soft(z: Array, indices: Any, values: Array, kind: str, rest: str, beta: float, temperature: float) -> _JsdRows:
     """The divergence of each row from logits over temperature, and its gradients by these and the teacher's values."""
     inside, i = np.zeros(z.shape, bool), np.arange(len(z))[:, None]
     inside[i, indices] = True
@@ -161,7 +161,7 @@ def _soft(z: Array, indices: Any, values: Array, kind: str, rest: str, beta: flo
         dz += np.where(inside | np.isneginf(other), 0, np.exp(full - other)) * by_s[:, -1:]
     d = lt - ls
     squares = np.where(np.isfinite(d), (np.exp(ls) + np.exp(lt)) / 2 * d**2, 0).sum(1)
-    return _Rows(loss, dz, by_t - np.exp(lt) * by_t.sum(1, keepdims=True), squares)
+    return _JsdRows(loss, dz, by_t - np.exp(lt) * by_t.sum(1, keepdims=True), squares)
 
 
 def _divergence(ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]:

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Options:
+class JsdOptions:
     """The options that are plain numbers and words, checked when made."""
 
     op: str = OP
@@ -38,15 +38,15 @@ class Options:
         check_options(self.op, self, op=(OP, LOGITS_OP))
 
     @staticmethod
-    def of(op: str, given: Mapping[str, Any], scratch_bytes: int | None = None) -> "Options":
+    def of(op: str, given: Mapping[str, Any], scratch_bytes: int | None = None) -> "JsdOptions":
         """Those among the arguments of a public function, but for scratch_bytes."""
-        return Options(op, **{name: given[name] for name in _OPTIONS if name in given}, scratch_bytes=scratch_bytes)
+        return JsdOptions(op, **{name: given[name] for name in _OPTIONS if name in given}, scratch_bytes=scratch_bytes)
 
-    def with_scratch(self, given: Mapping[str, Any], logits: int) -> "Options":
+    def with_scratch(self, given: Mapping[str, Any], logits: int) -> "JsdOptions":
         """With the scratch_bytes of the arguments, for models with so many logits each."""
         number = logits * (2 if given["teacher_topk"] is None else 1)
         scratch_bytes = scratch_in_bytes(self.op, given["scratch_bytes"], number)
-        return self if scratch_bytes is None else Options.of(self.op, given, scratch_bytes)
+        return self if scratch_bytes is None else JsdOptions.of(self.op, given, scratch_bytes)
 
     @property
     def soft_factor(self) -> float:
@@ -54,7 +54,7 @@ class Options:
         return (1 - self.hard_weight) * (self.temperature**2 if self.temperature_squared else 1.0)
 
 
-_OPTIONS = tuple(f.name for f in fields(Options)[1:] if f.name != "scratch_bytes")
+_OPTIONS = tuple(f.name for f in fields(JsdOptions)[1:] if f.name != "scratch_bytes")
 
 
 # ------------------------------------------------------------------------------------------------ what fits together
@@ -88,7 +88,7 @@ def named_arrays(op: str, given: Mapping[str, Any], labels: str) -> dict[str, An
     return {**named, "teacher_topk.indices": topk.indices, "teacher_topk.values": topk.values}
 
 
-def check_shapes(options: Options, shapes: Mapping[str, Shape], labels: str) -> tuple[Shape, int]:
+def check_shapes(options: JsdOptions, shapes: Mapping[str, Shape], labels: str) -> tuple[Shape, int]:
     """Raise ValueError for what doesn't fit together; return the tokens' shape and the entries that count.
 
     `shapes` are those of the arguments that are given, weights as [V, H]; `labels` is the front end's word for targets.
@@ -128,7 +128,7 @@ def check_shapes(options: Options, shapes: Mapping[str, Shape], labels: str) -> 
     return leading, size
 
 
-def _check_sources(options: Options, shapes: Mapping[str, Shape], labels: str) -> None:
+def _check_sources(options: JsdOptions, shapes: Mapping[str, Shape], labels: str) -> None:
     op = options.op
     if ("teacher_hidden" in shapes) != ("teacher_weight" in shapes):
         raise ValueError(f"{op}: teacher_hidden and teacher_weight go together; got one of them")

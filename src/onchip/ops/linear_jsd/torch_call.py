@@ -12,8 +12,8 @@ from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator, copied_rows, 
 from onchip.frontend.torch_labels import check_log_probs
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Wanted
-from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import Options
+from onchip.ops.linear_jsd.memory import Head, JsdProblem
+from onchip.ops.linear_jsd.spec import JsdOptions
 from onchip.vocab import parallel
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch.call import Layer
@@ -38,7 +38,7 @@ def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> 
         raise ValueError(f"{op}: teacher_topk.indices must be distinct within a token; {int(same.sum())} are not")
 
 
-class Model(NamedTuple):
+class JsdModel(NamedTuple):
     """The student or the teacher: its last layer, or its logits.  Also the gradients of these."""
 
     hidden: Tensor | None = None  # [..., H]
@@ -47,7 +47,7 @@ class Model(NamedTuple):
     logits: Tensor | None = None  # [..., V]
 
 
-PARAMETERS = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in Model._fields)
+PARAMETERS = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in JsdModel._fields)
 """The tensors of a call that can have a gradient."""
 NO_GRADIENTS = (False,) * len(PARAMETERS)
 
@@ -55,11 +55,11 @@ NO_GRADIENTS = (False,) * len(PARAMETERS)
 _SPLIT = ("weight", "logits")
 
 
-class Call(NamedTuple):
+class JsdCall(NamedTuple):
     """The arguments of every backend's operator, of a sharded vocabulary this rank's."""
 
-    student: Model
-    teacher: Model  # empty where the teacher is a top-k, whose ids are of the whole vocabulary
+    student: JsdModel
+    teacher: JsdModel  # empty where the teacher is a top-k, whose ids are of the whole vocabulary
     indices: Tensor | None  # [..., K], and so `values`
     values: Tensor | None
     target: Tensor | None  # [...]
@@ -70,14 +70,14 @@ class Call(NamedTuple):
     size: int  # vocabulary entries that count, of a shard its own
     topk_kind: str
     topk_rest: str
-    options: Options
+    options: JsdOptions
     stash: bool  # gradients are made in forward and kept
     grads: tuple[bool, ...]  # of `PARAMETERS`
     shards: Shards
     kernels: bool  # whether ranks run kernels, which take ignored tokens too
 
     @property
-    def models(self) -> tuple[Model, Model]:
+    def models(self) -> tuple[JsdModel, JsdModel]:
         return self.student, self.teacher
 
     @property
@@ -105,13 +105,13 @@ class Call(NamedTuple):
         """Entries that count, of all ranks."""
         return self.shards.vocab if self.shards.there else self.size
 
-    def of_all_tokens(self, *, fake: bool = False) -> "Call":
+    def of_all_tokens(self, *, fake: bool = False) -> "JsdCall":
         """With the hidden states of all ranks' tokens, of a `fake` call not yet filled."""
         shards = self.shards
         if shards.sequence < 0:
             return self
 
-        def whole(x: Model) -> Model:
+        def whole(x: JsdModel) -> JsdModel:
             if x.hidden is None:
                 return x
             if fake:
@@ -214,7 +214,7 @@ class Call(NamedTuple):
             self.number, 0, vocab, dtype, device=device, grad_hidden=grad, grad_weight=False, op=op, copied=copied
         )
 
-    def problem(self, *, kernels: bool = False) -> Problem:
+    def problem(self, *, kernels: bool = False) -> JsdProblem:
         """What plans are made for."""
         student, teacher = (self.head(who, kernels=kernels) for who in (0, 1))
         topk, shards, sent = 0 if self.indices is None else self.indices.shape[-1], self.shards, 0
@@ -223,4 +223,4 @@ class Call(NamedTuple):
             if dim >= 0:
                 mine = mine.narrow(dim, 0, self.shape[dim] // shards.ranks)
             sent = parallel.sent_bytes(self.number, max(1, topk), shards, mine)
-        return Problem(self.size, student, teacher, topk, self.options.hard_weight > 0, self.stash, sent)
+        return JsdProblem(self.size, student, teacher, topk, self.options.hard_weight > 0, self.stash, sent)

@@ -27,7 +27,7 @@ from onchip.frontend.options import LossOptions
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
-from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall
 from onchip.ops.linear_jsd.torch_walk import ARRAYS, losses_and_gradients, topk_rows, walk
 from onchip.vocab import parallel
 from onchip.vocab.parallel import Gathered
@@ -45,7 +45,7 @@ Terms = Callable[[Tensor, Tensor], Sequence[Tensor]]
 the means of the derivatives by log s and log t under its own softmaxes, [n] each."""
 
 
-def width(call: Call) -> int:
+def width(call: JsdCall) -> int:
     """How many numbers of a token gradients are made of: of two models the log-sum-exps, and the sums of the
     derivatives by their log-probabilities, at an end of beta the divergence; of a top-k teacher center, factor, and
     what the K ids have; and with hard labels the student's log-sum-exp at temperature 1 and the label's
@@ -56,7 +56,7 @@ def width(call: Call) -> int:
     return own + 2 * (call.options.hard_weight > 0)
 
 
-def forward(call: Call, tokens: Tokens) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+def forward(call: JsdCall, tokens: Tokens) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
     """The loss, with `stash` the gradients for an upstream gradient of 1, and all tokens' numbers, [T, width(call)]."""
     nothing: list[Tensor | None] = [None] * len(PARAMETERS)
     if not call.shards.there:
@@ -72,7 +72,7 @@ def forward(call: Call, tokens: Tokens) -> tuple[Tensor, list[Tensor | None], Te
     return call.reduced(tokens, losses), nothing, tokens.spread(numbers, (call.number, width(call)))
 
 
-def of_two_models(call: Call, tokens: Tokens, softmaxes: Softmaxes, terms: Terms) -> tuple[Tensor, Tensor]:
+def of_two_models(call: JsdCall, tokens: Tokens, softmaxes: Softmaxes, terms: Terms) -> tuple[Tensor, Tensor]:
     """[n] losses without weights, and [n, width(call)] numbers, by these ways to what a rank knows."""
     shards, options = call.shards, call.options
     found = parallel.gather(options.op, shards, softmaxes(), check_values=options.check_inputs)
@@ -94,7 +94,7 @@ def of_two_models(call: Call, tokens: Tokens, softmaxes: Softmaxes, terms: Terms
     return _with_label(call, tokens, found, value, [student, teacher, *sums])
 
 
-def _softmaxes(call: Call, here: Tokens) -> list[Tensor]:
+def _softmaxes(call: JsdCall, here: Tokens) -> list[Tensor]:
     options, asked = call.options, Asked()
     student, teacher = (torch.full_like(here.weight, -math.inf) for _ in range(2))
     own, label = torch.zeros_like(here.weight), Running.empty(here.ids, here.dtype)
@@ -114,7 +114,7 @@ def _softmaxes(call: Call, here: Tokens) -> list[Tensor]:
     return sent + (_of_label(here, label) if options.hard_weight > 0 else [])
 
 
-def _terms(call: Call, here: Tokens, student: Tensor, teacher: Tensor) -> list[Tensor]:
+def _terms(call: JsdCall, here: Tokens, student: Tensor, teacher: Tensor) -> list[Tensor]:
     tau, made = call.options.temperature, [torch.zeros_like(here.weight) for _ in range(3)]
 
     def step(part: slice, z: Tensor, u: Tensor) -> tuple[()]:
@@ -134,7 +134,7 @@ def _of_label(here: Tokens, label: Running) -> list[Tensor]:
 
 
 def _with_label(
-    call: Call, tokens: Tokens, found: Gathered, value: Tensor, known: Sequence[Tensor]
+    call: JsdCall, tokens: Tokens, found: Gathered, value: Tensor, known: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """As `of_two_models`, given the divergence, and of the numbers all but the label's."""
     made, known = value * call.options.soft_factor, [*known]
@@ -150,14 +150,14 @@ def _with_label(
 # ----------------------------------------------------------------------------------------------------- a top-k teacher
 
 
-def _topk(call: Call, tokens: Tokens) -> tuple[TopK[Tensor], Tensor]:
+def _topk(call: JsdCall, tokens: Tokens) -> tuple[TopK[Tensor], Tensor]:
     """That of the computed tokens, and its ids [n, K] as this rank numbers them."""
     teacher = topk_rows(call, tokens, slice(0, tokens.number))
     ids = teacher.indices - call.shards.start
     return teacher, ids.masked_fill((ids < 0) | (ids >= call.size), NOWHERE)
 
 
-def _of_topk(call: Call, tokens: Tokens, here: Tokens) -> tuple[Tensor, Tensor]:
+def _of_topk(call: JsdCall, tokens: Tokens, here: Tokens) -> tuple[Tensor, Tensor]:
     (teacher, ids), options = _topk(call, tokens), call.options
     sent = _log_probs(call, here, ids)
     found = parallel.gather(options.op, call.shards, sent, check_values=options.check_inputs)
@@ -179,7 +179,7 @@ def _of_topk(call: Call, tokens: Tokens, here: Tokens) -> tuple[Tensor, Tensor]:
     return _with_label(call, tokens, found, value, [center, factor, *at_ids.unbind(1)])
 
 
-def _log_probs(call: Call, here: Tokens, ids: Tensor) -> list[Tensor]:
+def _log_probs(call: JsdCall, here: Tokens, ids: Tensor) -> list[Tensor]:
     """What a rank knows by itself, [n] each: the student's log-sum-exp, the ids' log-probabilities, with a tail that
     of all others together, and of the label what `_with_label` takes."""
     options, asked, tail = call.options, Asked(), call.topk_rest == "tail"
@@ -206,7 +206,7 @@ def _log_probs(call: Call, here: Tokens, ids: Tensor) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------------- gradients
 
 
-def backward(call: Call, tokens: Tokens, known: Tensor | None, row: Tensor, wanted: Wanted) -> list[Tensor | None]:
+def backward(call: JsdCall, tokens: Tokens, known: Tensor | None, row: Tensor, wanted: Wanted) -> list[Tensor | None]:
     """The gradients of `walk`, given the numbers of `forward` and each token's factor."""
     if not call.shards.there:
         return losses_and_gradients(call, tokens, row, wanted)[1]

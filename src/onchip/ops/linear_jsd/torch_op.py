@@ -23,8 +23,8 @@ from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_jsd import memory, plain_op, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
-from onchip.ops.linear_jsd.torch_call import Call, Model
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
+from onchip.ops.linear_jsd.torch_call import JsdCall, JsdModel
 
 # The order of preference of "auto".
 BACKENDS = ("triton", "torch")
@@ -262,7 +262,7 @@ def _localized(op: str, given: dict[str, Any], sharding: Sharding) -> tuple[dict
 def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
     """`given` are the arguments of a public function."""
     given, shards = _localized(op, given, sharding)
-    options, topk = Options.of(op, given), given["teacher_topk"]
+    options, topk = JsdOptions.of(op, given), given["teacher_topk"]
     tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
     shapes: Any = {name: tuple(x.shape) for name, x in tensors.items()}
     if shards.there:
@@ -288,13 +288,13 @@ def _call(op: str, *, sharding: Sharding, **given: Any) -> Tensor:
     )
     first = next(iter(tensors.values()))
     normalizer = check_normalizer(op, given["normalizer"], options.reduction, "the student", first)
-    student, teacher = (Model(*(given.get(f"{who}_{part}") for part in PARTS)) for who in ("student", "teacher"))
+    student, teacher = (JsdModel(*(given.get(f"{who}_{part}") for part in PARTS)) for who in ("student", "teacher"))
     if not options.teacher_grad:
-        teacher = Model(*(None if x is None else x.detach() for x in teacher))
+        teacher = JsdModel(*(None if x is None else x.detach() for x in teacher))
     grads = needed(*student, *teacher)
     given_logits = grads[3] or grads[7]
     indices, values, kind, rest = topk or (None, None, "", "")
-    call = Call(
+    call = JsdCall(
         student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits and not shards.there,
         grads, shards, False,

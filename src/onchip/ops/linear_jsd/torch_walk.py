@@ -19,7 +19,7 @@ from onchip.kernels.torch_products import operand_dtype
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
 from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
-from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall, JsdModel
 from onchip.vocab.parallel import start_sum
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.call import Layer
@@ -34,7 +34,7 @@ these; it returns the gradients by them that are wanted, none at all where it on
 
 
 def walk(
-    call: Call,
+    call: JsdCall,
     tokens: Tokens,
     step: Step,
     row: Tensor | None = None,  # [n]: factor of each token's gradient
@@ -67,7 +67,7 @@ def walk(
 
 
 def losses_and_gradients(
-    call: Call, tokens: Tokens, row: Tensor, grads: Sequence[bool]
+    call: JsdCall, tokens: Tokens, row: Tensor, grads: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The losses of the computed tokens, without weights, and the gradients of `walk`, where nothing is sharded."""
     label = tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
@@ -81,7 +81,7 @@ def losses_and_gradients(
     return losses, walk(call, tokens, step, row, grads)
 
 
-def _model(call: Call, who: int, grads: Sequence[bool], tokens: Tokens) -> "_Linear | _Given":
+def _model(call: JsdCall, who: int, grads: Sequence[bool], tokens: Tokens) -> "_Linear | _Given":
     layer, logits = call.layer(who), call.models[who].logits
     if layer is not None:
         return _Linear(layer, call.size, grads, tokens, call.shards)
@@ -107,9 +107,9 @@ class _Given:
         assert self._sink is not None
         self._sink.write(self._tokens, start, stop, values)
 
-    def gradients(self) -> Model:
+    def gradients(self) -> JsdModel:
         """What came of it."""
-        return Model(logits=None if self._made is None else self._made.view(*self._shape))
+        return JsdModel(logits=None if self._made is None else self._made.view(*self._shape))
 
 
 class _Linear:
@@ -142,14 +142,14 @@ class _Linear:
         weight = None if self._sums.weight is None else self._sums.weight[: self._vocab]
         self._sums.add_weight(values, operand, self._rows, start, 0, weight)
 
-    def gradients(self) -> Model:
+    def gradients(self) -> JsdModel:
         hidden = self._hidden
         if hidden is not None:
             hidden = (self._summed or start_sum(self._shards, hidden))()
-        return Model(hidden, self._sums.weight, self._sums.bias)
+        return JsdModel(hidden, self._sums.weight, self._sums.bias)
 
 
-def topk_rows(call: Call, tokens: Tokens, part: slice) -> TopK[Tensor]:
+def topk_rows(call: JsdCall, tokens: Tokens, part: slice) -> TopK[Tensor]:
     """Those of some computed tokens; NaN where an index is out of range: on the CPU that has raised."""
     assert call.indices is not None
     assert call.values is not None

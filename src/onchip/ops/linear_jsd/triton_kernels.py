@@ -47,7 +47,7 @@ INVERSE_SCALE = tl.constexpr(3)  # a kept gradient is to be multiplied by
 HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(8), tl.constexpr(9)  # of the student at temperature 1
 
 
-class Logits(NamedTuple):
+class JsdLogits(NamedTuple):
     """A model's logits: tiles as `logit_tiles` leaves them, or without `largest` those that the caller gave."""
 
     numbers: Any  # [tiles * tile_rows, VOCAB_TILE], or [T, V]
@@ -57,7 +57,7 @@ class Logits(NamedTuple):
     others: Any
 
 
-class Gradient(NamedTuple):
+class JsdGradient(NamedTuple):
     """Where the gradient by a model's logits goes: rows of a buffer, or without one those of a matrix [T, V]."""
 
     out: Any  # None: it is not wanted

@@ -15,8 +15,8 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import LossOptions
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd.torch_call import Call
-from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
+from onchip.ops.linear_jsd.torch_call import JsdCall
+from onchip.ops.linear_jsd.triton_kernels import JsdGradient, JsdLogits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_product import logit_tiles
 from onchip.vocab import parallel
@@ -50,9 +50,9 @@ class Side:
 class Pair:
     """Both models of a call, the student (0) and the teacher (1), and what is known of its tokens."""
 
-    call: Call
+    call: JsdCall
     sides: Mapping[int, Side]  # of both, of the student or of none
-    given: Mapping[int, Logits]  # of the others
+    given: Mapping[int, JsdLogits]  # of the others
     vectors: Vectors
     ids: Tensor  # [T, 1] int64: the targets
     ignore_index: int
@@ -60,7 +60,7 @@ class Pair:
     stats: Tensor  # [STATS, T] float32
 
     @staticmethod
-    def of(call: Call, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
+    def of(call: JsdCall, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = stated.converted(target, lambda x: x.reshape(-1, 1).to(torch.int64).contiguous())
         if call.shards.there:
@@ -77,7 +77,7 @@ class Pair:
                 sides[who] = Side(layer, config_of(call.head(who), plan), run)
             elif model.logits is not None:
                 x = stated.converted(model.logits, _rows)
-                given[who] = Logits(x, x.stride(0), None, None, None)
+                given[who] = JsdLogits(x, x.stride(0), None, None, None)
         return Pair(call, sides, given, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
 
     @property
@@ -122,7 +122,7 @@ def _put_labels(label: Tensor, ids: Tensor, order: Tensor, size: int, elsewhere:
     return label.copy_(there)
 
 
-def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> Logits:
+def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> JsdLogits:
     """Memory for a chunk of one model's logits, as `logit_tiles` leaves it; what is recomputed needs no sums."""
     rows, weight = up(tokens, TOKEN_TILE), run.weight
 
@@ -131,13 +131,13 @@ def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) ->
 
     dtype = torch.float32 if weight.dtype == torch.float16 else torch.float16
     below = stated.empty((tiles * rows, VOCAB_TILE), dtype, weight.device)
-    return Logits(below, VOCAB_TILE, make(True), make(sums), make(hard))
+    return JsdLogits(below, VOCAB_TILE, make(True), make(sums), make(hard))
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
 
 
-def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_tile: int, tiles: int) -> Launch:
+def logits(pair: Pair, run: Run, rows: Tensor, out: JsdLogits, first: int, first_tile: int, tiles: int) -> Launch:
     """Logits of the positions from `first` on, of which `rows` has the hidden states."""
 
     def launch(t: Tiles) -> Launch:
@@ -170,7 +170,7 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_ti
 
 def divergence(
     pair: Pair,
-    made: Mapping[int, Logits],  # of the models whose logits aren't given
+    made: Mapping[int, JsdLogits],  # of the models whose logits aren't given
     first: int,
     tokens: int,  # from position `first` on
     first_tile: int,
@@ -192,7 +192,7 @@ def divergence(
         rows = to.rows if isinstance(to, LogitBuffer) else None
         arguments |= {
             who: models[k],
-            f"{who}_gradient": Gradient(matrix, 0 if matrix is None else matrix.stride(0), rows),
+            f"{who}_gradient": JsdGradient(matrix, 0 if matrix is None else matrix.stride(0), rows),
             # At the ends one of the gradients is a plain difference, s - t.
             f"{who.upper()}_MEAN": wanted and beta != k,
             # Gradients that are kept need a factor, for float16's range.

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
-from onchip.ops.linear_jsd.memory import Head, Problem, logits_bytes
+from onchip.ops.linear_jsd.memory import Head, JsdProblem, logits_bytes
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, largest_within
 from onchip.vocab.triton import memory as triton_memory
@@ -52,10 +52,10 @@ def block_bytes(size: int) -> int:
     return size + beyond if beyond <= MIB else size
 
 
-class Sizes:
+class JsdSizes:
     """Bytes that plans of a problem take, part by part."""
 
-    def __init__(self, p: Problem) -> None:
+    def __init__(self, p: JsdProblem) -> None:
         self.problem, self.tokens, self.rows = p, p.tokens, up(p.tokens, TOKEN_TILE)
         self.columns, self.any_grad = up(p.vocab, VOCAB_TILE), p.any_grad
         self.casts = self.hidden_rows = self.sums = 0
@@ -133,15 +133,15 @@ class Sizes:
         }
 
 
-def scratch_parts(p: Problem, c: JsdPlan) -> dict[str, int]:
+def scratch_parts(p: JsdProblem, c: JsdPlan) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
-    return Sizes(p).parts(c)
+    return JsdSizes(p).parts(c)
 
 
-class Costs:
+class JsdCosts:
     """Milliseconds that parts of a plan take."""
 
-    def __init__(self, p: Problem, rates: Rates) -> None:
+    def __init__(self, p: JsdProblem, rates: Rates) -> None:
         self.tokens, self.tiles, self.any_grad = p.tokens, up(p.vocab, VOCAB_TILE) // VOCAB_TILE, p.any_grad
         self.launch, self.programs = 1e-3 * rates.launch, rates.programs
         products = [(h, 2e-9 * p.tokens * h.hidden * p.vocab / rates.product) for h in p.layers]
@@ -184,25 +184,25 @@ class Costs:
         return time
 
 
-def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
+def predict(p: JsdProblem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted."""
-    costs = Costs(p, rates)
+    costs = JsdCosts(p, rates)
     time = costs.forward(c.token_chunk) + costs.again(c.kept, c.vocab_chunk) + costs.hidden
     return time + costs.weight(c.weight_chunk) if p.any_grad else time
 
 
-def least_scratch(p: Problem, strategy: str = "", tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
+def least_scratch(p: JsdProblem, strategy: str = "", tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
     """Bytes of scratch for chunks of so many tokens and tiles of the vocabulary: by default, to run at all."""
     return scratch_bytes(p, _config(p, 0, tokens, tiles, tiles))
 
 
-def default_scratch(p: Problem, strategy: str = "") -> int:
+def default_scratch(p: JsdProblem, strategy: str = "") -> int:
     """256 MiB or an eighth of both models' float32 logits, whichever is more, and at least what useful chunks need."""
     useful = least_scratch(p, strategy, USEFUL_TOKENS, USEFUL_TILES)
     return chunks.default_scratch(logits_bytes(p), useful)
 
 
-def _config(p: Problem, kept: int, tokens: int, vocab_tiles: int, weight_tiles: int) -> JsdPlan:
+def _config(p: JsdProblem, kept: int, tokens: int, vocab_tiles: int, weight_tiles: int) -> JsdPlan:
     tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     if not p.any_grad:
         return JsdPlan(min(p.tokens, tokens))
@@ -212,11 +212,11 @@ def _config(p: Problem, kept: int, tokens: int, vocab_tiles: int, weight_tiles: 
     return JsdPlan(min(p.tokens, tokens), kept, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE)
 
 
-class Search:
+class JsdSearch:
     """Plans that fit a budget and may be among the fastest: what surely takes longer is not looked at."""
 
-    def __init__(self, p: Problem, budget: int) -> None:
-        self.problem, self.sizes, self.costs = p, Sizes(p), Costs(p, RATES["h100"])
+    def __init__(self, p: JsdProblem, budget: int) -> None:
+        self.problem, self.sizes, self.costs = p, JsdSizes(p), JsdCosts(p, RATES["h100"])
         self.budget = budget - self.sizes.casts - p.copied - self.sizes.vectors - self.sizes.hidden_rows - p.sent
         self.rows, self.tiles = self.sizes.rows, self.costs.tiles
         self.found: list[tuple[int, float, JsdPlan]] = []
@@ -226,7 +226,7 @@ class Search:
         self.floor = 5 * self.costs.launch + self.costs.product + self.costs.hidden
 
     def beyond(self, kept: int, weight: int) -> int:
-        """`Sizes.beyond`, which some tokens take as any."""
+        """`JsdSizes.beyond`, which some tokens take as any."""
         key = kept > 0, weight
         if key not in self._beyond:
             self._beyond[key] = self.sizes.beyond(kept, weight * VOCAB_TILE)
@@ -298,8 +298,8 @@ class Search:
                 self.chunks(most, vocab, weight)
 
 
-def _search(p: Problem, strategy: str, budget: int) -> JsdPlan | None:
-    made = Search(p, budget)
+def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
+    made = JsdSearch(p, budget)
     if not p.any_grad:
         made.chunks(0, made.tiles, 1)
         return made.best()
@@ -324,7 +324,7 @@ def _search(p: Problem, strategy: str, budget: int) -> JsdPlan | None:
     return made.best()
 
 
-def _weights(p: Problem, tiles: int) -> set[int]:
+def _weights(p: JsdProblem, tiles: int) -> set[int]:
     """Tiles of the vocabulary whose weight gradient fills whole waves, or nearly."""
     per_tile = min([2 * -(-h.hidden // 256) for h in p.layers if h.grad_weight] or [1])
     sizes = {n * RATES["h100"].programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, USEFUL_TILES}

@@ -14,14 +14,14 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd import triton_memory
-from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.vocab.triton import memory as engine_memory
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.setup import TritonSaved
 
 
-def refusal(call: Call) -> str | None:
+def refusal(call: JsdCall) -> str | None:
     """Why the kernels can't serve a call, or None."""
     heads = [k for k in (0, 1) if call.models[k].hidden is not None]
     # Logits are read in any dtype: without a product, one is asked about that suits.
@@ -39,7 +39,7 @@ def refusal(call: Call) -> str | None:
     return reason
 
 
-def _plan(call: Call) -> JsdPlan:
+def _plan(call: JsdCall) -> JsdPlan:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
     p = call.problem(kernels=True)
     if call.student.hidden is None:
@@ -58,25 +58,25 @@ class Left(NamedTuple):
 
     stats: Tensor  # [STATS, T] float32, by position
     vectors: Tensor  # int32: `Vectors.packed`
-    student: Saved
-    teacher: Saved
+    student: TritonSaved
+    teacher: TritonSaved
 
 
-class Outputs(NamedTuple):
+class JsdTritonOutputs(NamedTuple):
     """What the operator returns."""
 
     loss: Tensor
     left: Left
 
 
-class Kept(NamedTuple):
+class JsdTritonKept(NamedTuple):
     """What backward is given."""
 
-    call: Call
+    call: JsdCall
     left: Left
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: JsdCall) -> JsdTritonOutputs:
     from onchip.ops.linear_jsd import triton_walk
 
     plan, call = _plan(call), call.of_all_tokens()
@@ -88,33 +88,33 @@ def _forward(call: Call) -> Outputs:
     return made._replace(loss=triton_walk.forward(call, plan, stats, vectors, saved))
 
 
-def _fake(call: Call) -> Outputs:
+def _fake(call: JsdCall) -> JsdTritonOutputs:
     return _memory(call.of_all_tokens(fake=True), _plan(call), fake=True)
 
 
-def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
+def _memory(call: JsdCall, plan: JsdPlan, *, fake: bool = False) -> JsdTritonOutputs:
     """The outputs, not yet filled."""
 
     def nothing(dtype: torch.dtype = call.first.dtype) -> Tensor:
         return stated.empty(0, dtype, call.first.device)
 
-    def saved(who: int) -> Saved:
+    def saved(who: int) -> TritonSaved:
         layer = call.layer(who)
         if layer is None:
-            return Saved(*(nothing() for _ in Saved._fields))
+            return TritonSaved(*(nothing() for _ in TritonSaved._fields))
         made = setup.make_saved(layer, config_of(call.head(who), plan), keep_weight=False, fake=fake)
         return made._replace(vectors=nothing(torch.int32))  # those of the call serve both models
 
     stats = stated.empty((triton_memory.STATS, call.number), torch.float32, call.first.device)
     vectors = stated.empty(engine_memory.vector_elements(call.number), torch.int32, call.first.device)
-    return Outputs(call.new_loss(), Left(stats, vectors, saved(0), saved(1)))
+    return JsdTritonOutputs(call.new_loss(), Left(stats, vectors, saved(0), saved(1)))
 
 
-def _save(call: Call, made: Outputs) -> Kept:
-    return Kept(call, made.left)
+def _save(call: JsdCall, made: JsdTritonOutputs) -> JsdTritonKept:
+    return JsdTritonKept(call, made.left)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: JsdTritonKept, upstream: Made, wanted: Wanted) -> Made:
     """Turn the memories into the gradients of hidden states and weights; return the others."""
     from onchip.ops.linear_jsd import triton_walk
 
@@ -124,13 +124,13 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return triton_walk.backward(call, plan, stats, vectors, saved, grad_loss, wanted)
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _fake_gradients(kept: JsdTritonKept, upstream: Made, wanted: Wanted) -> Made:
     saved, summed = (kept.left.student, kept.left.teacher), kept.call.shards.there
     new = [x for of in saved for x in (summed, of.weight_memory.numel() == 0, True, True)]
     return kept.call.empty_gradients([a and b for a, b in zip(wanted, new, strict=True)], None)
 
 
-def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
+def _collect(kept: JsdTritonKept, made: Made, wanted: Wanted) -> Made:
     grads = list(made)
     for who, saved in enumerate((kept.left.student, kept.left.teacher)):
         layer = kept.call.layer(who)
@@ -159,7 +159,7 @@ OPERATOR = Operator(
 )
 
 
-def run(call: Call) -> Tensor:
+def run(call: JsdCall) -> Tensor:
     """The loss."""
     if not (torch.compiler.is_compiling() or OPERATOR.is_plain(call)):
         _plan(call)  # a budget that is too small shows here

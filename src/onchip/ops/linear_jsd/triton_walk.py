@@ -24,7 +24,7 @@ from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import torch_halves
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall
 from onchip.ops.linear_jsd.triton_launches import ELSEWHERE, Pair, divergence, empty_tiles, logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.vocab.parallel import start_sum
@@ -32,7 +32,7 @@ from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.records import Vectors
-from onchip.vocab.triton.setup import Gradients, Saved
+from onchip.vocab.triton.setup import Gradients, TritonSaved
 from onchip.vocab.triton.tiling import VOCAB_TILE
 
 LN2 = math.log(2)
@@ -42,7 +42,7 @@ INVERSE_SCALE = kernels.INVERSE_SCALE.value
 HARD_LOG_SUM, LABEL_LOG_PROB = kernels.HARD_LOG_SUM.value, kernels.LABEL_LOG_PROB.value
 
 
-def forward(call: Call, plan: JsdPlan, stats: Tensor, vectors: Tensor, saved: Sequence[Saved]) -> Tensor:
+def forward(call: JsdCall, plan: JsdPlan, stats: Tensor, vectors: Tensor, saved: Sequence[TritonSaved]) -> Tensor:
     """The loss; fills in the memories, `saved` of each model."""
     pair = Pair.of(call, plan, stated.zero(vectors), stats)
     if call.shards.there:
@@ -58,12 +58,12 @@ def forward(call: Call, plan: JsdPlan, stats: Tensor, vectors: Tensor, saved: Se
     return reduce_losses(loss, number, _divisor(call, number), mean=mean)
 
 
-def _divisor(call: Call, number: Tensor) -> Tensor | None:
+def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:
     """What the loss is divided by, unless it is the number of tokens that are not ignored."""
     return None if call.normalizer is None else call.divisor(number)
 
 
-def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: Tensor, **more: Any) -> None:
+def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], loss: Tensor, **more: Any) -> None:
     """Fill in `loss`, by token, and what is known of the tokens; `more` are arguments of `divergence`."""
     tokens, chunk, kept = pair.call.number, min(plan.token_chunk, pair.call.number), min(plan.kept, pair.call.number)
     rows, made, buffers = {}, {}, {}
@@ -84,7 +84,7 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: T
         divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, **more).run()
 
 
-def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[Saved]) -> Tensor:
+def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -> Tensor:
     """The loss of the whole vocabulary; leaves all ranks' numbers in the pair's memory."""
     call, options, stats = pair.call, pair.call.options, pair.stats
     ends, hard, tokens = options.beta in (0, 1), options.hard_weight > 0, call.tokens(check=False)
@@ -145,11 +145,11 @@ def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[Saved]) -> Tens
 
 
 def backward(
-    call: Call,
+    call: JsdCall,
     plan: JsdPlan,
     stats: Tensor,
     vectors: Tensor,
-    saved: Sequence[Saved],
+    saved: Sequence[TritonSaved],
     grad_loss: Tensor,
     wanted: Wanted,
 ) -> list[Tensor | None]:
@@ -193,7 +193,7 @@ def backward(
     return made
 
 
-def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
+def _row_scale(call: JsdCall, vectors: Vectors, grad_loss: Tensor) -> Tensor:
     """The factor of each position's gradients."""
     grad_loss, apart = grad_loss.reshape(-1), call.options.reduction == "none"
     arguments = {
@@ -213,7 +213,7 @@ def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
 
 
 def _chunks_of_vocabulary(
-    pair: Pair, plan: JsdPlan, row_scale: Tensor, saved: Sequence[Saved], grads: Mapping[int, Gradients]
+    pair: Pair, plan: JsdPlan, row_scale: Tensor, saved: Sequence[TritonSaved], grads: Mapping[int, Gradients]
 ) -> dict[int, Callable[[], Tensor]]:
     """Fill in the gradients of hidden states, weights and biases; of a shard return what waits for hidden's sums."""
     tokens, kept = pair.call.number, min(plan.kept, pair.call.number)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onchip.frontend.warm_up import Call, Make, Sizes
+from onchip.frontend.warm_up import Make, Sizes, WarmUpCall
 
 
 def _arguments(s: Sizes, make: Make) -> dict[str, Any]:
@@ -15,4 +15,4 @@ def _arguments(s: Sizes, make: Make) -> dict[str, Any]:
     }
 
 
-CALLS = {"linear_jsd": Call(("hidden", "vocab"), _arguments)}
+CALLS = {"linear_jsd": WarmUpCall(("hidden", "vocab"), _arguments)}

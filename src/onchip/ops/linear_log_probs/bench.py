@@ -6,7 +6,7 @@ Backward is that of a loss: the mean of the log-probabilities, plus that of the 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onchip.bench.benchmark import Benchmark, Problem, draw_linear
+from onchip.bench.benchmark import Benchmark, BenchProblem, draw_linear
 from onchip.bench.peers import Implementation, needs, own, plain_peers
 from onchip.core.sizes import MIB
 from onchip.ops.linear_log_probs import cases
@@ -16,8 +16,10 @@ Values = Callable[..., Any]
 """Log-probabilities [T], or with them entropies [T], of (hidden [T, H], weight [V, H], ids [T], *, entropy)."""
 
 
-def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
-    return Problem(case, device, draw_linear(fw, case, device, dtype), {"entropy": bool(case.options.get("entropy"))})
+def _make(fw: Any, case: cases.LogProbsCase, device: str, dtype: str) -> BenchProblem:
+    return BenchProblem(
+        case, device, draw_linear(fw, case, device, dtype), {"entropy": bool(case.options.get("entropy"))}
+    )
 
 
 def _rows(fw: Any, z: Any, ids: Any, entropy: bool) -> tuple[Any, ...]:
@@ -64,7 +66,7 @@ def _implementations(fw: Any) -> Sequence[Implementation]:
     )
 
 
-def _forward(problem: Problem) -> Sequence[str]:
+def _forward(problem: BenchProblem) -> Sequence[str]:
     return ("log_prob", "entropy") if problem.options["entropy"] else ("log_prob",)
 
 

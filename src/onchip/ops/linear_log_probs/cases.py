@@ -12,7 +12,7 @@ from onchip.oracle.cases import MODELS, named_case, softmax_cases
 
 
 @dataclass(frozen=True)
-class Case(cases.Case):
+class LogProbsCase(cases.Case):
     """One problem: its shape, what its numbers look like, and the options that it passes to the op.
 
     With hidden=0 it is log_probs': the logits are given.
@@ -24,7 +24,7 @@ class Case(cases.Case):
     """Fraction of the single ids that are ignore_index, beside those of ignored tokens."""
 
 
-class Inputs(NamedTuple):
+class LogProbsInputs(NamedTuple):
     """Arrays of one case; floats are float32, and what the case doesn't have is None."""
 
     hidden: npt.NDArray[np.float32] | None  # [T, H]
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     logits: npt.NDArray[np.float32] | None = None  # [T, V]
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: LogProbsCase, seed: int = 0) -> LogProbsInputs:
     """Random inputs: as linear_cross_entropy's, whose target is the first id, and upstream gradients ~ N(0, 1).
 
     Every fourth token of several ids has its first id twice.
@@ -55,7 +55,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         ids[made.target == ignore_index] = ignore_index
         ids[rng.random(ids.shape) < case.ignored_ids] = ignore_index
     logits = None if case.hidden else _draw_logits(case, made.target, made.bias, rng)
-    return Inputs(
+    return LogProbsInputs(
         made.hidden if case.hidden else None,
         made.weight if case.hidden else None,
         ids.astype(np.int64),
@@ -69,7 +69,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def _draw_logits(
-    case: Case, target: npt.NDArray[np.int64], bias: npt.NDArray[np.float32] | None, rng: np.random.Generator
+    case: LogProbsCase, target: npt.NDArray[np.int64], bias: npt.NDArray[np.float32] | None, rng: np.random.Generator
 ) -> npt.NDArray[np.float32]:
     """[T, V]: ~ N(0, logit_std), the targets' raised as the case says, and the bias, which masks and shifts."""
     logits = rng.standard_normal((case.tokens, case.vocab), dtype=np.float32) * np.float32(case.logit_std)
@@ -78,10 +78,10 @@ def _draw_logits(
     return logits if bias is None else logits + bias
 
 
-_case = partial(named_case, Case)
+_case = partial(named_case, LogProbsCase)
 
 
-def _of_logits(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
+def _of_logits(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> LogProbsCase:
     return _case(f"{name}, logits", tokens, 0, vocab, **more)
 
 

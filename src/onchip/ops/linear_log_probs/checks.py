@@ -6,7 +6,7 @@ from typing import Any
 
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
-from onchip.ops.linear_log_probs.spec import Outputs
+from onchip.ops.linear_log_probs.spec import WantedOutputs
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_logits
 
 
@@ -27,7 +27,7 @@ def _call(
 ) -> dict[str, Any]:
     asked = ("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs")
     options = {**keywords, **dict.fromkeys(asked, True), **how}
-    made: Outputs
+    made: WantedOutputs
     if logits is not None:
         module = import_module(f"onchip.ops.linear_log_probs.{fw.NAME}_rows")
         made = module.log_probs(logits, ids, **options)
@@ -45,7 +45,7 @@ def _plain(fw: Any, how: Mapping[str, Any], logits: Any = None, **given: Any) ->
     return plain_log_probs(logits, **options, entropy=entropy)._asdict()
 
 
-def plain_linear_log_probs(hidden: Any, weight: Any, ids: Any, bias: Any = None, **options: Any) -> Outputs:
+def plain_linear_log_probs(hidden: Any, weight: Any, ids: Any, bias: Any = None, **options: Any) -> WantedOutputs:
     """The same written with the framework's own functions in hidden's dtype, logits and all."""
     return plain_log_probs(adapter_of(hidden).linear(hidden, weight, bias), ids, **options)
 
@@ -57,7 +57,7 @@ def plain_log_probs(
     ignore_index: int = -100,
     entropy: bool = True,
     **transform: Any,
-) -> Outputs:
+) -> WantedOutputs:
     """log_probs likewise, in the dtype of the logits."""
     fw = adapter_of(logits)
     xp = fw.xp
@@ -68,7 +68,7 @@ def plain_log_probs(
     log_p = fw.log_softmax(z, -1)
     picked = xp.where(counted, fw.take(log_p, xp.where(counted, several, 0)), 0)
     p = xp.exp(log_p)
-    return Outputs(
+    return WantedOutputs(
         picked.reshape(ids.shape),
         xp.where(kept, -(p * xp.where(p > 0, log_p, 0)).sum(-1), 0) if entropy else None,
         xp.where(kept, fw.logsumexp(z, -1), 0),

@@ -31,21 +31,21 @@ from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, check_shift, shapes_of
 from onchip.ops.linear_log_probs import spec
-from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
-from onchip.vocab.chunks import Config
+from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions, WantedOutputs
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.xla import memory, parallel, walk
-from onchip.vocab.xla.loss import Call
+from onchip.vocab.xla.loss import LossCall
 from onchip.vocab.xla.parallel import check_axis
 from onchip.vocab.xla.tiles import (
     VANISHED,
-    Logits,
-    Projection,
-    TokenGradient,
-    Tokens,
-    TokenStats,
+    CountedTokens,
     Transform,
     Wanted,
+    XlaLogits,
+    XlaProjection,
+    XlaTokenGradient,
+    XlaTokenStats,
     select_tokens,
     shares,
 )
@@ -77,7 +77,7 @@ class LogProbs(NamedTuple):
     """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for such tokens."""
 
 
-class Keywords(TypedDict, total=False):
+class JaxLogProbsKeywords(TypedDict, total=False):
     """What all of these ops take by keyword beside what they are asked for."""
 
     ignore_index: int
@@ -89,7 +89,7 @@ class Keywords(TypedDict, total=False):
     backend: Backend
 
 
-class JustLogProb(Keywords, total=False):
+class JaxJustLogProb(JaxLogProbsKeywords, total=False):
     """Nothing else is asked for."""
 
     entropy: Literal[False]
@@ -99,7 +99,7 @@ class JustLogProb(Keywords, total=False):
     log_sum_sq_probs: Literal[False]
 
 
-class More(Keywords, total=False):
+class JaxMore(JaxLogProbsKeywords, total=False):
     """Something else is asked for."""
 
     entropy: Literal[True]
@@ -109,7 +109,7 @@ class More(Keywords, total=False):
     log_sum_sq_probs: Literal[True]
 
 
-class Either(Keywords, total=False):
+class JaxEither(JaxLogProbsKeywords, total=False):
     """Whether something else is asked for, the types don't know."""
 
     entropy: bool
@@ -130,7 +130,7 @@ def linear_log_probs(
     axis_name: str | None = None,
     vocab_size: int | None = None,
     shift: bool = False,
-    **options: Unpack[JustLogProb],
+    **options: Unpack[JaxJustLogProb],
 ) -> jax.Array: ...
 @overload
 def linear_log_probs(
@@ -143,7 +143,7 @@ def linear_log_probs(
     axis_name: str | None = None,
     vocab_size: int | None = None,
     shift: bool = False,
-    **options: Unpack[More],
+    **options: Unpack[JaxMore],
 ) -> LogProbs: ...
 @overload
 def linear_log_probs(
@@ -156,7 +156,7 @@ def linear_log_probs(
     axis_name: str | None = None,
     vocab_size: int | None = None,
     shift: bool = False,
-    **options: Unpack[Either],
+    **options: Unpack[JaxEither],
 ) -> jax.Array | LogProbs: ...
 def linear_log_probs(
     hidden: Array,  # [..., H]
@@ -264,7 +264,7 @@ def sharded_linear_log_probs(
     mesh: Mesh | AbstractMesh | None = None,
     weight_layout: WeightLayout = "vh",
     vocab_size: int | None = None,
-    **options: Unpack[JustLogProb],
+    **options: Unpack[JaxJustLogProb],
 ) -> jax.Array: ...
 @overload
 def sharded_linear_log_probs(
@@ -278,7 +278,7 @@ def sharded_linear_log_probs(
     mesh: Mesh | AbstractMesh | None = None,
     weight_layout: WeightLayout = "vh",
     vocab_size: int | None = None,
-    **options: Unpack[More],
+    **options: Unpack[JaxMore],
 ) -> LogProbs: ...
 @overload
 def sharded_linear_log_probs(
@@ -292,7 +292,7 @@ def sharded_linear_log_probs(
     mesh: Mesh | AbstractMesh | None = None,
     weight_layout: WeightLayout = "vh",
     vocab_size: int | None = None,
-    **options: Unpack[Either],
+    **options: Unpack[JaxEither],
 ) -> jax.Array | LogProbs: ...
 def sharded_linear_log_probs(
     hidden: Array,  # [..., H]
@@ -372,20 +372,20 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     hidden, ids, layout = given["hidden"], given["ids"], given["weight_layout"]
     check_layout(OP, layout)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), layout)
-    layer, leading = Projection.of(hidden, given["weight"], given["bias"], layout), hidden.shape[:-1]
+    layer, leading = XlaProjection.of(hidden, given["weight"], given["bias"], layout), hidden.shape[:-1]
     tokens, dtype = math.prod(leading), accumulator(dtype_of(hidden))
-    options: Options = options_of(OP, Options, given, tokens * layer.vocab)
+    options: LogProbsOptions = options_of(OP, LogProbsOptions, given, tokens * layer.vocab)
     numbers = checked_numbers(OP, options, given, dtype)
     choose_backend(OP, given["backend"], dict.fromkeys(BACKENDS))
     mesh, shard = None, None
     if on_mesh:
         spread, shard, of_layer = parallel.on_mesh(ON_MESH, given, layer, "hidden", leading)
         # A part of the logits is one of those that a device has.
-        options = options_of(OP, Options, given, tokens * layer.vocab // spread.parts)
+        options = options_of(OP, LogProbsOptions, given, tokens * layer.vocab // spread.parts)
         by_token = spread.by_token
         of_arrays = {"hidden": by_token, "weight": of_layer.weight, "bias": of_layer.bias, "ids": by_token}
         check_types(ON_MESH, spread, given, of_arrays | {"temperature": by_token})
-        mesh = OnMesh(spread, (of_layer, Given(by_token, by_token, P()), by_token))
+        mesh = OnMesh(spread, (of_layer, GivenToLogProbs(by_token, by_token, P()), by_token))
     else:
         parallel.refuse_typed_sharding(OP, given)
         shard = parallel.shard_of(OP, given, layer.vocab)
@@ -394,7 +394,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     plain = checked_labels(OP, given, "ids", vocab, options, len(leading) - 1 if options.shift else None)
     plain = following(plain, IGNORED, len(leading) - 1) if options.shift else plain
     numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
-    constants = Given(plain, temperature, numbers)
+    constants = GivenToLogProbs(plain, temperature, numbers)
     layer, constants = vary_alike((layer, constants), but=axis)
     static = Static(options, platform(), shard=shard, mesh=mesh)
     if tokens == 0:
@@ -406,7 +406,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     return returned(options, made, ids.shape, leading)
 
 
-class Given(NamedTuple):
+class GivenToLogProbs(NamedTuple):
     """The arrays of a public function's call that get no gradient."""
 
     ids: Any  # [...] or [..., K] int32 in [0, V), IGNORED or OUT_OF_RANGE
@@ -422,15 +422,15 @@ class Given(NamedTuple):
 
 
 def on_device(
-    static: Static, layer: Projection, given: Given
-) -> tuple[Static, Projection, tuple[jax.Array, Transform]]:
+    static: Static, layer: XlaProjection, given: GivenToLogProbs
+) -> tuple[Static, XlaProjection, tuple[jax.Array, Transform]]:
     """What `forward` takes, of a layer with hidden [..., H]."""
     projection = layer.flat()
     return static, projection, given.by_token(len(projection.hidden))
 
 
 def returned(
-    options: Options, outputs: Outputs, of_ids: tuple[int, ...], shape: tuple[int, ...]
+    options: LogProbsOptions, outputs: WantedOutputs, of_ids: tuple[int, ...], shape: tuple[int, ...]
 ) -> jax.Array | LogProbs:
     """What a public function returns, for ids and tokens of these shapes."""
     log_prob: jax.Array = outputs.log_prob.reshape(of_ids)
@@ -442,39 +442,39 @@ def returned(
 
 
 def forward(
-    static: Static, needs: Any, of: Projection | jax.Array, constants: tuple[jax.Array, Transform]
-) -> tuple[Outputs, Planned | None]:
+    static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
+) -> tuple[WantedOutputs, Planned | None]:
     """Of a layer, or of logits [T, V]."""
     (ids, transform), options, shard = constants, static.options, static.shard
     needed = any(jax.tree.leaves(needs))
     if shard is not None:
-        shard.refuse_untracked(OP if isinstance(of, Projection) else spec.LOGITS_OP, needs)
+        shard.refuse_untracked(OP if isinstance(of, XlaProjection) else spec.LOGITS_OP, needs)
     asked: dict[str, Any] = {
         "ids": ids.shape[1],
         "stats": options.entropy,
         "more_stats": options.mean_logits + options.log_sum_sq_probs,
         "softcap": transform.softcap is not None,
     }
-    if isinstance(of, Projection):
+    if isinstance(of, XlaProjection):
         problem = of.problem(needs, static.platform, op=OP, **asked)
         plan = memory.plan(problem, "recompute" if needed else "forward", options.scratch_bytes)
     else:
         on = "cpu" if static.platform == "cpu" else "cuda"
         tokens, vocab = of.shape
-        rows = row_memory.Problem(tokens, vocab, of.dtype.name, on, needed, xla=True, op=spec.LOGITS_OP, **asked)
-        plan = Config("forward", row_memory.plan(rows, "", options.scratch_bytes), rows.vocab)
+        rows = row_memory.RowsProblem(tokens, vocab, of.dtype.name, on, needed, xla=True, op=spec.LOGITS_OP, **asked)
+        plan = ChunkConfig("forward", row_memory.plan(rows, "", options.scratch_bytes), rows.vocab)
     selected = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
-    source = of if isinstance(of, Projection) else Logits.of(of)
-    call = Call(source, transform.by_row(selected), selected, selected.take(ids, IGNORED), shard=shard)
+    source = of if isinstance(of, XlaProjection) else XlaLogits.of(of)
+    call = LossCall(source, transform.by_row(selected), selected, selected.take(ids, IGNORED), shard=shard)
     stats = walk.statistics(plan, wanted_of(options), call)
     # Logits as they came: of 16-bit ones `call.source` may be a copy.
-    saved = walk.Saved(call._replace(source=None), known_of(stats))
+    saved = walk.XlaSaved(call._replace(source=None), known_of(stats))
     return outputs_of(stats, selected), Planned((of, saved), plan) if needed else None
 
 
-def backward(static: Static, needs: Any, saved: Planned, upstream: Outputs) -> Any:
+def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs) -> Any:
     of, (call, stats) = saved.arrays
-    call = call._replace(source=of if isinstance(of, Projection) else Logits.of(of))
+    call = call._replace(source=of if isinstance(of, XlaProjection) else XlaLogits.of(of))
     gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
     return walk.gradients(saved.plan, needs, call, stats, gradient)
 
@@ -482,22 +482,22 @@ def backward(static: Static, needs: Any, saved: Planned, upstream: Outputs) -> A
 OPERATOR = with_gradients_on_mesh(f"{OP}, {spec.LOGITS_OP}", forward, backward, on_device)
 
 
-def of_no_tokens(dtype: Any) -> Outputs:
+def of_no_tokens(dtype: Any) -> WantedOutputs:
     none = jnp.zeros(0, dtype)
-    return Outputs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
+    return WantedOutputs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
 
 
-def wanted_of(options: Options) -> Wanted:
+def wanted_of(options: LogProbsOptions) -> Wanted:
     return Wanted(options.entropy, options.top1, options.mean_logits, options.log_sum_sq_probs)
 
 
-def outputs_of(stats: TokenStats, tokens: Tokens) -> Outputs:
+def outputs_of(stats: XlaTokenStats, tokens: CountedTokens) -> WantedOutputs:
     """By token, of statistics by row."""
 
     def spread(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else tokens.spread(x)
 
-    return Outputs(
+    return WantedOutputs(
         spread(stats.log_prob),
         spread(stats.entropy),
         spread(stats.lse),
@@ -507,12 +507,14 @@ def outputs_of(stats: TokenStats, tokens: Tokens) -> Outputs:
     )
 
 
-def known_of(stats: TokenStats) -> TokenStats:
+def known_of(stats: XlaTokenStats) -> XlaTokenStats:
     """What gradients need of them."""
-    return TokenStats(stats.lse, stats.log_prob, stats.entropy, stats.mean)
+    return XlaTokenStats(stats.lse, stats.log_prob, stats.entropy, stats.mean)
 
 
-def gradient_by_outputs(tokens: Tokens, ids: jax.Array, stats: TokenStats, upstream: Outputs) -> TokenGradient:
+def gradient_by_outputs(
+    tokens: CountedTokens, ids: jax.Array, stats: XlaTokenStats, upstream: WantedOutputs
+) -> XlaTokenGradient:
     """The gradient by each token's logits; None in `upstream` is zero."""
     dtype = stats.lse.dtype
 
@@ -530,4 +532,4 @@ def gradient_by_outputs(tokens: Tokens, ids: jax.Array, stats: TokenStats, upstr
         rest += g_entropy[:, None] * jnp.maximum(stats.log_prob + stats.entropy[:, None], VANISHED[dtype])
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
     at_ids = -same * jnp.expm1(stats.log_prob) - jnp.exp(stats.log_prob) * rest
-    return TokenGradient(-common, at_ids, None if g_entropy is None else -g_entropy)
+    return XlaTokenGradient(-common, at_ids, None if g_entropy is None else -g_entropy)

@@ -17,10 +17,10 @@ from onchip.ops.linear_log_probs.jax_op import (
     BACKENDS,
     OPERATOR,
     Backend,
-    Either,
-    JustLogProb,
+    JaxEither,
+    JaxJustLogProb,
+    JaxMore,
     LogProbs,
-    More,
     of_no_tokens,
     returned,
 )
@@ -34,15 +34,15 @@ Size = int | None
 
 @overload
 def log_probs(
-    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[JustLogProb]
+    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[JaxJustLogProb]
 ) -> jax.Array: ...
 @overload
 def log_probs(
-    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[More]
+    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[JaxMore]
 ) -> LogProbs: ...
 @overload
 def log_probs(
-    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[Either]
+    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[JaxEither]
 ) -> jax.Array | LogProbs: ...
 def log_probs(
     logits: Array,  # [..., V]

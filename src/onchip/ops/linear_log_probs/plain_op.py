@@ -10,37 +10,37 @@ from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import OP
-from onchip.ops.linear_log_probs.torch_call import Call, TorchOutputs, asked_by, gradient_by_outputs
+from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsPlainOutputs, asked_by, gradient_by_outputs
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.call import OF_LAYER
 
 
-class Kept(NamedTuple):
+class LogProbsPlainKept(NamedTuple):
     """What backward is given."""
 
-    call: Call
+    call: LogProbsCall
     log_prob: Tensor
     entropy: Tensor | None
     lse: Tensor
     mean: Tensor | None
 
 
-def _forward(call: Call) -> TorchOutputs:
+def _forward(call: LogProbsCall) -> LogProbsPlainOutputs:
     call.check_ranks()
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats = walk.statistics(OP, call, tokens, asked_by(call.options))
-    return TorchOutputs.of(call.options, stats, tokens, call.leading, call.ids)
+    return LogProbsPlainOutputs.of(call.options, stats, tokens, call.leading, call.ids)
 
 
-def _fake(call: Call) -> TorchOutputs:
-    return TorchOutputs.empty(call.options, call.hidden, call.leading, call.ids)
+def _fake(call: LogProbsCall) -> LogProbsPlainOutputs:
+    return LogProbsPlainOutputs.empty(call.options, call.hidden, call.leading, call.ids)
 
 
-def _save(call: Call, made: TorchOutputs) -> Kept:
-    return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
+def _save(call: LogProbsCall, made: LogProbsPlainOutputs) -> LogProbsPlainKept:
+    return LogProbsPlainKept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: LogProbsPlainKept, upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
     gradient, grad_scale = gradient_by_outputs(kept, upstream, tokens)

@@ -7,7 +7,7 @@ from onchip.plan.document import Baseline
 from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight
 from onchip.plan.ways import never, of_config, triton_refusal, triton_way
 from onchip.vocab import memory
-from onchip.vocab.chunks import Config, Planner
+from onchip.vocab.chunks import ChunkConfig, Planner
 from onchip.vocab.xla import memory as xla_memory
 
 _LOG_PROBS = Measured(EAGER, "F.linear(hidden, weight).float().log_softmax(-1).gather(-1, ids)", 12, 15.9, 10, 8.3)
@@ -16,7 +16,7 @@ _ENTROPY = _LOG_PROBS._replace(
 )
 
 
-def _of_products(planner: Planner[Config], *, both_walks: bool) -> Callable[[PlannedCall], Way]:
+def _of_products(planner: Planner[ChunkConfig], *, both_walks: bool) -> Callable[[PlannedCall], Way]:
     """Forward, and a backward that computes the logits again; `both_walks`: each plans for itself, where JAX has one
     plan for both."""
 

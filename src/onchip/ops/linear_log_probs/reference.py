@@ -9,7 +9,7 @@ import numpy.typing as npt
 from onchip.oracle.reference import Array, Indices, Linear, blocks, transform
 
 
-class Result(NamedTuple):
+class LogProbsResult(NamedTuple):
     """log_prob has the shape of the ids, all other values that of hidden without its last dimension."""
 
     log_prob: Array
@@ -24,7 +24,7 @@ class Result(NamedTuple):
 
 
 class LogitsResult(NamedTuple):
-    """As `Result`, of given logits."""
+    """As `LogProbsResult`, of given logits."""
 
     log_prob: Array
     entropy: Array
@@ -41,11 +41,11 @@ def linear_log_probs(
     ids: npt.ArrayLike,  # [...] or [..., K]
     bias: npt.ArrayLike | None = None,  # [V]
     **options: Any,
-) -> Result:
+) -> LogProbsResult:
     """Values and gradients; the options are those of `_log_probs`."""
     layer = Linear(hidden, weight, bias)
     made = _log_probs(layer.products, layer.backward, np.shape(hidden)[:-1], layer.vocab, ids, **options)
-    return Result._make((*made, *layer.gradients))
+    return LogProbsResult._make((*made, *layer.gradients))
 
 
 def log_probs(
@@ -80,8 +80,8 @@ def _log_probs(
     grad_entropy: npt.ArrayLike = 0.0,  # a number or [...]
     grad_lse: npt.ArrayLike = 0.0,  # a number or [...]
 ) -> tuple[Any, ...]:
-    """The values of a `Result`, and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy * entropy) +
-    sum(grad_lse * lse).
+    """The values of a `LogProbsResult`, and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy *
+    entropy) + sum(grad_lse * lse).
 
     `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
     the gradient by them.

@@ -8,7 +8,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
-from onchip.ops.linear_log_probs.torch_call import TorchOutputs, asked_by, gradient_by_outputs
+from onchip.ops.linear_log_probs.torch_call import LogProbsPlainOutputs, asked_by, gradient_by_outputs
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.rows import walk
 from onchip.vocab.rows.call import RowsCall
@@ -19,7 +19,7 @@ from onchip.vocab.torch.tiles import Ids
 
 
 @dataclass(frozen=True)
-class Call(RowsCall):
+class LogProbsRowsCall(RowsCall):
     """The arguments of the operator."""
 
     options: LogitsOptions
@@ -38,34 +38,34 @@ class Call(RowsCall):
         )  # fmt: skip
 
 
-class Kept(NamedTuple):
+class LogProbsRowsKept(NamedTuple):
     """What backward is given."""
 
-    call: Call
+    call: LogProbsRowsCall
     log_prob: Tensor
     entropy: Tensor | None
     lse: Tensor
     mean: Tensor | None
 
 
-def _forward(call: Call) -> TorchOutputs:
+def _forward(call: LogProbsRowsCall) -> LogProbsPlainOutputs:
     logits = call.logits
     if call.shards.there:
         sizes = logits.shape[:-1], logits.dtype
         require_agreement(LOGITS_OP, call, sizes, call.ids, call.token_temperature, split={"logits": logits})
     stats, tokens = walk.statistics(LOGITS_OP, call, asked_by(call.options))
-    return TorchOutputs.of(call.options, stats, tokens, logits.shape[:-1], call.ids)
+    return LogProbsPlainOutputs.of(call.options, stats, tokens, logits.shape[:-1], call.ids)
 
 
-def _fake(call: Call) -> TorchOutputs:
-    return TorchOutputs.empty(call.options, call.logits, call.logits.shape[:-1], call.ids)
+def _fake(call: LogProbsRowsCall) -> LogProbsPlainOutputs:
+    return LogProbsPlainOutputs.empty(call.options, call.logits, call.logits.shape[:-1], call.ids)
 
 
-def _save(call: Call, made: TorchOutputs) -> Kept:
-    return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
+def _save(call: LogProbsRowsCall, made: LogProbsPlainOutputs) -> LogProbsRowsKept:
+    return LogProbsRowsKept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: LogProbsRowsKept, upstream: Made, wanted: Wanted) -> Made:
     call, tokens = kept.call, None
     out = stated.empty_like(call.logits)
     if call.kernels:
@@ -78,14 +78,14 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return [out]
 
 
-def _of_all_tokens(call: Call, *tensors: Any) -> list[Any]:
+def _of_all_tokens(call: LogProbsRowsCall, *tensors: Any) -> list[Any]:
     """The fields of a `TokenGradient` of all T, of what is kept beside the call and the upstream gradients."""
     tokens = call.tokens(check_values=False)
-    gradient, _ = gradient_by_outputs(Kept(call, *tensors[:4]), tensors[4:], tokens, shares_of_ids)
+    gradient, _ = gradient_by_outputs(LogProbsRowsKept(call, *tensors[:4]), tensors[4:], tokens, shares_of_ids)
     return [*vars(gradient).values()]
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
+def _fake_gradients(kept: LogProbsRowsKept, upstream: Made, wanted: Wanted) -> list[Tensor]:
     """Contiguous, whatever the logits' strides."""
     return [stated.empty_like(kept.call.logits)]
 

@@ -10,7 +10,7 @@ LOGITS_OP = "log_probs"
 
 
 @dataclass(frozen=True)
-class Options:
+class LogProbsOptions:
     """The options that are plain numbers, checked when made."""
 
     ignore_index: int = -100
@@ -34,14 +34,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class LogitsOptions(Options):
+class LogitsOptions(LogProbsOptions):
     """Those of log_probs."""
 
     def __post_init__(self) -> None:
         check_options(LOGITS_OP, self)
 
 
-class Outputs(NamedTuple):
+class WantedOutputs(NamedTuple):
     """What is computed of each id and token; None is what wasn't asked for."""
 
     log_prob: Any

@@ -10,7 +10,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made
-from onchip.ops.linear_log_probs.spec import OP, Options
+from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
@@ -20,10 +20,10 @@ from onchip.vocab.torch.tiles import NOWHERE, Ids
 
 
 @dataclass(frozen=True)
-class Call(LinearCall):
+class LogProbsCall(LinearCall):
     """The arguments of an operator."""
 
-    options: Options
+    options: LogProbsOptions
 
     @property
     def of_op(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Call(LinearCall):
             )  # fmt: skip
 
 
-class Outputs(NamedTuple):
+class LogProbsOutputs(NamedTuple):
     """The first outputs of each operator."""
 
     log_prob: Tensor
@@ -67,14 +67,14 @@ class Outputs(NamedTuple):
     log_sum_sq_probs: Tensor | None
 
     @staticmethod
-    def empty(options: Options, like: Tensor, shape: Sequence[int], ids: Tensor) -> "Outputs":
+    def empty(options: LogProbsOptions, like: Tensor, shape: Sequence[int], ids: Tensor) -> "LogProbsOutputs":
         """Not yet filled, for tokens of `shape`, of hidden states or logits `like` these."""
         total = accumulator(like.dtype)
 
         def make(wanted: bool, dtype: torch.dtype = total) -> Any:
             return stated.empty(shape, dtype, like.device) if wanted else None
 
-        return Outputs(
+        return LogProbsOutputs(
             stated.empty(ids.shape, total, like.device),
             make(options.entropy),
             make(True),
@@ -84,21 +84,23 @@ class Outputs(NamedTuple):
         )
 
 
-class TorchOutputs(NamedTuple):
+class LogProbsPlainOutputs(NamedTuple):
     """What an operator by PyTorch's operations returns, and that of log_probs."""
 
-    out: Outputs
+    out: LogProbsOutputs
     mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
 
     @staticmethod
-    def of(options: Options, stats: TokenStats, tokens: Ids | None, shape: torch.Size, ids: Tensor) -> "TorchOutputs":
+    def of(
+        options: LogProbsOptions, stats: TokenStats, tokens: Ids | None, shape: torch.Size, ids: Tensor
+    ) -> "LogProbsPlainOutputs":
         """For `ids` of tokens of `shape`; without `tokens` statistics are of all of them, and have what ignored ones
         are given."""
 
         def spread(x: Tensor | None, shape: torch.Size = shape, fill: int = 0) -> Any:
             return x if x is None else x.view(shape) if tokens is None else tokens.spread(x, shape, fill)
 
-        out = Outputs(
+        out = LogProbsOutputs(
             spread(stats.log_prob, ids.shape),
             spread(stats.entropy),
             spread(stats.lse),
@@ -106,16 +108,16 @@ class TorchOutputs(NamedTuple):
             spread(stats.mean_logits),
             spread(stats.log_sum_sq),
         )
-        return TorchOutputs(out, spread(stats.mean))
+        return LogProbsPlainOutputs(out, spread(stats.mean))
 
     @staticmethod
-    def empty(options: Options, like: Tensor, shape: Sequence[int], ids: Tensor) -> "TorchOutputs":
-        """Not yet filled; arguments as of `Outputs.empty`."""
-        out = Outputs.empty(options, like, shape, ids)
-        return TorchOutputs(out, None if out.entropy is None else stated.empty_like(out.entropy))
+    def empty(options: LogProbsOptions, like: Tensor, shape: Sequence[int], ids: Tensor) -> "LogProbsPlainOutputs":
+        """Not yet filled; arguments as of `LogProbsOutputs.empty`."""
+        out = LogProbsOutputs.empty(options, like, shape, ids)
+        return LogProbsPlainOutputs(out, None if out.entropy is None else stated.empty_like(out.entropy))
 
 
-def asked_by(options: Options) -> Asked:
+def asked_by(options: LogProbsOptions) -> Asked:
     """The statistics that the caller asked for."""
     return Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs, top=options.top1)
 

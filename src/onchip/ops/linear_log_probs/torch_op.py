@@ -26,8 +26,8 @@ from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import plain_op, spec, triton_op
-from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs
+from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions
+from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsOutputs
 from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.triton import setup
@@ -261,7 +261,7 @@ def linear_log_probs(
     tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
     shapes = shapes_of(tensors)
     spec.check_shapes(shards.whole(shapes, ("weight", "bias"), ("hidden",)) if shards.there else shapes)
-    options = Options(
+    options = LogProbsOptions(
         shift=shift,
         ignore_index=ignore_index,
         softcap=softcap,
@@ -286,7 +286,7 @@ def linear_log_probs(
     if shards.there:
         several = ids.shape[-1] if ids.ndim == hidden.ndim else 1
         copied += sent_bytes(ids.numel() // several, several, shards, hidden)
-    call = Call(
+    call = LogProbsCall(
         hidden=hidden,
         weight=weight,
         bias=bias,
@@ -307,7 +307,7 @@ def linear_log_probs(
     return returned(options, plain_op.LOG_PROBS(call).out)
 
 
-def returned(options: Options, made: Outputs) -> Tensor | LogProbs:
+def returned(options: LogProbsOptions, made: LogProbsOutputs) -> Tensor | LogProbs:
     """What a public function returns."""
     asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):

@@ -16,7 +16,7 @@ from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import spec
-from onchip.ops.linear_log_probs.rows_call import LOG_PROBS, Call
+from onchip.ops.linear_log_probs.rows_call import LOG_PROBS, LogProbsRowsCall
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_op import (
     EitherOfLogits,
@@ -142,7 +142,7 @@ def log_probs(
         scratch_bytes=scratch_in_bytes(LOGITS_OP, scratch_bytes, logits.numel()),
     )
     chosen = choose_torch_backend(LOGITS_OP, backend, logits.device, refusal(logits))
-    call = Call(
+    call = LogProbsRowsCall(
         logits, ids, token_temperature, options, shards or WHOLE, chosen == "triton", needed(logits)
     )  # fmt: skip
     return returned(options, LOG_PROBS(call).out)

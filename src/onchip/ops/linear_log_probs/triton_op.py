@@ -11,41 +11,41 @@ from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import OP
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs, TorchOutputs, asked_by
+from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsOutputs, LogProbsPlainOutputs, asked_by
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import setup, shards
 from onchip.vocab.triton.memory import TritonPlan
-from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.setup import TritonSaved
 
 
-class TritonOutputs(NamedTuple):
+class LogProbsTritonOutputs(NamedTuple):
     """What the operator returns."""
 
-    out: Outputs
-    saved: Saved
+    out: LogProbsOutputs
+    saved: TritonSaved
 
 
-class Kept(NamedTuple):
+class LogProbsTritonKept(NamedTuple):
     """What backward is given."""
 
-    call: Call
+    call: LogProbsCall
     config: TritonPlan
     log_prob: Tensor
     entropy: Tensor | None
     lse: Tensor
-    saved: Saved
+    saved: TritonSaved
 
 
-def _stats(call: Call) -> bool:
+def _stats(call: LogProbsCall) -> bool:
     """Whether the entropy and top1 are followed."""
     return call.options.entropy or call.options.top1
 
 
-def _plan(call: Call) -> TritonPlan:
+def _plan(call: LogProbsCall) -> TritonPlan:
     return shards.plan(call, stats=_stats(call))
 
 
-def _forward(call: Call) -> TritonOutputs:
+def _forward(call: LogProbsCall) -> LogProbsTritonOutputs:
     from onchip.vocab.triton import walks
 
     options = call.options
@@ -53,7 +53,7 @@ def _forward(call: Call) -> TritonOutputs:
         call.check_ranks()
         tokens = call.tokens(check_values=options.check_inputs)
         stats, saved = shards.statistics(OP, call, tokens, asked_by(options), stats=_stats(call))
-        return TritonOutputs(TorchOutputs.of(options, stats, tokens, call.leading, call.ids).out, saved)
+        return LogProbsTritonOutputs(LogProbsPlainOutputs.of(options, stats, tokens, call.leading, call.ids).out, saved)
     config, shape = _plan(call), call.leading
     if options.check_inputs and not call.hidden.is_meta:
         call.tokens(check_values=True)
@@ -63,19 +63,19 @@ def _forward(call: Call) -> TritonOutputs:
     out = walks.forward(run, call, config, saved, asked=asked)
     entropy, top1 = out.entropy if options.entropy else None, out.top1 if options.top1 else None
     made = (None if x is None else x.view(shape) for x in (entropy, out.lse, top1, out.mean_logits, out.log_sum_sq))
-    return TritonOutputs(Outputs(out.log_prob.view(call.ids.shape), *made), saved)  # type: ignore[arg-type]
+    return LogProbsTritonOutputs(LogProbsOutputs(out.log_prob.view(call.ids.shape), *made), saved)  # type: ignore[arg-type]
 
 
-def _fake(call: Call) -> TritonOutputs:
-    out = Outputs.empty(call.options, call.hidden, call.leading, call.ids)
-    return TritonOutputs(out, shards.fake_saved(call, stats=_stats(call)))
+def _fake(call: LogProbsCall) -> LogProbsTritonOutputs:
+    out = LogProbsOutputs.empty(call.options, call.hidden, call.leading, call.ids)
+    return LogProbsTritonOutputs(out, shards.fake_saved(call, stats=_stats(call)))
 
 
-def _save(call: Call, made: TritonOutputs) -> Kept:
-    return Kept(call, _plan(call), *made.out[:3], made.saved)
+def _save(call: LogProbsCall, made: LogProbsTritonOutputs) -> LogProbsTritonKept:
+    return LogProbsTritonKept(call, _plan(call), *made.out[:3], made.saved)
 
 
-def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: LogProbsTritonKept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
     from onchip.vocab.triton import records, walks
 

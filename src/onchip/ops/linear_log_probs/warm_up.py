@@ -1,8 +1,8 @@
 """What `warm_up` calls the op with.  No framework."""
 
-from onchip.frontend.warm_up import Call, head, ids
+from onchip.frontend.warm_up import WarmUpCall, head, ids
 
 CALLS = {
-    "linear_log_probs": Call(("hidden", "vocab"), lambda s, make: head(s, make) | {"ids": ids(s, make)}),
-    "log_probs": Call(("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "ids": ids(s, make)}),
+    "linear_log_probs": WarmUpCall(("hidden", "vocab"), lambda s, make: head(s, make) | {"ids": ids(s, make)}),
+    "log_probs": WarmUpCall(("vocab",), lambda s, make: {"logits": make(s.tokens, s.vocab), "ids": ids(s, make)}),
 }

@@ -15,10 +15,10 @@ from onchip.kernels.triton.maths import LOG2E
 from onchip.vocab import loss as maths
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
-from onchip.vocab.fp8.torch import Call, Gradient, fill
+from onchip.vocab.fp8.torch import LogitsCall, LogitsGradient, fill
 from onchip.vocab.rows import walk
 from onchip.vocab.rows.launches import launch_rows, launch_soft, shares_of_ids, transform_scales
-from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import LossOutputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 
 # Of a gradient's program.  Two on a multiprocessor, with a few registers spilled, take 0.64 ms for 2048 x 128256 logits
@@ -47,7 +47,9 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     return out
 
 
-def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, out: Outputs, into: Gradient) -> None:
+def softmax_of_chunk(
+    part: LogitsCall, logits: Tensor, of_targets: Tensor | None, out: LossOutputs, into: LogitsGradient
+) -> None:
     """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
     with device_of(logits):
         if part.dense:
@@ -68,7 +70,7 @@ def _numbers(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> T
     return like.new_empty(shape, dtype=dtype)
 
 
-def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> None:
+def _softmax_of_ids(part: LogitsCall, logits: Tensor, out: LossOutputs, into: LogitsGradient) -> None:
     """Of soft labels of K ids."""
     vocab, options, tokens = logits.shape[1], part.options, part.tokens(logits.shape[1])
     # No id is ignored: one that looks like it is out of range.
@@ -78,7 +80,7 @@ def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) ->
         logits, ids, part.temperature, options, asked_by(options, part.class_weight), uniform=True, into=memory
     )
     # The rest kernels have filled.
-    fill(out, Outputs.of(part, stats, tokens), ("loss", "correct", "expected", "target_logit"))
+    fill(out, LossOutputs.of(part, stats, tokens), ("loss", "correct", "expected", "target_logit"))
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
@@ -87,7 +89,7 @@ def _softmax_of_ids(part: Call, logits: Tensor, out: Outputs, into: Gradient) ->
     gradient_launch(part, logits, gradient_terms(part, gradient), into, **of_ids).run()
 
 
-def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, asked: Asked) -> TokenStats:
+def statistics_of_chunk(part: LogitsCall, logits: Tensor, of_targets: Tensor | None, asked: Asked) -> TokenStats:
     """As torch.py's."""
     with device_of(logits):
         if part.of_ids:
@@ -97,7 +99,7 @@ def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, a
 
 
 def gradient_of_chunk(
-    part: Call, logits: Tensor, of_targets: Tensor | None, gradient: TokenGradient, into: Gradient
+    part: LogitsCall, logits: Tensor, of_targets: Tensor | None, gradient: TokenGradient, into: LogitsGradient
 ) -> None:
     """As torch.py's."""
     with device_of(logits):
@@ -112,12 +114,12 @@ def gradient_of_chunk(
         gradient_launch(part, logits, terms, into, target=part.ids).run()
 
 
-def gradient_terms(part: Call, gradient: TokenGradient, at_target: Tensor | None = None) -> Tensor:
+def gradient_terms(part: LogitsCall, gradient: TokenGradient, at_target: Tensor | None = None) -> Tensor:
     """[6, n] float32: what the kernel makes a gradient of."""
     return _terms(part, gradient.center, gradient.factor, gradient.even, at_target)
 
 
-def _terms(part: Call, lse: Tensor, *others: Tensor | None) -> Tensor:
+def _terms(part: LogitsCall, lse: Tensor, *others: Tensor | None) -> Tensor:
     """Those of `kernels._gradient`, from lse on; 0 where there is none."""
     k, zero = transform_scales(part.options)["outer_scale"], torch.zeros_like(lse)
     assert k is not None
@@ -140,7 +142,7 @@ def ids_in_blocks(ids: Tensor, at_ids: Tensor, vocab: int) -> dict[str, Any]:
     return {"ids": ids, "at_ids": at_ids.gather(1, order), "firsts": firsts, "K": ids.shape[1]}
 
 
-def _dense_softmax(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> None:
+def _dense_softmax(part: LogitsCall, logits: Tensor, out: LossOutputs, into: LogitsGradient) -> None:
     """Of labels of every entry."""
     options, tokens, labels = part.options, part.tokens(logits.shape[1]), part.labels
     assert labels is not None
@@ -161,10 +163,10 @@ def _dense_softmax(part: Call, logits: Tensor, out: Outputs, into: Gradient) -> 
 
 
 def gradient_launch(
-    part: Call,
+    part: LogitsCall,
     logits: Tensor,  # [n, V]
     terms: Tensor,  # [6, n] float32
-    into: Gradient,
+    into: LogitsGradient,
     **more: Any,
 ) -> Launch:
     """The gradient of a chunk's tokens; `more` are fields of `ChunkLogits`."""

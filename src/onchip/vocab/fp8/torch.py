@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK
-from onchip.fp8.torch_quantize import Quantized, quantize
+from onchip.fp8.torch_quantize import TorchQuantized, quantize
 from onchip.frontend.torch_parallel import WHOLE
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch import dense
 from onchip.vocab.torch.dense import rows_of
 from onchip.vocab.torch.labels import probs
-from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import LossOutputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import NOWHERE, Ids, Tokens, apply
 
 
-class Call(NamedTuple):
+class LogitsCall(NamedTuple):
     """What is asked of the logits of some tokens."""
 
     ids: Tensor  # [T] int64; of soft labels of K ids [T, K]; of those of every entry [T], and means nothing
@@ -61,10 +61,10 @@ class Call(NamedTuple):
         """[T] bool; None: all tokens count."""
         return self.ids == self.options.ignore_index if self.kind == "ids" else None
 
-    def part(self, start: int, stop: int) -> "Call":
+    def part(self, start: int, stop: int) -> "LogitsCall":
         """Of tokens [start, stop)."""
         labels = None if self.labels is None else rows_of(self.labels, start, stop)
-        return Call._make([*(None if x is None else x[start:stop] for x in self[:3]), labels, *self[4:]])
+        return LogitsCall._make([*(None if x is None else x[start:stop] for x in self[:3]), labels, *self[4:]])
 
     def tokens(self, vocab: int) -> Tokens:
         """All of them, with what a loss makes of them."""
@@ -87,11 +87,11 @@ class Call(NamedTuple):
         return Tokens(None, kept, ids, bad, tau, len(ids), torch.float32, weight, divisor, q, self.class_weight)
 
 
-class Gradient(NamedTuple):
+class LogitsGradient(NamedTuple):
     """Where the gradient of a chunk's n logits goes, in E4M3; None is not wanted."""
 
-    rows: Quantized | None  # [n, V], 1x128 scales
-    columns: Quantized | None  # [V, n], 1x128 scales; part of what is kept of all chunks
+    rows: TorchQuantized | None  # [n, V], 1x128 scales
+    columns: TorchQuantized | None  # [V, n], 1x128 scales; part of what is kept of all chunks
     sums: Tensor | None  # [n / 128, V] float32: of the gradient itself over 128 tokens
 
     @property
@@ -113,7 +113,9 @@ def target_logits(
     return z if bias is None else z + bias[y].float()
 
 
-def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, out: Outputs, into: Gradient) -> None:
+def softmax_of_chunk(
+    part: LogitsCall, logits: Tensor, of_targets: Tensor | None, out: LossOutputs, into: LogitsGradient
+) -> None:
     """Fill `out`, per token and 0 for ignored ones, and `into` for an upstream gradient of 1.
 
     `logits` [n, V] are products and bias, before scale, softcap and temperature; those of ignored tokens are not NaN.
@@ -124,7 +126,7 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, out:
     vocab = logits.shape[1]
     if part.dense:
         assert part.labels is not None
-        given = tokens, Config("forward", *logits.shape), part.labels, part.class_weight
+        given = tokens, ChunkConfig("forward", *logits.shape), part.labels, part.class_weight
         made = dense.dense_stats("", Rows(logits), options, WHOLE, *given)
         fill(out, dense.outputs_of(part, made, tokens))
         if into.wanted:
@@ -140,13 +142,13 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, out:
     running = Running.empty(tokens.ids, tokens.dtype)
     e = running.absorb(z, 0, tokens.ids, asked, torch.empty_like(z) if asked.spare else None)
     stats = running.stats(tokens, vocab, asked)
-    fill(out, Outputs.of(part, stats, tokens))
+    fill(out, LossOutputs.of(part, stats, tokens))
     if into.wanted:
         gradient = loss_gradient(options, row, running.lse, running.log_prob, vocab, tokens.part(0, len(logits)))
         _write(gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope), into)
 
 
-def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, asked: Asked) -> TokenStats:
+def statistics_of_chunk(part: LogitsCall, logits: Tensor, of_targets: Tensor | None, asked: Asked) -> TokenStats:
     """The statistics of a chunk's tokens over a shard of the vocabulary; ids that it doesn't have are below 0."""
     vocab, ids = logits.shape[1], _ids_of_shard(part)
     z, tau, _ = _final_logits(part, logits, of_targets, ids)
@@ -156,7 +158,7 @@ def statistics_of_chunk(part: Call, logits: Tensor, of_targets: Tensor | None, a
 
 
 def gradient_of_chunk(
-    part: Call, logits: Tensor, of_targets: Tensor | None, gradient: TokenGradient, into: Gradient
+    part: LogitsCall, logits: Tensor, of_targets: Tensor | None, gradient: TokenGradient, into: LogitsGradient
 ) -> None:
     """Fill `into` with a chunk's gradient, given what statistics of the whole vocabulary make of it."""
     ids = _ids_of_shard(part)
@@ -164,13 +166,13 @@ def gradient_of_chunk(
     _write(gradient.of_logits(z, ids, 0, slope, None), into)
 
 
-def _ids_of_shard(part: Call) -> Tensor:
+def _ids_of_shard(part: LogitsCall) -> Tensor:
     """[n, K]."""
     return part.ids.clamp(min=NOWHERE).view(len(part.ids), -1 if part.number else 1)
 
 
 def _final_logits(
-    part: Call, logits: Tensor, of_targets: Tensor | None, ids: Tensor
+    part: LogitsCall, logits: Tensor, of_targets: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor | float, Tensor | None]:
     """Of a shard; their temperature, and the derivative of the softcap."""
     z = logits.float()
@@ -184,7 +186,7 @@ def _final_logits(
 
 
 def dense_gradient_of_chunk(
-    part: Call, logits: Tensor, whole: dense.Whole, known: tuple[Tensor, ...], into: Gradient
+    part: LogitsCall, logits: Tensor, whole: dense.Whole, known: tuple[Tensor, ...], into: LogitsGradient
 ) -> None:
     """Fill `into` with a chunk's gradient of labels of every entry, or of a shard's; `known` are the arguments of
     `dense_gradient` from `row` on."""
@@ -195,7 +197,7 @@ def dense_gradient_of_chunk(
     _write(dense.dense_gradient(part.options, z, slope, part.labels, part.class_weight, whole, *known), into)
 
 
-def fill(out: Outputs, made: Outputs, names: Sequence[str] = Outputs._fields) -> None:
+def fill(out: LossOutputs, made: LossOutputs, names: Sequence[str] = LossOutputs._fields) -> None:
     """Fill the memory of a chunk's outputs, of these names."""
     for name in names:
         x, value = getattr(out, name), getattr(made, name)
@@ -203,7 +205,7 @@ def fill(out: Outputs, made: Outputs, names: Sequence[str] = Outputs._fields) ->
             x.copy_(value)
 
 
-def _write(g: Tensor, into: Gradient) -> None:
+def _write(g: Tensor, into: LogitsGradient) -> None:
     """Quantise the gradient of a chunk's logits."""
     both = quantize(g, "e4m3", "float32", rows=into.rows is not None, turned=into.columns is not None)
     for memory, quantized in zip(into[:2], both, strict=True):

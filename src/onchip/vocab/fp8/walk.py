@@ -17,11 +17,11 @@ from torch import Tensor
 from onchip.fp8.numbers import BLOCK, blocks, up
 from onchip.fp8.torch_operands import Copies, quantizer
 from onchip.fp8.torch_products import multiply
-from onchip.fp8.torch_quantize import Quantized, empty, operand
+from onchip.fp8.torch_quantize import TorchQuantized, empty, operand
 from onchip.vocab.fp8 import torch as fp8_torch
-from onchip.vocab.fp8.torch import Call, Gradient
+from onchip.vocab.fp8.torch import LogitsCall, LogitsGradient
 from onchip.vocab.torch.dense import Whole
-from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.torch.loss import LossOutputs
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, write_at
 from onchip.vocab.torch.tiles import Ids, spans
 
@@ -65,7 +65,7 @@ class Source:
         weight: Tensor,  # [V, H]
         copies: Copies,  # of the weight
         bias: Tensor | None,  # [V]
-        call: Call,
+        call: LogitsCall,
     ) -> None:
         self.softmaxes: Any = fp8_torch
         if backend == "triton":
@@ -97,19 +97,19 @@ class Source:
             return logits, None
         return logits, of_targets
 
-    def memory(self, kept: Parts, start: int, stop: int) -> Gradient:
+    def memory(self, kept: Parts, start: int, stop: int) -> LogitsGradient:
         """Where the gradient of the logits of tokens [start, stop) goes."""
         n, vocab, columns = stop - start, len(self.weight), operand(kept.columns, kept.column_scales)
         if columns is not None:
             block = slice(start // BLOCK, blocks(stop))
-            columns = Quantized(columns.data[:, start : start + up(n)], columns.scales[block])
-        return Gradient(
+            columns = TorchQuantized(columns.data[:, start : start + up(n)], columns.scales[block])
+        return LogitsGradient(
             None if kept.grad_hidden is None else empty(n, vocab, "e4m3", self._hidden),
             columns,
             None if kept.grad_bias is None else kept.grad_bias.new_empty(blocks(n), vocab),
         )
 
-    def multiply(self, kept: Parts, into: Gradient, start: int, stop: int) -> None:
+    def multiply(self, kept: Parts, into: LogitsGradient, start: int, stop: int) -> None:
         """Hidden's gradient of tokens [start, stop), and what they add to the bias's."""
         if kept.grad_hidden is not None:
             made = multiply(self._products, into.rows, self._transposed, by_block=True, dtype=torch.float32)
@@ -118,7 +118,7 @@ class Source:
             kept.grad_bias.add_(into.sums.sum(0))
 
 
-class Logits:
+class Fp8Logits:
     """A source's logits as `vocab.torch` reads them."""
 
     def __init__(self, source: Source) -> None:
@@ -133,16 +133,16 @@ def _copy(out: Tensor, logits: Tensor) -> None:
     out.copy_(logits)
 
 
-def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -> tuple[Outputs, Parts]:
+def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -> tuple[LossOutputs, Parts]:
     """Each token's loss and softmax, [T], and what backward needs, so many tokens at a time; `grads` of hidden
     [..., H], weight and bias."""
     call = source.call
-    softmax = Outputs.empty(call, hidden, kernels=True)
+    softmax = LossOutputs.empty(call, hidden, kernels=True)
     kept = Parts.empty(hidden, source.weight, grads)
     for start, stop in spans(len(call.ids), chunk):
         logits, of_targets = source.logits(start, stop)
         into = source.memory(kept, start, stop)
-        out = Outputs._make(None if x is None else x[start:stop] for x in softmax)
+        out = LossOutputs._make(None if x is None else x[start:stop] for x in softmax)
         source.softmaxes.softmax_of_chunk(call.part(start, stop), logits, of_targets, out, into)
         del logits
         source.multiply(kept, into, start, stop)
@@ -166,7 +166,9 @@ def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, li
 def gradients(source: Source, kept: Parts, gradient: TokenGradient, held: list[ChunkLogits], chunk: int) -> None:
     """Fill `kept`, of logits that are `held` or made again."""
 
-    def write(part: Call, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: Gradient) -> None:
+    def write(
+        part: LogitsCall, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: LogitsGradient
+    ) -> None:
         source.softmaxes.gradient_of_chunk(part, logits, of_targets, gradient.part(start, stop), into)
 
     _gradients(source, kept, write, held, chunk)
@@ -175,7 +177,9 @@ def gradients(source: Source, kept: Parts, gradient: TokenGradient, held: list[C
 def dense_gradients(source: Source, kept: Parts, known: tuple[Tensor, ...], whole: Whole, chunk: int) -> None:
     """The same of labels of every entry; `known` are the arguments of `dense_gradient` from `row` on, of all tokens."""
 
-    def write(part: Call, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: Gradient) -> None:
+    def write(
+        part: LogitsCall, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: LogitsGradient
+    ) -> None:
         fp8_torch.dense_gradient_of_chunk(part, logits, whole, tuple(x[start:stop] for x in known), into)
 
     _gradients(source, kept, write, [], chunk)

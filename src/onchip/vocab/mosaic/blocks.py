@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, load_block
 from onchip.kernels.mosaic.registers import Registers
-from onchip.vocab.mosaic.positions import Labels
+from onchip.vocab.mosaic.positions import MosaicLabels
 
 LOG2E = 1.4426950408889634
 # Logits up to so much above a token's shift are stored relative to it.
@@ -33,7 +33,7 @@ REACH = 60.0
 
 @partial(jax.tree_util.register_dataclass, data_fields=["in_weight_grad", "spare"], meta_fields=["shift", "split"])
 @dataclass(frozen=True)
-class Kept:
+class KeptBlocks:
     """Exponentials of some tokens, or references to where they are kept.
 
     `shift` and `split` are multiples of all tiles along the vocabulary.
@@ -77,7 +77,7 @@ def class_weights(refs: Refs, v: Any, shape: tuple[int, int], registers: Registe
     return registers.spread(registers.load(refs["class_weight"].at[pl.ds(v, shape[1])], 0), shape, 0)
 
 
-def beside_labels(labels: Labels | None, config: MosaicConfig) -> dict[str, Any]:
+def beside_labels(labels: MosaicLabels | None, config: MosaicConfig) -> dict[str, Any]:
     """What `label_strips` needs of a product: shared memory for two strips of each warpgroup, and their barriers."""
     if labels is None:
         return {}

@@ -31,7 +31,7 @@ from onchip.kernels.mosaic.product import (
     MosaicConfig,
     Part,
     Product,
-    Step,
+    ProductStep,
     load_block,
 )
 from onchip.kernels.mosaic.program import persistent_product
@@ -39,7 +39,7 @@ from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.blocks import (
     LOG2E,
     REACH,
-    Kept,
+    KeptBlocks,
     beside_labels,
     by_range,
     class_weights,
@@ -49,7 +49,7 @@ from onchip.vocab.mosaic.blocks import (
     unscaled_logits,
     vocab_of,
 )
-from onchip.vocab.mosaic.positions import LOWEST, Labels, Operands, Partials
+from onchip.vocab.mosaic.positions import LOWEST, MosaicLabels, MosaicPartials, Operands
 from onchip.vocab.xla.tiles import Wanted
 
 
@@ -62,7 +62,7 @@ def _logits_tiles(
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any],
     stores: bool,
-    labels: Labels | None,
+    labels: MosaicLabels | None,
     name: str,
     config: MosaicConfig,
     interpret: Any,
@@ -83,7 +83,7 @@ def _logits_tiles(
             number = lax.clamp(jnp.int32(0), number - refs["first_position"][0], jnp.int32(len(operands.rows)))
         return ceil_div(number, c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
 
-    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
         v = s.j * c.tile_n + (refs["first"][0] if "first" in refs else 0)
         load_block(refs["rows"], first_row + s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
@@ -111,7 +111,8 @@ def _logits_tiles(
 
 
 def softmax_tiles(
-    into: tuple[Sequence[Kept], Partials | None] | None,  # references to write to: rooms, each for the positions after
+    into: tuple[Sequence[KeptBlocks], MosaicPartials | None]
+    | None,  # references to write to: rooms, each for the positions after
     # those of the ones before, and partials; None: the partials are returned
     operands: Operands,
     *,
@@ -121,10 +122,10 @@ def softmax_tiles(
     exponential_scale: float = 1.0,
     begin: Array | None = None,  # [1] int32: the position of the first of the operands' rows, where those aren't all;
     # they are multiples of 128, and so are rooms
-    labels: Labels | None = None,  # soft ones, in the place of `operands.label`
+    labels: MosaicLabels | None = None,  # soft ones, in the place of `operands.label`
     config: MosaicConfig,
     interpret: Any = None,
-) -> Partials | None:
+) -> MosaicPartials | None:
     """The softmax of each tile of logits, which live in registers alone.
 
     The exponential that would be kept at a label's own entry is 0: `add_targets` of rebase.py sees to those.  With
@@ -243,7 +244,7 @@ def softmax_tiles(
     for i, room in enumerate(rooms):
         inputs |= {f"in_weight_grad {i}": room.in_weight_grad, f"spare {i}": room.spare}
     soft = {"labels": labels is not None, "weighed": operands.class_weight is not None}
-    shapes = jax.eval_shape(lambda: Partials.empty(c.parts(vocab), tokens, wanted, **soft))
+    shapes = jax.eval_shape(lambda: MosaicPartials.empty(c.parts(vocab), tokens, wanted, **soft))
     outputs = {name: x for name, x in shapes._asdict().items() if x is not None}
     if begin is not None:
         inputs |= {"first_position": begin} | {name: getattr(partials, name) for name in outputs}
@@ -262,7 +263,7 @@ def softmax_tiles(
         interpret=interpret,
     )
     if partials is None:
-        return Partials(**made)
+        return MosaicPartials(**made)
     for name, value in made.items():
         getattr(partials, name)[...] = value
     return None
@@ -279,7 +280,8 @@ def gradient_tiles(
     size: int,  # of the chunk, a multiple of tile_n
     even: Array | None = None,  # [T] float32: label smoothing's part, taken, times the class's weight if there is one,
     # from every entry but the target's
-    labels: Labels | None = None,  # soft ones: taken, times `by_labels` and the class's weight, from the others too
+    labels: MosaicLabels
+    | None = None,  # soft ones: taken, times `by_labels` and the class's weight, from the others too
     by_labels: Array | None = None,  # [T] float32
     first_row: int = 0,  # of the first token's hidden state, in `operands`
     config: MosaicConfig,

@@ -17,10 +17,18 @@ from jax import lax
 from onchip.frontend.jax_call import IGNORED
 from onchip.vocab.mosaic import memory
 from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
-from onchip.vocab.mosaic.positions import LOWEST, Labels, Operands, Partials, Positions, Upstream, concatenated
+from onchip.vocab.mosaic.positions import (
+    LOWEST,
+    MosaicLabels,
+    MosaicPartials,
+    Operands,
+    Positions,
+    Upstream,
+    concatenated,
+)
 from onchip.vocab.mosaic.rooms import tiles_of
-from onchip.vocab.xla.loss import Call, LabelSums
-from onchip.vocab.xla.tiles import TokenStats, Wanted, float16_scale
+from onchip.vocab.xla.loss import LabelSums, LossCall
+from onchip.vocab.xla.tiles import Wanted, XlaTokenStats, float16_scale
 from onchip.vocab.xla.walk import expected_of
 
 Array = jax.Array
@@ -29,14 +37,14 @@ ByLogits = Callable[[Operands, Array, int], Array]
 """The gradient of a chunk's logits, of the operands, the chunk's first entry [1] and its size."""
 
 
-def statistics(plan: MosaicPlan, wanted: Wanted, call: Call) -> tuple[TokenStats, LabelSums | None, Call]:
+def statistics(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[XlaTokenStats, LabelSums | None, LossCall]:
     """The statistics of each position, the sums of labels of every entry, and the call with what backward needs."""
     if call.entries is None:
         return _of_ids(plan, wanted, call), None, call
     return _of_every_entry(plan, wanted, call)
 
 
-def by_labels(call: Call, stats: TokenStats, upstream: Array) -> tuple[Positions, Upstream, ByLogits]:
+def by_labels(call: LossCall, stats: XlaTokenStats, upstream: Array) -> tuple[Positions, Upstream, ByLogits]:
     """What gradients are made of."""
     at, gradient = _positions(call), call.gradient(stats, call.reduction.row_scale(upstream, call.tokens))
     gradient = gradient.times(call.transform.factor())
@@ -75,7 +83,7 @@ def _logits(at: Positions, rows: Array, part: slice) -> Array:
     return made.T
 
 
-def _of_ids(plan: MosaicPlan, wanted: Wanted, call: Call) -> TokenStats:
+def _of_ids(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> XlaTokenStats:
     """The statistics.  The likeliest of a token's ids has the part of its label."""
     from onchip.vocab.mosaic import kernels
 
@@ -85,7 +93,7 @@ def _of_ids(plan: MosaicPlan, wanted: Wanted, call: Call) -> TokenStats:
         config=tiles_of(call)["softmax_tiles"],
     )  # fmt: skip
     launch = _launched(plan, at, kernel)
-    made: list[TokenStats] = []
+    made: list[XlaTokenStats] = []
     for rows, part in at.in_parts(plan, made):
         logits = _logits(at, rows, part)
         best = jnp.argmax(logits, 1)[:, None]
@@ -95,7 +103,7 @@ def _of_ids(plan: MosaicPlan, wanted: Wanted, call: Call) -> TokenStats:
     return at.joined(made)
 
 
-def _with_ids(at: Positions, stats: TokenStats, above: Upstream, entries: Array) -> ByLogits:
+def _with_ids(at: Positions, stats: XlaTokenStats, above: Upstream, entries: Array) -> ByLogits:
     """With these entries [P, K] at the ids."""
     from onchip.vocab.mosaic import kernels
 
@@ -132,7 +140,7 @@ def _written(gradient: Array, column: Array, entries: Array, major: bool) -> Arr
 # -------------------------------------------------------------------------------------------------------- every entry
 
 
-def _positions(call: Call) -> Positions:
+def _positions(call: LossCall) -> Positions:
     """With the weights of classes where labels of every entry are multiplied by them."""
     at = Positions.of(call)
     if call.class_weight is None or call.entries is None:
@@ -146,7 +154,7 @@ def _config() -> Any:
     return MosaicConfig.from_numbers(memory.label_tiles())
 
 
-def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: Call) -> tuple[TokenStats, LabelSums, Call]:
+def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
     from onchip.vocab.mosaic import kernels
 
     at, entries = _positions(call), call.entries
@@ -159,14 +167,14 @@ def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: Call) -> tuple[Token
     made: list[Any] = []
     for rows, part in at.in_parts(plan, made):
         first = jnp.full(1, part.start, jnp.int32)
-        made.append(_merged(at, launch(at.operands(rows, part), Labels(entries, first)), part))
+        made.append(_merged(at, launch(at.operands(rows, part), MosaicLabels(entries, first)), part))
     stats, sums, mass, largest = concatenated(made)
     sums = sums._replace(likeliest=likeliest)
     label = jnp.take_along_axis(entries, largest[: len(entries), None], 1).astype(jnp.float32)
     return stats, sums, call._replace(ids=largest[:, None], probs=call.tokens.take(label, 0), mass=mass)
 
 
-def _merged(at: Positions, partials: Partials, part: slice) -> tuple[TokenStats, LabelSums, Array, Array]:
+def _merged(at: Positions, partials: MosaicPartials, part: slice) -> tuple[XlaTokenStats, LabelSums, Array, Array]:
     """Over all parts of the tiles, of the positions of `part`: also labels' sum, weighed by class, and where the
     largest logits are."""
     there, maximum = at.there[part], partials.maximum
@@ -189,10 +197,10 @@ def _merged(at: Positions, partials: Partials, part: slice) -> tuple[TokenStats,
     return stats, LabelSums(expected, *plain), mass, largest
 
 
-def _with_entries(call: Call, above: Upstream) -> ByLogits:
+def _with_entries(call: LossCall, above: Upstream) -> ByLogits:
     from onchip.vocab.mosaic import kernels
 
-    labels = Labels(call.entries, jnp.zeros(1, jnp.int32))
+    labels = MosaicLabels(call.entries, jnp.zeros(1, jnp.int32))
 
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(

@@ -427,7 +427,7 @@ def _in_scratch(p: Problem) -> MosaicPlan:
 SLACK = 1.002
 
 
-class Search:
+class MosaicSearch:
     """Plans of a problem with gradients that fit a budget, and may be among the fastest.
 
     A bound that is soon computed tells which could be; of the others neither cost nor memory is.
@@ -544,7 +544,7 @@ class Search:
 
 def _search(p: Problem, strategy: str, budget: int) -> MosaicPlan | None:
     """Without gradients the fewest even chunks of tokens; else of one strategy, or of both, what is fastest."""
-    made = Search(p, budget)
+    made = MosaicSearch(p, budget)
     if not p.any_grad:
         whole = made.rows
         fits = largest(lambda n: scratch_bytes(p, MosaicPlan("forward", n)) <= budget, TOKEN_TILE, whole, TOKEN_TILE)

@@ -33,8 +33,8 @@ from onchip.vocab.mosaic.memory import (
 )
 from onchip.vocab.mosaic.positions import (
     LOWEST,
+    MosaicPartials,
     Operands,
-    Partials,
     Positions,
     Upstream,
     after,
@@ -54,8 +54,8 @@ from onchip.vocab.mosaic.rooms import (
     rooms_of,
     tiles_of,
 )
-from onchip.vocab.xla.loss import Call, LabelSums
-from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write_rows
+from onchip.vocab.xla.loss import LabelSums, LossCall
+from onchip.vocab.xla.tiles import Wanted, XlaProjection, XlaTokenStats, cut, write_rows
 
 Array = jax.Array
 SEQUENTIAL = True
@@ -68,17 +68,17 @@ def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) 
     return mosaic_spec.refusal(problem, platform, weight_layout) or hopper_refusal()
 
 
-class Saved(NamedTuple):
+class MosaicSaved(NamedTuple):
     """What forward leaves for backward."""
 
-    call: Call
-    stats: TokenStats  # without what only the caller asked for
+    call: LossCall
+    stats: XlaTokenStats  # without what only the caller asked for
     base: Array | None = None  # float32: what the exponentials that are kept are relative to
     kept: Any = None  # `Exponentials`
-    sums: Any = None  # `Sums`: gradients themselves, and nothing that is kept
+    sums: Any = None  # `MosaicSums`: gradients themselves, and nothing that is kept
 
 
-class Sums(NamedTuple):
+class MosaicSums(NamedTuple):
     """Gradients that are made in forward, chunk by chunk of tokens, in 20 or 24 bits; None is what isn't wanted."""
 
     hidden: Any  # by token, the first 16 bits and the next 8: of the softmax alone, without the tokens' factors
@@ -90,8 +90,8 @@ class Sums(NamedTuple):
 
 
 def forward(
-    plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call
-) -> tuple[TokenStats, LabelSums | None, Saved | None]:
+    plan: MosaicPlan, wanted: Wanted, needs: XlaProjection, call: LossCall
+) -> tuple[XlaTokenStats, LabelSums | None, MosaicSaved | None]:
     """The statistics of each position, the sums of labels of every entry, and what backward needs."""
     from onchip.vocab.mosaic import kernels  # Pallas takes a second to import
 
@@ -116,13 +116,13 @@ def forward(
     return stats, None, _recomputed(plan, call, stats)
 
 
-def _recomputed(plan: MosaicPlan, call: Call, stats: TokenStats) -> Saved | None:
-    return None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
+def _recomputed(plan: MosaicPlan, call: LossCall, stats: XlaTokenStats) -> MosaicSaved | None:
+    return None if plan.strategy == "forward" else MosaicSaved(call, XlaTokenStats(stats.lse, stats.log_prob))
 
 
 def _keeping(
     plan: MosaicPlan, wanted: Wanted, at: Positions, memory: Any = None, begin: int = 0
-) -> tuple[TokenStats, None, Saved]:
+) -> tuple[XlaTokenStats, None, MosaicSaved]:
     """As `forward`, with exponentials kept: in the plan's rooms, from position `begin` of those on.
 
     memory: as of `rooms_of`.
@@ -142,7 +142,7 @@ def _keeping(
     in_parts = plan.by_tokens and plan.kept_in_gradient > 0
     size = max(plan.kept_in_gradient, plan.kept_in_digits, plan.kept_in_scratch) if in_parts else kept
     rooms = rooms_of(layer, plan, tiles["weight_product"], memory)
-    state: Any = vary_alike((rooms, Partials.empty(config.parts(layer.vocab), plan.kept, wanted)), at.number)
+    state: Any = vary_alike((rooms, MosaicPartials.empty(config.parts(layer.vocab), plan.kept, wanted)), at.number)
     targets: list[Array] = []
     shifts: list[Array] = []
     source = call.tokens.source
@@ -185,12 +185,12 @@ def _keeping(
     moved = (in_rooms(x, 0) for x in (shift, base))
     rooms = written(rebase.rebase_exponentials, static, rooms, partials.maximum, *moved, whole.number)
     saved = unfused((base, Exponentials.of(rooms, plan)))
-    return stats, None, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
+    return stats, None, MosaicSaved(call, XlaTokenStats(stats.lse, stats.log_prob), *saved)
 
 
 def _forward_by_tokens(
-    plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call
-) -> tuple[TokenStats, None, Saved]:
+    plan: MosaicPlan, wanted: Wanted, needs: XlaProjection, call: LossCall
+) -> tuple[XlaTokenStats, None, MosaicSaved]:
     """Chunk by chunk of positions, whose exponentials are used up at once.
 
     Some of the first chunk's may be where the weight's sum will be: its part of that overwrites them.
@@ -199,7 +199,7 @@ def _forward_by_tokens(
 
     from onchip.kernels.mosaic.launch import in_place
     from onchip.vocab.mosaic import products
-    from onchip.vocab.mosaic.sums import Sum, half_a_place
+    from onchip.vocab.mosaic.sums import MosaicSum, half_a_place
 
     at, tiles = Positions.of(call), tiles_of(call)
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
@@ -211,8 +211,8 @@ def _forward_by_tokens(
     in_memory = plan.kept_in_gradient + plan.kept_in_digits
 
     def chunk(
-        start: Array | int, size: int, one: MosaicPlan, begin: int, carry: tuple[TokenStats, Sums]
-    ) -> tuple[TokenStats, Sums]:
+        start: Array | int, size: int, one: MosaicPlan, begin: int, carry: tuple[XlaTokenStats, MosaicSums]
+    ) -> tuple[XlaTokenStats, MosaicSums]:
         mine = rows_from(call, start, size)
         # Of no tokens the first chunk's kernels write zeros, and the others' nothing.
         here = Positions.of(mine, jnp.where(start == 0, 1, 0))
@@ -234,7 +234,7 @@ def _forward_by_tokens(
             total, first = sums.weight, one.kept_in_gradient > 0 and not begin
             if kept.gradient is not None:
                 digits = total.digits if kept.digits is None else kept.digits.in_weight_grad
-                total = Sum(kept.gradient.in_weight_grad, digits)
+                total = MosaicSum(kept.gradient.in_weight_grad, digits)
             beside = kept.lying((None, None)) if first else Exponentials(scratch=kept.scratch)
             static = {"vocab_major": major, "kept_tokens": plan.kept_in_gradient if first else 0}
             static["config"] = tiles_of(call, size)["weight_product"]
@@ -255,9 +255,12 @@ def _forward_by_tokens(
             sums = sums._replace(weight=run_state(add)(total))
         return write_rows(stats, found, start), sums
 
-    of_weight = Sum.empty(weight, tiles["weight_product"]) if needs.weight else None
+    of_weight = MosaicSum.empty(weight, tiles["weight_product"]) if needs.weight else None
     of_hidden = [lax.empty(layer.hidden.shape, dtype) for dtype in (layer.hidden.dtype, jnp.uint8)]
-    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(of_hidden if needs.hidden else None, of_weight)
+    carry = (
+        XlaTokenStats.empty(call.ids, wanted, layer.accumulator),
+        MosaicSums(of_hidden if needs.hidden else None, of_weight),
+    )
     carry = vary_alike(carry, at.number)
     done, size, rooms, begin = plan.first_chunk, plan.token_chunk, others, 0
     if done:
@@ -269,7 +272,7 @@ def _forward_by_tokens(
     stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(done + i * size, size, rooms, begin, carry), carry)
     inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
     saved = unfused(sums._replace(inverse_grad_scale=inverse))
-    return stats, None, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=saved)
+    return stats, None, MosaicSaved(call, XlaTokenStats(stats.lse, stats.log_prob), sums=saved)
 
 
 def _hidden_of_chunk(
@@ -310,7 +313,7 @@ def _hidden_of_chunk(
 # ----------------------------------------------------------------------------------------------------------- backward
 
 
-def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
+def backward(plan: MosaicPlan, needs: XlaProjection, saved: MosaicSaved, grad_loss: Array) -> XlaProjection:
     """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
     if plan.by_tokens:
         return _backward_by_tokens(needs, saved, grad_loss)
@@ -323,12 +326,12 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
 
 def gradients(
     plan: MosaicPlan,
-    needs: Projection,
-    saved: Saved,
+    needs: XlaProjection,
+    saved: MosaicSaved,
     at: Positions,
     above: Upstream,
     by_logits: Callable[[Operands, Array, int], Array] | None = None,
-) -> Projection:
+) -> XlaProjection:
     """The gradients, of each position's factors.
 
     by_logits: of a chunk of the vocabulary, in the place of `gradient_tiles`: of the operands, the chunk's first entry
@@ -438,10 +441,10 @@ def gradients(
         grad_hidden = saved.call.shard.summed(grad_hidden)
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
     grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
-    return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
+    return XlaProjection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
 
 
-def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
+def _backward_by_tokens(needs: XlaProjection, saved: MosaicSaved, grad_loss: Array) -> XlaProjection:
     """Of the sums that forward has made."""
     from jax.experimental.pallas import run_state
 
@@ -470,7 +473,7 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
             )  # fmt: skip
 
         grad_weight = unfused(run_state(finish)(out))
-    return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
+    return XlaProjection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
 
 
 def _even_rows(at: Positions, even: Array | None) -> Array | None:

@@ -15,8 +15,8 @@ from jax import lax
 
 from onchip.vocab.mosaic.bits import join
 from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
-from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, Wanted, cut_rows, select_tokens
+from onchip.vocab.xla.loss import LossCall
+from onchip.vocab.xla.tiles import CountedTokens, Softmax, Wanted, XlaProjection, XlaTokenStats, cut_rows, select_tokens
 
 Array = jax.Array
 # The kernels' maximum where every logit is -inf: finite, even times a scale, so that no difference of two is NaN.
@@ -25,7 +25,7 @@ LOWEST = -1.0e30
 NO_LABEL = 2**31 - 1
 
 
-def select(plan: Any, labels: Array) -> Tokens:
+def select(plan: Any, labels: Array) -> CountedTokens:
     return select_tokens(labels, max(1, plan.positions(len(labels))), by_label=True)
 
 
@@ -42,14 +42,14 @@ class Operands(NamedTuple):
     class_weight: Array | None = None  # [V up to a multiple of 256] float32: of label smoothing's part of each entry
 
 
-class Labels(NamedTuple):
+class MosaicLabels(NamedTuple):
     """Soft labels of every entry, as the kernels take them."""
 
     values: Array  # [T, V] float32, bfloat16 or float16
     first: Array  # [1] int32: the token of the first position; the others' follow
 
 
-class Partials(NamedTuple):
+class MosaicPartials(NamedTuple):
     """Of each part of the vocabulary and position, [parts, P]: what the softmax kernels leave; None: not wanted.
 
     Those of positions past the last tile that counts are left unwritten.  With soft labels q for every entry, what is
@@ -67,7 +67,9 @@ class Partials(NamedTuple):
     plain_mass: Any = None
 
     @staticmethod
-    def empty(parts: int, tokens: int, wanted: Wanted, *, labels: bool = False, weighed: bool = False) -> "Partials":
+    def empty(
+        parts: int, tokens: int, wanted: Wanted, *, labels: bool = False, weighed: bool = False
+    ) -> "MosaicPartials":
         """With soft `labels` for every entry, which may be `weighed` by class."""
 
         def some(wanted: bool = True, dtype: Any = jnp.float32) -> Any:
@@ -75,7 +77,7 @@ class Partials(NamedTuple):
 
         known = some(), some(), some(wanted.even), some(wanted.entropy), some(wanted.argmax, jnp.int32)
         plain = labels and weighed and wanted.entropy
-        return Partials(*known, some(labels), some(labels), some(plain), some(plain))
+        return MosaicPartials(*known, some(labels), some(labels), some(plain), some(plain))
 
 
 class Positions(NamedTuple):
@@ -84,7 +86,7 @@ class Positions(NamedTuple):
     Logits are x * factor, with x = tanh((product + bias) * inner), or product + bias without softcap.
     """
 
-    call: Call
+    call: LossCall
     there: Array  # [P] bool: not beyond the last token
     number: Array  # [1] int32: how many there are, but `least` at least
     label: Array  # [P] int32, -1 where there is none
@@ -94,7 +96,7 @@ class Positions(NamedTuple):
     class_weight: Array | None  # [V up to a multiple of 256] float32, where label smoothing is weighed by class
 
     @staticmethod
-    def of(call: Call, least: Array | int = 1) -> "Positions":
+    def of(call: LossCall, least: Array | int = 1) -> "Positions":
         """least: 1 where the kernels must write something even if no position is there, else 0."""
         transform, bias, there, ids = call.transform, call.source.bias, call.tokens.there(), call.ids
         each = None if call.terms.label_smoothing is None else call.class_weight
@@ -126,7 +128,7 @@ class Positions(NamedTuple):
         )
 
     @property
-    def layer(self) -> Projection:
+    def layer(self) -> XlaProjection:
         return self.call.source  # type: ignore[no-any-return]
 
     def operands(self, rows: Array, part: slice) -> Operands:
@@ -186,7 +188,7 @@ class Positions(NamedTuple):
             done = jax.tree.leaves(made[-1])[0] if made else self.call.tokens.number
             yield self.rows(after(self.call.tokens.source[part], done)), part
 
-    def joined(self, made: list[TokenStats] | list[Softmax]) -> TokenStats:
+    def joined(self, made: list[XlaTokenStats] | list[Softmax]) -> XlaTokenStats:
         """The statistics of all positions, from those of neighbouring parts that `stats` makes."""
         whole: Any = concatenated(made)
         if self.call.shard is not None:
@@ -195,7 +197,7 @@ class Positions(NamedTuple):
 
     def stats(
         self,
-        partials: Partials,
+        partials: MosaicPartials,
         target: Array,
         part: slice,
         label: Array | None = None,
@@ -258,7 +260,7 @@ def concatenated(made: list[Any]) -> Any:
     return made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
 
 
-def rows_from(call: Call, start: Array | int, size: int) -> Call:
+def rows_from(call: LossCall, start: Array | int, size: int) -> LossCall:
     """So many rows of a call, from `start` on, but for what its loss is reduced with."""
     tokens, temperature = call.tokens, call.transform.temperature
     by_row = temperature if temperature is not None and temperature.ndim else None
@@ -294,7 +296,7 @@ class Upstream(NamedTuple):
     inverse_grad_scale: Array | None  # [1]: what products are multiplied by, where rows were scaled up for float16
 
     @staticmethod
-    def of(positions: Positions, stats: TokenStats, grad_loss: Array) -> "Upstream":
+    def of(positions: Positions, stats: XlaTokenStats, grad_loss: Array) -> "Upstream":
         call, there = positions.call, positions.there
         row_scale, grad_scale = call.scaled_rows(grad_loss)
         gradient = call.gradient(stats, row_scale)
@@ -311,7 +313,7 @@ class Upstream(NamedTuple):
             None if grad_scale is None else (1 / grad_scale).reshape(1),
         )
 
-    def apart(self, positions: Positions, stats: TokenStats) -> "Upstream":
+    def apart(self, positions: Positions, stats: XlaTokenStats) -> "Upstream":
         """Where targets' terms are added to products of all other entries: with softcap's derivative.  Label
         smoothing's part is taken from all entries alike then, and given back to the target's.
         """

@@ -20,14 +20,14 @@ from onchip.kernels.mosaic.product import (
     MosaicConfig,
     Part,
     Product,
-    Step,
+    ProductStep,
     load_block,
     send_to,
 )
 from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.registers import Registers
-from onchip.vocab.mosaic.blocks import Kept, by_range, tokens_of, vocab_of
-from onchip.vocab.mosaic.sums import Sum, added, store_sum, word_columns
+from onchip.vocab.mosaic.blocks import KeptBlocks, by_range, tokens_of, vocab_of
+from onchip.vocab.mosaic.sums import MosaicSum, added, store_sum, word_columns
 
 
 def weight_product(
@@ -40,9 +40,9 @@ def weight_product(
     first: Array,  # [1] int32: vocabulary entry with which a group of chunks begins
     chunks: Array,  # [2] int32: entries of the group before the chunks alike, and of each, a multiple of the tile
     number: Array | None = None,  # [1] int32: how many of these are before the chunk
-    kept: Kept | None = None,  # with `out` for the memory of the weight's gradient
+    kept: KeptBlocks | None = None,  # with `out` for the memory of the weight's gradient
     kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
-    in_digits: Kept | None = None,  # those of the next, with the `Sum`'s digits for the memory of the gradient
+    in_digits: KeptBlocks | None = None,  # those of the next, with the `Sum`'s digits for the memory of the gradient
     in_scratch: Array
     | None = None,  # exponentials of the next, of all of the vocabulary: [V', those or more], or turned
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
@@ -63,7 +63,7 @@ def weight_product(
     """
     c = config
     tokens, hidden = rows.shape
-    total = out if isinstance(out, Sum) else None
+    total = out if isinstance(out, MosaicSum) else None
     out = out if total is None else total.first
     vocab = vocab_of(out, vocab_major)
     digits_end = kept_tokens + (0 if in_digits is None else tokens_of(in_digits.spare, vocab_major))
@@ -89,7 +89,7 @@ def weight_product(
         tiles_v, tiles_h = jnp.where(steps > 0, ceil_div(there, tile_v), 0), -(-hidden // tile_h)
         return (tiles_v, tiles_h, steps) if vocab_major else (tiles_h, tiles_v, steps)
 
-    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         t = s.k * c.tile_k
         v, h = (s.i, s.j) if vocab_major else (s.j, s.i)
         v, h = v * tile_v, h * tile_h
@@ -102,7 +102,7 @@ def weight_product(
             else:
                 load_block(source, t, c.tile_k, v, tile_v, b, barrier)
 
-        def from_kept(where: Kept | None, memory: str, spare: str, t: Any) -> None:
+        def from_kept(where: KeptBlocks | None, memory: str, spare: str, t: Any) -> None:
             assert where is not None
             lax.cond(
                 first < where.split,
@@ -152,7 +152,7 @@ def weight_product(
         taken = taken if begins is None else jnp.where(refs["begins"][0] != 0, taken, 0.0)
         return registers.spread(taken, shape, over)
 
-    def copy_sum(refs: Refs, s: Step, w: int, a: Any, b: Any, barrier: Any) -> None:
+    def copy_sum(refs: Refs, s: ProductStep, w: int, a: Any, b: Any, barrier: Any) -> None:
         """A warpgroup's part of a tile of the sum, in the places of the operands."""
         v = refs["first"][0] + before(refs)
         row, column = s.i * c.tile_m + w * BOX, s.j * c.tile_n
@@ -206,9 +206,9 @@ def hidden_product(
     vocab_major: bool,
     tokens: int,  # T
     first_token: Array | None = None,  # [1] int32: the T tokens begin there; `count` and `scale` are of all then
-    kept: Kept | None = None,  # of the first tokens, `in_weight_grad` a reference
+    kept: KeptBlocks | None = None,  # of the first tokens, `in_weight_grad` a reference
     kept_tokens: int = 0,
-    in_digits: Kept | None = None,  # those of the next
+    in_digits: KeptBlocks | None = None,  # those of the next
     in_scratch: Array | None = None,  # and of the last ones, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
@@ -258,7 +258,7 @@ def hidden_product(
         tiles_m, steps = tiles_and_steps(refs)
         return tiles_m * slices, -(-hidden // c.tile_n), steps
 
-    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:
         tiles_m, steps = tiles_and_steps(refs)
         v = (lax.div(s.i, tiles_m) * steps + s.k) * c.tile_k
         t, h = lax.rem(s.i, tiles_m) * c.tile_m, s.j * c.tile_n
@@ -270,7 +270,7 @@ def hidden_product(
             else:
                 load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
 
-        def from_kept(where: Kept | None, memory: str, spare: str, t: Any) -> None:
+        def from_kept(where: KeptBlocks | None, memory: str, spare: str, t: Any) -> None:
             assert where is not None
             lax.cond(
                 v < where.split,

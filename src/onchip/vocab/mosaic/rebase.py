@@ -20,7 +20,7 @@ from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, load_block, swizzled
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.bits import join, to_bits
-from onchip.vocab.mosaic.blocks import LOG2E, REACH, Kept, by_range, tokens_of, vocab_of
+from onchip.vocab.mosaic.blocks import LOG2E, REACH, KeptBlocks, by_range, tokens_of, vocab_of
 from onchip.vocab.mosaic.positions import NO_LABEL
 from onchip.vocab.mosaic.sums import bits_of
 
@@ -31,7 +31,7 @@ _AHEAD = 8  # rows of hidden that are on their way at a time
 
 
 def rebase_exponentials(
-    rooms: Sequence[Kept],  # references, as of `softmax_tiles`
+    rooms: Sequence[KeptBlocks],  # references, as of `softmax_tiles`
     maximum: Array,  # [parts, T] float32: of z, as of `softmax_tiles` with the same config
     before: Array,  # [T] float32: what the exponentials are relative to
     after: Array,  # [T] float32: what they are to be relative to

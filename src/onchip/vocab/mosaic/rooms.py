@@ -11,8 +11,8 @@ from jax import lax
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan, hidden_slices, split_at, up
 from onchip.vocab.mosaic.positions import Positions, after
-from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection
+from onchip.vocab.xla.loss import LossCall
+from onchip.vocab.xla.tiles import XlaProjection
 
 Array = jax.Array
 # A float16 exponential is kept times this: without it, whatever is below 6e-8 would be lost.
@@ -22,8 +22,8 @@ _FLOAT16_EXPONENTIAL = 32768.0
 class Exponentials(NamedTuple):
     """Where those of some positions are, in order: as many as there is room for in each."""
 
-    gradient: Any = None  # a `Kept`, with the weight's gradient
-    digits: Any = None  # a `Kept`, with the digits of the weight's sum
+    gradient: Any = None  # a `KeptBlocks`, with the weight's gradient
+    digits: Any = None  # a `KeptBlocks`, with the digits of the weight's sum
     scratch: Any = None  # one without
 
     @staticmethod
@@ -44,7 +44,7 @@ class Exponentials(NamedTuple):
         return self._replace(gradient=gradient, digits=digits)
 
 
-def tiles_of(call: Call, tokens: int | None = None) -> dict[str, Any]:
+def tiles_of(call: LossCall, tokens: int | None = None) -> dict[str, Any]:
     """How each kernel is cut, the weight's product of so many tokens."""
     from onchip.kernels.mosaic.product import MosaicConfig
 
@@ -58,13 +58,13 @@ def exponential_scale(dtype: Any) -> float:
     return _FLOAT16_EXPONENTIAL if dtype == jnp.float16 else 1.0
 
 
-def rooms_of(layer: Projection, plan: MosaicPlan, config: Any, memory: Any) -> list[Any]:
-    """Memory for exponentials, a `Kept` of each kind that the plan has: one for the positions after another's.
+def rooms_of(layer: XlaProjection, plan: MosaicPlan, config: Any, memory: Any) -> list[Any]:
+    """Memory for exponentials, a `KeptBlocks` of each kind that the plan has: one for the positions after another's.
 
-    memory: that of the weight's sum, a `Sum`, if it is there already.
+    memory: that of the weight's sum, a `MosaicSum`, if it is there already.
     """
-    from onchip.vocab.mosaic.blocks import Kept
-    from onchip.vocab.mosaic.sums import Sum
+    from onchip.vocab.mosaic.blocks import KeptBlocks
+    from onchip.vocab.mosaic.sums import MosaicSum
 
     split, whole = split_at(layer.vocab, plan.chunk), up(layer.vocab, VOCAB_TILE)
 
@@ -73,13 +73,13 @@ def rooms_of(layer: Projection, plan: MosaicPlan, config: Any, memory: Any) -> l
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    of_sum = memory or Sum.empty(layer.weight, config)
+    of_sum = memory or MosaicSum.empty(layer.weight, config)
     rooms = [
-        Kept(memory, scratch(whole - split, tokens), plan.chunk, split)
+        KeptBlocks(memory, scratch(whole - split, tokens), plan.chunk, split)
         for tokens, memory in ((plan.kept_in_gradient, of_sum.first), (plan.kept_in_digits, of_sum.digits))
         if tokens
     ]
-    return [*rooms, Kept(None, scratch(whole, plan.kept_in_scratch))] if plan.kept_in_scratch else rooms
+    return [*rooms, KeptBlocks(None, scratch(whole, plan.kept_in_scratch))] if plan.kept_in_scratch else rooms
 
 
 def hidden_in_slices(at: Positions, in_scratch: Any, scale: Array) -> Array:

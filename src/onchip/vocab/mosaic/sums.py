@@ -44,18 +44,18 @@ def word_columns(dtype: Any) -> int:
     return _COLUMNS * bits_of(dtype) // 16
 
 
-class Sum(NamedTuple):
+class MosaicSum(NamedTuple):
     """A sum, or references to it."""
 
     first: Any  # [rows, columns]
     digits: Any  # [rows, `word_columns` for each tile of the columns]
 
     @staticmethod
-    def empty(like: Array, config: MosaicConfig) -> "Sum":
+    def empty(like: Array, config: MosaicConfig) -> "MosaicSum":
         """Of a matrix like this one, not yet written."""
         rows, columns = like.shape
         digits = rows, -(-columns // config.tile_n) * word_columns(like.dtype)
-        return Sum(lax.empty(like.shape, like.dtype), lax.empty(digits, like.dtype))
+        return MosaicSum(lax.empty(like.shape, like.dtype), lax.empty(digits, like.dtype))
 
     def value(self, config: MosaicConfig) -> Array:
         """[rows, columns] float32, of first bits that aren't the nearest."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from onchip.frontend.torch_inputs import LOSS_DTYPES
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import parallel
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory
 from onchip.vocab.rows.torch import flatten
 from onchip.vocab.torch.tiles import Ids
@@ -87,7 +87,7 @@ class RowsCall:
         """Which tokens and ids count; values are always checked on the CPU, unless kernels run."""
         raise NotImplementedError
 
-    def problem(self, tokens: Ids | None = None) -> memory.Problem:
+    def problem(self, tokens: Ids | None = None) -> memory.RowsProblem:
         """What plans are made for; kernels need no `tokens`."""
         mine, of_op = self.mine, dict(self.of_op)
         gathered = of_op.pop("gathered", False) or flatten(mine) is None
@@ -104,11 +104,11 @@ class RowsCall:
             "triton": self.kernels,
             "sent": parallel.sent_bytes(self.number, self.sent, self.shards, mine) if self.shards.there else 0,
         }
-        return memory.Problem(**given, **of_op)
+        return memory.RowsProblem(**given, **of_op)
 
-    def config(self, tokens: Ids | None = None) -> Config:
+    def config(self, tokens: Ids | None = None) -> ChunkConfig:
         """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
         vocab = self.mine.shape[-1]
         if self.shards.there and vocab == 0:
-            return Config("forward", 1, 1)
-        return Config("forward", memory.plan(self.problem(tokens), "", self.options.scratch_bytes), vocab)
+            return ChunkConfig("forward", 1, 1)
+        return ChunkConfig("forward", memory.plan(self.problem(tokens), "", self.options.scratch_bytes), vocab)

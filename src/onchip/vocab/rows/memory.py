@@ -13,7 +13,7 @@ USEFUL = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True)
-class Problem:
+class RowsProblem:
     """All that memory depends on.  Sizes in elements, the logits' dtype by name, `device` 'cpu' or 'cuda'."""
 
     tokens: int
@@ -45,17 +45,17 @@ class Problem:
     """Bytes of what ranks exchange, of a sharded vocabulary."""
 
 
-def logits_bytes(p: Problem) -> int:
+def logits_bytes(p: RowsProblem) -> int:
     """Bytes of the logits in float32, which this op never stores."""
     return 4 * p.tokens * p.vocab
 
 
-def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
+def scratch_parts(p: RowsProblem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     return _parts(p, rows) | ({"what ranks exchange": p.sent} if p.sent else {})
 
 
-def _parts(p: Problem, rows: int) -> dict[str, int]:
+def _parts(p: RowsProblem, rows: int) -> dict[str, int]:
     """The same of a vocabulary that isn't sharded."""
     if p.triton:
         return {"vectors": (96 + 80 * p.ids if p.ids or p.labels else 48) * p.tokens + 4 * p.vocab * p.class_weight}
@@ -85,12 +85,12 @@ def _parts(p: Problem, rows: int) -> dict[str, int]:
     }
 
 
-def default_scratch(p: Problem, strategy: str = "") -> int:
+def default_scratch(p: RowsProblem, strategy: str = "") -> int:
     """256 MiB or an eighth of the float32 logits, whichever is more, and at least what a useful chunk needs."""
     return chunks.default_scratch(logits_bytes(p), scratch_bytes(p, _useful_rows(p)))
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[int]:
+def _candidates(p: RowsProblem, strategy: str, budget: int) -> Iterator[int]:
     """The rows of a chunk: the fewest, most even chunks that fit."""
     if p.triton:
         yield max(1, p.tokens)
@@ -99,7 +99,7 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[int]:
     yield even_chunk(p.tokens, largest(lambda rows: scratch_bytes(p, rows) <= budget, 1, most, 1), 1)
 
 
-def _useful_rows(p: Problem) -> int:
+def _useful_rows(p: RowsProblem) -> int:
     return min(max(1, p.tokens), -(-USEFUL[p.device] // p.vocab))
 
 

@@ -13,7 +13,7 @@ from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import memory
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.memory import Problem
 from onchip.vocab.torch.tiles import Ids, Projection
 
@@ -157,7 +157,7 @@ class LinearCall(Layer):
         more = {**self.of_op, "sharded": self.shards.there, **more}
         return super().problem(device, softcap=self.options.softcap is not None, copied=self.copied, **more)
 
-    def plan(self, strategy: str, tokens: Ids, **more: Any) -> Config:
+    def plan(self, strategy: str, tokens: Ids, **more: Any) -> ChunkConfig:
         """Of PyTorch's own products."""
         problem = self.problem(compacted=tokens.index is not None, **more)
         return memory.plan(problem, strategy, self.budget)

@@ -20,10 +20,10 @@ from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import loss as maths
 from onchip.vocab import parallel
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows.torch import flatten
 from onchip.vocab.torch import labels, walk
-from onchip.vocab.torch.loss import Outputs, reduced, scaled_rows
+from onchip.vocab.torch.loss import LossOutputs, reduced, scaled_rows
 from onchip.vocab.torch.softmax import Asked, Running, TokenStats
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
@@ -54,14 +54,14 @@ class DenseStats(NamedTuple):
     stats: SoftStats
 
 
-def outputs_of(call: Any, made: DenseStats, tokens: Tokens) -> Outputs:
+def outputs_of(call: Any, made: DenseStats, tokens: Tokens) -> LossOutputs:
     """What an operator returns, of a call's labels (`labels`)."""
     shape, of = labels.leading(call), made.stats
 
     def by_token(x: Tensor | None) -> Any:
         return None if x is None else x.view(shape)
 
-    return Outputs(
+    return LossOutputs(
         reduced(call.options, made.loss * tokens.weight, tokens, shape), by_token(made.lse), by_token(made.log_prob),
         by_token(of.entropy), by_token(of.correct), by_token(of.argmax), by_token(of.expected),
         by_token(of.target_logit), by_token(made.largest), by_token(made.mass),
@@ -74,7 +74,7 @@ def known_of(kept: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return lse, log_prob[:, None], largest[:, None], mass
 
 
-def statistics(op: str, call: Any, tokens: Tokens) -> Outputs:
+def statistics(op: str, call: Any, tokens: Tokens) -> LossOutputs:
     """What an operator of a layer returns."""
     mine = _local(call)
     config = _plan(mine, tokens)
@@ -82,9 +82,9 @@ def statistics(op: str, call: Any, tokens: Tokens) -> Outputs:
     return outputs_of(call, dense_stats(op, mine.layer, call.options, call.shards, *given), tokens)
 
 
-def _plan(mine: Any, tokens: Tokens) -> Config:
+def _plan(mine: Any, tokens: Tokens) -> ChunkConfig:
     """The same in forward and backward."""
-    config: Config = mine.plan("stash", tokens)
+    config: ChunkConfig = mine.plan("stash", tokens)
     return config
 
 
@@ -102,7 +102,7 @@ def _local(call: Any) -> Any:
 
 
 def gradients(call: Any, tokens: Tokens, kept: Any, grad_loss: Tensor) -> walk.Gradients:
-    """Those of a layer, of what is kept of its `Outputs`, and of the upstream gradient of the reduced loss."""
+    """Those of a layer, of what is kept of its `LossOutputs`, and of the upstream gradient of the reduced loss."""
     options, shards, mine, known = call.options, call.shards, _local(call), known_of(kept)
     layer, out, whole = mine.layer, mine.weight_grad_out, Whole.of(call.vocab, call.class_weight)
     each = tokens.upstream(grad_loss, options.reduction)
@@ -157,7 +157,7 @@ def dense_stats(
     options: Any,
     shards: Shards,
     tokens: Ids,
-    config: Config,
+    config: ChunkConfig,
     probs: Tensor,  # [..., V], or [..., rows] of this rank's shard
     class_weight: Tensor | None,  # [V]
 ) -> DenseStats:
@@ -187,7 +187,7 @@ def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Ten
 
 
 def dense_sums(
-    source: Any, options: Any, tokens: Ids, config: Config, probs: Tensor, class_weight: Tensor | None
+    source: Any, options: Any, tokens: Ids, config: ChunkConfig, probs: Tensor, class_weight: Tensor | None
 ) -> DenseSums:
     """Arguments as of `dense_stats`, or a part of the vocabulary's, which may be empty; the softmax's `log_prob` is
     that of the largest logit."""

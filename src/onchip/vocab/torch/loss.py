@@ -95,7 +95,7 @@ def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> 
     return losses if options.reduction == "none" else losses.sum() * tokens.inverse_count
 
 
-class Outputs(NamedTuple):
+class LossOutputs(NamedTuple):
     """What an operator returns of a cross-entropy, by token in the leading dimensions."""
 
     loss: Tensor  # [...] or []
@@ -113,7 +113,7 @@ class Outputs(NamedTuple):
     mass: Tensor | None = None  # their sum, weighed by class
 
     @staticmethod
-    def empty(call: Any, like: Tensor, *, kernels: bool = False, reduced: bool = True) -> "Outputs":
+    def empty(call: Any, like: Tensor, *, kernels: bool = False, reduced: bool = True) -> "LossOutputs":
         """Not yet filled, of a call's labels (`labels`) and of hidden states or logits `like` these; as `kernels` of
         labels of every entry fill it in, or PyTorch's operations, and with the `reduced` loss or that by token."""
         options, shape, dense = call.options, labels.leading(call), call.kind == "dense"
@@ -122,14 +122,14 @@ class Outputs(NamedTuple):
         def make(wanted: bool = True, dtype: torch.dtype = total, shape: Sequence[int] = shape) -> Any:
             return stated.empty(shape, dtype, like.device) if wanted else None
 
-        return Outputs(
+        return LossOutputs(
             make(shape=() if reduced and options.reduction != "none" else shape), make(), make(shape=call.ids.shape),
             make(stats), make(stats, torch.bool), make(stats, torch.int64), make(soft), make(soft),
             make(dense and not kernels, torch.int64), make(dense),
         )  # fmt: skip
 
     @staticmethod
-    def of(call: Any, stats: TokenStats, tokens: Tokens) -> "Outputs":
+    def of(call: Any, stats: TokenStats, tokens: Tokens) -> "LossOutputs":
         """Of ids, given the statistics of the whole vocabulary."""
         options, shape = call.options, labels.leading(call)
 
@@ -137,7 +137,7 @@ class Outputs(NamedTuple):
             return None if x is None else tokens.spread(x, shape, fill)
 
         loss = reduced(options, token_losses(options, stats, tokens), tokens, shape)
-        made = Outputs(loss, spread(stats.lse), tokens.spread(stats.log_prob, call.ids.shape))
+        made = LossOutputs(loss, spread(stats.lse), tokens.spread(stats.log_prob, call.ids.shape))
         if not options.return_stats:
             return made
         made = made._replace(entropy=spread(stats.entropy), argmax=spread(stats.argmax, -1))
@@ -169,7 +169,7 @@ class Outputs(NamedTuple):
         return LossStats(*made)
 
 
-def returned(out: Outputs, options: Any, kind: str, length: int | None = None) -> Tensor | WithStats:
+def returned(out: LossOutputs, options: Any, kind: str, length: int | None = None) -> Tensor | WithStats:
     """What a public function returns, of labels of this kind; with a sequence's `length`, what is by token is filled
     up to that with what ignored tokens have."""
     stats = out.stats(kind) if options.return_stats else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from onchip.frontend.torch_parallel import Shards
 from onchip.kernels.torch_products import product
 from onchip.vocab import parallel
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, spans, temperature_of
@@ -33,7 +33,7 @@ def statistics(op: str, call: LinearCall, tokens: Ids, asked: Asked) -> TokenSta
 
 
 def statistics_of(
-    op: str, source: Any, options: Any, shards: Shards, tokens: Ids, config: Config, asked: Asked
+    op: str, source: Any, options: Any, shards: Shards, tokens: Ids, config: ChunkConfig, asked: Asked
 ) -> TokenStats:
     """The same of anything that has the logits, or this rank's part of them, as `forward` takes it."""
     if not shards.there:
@@ -67,7 +67,7 @@ def gradients(
     return hidden, *(parallel.padded(x, len(call.weight)) for x in others)
 
 
-def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked) -> TokenStats:
+def forward(source: Any, options: Any, tokens: Ids, config: ChunkConfig, asked: Asked) -> TokenStats:
     """The statistics of every token; one product.
 
     `source` has the logits: a Projection, or anything with such a `vocab` and `reader`.
@@ -75,7 +75,7 @@ def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked
     return softmax(source, options, tokens, config, asked).stats(tokens, source.vocab, asked)
 
 
-def softmax(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked) -> Running:
+def softmax(source: Any, options: Any, tokens: Ids, config: ChunkConfig, asked: Asked) -> Running:
     """The softmax of every token, of the same arguments."""
     n = tokens.number
     running = Running.empty(tokens.ids, tokens.dtype)
@@ -94,7 +94,7 @@ def softmax(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked
 def stash(
     call: LinearCall,
     tokens: Ids,
-    config: Config,
+    config: ChunkConfig,
     gradient: Callable[[Tensor, Tensor, int, int], TokenGradient],
     asked: Asked,
     *,
@@ -129,7 +129,7 @@ def stash(
 def recompute(
     call: LinearCall,
     tokens: Ids,
-    config: Config,
+    config: ChunkConfig,
     gradient: TokenGradient,
     *,
     grad_scale: Tensor | None,

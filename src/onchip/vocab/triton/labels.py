@@ -15,20 +15,20 @@ from onchip.frontend import torch_prepared as stated
 from onchip.vocab import loss as maths
 from onchip.vocab.rows.launches import rows_of
 from onchip.vocab.torch.call import LinearCall
-from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.torch.loss import LossOutputs
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import launches, setup, softmax
 from onchip.vocab.triton.blocks import odd
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.records import Labels, Partials, Picked, PositionTerms, Run
-from onchip.vocab.triton.setup import Gradients, Saved
+from onchip.vocab.triton.setup import Gradients, TritonSaved
 from onchip.vocab.triton.tiling import VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact
 
 
-class SoftStats(NamedTuple):
-    """What kernels make of labels as they are given, by the names of `Outputs`; None without return_stats."""
+class TritonSoftStats(NamedTuple):
+    """What kernels make of labels as they are given, by the names of `LossOutputs`; None without return_stats."""
 
     expected: Tensor | None
     entropy: Tensor | None
@@ -37,7 +37,7 @@ class SoftStats(NamedTuple):
     target_logit: Tensor | None
 
 
-class Known(NamedTuple):
+class KnownStats(NamedTuple):
     """What backward is given of forward, [T] float32."""
 
     lse: Tensor
@@ -52,14 +52,16 @@ def labels_of(values: Tensor | None, smoothing: float) -> Labels:
     return Labels(values, odd(inner), outer, row, values.stride(-1), smoothing)
 
 
-def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, labels: Labels, out: Outputs) -> None:
+def forward(
+    run: Run, call: LinearCall, config: TritonPlan, saved: TritonSaved, labels: Labels, out: LossOutputs
+) -> None:
     """Fill `out`, which is that of kernels with the loss of each token, without its weight; what backward needs is left
     in `saved`."""
     run, tokens, device = _cut(run), run.tokens, run.weight.device
     stated.zero(run.vectors.packed)
     if tokens == 0:
         return
-    given = SoftStats(*(getattr(out, name) for name in SoftStats._fields))
+    given = TritonSoftStats(*(getattr(out, name) for name in TritonSoftStats._fields))
     made = {"loss": out.loss, "lse": out.lse, "less": out.log_prob, "mass": out.mass, "stats": given}
     rows, _ = setup.rows_and_buffer(call, config, saved)
     temperature = call.token_temperature
@@ -90,9 +92,9 @@ def backward(
     run: Run,
     call: LinearCall,
     config: TritonPlan,
-    saved: Saved,
+    saved: TritonSaved,
     labels: Labels,
-    known: Known,
+    known: KnownStats,
     row: Tensor,  # [T] float32: of each token's loss, times the derivative of the logits by the product
     wanted: Sequence[bool],
     *,

@@ -112,7 +112,7 @@ def id_bytes(p: Problem) -> int:
     return (48 + (80 if p.smoothing else 72) * p.ids) * p.tokens if p.ids else 0
 
 
-class Sizes:
+class TritonSizes:
     """What the memory of a problem's plans is made of, but for its tokens: bytes, where nothing else is said."""
 
     def __init__(self, p: Problem) -> None:
@@ -247,13 +247,13 @@ CHUNK_PARTS = (
 
 
 @lru_cache(maxsize=1024)
-def sizes_of(p: Problem) -> Sizes:
+def sizes_of(p: Problem) -> TritonSizes:
     return _sizes(replace(p, tokens=0, copied=0))
 
 
 @lru_cache(maxsize=1024)
-def _sizes(p: Problem) -> Sizes:
-    return Sizes(p)
+def _sizes(p: Problem) -> TritonSizes:
+    return TritonSizes(p)
 
 
 def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
@@ -325,7 +325,7 @@ def lent(p: Problem, c: TritonPlan, *, first: bool) -> int:
 
 
 def work_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """`Sizes.work` of a chunk."""
+    """`TritonSizes.work` of a chunk."""
     longer, size = first and c.first_chunk > 0, min(c.token_chunk, p.tokens)
     return sizes_of(p).work(tokens, size, lent(p, c, first=first), longer=longer)
 

@@ -17,7 +17,7 @@ from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import gradients, launches, setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.records import BLOCK, TOKEN_TILE, VOCAB_TILE, LogitBuffer, PositionTerms, Run, Sum, Vectors
-from onchip.vocab.triton.setup import Gradients, Saved
+from onchip.vocab.triton.setup import Gradients, TritonSaved
 from onchip.vocab.triton.token_launches import finish_hidden
 
 
@@ -59,7 +59,7 @@ class Products:
         run: Run,
         layer: Layer,
         config: TritonPlan,
-        saved: Saved,
+        saved: TritonSaved,
         grads: Gradients,
         product_scale: Tensor,
         inverse_grad_scale: Tensor | None,

@@ -36,7 +36,7 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
     """The fastest plan that fits; of equally fast ones the smallest of few launches.  `kept`: by strategies but 'auto',
     tokens in the memory of the weight's gradient, and in scratch.
     """
-    made, columns = Search(p, budget), up(p.vocab, VOCAB_TILE)
+    made, columns = TritonSearch(p, budget), up(p.vocab, VOCAB_TILE)
     holds = strategy != "recompute" and may_hold(p)
     if holds:
         # All in scratch: the weight's gradient in one launch.
@@ -61,7 +61,7 @@ class Found(NamedTuple):
     fields: dict[str, Any]  # of the plan
 
 
-class Search:
+class TritonSearch:
     """Plans of a problem with gradients that fit a budget, and may be among the fastest.
 
     A bound that is soon computed tells which could be; of the others neither cost nor memory is.

@@ -79,7 +79,7 @@ def _plan(call: LinearCall, **more: Any) -> TritonPlan:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-class Saved(NamedTuple):
+class TritonSaved(NamedTuple):
     """What forward leaves for backward; see walks.py.  Where no gradient is wanted, all but the vectors is empty."""
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
@@ -89,8 +89,8 @@ class Saved(NamedTuple):
     weight: Tensor  # in the products' dtype, as kernels can read it, if that is a copy that is kept; else empty
 
 
-def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fake: bool = False) -> Saved:
-    """The tensors of `Saved`; all but the weight's copy not yet filled."""
+def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fake: bool = False) -> TritonSaved:
+    """The tensors of `TritonSaved`; all but the weight's copy not yet filled."""
     hidden, weight = layer.hidden, layer.weight
     tiles = -(-weight.shape[0] // VOCAB_TILE)
     vectors = stated.empty(triton_spec.vector_elements(layer.number), torch.int32, hidden.device)
@@ -99,7 +99,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
         return stated.empty(0, layer.dtype, hidden.device)
 
     if not any(layer.grads):
-        return Saved(blank(), blank(), blank(), vectors, blank())
+        return TritonSaved(blank(), blank(), blank(), vectors, blank())
     make = empty if fake else aligned
     if config.in_forward:
         problem = layer.problem("cuda")
@@ -107,7 +107,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
         size += triton_spec.digits_beyond(problem, config)
         gradient = layer.grads[1] and not problem.weight_grad_out
         rows = weight.shape[0] + triton_spec.rows_beyond(problem, config)
-        return Saved(
+        return TritonSaved(
             stated.empty(hidden.shape, hidden.dtype, hidden.device) if layer.grads[0] else blank(),
             make(weight, (rows, weight.shape[1]), weight.dtype) if gradient else blank(),
             make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype),
@@ -123,7 +123,7 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
     # Backward needs the copy too, which takes an H100 2% of a step under autocast; who recomputes wants nothing kept.
     keeps = keep_weight and not (isinstance(config.kept, int) and config.kept == 0)
     copy = product_weight(weight, layer.dtype) if keeps else weight
-    return Saved(
+    return TritonSaved(
         stated.empty(hidden.shape, hidden.dtype if layer.grads[0] else layer.dtype, hidden.device),
         weight_memory,
         make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), layer.dtype),
@@ -170,7 +170,7 @@ class TokenChunk(NamedTuple):
     hidden_step: int  # positions whose hidden gradient is
 
     @staticmethod
-    def empty(layer: Layer, config: TritonPlan, saved: Saved, tokens: int, *, first: bool) -> "TokenChunk":
+    def empty(layer: Layer, config: TritonPlan, saved: TritonSaved, tokens: int, *, first: bool) -> "TokenChunk":
         """For at most so many tokens; `first`: of all."""
         hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
         vocab, left = up(layer.weight.shape[0], VOCAB_TILE), Sums.of(layer, saved)
@@ -216,13 +216,13 @@ class TokenChunk(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What forward leaves of gradients that it computed up to factors, in the memory of `Saved`."""
+    """What forward leaves of gradients that it computed up to factors, in the memory of `TritonSaved`."""
 
     hidden: "records.Sum"  # [T, H], by token
     weight: "records.Sum"  # [V, H]
 
     @staticmethod
-    def of(layer: Layer, saved: Saved) -> "Sums":
+    def of(layer: Layer, saved: TritonSaved) -> "Sums":
         from onchip.vocab.triton.records import Sum
 
         problem, scratch = layer.problem("cuda"), saved.scratch_memory.view(torch.uint8)
@@ -242,13 +242,13 @@ class Sums(NamedTuple):
         return Sums(hidden, weight)
 
 
-def position_rows(layer: Layer, saved: Saved) -> Tensor:
+def position_rows(layer: Layer, saved: TritonSaved) -> Tensor:
     """[T, H] of the products' dtype in the memory of hidden's gradient."""
     flat_memory = saved.hidden_memory.view(-1).view(layer.dtype)
     return flat_memory[: layer.hidden.numel()].view(-1, layer.hidden.shape[-1])
 
 
-def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "records.LogitBuffer":
+def logit_buffer(layer: Layer, config: TritonPlan, saved: TritonSaved, recomputed: int = 0) -> "records.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
     nothing = saved.scratch_memory[:0]
     weight_grad = saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing
@@ -332,7 +332,9 @@ def _spread(
     )
 
 
-def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, records.LogitBuffer | None]":
+def rows_and_buffer(
+    layer: Layer, config: TritonPlan, saved: TritonSaved
+) -> "tuple[Tensor, records.LogitBuffer | None]":
     """What forward fills in: hidden states by position, and exponentials, None where none are kept."""
     if any(layer.grads):
         return position_rows(layer, saved), logit_buffer(layer, config, saved) if config.kept > 0 else None
@@ -350,7 +352,7 @@ class Gradients(NamedTuple):
     add: bool  # to the weight's, which is the caller's
 
     @staticmethod
-    def of(layer: Layer, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
+    def of(layer: Layer, saved: TritonSaved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
         """Those of `layer`, the weight's added to `add_to` if that is given."""
         (vocab, size), weight, new, bias = layer.weight.shape, None, None, None
         if wanted[1]:
@@ -369,7 +371,7 @@ class Gradients(NamedTuple):
         return None, self.new_weight, None if self.bias is None else stated.converted(self.bias, lambda x: x.to(dtype))
 
 
-def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def in_memory(saved: TritonSaved, weight: Tensor, made: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of hidden and weight; the latter is the one `made` where nothing was kept in its memory."""
     return saved.hidden_memory, saved.weight_memory[: weight.shape[0]] if saved.weight_memory.numel() > 0 else made
 
@@ -405,7 +407,7 @@ IN_PLACE: dict[str, Any] = {
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def weight_in_backward(layer: Layer, config: TritonPlan, saved: Saved) -> Tensor:
+def weight_in_backward(layer: Layer, config: TritonPlan, saved: TritonSaved) -> Tensor:
     """As `make_run` takes it: where forward has computed the gradients, no products are left that need a copy."""
     return layer.weight if config.in_forward else saved.weight
 
@@ -422,7 +424,7 @@ def make_run(
     """A linear layer as the walks take it, with its kernels' tiles.
 
     `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
-    `class_weight`: [V] float32, contiguous.  `weight`: that of `Saved`, or of `weight_in_backward`.
+    `class_weight`: [V] float32, contiguous.  `weight`: that of `TritonSaved`, or of `weight_in_backward`.
     """
     from onchip.vocab.triton import records
 

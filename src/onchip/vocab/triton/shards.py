@@ -21,7 +21,7 @@ from onchip.vocab.torch.softmax import Asked, TokenStats
 from onchip.vocab.torch.tiles import Ids
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
-from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.setup import TritonSaved
 
 
 def of_shard(call: Any) -> Any:
@@ -30,7 +30,7 @@ def of_shard(call: Any) -> Any:
     return replace(parallel.local(call), ids=here, options=replace(call.options, ignore_index=parallel.IGNORED))
 
 
-def _run(mine: Any, saved: Saved, class_weight: Tensor | None, out: Tensor | None = None) -> Any:
+def _run(mine: Any, saved: TritonSaved, class_weight: Tensor | None, out: Tensor | None = None) -> Any:
     """Of the shard's own call."""
     shards: Shards = mine.shards
     part = parallel.class_weight_of_shard(class_weight, shards)
@@ -38,7 +38,7 @@ def _run(mine: Any, saved: Saved, class_weight: Tensor | None, out: Tensor | Non
     return replace(run, whole_vocab=shards.vocab, elsewhere=parallel.ELSEWHERE)
 
 
-def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, Saved]:
+def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, TritonSaved]:
     """The statistics of every token over the whole vocabulary, and what backward needs; arguments as of
     `walk.statistics`, `more` are fields of the problem."""
     from onchip.vocab.triton import walks
@@ -74,7 +74,7 @@ def plan(call: Any, **more: Any) -> TritonPlan:
     return setup.plan(parallel.local(call, fake=True), **more)
 
 
-def fake_saved(call: Any, **more: Any) -> Saved:
+def fake_saved(call: Any, **more: Any) -> TritonSaved:
     """Not yet filled."""
     mine = parallel.local(call, fake=True)
     return setup.make_saved(mine, setup.plan(mine, **more), fake=True)
@@ -83,7 +83,7 @@ def fake_saved(call: Any, **more: Any) -> Saved:
 def gradients(
     call: Any,
     config: TritonPlan,
-    saved: Saved,
+    saved: TritonSaved,
     known: Any,  # TokenSoftmax, of the whole vocabulary
     upstream: Any,  # OutputGradients
     wanted: Wanted,
@@ -107,7 +107,7 @@ def gradients(
     return hidden, parallel.padded(weight, rows), parallel.padded(bias, rows)
 
 
-def _in_memory(call: Any, saved: Saved) -> bool:
+def _in_memory(call: Any, saved: TritonSaved) -> bool:
     """Whether the weight's gradient is in the memory of forward's, which has no zeros for padding."""
     return saved.weight_memory.numel() > 0 and len(call.weight) == call.shards.rows
 

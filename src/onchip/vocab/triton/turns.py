@@ -72,7 +72,7 @@ class Ring:
 
 
 @aggregate
-class Work:
+class TurnWork:
     """What is to be computed: so many columns, each with the other operand's `tiles` of VOCAB_TILE in so many parts."""
 
     columns: gl.tensor
@@ -109,7 +109,7 @@ def cut_work(columns, tiles, steps, PROGRAMS: gl.constexpr):
         cost = gl.cdiv(columns * parts, PROGRAMS) * (gl.cdiv(tiles, parts) * 64 + 100)
         best = gl.where(cost < least, parts, best)
         least = gl.minimum(cost, least)
-    return Work(columns, tiles, best, steps)
+    return TurnWork(columns, tiles, best, steps)
 
 
 @gluon.jit

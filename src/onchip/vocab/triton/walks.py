@@ -41,7 +41,7 @@ from onchip.vocab.triton.records import (
     Sum,
     TokenSoftmax,
 )
-from onchip.vocab.triton.setup import Gradients, Saved, Sums
+from onchip.vocab.triton.setup import Gradients, Sums, TritonSaved
 from onchip.vocab.triton.tiling import VECTOR, chunk_hidden
 from onchip.vocab.triton.token_launches import compact, keep_hidden, scale_hidden
 
@@ -72,7 +72,7 @@ class ForwardMemory(NamedTuple):
 
     @staticmethod
     def empty(
-        run: Run, call: LinearCall, config: TritonPlan, saved: Saved, asked: Asked, tokens: int, *, first: bool
+        run: Run, call: LinearCall, config: TritonPlan, saved: TritonSaved, asked: Asked, tokens: int, *, first: bool
     ) -> "ForwardMemory":
         """For at most so many tokens; `first`: of all."""
         chunk = setup.TokenChunk.empty(call, config, saved, tokens, first=first) if config.in_forward else None
@@ -89,7 +89,7 @@ def forward(
     run: Run,
     call: LinearCall,
     config: TritonPlan,
-    saved: Saved,
+    saved: TritonSaved,
     *,
     asked: Asked,
     token_weight: Tensor | None = None,  # [T] float32
@@ -306,7 +306,7 @@ def backward(
     run: Run,
     call: LinearCall,
     config: TritonPlan,
-    saved: Saved,
+    saved: TritonSaved,
     known: TokenSoftmax,
     upstream: OutputGradients,
     wanted: Sequence[bool],
@@ -380,7 +380,7 @@ def _finish_and_sum(
 
 
 def _scale_sums(
-    run: Run, call: LinearCall, saved: Saved, terms: PositionTerms, grads: Gradients, factor: Tensor | None
+    run: Run, call: LinearCall, saved: TritonSaved, terms: PositionTerms, grads: Gradients, factor: Tensor | None
 ) -> None:
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)

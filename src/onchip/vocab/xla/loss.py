@@ -19,11 +19,11 @@ from onchip.frontend.jax_types import LossStats, WithStats
 from onchip.frontend.options import LossTerms
 from onchip.vocab import loss
 from onchip.vocab.xla.tiles import (
-    TokenGradient,
-    Tokens,
-    TokenStats,
+    CountedTokens,
     Transform,
     Wanted,
+    XlaTokenGradient,
+    XlaTokenStats,
     float16_scale,
     shares,
 )
@@ -39,7 +39,12 @@ class Reduction(NamedTuple):
 
     @staticmethod
     def of(
-        tokens: Tokens, label: Array, token_weight: Array | None, normalizer: Array | None, mean: bool, dtype: Any
+        tokens: CountedTokens,
+        label: Array,
+        token_weight: Array | None,
+        normalizer: Array | None,
+        mean: bool,
+        dtype: Any,
     ) -> "Reduction":
         """`label` is by row, `token_weight` by token; `dtype` is that of sums."""
         weight = jnp.ones(label.shape, dtype) if token_weight is None else tokens.take(token_weight, 0)
@@ -51,31 +56,31 @@ class Reduction(NamedTuple):
             divisor = divisor if normalizer is None else jnp.where(tokens.number > 0, normalizer, divisor)
         return Reduction(weight, 1 / divisor)
 
-    def reduced(self, loss: Array, tokens: Tokens, *, per_token: bool) -> Array:
+    def reduced(self, loss: Array, tokens: CountedTokens, *, per_token: bool) -> Array:
         """The mean or sum of losses by row, or each token's own."""
         loss = loss * self.weight
         return tokens.spread(loss) if per_token else tokens.sum(loss) * self.inverse_count
 
-    def row_scale(self, upstream: Array, tokens: Tokens) -> Array:
+    def row_scale(self, upstream: Array, tokens: CountedTokens) -> Array:
         """[P]: the upstream gradient, [] or [T], of each row's loss."""
         upstream = upstream.astype(self.weight.dtype)
         upstream = tokens.take(upstream, 0) if upstream.ndim else upstream
         return self.weight * self.inverse_count * upstream
 
 
-class Outputs(NamedTuple):
+class XlaLossOutputs(NamedTuple):
     """What forward returns."""
 
     loss: Array  # [], or [T] with reduction "none"
     stats: LossStats | None  # [T], if asked for
 
     @staticmethod
-    def of_nothing(reduction: str, return_stats: bool, dtype: Any) -> "Outputs":
+    def of_nothing(reduction: str, return_stats: bool, dtype: Any) -> "XlaLossOutputs":
         """Of a call without tokens."""
         none = jnp.zeros(0, dtype)
         loss = none if reduction == "none" else jnp.zeros((), dtype)
         stats = LossStats(none, none, none, jnp.zeros(0, bool), jnp.zeros(0, jnp.int32), none)
-        return Outputs(loss, stats if return_stats else None)
+        return XlaLossOutputs(loss, stats if return_stats else None)
 
     def shaped(self, shape: tuple[int, ...]) -> Array | WithStats:
         """What a public function returns, for tokens of this shape: the loss, or with its statistics."""
@@ -207,7 +212,7 @@ class Constants(NamedTuple):
             "class_weight": self.class_weight is not None,
         }
 
-    def call(self, reduction: str, source: Any, tokens: Tokens, shard: Any = None) -> "Call":
+    def call(self, reduction: str, source: Any, tokens: CountedTokens, shard: Any = None) -> "LossCall":
         own = tokens.take(self.kept, IGNORED) if self.probs is None else jnp.zeros(len(tokens.source), jnp.int32)
         mean = reduction == "mean"
         reduced = Reduction.of(tokens, own, self.token_weight, self.normalizer, mean, source.accumulator)
@@ -218,7 +223,7 @@ class Constants(NamedTuple):
         elif self.probs is not None:
             entries = self.probs
         transform = self.transform.by_row(tokens)
-        return Call(source, transform, tokens, ids, self.terms, reduced, self.class_weight, shard, probs, entries)
+        return LossCall(source, transform, tokens, ids, self.terms, reduced, self.class_weight, shard, probs, entries)
 
 
 class LabelSums(NamedTuple):
@@ -230,12 +235,12 @@ class LabelSums(NamedTuple):
     likeliest: Any = None  # int32: the id of the largest
 
 
-class Call(NamedTuple):
+class LossCall(NamedTuple):
     """The arrays of a call as a backend takes them, by row."""
 
     source: Any  # a `Projection` or `Logits`, or None where backward doesn't read it
     transform: Transform
-    tokens: Tokens
+    tokens: CountedTokens
     ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE
     terms: Any = None  # of the loss; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
@@ -256,7 +261,7 @@ class Call(NamedTuple):
             return None, None
         return self.class_weight.at[self.ids].get(mode="clip"), jnp.sum(self.class_weight) / self.vocab
 
-    def label_sums(self, stats: TokenStats) -> LabelSums:
+    def label_sums(self, stats: XlaTokenStats) -> LabelSums:
         """Of ids."""
         (own, _), probs = self.weights(), self.probs
         plain = loss.expected(jnp, stats.log_prob, probs)
@@ -268,13 +273,13 @@ class Call(NamedTuple):
         likeliest = jnp.take_along_axis(self.ids, jnp.argmax(probs, 1)[:, None], 1)[:, 0]
         return LabelSums(expected, plain, jnp.sum(probs, 1), likeliest)
 
-    def outputs(self, reduction: str, stats: TokenStats, sums: LabelSums | None) -> Outputs:
+    def outputs(self, reduction: str, stats: XlaTokenStats, sums: LabelSums | None) -> XlaLossOutputs:
         """Of statistics, and where labels are of every entry of their sums."""
         sums = self.label_sums(stats) if sums is None else sums
         value = loss.value(jnp, self.terms, sums.expected, stats.lse, stats.even_loss)
         made = self.reduction.reduced(value, self.tokens, per_token=reduction == "none")
         if stats.entropy is None:
-            return Outputs(made, None)
+            return XlaLossOutputs(made, None)
         assert stats.argmax is not None
         logit = sums.plain + stats.lse
         if sums.mass is not None:
@@ -282,7 +287,7 @@ class Call(NamedTuple):
         correct = stats.argmax == sums.likeliest
         of_rows = LossStats(stats.lse, sums.plain, stats.entropy, correct, stats.argmax, logit)
         of_tokens = LossStats(*map(self.tokens.spread, of_rows))
-        return Outputs(made, of_tokens._replace(argmax=jnp.where(self.tokens.kept, of_tokens.argmax, -1)))
+        return XlaLossOutputs(made, of_tokens._replace(argmax=jnp.where(self.tokens.kept, of_tokens.argmax, -1)))
 
     def scaled_rows(self, upstream: Array) -> tuple[Array, Array | None]:
         """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs.  Of
@@ -295,7 +300,7 @@ class Call(NamedTuple):
         grad_scale = float16_scale(size, self.source.hidden.dtype)
         return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
-    def gradient(self, stats: TokenStats, row_scale: Array) -> TokenGradient:
+    def gradient(self, stats: XlaTokenStats, row_scale: Array) -> XlaTokenGradient:
         """`row_scale` times that of each row's loss by the final logits."""
         terms, (own, mean) = self.terms, self.weights()
         q, mass = own, None if own is None else own[:, 0]
@@ -318,7 +323,7 @@ class Call(NamedTuple):
         if labels is not None and terms.label_smoothing is not None:
             labels = (1 - terms.label_smoothing) * labels
         factor = row_scale if isinstance(of_p, float) else row_scale * of_p
-        return TokenGradient(factor, at[:, None] if one else at, even=self.even(row_scale), labels=labels)
+        return XlaTokenGradient(factor, at[:, None] if one else at, even=self.even(row_scale), labels=labels)
 
     def even(self, row_scale: Array) -> Array | None:
         """[P]: what label smoothing takes from the gradient by each logit, times the class's weight if there is one."""

@@ -9,7 +9,7 @@ from itertools import product
 
 from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.vocab import chunks, memory
-from onchip.vocab.chunks import SMALLEST, USEFUL, Config, Planner, even_chunk, largest
+from onchip.vocab.chunks import SMALLEST, USEFUL, ChunkConfig, Planner, even_chunk, largest
 from onchip.vocab.memory import Problem, logits_bytes
 
 # No chunk has more tokens: the loops end with the last chunk that has one which counts, so that smaller chunks skip
@@ -17,7 +17,7 @@ from onchip.vocab.memory import Problem, logits_bytes
 LARGEST_TOKENS = {"cpu": 1024, "cuda": 4096}
 
 
-def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
+def scratch_parts(p: Problem, c: ChunkConfig) -> dict[str, int]:
     """Peak temporary memory in bytes, part by part."""
     tokens, vocab, element = c.token_chunk, c.vocab_chunk, LOSS_DTYPE_BYTES[p.dtype]
     padded = -(-p.tokens // tokens) * tokens
@@ -56,10 +56,10 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     }
 
 
-def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> Config:
+def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> ChunkConfig:
     """A config with chunks of at most these sizes, as even as whole multiples of 64 allow."""
     vocab = p.vocab if strategy == "stash" else min(p.vocab, vocab)
-    return Config(strategy, even_chunk(p.tokens, tokens), even_chunk(p.vocab, vocab))
+    return ChunkConfig(strategy, even_chunk(p.tokens, tokens), even_chunk(p.vocab, vocab))
 
 
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] | None = None) -> int:
@@ -70,7 +70,7 @@ def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] | None = 
         tokens, vocab = {*memory.halved(most, min(most, SMALLEST[0]))}, {SMALLEST[1], p.vocab}
         return min(scratch_bytes(p, _config(p, strategy, t, v)) for t, v in product(tokens, vocab))
     if p.ids:
-        return scratch_bytes(p, Config(strategy, max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])))
+        return scratch_bytes(p, ChunkConfig(strategy, max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])))
     return scratch_bytes(p, _config(p, strategy, *sizes))
 
 
@@ -79,7 +79,7 @@ def default_scratch(p: Problem, strategy: str) -> int:
     return chunks.default_scratch(logits_bytes(p), scratch_at_least(p, strategy, USEFUL[p.device]))
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[ChunkConfig]:
     """With all of the vocabulary for 'stash', else of several sizes of a chunk of tokens: what fits beside it."""
 
     def fits(tokens: int, vocab: int) -> bool:
@@ -99,7 +99,7 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
         yield _config(p, strategy, tokens, vocab)
 
 
-PLANNER: Planner[Config] = Planner(
+PLANNER: Planner[ChunkConfig] = Planner(
     scratch_parts, _candidates, memory.passes, scratch_at_least, default_scratch, memory.needs
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

@@ -26,7 +26,7 @@ from onchip.frontend.jax_inputs import is_array
 from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
 from onchip.frontend.options import require_int
 from onchip.frontend.topk import TopK
-from onchip.vocab.xla.tiles import Projection, Softmax
+from onchip.vocab.xla.tiles import Softmax, XlaProjection
 
 Array = jax.Array
 # An index goes with the other numbers of its token, as a float32.
@@ -275,8 +275,8 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
 
 
 def on_mesh(
-    op: str, given: Mapping[str, Any], layer: Projection, of: str, leading: tuple[int, ...]
-) -> tuple[Spread, Shard, Projection]:
+    op: str, given: Mapping[str, Any], layer: XlaProjection, of: str, leading: tuple[int, ...]
+) -> tuple[Spread, Shard, XlaProjection]:
     """How a call is spread over a mesh, each device's `Shard`, and the layer's `PartitionSpec`s; raise for wrong
     arguments `mesh`, `vocab_axis`, `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument
     `of`."""
@@ -286,7 +286,7 @@ def on_mesh(
     return spread, Shard(spread.vocab, size, vocab), specs_of(layer, spread)
 
 
-def specs_of(layer: Projection, spread: Spread) -> Projection:
+def specs_of(layer: XlaProjection, spread: Spread) -> XlaProjection:
     """The `PartitionSpec`s of hidden [..., H], weight and bias."""
     of_bias = None if layer.bias is None else P(spread.vocab)
-    return Projection(spread.by_token, spread.of_weight(layer.vocab_axis), of_bias, layer.vocab_axis)
+    return XlaProjection(spread.by_token, spread.of_weight(layer.vocab_axis), of_bias, layer.vocab_axis)

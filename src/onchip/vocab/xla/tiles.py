@@ -1,7 +1,7 @@
 """What walks over the [tokens, vocab] matrix in JAX are made of: the logits of a tile, their softmax, their gradient.
 
-The final logits z are those of a linear layer (`Projection`) or exist already (`Logits`), after a `Transform`.  From
-the ids of a token come its `TokenStats`; every gradient by z that the ops need is a `TokenGradient`::
+The final logits z are those of a linear layer (`XlaProjection`) or exist already (`XlaLogits`), after a `Transform`.
+From the ids of a token come its `XlaTokenStats`; every gradient by z that the ops need is a `XlaTokenGradient`::
 
     p (factor + entropy (z - mean)) - even - labels q,   with p the softmax and mean = sum(p z),
 
@@ -38,7 +38,7 @@ _FLOAT16_ROW = 256.0
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
-class Tokens(NamedTuple):
+class CountedTokens(NamedTuple):
     """The n tokens that count, at the front of P rows (T rounded up to whole chunks)."""
 
     kept: Array  # [T] bool: not ignored
@@ -64,7 +64,7 @@ class Tokens(NamedTuple):
         return jnp.sum(jnp.where(self.there(), rows, 0))
 
 
-def select_tokens(labels: Array, chunk: int, *, by_label: bool = False) -> Tokens:
+def select_tokens(labels: Array, chunk: int, *, by_label: bool = False) -> CountedTokens:
     """The tokens whose label isn't IGNORED, in their own order, or by ascending label, those out of range behind."""
     total = labels.shape[0]
     padded = -(-total // chunk) * chunk
@@ -76,7 +76,7 @@ def select_tokens(labels: Array, chunk: int, *, by_label: bool = False) -> Token
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     place = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
     source = jnp.where(jnp.arange(total) < number, order, total)
-    return Tokens(kept, place, number, jnp.pad(source, (0, padded - total), constant_values=total))
+    return CountedTokens(kept, place, number, jnp.pad(source, (0, padded - total), constant_values=total))
 
 
 def cut(x: Array, start: Array | int, size: int, axis: int = 0) -> Array:
@@ -97,7 +97,7 @@ def write_rows(rows: Any, part: Any, start: Array | int) -> Any:
     return jax.tree.map(lambda x, new: write(x, new, start), rows, part)
 
 
-def over_tokens(tokens: Tokens, chunk: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+def over_tokens(tokens: CountedTokens, chunk: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
     """`carry = step(start, carry)` for each chunk that has a token which counts."""
     carry = vary_alike(carry, tokens.number)
     return lax.fori_loop(0, (tokens.number + chunk - 1) // chunk, lambda i, carry: step(i * chunk, carry), carry)
@@ -152,7 +152,7 @@ def over_vocab(
 
 @partial(jax.tree_util.register_dataclass, data_fields=["hidden", "weight", "bias"], meta_fields=["vocab_axis"])
 @dataclass(frozen=True)
-class Projection:
+class XlaProjection:
     """A linear layer: hidden [T, H] and weight [V, H] or [H, V] of one dtype, and bias [V] of that or float32.
 
     Also its gradients, and for each of these whether it is needed.
@@ -164,12 +164,12 @@ class Projection:
     vocab_axis: int = 0
 
     @staticmethod
-    def of(hidden: Any, weight: Any, bias: Any, layout: str) -> "Projection":
+    def of(hidden: Any, weight: Any, bias: Any, layout: str) -> "XlaProjection":
         """Of a public function's arguments, with hidden [..., H] as it is; `layout` is "vh" or "hv"."""
         bias = None if bias is None else jnp.asarray(bias)
-        return Projection(*in_product_dtype(hidden, weight), bias, layout.index("v"))
+        return XlaProjection(*in_product_dtype(hidden, weight), bias, layout.index("v"))
 
-    def flat(self) -> "Projection":
+    def flat(self) -> "XlaProjection":
         """With hidden [T, H]."""
         return replace(self, hidden=self.hidden.reshape(math.prod(self.hidden.shape[:-1]), self.hidden.shape[-1]))
 
@@ -186,7 +186,7 @@ class Projection:
         """The dtype of logits, statistics and sums."""
         return accumulator(self.hidden.dtype)
 
-    def problem(self, needs: "Projection", platform: str, **options: Any) -> Problem:
+    def problem(self, needs: "XlaProjection", platform: str, **options: Any) -> Problem:
         """What the memory of a call depends on."""
         tokens, size = self.hidden.shape
         return Problem(
@@ -203,12 +203,12 @@ class Projection:
             **options,
         )
 
-    def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
+    def rows(self, tokens: CountedTokens, start: Array | int, size: int) -> Array:
         """Hidden states of a chunk [C, H] in the weight's dtype, zeros behind the kept tokens."""
         rows: Array = self.hidden.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)
         return rows.astype(self.weight.dtype)
 
-    def part(self, columns: Columns) -> "Projection":
+    def part(self, columns: Columns) -> "XlaProjection":
         """The layer for a chunk of the vocabulary."""
         weight = cut(self.weight, columns.start, columns.size, self.vocab_axis)
         return replace(self, weight=weight, bias=None if self.bias is None else cut(self.bias, *columns[:2]))
@@ -218,18 +218,20 @@ class Projection:
         z = product(rows, self.weight, (1, 1 - self.vocab_axis))
         return z if self.bias is None else z + self.bias.astype(z.dtype)[None]
 
-    def zeros(self, needs: "Projection", rows: int, dtype: Any = None) -> "Projection":
+    def zeros(self, needs: "XlaProjection", rows: int, dtype: Any = None) -> "XlaProjection":
         """Gradients to add to: that of so many rows of hidden in the dtype of sums, those of weight and bias in
         `dtype`, by default the same."""
         dtype = self.accumulator if dtype is None else dtype
-        return Projection(
+        return XlaProjection(
             jnp.zeros((rows, self.hidden.shape[1]), self.accumulator) if needs.hidden else None,
             jnp.zeros(self.weight.shape, dtype) if needs.weight else None,
             jnp.zeros(self.vocab, dtype) if needs.bias else None,
             self.vocab_axis,
         )
 
-    def accumulate(self, sums: "Projection", g: Array, rows: Array, tokens: Tokens, start: Any) -> "Projection":
+    def accumulate(
+        self, sums: "XlaProjection", g: Array, rows: Array, tokens: CountedTokens, start: Any
+    ) -> "XlaProjection":
         """The gradients of hidden [P, H], weight and bias, with what a tile's gradient of logits adds to each.
 
         g: [C, V], of these rows, the chunk that begins at `start`.
@@ -248,7 +250,7 @@ class Projection:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
 @dataclass(frozen=True)
-class Logits:
+class XlaLogits:
     """Logits [T, V] that exist already, of which a chunk has the whole vocabulary.
 
     Rows of 16-bit floats are fetched and stored as integers of the same bits.  XLA's CPU backend would otherwise do
@@ -260,8 +262,8 @@ class Logits:
     dtype: Any
 
     @staticmethod
-    def of(logits: Array) -> "Logits":
-        return Logits(_as_bits(logits), logits.dtype)
+    def of(logits: Array) -> "XlaLogits":
+        return XlaLogits(_as_bits(logits), logits.dtype)
 
     @property
     def vocab(self) -> int:
@@ -272,10 +274,10 @@ class Logits:
         """The dtype of statistics and sums."""
         return accumulator(self.dtype)
 
-    def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
+    def rows(self, tokens: CountedTokens, start: Array | int, size: int) -> Array:
         return self.bits.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)
 
-    def part(self, columns: Columns) -> "Logits":
+    def part(self, columns: Columns) -> "XlaLogits":
         return self
 
     def logits(self, rows: Array) -> Array:
@@ -288,7 +290,7 @@ class Logits:
         """The bits of the gradient of nothing."""
         return jnp.zeros_like(self.bits) if needs else None
 
-    def accumulate(self, made: Array, g: Array, rows: Array, tokens: Tokens, start: Any) -> Array:
+    def accumulate(self, made: Array, g: Array, rows: Array, tokens: CountedTokens, start: Any) -> Array:
         """The bits of the gradient [T, V], with those of a chunk's tokens written, from g [C, V]."""
         total, token = len(self.bits), cut(tokens.source, start, len(rows))
         # Rows behind the kept tokens are written nowhere: each has a place of its own beyond the end.
@@ -308,7 +310,7 @@ class Transform(NamedTuple):
     softcap: Array | None = None
     temperature: Array | None = None  # [], or one for each token [T], for each row [P]
 
-    def by_row(self, tokens: Tokens) -> "Transform":
+    def by_row(self, tokens: CountedTokens) -> "Transform":
         if self.temperature is None or self.temperature.ndim == 0:
             return self
         return self._replace(temperature=tokens.take(self.temperature, 1))
@@ -351,7 +353,7 @@ class Wanted(NamedTuple):
     weighed: bool = False  # `even` by class
 
 
-class TokenStats(NamedTuple):
+class XlaTokenStats(NamedTuple):
     """What is known of tokens once their softmax is complete, [P] float32 or float64; None is what wasn't wanted."""
 
     lse: Array
@@ -364,7 +366,7 @@ class TokenStats(NamedTuple):
     argmax: Array | None = None  # int32, -1 where all logits are -inf
 
     @staticmethod
-    def empty(ids: Array, wanted: Wanted, dtype: Any) -> "TokenStats":
+    def empty(ids: Array, wanted: Wanted, dtype: Any) -> "XlaTokenStats":
         """Zeros."""
         made = jax.eval_shape(lambda: Softmax.empty(ids, wanted, dtype).complete(ids, 1))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)  # type: ignore[no-any-return]
@@ -454,7 +456,7 @@ class Softmax(NamedTuple):
             weight=weight,
         )
 
-    def complete(self, ids: Array, vocab: int, log_total: Array | None = None) -> TokenStats:
+    def complete(self, ids: Array, vocab: int, log_total: Array | None = None) -> XlaTokenStats:
         """The statistics; `log_total` is the logarithm of the total, for who has a better one."""
         # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second exponential
         # above _LEADING would have made the total larger.
@@ -475,7 +477,7 @@ class Softmax(NamedTuple):
         if self.squares is not None and self.squares_below is not None:
             log_square = jnp.where(leads, jnp.log1p(self.squares_below), jnp.log(self.squares))
             log_sum_sq = log_square - 2 * log_total
-        return TokenStats(
+        return XlaTokenStats(
             lse=self.max + log_total,
             log_prob=log_prob,
             entropy=entropy,
@@ -490,7 +492,7 @@ class Softmax(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------- gradient
 
 
-class TokenGradient(NamedTuple):
+class XlaTokenGradient(NamedTuple):
     """What backward knows of each token before it sees a logit, [P] float32 or float64; see the module's docstring."""
 
     factor: Array
@@ -499,13 +501,13 @@ class TokenGradient(NamedTuple):
     even: Array | None = None
     labels: Array | None = None
 
-    def times(self, x: Array | None) -> "TokenGradient":
+    def times(self, x: Array | None) -> "XlaTokenGradient":
         """All of it times x, [P] or []; None for 1."""
         if x is None:
             return self
         each = x[:, None] if x.ndim else x
         factor, at_ids, *others = self.factor * x, self.at_ids * each, *self[2:]
-        return TokenGradient(factor, at_ids, *(None if y is None else y * x for y in others))
+        return XlaTokenGradient(factor, at_ids, *(None if y is None else y * x for y in others))
 
     def size(self, mass: Array | None = None) -> Array:
         """[P]: no entry is much larger, where labels of every entry sum up to `mass`."""
@@ -531,8 +533,8 @@ def unscaled(x: Array, grad_scale: Array | None) -> Array:
 def logits_gradient(
     z: Array,
     slope: Array | None,
-    stats: TokenStats,
-    gradient: TokenGradient,
+    stats: XlaTokenStats,
+    gradient: XlaTokenGradient,
     ids: Array,
     columns: Columns,
     class_weight: Array | None = None,  # [V]: factors of gradient.even and of labels

@@ -26,19 +26,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import vary_alike
-from onchip.vocab.chunks import Config
+from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
-from onchip.vocab.xla.loss import Call, LabelSums
+from onchip.vocab.xla.loss import LabelSums, LossCall
 from onchip.vocab.xla.tiles import (
     Columns,
-    Logits,
-    Projection,
+    CountedTokens,
     Softmax,
-    TokenGradient,
-    Tokens,
-    TokenStats,
     Wanted,
+    XlaLogits,
+    XlaProjection,
+    XlaTokenGradient,
+    XlaTokenStats,
     cut,
     cut_rows,
     float16_scale,
@@ -63,7 +63,7 @@ def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) 
     return None
 
 
-def plan(problem: Problem, strategy: str, budget: int | None) -> Config:
+def plan(problem: Problem, strategy: str, budget: int | None) -> ChunkConfig:
     """The strategy and chunks; raises ValueError where the budget is too small."""
     if problem.labels:  # by rows of the whole vocabulary
         return memory.plan(problem, "stash", budget)
@@ -72,11 +72,13 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> Config:
     return memory.plan(problem, memory.choose_strategy(problem, strategy, budget), budget)
 
 
-def select(plan: Config, labels: Array) -> Tokens:
+def select(plan: ChunkConfig, labels: Array) -> CountedTokens:
     return select_tokens(labels, plan.token_chunk)
 
 
-def forward(plan: Config, wanted: Wanted, needs: Any, call: Call) -> tuple[TokenStats, LabelSums | None, Any]:
+def forward(
+    plan: ChunkConfig, wanted: Wanted, needs: Any, call: LossCall
+) -> tuple[XlaTokenStats, LabelSums | None, Any]:
     """With 'stash' the gradients are saved, else what they are made from; `needs` as of `gradients`."""
     sums = None
     if call.entries is not None:
@@ -86,18 +88,18 @@ def forward(plan: Config, wanted: Wanted, needs: Any, call: Call) -> tuple[Token
         return stats, None, stashed
     else:
         stats = statistics(plan, wanted, call)
-    saved = Saved(call, TokenStats(stats.lse, stats.log_prob))
+    saved = XlaSaved(call, XlaTokenStats(stats.lse, stats.log_prob))
     return stats, sums, saved if any(jax.tree.leaves(needs)) else None
 
 
-class Saved(NamedTuple):
+class XlaSaved(NamedTuple):
     """What gradients are made from."""
 
-    call: Call
-    stats: TokenStats
+    call: LossCall
+    stats: XlaTokenStats
 
 
-def backward(plan: Config, needs: Any, saved: Any, upstream: Array) -> Any:
+def backward(plan: ChunkConfig, needs: Any, saved: Any, upstream: Array) -> Any:
     """The gradients of the source; what isn't needed is None."""
     if isinstance(saved, Stashed):
         return saved.scaled(upstream)
@@ -109,7 +111,7 @@ def backward(plan: Config, needs: Any, saved: Any, upstream: Array) -> Any:
 # --------------------------------------------------------------------------------------------------------- the walks
 
 
-def statistics(plan: Config, wanted: Wanted, call: Call) -> TokenStats:
+def statistics(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> XlaTokenStats:
     """Of every row, for its ids [P, K]; one product."""
     if call.shard is None:
         return _of_rows(plan, wanted, call, lambda softmax, own: softmax.complete(own, call.vocab))  # type: ignore[no-any-return]
@@ -117,7 +119,7 @@ def statistics(plan: Config, wanted: Wanted, call: Call) -> TokenStats:
     return call.shard.joined(softmax).complete(call.ids, call.vocab)  # type: ignore[no-any-return]
 
 
-def _of_rows(plan: Config, wanted: Wanted, call: Call, finished: Callable[[Softmax, Array], Any]) -> Any:
+def _of_rows(plan: ChunkConfig, wanted: Wanted, call: LossCall, finished: Callable[[Softmax, Array], Any]) -> Any:
     """`finished(softmax, ids)` of every row, over the entries of the vocabulary that this device has."""
     source, ids = call.source, call.ids
     end = None if call.shard is None else call.shard.end
@@ -139,7 +141,7 @@ def _of_rows(plan: Config, wanted: Wanted, call: Call, finished: Callable[[Softm
     return over_tokens(call.tokens, plan.token_chunk, step, zeros)
 
 
-def of_every_entry(plan: Config, wanted: Wanted, call: Call) -> tuple[TokenStats, LabelSums, Call]:
+def of_every_entry(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
     """The statistics and sums of rows with labels of every entry, and the call with what gradients need of these."""
     shard = call.shard
     own = call if shard is None else shard.local(call)
@@ -171,8 +173,8 @@ def of_every_entry(plan: Config, wanted: Wanted, call: Call) -> tuple[TokenStats
     empty = _Entries(Softmax.empty(ids, wanted, number.dtype), index, number, number)
     if wanted.entropy:
         empty = empty._replace(likeliest=index, most=number, plain=None if weight is None else (number, number))
-    labels = Logits.of(own.entries)
-    nothing = Projection(False, False, False) if isinstance(source, Projection) else False
+    labels = XlaLogits.of(own.entries)
+    nothing = XlaProjection(False, False, False) if isinstance(source, XlaProjection) else False
     found, _ = by_rows(plan.token_chunk, own.tokens, [source, labels], [nothing, False], empty, step)
     # Not of a chunk's tile, or XLA's CPU backend would hold one more.
     at_largest = labels.bits.at[own.tokens.source, found.largest].get(mode="fill", fill_value=0)
@@ -197,7 +199,7 @@ class _Entries(NamedTuple):
     most: Any = None
     plain: Any = None  # sums without weights of classes, where there are any
 
-    def merged(self, call: Call) -> tuple[TokenStats, LabelSums, Call]:
+    def merged(self, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
         """As of `of_every_entry`, of those of all devices."""
         parts, best = self.softmax, jnp.argmax(self.softmax.max, 0)[None]
 
@@ -228,15 +230,15 @@ def expected_of(sums: Array, masses: Array, maximum: Array, top: Array, log_prob
 
 
 def gradients(
-    plan: Config,
+    plan: ChunkConfig,
     needs: Any,
-    call: Call,
-    stats: TokenStats,
-    gradient: TokenGradient,  # by the final logits
+    call: LossCall,
+    stats: XlaTokenStats,
+    gradient: XlaTokenGradient,  # by the final logits
 ) -> Any:
     """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed; of logits
     that exist theirs, and where labels are of every entry all, chunk by chunk of tokens."""
-    if call.entries is not None or isinstance(call.source, Logits):
+    if call.entries is not None or isinstance(call.source, XlaLogits):
         return _gradients_by_rows(plan.token_chunk, needs, call, stats, gradient)
     shard, end = call.shard, None
     if shard is not None:
@@ -255,10 +257,10 @@ def gradients(
             part += cut(x, columns.start, columns.size, axis)
         return write(x, part, columns.start, axis)
 
-    def step(columns: Columns, made: Projection) -> Projection:
+    def step(columns: Columns, made: XlaProjection) -> XlaProjection:
         part = projection.part(columns)
 
-        def tile(start: Any, sums: Projection) -> Projection:
+        def tile(start: Any, sums: XlaProjection) -> XlaProjection:
             """Add what the tokens from `start` on give."""
             rows = projection.rows(tokens, start, chunk)
             z, slope = transform.of_chunk(start, chunk).apply(part.logits(rows))
@@ -267,29 +269,29 @@ def gradients(
             return part.accumulate(sums, g, rows, tokens, start)  # type: ignore[no-any-return]
 
         zeros = replace(part.zeros(replace(needs, hidden=False), 0), hidden=made.hidden)
-        sums: Projection = over_tokens(tokens, chunk, tile, zeros)
+        sums: XlaProjection = over_tokens(tokens, chunk, tile, zeros)
         weight = put(made.weight, sums.weight, columns, projection.vocab_axis) if needs.weight else None
         bias = put(made.bias, sums.bias, columns) if needs.bias else None
         return replace(sums, weight=weight, bias=bias)
 
     zeros = projection.zeros(needs, len(call.ids), dtype)
-    made: Projection = over_vocab(projection.vocab, plan.vocab_chunk, step, zeros, tokens.number, end)
+    made: XlaProjection = over_vocab(projection.vocab, plan.vocab_chunk, step, zeros, tokens.number, end)
     hidden = None if made.hidden is None else tokens.spread(unscaled(made.hidden, grad_scale))
     hidden = hidden if shard is None else shard.summed(hidden)
     return replace(made, hidden=hidden)
 
 
-def _gradients_by_rows(chunk: int, needs: Any, call: Call, stats: TokenStats, gradient: TokenGradient) -> Any:
+def _gradients_by_rows(chunk: int, needs: Any, call: LossCall, stats: XlaTokenStats, gradient: XlaTokenGradient) -> Any:
     shard, end = call.shard, None
     if shard is not None:
         end = shard.end
         call, stats, gradient = vary_alike((shard.local(call), stats, gradient))
     source, grad_scale = call.source, None
     gradient = gradient.times(call.transform.factor())
-    if isinstance(source, Projection):
+    if isinstance(source, XlaProjection):
         grad_scale = float16_scale(gradient.size(call.mass), source.hidden.dtype)
     of_rows = (stats, gradient.times(grad_scale), call.ids)
-    columns, labels = Columns(0, source.vocab, end=end), [] if call.entries is None else [Logits.of(call.entries)]
+    columns, labels = Columns(0, source.vocab, end=end), [] if call.entries is None else [XlaLogits.of(call.entries)]
 
     def step(start: Any, z: Array, q: Array | None = None) -> tuple[tuple[()], list[Array | None]]:
         known, of_chunk, ids = cut_rows(of_rows, start, chunk)
@@ -298,7 +300,7 @@ def _gradients_by_rows(chunk: int, needs: Any, call: Call, stats: TokenStats, gr
         return (), [g, *[None for _ in labels]]
 
     _, (made, *_) = by_rows(chunk, call.tokens, [source, *labels], [needs, *[False for _ in labels]], (), step)
-    if isinstance(source, Logits):
+    if isinstance(source, XlaLogits):
         return source.floats(made)
     made = jax.tree.map(lambda x: unscaled(x, grad_scale), made)
     hidden = None if made.hidden is None else call.tokens.spread(made.hidden)
@@ -307,9 +309,9 @@ def _gradients_by_rows(chunk: int, needs: Any, call: Call, stats: TokenStats, gr
 
 def by_rows(
     chunk: int,
-    tokens: Tokens,
-    sources: Sequence[Projection | Logits],
-    needs: Sequence[Any],  # of each source: for a `Projection` which gradients, for `Logits` whether
+    tokens: CountedTokens,
+    sources: Sequence[XlaProjection | XlaLogits],
+    needs: Sequence[Any],  # of each source: for a `XlaProjection` which gradients, for `Logits` whether
     empty: Any,
     step: Callable[..., tuple[Any, Sequence[Any]]],
 ) -> tuple[Any, list[Any]]:
@@ -335,11 +337,11 @@ def by_rows(
 class Stashed(NamedTuple):
     """Gradients in the dtype of sums for an upstream gradient of 1, times `grad_scale`."""
 
-    gradients: Projection  # hidden's [P, H]
+    gradients: XlaProjection  # hidden's [P, H]
     grad_scale: Array | None
-    tokens: Tokens
+    tokens: CountedTokens
 
-    def scaled(self, upstream: Array) -> Projection:
+    def scaled(self, upstream: Array) -> XlaProjection:
         """For an upstream gradient [], or [T] where only hidden has a gradient: choose_strategy sees to it."""
         hidden, weight, bias = self.gradients.hidden, self.gradients.weight, self.gradients.bias
         upstream = upstream.astype(jax.tree.leaves(self.gradients)[0].dtype)
@@ -352,13 +354,13 @@ class Stashed(NamedTuple):
         return replace(self.gradients, hidden=hidden, weight=weight, bias=bias)
 
 
-def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Stashed]:
+def stash(chunk: int, wanted: Wanted, needs: XlaProjection, call: LossCall) -> tuple[XlaTokenStats, Stashed]:
     """The statistics, and the gradients for an upstream gradient of 1, chunk by chunk of tokens."""
     vocab, total = call.source.vocab, call.source.accumulator
     row_scale, grad_scale = call.scaled_rows(jnp.ones((), total))
     columns = Columns(0, vocab)
 
-    def step(start: Any, z: Array) -> tuple[TokenStats, list[Array]]:
+    def step(start: Any, z: Array) -> tuple[XlaTokenStats, list[Array]]:
         own, row = cut_rows((call.ids, row_scale), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
         softmax = Softmax.empty(own, wanted, total).absorb(z, columns, own, call.class_weight)
@@ -369,6 +371,6 @@ def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[To
         known = stats._replace(lse=softmax.max)
         return stats, [logits_gradient(z, slope, known, relative, own, columns, call.class_weight)]
 
-    empty = TokenStats.empty(call.ids, wanted, total)
+    empty = XlaTokenStats.empty(call.ids, wanted, total)
     stats, (sums,) = by_rows(chunk, call.tokens, [call.source], [needs], empty, step)
     return stats, Stashed(sums, grad_scale, call.tokens)
