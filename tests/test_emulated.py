@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emulated import emulating
-from grouped_matmul.grouped_common import Case, assert_same, oracle, problem, step, turned
+from grouped_matmul.grouped_common import GroupedCase, assert_same, oracle, problem, step, turned
 from losses import losses, mixed_plan, plan_in_forward
 from onchip.groups.triton import launches
 from onchip.ops.linear_jsd.cases import CHECK_CASES as JSD_CASES
@@ -142,7 +142,7 @@ def assert_same_bytes(made, expected):
 def test_grouped_products(case, monkeypatch):
     """With groups of more than a tile and less, none, and rows past the last one."""
     options = {"activation": "swiglu", "gate_up": "interleaved" if case == "interleaved" else "concatenated"}
-    sizes = Case("", (130, 0, 17, 3), 256, 136, tail=5, bias=True, options=options if "l" in case else {})
+    sizes = GroupedCase("", (130, 0, 17, 3), 256, 136, tail=5, bias=True, options=options if "l" in case else {})
     if case == "rows":  # copied
         monkeypatch.setattr(launches, "copying_rows_pays", lambda n, activation: True)
         sizes = replace(sizes, source_rows=90)
