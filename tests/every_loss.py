@@ -94,7 +94,7 @@ class Problem:
     inputs: dict
     options: dict = field(default_factory=dict)
     constants: dict = field(default_factory=dict)
-    backend: str = "torch"
+    backend: str = "plain"
     device: str = "cpu"
 
     def __str__(self):
@@ -143,12 +143,12 @@ class Problem:
     def call(self, given):
         # Not leaves where their gradient is to take their memory.
         own = {"logits": given["logits"] * 1} if self.inplace else {}
-        backend = "dequantize" if self.op in LAYERS and self.backend == "torch" else self.backend
+        backend = "dequantize" if self.op in LAYERS and self.backend == "plain" else self.backend
         return self.op(**given | own, **self.options, backend=backend)
 
 
 def problems(backend, device="cpu"):
-    torchs = backend == "torch"
+    torchs = backend == "plain"
     for strategy, reduction in product(("stash", "recompute"), ("mean", "none")):
         # With "none" PyTorch's 'stash' makes hidden's gradient alone, and FP8 none of bias.
         alone = torchs and strategy == "stash" and reduction == "none"
@@ -458,7 +458,7 @@ def checks(backend, device="cpu"):
         if "none" not in problem.options.values():
             wanted += [retained_graph, inputs_left_alone, schema_is_true, no_tokens]
             wanted += [] if problem.inplace else [compiled]
-            wanted += [meta_tensors, transforms_refused] if backend == "torch" and device == "cpu" else []
+            wanted += [meta_tensors, transforms_refused] if backend == "plain" and device == "cpu" else []
         if problem.op not in (*LAYERS, soft_loss):  # whose tokens all count
             wanted += [ignored_tokens]
         if "mean" in problem.options.values():

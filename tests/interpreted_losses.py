@@ -44,12 +44,12 @@ CHECKS = {f"{check.__name__}-{name}": partial(check, loss)
           for i, (name, loss) in enumerate(LOSSES.items()) for j, check in enumerate((*VALUES, bad_ids))
           if (i + j) % 2 == 0}  # fmt: skip
 # What depends on kernels; linear_jsd takes the longest, and jsd has the same operators.  What an operator is to
-# autograd and to a compiler is the same for 'torch'.
+# autograd and to a compiler is the same for 'plain'.
 CHECKS |= {name: f for name, f in every_loss.CHECKS.items()
            if name.startswith(("ignored_tokens", "inputs_left_alone", "retained_graph", "schema_is_true",
                                "interrupted", "default_dtype", "negated_upstream"))
            and not name.startswith("ignored_tokens-linear_jsd-none")}  # fmt: skip
-# All of these run for 'torch' on the CPU, and for the kernels on a GPU.
+# All of these run for 'plain' on the CPU, and for the kernels on a GPU.
 SLOW = set(CHECKS)
 check = registering(CHECKS)
 
@@ -346,7 +346,7 @@ def soft_labels_of_every_entry(how):
             return
         if how == "forward":
             made = linear_cross_entropy(**given, backend="triton")
-            assert_near("loss", made, linear_cross_entropy(**given, backend="torch"), 2)
+            assert_near("loss", made, linear_cross_entropy(**given, backend="plain"), 2)
             return
         assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 
@@ -373,7 +373,7 @@ def soft_labels_of_logits(how):
         given["target"] = torch.zeros_like(given["target"]).scatter_(-1, y, 1.0)
         with torch.no_grad():
             given["logits"].scatter_add_(-1, y, torch.full(y.shape, 16.0))
-        hard = cross_entropy(given["logits"], y[..., 0], backend="torch")
+        hard = cross_entropy(given["logits"], y[..., 0], backend="plain")
         soft = cross_entropy(**given, backend="triton")
         grads = [torch.autograd.grad(x, given["logits"])[0] for x in (soft, hard)]
         torch.testing.assert_close([soft, grads[0]], [hard, grads[1]], rtol=3e-5, atol=0)
@@ -396,7 +396,7 @@ def soft_labels_of_ids_of_logits(how):
         with torch.no_grad():
             given["logits"].scatter_add_(-1, y, torch.full(y.shape, 16.0))
         soft = cross_entropy(**given, backend="triton")
-        hard = cross_entropy(given["logits"], y[..., 0], backend="torch")
+        hard = cross_entropy(given["logits"], y[..., 0], backend="plain")
         grads = [torch.autograd.grad(x, given["logits"])[0] for x in (soft, hard)]
         torch.testing.assert_close([soft, grads[0]], [hard, grads[1]], rtol=3e-5, atol=0)
         return
@@ -425,7 +425,7 @@ def soft_labels_as_operators(how):
             made = step(given)
             first = torch.autograd.grad(made, leaves, retain_graph=how == "retained")
             if how == "any size":
-                other = loss.op(**given, backend="torch", label_smoothing=0.1)
+                other = loss.op(**given, backend="plain", label_smoothing=0.1)
                 torch.testing.assert_close(made, other, rtol=1e-3, atol=1e-4)
                 torch.testing.assert_close(first, torch.autograd.grad(other, leaves), rtol=1e-2, atol=1e-3)
                 continue
@@ -630,7 +630,7 @@ def in_fp8(name):
     """The same as PyTorch's operations make of the same problem, in chunks of 128 tokens."""
     (case,) = (c for c in fp8_cases.CASES if c.name == name)
     with mock.patch.object(fp8_op.memory, "DEFAULT_CHUNK", 128):
-        made, right = (fp8_cases.results(case, torch.float32, backend=b)[0] for b in ("triton", "torch"))
+        made, right = (fp8_cases.results(case, torch.float32, backend=b)[0] for b in ("triton", "plain"))
     # A number that is nearly between two of E4M3 may come out as the one or the other.
     fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
 
@@ -640,7 +640,7 @@ def soft_labels_in_fp8(form):
     """The same, with statistics, of labels in chunks of 128 tokens."""
     with mock.patch.object(fp8_op.memory, "DEFAULT_CHUNK", 128):
         given, options = fp8_cases.soft_problem(form, 140, 40, 200), fp8_cases.of_every_kind(140, 200)
-        made, right = (fp8_cases.soft_results(given, options, backend=b) for b in ("triton", "torch"))
+        made, right = (fp8_cases.soft_results(given, options, backend=b) for b in ("triton", "plain"))
         fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
 
 
@@ -668,7 +668,7 @@ def four_slices(tokens, hidden, room=None):
 
 
 def every_backend(device):
-    return {"torch": None, "triton": None}
+    return {"plain": None, "triton": None}
 
 
 # Between what is quick: other sizes, or fewer options.

@@ -59,7 +59,7 @@ def few_tokens(loss):
 
 
 def leading_dimensions(loss):
-    shapes = [(), (1,), (2, 3, 4)] if loss.backend == "torch" else [(), (2, 3)]
+    shapes = [(), (1,), (2, 3, 4)] if loss.backend == "plain" else [(), (2, 3)]
     for shape in shapes:
         for ids in (None, 1, 3)[: 3 if loss.of_ids else 1]:
             right(loss, loss.problem(shape, ids=ids))
@@ -68,7 +68,7 @@ def leading_dimensions(loss):
 def every_integer_dtype(loss):
     given = loss.problem((2, 4))
     expected = loss.call(given)
-    for dtype in INTEGERS if loss.backend == "torch" else ("int32", "uint8", "uint64"):
+    for dtype in INTEGERS if loss.backend == "plain" else ("int32", "uint8", "uint64"):
         made = loss.call(given | {loss.ids: given[loss.ids].to(getattr(torch, dtype))})
         assert all(torch.equal(made[name], x) for name, x in expected.items()), dtype
 
@@ -172,9 +172,9 @@ def any_ignore_index(loss):
 
 def masked_vocabulary(loss):
     """-inf in the first entry, in all of the first tiles, between, at the end."""
-    vocab = 2048 if loss.backend == "torch" else 600
+    vocab = 2048 if loss.backend == "plain" else 600
     parts = (slice(0, 1), slice(0, 3 * vocab // 4), slice(vocab // 4, vocab // 2), slice(vocab // 2, vocab))
-    for part in parts if loss.backend == "torch" or not loss.linear else parts[1:3]:
+    for part in parts if loss.backend == "plain" or not loss.linear else parts[1:3]:
         given = loss.problem((2, 3), vocab=vocab)
         masked = torch.zeros(vocab, dtype=torch.bool, device=loss.device)
         masked[part] = True
@@ -265,7 +265,7 @@ def small_losses_keep_their_digits(loss):
     if loss.dtype != torch.float32:
         return
     for prob, ids in ((0.999, 0), (0.9999999, 3 * loss.of_ids)):
-        case = loss.case("peaked", 64 if loss.backend == "torch" else 6, 64, 500, target_prob=prob, ids=ids)
+        case = loss.case("peaked", 64 if loss.backend == "plain" else 6, 64, 500, target_prob=prob, ids=ids)
         inputs = loss.cases.make_inputs(case)
         if ids:  # the others would hide the gradient of the first
             inputs.grad_log_prob[:, 1:] = 0
@@ -287,8 +287,8 @@ def small_losses_keep_their_digits(loss):
 
 def the_smallest_scratch_is_enough(loss):
     """Several chunks of tokens and of the vocabulary, the last of each ragged."""
-    tokens, vocab = (150, 1200) if loss.backend == "torch" else (8, 700)
-    for dtype in (loss.dtype, torch.bfloat16) if loss.backend == "torch" else (loss.dtype,):
+    tokens, vocab = (150, 1200) if loss.backend == "plain" else (8, 700)
+    for dtype in (loss.dtype, torch.bfloat16) if loss.backend == "plain" else (loss.dtype,):
         given = loss.problem((tokens,), 24, vocab, ids=3 if loss.of_ids else None, dtype=dtype)
         _smallest_scratch(loss, given, vocab)
 
@@ -350,7 +350,7 @@ def weight_grad_out(loss):
             expected += 2 * torch.from_numpy(oracle.grad_weight)
             assert given["weight"].grad is None
             assert torch.equal(2 * to_hidden, given["hidden"].grad)
-        bound = 2e-6 if loss.backend == "torch" and loss.device == "cpu" else RIGHT[half]
+        bound = 2e-6 if loss.backend == "plain" and loss.device == "cpu" else RIGHT[half]
         assert_near("grad_weight", total - 0.5, expected - 0.5, bound=bound)
         with torch.autocast(loss.device, half, enabled=cast):
             frozen = loss.call(given | {"weight": given["weight"].detach()}, weight_grad_out=total)["loss"]
@@ -421,7 +421,7 @@ def autocast(loss):
         if loss.linear:
             seen = {n: x.detach().to(half).float() if x.is_floating_point() else x for n, x in given.items()}
         oracle = loss.oracle(seen, loss.upstream(made))
-        exact = loss.backend == "torch" and loss.device == "cpu"  # elsewhere products read the gradient in 16 bits
+        exact = loss.backend == "plain" and loss.device == "cpu"  # elsewhere products read the gradient in 16 bits
         for name, x in made.items():
             bound = 1e-6 if exact or not loss.linear else RIGHT[half]
             if name.startswith("grad_"):

@@ -39,7 +39,7 @@ class Loss:
     cases: ModuleType
     checks: ModuleType
     options: Mapping = field(default_factory=dict)
-    backend: str = "torch"
+    backend: str = "plain"
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
@@ -188,7 +188,7 @@ LLP = Loss(linear_log_probs, llp_cases, llp_checks)
 LP = Loss(log_probs, llp_cases, llp_checks)
 
 
-def losses(backend="torch", device="cpu", *, few=False):
+def losses(backend="plain", device="cpu", *, few=False):
     """Each op with the options that choose another way through the code; `few`: pairs of those."""
     half = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter computes bfloat16 wrongly
 

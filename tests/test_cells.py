@@ -53,8 +53,8 @@ def calls():
     return made
 
 
-COLUMNS = {"products": {"backend": "torch"}, "kernels": {"backend": "triton"}}
-FP8 = {"FP8": {"backend": "torch", "precision": "fp8"}}
+COLUMNS = {"products": {"backend": "plain"}, "kernels": {"backend": "triton"}}
+FP8 = {"FP8": {"backend": "plain", "precision": "fp8"}}
 
 
 @contextmanager

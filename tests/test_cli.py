@@ -165,7 +165,7 @@ def test_info():
     assert document["versions"]["jaxlib"]
     assert any(name.startswith("jax ") for name in document["machine"])
     assert {(b["framework"], b["backend"], b["device"]) for b in document["backends"]} == {
-        ("torch", "torch", "cpu"), ("torch", "torch", "cuda"), ("torch", "triton", "cuda"),
+        ("torch", "plain", "cpu"), ("torch", "plain", "cuda"), ("torch", "triton", "cuda"),
         ("torch", "ring", "cpu"), ("torch", "ring", "cuda"), ("torch", "symmetric", "cuda"),
         ("torch", "dequantize", "cpu"), ("torch", "dequantize", "cuda"), ("torch", "scaled_mm", "cuda"),
         ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
@@ -261,7 +261,7 @@ def test_check_of_a_sample_in_both_frameworks(few_cases):
     assert document["ok"]
     assert {(r["framework"], r["device"]) for r in document["rows"]} == {("torch", "cpu"), ("jax", "cpu")}
     assert all(
-        r["implementation"].split()[0] == {"torch": "torch", "jax": "xla"}[r["framework"]] for r in document["rows"]
+        r["implementation"].split()[0] == {"torch": "plain", "jax": "xla"}[r["framework"]] for r in document["rows"]
     )
     assert {r["quantity"] for r in document["rows"]} >= QUANTITIES
 
@@ -271,7 +271,7 @@ def test_check_of_all_dtypes_and_strategies(few_cases):
     document = run_json("check", "linear_cross_entropy", "--full", "--framework", "torch", "--device", "cpu")
     assert document["ok"]
     assert {(r["framework"], r["dtype"], r["implementation"]) for r in document["rows"]} == {
-        ("torch", dtype, f"torch {how}") for dtype in DTYPE_BYTES for how in ("stash", "recompute", "stash loss_alone")
+        ("torch", dtype, f"plain {how}") for dtype in DTYPE_BYTES for how in ("stash", "recompute", "stash loss_alone")
     }
 
 

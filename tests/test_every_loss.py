@@ -14,14 +14,14 @@ from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.mosaic import op as mosaic_op
 
 
-@pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("torch").items()])
+@pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("plain").items()])
 def test_torch(check):
     check()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "backend"), [(name, backend) for backend in ("torch", "triton") for name in checks(backend, "cuda")]
+    ("name", "backend"), [(name, backend) for backend in ("plain", "triton") for name in checks(backend, "cuda")]
 )
 def test_on_the_gpu(name, backend):
     checks(backend, "cuda")[name]()

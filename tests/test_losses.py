@@ -38,7 +38,7 @@ def unwritten_memory_is_nan():
 
 
 def on_the_gpu():
-    return [*losses("torch", "cuda"), *losses("triton", "cuda")]
+    return [*losses("plain", "cuda"), *losses("triton", "cuda")]
 
 
 def pairs(them):
@@ -83,7 +83,7 @@ def test_cases(loss, case, dtype):
 )
 def test_cases_on_the_gpu(loss, dtype):
     """Triton has products of 16 bits alone."""
-    if dtype != torch.float32 or loss.backend == "torch" or not loss.linear:
+    if dtype != torch.float32 or loss.backend == "plain" or not loss.linear:
         for case in loss.own_cases():
             loss.assert_case(case, dtype)
 

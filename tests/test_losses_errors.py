@@ -119,7 +119,7 @@ LINEAR = {
     "bias is 2-d": ({"bias": torch.randn(1, 70)}, ValueError, "bias must be [V]"),
     "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor; got float"),
     "bias is float64": ({"bias": torch.randn(70).double()}, TypeError, "hidden is float32 but bias is float64; cast one of them"),
-    "float64's kernels": (DOUBLE | {"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it takes no float64; pass backend='torch', or 'auto'"),
+    "float64's kernels": (DOUBLE | {"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it takes no float64; pass backend='plain', or 'auto'"),
     "bias dtype differs": ({"bias": torch.randn(70).bfloat16()}, TypeError, "hidden is float32 but bias is bfloat16"),
 }  # fmt: skip
 # Of those with logits.
@@ -128,7 +128,7 @@ LOGITS = {
     "V is 0": ({"logits": torch.randn(2, 12, 0)}, ValueError, "logits must be [..., V] with V >= 1; got shape [2, 12, 0]"),
     "logits is a list": ({"logits": [1.0]}, TypeError, "logits must be a torch.Tensor; got list"),
     "logits is int": ({"logits": torch.ones(2, 12, 70, dtype=torch.int64)}, TypeError, "logits must be float32, bfloat16, float16 or float64; got int64"),
-    "float64's kernels": ({"logits": torch.randn(2, 12, 70).double(), "backend": "triton"}, ValueError, "backend 'triton' can't run this call: it takes no float64; pass backend='torch', or 'auto'"),
+    "float64's kernels": ({"logits": torch.randn(2, 12, 70).double(), "backend": "triton"}, ValueError, "backend 'triton' can't run this call: it takes no float64; pass backend='plain', or 'auto'"),
 }  # fmt: skip
 # Of those with ids.
 IDS_OF = {
@@ -224,11 +224,11 @@ def test_an_unknown_argument(loss):
 @by_op
 def test_a_device_without_a_backend_says_why(loss, monkeypatch):
     monkeypatch.setattr("onchip.frontend.torch_inputs.DEVICES", ("cuda",))
-    said = re.escape("torch: it runs on cuda tensors, not on 'cpu'")
+    said = re.escape("plain: it runs on cuda tensors, not on 'cpu'")
     with pytest.raises(ValueError, match=rf"{loss.op.__name__}: no backend can run this call \(.*{said}"):
         call(loss)
-    with pytest.raises(ValueError, match="backend 'torch' can't run this call: it runs on"):
-        call(loss, backend="torch")
+    with pytest.raises(ValueError, match="backend 'plain' can't run this call: it runs on"):
+        call(loss, backend="plain")
 
 
 @pytest.mark.parametrize("loss", [LCE, LLP], ids=["linear_cross_entropy", "linear_log_probs"])

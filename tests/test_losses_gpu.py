@@ -61,7 +61,7 @@ class Way:
         return given | {self.loss.ids: y}
 
 
-PYTORCH = [Way(loss) for loss in losses("torch", "cuda")]
+PYTORCH = [Way(loss) for loss in losses("plain", "cuda")]
 KERNELS = [Way(loss) for loss in losses("triton", "cuda")]
 MIXED = [
     Way(Loss(loss.op, loss.cases, loss.checks, options, "triton", "cuda", torch.bfloat16), mixed=True)

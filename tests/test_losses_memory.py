@@ -131,18 +131,18 @@ def test_linear_losses(strategy, changes):
     budget = memory.scratch_at_least(p, strategy) + 16 * MIB
     formula = memory.scratch_bytes(p, memory.plan(p, strategy, budget))
     assert formula <= budget
-    assert_held(step_of(p, "torch", budget, strategy=strategy), formula, "cpu")
+    assert_held(step_of(p, "plain", budget, strategy=strategy), formula, "cpu")
 
 
 def test_a_copy_of_hidden_states_that_cannot_be_flattened_counts():
     p = Problem(8192, 512, 256, grad_weight=False, copied=4 * 8192 * 512)
     formula = memory.scratch_bytes(p, memory.plan(p, "stash"))
-    assert_held(step_of(p, "torch", None, strategy="stash", strided=True), formula, "cpu")
+    assert_held(step_of(p, "plain", None, strategy="stash", strided=True), formula, "cpu")
 
 
 def test_an_eighth_of_the_logits():
     p = Problem(4096, 32, 8192)
-    assert peak_extra_bytes(step_of(p, "torch", 0.125), device="cpu") <= memory.logits_bytes(p) // 8 + SLACK["cpu"]
+    assert peak_extra_bytes(step_of(p, "plain", 0.125), device="cpu") <= memory.logits_bytes(p) // 8 + SLACK["cpu"]
 
 
 def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
@@ -181,7 +181,7 @@ def test_rows(changes, options, monkeypatch):
     budget = row_memory.default_scratch(p)
     formula = row_memory.scratch_bytes(p, row_memory.plan(p, "", budget))
     assert formula <= budget
-    assert_held(step_of(p, "torch", budget, **options), formula, "cpu")
+    assert_held(step_of(p, "plain", budget, **options), formula, "cpu")
 
 
 def test_what_may_overlap():
@@ -194,7 +194,7 @@ def test_what_may_overlap():
 def test_fp8():
     p = Problem(512, 64, 8192)
     budget = fp8_memory.scratch_bytes(p, 256)
-    step = step_of(p, "torch", budget, precision="fp8")
+    step = step_of(p, "plain", budget, precision="fp8")
     step()
     assert peak_extra_bytes(step, device="cpu") <= budget
 
@@ -234,7 +234,7 @@ def test_pytorchs_products_on_a_gpu(strategy, changes):
     budget = memory.scratch_at_least(p, strategy) + 64 * MIB
     formula = memory.scratch_bytes(p, memory.plan(p, strategy, budget))
     assert formula <= budget
-    assert_held(step_of(p, "torch", budget, strategy=strategy), formula, "cuda")
+    assert_held(step_of(p, "plain", budget, strategy=strategy), formula, "cuda")
 
 
 def mixed_budget(p):

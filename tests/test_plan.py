@@ -133,7 +133,7 @@ def test_the_function_needs_no_package_of_the_command_line():
 # --------------------------------------------------------------------------------------------- what the ops will do
 
 PLANNERS = {
-    "torch": memory.PLANNER, "xla": xla_memory.PLANNER, "triton": triton_planner.PLANNER,
+    "plain": memory.PLANNER, "xla": xla_memory.PLANNER, "triton": triton_planner.PLANNER,
     "mosaic_gpu": mosaic_memory.PLANNER,
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_the_plan_is_what_the_kernels_will_do(framework, backend, gradients):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("where", [{}, {"dtype": "float32"}, {"device": "cpu"}], ids=str)
 def test_the_plan_is_what_a_backend_of_products_will_do(framework, where):
-    backend, module = {"torch": ("torch", memory), "jax": ("xla", xla_memory)}[framework]
+    backend, module = {"torch": ("plain", memory), "jax": ("xla", xla_memory)}[framework]
     made = plan(**SIZES, framework=framework, backend=backend, scratch=BUDGETS, **where)
     problem = dataclasses.replace(
         PROBLEM, **where, **({"hidden_dtype": "float32", "weight_dtype": "float32"} if "dtype" in where else {})
@@ -190,7 +190,7 @@ def test_the_plan_is_what_a_backend_of_products_will_do(framework, where):
             assert row.scratch_bytes < row.needs_bytes
 
 
-@pytest.mark.parametrize(("backend", "device"), [("triton", "cuda"), ("torch", "cpu")])
+@pytest.mark.parametrize(("backend", "device"), [("triton", "cuda"), ("plain", "cpu")])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_the_plan_of_precision_fp8(backend, device, gradients):
     made = plan(**SIZES, precision="fp8", backend=backend, gradients=gradients, scratch=BUDGETS)
@@ -225,11 +225,11 @@ def test_the_plans_of_the_other_ops_are_what_they_will_do():
     assert parts("linear_log_probs", "triton", entropy=True) == triton
     xla = planned(PLANNERS["xla"], log_probs, "recompute", 4)
     assert parts("linear_log_probs", "xla", framework="jax", entropy=True) == xla
-    walks = [planned(PLANNERS["torch"], log_probs, walk, 4) for walk in ("forward", "recompute")]
+    walks = [planned(PLANNERS["plain"], log_probs, walk, 4) for walk in ("forward", "recompute")]
     largest = [max(of_budget, key=lambda made: sum(made[0].values())) for of_budget in zip(*walks, strict=True)]
-    assert parts("linear_log_probs", "torch", entropy=True) == largest
-    for framework, backend in (("torch", "triton"), ("torch", "torch"), ("jax", "xla")):
-        options = {backend: True} if backend != "torch" else {}
+    assert parts("linear_log_probs", "plain", entropy=True) == largest
+    for framework, backend in (("torch", "triton"), ("torch", "plain"), ("jax", "xla")):
+        options = {backend: True} if backend != "plain" else {}
         p = row_memory.RowsProblem(**rows, **options)
         assert parts("cross_entropy", backend, framework=framework) == planned(row_memory.PLANNER, p, "", 0)
     jsd = jsd_memory.JsdProblem(128256, student, teacher)
@@ -237,7 +237,7 @@ def test_the_plans_of_the_other_ops_are_what_they_will_do():
     assert made == planned(jsd_triton.PLANNER, jsd, "", lambda c: 4 + 2 * (8192 - c.kept) / 8192)
     stash = dataclasses.replace(jsd, stash=True)
     for framework, backend, planner in (
-        ("torch", "torch", jsd_memory.PLANNER),
+        ("torch", "plain", jsd_memory.PLANNER),
         ("jax", "xla", jsd_memory.JAX_PLANNER),
     ):
         assert parts("linear_jsd", backend, framework=framework, teacher_hidden=2048) == planned(planner, stash, "", 4)
@@ -328,11 +328,11 @@ def test_grouped_products_take_what_was_measured(groups, rows, k, n, rates):
     ("arguments", "backend"),
     [
         ({"dtype": "float16"}, "triton"),
-        ({"dtype": "float32"}, "torch"),
-        ({"device": "cpu"}, "torch"),
+        ({"dtype": "float32"}, "plain"),
+        ({"device": "cpu"}, "plain"),
         ({"gpu": "a100"}, "triton"),
         ({"precision": "fp8", "dtype": "float32"}, "triton"),
-        ({"precision": "fp8", "gpu": "b200"}, "torch"),
+        ({"precision": "fp8", "gpu": "b200"}, "plain"),
         ({"framework": "jax", "dtype": "float16"}, "mosaic_gpu"),
         ({"framework": "jax", "dtype": "float32"}, "xla"),
         ({"framework": "jax", "device": "cpu"}, "xla"),

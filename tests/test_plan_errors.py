@@ -35,7 +35,7 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
         ([*LLAMA[1:], "--device", "tpu"], "device must be one of 'cuda', 'cpu'; got 'tpu'"),
         ([*LLAMA[1:], "--gpu", "v100"], "gpu must be one of 'h100', 'h200', 'a100', 'l40s', '4090', 'b200'; got 'v100'"),
         ([*LLAMA[1:], "--gpu", "h100", "--device", "cpu"], "gpu is 'h100', but device is 'cpu'; leave one of them out"),
-        ([*LLAMA[1:], "--backend", "cuda"], "backend must be one of 'auto', 'triton', 'torch'; got 'cuda'"),
+        ([*LLAMA[1:], "--backend", "cuda"], "backend must be one of 'auto', 'triton', 'plain'; got 'cuda'"),
         ([*LLAMA[1:], "--device", "cpu", "--backend", "triton"], "its kernels don't run in bfloat16 on cpu"),
         ([*LLAMA[1:], "--precision", "int8"], "precision must be one of 'full', 'fp8'; got 'int8'"),
         ([*LLAMA[1:], "--precision", "fp8", "--framework", "jax"], "in JAX with precision 'fp8' there is no plan; there is one in PyTorch,"),

@@ -77,8 +77,8 @@ rows = st.builds(
 TILES = ("forward", "stash", "recompute")
 # The planner, its problems, and its strategies.
 PLANNERS = {
-    "torch": (memory.PLANNER, linear(**anywhere, **weights, weight_grad_out=st.booleans()), TILES),
-    "torch, ids": (memory.PLANNER, linear(**anywhere, ids=st.integers(1, 64)), TILES[::2]),
+    "plain": (memory.PLANNER, linear(**anywhere, **weights, weight_grad_out=st.booleans()), TILES),
+    "plain, ids": (memory.PLANNER, linear(**anywhere, ids=st.integers(1, 64)), TILES[::2]),
     "xla": (xla_memory.PLANNER, linear(tokens=1, **anywhere), TILES),
     "xla, ids": (xla_memory.PLANNER, linear(tokens=1, **anywhere, ids=st.integers(1, 64)), TILES[::2]),
     "triton": (triton_planner.PLANNER, linear(**weights, weight_grad_out=st.booleans()), ("auto", *TILES[1:])),
@@ -331,7 +331,7 @@ def test_of_equal_models_no_product_of_linear_jsd_is_made_twice_in_half_a_gigaby
 # ------------------------------------------------------------------------------- the framework's own products
 
 
-@given(PLANNERS["torch"][1], st.integers(1, 1 << 34))
+@given(PLANNERS["plain"][1], st.integers(1, 1 << 34))
 def test_the_chosen_strategy_can_run_in_the_budget(p, budget):
     strategies = TILES[1:] if p.any_grad else TILES[:1]
     for backend in (memory, xla_memory):

@@ -102,7 +102,7 @@ def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
 
 
 _BACKENDS = {
-    "torch": "the framework's own operations",
+    "plain": "the framework's own operations",
     "xla": "matrix products and loops of XLA",
     "ring": "the framework's own products and exchanges between ranks",
     "symmetric": "copies into the memory of GPUs that map each other's, and kernels for this device",
@@ -115,7 +115,7 @@ def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None)
     """The backends that can run a plain call in bfloat16 on the CPU, and all of those for a CUDA device."""
     reasons: dict[str, Mapping[str, str | None]]
     if missing is not None:
-        plain = {"torch" if framework == "torch" else "xla": missing}
+        plain = {"plain" if framework == "torch" else "xla": missing}
         reasons = {"cpu": plain, "cuda": plain}
     else:
         refusals = OPS[op].entry("checks:plain_refusals")

@@ -33,7 +33,7 @@ WRONG = {
     "layout": (ValueError, {"layout": "thd"}, "layout must be"),
     "return_lse": (TypeError, {"return_lse": 1}, "return_lse must be"),
     "check_inputs": (TypeError, {"check_inputs": None}, "check_inputs must be"),
-    "backend": (ValueError, {"backend": "triton"}, "backend must be one of 'auto', 'torch'; got 'triton'"),
+    "backend": (ValueError, {"backend": "triton"}, "backend must be one of 'auto', 'plain'; got 'triton'"),
     "budget": (ValueError, {"scratch_bytes": 100}, "scratch_bytes=100 is too little; it takes at least"),
     "budget's unit": (ValueError, {"scratch_bytes": "1GB"}, "did you mean '1GiB'"),
     "no mask": (TypeError, {"mask": None}, "mask must be one of Full, Causal"),

@@ -244,10 +244,10 @@ def test_parameters():
     x = torch.randn(3, H)
     assert torch.equal(twin(x), moe(x))
     assert torch.equal(copy.deepcopy(moe)(x), moe(x))
-    options = {"norm_topk": False, "scoring": "sigmoid", "scaling_factor": 2.5, "backend": "torch"}
+    options = {"norm_topk": False, "scoring": "sigmoid", "scaling_factor": 2.5, "backend": "plain"}
     assert layer(top_k=3, **options).extra_repr() == (
         f"{H}, {INNER}, num_experts={E}, top_k=3, norm_topk=False, scoring='sigmoid', scaling_factor=2.5, "
-        "backend='torch'"
+        "backend='plain'"
     )
 
 

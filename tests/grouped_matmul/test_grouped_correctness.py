@@ -27,7 +27,7 @@ from onchip.oracle.torch import DTYPES
 from onchip.torch import grouped_matmul
 from shared import assert_within_bounds
 
-CPU = On("cpu", "torch")
+CPU = On("cpu", "plain")
 
 
 @pytest.mark.parametrize(("case", "dtype"), list(product(CHECK_CASES, DTYPES)), ids=str)

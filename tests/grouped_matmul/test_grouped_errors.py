@@ -77,7 +77,7 @@ ONE = {
     "torch": [
         ({"precision": "int8"}, ValueError, "precision must be one of 'full', 'fp8'; got 'int8'"),
         ({"x": WIDE, "weight": torch.ones(3, 4, 8).double(), "precision": "fp8"}, TypeError, "precision='fp8' takes no float64; pass precision='full', or cast x and weight"),
-        ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'triton', 'torch'; got 'cublas'"),
+        ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'triton', 'plain'; got 'cublas'"),
         ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
         ({"weight": torch.ones(3, 4, 8).bfloat16()}, TypeError, "x is float32 but weight is bfloat16; cast one of them, or run under torch.autocast"),
         ({"x": WIDE}, TypeError, "x is float64 but weight is float32; cast one of them"),
@@ -112,9 +112,9 @@ def test_wrong_calls(framework, changes, kind, message):
 def test_on_a_gpu_the_plain_path_must_be_named():
     """It reads the sizes on the host: "auto" never synchronises."""
     of = torch.device("cuda"), torch.float64
-    with pytest.raises(ValueError, match=r"triton: it takes no float64; .*torch: it waits for the sizes on the host"):
+    with pytest.raises(ValueError, match=r"triton: it takes no float64; .*plain: it waits for the sizes on the host"):
         choose_backend("grouped_matmul", "auto", refusals(*of))
-    assert choose_backend("grouped_matmul", "torch", refusals(*of, named=True)) == "torch"
+    assert choose_backend("grouped_matmul", "torch", refusals(*of, named=True)) == "plain"
     assert fp8.refusal(256, 128) is None
     assert fp8.refusal(256, 64) == "with precision='fp8' N and K must be multiples of 128; got N=256, K=64"
 

@@ -61,12 +61,12 @@ def test_cases(case, dtype, layout):
 
 @pytest.mark.parametrize("case", [*CHECK_CASES, EVERYTHING], ids=str)
 def test_the_plain_path_where_it_is_named(case):
-    assert_within_bounds(CHECKER.check_case(case, torch.bfloat16, "cuda", backend="torch"))
+    assert_within_bounds(CHECKER.check_case(case, torch.bfloat16, "cuda", backend="plain"))
     arguments, grad = on_gpu(case)
-    assert_equal(step(arguments, grad, backend="torch"), step(arguments, grad, backend="torch"))
+    assert_equal(step(arguments, grad, backend="plain"), step(arguments, grad, backend="plain"))
     arguments["group_sizes"][0] = -1
     with pytest.raises(ValueError, match=r"group_sizes\[0\] is -1"):
-        grouped_matmul(**arguments, backend="torch")
+        grouped_matmul(**arguments, backend="plain")
 
 
 @pytest.mark.parametrize("sizes", [even, skewed, half_empty], ids=lambda f: f.__name__)
@@ -99,7 +99,7 @@ def test_fp8(case, layout):
     made = step(arguments, grad, precision="fp8", backend="triton")
     # A bit of what is kept for an activation moves others to another number of FP8.
     bound = 2e-2 if case is FP8_EVERYTHING else 5e-3
-    assert_same(made, step(arguments, grad, precision="fp8", backend="torch"), bound)
+    assert_same(made, step(arguments, grad, precision="fp8", backend="plain"), bound)
     if case is not FP8_EVERYTHING:
         assert_same(made, oracle(arguments, grad), 10 ** (-28 / 20))
 

@@ -246,12 +246,12 @@ def test_torchtitan_converts_experts(torchtitan, monkeypatch):
         __module__ = "torchtitan.components.quantization.float8"
 
     size = {"dim": 32, "hidden_dim": 16, "num_experts": 4}
-    converter = torchtitan.GroupedMatmulConverter(torchtitan.GroupedMatmulConverter.Config(backend="torch"))
+    converter = torchtitan.GroupedMatmulConverter(torchtitan.GroupedMatmulConverter.Config(backend="plain"))
     kept = [Quantized.Config(**size), Float8.Config(**size)]
     model = TitanModel(layers=[TitanExperts.Config(**size), *kept], last=Capped.Config(**size, limit=3.0))
     assert converter.convert(model) is model
     assert model.layers[1:] == kept
-    assert (model.last.limit, model.last.onchip_backend) == (3.0, "torch")
+    assert (model.last.limit, model.last.onchip_backend) == (3.0, "plain")
     assert type(model.last)._owner.__name__ == "OnchipCapped"
     assert issubclass(type(model.last)._owner, Capped)
 

@@ -152,7 +152,7 @@ def test_kernels_make_what_pytorchs_operations_make(case, chunk, monkeypatch):
     way, and numbers of E4M3 after them.
     """
     monkeypatch.setattr(fp8_spec, "DEFAULT_CHUNK", chunk)
-    made, right = (results(case, torch.bfloat16, "cuda", backend=b)[0] for b in ("triton", "torch"))
+    made, right = (results(case, torch.bfloat16, "cuda", backend=b)[0] for b in ("triton", "plain"))
     for x in (made, right):
         x.pop("correct")
     assert_alike(made, right, 5e-3, 1e-2)
@@ -195,5 +195,5 @@ def test_weight_grad_out_on_a_gpu():
 
 
 def test_other_devices_are_refused():
-    assert {name for name, reason in fp8_op.refusals(torch.device("mps")).items() if reason} == {"triton", "torch"}
-    assert fp8_op.refusals(torch.device("cpu"))["torch"] is None
+    assert {name for name, reason in fp8_op.refusals(torch.device("mps")).items() if reason} == {"triton", "plain"}
+    assert fp8_op.refusals(torch.device("cpu"))["plain"] is None

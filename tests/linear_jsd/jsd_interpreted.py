@@ -129,13 +129,13 @@ def places(name):
     leaves = (h, w, x, v) if options["teacher_grad"] else (h, w)
     with planned(*plan):
         made = gradients(op(h, w, x, v, **options), leaves)
-    assert_close(made, gradients(linear_jsd(h, w, x, v, backend="torch", **options), leaves))
+    assert_close(made, gradients(linear_jsd(h, w, x, v, backend="plain", **options), leaves))
 
 
 @check()
 def what_is_refused_says_why():
     h, w, x, v = problem()
-    with pytest.raises(ValueError, match="no kernel for teacher_topk; pass backend='torch'"):
+    with pytest.raises(ValueError, match="no kernel for teacher_topk; pass backend='plain'"):
         op(h, w, teacher_topk=TopK(torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 1), "log_probs", "tail"))
     with pytest.raises(ValueError, match="no kernel for the gradient of teacher_logits"):
         op(h, w, teacher_logits=torch.zeros(6, 300, requires_grad=True), teacher_grad=True)

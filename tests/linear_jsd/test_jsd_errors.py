@@ -70,7 +70,7 @@ WRONG = {
     "normalizer tensor 0": ({"normalizer": torch.zeros(())}, ValueError, "normalizer must be finite and above 0; got 0.0"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
     "reduction": ({"reduction": "batchmean"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'batchmean'"),
-    "backend": ({"backend": "xla"}, ValueError, "backend must be one of 'auto', 'triton', 'torch'; got 'xla'"),
+    "backend": ({"backend": "xla"}, ValueError, "backend must be one of 'auto', 'triton', 'plain'; got 'xla'"),
     "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, V=70"),
     "too small a part of both models' logits": ({"scratch_bytes": 0.01}, ValueError, "scratch_bytes=134 is too small for T=24, V=70"),

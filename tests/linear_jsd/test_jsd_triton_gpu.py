@@ -101,7 +101,7 @@ def test_ways_agree_with_the_framework(sizes, dtype):
     grad = torch.tensor(1000.0, device="cuda")  # takes a gradient of 1 / V to where float16 is normal
     made = gradients(op(*leaves, **options), leaves, grad)
     exact = [p.detach().float().requires_grad_() for p in leaves]
-    reference = gradients(linear_jsd(*exact, backend="torch", **options), exact, grad)
+    reference = gradients(linear_jsd(*exact, backend="plain", **options), exact, grad)
     # Three roundings, of a logit's gradient, of the row that it meets and of the result: each at most 2^-11 in float16
     # and 0.4 of that in the mean, so 0.7 * 2^-11 together, and 8 times as much in bfloat16.
     bound = 6e-3 if dtype == torch.bfloat16 else 1e-3
@@ -200,7 +200,7 @@ def test_more_elements_of_logits_than_32_bits_count():
     for some in (slice(0, 64), slice(tokens - 64, tokens)):
         h, x = (leaves[i][some].detach().float().requires_grad_() for i in (0, 2))
         expected = linear_jsd(
-            h, leaves[1].detach().float(), x, leaves[3].detach().float(), reduction="none", backend="torch"
+            h, leaves[1].detach().float(), x, leaves[3].detach().float(), reduction="none", backend="plain"
         )
         assert errors([loss[some].detach()], [expected.detach()])[0] < 1e-4
         assert errors([grad[some]], torch.autograd.grad(expected.sum(), h))[0] < 1e-2
@@ -209,7 +209,7 @@ def test_more_elements_of_logits_than_32_bits_count():
     loss = jsd(z, u, reduction="none", backend="triton")
     grad = torch.autograd.grad(loss.sum(), z)[0]
     last = z[-8:].detach().requires_grad_()
-    expected = jsd(last, u[-8:], reduction="none", backend="torch")
+    expected = jsd(last, u[-8:], reduction="none", backend="plain")
     assert errors([loss[-8:].detach()], [expected.detach()])[0] < 1e-5
     assert errors([grad[-8:]], torch.autograd.grad(expected.sum(), last))[0] < 5e-3
 
@@ -221,7 +221,7 @@ def test_logits_of_any_width(vocab, dtype):
     how = {"beta": 0.3, "temperature": 1.5, "teacher_grad": True, "reduction": "sum"}
     grad = torch.tensor(float(vocab), device="cuda")  # the gradients are about 1 then: normal in float16
     made = gradients(jsd(z, u, backend="triton", **how), (z, u), grad)
-    expected = gradients(jsd(z, u, backend="torch", **how), (z, u), grad)
+    expected = gradients(jsd(z, u, backend="plain", **how), (z, u), grad)
     for a, b in zip(made, expected, strict=True):
         # log(s / m) - KL may cancel: what is left has the error of a float32 log-probability near 10, 1e-6.
         assert torch.allclose(a, b, rtol=2e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

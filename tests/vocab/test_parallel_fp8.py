@@ -247,7 +247,7 @@ def kernels(rank, ranks):
     """As PyTorch's operations on all of the vocabulary."""
     fp8_interpreter.mend()
     with (
-        mock.patch.object(fp8_op, "refusals", return_value={"torch": None, "triton": None}),
+        mock.patch.object(fp8_op, "refusals", return_value={"plain": None, "triton": None}),
         mock.patch.object(walk, "LOGITS", torch.float32),
     ):
         for labels in (None, "topk"):

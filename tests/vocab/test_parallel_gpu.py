@@ -53,7 +53,7 @@ def of_logits(rank, ranks):
         given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
         for name, options in OPTIONS.items():
             whole, mine = leaf(logits.double()), leaf(logits[:, own])
-            expected = values_of(cross_entropy(whole, target, backend="torch", **options))
+            expected = values_of(cross_entropy(whole, target, backend="plain", **options))
             got = values_of(cross_entropy(mine, target, **options, **given))
             same_bits(*got)
             near(got, expected, 1e-5, name)
@@ -69,7 +69,7 @@ def of_logits(rank, ranks):
         ):
             whole, mine = leaf(logits.double()), leaf(logits[:, own])
             exact = [x.double() if x.is_floating_point() else x for x in more]
-            expected = values_of(op(whole, *exact, backend="torch", **options))
+            expected = values_of(op(whole, *exact, backend="plain", **options))
             got = values_of(op(mine, *(x[:, own] if op is jsd else x for x in more), **options, **given))
             same_bits(*got)
             near(got, expected, 1e-5, op.__name__)
@@ -85,7 +85,7 @@ def of_hidden_states(rank, ranks):
         given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start, "backend": "triton"}
         for op, options in ((linear_cross_entropy, OPTIONS["everything"]), (linear_log_probs, {"entropy": True})):
             whole, mine = [leaf(x.float()) for x in (hidden, weight)], [leaf(hidden), leaf(weight[own])]
-            expected = values_of(op(*whole, target, backend="torch", **options))
+            expected = values_of(op(*whole, target, backend="plain", **options))
             got = values_of(op(*mine, target, **options, **given))
             same_bits(*got)
             near(got, expected, 5e-3, op.__name__)
@@ -99,7 +99,7 @@ def of_hidden_states(rank, ranks):
             rounded = [x.to(dtype) for x in (hidden, weight, hidden.flip(0) / 2, weight.flip(0))]
             whole = [leaf(x.float()) for x in rounded]
             mine = [leaf(x if i in (0, 2) else x[own]) for i, x in enumerate(rounded)]
-            expected, got = linear_jsd(*whole, backend="torch", **options), linear_jsd(*mine, **options, **given)
+            expected, got = linear_jsd(*whole, backend="plain", **options), linear_jsd(*mine, **options, **given)
             same_bits(got)
             near([got], [expected], 1e-4, f"linear_jsd {options}")
             expected.backward(), got.backward()
@@ -119,16 +119,16 @@ def soft_labels(rank, ranks):
         own = cut(sizes, rank)
         given = {"vocab_group": dist.group.WORLD, "vocab_size": VOCAB, "vocab_start": own.start}
         for backend, dtype, labels, bound, smoothing in (
-            ("torch", torch.float32, few, 2e-5, 0.0),
-            ("torch", torch.float32, many, 2e-5, 0.0),
-            ("torch", torch.float16, many, 5e-3, 0.0),
+            ("plain", torch.float32, few, 2e-5, 0.0),
+            ("plain", torch.float32, many, 2e-5, 0.0),
+            ("plain", torch.float16, many, 5e-3, 0.0),
             ("triton", torch.bfloat16, few, 1e-2, 0.0),
             ("triton", torch.bfloat16, few, 1e-2, 0.1),
         ):
             what, options["label_smoothing"] = f"{backend} {dtype} {sizes} {smoothing}", smoothing
             rounded = [x.to(dtype) for x in (hidden, weight)]
             whole, mine = [leaf(x.float()) for x in rounded], [leaf(rounded[0]), leaf(rounded[1][own])]
-            expected = values_of(linear_cross_entropy(*whole, labels, backend="torch", **options))
+            expected = values_of(linear_cross_entropy(*whole, labels, backend="plain", **options))
             part = labels if labels is few else labels[:, own]
             got = values_of(linear_cross_entropy(*mine, part, backend=backend, **options, **given))
             same_bits(*got)
@@ -137,7 +137,7 @@ def soft_labels(rank, ranks):
             near([mine[0].grad], [whole[0].grad], bound, what)
             if mine[1].numel():
                 near([mine[1].grad], [whole[1].grad[own]], bound, what)
-        of_logits = [(cross_entropy, few, "torch"), (cross_entropy, few, "triton"), (cross_entropy, many, "torch")]
+        of_logits = [(cross_entropy, few, "plain"), (cross_entropy, few, "triton"), (cross_entropy, many, "plain")]
         for op, labels, backend in (*of_logits, *((jsd, few._replace(rest=x), "auto") for x in RESTS)):
             whole, mine = leaf(logits), leaf(logits[:, own])
             part = labels[:, own] if labels is many else labels
@@ -154,7 +154,7 @@ def soft_labels(rank, ranks):
         wrong = few._replace(indices=ids.index_fill(0, torch.tensor([5], device="cuda"), VOCAB))
         mine = leaf(logits[:, own])
         for loss in (
-            cross_entropy(mine, wrong, reduction="none", backend="torch", **given),
+            cross_entropy(mine, wrong, reduction="none", backend="plain", **given),
             cross_entropy(mine, wrong, reduction="none", backend="triton", **given),
             jsd(mine, teacher_topk=wrong._replace(rest="tail"), reduction="none", **given),
         ):

@@ -358,7 +358,7 @@ def kernels(rank, ranks):
         assert mine.grad[: 332 if rank else 368].isnan().any() == (labels is bad)
 
     logits = {"vocab_group": dist.group.WORLD, "backend": "triton"}
-    with pytest.raises(ValueError, match="jsd: .*no kernel for teacher_topk; pass backend='torch'"):  # noqa: RUF043
+    with pytest.raises(ValueError, match="jsd: .*no kernel for teacher_topk; pass backend='plain'"):  # noqa: RUF043
         jsd(hidden, teacher_topk=target._replace(kind="log_probs"), **logits)
 
 
@@ -407,7 +407,7 @@ def kernels_of_logits(rank, ranks):
         assert mine.grad[:, wrong, : 700 - 368 * rank].isnan().all()
         right = pad(whole.grad, (0, 36)).chunk(2, -1)[rank]
         assert_close(mine.grad[:, ~wrong], right[:, ~wrong], rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="every entry take no sharded vocabulary; pass backend='torch', or K ids"):
+    with pytest.raises(ValueError, match="every entry take no sharded vocabulary; pass backend='plain', or K ids"):
         cross_entropy(padded, padded, **given)
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
+_OTHER_NAMES = {"torch": "plain"}
+
 
 def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) -> str:
     """The backend to run: `requested`, or for "auto" the first that refuses nothing.
 
     `refusals` maps each backend, best first, to the reason why it can't serve this call, or to None if it can.
-    A backend that was named never falls back to another.
+    A backend that was named never falls back to another.  "torch" is another name of "plain".
 
     Raises:
         ValueError: the name is unknown, the named backend refuses, or with "auto" all of them do.
@@ -18,6 +20,7 @@ def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) 
                 return name
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise ValueError(f"{op}: no backend can run this call ({reasons})")
+    requested = named_backend(requested)
     if not isinstance(requested, str) or requested not in refusals:
         known = ", ".join(repr(name) for name in ("auto", *refusals))
         raise ValueError(f"{op}: backend must be one of {known}; got {requested!r}")
@@ -25,3 +28,8 @@ def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) 
     if reason is not None:
         raise ValueError(f"{op}: backend {requested!r} can't run this call: {reason}")
     return requested
+
+
+def named_backend(requested: str) -> str:
+    """The backend of this name."""
+    return _OTHER_NAMES.get(requested, requested) if isinstance(requested, str) else requested

@@ -171,8 +171,8 @@ def check_kinds(
 
 
 def choose_torch_backend(op: str, backend: str, device: torch.device, triton: str | None) -> str:
-    """Of "triton", which refuses for the reason given if any, and "torch", the framework's own operations."""
-    return choose_backend(op, backend, {"triton": triton, "torch": torch_refusal(device)})
+    """Of "triton", which refuses for the reason given if any, and "plain", the framework's own operations."""
+    return choose_backend(op, backend, {"triton": triton, "plain": torch_refusal(device)})
 
 
 def torch_refusal(device: torch.device) -> str | None:

@@ -7,7 +7,7 @@ from typing_extensions import TypeVar
 
 from onchip.frontend.options import OptionsOfLoss
 
-Backend = Literal["auto", "triton", "torch"]
+Backend = Literal["auto", "triton", "plain", "torch"]
 
 
 class LossStats(NamedTuple):

@@ -140,7 +140,7 @@ def kernel_refusals(
         return {"xla": None}
     import torch
 
-    return {"torch": None, "triton": resolve_name(refusal)(device, None, getattr(torch, dtype))}
+    return {"plain": None, "triton": resolve_name(refusal)(device, None, getattr(torch, dtype))}
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Checker:
     }
     """Keyword arguments, from the inputs; None is left out."""
     defaults: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=lambda: {"torch": {"backend": "torch"}, "jax": {"backend": "xla"}}
+        default_factory=lambda: {"torch": {"backend": "plain"}, "jax": {"backend": "xla"}}
     )
     """Defaults of `how`, by framework."""
     constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False

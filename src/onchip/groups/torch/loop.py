@@ -27,7 +27,7 @@ from onchip.groups.torch.call import (
 def refusal(device: torch.device, *, named: bool) -> str | None:
     """Why it can't serve a call on this device, or None; `named`: the caller chose it."""
     if device.type == "cuda" and not named:
-        return "it waits for the sizes on the host; name it if that may be, by backend='torch'"
+        return "it waits for the sizes on the host; name it if that may be, by backend='plain'"
     return torch_refusal(device)
 
 

@@ -285,7 +285,7 @@ def constant_to_compiler(function: _Function) -> _Function:
 def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why no Triton kernel can serve a call on this device with tensors of `dtype`, or None."""
     if dtype == torch.float64:
-        return "it takes no float64; pass backend='torch', or 'auto'"
+        return "it takes no float64; pass backend='plain', or 'auto'"
     if find_spec("triton") is None:
         return "Triton is not installed"
     if interpreted():

@@ -51,7 +51,7 @@ def plain_refusals(
     device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
 ) -> dict[str, str | None]:
     """As `kernel_refusals`, of the op's own backends."""
-    return {"xla" if framework == "jax" else "torch": None}
+    return {"xla" if framework == "jax" else "plain": None}
 
 
 def _turned(fw: Any, x: Any) -> Any:

@@ -37,7 +37,7 @@ def _plain(asked: PlannedCall) -> Baseline:
 
 
 PLAN = PlannedOp(
-    backends={("torch", "full"): {"torch": Backend(never, _way)}},
+    backends={("torch", "full"): {"plain": Backend(never, _way)}},
     plain=_plain,
     needs=("heads", "key_heads", "head_size"),
     softcap=False,

@@ -16,7 +16,7 @@ from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, one_dtype, require_tensors, torch_refusal
 from onchip.frontend.torch_register import needed
 
-BACKENDS = ("torch",)
+BACKENDS = ("plain",)
 _CAUSAL = Causal()
 
 
@@ -34,7 +34,7 @@ def attention(
     return_lse: Literal[False] = False,
     scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
-    backend: Literal["auto", "torch"] = "auto",
+    backend: Literal["auto", "plain", "torch"] = "auto",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -50,7 +50,7 @@ def attention(
     return_lse: Literal[True],
     scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
-    backend: Literal["auto", "torch"] = "auto",
+    backend: Literal["auto", "plain", "torch"] = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,  # [B, Tq, Hq, D]
@@ -65,7 +65,7 @@ def attention(
     return_lse: bool = False,
     scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
-    backend: Literal["auto", "torch"] = "auto",
+    backend: Literal["auto", "plain", "torch"] = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention under a mask that is data, without the [queries, keys] scores.
 
@@ -93,7 +93,7 @@ def attention(
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, a text like "1GiB"
             or "300 MiB".  Default: 256 MiB, or what 16 queries need.
         check_inputs: check the mask's numbers on the GPU too, which synchronises.  On the CPU they always are.
-        backend: "torch" (the framework's own products, on any device) or "auto", the same.  There are no kernels yet:
+        backend: "plain" (the framework's own products, on any device) or "auto", the same.  There are no kernels yet:
             on a GPU every block of queries reads all keys, and other libraries are faster.
 
     Returns:
@@ -128,7 +128,7 @@ def attention(
     options = AttentionOptions(scale, softcap, layout, scratch_in_bytes(OP, scratch_bytes, 0), check_inputs, return_lse)
     p = check_shapes(layout, shapes_of(tensors))
     dtype = one_dtype(OP, {"q": q, "k": k, "v": v})
-    choose_backend(OP, backend, {"torch": torch_refusal(q.device)})
+    choose_backend(OP, backend, {"plain": torch_refusal(q.device)})
     if check_inputs or q.device.type == "cpu":
         check_mask_values(mask)
     grads = needed(q, k, v, sinks)

@@ -41,7 +41,7 @@ PLAN = PlannedOp(
     backends={
         ("torch", "full"): {
             "triton": Backend(triton_refusal, partial(_rows_way, triton=True)),
-            "torch": Backend(never, _rows_way),
+            "plain": Backend(never, _rows_way),
         },
         ("jax", "full"): {"xla": Backend(never, partial(_rows_way, xla=True))},
     },

@@ -34,7 +34,7 @@ from onchip.vocab.torch.labels import parts_of
 from onchip.vocab.torch.loss import Weights, returned
 
 # Best first: the order in which "auto" asks them.
-BACKENDS = ("triton", "torch")
+BACKENDS = ("triton", "plain")
 
 
 class LogitsModuleKeywords(LossKeywords, total=False):
@@ -141,14 +141,14 @@ def cross_entropy(
             be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
             and gets a new tensor.  Not inside torch.compile.
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "plain" (the framework's
             own operations) or "auto": the first of these that can run the call.
         scratch_bytes: bound on the peak memory above logits, loss and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
         vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
             `linear_cross_entropy`: each rank passes its columns of the logits and of soft labels for every entry,
-            and the same of all else.  DTensors with Shard(-1) need none.  "torch" runs labels for every entry.
+            and the same of all else.  DTensors with Shard(-1) need none.  "plain" runs labels for every entry.
 
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
@@ -252,7 +252,7 @@ def _refusal(logits: Tensor, numbers: Tensor | None, kind: str, shards: Shards) 
     if numbers is not None and kind == "dense":
         reason = layout_refusal("target", numbers)
         if shards.there:
-            reason = "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids"
+            reason = "its labels of every entry take no sharded vocabulary; pass backend='plain', or K ids"
     return reason or refusal(logits)
 
 

@@ -72,7 +72,7 @@ CHECKER = Checker(
     refusals=plain_refusals,
     values=("out",),
     keywords=lambda inputs: {},
-    defaults={"torch": {"backend": "torch"}, "jax": {"backend": "xla"}},
+    defaults={"torch": {"backend": "plain"}, "jax": {"backend": "xla"}},
     constant=lambda name, inputs, how: name == "grad_out",  # among the arguments to be rounded as they are
     limits=limits,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
+from onchip.core.backends import choose_backend, named_backend
 from onchip.frontend.options import require_bool, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
@@ -38,7 +38,7 @@ from onchip.groups.torch.call import GroupedCall, GroupedOutputs
 from onchip.groups.triton import op as kernels
 
 # Best first: the order in which "auto" asks them.
-BACKENDS = ("triton", "torch")
+BACKENDS = ("triton", "plain")
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -73,7 +73,7 @@ def grouped_matmul(
     With `scatter_rows`, row i is added to row `scatter_rows[i]` of the result instead.
 
     Args:
-        x: [T, K] float32, bfloat16 or float16, with "torch" float64 too.  With `rows` [M, K], in any order.
+        x: [T, K] float32, bfloat16 or float16, with "plain" float64 too.  With `rows` [M, K], in any order.
         weight: [G, N, K], of x's dtype, any strides: it is read as it lies.
         group_sizes: [G] int32 or int64: how many rows each group has.  Any may be 0, and their sum may be less than T:
             rows past it are not read, NaN or not, and are 0 in the result and in x's gradient.
@@ -90,11 +90,11 @@ def grouped_matmul(
         num_rows: how many rows the result then has.  Those that nothing is added to are 0.
         weight_grad_out: float32, contiguous, of weight's shape: backward adds the weight's gradient to it, and weight
             gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
-        backend: "triton" (kernels for NVIDIA GPUs of compute capability 8.0 or later; no float64), "torch" (plain
+        backend: "triton" (kernels for NVIDIA GPUs of compute capability 8.0 or later; no float64), "plain" (plain
             PyTorch, one group after the other) or "auto": the first of these that can run the call.  On other GPUs,
-            and for float64 there, name "torch": it reads sizes and indices on the host, which synchronises, and so
+            and for float64 there, name "plain": it reads sizes and indices on the host, which synchronises, and so
             "auto" takes it on the CPU alone.
-        check_inputs: check sizes and indices with "triton" too, which synchronises.  On the CPU, and with "torch", they
+        check_inputs: check sizes and indices with "triton" too, which synchronises.  On the CPU, and with "plain", they
             always are.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, each group as `fp8_linear` of its rows.  "triton" then needs compute capability
@@ -124,7 +124,7 @@ def grouped_matmul(
     before or after those; and 4 * (3 * (T / 128 + G) + 2 * G + 6) bytes for the plan of tiles.  With precision="fp8" x
     and the weight are kept in FP8, (T + 128 G) K and G N K bytes and a 32nd more for scales of x; beside it are as many
     again in forward, in backward the same of the gradient of y twice, and with rows the T rows of x that are read.
-    "torch": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
+    "plain": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
 
     Example:
         >>> import torch
@@ -157,7 +157,7 @@ def grouped_matmul(
         if dtype == torch.float64:
             raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast x and weight")
         fp8_sizes = problem.n, problem.k
-    reasons = refusals(x.device, dtype, problem.groups, most, fp8_sizes, named=backend == "torch")
+    reasons = refusals(x.device, dtype, problem.groups, most, fp8_sizes, named=named_backend(backend) == "plain")
     chosen = choose_backend(OP, backend, reasons)
     cast_x, cast_weight = (a if a.dtype == dtype else a.detach().to(dtype) for a in (x, weight))
     grads = needed(x, weight, bias, row_scale)
@@ -196,4 +196,4 @@ def refusals(
 ) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None; `named`: where the caller names it."""
     triton = kernels.refusal(device, dtype, groups, rows, fp8_sizes)
-    return {"triton": triton, "torch": loop.refusal(device, named=named)}
+    return {"triton": triton, "plain": loop.refusal(device, named=named)}

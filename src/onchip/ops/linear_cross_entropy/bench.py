@@ -146,7 +146,7 @@ def _plan(
         backend, plan = "triton", triton_planner.plan(p, strategy, scratch)
     else:
         strategy = memory.choose_strategy(_at_worst(fw, p), strategy, scratch)
-        backend, plan = "torch", memory.plan(p, strategy, scratch)
+        backend, plan = "plain", memory.plan(p, strategy, scratch)
     return {"backend": backend, "scratch_bytes": scratch, **vars(plan)}
 
 

@@ -52,7 +52,7 @@ def check_options(options: LinearCrossEntropyOptions, *, grad_bias: bool) -> Non
 def refusals(device: torch.device) -> dict[str, str | None]:
     """Why each backend can't serve a call on this device, or None; in the order in which "auto" tries them."""
     triton = scaled_mm_refusal(device) or device_refusal(device.type, device.index, torch.bfloat16)
-    return {"triton": triton, "torch": torch_refusal(device)}
+    return {"triton": triton, "plain": torch_refusal(device)}
 
 
 class Fp8Call(NamedTuple):
@@ -323,13 +323,13 @@ def arguments_of(call: LinearCrossEntropyCall, weight: Tensor | QuantizedWeight,
     refused, shards, given = refusals(call.hidden.device), call.shards, weight
     if call.dense and shards.there:
         refused["triton"] = (
-            "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids; without kernels "
+            "its labels of every entry take no sharded vocabulary; pass backend='plain', or K ids; without kernels "
             "it emulates FP8"
         )
     chosen = choose_backend(OP, backend, refused)
     if shards.there:
         if shards.rows == 0:  # for which kernels have nothing to do
-            chosen = "torch"
+            chosen = "plain"
         if isinstance(weight, QuantizedWeight) and len(call.weight) > shards.rows:
             raise ValueError(
                 f"{OP}: weight was quantised with {len(call.weight) - shards.rows} rows of padding, which would share "

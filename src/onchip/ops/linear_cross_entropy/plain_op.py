@@ -1,4 +1,4 @@
-"""linear_cross_entropy for PyTorch on its own matrix products: the operators of backend 'torch'.
+"""linear_cross_entropy for PyTorch on its own matrix products: the operators of backend 'plain'.
 
 'recompute' makes the gradients in backward, from logits that it computes again; 'stash' makes them in forward, for an
 upstream gradient of 1.  What is computed is in `vocab.torch`.

@@ -68,11 +68,11 @@ PLAN = PlannedOp(
     backends={
         ("torch", "full"): {
             "triton": Backend(triton_refusal, triton_way),
-            "torch": Backend(never, of_products(memory)),
+            "plain": Backend(never, of_products(memory)),
         },
         ("torch", "fp8"): {
             "triton": Backend(fp8_triton_refusal, partial(_fp8_way, triton=True)),
-            "torch": Backend(never, _fp8_torch_way),
+            "plain": Backend(never, _fp8_torch_way),
         },
         ("jax", "full"): {
             "mosaic_gpu": Backend(_mosaic, _mosaic_way),

@@ -44,7 +44,7 @@ from onchip.vocab.torch.labels import parts_of
 from onchip.vocab.torch.loss import Weights, returned
 from onchip.vocab.triton import setup
 
-BACKENDS = ("triton", "torch")
+BACKENDS = ("triton", "plain")
 
 
 class HeadModuleKeywords(LossKeywords, total=False):
@@ -188,24 +188,24 @@ def linear_cross_entropy(
             eighth of the float32 logits, whichever is more, and at least what one chunk needs; without gradients
             "triton" takes 64 MiB, and precision="fp8" what chunks of 2048 tokens need.
         strategy: "stash" does 3 products: "triton" keeps the logits' exponentials until backward, as far as it can in
-            the memory of the weight's gradient; "torch" computes gradients in forward, chunk by chunk of
+            the memory of the weight's gradient; "plain" computes gradients in forward, chunk by chunk of
             tokens.  "recompute" does 4 in less memory: backward computes the logits again.  "auto" is the fastest that
-            fits scratch_bytes; with "triton" that may be some tokens by one and the rest by the other.  With "torch"
+            fits scratch_bytes; with "triton" that may be some tokens by one and the rest by the other.  With "plain"
             and reduction="none", gradients of weight and bias are always made by "recompute".
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
-            matrix products) or "auto": the first of these that can run; float64 has "torch".
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "plain" (the framework's own
+            matrix products) or "auto": the first of these that can run; float64 has "plain".
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
             differentiable has `linear_log_probs`.
         weight_grad_out: [V, H] float32 (float64 where weight is), contiguous: backward adds the weight's gradient to
             it, and weight gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
-            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
+            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "plain" emulates the same on
             any device by products of the dequantised numbers.
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
             its rows of weight, and of bias and weight_grad_out; all else, targets and class_weight among it, is the
             whole vocabulary's and the same on each rank, and so is the loss, to the bit.  Of soft labels for every
-            entry it passes its columns, [..., V_local], as many as its rows of weight; "torch" runs these.  A weight
+            entry it passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.  A weight
             that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or Shard of
             tokens, on a mesh of one dimension, need none.  strategy="stash" with precision="full" raises.  The guide
             docs/guides/vocab_parallel.md has more.
@@ -231,7 +231,7 @@ def linear_cross_entropy(
             was quantised (checked as values are).
 
     Memory: `onchip plan` prints it, with `--precision fp8` for precision="fp8"; `scratch_parts` of
-    `onchip.vocab.memory` ("torch"), `onchip.vocab.triton.memory` and `onchip.vocab.fp8.memory` (precision="fp8") are
+    `onchip.vocab.memory` ("plain"), `onchip.vocab.triton.memory` and `onchip.vocab.fp8.memory` (precision="fp8") are
     the formulas.  In float32 it is about 4 * chunk * V bytes for "stash" and 4 * token_chunk * vocab_chunk for
     "recompute"; for "triton" about 4 * T * H where T <= H.
 
@@ -325,7 +325,7 @@ def linear_cross_entropy(
         compiled=sizes_are_symbols(hidden, matrix),
         shards=shards,
         # In FP8 ignored tokens are masked, not left out: which tokens share a scale must not depend on them.
-        kernels=shards.there and chosen != "torch",
+        kernels=shards.there and chosen != "plain",
         **weights._asdict(),
         weight_grad_out=weight_grad_out,
         labels=numbers,
@@ -389,7 +389,7 @@ def _refusal(hidden: Tensor, numbers: Tensor | None, kind: str, dtype: torch.dty
     if numbers is not None and kind == "dense":
         reason = layout_refusal("target", numbers)
         if shards.there:
-            reason = "its labels of every entry take no sharded vocabulary; pass backend='torch', or K ids"
+            reason = "its labels of every entry take no sharded vocabulary; pass backend='plain', or K ids"
     return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 

@@ -51,7 +51,7 @@ PLAN = PlannedOp(
     backends={
         ("torch", "full"): {
             "triton": Backend(triton_refusal, _triton_way),
-            "torch": Backend(never, _way(memory.PLANNER)),
+            "plain": Backend(never, _way(memory.PLANNER)),
         },
         ("jax", "full"): {"xla": Backend(never, _way(memory.JAX_PLANNER))},
     },

@@ -27,7 +27,7 @@ from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_s
 from onchip.ops.linear_jsd.torch_call import JsdCall, JsdModel
 
 # The order of preference of "auto".
-BACKENDS = ("triton", "torch")
+BACKENDS = ("triton", "plain")
 
 
 @repeatable
@@ -99,7 +99,7 @@ def linear_jsd(
             a float in (0, 1], that part of both models' float32 logits.  Default: 256 MiB or an eighth of those,
             whichever is more, and at least what one chunk needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
-            gradient of teacher_logits), "torch" (the framework's own operations, on any device) or "auto": the first of
+            gradient of teacher_logits), "plain" (the framework's own operations, on any device) or "auto": the first of
             these that can run the call.
         vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
             ranks of a process group, as of `linear_cross_entropy`: each rank passes its rows of both models' weights

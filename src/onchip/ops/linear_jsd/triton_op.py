@@ -33,9 +33,9 @@ def refusal(call: JsdCall) -> str | None:
     reason = next((x for x in reasons if x is not None), None)
     if reason is None and call.indices is not None:
         # Of a tail they would have to add up all entries but the K, which no difference of sums keeps the digits of.
-        reason = "it has no kernel for teacher_topk; pass backend='torch'"
+        reason = "it has no kernel for teacher_topk; pass backend='plain'"
     if reason is None and heads and call.grads_of(1)[3]:
-        reason = "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='torch' or jsd the logits"
+        reason = "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='plain' or jsd the logits"
     return reason
 
 

@@ -1,4 +1,4 @@
-"""linear_log_probs for PyTorch on its own matrix products: the operator of backend 'torch'.
+"""linear_log_probs for PyTorch on its own matrix products: the operator of backend 'plain'.
 
 Forward keeps a few numbers per token, and backward walks over the logits again (`vocab.torch.walk`).
 """

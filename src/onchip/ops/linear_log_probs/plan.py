@@ -46,7 +46,7 @@ PLAN = PlannedOp(
     backends={
         ("torch", "full"): {
             "triton": Backend(triton_refusal, triton_way),
-            "torch": Backend(never, _of_products(memory.PLANNER, both_walks=True)),
+            "plain": Backend(never, _of_products(memory.PLANNER, both_walks=True)),
         },
         ("jax", "full"): {"xla": Backend(never, _of_products(xla_memory.PLANNER, both_walks=False))},
     },

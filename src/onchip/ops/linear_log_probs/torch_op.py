@@ -32,7 +32,7 @@ from onchip.vocab import memory
 from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.triton import setup
 
-BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
+BACKENDS = ("triton", "plain")  # "auto" takes the first that can run
 
 
 class LogProbs(NamedTuple):

@@ -28,7 +28,7 @@ from onchip.ops.linear_log_probs.torch_op import (
 from onchip.vocab.rows.launches import refusal
 
 # Best first: the order in which "auto" asks them.
-BACKENDS = ("triton", "torch")
+BACKENDS = ("triton", "plain")
 
 
 @overload
@@ -85,7 +85,7 @@ def log_probs(
         scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "plain" (the framework's
             own operations) or "auto": the first of these that can run the call.
         vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
             `linear_cross_entropy`: each rank passes its columns of the logits, and the same of all else.  A DTensor

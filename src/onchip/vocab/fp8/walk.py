@@ -26,7 +26,7 @@ from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, write_a
 from onchip.vocab.torch.tiles import Ids, spans
 
 # The backends, best first, and which of fp8_linear's quantises as each does.
-QUANTIZERS = {"triton": "triton", "torch": "dequantize"}
+QUANTIZERS = {"triton": "triton", "plain": "dequantize"}
 SCALE = "float32"
 # What the logits of a chunk are stored in.
 LOGITS = torch.bfloat16

@@ -25,7 +25,7 @@ class RowsProblem:
     stats: bool = False
     smoothing: bool = False
     class_weight: bool = False
-    """The loss is weighed by class, and with "torch" smoothed."""
+    """The loss is weighed by class, and with "plain" smoothed."""
     gathered: bool = False
     """Rows are copied in their own dtype before they are widened: those of 16-bit logits where some tokens are ignored
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""

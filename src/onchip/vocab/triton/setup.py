@@ -318,7 +318,7 @@ def _spread(
     if [more for _, more in places if more]:
         raise RuntimeError(
             f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
-            "where it is (saved-tensor hooks move it), or pass backend='torch'"
+            "where it is (saved-tensor hooks move it), or pass backend='plain'"
         )
     if rows >= 1 << 30:
         raise RuntimeError(
