@@ -4,7 +4,7 @@ Each is Flax's own layer, with its arguments, its parameters and their names, so
 as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_entropy`, which doesn't store the logits.
 """
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 from onchip.core.machine import naming_extra
 
@@ -12,10 +12,9 @@ with naming_extra("onchip.integrations.flax", "jax,integrations"):
     import jax
     from flax import linen, nnx
 
-from onchip.frontend.jax_types import Array, WithStats
+from onchip.frontend.jax_types import Array
 from onchip.frontend.topk import TopK
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy.jax_op import OfLayer
 
 
 class LinearHead(nnx.Linear):
@@ -42,28 +41,6 @@ class LinearHead(nnx.Linear):
     Source: `flax/nnx/nn/linear.py`.
     """
 
-    @overload
-    def __call__(self, inputs: Array, labels: None = None, *, out_sharding: object = None) -> jax.Array: ...
-    @overload
-    def __call__(
-        self,
-        inputs: Array,
-        labels: Array | TopK[Array],
-        *,
-        shift: bool,
-        return_stats: Literal[False] = False,
-        **options: Unpack[OfLayer],
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self,
-        inputs: Array,
-        labels: Array | TopK[Array],
-        *,
-        shift: bool,
-        return_stats: Literal[True],
-        **options: Unpack[OfLayer],
-    ) -> WithStats: ...
     def __call__(
         self, inputs: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
     ) -> Any:
@@ -119,28 +96,6 @@ class EmbedHead(nnx.Embed):
     Source: `flax/nnx/nn/linear.py`.
     """
 
-    @overload
-    def attend(self, query: Array, labels: None = None, *, out_sharding: object = None) -> jax.Array: ...
-    @overload
-    def attend(
-        self,
-        query: Array,
-        labels: Array | TopK[Array],
-        *,
-        shift: bool,
-        return_stats: Literal[False] = False,
-        **options: Unpack[OfLayer],
-    ) -> jax.Array: ...
-    @overload
-    def attend(
-        self,
-        query: Array,
-        labels: Array | TopK[Array],
-        *,
-        shift: bool,
-        return_stats: Literal[True],
-        **options: Unpack[OfLayer],
-    ) -> WithStats: ...
     def attend(
         self, query: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
     ) -> Any:
@@ -187,28 +142,6 @@ class DenseHead(linen.Dense):
     Source: `flax/linen/linear.py`.
     """
 
-    @overload
-    def __call__(self, inputs: Array, labels: None = None) -> jax.Array: ...
-    @overload
-    def __call__(
-        self,
-        inputs: Array,
-        labels: Array | TopK[Array],
-        *,
-        shift: bool,
-        return_stats: Literal[False] = False,
-        **options: Unpack[OfLayer],
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self,
-        inputs: Array,
-        labels: Array | TopK[Array],
-        *,
-        shift: bool,
-        return_stats: Literal[True],
-        **options: Unpack[OfLayer],
-    ) -> WithStats: ...
     @linen.compact
     def __call__(self, inputs: Array, labels: Array | TopK[Array] | None = None, **options: Any) -> Any:
         """Logits, or with labels the loss.

@@ -48,16 +48,11 @@ Backend = Literal["auto", "mosaic_gpu", "xla"]
 MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
 
 
-class OfLayer(JaxLossKeywords, total=False):
-    """What a layer with this loss takes by keyword, but for labels, shift and return_stats."""
+class OfWeight(JaxLossKeywords, total=False):
+    """What a function of the weight takes by keyword, but for labels and return_stats."""
 
     strategy: Strategy
     backend: Backend
-
-
-class OfWeight(OfLayer, total=False):
-    """What a function of the weight takes by keyword, but for labels and return_stats."""
-
     shift: bool
     weight_layout: WeightLayout
     vocab_size: int | None
