@@ -23,7 +23,8 @@ def kernels(runs):
         launch_alone(recorder, launch)
         source = source_of(launch)
         kind = source.signature, source.constants, source.attrs, launch.options
-        key = launch.kernel.__name__, *(re.sub(r"JITFunction\([\w.]+:", "(", str(x)) for x in kind)
+        # Without the names of classes.
+        key = launch.kernel.__name__, *(re.sub(r"JITFunction\([\w.]+:|\b[A-Z]\w+\(", "(", str(x)) for x in kind)
         if key not in found:
             found[key] = f"{_constants(launch)} kind {_hash(str(key))} code {_hash(_text(source, launch))}"
 

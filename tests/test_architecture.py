@@ -1,7 +1,9 @@
 """What imports what."""
 
+import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,15 @@ def test_every_folder_is_an_op_that_is_registered_with_its_entries():
         assert any(
             isinstance(getattr(op.entry("bench"), name, None), harness.BenchedOp) for name in ("TORCH", "JAX", "WORLD")
         )
+
+
+def test_no_two_classes_have_one_name():
+    """But for what users import: results of both frameworks, and torchtitan's loss, whose classes have a `Config`."""
+    source = Path(*onchip.ops.__path__).parent
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in source.rglob("*.py"))
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    twice = {name for name, times in names.items() if times > 1}
+    assert twice == {"Config", "LinearCrossEntropyLoss", "LogProbs", "LossStats"}
 
 
 # The checks import cases.py and reference.py too.

@@ -37,7 +37,6 @@ WRONG = {
     "teacher has other tokens": ({"teacher_hidden": R(24, 24)}, ValueError, "teacher_hidden has shape [24, 24] but student_hidden has shape [2, 12, 16]"),
     "vocabularies differ": ({"teacher_weight": R(72, 24)}, ValueError, "the student has V=70 but the teacher has V=72; if they differ in padding, pass vocab="),
     "vocab too large": ({"vocab": 71}, ValueError, "vocab=71 but the student has V=70"),
-    "vocab 0": ({"vocab": 0}, ValueError, "vocab must be positive"),
     "teacher_bias too long": ({"teacher_bias": R(71)}, ValueError, "teacher_bias has shape [71]"),
     "target is flat": ({"target": torch.zeros(24, dtype=torch.int64)}, ValueError, "target has shape [24]"),
     "token_weight is flat": ({"token_weight": torch.ones(24)}, ValueError, "token_weight has shape [24]"),
@@ -59,19 +58,10 @@ WRONG = {
     "student dtypes differ": ({"student_hidden": R(2, 12, 16).half(), "student_weight": R(70, 16).bfloat16()}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither holds the other's numbers"),
     "teacher dtypes differ": ({"teacher_hidden": R(2, 12, 24).bfloat16(), "teacher_weight": R(70, 24).half()}, TypeError, "teacher_hidden is bfloat16 but teacher_weight is float16, and neither holds the other's numbers"),
     "target is float": ({"target": torch.zeros(2, 12)}, TypeError, "target must hold integers; got float32"),
-    "beta is a string": ({"beta": "0.5"}, TypeError, "beta must be a number; got str"),
-    "ignore_index is a float": ({"ignore_index": -100.0}, TypeError, "ignore_index must be an int"),
-    "teacher_grad is 1": ({"teacher_grad": 1}, TypeError, "teacher_grad must be True or False"),
     # ranges and options
-    "beta 1.1": ({"beta": 1.1}, ValueError, "beta must be in [0, 1]; got 1.1"),
-    "hard_weight -1": ({"hard_weight": -1.0}, ValueError, "hard_weight must be in [0, 1]"),
     "hard_weight alone": ({"hard_weight": 0.5}, ValueError, "hard_weight=0.5 needs target, the hard labels"),
-    "temperature 0": ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
     "normalizer tensor 0": ({"normalizer": torch.zeros(())}, ValueError, "normalizer must be finite and above 0; got 0.0"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
-    "reduction": ({"reduction": "batchmean"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'batchmean'"),
-    "backend": ({"backend": "xla"}, ValueError, "backend must be one of 'auto', 'triton', 'plain'; got 'xla'"),
-    "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, V=70"),
     "too small a part of both models' logits": ({"scratch_bytes": 0.01}, ValueError, "scratch_bytes=134 is too small for T=24, V=70"),
     "scratch_bytes is 2.0": ({"scratch_bytes": 2.0}, ValueError, "scratch_bytes=2.0 is a float"),
@@ -100,7 +90,6 @@ def test_jsd_speaks_of_itself():
 J = {"student_hidden": np.ones((4, 8), np.float32), "student_weight": np.ones((9, 8), np.float32)}
 TEACHER = {"teacher_hidden": np.ones((4, 6), np.float32), "teacher_weight": np.ones((9, 6), np.float32)}
 WRONG_IN_JAX = {
-    "layout": (J | TEACHER | {"weight_layout": "vocab"}, ValueError, "weight_layout must be one of 'vh', 'hv'"),
     "other layout": (J | TEACHER | {"weight_layout": "hv"}, ValueError, "student_hidden has H=8 but student_weight has H=9"),
     "dtypes": (J | TEACHER | {"student_hidden": jnp.ones((4, 8), "float16"), "student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither holds the other's numbers"),
     "target float": (J | TEACHER | {"target": np.ones(4, np.float32)}, TypeError, "target must hold integers"),
@@ -109,7 +98,6 @@ WRONG_IN_JAX = {
     "labels shape": (J | TEACHER | {"labels": np.ones(5, np.int32)}, ValueError, "labels has shape [5]"),
     "hard_weight": (J | TEACHER | {"hard_weight": 0.5}, ValueError, "needs target, the hard labels"),
     "normalizer sum": (J | TEACHER | {"normalizer": 2, "reduction": "sum"}, ValueError, "normalizer is what"),
-    "backend": (J | TEACHER | {"backend": "triton"}, ValueError, "backend must be one of 'auto', 'xla'"),
     "scratch": (J | TEACHER | {"scratch_bytes": 10}, ValueError, "scratch_bytes=10 is too small"),
     "part of the logits": (J | TEACHER | {"scratch_bytes": 0.1}, ValueError, "scratch_bytes=28 is too small"),
     "part above 1": (J | TEACHER | {"scratch_bytes": 2.0}, ValueError, "scratch_bytes=2.0 is a float"),

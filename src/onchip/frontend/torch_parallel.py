@@ -45,7 +45,12 @@ class Sharding:
 
     def there(self, tensors: Mapping[str, Any]) -> bool:
         """Whether something is sharded, or said of it: one of the arguments is given, or a tensor is a DTensor."""
-        return self != NOTHING or any(isinstance(x, Tensor) and is_dtensor(x) for x in tensors.values())
+        return self.said or any(isinstance(x, Tensor) and is_dtensor(x) for x in tensors.values())
+
+    @property
+    def said(self) -> bool:
+        """Whether one of the arguments is given; 1 is no True."""
+        return self != NOTHING or self.reduce_hidden_grad is not True
 
     def check(self, op: str) -> None:
         """Raise for one of the wrong type or range."""
@@ -142,7 +147,7 @@ def localized(
     tensors: dict[str, Any] = dict(given)
     dtensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and is_dtensor(x)}
     if sharding.vocab_group is None and not dtensors:
-        if sharding != NOTHING:
+        if sharding.said:
             sharding.check(op)
             raise ValueError(
                 f"{op}: vocab_start and vocab_size, as hidden_layout and reduce_hidden_grad, are of a sharded "
