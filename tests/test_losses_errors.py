@@ -41,6 +41,8 @@ ALL = {
     "scratch_bytes is nan": ({"scratch_bytes": math.nan}, ValueError, "scratch_bytes=nan is a float"),
     "scratch_bytes has no unit": ({"scratch_bytes": "512"}, ValueError, "scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got '512'"),
     "scratch_bytes in GB": ({"scratch_bytes": "1GB"}, ValueError, "got '1GB'; did you mean '1GiB'?"),
+    "scratch_bytes in gb": ({"scratch_bytes": "1gb"}, ValueError, "got '1gb'; did you mean '1GiB'?"),
+    "scratch_bytes in mib": ({"scratch_bytes": "256mib"}, ValueError, "got '256mib'; did you mean '256MiB'?"),
     "scratch_bytes in M": ({"scratch_bytes": "256 M"}, ValueError, "got '256 M'; did you mean '256 MiB'?"),
     "scratch_bytes < 0": ({"scratch_bytes": "-1 GiB"}, ValueError, "scratch_bytes must be like '1GiB'"),
     "scratch_bytes endless": ({"scratch_bytes": "9" * 400 + "GiB"}, ValueError, "scratch_bytes must fit in 64 bits"),

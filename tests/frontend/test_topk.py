@@ -27,10 +27,13 @@ def test_words_are_checked_when_it_is_made():
             "TopK: rest must be one of .*; got 'renormalized'; did you mean 'renormalised'",
         ),
         (("logprobs", "tail"), "TopK: kind must be one of .*; got 'logprobs'; did you mean 'log_probs'"),
+        (("renormalized", "tail"), "TopK: kind must be .*; got 'renormalized'; did you mean rest='renormalised'"),
         (("log_probs", "x"), "TopK: rest must be one of 'tail', 'truncated', 'renormalised'; got 'x'$"),
     ):
         with pytest.raises(ValueError, match=message):
             TopK(0, 1, *words)
+    with pytest.raises(TypeError, match=r"^TopK\(\) missing 1 required positional argument: 'rest'"):
+        TopK(0, 1, "log_probs")
     made = TopK(0, indices := 1, kind="probs", rest="truncated")
     assert made.values == indices
     assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made

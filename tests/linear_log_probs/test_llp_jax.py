@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from common_llp_jax import small_problem
 
-from onchip.jax import LogProbs, linear_log_probs
+from onchip.jax import LogProbs, linear_log_probs, log_probs
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, LogProbsCase
 from onchip.ops.linear_log_probs.checks import CHECKER
@@ -133,3 +133,10 @@ def test_the_memory_formula(options):
     temporary = temporary_bytes(jax.grad(step, (0, 1), has_aux=True), h, w, ids)
     assert temporary <= budget
     assert temporary >= memory.scratch_bytes(problem, memory.plan(problem, "recompute", budget)) / 3
+
+
+def test_labels_is_another_name_of_ids():
+    hidden, weight, ids = (jnp.asarray(x) for x in (np.eye(4, 8), np.eye(16, 8), np.arange(4)))
+    logits = hidden @ weight.T
+    np.testing.assert_array_equal(linear_log_probs(hidden, weight, labels=ids), linear_log_probs(hidden, weight, ids))
+    np.testing.assert_array_equal(log_probs(logits, labels=ids), log_probs(logits, ids))

@@ -1,6 +1,7 @@
 """What the specs of the ops share: options, statistics, and checks of options and shapes.  No framework."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -83,7 +84,7 @@ def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
     if isinstance(value, str):
         size = _bytes_of(value)
         if size is None:
-            meant = value.removesuffix("B") + "iB"
+            meant = re.sub(r"([kmg])(i?b)?$", lambda unit: f"{unit[1].upper()}iB", value, flags=re.IGNORECASE)
             hint = "" if _bytes_of(meant) is None else f"; did you mean {meant!r}?"
             raise ValueError(
                 f"{op}: scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got {value!r}{hint}"

@@ -52,12 +52,13 @@ def _checked(cls: type[TopK[Any]], indices: Any, values: Any, kind: Any, rest: A
     """A `TopK` of words that mean something; what no text stands for, as in a tree of something else, is let pass."""
     for name, word in (("kind", kind), ("rest", rest)):
         if isinstance(word, str) and word not in WORDS[name]:
-            near = get_close_matches(word, WORDS[name], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = [(of, found) for of in (name, *WORDS) for found in get_close_matches(word, WORDS[of], 1)][:1]
+            hint = "".join(f"; did you mean {'' if of == name else of + '='}{found!r}?" for of, found in near)
             raise ValueError(f"TopK: {name} must be one of {', '.join(map(repr, WORDS[name]))}; got {word!r}{hint}")
     return _make(cls, indices, values, kind, rest)
 
 
+_checked.__qualname__ = "TopK"  # which a call without all arguments is told
 # A NamedTuple's class can't have a __new__ of its own, and a subclass with one is no named tuple to torch.compile.
 TopK.__new__ = _checked  # type: ignore[method-assign, assignment]
 

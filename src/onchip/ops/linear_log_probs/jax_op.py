@@ -29,7 +29,7 @@ from onchip.frontend.jax_inputs import (
 from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_types, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
-from onchip.frontend.options import ScratchBytes, check_shift, shapes_of
+from onchip.frontend.options import ScratchBytes, check_shift, one_target, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions, WantedOutputs
 from onchip.vocab.chunks import ChunkConfig
@@ -123,9 +123,10 @@ class JaxEither(JaxLogProbsKeywords, total=False):
 def linear_log_probs(
     hidden: Array,
     weight: Array,
-    ids: Array,
+    ids: Array | None = None,
     bias: Array | None = None,
     *,
+    labels: Array | None = None,
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -136,9 +137,10 @@ def linear_log_probs(
 def linear_log_probs(
     hidden: Array,
     weight: Array,
-    ids: Array,
+    ids: Array | None = None,
     bias: Array | None = None,
     *,
+    labels: Array | None = None,
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -149,9 +151,10 @@ def linear_log_probs(
 def linear_log_probs(
     hidden: Array,
     weight: Array,
-    ids: Array,
+    ids: Array | None = None,
     bias: Array | None = None,
     *,
+    labels: Array | None = None,
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -161,9 +164,10 @@ def linear_log_probs(
 def linear_log_probs(
     hidden: Array,  # [..., H]
     weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
-    ids: Array,  # [...] or [..., K]
+    ids: Array | None = None,  # [...] or [..., K]
     bias: Array | None = None,  # [V]
     *,
+    labels: Array | None = None,  # another name of ids
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -199,6 +203,7 @@ def linear_log_probs(
             dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
+        labels: another name of ids, by keyword.
         shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
             position i + 1, and the last one has none, as if they were ignored.  Each device must hold
             whole sequences inside of `jax.shard_map`.
@@ -256,9 +261,10 @@ def linear_log_probs(
 def sharded_linear_log_probs(
     hidden: Array,
     weight: Array,
-    ids: Array,
+    ids: Array | None = None,
     bias: Array | None = None,
     *,
+    labels: Array | None = None,
     vocab_axis: str,
     token_axes: TokenAxes = (),
     mesh: Mesh | AbstractMesh | None = None,
@@ -270,9 +276,10 @@ def sharded_linear_log_probs(
 def sharded_linear_log_probs(
     hidden: Array,
     weight: Array,
-    ids: Array,
+    ids: Array | None = None,
     bias: Array | None = None,
     *,
+    labels: Array | None = None,
     vocab_axis: str,
     token_axes: TokenAxes = (),
     mesh: Mesh | AbstractMesh | None = None,
@@ -284,9 +291,10 @@ def sharded_linear_log_probs(
 def sharded_linear_log_probs(
     hidden: Array,
     weight: Array,
-    ids: Array,
+    ids: Array | None = None,
     bias: Array | None = None,
     *,
+    labels: Array | None = None,
     vocab_axis: str,
     token_axes: TokenAxes = (),
     mesh: Mesh | AbstractMesh | None = None,
@@ -297,9 +305,10 @@ def sharded_linear_log_probs(
 def sharded_linear_log_probs(
     hidden: Array,  # [..., H]
     weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
-    ids: Array,  # [...] or [..., K]
+    ids: Array | None = None,  # [...] or [..., K]
     bias: Array | None = None,  # [V]
     *,
+    labels: Array | None = None,  # another name of ids
     vocab_axis: str,
     token_axes: TokenAxes = (),
     mesh: Mesh | AbstractMesh | None = None,
@@ -332,7 +341,7 @@ def sharded_linear_log_probs(
         hidden: [..., H], T tokens in the leading dimensions, which may be split over `token_axes`; the same on all
             devices along `vocab_axis`.
         weight, bias: [V, H] or [H, V], and [V], split over `vocab_axis` along V.
-        ids: [...] or [..., K] integers, split as the tokens.
+        ids, labels: [...] or [..., K] integers, split as the tokens.
         vocab_axis, token_axes, mesh, vocab_size: as in `sharded_linear_cross_entropy`.
         scratch_bytes: bound on each device's temporary memory.
         weight_layout, ignore_index, softcap, logit_scale, temperature, backend: as in `linear_log_probs`.
@@ -368,6 +377,7 @@ def sharded_linear_log_probs(
 def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     """What the public function of this name returns of its arguments."""
     on_mesh, axis = op == ON_MESH, given.get("axis_name")
+    given["ids"] = one_target(OP, given["ids"], given.pop("labels"), name="ids")[1]
     check_axis(OP, axis, None if on_mesh else given["vocab_size"])
     hidden, ids, layout = given["hidden"], given["ids"], given["weight_layout"]
     check_layout(OP, layout)

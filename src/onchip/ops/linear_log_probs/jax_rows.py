@@ -11,7 +11,7 @@ from onchip.frontend.jax_call import Static, callable_here, vary_alike
 from onchip.frontend.jax_inputs import accumulator, check_arrays, checked_numbers, dtype_of, options_of, platform
 from onchip.frontend.jax_types import Array, Number
 from onchip.frontend.jax_values import checked_labels
-from onchip.frontend.options import ScratchBytes, shapes_of
+from onchip.frontend.options import ScratchBytes, one_target, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
     BACKENDS,
@@ -34,20 +34,39 @@ Size = int | None
 
 @overload
 def log_probs(
-    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[JaxJustLogProb]
+    logits: Array,
+    ids: Array | None = None,
+    *,
+    labels: Array | None = None,
+    axis_name: Axis = None,
+    vocab_size: Size = None,
+    **options: Unpack[JaxJustLogProb],
 ) -> jax.Array: ...
 @overload
 def log_probs(
-    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[JaxMore]
+    logits: Array,
+    ids: Array | None = None,
+    *,
+    labels: Array | None = None,
+    axis_name: Axis = None,
+    vocab_size: Size = None,
+    **options: Unpack[JaxMore],
 ) -> LogProbs: ...
 @overload
 def log_probs(
-    logits: Array, ids: Array, *, axis_name: Axis = None, vocab_size: Size = None, **options: Unpack[JaxEither]
+    logits: Array,
+    ids: Array | None = None,
+    *,
+    labels: Array | None = None,
+    axis_name: Axis = None,
+    vocab_size: Size = None,
+    **options: Unpack[JaxEither],
 ) -> jax.Array | LogProbs: ...
 def log_probs(
     logits: Array,  # [..., V]
-    ids: Array,  # [...] or [..., K]
+    ids: Array | None = None,  # [...] or [..., K]
     *,
+    labels: Array | None = None,  # another name of ids
     axis_name: str | None = None,
     vocab_size: int | None = None,
     ignore_index: int = -100,
@@ -77,8 +96,8 @@ def log_probs(
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
             out of the vocabulary (without softcap, which makes it -softcap).
-        ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
-            `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as in `linear_log_probs`.
+        ids: and `labels`, `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`,
+            `lse`, `top1`, `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as in `linear_log_probs`.
         axis_name, vocab_size: as in `linear_log_probs`, of logits [..., V / n] of this device.
         scratch_bytes: bound on the temporary memory, results and gradient not counted, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
@@ -109,7 +128,8 @@ def log_probs(
 
     Source: the gradient from the log-sum-exp alone, as in Liger Kernel (arXiv:2410.10989).
     """
-    given = locals()
+    ids = one_target(LOGITS_OP, ids, labels, name="ids")[1]
+    given = {name: x for name, x in locals().items() if name != "labels"}
     check_axis(LOGITS_OP, axis_name, vocab_size, "logits")
     spec.check_logits_shapes(shapes_of(check_arrays(LOGITS_OP, given)))
     options = options_of(LOGITS_OP, LogitsOptions, given, logits.size)
