@@ -1,6 +1,7 @@
 """`onchip info`: what is here."""
 
 import platform
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -9,7 +10,6 @@ from rich.console import Console
 
 import onchip
 from onchip.core.machine import FRAMEWORKS, package_version
-from onchip.core.tables import print_table
 from onchip.registry import OPS
 
 
@@ -58,23 +58,40 @@ def run_info(console: Console) -> dict[str, Any]:
 def _show(document: Mapping[str, Any], console: Console) -> None:
     console.print(f"onchip {onchip.__version__}", style="bold", highlight=False)
     for name, value in {**document["versions"], **document["machine"]}.items():
-        console.print(f"  {name}: {value or 'not installed'}", highlight=False, markup=False)
-    backends = [{**row, "usable": "yes" if row["usable"] else "no"} for row in document["backends"]]
-    _print_grouped(backends, ("framework", "backend", "device", "usable", "why"), "op", "backends", console)
+        _say(f"{name}: {value or 'not installed'}", console)
+    _show_backends(document["backends"], console)
     if document["triton"]:
-        rows = [[row["part"], "yes" if row["on"] else "no", row["why"]] for row in document["triton"]]
-        print_table(console, ("part", "on", "why"), rows, title="beyond Triton's interface")
+        console.print("\nbeyond Triton's interface", style="bold")
+        for row in document["triton"]:
+            _say(f"{row['part']}: {'yes' if row['on'] else 'no'}, {row['why']}", console)
 
 
-def _print_grouped(
-    rows: Sequence[Mapping[str, str]], columns: Sequence[str], last: str, title: str, console: Console
-) -> None:
-    """A table with one line for all rows that agree in all columns but the last, whose values are listed."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in columns), []).append(row[last])
-    cells = [[*key, "all" if len(names) == len(OPS) else ", ".join(names)] for key, names in groups.items()]
-    print_table(console, [*columns, f"{last}s"], cells, title=title)
+def _show_backends(backends: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """For each framework and device its backends, with their ops; where none can run, why, once."""
+    places: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in backends:
+        places.setdefault((row["framework"], row["device"]), []).append(row)
+    for (framework, device), rows in places.items():
+        console.print(f"\n{FRAMEWORKS[framework]} on {device}", style="bold", highlight=False)
+        reasons = {row["why"] for row in rows}
+        if not any(row["usable"] for row in rows) and len(reasons) == 1:
+            _say(f"no: {reasons.pop()}", console)
+            continue
+        ops: dict[tuple[str, bool, str], list[str]] = {}
+        for row in rows:
+            ops.setdefault((row["backend"], row["usable"], row["why"]), []).append(row["op"])
+        for (backend, usable, why), names in ops.items():
+            which = "all ops" if len(names) == len(OPS) else ", ".join(names)
+            _say(f"{backend}: {which} ({why})" if usable else f"{backend}: no, {why} ({which})", console)
+
+
+def _say(text: str, console: Console) -> None:
+    """A line, folded between words."""
+    folded = textwrap.fill(
+        text, console.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+    console.print(folded, highlight=False, markup=False, soft_wrap=True)
 
 
 def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
@@ -93,7 +110,10 @@ def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
 
     def why(refusal: Callable[[], str | None], cost: str) -> tuple[bool, str]:
         reason = no_cuda or refusal()
-        return reason is None, "it was tried" if reason is None else reason if no_cuda else f"{reason}; so {cost}"
+        return (
+            reason is None,
+            "tried, and it works" if reason is None else reason if no_cuda else f"{reason}; so {cost}",
+        )
 
     return [
         dict(zip(("part", "on", "why"), (part, *why(refusal, cost)), strict=True))
