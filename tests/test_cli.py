@@ -74,6 +74,8 @@ def test_the_shell_completes_words(monkeypatch):
     assert completed("onchip ch", 1) == ["check"]
     assert completed("onchip plan --gpu h", 3) == ["h100", "h200"]
     assert completed("onchip check linear_l", 2) == ["linear_log_probs"]
+    assert completed("onchip plan --model mistralai/Mix", 3) == ["mistralai/Mixtral-8x7B-v0.1"]
+    assert completed("onchip bench linear_cross_entropy --case gpt-oss", 4) == ["gpt-oss-120b"]
 
 
 def interrupted(*, console):
@@ -175,7 +177,10 @@ def test_info():
     }
     assert all(b["why"] for b in document["backends"])
     assert all(b["usable"] for b in document["backends"] if b["device"] == "cpu")
-    assert onchip.__version__ in run_cli("info").stdout
+    shown = run_cli("info", columns=80).stdout
+    assert onchip.__version__ in shown
+    assert "  xla: all ops (matrix products and loops of XLA)\n" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_info_on_what_stands_on_a_version_of_triton(monkeypatch):
@@ -183,7 +188,7 @@ def test_info_on_what_stands_on_a_version_of_triton(monkeypatch):
     monkeypatch.setattr(versions, "direct_refusal", lambda: "Triton passes other arguments to what it compiled")
     assert all(not row["on"] and row["why"] == "no CUDA" for row in info._triton("no CUDA"))
     gluon, direct = info._triton(None)
-    assert gluon == {"part": "kernels in Gluon", "on": True, "why": "it was tried"}
+    assert gluon == {"part": "kernels in Gluon", "on": True, "why": "tried, and it works"}
     assert not direct["on"]
     assert "to what it compiled; so the host takes several times as long" in direct["why"]
 

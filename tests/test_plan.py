@@ -47,7 +47,7 @@ def total(row):
         (
             LLAMA[1:],
             [
-                "Eager PyTorch needs 22.4 GiB and 105 ms; onchip by default",
+                "Eager PyTorch needs 22.4 GiB and 105 ms, torch.compile 3.92 GiB and 75.1 ms; onchip by default",
                 "875 MiB and 75.9 ms",
                 'scratch_bytes="3.5GiB"',
             ],
@@ -81,6 +81,21 @@ def test_plan_fits_a_narrow_terminal(arguments, said):
     assert all(text in words for text in said), result.stdout
     assert "…" not in result.stdout
     assert all(len(line.rstrip()) <= 60 for line in result.stdout.splitlines())
+
+
+def test_a_model_has_the_sizes_of_every_op():
+    made = plan("grouped_matmul", tokens=4096, model="qwen3-30b-a3b")
+    assert made.sizes == {"tokens": 8 * 4096, "experts": 128}
+    layers = {row.name: (row.chunk["in_features"], row.chunk["out_features"]) for row in made.rows}
+    assert layers == {"gate and up": (2048, 1536), "down": (768, 2048)}
+    assert "Each of the 4096 tokens goes to 8 experts: 32768 rows." in made.notes
+    made = plan("attention", batch=4, sequence=8192, model="llama-3.1-8b")
+    heads = {"heads": 32, "key_heads": 8, "head_size": 128}
+    assert made.sizes == {"tokens": 4 * 8192, "batch": 4, "sequence": 8192, **heads}
+    assert made.baseline.memory_bytes == 4 * plan("attention", tokens=8192, **heads).baseline.memory_bytes
+    for op in OPS:
+        model = "mixtral-8x7b-v0.1" if op == "grouped_matmul" else "llama-3.1-8b"
+        assert plan(op, batch=2, sequence=4096, model=model).model
 
 
 def test_three_rows_by_default_and_all_of_them():
@@ -402,6 +417,24 @@ def test_what_the_ops_replace_takes_what_was_measured(op, implementation, mode, 
     assert baseline.memory_bytes == pytest.approx(size, rel=0.02)
 
 
+@pytest.mark.parametrize("mode", ["forward", "forward+backward"])
+def test_torch_compile_takes_what_was_measured(mode):
+    made = []
+    for file in ("2026-11-26-h100-linear_cross_entropy-users.json", "2026-11-26-h100-linear_cross_entropy.json"):
+        for case, (sizes, ms, size) in measured(file, "torch.compile", mode).items():
+            if case.endswith(APART) or sizes["T"] < 1024:
+                continue
+            given = {"tokens": sizes["T"], "hidden": sizes["H"], "vocab": sizes["V"], "frozen": case.endswith("frozen")}
+            gradients = mode != "forward"
+            if gradients or not given["frozen"]:
+                compiled = plan(**given, gradients=gradients).compiled
+                assert compiled.memory_bytes == pytest.approx(size, rel=0.01)
+                made.append(compiled.ms / ms)
+    assert made
+    assert all(0.89 < ratio < 1.13 for ratio in made), made
+    assert plan(**SIZES, precision="fp8").compiled is plan(**SIZES, framework="jax").compiled is None
+
+
 # Cases of other losses than the plain one that is planned here.
 APART = ("ignored", "autocast", "softcap", "z-loss", "per-token")
 
@@ -547,7 +580,7 @@ def test_a_config_that_lacks_a_size_takes_it_from_the_call(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ('{"model_type": "vit", "image_size": 224}', "it is no config of a language model; give hidden and vocab"),
+        ('{"model_type": "vit", "image_size": 224}', "it is no config of a language model; give --hidden and --vocab"),
         ('{"hidden_size": "4096"}', "hidden_size must be a number above 0; got '4096'"),
         ('{"hidden_size": 64.5}', "must be a whole number"),
         (None, "can't be read (No such file or directory); give a model's config.json"),

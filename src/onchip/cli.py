@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
 COMMANDS = {
     "demo": _Entry("onchip.demo.run:run_demo", "Train a small model with and without onchip."),
-    "plan": _Entry("onchip.plan.command:run_plan", "Tell what an op costs before it runs.", shows_progress=False),
+    "plan": _Entry("onchip.plan.command:run_plan", "Predict an op's memory and time.", shows_progress=False),
     "check": _Entry("onchip.check:run_check", "Compare the ops with float64 on this machine."),
     "bench": _Entry("onchip.bench.run:run_bench", "Time an op beside its competitors."),
     "warm-up": _Entry("onchip.warm_up:run_warm_up", "Compile an op's kernels before they are needed."),

@@ -7,38 +7,49 @@ import typer
 from rich.console import Console
 
 from onchip.core.machine import require_packages
-from onchip.core.names import known_op, listed, operands, words
+from onchip.core.names import completion, known_op, listed, naming_options, operands, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.warm_up import calls
-from onchip.plan.models import model_of_config, named_model
+from onchip.plan.models import MODELS, model_of_config, named_model
 
 _CALLS = calls()
 OPS = tuple(_CALLS)
 
 
 def _of(size: str) -> str:
-    return f"Of {listed([op for op, call in _CALLS.items() if size in call.sizes])}."
+    return f"For {listed([op for op, call in _CALLS.items() if size in call.sizes])}."
 
 
 def run_warm_up(
     op: Annotated[str, operands(OPS)] = "linear_cross_entropy",
     *,
-    model: Annotated[str | None, typer.Option(help="A model's name on the Hugging Face Hub: llama-3.1-8b.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model's name on the Hugging Face Hub, such as llama-3.1-8b.", autocompletion=completion(MODELS)
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A model's config.json, or its folder.", metavar="FILE")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
-    teacher_hidden: Annotated[int | None, typer.Option(help="Of linear_jsd. Default: as --hidden.")] = None,
+    teacher_hidden: Annotated[
+        int | None, typer.Option(help="The teacher's hidden size, for linear_jsd. Default: --hidden.")
+    ] = None,
     in_features: Annotated[int | None, typer.Option(help=_of("in_features"))] = None,
-    out_features: Annotated[int | None, typer.Option(help="Of the same.")] = None,
+    out_features: Annotated[int | None, typer.Option(help="Output features, for the same ops.")] = None,
     experts: Annotated[int | None, typer.Option(help=_of("experts"))] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the call, or rows; kernels don't depend on them.")] = 8192,
+    tokens: Annotated[
+        int, typer.Option(help="How many tokens or rows a call has; the kernels are the same for any number.")
+    ] = 8192,
     dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
     weight_dtype: Annotated[str | None, words("The weight's dtype, if it is another.", *DTYPE_BYTES)] = None,
-    forward: Annotated[bool, typer.Option("--forward", help="Of forward alone, without gradients.")] = False,
+    forward: Annotated[bool, typer.Option("--forward", help="Compile for the forward pass only.")] = False,
     frozen: Annotated[bool, typer.Option("--frozen", help="The weight gets no gradient.")] = False,
     options: Annotated[
         list[str] | None,
-        typer.Option("--option", help="What the op is called with: softcap=30; several times.", metavar="NAME=VALUE"),
+        typer.Option(
+            "--option", help="An argument of the op, such as softcap=30. Repeat it for more.", metavar="NAME=VALUE"
+        ),
     ] = None,
     console: Console,
 ) -> dict[str, Any]:
@@ -59,7 +70,8 @@ def run_warm_up(
     if model is not None and config is not None:
         raise ValueError("--model and --config both name a model; give one")
     if model is not None or config is not None:
-        found = named_model(model) if model is not None else model_of_config(config)  # type: ignore[arg-type]
+        with naming_options("model", "config", "hidden", "vocab"):
+            found = named_model(model) if model is not None else model_of_config(config)  # type: ignore[arg-type]
         hidden, vocab = hidden or found.hidden, vocab or found.vocab
     import torch
 
@@ -70,11 +82,12 @@ def run_warm_up(
         "out_features": out_features, "experts": experts,
     }  # fmt: skip
     try:
-        made = warm_up(
-            op, **sizes, tokens=tokens, dtype=getattr(torch, dtype),
-            weight_dtype=None if weight_dtype is None else getattr(torch, weight_dtype), gradients=not forward,
-            frozen=frozen, **_options(options or []),
-        )  # fmt: skip
+        with naming_options(*sizes, "tokens"):
+            made = warm_up(
+                op, **sizes, tokens=tokens, dtype=getattr(torch, dtype),
+                weight_dtype=None if weight_dtype is None else getattr(torch, weight_dtype), gradients=not forward,
+                frozen=frozen, **_options(options or []),
+            )  # fmt: skip
     except TypeError as error:
         raise ValueError(f"--option: {error}") from error
     console.print(

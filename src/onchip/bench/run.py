@@ -13,7 +13,7 @@ from onchip.bench import environment, harness, lengths, report
 from onchip.bench.page import html_page
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
-from onchip.core.names import Cases, Device, Framework, known_op, matching, operands, words
+from onchip.core.names import Device, Framework, known_op, matching, operands, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.registry import OPS
 
@@ -52,6 +52,15 @@ def benchmark_named(op: str, name: str) -> harness.BenchedOp | None:
     return made
 
 
+def _complete_case(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The cases of the op before it; read without a framework."""
+    # An option without its value keeps the parser from handing the op over.
+    op = next((word for word in (ctx.params.get("op"), *ctx.args) if word in OPS), None)
+    suites = OPS[op].entry("cases:SUITES") if op else {}
+    names = dict.fromkeys(case.name for suite in suites.values() for case in suite)
+    return [name for name in names if name.startswith(incomplete)]
+
+
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -59,16 +68,25 @@ def run_bench(
     op: Annotated[str, operands(tuple(OPS))],
     framework: Framework = None,
     *,
-    cases: Cases = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", help="A case's name, or a pattern. Repeat it for more.", autocompletion=_complete_case),
+    ] = None,
     suite: Annotated[str | None, typer.Option(help="A named set of cases, such as fp8_linear's primus.")] = None,
-    impls: Annotated[list[str] | None, typer.Option("--impl", help="Implementation name or pattern; likewise.")] = None,
-    modes: Annotated[list[str] | None, typer.Option("--mode", help="forward, forward+backward, ...; likewise.")] = None,
+    impls: Annotated[
+        list[str] | None, typer.Option("--impl", help="An implementation's name, or a pattern. Repeat it for more.")
+    ] = None,
+    modes: Annotated[
+        list[str] | None, typer.Option("--mode", help="forward, forward+backward, ... Repeat it for more.")
+    ] = None,
     device: Device = "auto",
     dtype: Annotated[str | None, words("Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)] = None,
-    world: Annotated[int | None, typer.Option(help="Processes, one a GPU, that share each case.", metavar="N")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
+    world: Annotated[
+        int | None, typer.Option(help="How many processes share each case; each takes a GPU.", metavar="N")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="How often each implementation is timed.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
-    add: Annotated[bool, typer.Option("--add", help="Keep what an earlier run of the day found of others.")] = False,
+    add: Annotated[bool, typer.Option("--add", help="Keep the other rows of an earlier run of this day.")] = False,
     console: Console,
 ) -> dict[str, Any]:
     """Time an op beside its competitors, after checking that each is right.

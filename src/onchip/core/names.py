@@ -1,6 +1,8 @@
 """What several commands let a user choose, and names that are looked up."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -19,12 +21,29 @@ def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
 
 def operands(choices: Sequence[str], more: str = "") -> Any:
     """An argument that is one or several of these names."""
-    return typer.Argument(help=f"Of: {', '.join(choices)}.{more}", metavar="OP", autocompletion=completion(choices))
+    return typer.Argument(help=f"One of {', '.join(choices)}.{more}", metavar="OP", autocompletion=completion(choices))
 
 
-Device = Annotated[str, words("auto: cuda where there is one.", "auto", "cpu", "cuda")]
-Framework = Annotated[str | None, words("Default: torch where it is installed.", "torch", "jax")]
-Cases = Annotated[list[str] | None, typer.Option("--case", help="Case name or pattern; may be given several times.")]
+Device = Annotated[str, words("auto takes cuda if available.", "auto", "cpu", "cuda")]
+Framework = Annotated[str | None, words("Default: torch if it is installed.", "torch", "jax")]
+
+
+def flag(name: str) -> str:
+    """The option of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+@contextmanager
+def naming_options(*arguments: str, **flags: str) -> Iterator[None]:
+    """A ValueError of a function is one of the command around it: it names arguments as options."""
+    known = {name: flag(name) for name in arguments} | flags
+    names = "|".join(sorted(known, key=len, reverse=True))
+    before = "|".join(f"(?<={words} )" for words in (":", ",", "give", "leave", "and", "or", "no", "but", "as"))
+    pattern = rf"(?:{before})({names})(?=,|;|=|$| (?:must|is|are|and|or|out)\b)"
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(pattern, lambda found: known[found[1]], str(error))) from error
 
 
 def listed(names: Sequence[str]) -> str:

@@ -31,11 +31,13 @@ PRECISIONS = ("full", "fp8")
 def plan(
     op: str = "linear_cross_entropy",
     *,
-    tokens: int,
-    hidden: int | None = None,
-    vocab: int | None = None,
+    tokens: int | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
     model: str | None = None,
     config: str | Path | None = None,
+    hidden: int | None = None,
+    vocab: int | None = None,
     teacher_hidden: int | None = None,
     in_features: int | None = None,
     out_features: int | None = None,
@@ -63,49 +65,46 @@ def plan(
 ) -> Plan:
     """What a call of an op will cost: the plan that the op itself will make, and a prediction of its time.
 
-    It looks at no device and at no framework.
+    It needs no device and no framework.
 
     Args:
-        op: its name, of those that `onchip plan --help` lists.  A size or an option that only some ops have raises for
-            the others, and names those that have it.
-        tokens: all leading dimensions multiplied; of a product with `experts` its rows, each token once for each of
-            its experts.
-        hidden: the size of a hidden state; it goes before a model's.
-        vocab: entries of the vocabulary; likewise.
-        model: a name on the Hugging Face Hub, in any case, with or without its organisation.
-        config: the path of a model's config.json, or of its folder.
-        teacher_hidden: the teacher's; by default as `hidden`.
-        in_features: with `out_features`: those of the whole layer.  A model has those of its blocks, but not of
-            experts.
-        out_features: of the same.
-        experts: how many groups of rows there are.
-        rows: how many rows x has where it is read by its argument `rows`.
-        heads: with `key_heads` and `head_size`: those of queries; `tokens` are then those of one sequence, queries and
-            keys.
-        key_heads: those of keys and values.
-        head_size: of each head.
-        dtype: of the inputs: "float32", "bfloat16" or "float16".
-        weight_dtype: the weight's, where autocast casts it; by default as `dtype`.
-        gradients: of forward and backward with all gradients, or False: of forward alone.
-        frozen: whether the weight needs no gradient.
-        weight_grad_out: of linear_cross_entropy in PyTorch, whether backward adds the weight's gradient to a tensor of
-            the caller's.
-        entropy: whether the entropy is asked for too.
-        device: "cuda" or "cpu"; what to plan for, not what is here.
-        gpu: "h100" (the default), "h200", "a100", "l40s", "4090" or "b200".  Times are predicted for the first two,
-            where they were measured.
-        framework: "torch" or "jax"; what to plan for, not what is here.
-        backend: a backend's name, or "auto": the one that the op takes.
-        precision: "full", or of linear_cross_entropy and collective_matmul "fp8".
-        tensor_parallel: ranks that share the vocabulary, or of collective_matmul the layers; the plan is of one of
+        op: the op's name, as `onchip plan --help` lists them.  A size or an option that the op doesn't have raises.
+        tokens: how many tokens there are, counting all sequences.
+        batch: how many sequences there are; give it with `sequence` in the place of `tokens`.
+        sequence: how many tokens a sequence has; alone it means one sequence.
+        model: a model's name on the Hugging Face Hub, in any case, with or without its organisation.
+        config: the path of a model's config.json, or of the folder it is in.
+        hidden: the hidden size, if not the model's.
+        vocab: the size of the vocabulary, if not the model's.
+        teacher_hidden: the hidden size of the teacher; by default that of the student.
+        in_features: the layer's input features, before ranks share it; give it with `out_features` or give a model.
+        out_features: the layer's output features.
+        experts: the number of experts, if not the model's.  `tokens` then counts each token once for each of its
+            experts; with a model it doesn't.
+        rows: how many rows x has, where the product reads them by an index.
+        heads: heads of queries, if not the model's; give all three sizes of heads.
+        key_heads: heads of keys and values.
+        head_size: the size of a head.
+        dtype: what the inputs are in: "float32", "bfloat16" or "float16".
+        weight_dtype: what the weight is in, where autocast casts it; by default as `dtype`.
+        gradients: whether to plan forward and backward; False plans the forward pass only.
+        frozen: plan for a weight that needs no gradient.
+        weight_grad_out: plan for a backward pass that adds the weight's gradient to a tensor of yours, in PyTorch.
+        entropy: plan for the entropy too.
+        device: the device to plan for, "cuda" or "cpu"; it need not be here.
+        gpu: the GPU to plan for: "h100" (the default), "h200", "a100", "l40s", "4090" or "b200".  Times are predicted
+            for the first two, where they were measured.
+        framework: the framework to plan for, "torch" or "jax"; it need not be installed.
+        backend: the backend to plan for; "auto" is the one that the op would take.
+        precision: "full", or "fp8" where the op has that.
+        tensor_parallel: how many ranks share the vocabulary or the layers; the plan is for one of them.
+        sequence_parallel: plan for ranks that each have the hidden states of a part of the tokens, and gather all of
             them.
-        sequence_parallel: of a vocabulary: each of them has the hidden states of its part of the tokens, and gathers
-            all of them.
-        link: of a vocabulary: GB/s that a rank sends to another while it receives as much; without it what ranks
-            exchange is told in bytes alone.
-        scratch: budgets, as an op's `scratch_bytes` takes them: bytes, a text such as "512MiB", or a float, a part of
-            the float32 logits.
-        every_budget: rows for many budgets and all strategies.
+        link: GB/s that a rank sends to another while it receives as much; without it what ranks exchange is told in
+            bytes alone.
+        scratch: budgets to compare, as `scratch_bytes` takes them: bytes, a text such as "512MiB", or a float, a part
+            of the float32 logits.
+        every_budget: show many budgets and all strategies.
 
     Returns:
         A `Plan`.  Its rows are the smallest budget, the default one and the fastest; with `scratch` the default one and
@@ -131,7 +130,7 @@ def plan(
     if isinstance(scratch, str) or not isinstance(scratch, Sequence):
         raise TypeError(f"plan: scratch must be a list of budgets; got {type(scratch).__name__}")
     of_some = ("hidden", "vocab", "teacher_hidden", "in_features", "out_features", "experts", "rows", *_HEADS)
-    for name in ("tokens", "tensor_parallel", *of_some):
+    for name in ("tokens", "batch", "sequence", "tensor_parallel", *of_some):
         require_positive_int("plan", name, given[name])
     for name in (*of_some, "entropy", "frozen", "weight_grad_out"):
         having = [other for other in OPS if name in (*planned_op(other).needs, *planned_op(other).takes)]
@@ -145,16 +144,29 @@ def plan(
             f"in JAX {op} has no weight_grad_out; leave it out": weight_grad_out and framework == "jax",
         }
     )
+    _refuse(
+        {
+            "give tokens, or batch and sequence": not tokens and not sequence,
+            "give tokens, or batch and sequence, not all": bool(tokens and (batch or sequence)),
+        }
+    )
     found = _found(model, config)
     hidden = hidden or (found.hidden if found else None)
     vocab = vocab or (found.vocab if found else None)
     linears = _linears(known.takes, found, in_features, out_features, experts)
+    tokens, choices = tokens or (batch or 1) * (sequence or 0), 1
+    if "experts" in known.takes and not in_features and found and found.experts:
+        experts, choices = experts or found.experts, found.expert_choices or 1
+        tokens *= choices
+    if "heads" in known.needs and found and not (heads or key_heads or head_size):
+        heads, key_heads, head_size = found.heads, found.key_heads, found.head_size
     for name, size in (("hidden", hidden), ("vocab", vocab)):
         if name in known.needs and size is None:
             config_of = f"{config} has no {name} size; " if config is not None else ""
-            raise ValueError(f"plan: {config_of}give {' and '.join(known.needs)}, or a model")
+            raise ValueError(f"plan: {config_of}give {' and '.join(known.needs)}, or model")
     if "heads" in known.needs and not (heads and key_heads and head_size):
-        raise ValueError(f"plan: give {', '.join(known.needs)}")
+        without = f"the heads of {found.name} aren't of the usual kind; " if found and not heads else ""
+        raise ValueError(f"plan: {without}give {', '.join(known.needs)}{'' if without else ', or model'}")
     _check_ranks(known, given, vocab or 0)
     of_rank = -(-(vocab or 0) // tensor_parallel)
     weight_dtype = weight_dtype or dtype
@@ -175,7 +187,7 @@ def plan(
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
     asked = PlannedCall(
         op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears, experts or 0, rows or 0,
-        tensor_parallel, heads or 0, key_heads or 0, head_size or 0,
+        tensor_parallel, batch or 1, heads or 0, key_heads or 0, head_size or 0,
     )  # fmt: skip
     backends = known.backends[framework, precision]
     chosen = choose_backend(op, backend, {name: made.refusal(asked) for name, made in backends.items()})
@@ -192,7 +204,7 @@ def plan(
         few = few_rows(make(asked), budgets)
         made = many_rows(make(asked), budgets, 4 * logits) if every_budget else few
     sent: list[Exchange] = []
-    plain = known.plain(asked)
+    plain, compiled = known.plain(asked), known.compiled(asked)
     said = notes(asked, chosen, made, plain, vocab, tensor_parallel, found)
     if tensor_parallel > 1 and known.numbers and not linears:
         product = product_ms(tokens * problem.hidden * of_rank) if asked.measured else None
@@ -201,11 +213,20 @@ def plan(
             gradients=gradients, sequence=sequence_parallel,
         )  # fmt: skip
         said.append(note_of_exchanges(sent, link, next(row.ms for row in few if row.name == "default")))
-    shown = {"tokens": tokens, "hidden": problem.hidden, "vocab": problem.vocab, "teacher_hidden": teacher}
+    if choices > 1:
+        said.append(f"Each of the {tokens // choices} tokens goes to {choices} experts: {tokens} rows.")
+    shown = {
+        "tokens": tokens,
+        "batch": batch if sequence else None,
+        "sequence": sequence,
+        "hidden": problem.hidden,
+        "vocab": problem.vocab,
+        "teacher_hidden": teacher,
+    }
     shown |= {"experts": asked.experts, "rows": asked.rows}
     shown |= {name: getattr(asked, name) for name in _HEADS}
     made_of = {
-        "verdict": verdict(asked, plain, few),
+        "verdict": verdict(asked, plain, compiled, few),
         "backend": chosen,
         "gpu": asked.gpu if device == "cuda" else None,
         "model": found.name if found else None,
@@ -215,6 +236,7 @@ def plan(
         "exchanges": sent,
         "logits_bytes": None if logits is None else 4 * logits,
         "baseline": plain,
+        "compiled": compiled,
         "rows": made,
         "notes": said,
     }
@@ -271,13 +293,14 @@ def _check_ranks(known: PlannedOp, given: Mapping[str, Any], vocab: int) -> None
             f"tensor_parallel shares a vocabulary, which {op} has none of; leave it out": not shares
             and ranks > 1
             and "tensor_parallel" not in known.takes,
-            "sequence_parallel and link are of ranks that share the vocabulary; give tensor_parallel too": (
+            "sequence_parallel and link are of ranks that share the vocabulary; leave them out, or give tensor_parallel": (
                 not shares or ranks == 1
             )
             and (sequence or link is not None),
             f"{op} has no hidden states to gather; leave sequence_parallel out": sequence
             and "hidden" not in known.needs,
-            f"sequence_parallel needs tokens in {ranks} equal parts; got {tokens}": sequence and tokens % ranks > 0,
+            f"tokens must be a multiple of {ranks}, a part for each rank; got {tokens}": sequence
+            and tokens % ranks > 0,
         }
     )
     if link is not None:
@@ -286,7 +309,7 @@ def _check_ranks(known: PlannedOp, given: Mapping[str, Any], vocab: int) -> None
 
 def _found(model: str | None, config: str | Path | None) -> ModelSizes | None:
     if model is not None and config is not None:
-        raise ValueError("plan: give a model or a config, not both")
+        raise ValueError("plan: give model or config, not both")
     if config is not None:
         return model_of_config(Path(config))
     if model is not None and not isinstance(model, str):
@@ -305,16 +328,20 @@ def _linears(
     if "in_features" not in takes:
         return {}
     if "experts" in takes and not (in_features and out_features and experts):
-        raise ValueError("plan: give in_features, out_features and experts")
+        if in_features or out_features or found is None:
+            raise ValueError("plan: give in_features, out_features and experts, or model")
+        if not found.expert_linears():
+            raise ValueError(f"plan: {found.name} is no mixture of experts; give in_features, out_features and experts")
+        return found.expert_linears()
     if in_features and out_features:
         names = ("column parallel", "row parallel") if "tensor_parallel" in takes else ("layer",)
         return dict.fromkeys(names, (in_features, out_features))
     if in_features or out_features:
         raise ValueError("plan: give in_features and out_features, both")
     if found is None:
-        raise ValueError("plan: give in_features and out_features, or a model")
+        raise ValueError("plan: give in_features and out_features, or model")
     if not found.linears():
         raise ValueError(
-            f"plan: the layers of {found.name} aren't all of the usual kind; give in_features, out_features"
+            f"plan: the layers of {found.name} aren't all of the usual kind; give in_features and out_features"
         )
     return found.linears()

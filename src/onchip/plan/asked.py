@@ -31,6 +31,8 @@ class PlannedCall:
     """Of x, where the product reads them by an index; or 0."""
     ranks: int = 1
     """That share a layer."""
+    batch: int = 1
+    """Sequences that the tokens are of."""
     heads: int = 0
     """Of attention, of queries."""
     key_heads: int = 0
@@ -123,6 +125,8 @@ class PlannedOp:
     backends: Mapping[tuple[str, str], Mapping[str, Backend]]
     """By framework and precision, and by name in the order in which the op tries them."""
     plain: Callable[[PlannedCall], Baseline]
+    compiled: Callable[[PlannedCall], Baseline | None] = lambda asked: None
+    """The same by a compiler, where that was measured."""
     needs: tuple[str, ...] = ("hidden", "vocab")
     takes: tuple[str, ...] = ()
     """Sizes and options that it knows besides."""

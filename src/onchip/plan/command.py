@@ -10,11 +10,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from onchip.core.names import listed, operands, words
+from onchip.core.names import completion, flag, listed, naming_options, operands, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan import PRECISIONS, plan
 from onchip.plan.asked import planned_op
 from onchip.plan.gpus import GPUS
+from onchip.plan.models import MODELS
 from onchip.plan.show import show
 from onchip.registry import OPS
 
@@ -28,15 +29,16 @@ _WORDS: Mapping[str, Iterable[str]] = {
     "precision": PRECISIONS,
 }
 # Arguments that the command has otherwise.
-_FORWARD = Annotated[bool, typer.Option("--forward", help="Of forward alone, without gradients.")]
-_RANKS = Annotated[
-    int, typer.Option("--tp", help="Ranks that share the vocabulary, or of collective_matmul the layers.", metavar="N")
+_FORWARD = Annotated[bool, typer.Option("--forward", help="Plan the forward pass only.")]
+_RANKS = Annotated[int, typer.Option("--tp", help="How many ranks share the vocabulary or the layers.", metavar="N")]
+_ALL = Annotated[
+    bool, typer.Option("--all", help="Show many budgets and all strategies, and what the memory is made of.")
 ]
-_ALL = Annotated[bool, typer.Option("--all", help="Many budgets with all strategies, and what the memory consists of.")]
 _SCRATCH = Annotated[
     list[str] | None,
     typer.Option(
-        help="A budget: 512MiB, 1.5GiB, a part of the float32 logits such as 0.125, or bytes; may be repeated.",
+        help="A budget to compare: 512MiB, 1.5GiB, bytes, or a part of the float32 logits such as 0.125. Repeat it "
+        "for more.",
         metavar="SIZE",
     ),
 ]
@@ -45,7 +47,7 @@ _SCRATCH = Annotated[
 def run_plan(
     *, console: Console, forward: bool, scratch: list[str] | None, every_budget: bool, **asked: Any
 ) -> dict[str, Any]:
-    """Tell what an op costs before it runs: memory and time, beside what it replaces.
+    """Predict the memory and time of an op, beside what it replaces.
 
     Returns:
         The `Plan` as a document.
@@ -54,14 +56,16 @@ def run_plan(
         ValueError: as `onchip.plan.plan`.
     """
     budgets = [_number(text) for text in scratch or ()]
-    made = plan(**asked, gradients=not forward, scratch=budgets, every_budget=every_budget)
+    with naming_options(
+        *(name for name in asked if name != "op"),
+        tensor_parallel="--tp",
+        scratch="--scratch",
+        scratch_bytes="--scratch",
+    ):
+        made = plan(**asked, gradients=not forward, scratch=budgets, every_budget=every_budget)
     show(made, console, every_budget=every_budget)
     document: dict[str, Any] = msgspec.to_builtins(made)
     return document
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _options() -> Iterator[inspect.Parameter]:
@@ -83,13 +87,18 @@ def _options() -> Iterator[inspect.Parameter]:
         elif name == "op":
             of, default = Annotated[str, operands(tuple(OPS))], parameter.default
         else:
-            said = re.sub(r"`(\w+)`", lambda found: _flag(found[1]), helps.get(name, "").replace('"', ""))
-            having = [op for op in OPS if name in planned_op(op).takes]
-            if having and not said.startswith("of "):
-                said = f"of {listed(having)}, {said}"
+            said = re.sub(r"`(\w+)`", lambda found: flag(found[1]), helps.get(name, "").replace('"', ""))
+            having = [op for op in OPS if name in (*planned_op(op).takes, *planned_op(op).needs)]
             said = said[:1].upper() + said[1:]
-            flags = (_flag(name),) if kind is bool else ()
-            option = words(said, *_WORDS[name]) if name in _WORDS else typer.Option(*flags, help=said)
+            if having:
+                said += f" For {listed(having)}."
+            flags = (flag(name),) if kind is bool else ()
+            offered = completion(MODELS) if name == "model" else None
+            option = (
+                words(said, *_WORDS[name])
+                if name in _WORDS
+                else typer.Option(*flags, help=said, autocompletion=offered)
+            )
             of, default = Annotated[kind, option], parameter.default
         yield parameter.replace(name=name, annotation=of, default=default)
 

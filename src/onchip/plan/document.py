@@ -94,6 +94,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of the float32 logits, which the op doesn't store."""
     baseline: Baseline
     """What the op replaces."""
+    compiled: Baseline | None
+    """The same under torch.compile; None where that wasn't measured."""
     rows: list[Row]
     """Ways to run it; of several of one name the first is what the op takes."""
     notes: list[str]

@@ -22,18 +22,27 @@ class ModelSizes:
     """The final logits'."""
     feed_forward: int | None = None
     """Of a gated layer; None where a block has none, as with experts."""
-    queries: int | None = None
-    """Heads times their size."""
-    keys: int | None = None
-    """Heads of keys times their size."""
+    heads: int | None = None
+    """Of queries; None where attention isn't of heads that all have keys and values of their size."""
+    key_heads: int | None = None
+    head_size: int | None = None
+    experts: int | None = None
+    """Of a layer of experts; None where there is none."""
+    expert_choices: int | None = None
+    """Experts of each token."""
+    expert_features: int | None = None
+    """Between an expert's two products."""
     tied: bool = False
     """Whether the head's weight is the embedding's too."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """In and out features of a block's linear layers, as they are mostly fused; empty where they aren't known."""
-        hidden, wide, queries, keys = self.hidden, self.feed_forward, self.queries, self.keys
-        if hidden is None or wide is None or queries is None or keys is None:
+        hidden, wide, heads, key_heads, size = (
+            self.hidden, self.feed_forward, self.heads, self.key_heads, self.head_size
+        )  # fmt: skip
+        if hidden is None or wide is None or heads is None or key_heads is None or size is None:
             return {}
+        queries, keys = heads * size, key_heads * size
         return {
             "qkv": (hidden, queries + 2 * keys),
             "attention out": (queries, hidden),
@@ -41,20 +50,18 @@ class ModelSizes:
             "down": (wide, hidden),
         }
 
+    def expert_linears(self) -> dict[str, tuple[int, int]]:
+        """In and out features of an expert's two products; empty where there are no experts."""
+        hidden, wide = self.hidden, self.expert_features
+        if hidden is None or wide is None:
+            return {}
+        return {"gate and up": (hidden, 2 * wide), "down": (wide, hidden)}
+
 
 def _model(name: str, tied: str, softcap: str, **sizes: str) -> ModelSizes:
-    """Of a line of models.csv; one whose blocks aren't all alike and gated has no more than the first two sizes."""
-    hidden, vocab, wide, heads, of_keys, size = (int(x or 0) for x in sizes.values())
-    return ModelSizes(
-        name=name,
-        hidden=hidden,
-        vocab=vocab,
-        softcap=float(softcap) if softcap else None,
-        feed_forward=wide or None,
-        queries=heads * size or None,
-        keys=of_keys * size or None,
-        tied=bool(tied),
-    )
+    """Of a line of models.csv; `feed_forward` is there where all blocks are alike and gated."""
+    known: dict[str, Any] = {of: int(size) if size else None for of, size in sizes.items()}
+    return ModelSizes(name=name, softcap=float(softcap) if softcap else None, tied=bool(tied), **known)
 
 
 def _read() -> dict[str, ModelSizes]:
@@ -79,11 +86,13 @@ def named_model(name: str) -> ModelSizes:
     """The model of a name, written as on the Hub or shorter, in any case.
 
     Raises:
-        ValueError: none is called so; the message names those that are nearest.
+        ValueError: none is called so; the message names those that are nearest, or that it is a path.
     """
     by_name = {_plain(known): model for known, model in MODELS.items()}
     if model := by_name.get(_plain(name)):
         return model
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or Path(name).exists():
+        raise ValueError(f"plan: model is {name!r}, a path and not a name; give it as config")
     near = [by_name[plain].name for plain in get_close_matches(_plain(name), by_name, n=3, cutoff=0.6)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(MODELS)}."
     raise ValueError(
@@ -96,6 +105,7 @@ def named_model(name: str) -> ModelSizes:
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 _VOCAB = ("vocab_size", "padded_vocab_size", "n_vocab")
 _SOFTCAP = ("final_logit_softcapping", "final_logit_softcap", "logits_soft_cap")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 # Models whose blocks are all alike, with an attention and a gated feed-forward layer.
 _GATED = (
@@ -134,14 +144,18 @@ def model_of_config(path: Path) -> ModelSizes:
     name = config.get("_name_or_path") or " ".join(map(str, config.get("architectures") or ())) or str(file)
     tied = merged.get("tie_word_embeddings") is True
     model = ModelSizes(str(name), hidden, vocab, softcap, tied=tied)
-    if merged.get("model_type") not in _GATED or hidden is None:
+    wide = _size(file, merged, ("intermediate_size",))
+    if experts := _size(file, merged, _EXPERTS):
+        choices = _size(file, merged, ("num_experts_per_tok",))
+        features = _size(file, merged, ("moe_intermediate_size",)) or wide
+        model = replace(model, experts=experts, expert_choices=choices, expert_features=features)
+    heads = _size(file, merged, ("num_attention_heads", "n_head"))
+    if hidden is None or heads is None or "kv_lora_rank" in merged:
         return model
-    heads, wide = _size(file, merged, ("num_attention_heads",)), _size(file, merged, ("intermediate_size",))
-    if heads is None or wide is None:
-        return model
-    of_keys = _size(file, merged, ("num_key_value_heads",)) or heads
     size = _size(file, merged, ("head_dim",)) or hidden // heads
-    return replace(model, feed_forward=wide, queries=heads * size, keys=of_keys * size)
+    key_heads = _size(file, merged, ("num_key_value_heads",)) or heads
+    gated = merged.get("model_type") in _GATED
+    return replace(model, heads=heads, key_heads=key_heads, head_size=size, feed_forward=wide if gated else None)
 
 
 def _number(file: Path, config: Mapping[str, Any], names: tuple[str, ...]) -> float | None:

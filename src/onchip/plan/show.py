@@ -61,9 +61,12 @@ _LAYERS: dict[str, tuple[str, _Cell]] = {
     "time": ("predicted, of {passes}.", lambda plan, row: time_text(row.ms)),
     "plain": ("its predicted time, in the same dtype.", lambda plan, row: time_text(row.plain_ms)),
 }
-_NAMES = {"tokens": "tokens", "hidden": "hidden", "vocab": "vocabulary", "teacher_hidden": "the teacher's hidden",
-          "experts": "experts", "rows": "rows", "heads": "heads", "key_heads": "heads of keys",
-          "head_size": "head size"}  # fmt: skip
+_NAMES = {
+    "teacher_hidden": "the teacher's hidden",
+    "vocab": "vocabulary",
+    "key_heads": "heads of keys",
+    "head_size": "head size",
+}
 
 
 def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
@@ -74,7 +77,8 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
 
     passes = "forward and backward" if plan.gradients else "forward alone"
     sizes = ", ".join(
-        f"{size} tokens" if name == "tokens" else f"{_NAMES[name]} {size}" for name, size in plan.sizes.items()
+        f"{size} tokens" if name == "tokens" else f"{_NAMES.get(name, name)} {size}"
+        for name, size in plan.sizes.items()
     )
     where = "the CPU" if plan.gpu is None else f"one {GPUS[plan.gpu].title}"
     precision = "" if plan.precision == "full" else f", precision {plan.precision}"
@@ -113,6 +117,8 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
         say("")
     if not layers:
         say(f"{plan.baseline.name}: {plan.baseline.expression}")
+        if plan.compiled:
+            say(f"{plan.compiled.name}: {plan.compiled.expression}")
     for note in plan.notes:
         say(note)
     if every_budget and not layers:

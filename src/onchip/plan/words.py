@@ -40,13 +40,14 @@ def _needs(size: int | None, ms: float | None) -> str:
     return " and ".join([*said, *([time_text(ms)] if ms is not None else [])])
 
 
-def verdict(asked: PlannedCall, plain: Baseline, rows: Sequence[Row]) -> str:
+def verdict(asked: PlannedCall, plain: Baseline, compiled: Baseline | None, rows: Sequence[Row]) -> str:
     if asked.linears:
         return _verdict_of_layers(asked, plain, rows)
     default = next(row for row in rows if row.name == "default")
     name = plain.name if "." in plain.name else plain.name[0].upper() + plain.name[1:]
     if needs := _needs(plain.memory_bytes, plain.ms):
-        said = f"{name} needs {needs}; onchip by default {_needs(default.memory_bytes, default.ms)}."
+        by_compiler = f", {compiled.name} {_needs(compiled.memory_bytes, compiled.ms)}" if compiled else ""
+        said = f"{name} needs {needs}{by_compiler}; onchip by default {_needs(default.memory_bytes, default.ms)}."
     else:
         said = f"By default onchip needs {_needs(default.memory_bytes, default.ms)}."
     last = rows[-1]

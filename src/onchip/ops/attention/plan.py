@@ -10,10 +10,10 @@ from onchip.plan.ways import never
 
 
 def _problem(asked: PlannedCall) -> AttentionProblem:
-    tokens, size = asked.problem.tokens, asked.head_size
+    tokens, size = asked.problem.tokens // asked.batch, asked.head_size
     if asked.heads % asked.key_heads:
         raise ValueError(f"plan: heads are {asked.heads}, no multiple of the {asked.key_heads} key_heads")
-    return AttentionProblem(1, tokens, tokens, asked.heads, asked.key_heads, size, size)
+    return AttentionProblem(asked.batch, tokens, tokens, asked.heads, asked.key_heads, size, size)
 
 
 def _way(asked: PlannedCall) -> Way:
@@ -32,7 +32,7 @@ def _way(asked: PlannedCall) -> Way:
 def _plain(asked: PlannedCall) -> Baseline:
     """The scores and the probabilities, of which backward needs the latter and makes two more."""
     p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
-    scores = p.heads * p.queries * p.keys
+    scores = asked.batch * p.heads * p.queries * p.keys
     return Baseline("eager", "softmax(scale * q @ k.mT + mask) @ v", scores * size * (3 if asked.gradients else 2))
 
 
