@@ -114,7 +114,17 @@ def calls():
     def layer():
         return leaf(128, 256), leaf(128, 256, std=0.1)
 
+    def heads(d=64, t=140):
+        return leaf(1, t, 4, d), leaf(1, t, 2, d), leaf(1, t, 2, d), torch.randn(4, requires_grad=True)
+
+    def attend(q, k, v, sinks, **more):
+        from onchip.masks import Window
+        from onchip.torch import attention
+
+        return attention(q, k, v, Window(70), sinks=sinks, **more)
+
     return {
+        "attention": (heads, attend),
         **dict.fromkeys(("planned", "mixed", "in forward"), (head, linear_cross_entropy)),
         "top-k": (labelled, of_ids),
         "dense": (taught, linear_cross_entropy),

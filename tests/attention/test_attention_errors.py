@@ -28,6 +28,7 @@ WRONG = {
     "sizes": (ValueError, {"q": Q[..., :3]}, "q has head size 3 but k has 4"),
     "sinks": (ValueError, {"sinks": torch.zeros(2)}, "sinks must be [4], a number for each head of q"),
     "scale": (TypeError, {"scale": "1"}, "scale must be"),
+    "kernels": (ValueError, {"backend": "triton"}, "backend 'triton' can't run this call: it runs on CUDA tensors"),
     "budget": (ValueError, {"scratch_bytes": 100}, "scratch_bytes=100 is too little; it takes at least"),
     "budget's unit": (ValueError, {"scratch_bytes": "1GB"}, "did you mean '1GiB'"),
     "no mask": (TypeError, {"mask": None}, "mask must be one of Full, Causal"),

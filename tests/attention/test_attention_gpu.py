@@ -1,38 +1,222 @@
-"""attention on a GPU, by the framework's own products."""
+"""attention on a GPU: by the kernels, and by the framework's own products."""
 
 import pytest
 import torch
+from attention_kernel_cases import KERNEL_CASES
+from torch.utils.checkpoint import checkpoint
 
-from onchip.masks import Blocks, Causal, Documents, Window
+from onchip.kernels.triton.launch import describe, has_gluon
+from onchip.masks import Blocked, Blocks, Causal, Documents, Full, Intervals, Window
 from onchip.ops.attention.cases import CHECK_CASES
 from onchip.ops.attention.checks import CHECKER
 from onchip.torch import attention
+from shared import capture
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def hopper():
+    if not has_gluon(describe(torch.device("cuda", 0)).capability):
+        pytest.skip("the kernels are written for Hopper")
+
+
+def drawn(batch=2, queries=300, keys=None, heads=4, key_heads=2, size=64, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = (queries, heads), (keys or queries, key_heads), (keys or queries, key_heads)
+    return [
+        torch.randn(batch, t, h, size, device="cuda", generator=generator).to(dtype).requires_grad_() for t, h in shapes
+    ]
+
+
+CAUSAL = Causal()
+
+
+def step(q, k, v, mask=CAUSAL, seed=1, **options):
+    """out, lse, and the gradients of both with something upstream."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    out, lse = attention(q, k, v, mask, return_lse=True, **options)
+    upstream = torch.randn(out.shape, device="cuda", generator=generator).bfloat16().to(out.dtype)
+    of_lse = torch.randn(lse.shape, device="cuda", generator=generator)
+    leaves = [x for x in (q, k, v, options.get("sinks")) if x is not None and x.requires_grad]
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (upstream, of_lse))]
+
+
+def assert_same(made, expected):
+    assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
 @pytest.mark.parametrize("case", CHECK_CASES, ids=str)
 def test_every_case(case):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        checks = CHECKER.check_case(case, dtype, "cuda")
+        checks = CHECKER.check_case(case, dtype, "cuda", backend="torch")
         assert all(check.ok for check in checks), checks
 
 
-def test_nothing_waits_for_the_device():
-    q, k, v = (torch.randn(2, 300, h, 32, device="cuda", requires_grad=True) for h in (4, 2, 2))
-    ids = torch.arange(300, device="cuda") // 70
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_every_case_by_kernels(case, hopper):
+    number = KERNEL_CASES.index(case)
+    for dtype in (torch.bfloat16, torch.float16):
+        how = {"layout": ("bthd", "bhtd")[number % 2], "backend": "triton"}
+        checks = CHECKER.check_case(case, dtype, "cuda", **how)
+        assert all(check.ok for check in checks), checks
 
-    def step():
-        mask = Documents(ids) & Causal() & Blocks(ids % 3) & Window(50, None)
-        out = attention(q, k, v, mask.lower(2, 300, 300, q))
-        return torch.autograd.grad(out.sum(), (q, k, v))
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_the_same_bits(mask, size, hopper):
+    q, k, v = drawn(2, 2000, heads=6, key_heads=2, size=size)
+    ids = torch.arange(2000, device="cuda") // 333
+    what = Causal() if mask == "causal" else Documents(ids) & Causal()
+    sinks = torch.randn(6, device="cuda", requires_grad=True)
+    first = step(q, k, v, what, sinks=sinks)
+    for _ in range(50):
+        assert_same(step(q, k, v, what, sinks=sinks), first)
+
+
+def test_what_nobody_writes_is_seen(hopper):
+    """Results and gradients begin as NaN, and none is left."""
+    q, k, v = drawn(2, 333, 517, size=72)
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    fills = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        made = step()
+        start = torch.arange(333, device="cuda") % 200
+        made = step(q, k, v, Intervals(start, start + torch.arange(333, device="cuda") % 5), sinks=sinks)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(x, y) for x, y in zip(made, step(), strict=True))
-    with pytest.raises(ValueError, match="in two places"):
-        attention(q, k, v, Documents(ids % 2), check_inputs=True)
+        torch.use_deterministic_algorithms(fills)
+    assert not any(x.isnan().any() for x in made)
+
+
+def test_rows_that_see_nothing(hopper):
+    q, k, v = drawn(1, 400)
+    nothing = torch.zeros(400, dtype=torch.int32, device="cuda")
+    out, lse, *gradients = step(q, k, v, Intervals(nothing, nothing))
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not any(x.any() for x in gradients)
+
+
+def test_a_packed_batch_equals_its_documents(hopper):
+    lengths = 1, 127, 128, 129, 500, 3, 256
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+    q, k, v = drawn(1, len(ids), size=128)
+    out = attention(q, k, v, Documents(ids) & Causal(), backend="triton")
+    first = 0
+    for length in lengths:
+        part = slice(first, first + length)
+        alone = attention(q[:, part], k[:, part], v[:, part], backend="triton")
+        torch.testing.assert_close(out[:, part], alone, atol=2e-2, rtol=2e-2)
+        first += length
+
+
+def test_strides(hopper):
+    """As they lie, or copied: of one projection's columns, turned, out of step with 16 bytes, expanded."""
+    plain = drawn(2, 300, size=64)
+    expected = step(*plain)
+    packed = torch.cat([x.detach().flatten(2) for x in plain], 2)
+    q, k, v = (x.unflatten(2, (-1, 64)).requires_grad_() for x in packed.split([256, 128, 128], 2))
+    assert_same(step(q, k, v), expected)
+    turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in plain]
+    made = step(*turned, layout="bhtd", backend="triton")
+    torch.testing.assert_close(made[0].transpose(1, 2), expected[0], atol=0, rtol=0)
+    odd = [torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape) for x in plain]
+    for x, y in zip(odd, plain, strict=True):
+        x.data.copy_(y.detach())
+    assert_same(step(*(x.requires_grad_() for x in odd)), expected)
+    one = plain[1].detach()[:, :, :1].expand(-1, -1, 2, -1).requires_grad_()
+    assert_same(step(plain[0], one, plain[2])[:2], step(plain[0], one.contiguous(), plain[2])[:2])
+    out = attention(*plain)
+    out.sum().backward()  # an upstream gradient that is expanded
+
+
+def test_the_third_call_and_later_ones(hopper):
+    """From the third call on, what was stated is done."""
+    given = [drawn(2, 300, seed=seed) for seed in range(5)]
+    mask = Causal().lower(2, 300, 300, given[0][0])
+    for q, k, v in given:
+        made = step(q, k, v, mask)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        right = step(*exact, mask, backend="torch")
+        for a, b in zip(made, right, strict=True):
+            assert ((a.double() - b).norm() / b.norm()) < 6e-3
+
+
+def test_autocast_and_checkpoint(hopper):
+    q, k, v = (x.detach().float().requires_grad_() for x in drawn())
+    with torch.autocast("cuda", torch.bfloat16):
+        out = attention(q, k, v, backend="triton")
+    assert out.dtype == torch.bfloat16
+    expected = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(x.dtype == torch.float32 for x in expected)
+    with torch.autocast("cuda", torch.bfloat16):
+        again = checkpoint(attention, q, k, v, use_reentrant=False)
+    assert_same(torch.autograd.grad(again.float().square().sum(), (q, k, v)), expected)
+
+
+def test_compiled(hopper):
+    given = drawn(2, 320)
+
+    def call(q, k, v, ids):
+        return attention(q * 1, k * 1, v * 1, Documents(ids) & Causal(), backend="triton")
+
+    ids = torch.arange(320, device="cuda") // 77
+    expected = call(*given, ids)
+    right = torch.autograd.grad(expected.float().square().sum(), given)
+    compiled = torch.compile(call, fullgraph=True)
+    out = compiled(*given, ids)
+    assert torch.equal(out, expected)
+    assert_same(torch.autograd.grad(out.float().square().sum(), given), right)
+
+
+def test_captured(hopper):
+    q, k, v = drawn(2, 300)
+    mask = (Documents(torch.arange(300, device="cuda") // 70) & Causal()).lower(2, 300, 300, q)
+
+    def run():
+        out = attention(q, k, v, mask, backend="triton")
+        return out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    expected = run()
+    graph, made = capture(run)
+    for x in made:
+        x.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same(made, expected)
+
+
+def test_nothing_waits_for_the_device():
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = drawn(2, 300, size=32, dtype=dtype)
+        ids = torch.arange(300, device="cuda") // 70
+
+        def step_of(q=q, k=k, v=v, ids=ids):
+            mask = Documents(ids) & Causal() & Blocks(ids % 3) & Window(50, None)
+            out = attention(q, k, v, mask.lower(2, 300, 300, q))
+            return torch.autograd.grad(out.sum(), (q, k, v))
+
+        step_of()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            made = step_of()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_same(made, step_of())
+        with pytest.raises(ValueError, match="in two places"):
+            attention(q, k, v, Documents(ids % 2), check_inputs=True)
+
+
+def test_what_kernels_refuse(hopper):
+    q, k, v = drawn(1, 64)
+    for given, options, message in (
+        ((q, k, v), {"mask": Blocked(torch.ones(4, 4, dtype=torch.bool, device="cuda"), 16)}, "Blocked"),
+        ((q, k, v), {"scale": -1.0}, "negate q"),
+        (drawn(1, 64, size=20), {}, "multiples of 8"),
+        (drawn(1, 64, size=256), {}, "up to 128"),
+        (drawn(1, 64, dtype=torch.float32), {}, "bfloat16 and float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(*given, backend="triton", **options)
+        assert attention(*given, **options).shape == given[0].shape
+    assert attention(q, k, v, Full()).shape == q.shape

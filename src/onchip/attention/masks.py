@@ -14,10 +14,10 @@ static.  Positions begin at 0, in a batch's row or in a batch that all rows shar
 Sources: FlashMask (arXiv:2410.01359) has masks as ranges by column, tokamax's `Mask(k_start, k_end)` by row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 OP = "attention"
 
@@ -100,6 +100,10 @@ class Mask:
         """
         sizes = MaskSizes(arrays_of(like), like, batch, queries, keys)
         return self._ranges(sizes)._within(sizes)
+
+    def ranges(self, batch: int, queries: int, keys: int, like: Array) -> "Intervals":
+        """As `lower`, of integers of any dtype, which may reach beyond the queries and keys that there are."""
+        return self._ranges(MaskSizes(arrays_of(like), like, batch, queries, keys))
 
     def _ranges(self, sizes: MaskSizes) -> "Intervals":
         raise NotImplementedError
@@ -360,6 +364,35 @@ def check_mask(mask: Any, is_array: Callable[[Any], bool]) -> None:
             if kind not in dtype:
                 must = "bool" if kind == "bool" else "integers"
                 raise TypeError(f"{OP}: {name}.{field.name} must be {must}; got {dtype}")
+
+
+def mask_arrays(mask: Mask) -> list[Array]:
+    """The arrays that a mask has, in the order of its fields."""
+    made: list[Array] = []
+    for value in vars(mask).values():
+        if isinstance(value, Mask):
+            made += mask_arrays(value)
+        elif hasattr(value, "dtype"):
+            made.append(value)
+    return made
+
+
+def with_arrays(mask: Mask, arrays: Iterator[Array]) -> Mask:
+    """The same mask of other arrays, in the order of `mask_arrays`; of `...`, it may be filled later."""
+    made: Any = object.__new__(type(mask))
+    for name, value in vars(mask).items():
+        if isinstance(value, Mask):
+            made.__dict__[name] = with_arrays(value, arrays)
+        else:
+            made.__dict__[name] = next(arrays) if value is ... or hasattr(value, "dtype") else value
+    return cast(Mask, made)
+
+
+def sees_blocks(mask: Mask) -> bool:
+    """Whether it is no range, or combined with what is none."""
+    if isinstance(mask, Both):
+        return sees_blocks(mask.a) or sees_blocks(mask.b)
+    return getattr(mask, "blocks", None) is not None
 
 
 def check_mask_values(mask: Mask) -> None:

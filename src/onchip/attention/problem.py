@@ -110,6 +110,17 @@ def scale_of(options: AttentionOptions, p: AttentionProblem) -> float:
     return 1 / math.sqrt(p.size) if options.scale is None else float(options.scale)
 
 
+def flops(p: AttentionProblem) -> int:
+    """Of the two products, as if every query saw every key: a mask's numbers aren't read."""
+    return 2 * p.batch * p.heads * p.queries * p.keys * (p.size + p.value_size)
+
+
+def gradient_flops(p: AttentionProblem, wanted: Sequence[bool]) -> int:
+    """Of the four products that are no repetition."""
+    each = 2 * p.batch * p.heads * p.queries * p.keys
+    return each * ((wanted[0] + wanted[1]) * p.size + (wanted[2] + 1) * p.value_size)
+
+
 def scratch_parts(p: AttentionProblem, dtype_bytes: int, rows: int, *, backward: bool, softcap: bool) -> dict[str, int]:
     """Bytes beside inputs and results that the plain path of PyTorch takes for blocks of so many queries."""
     total = max(4, dtype_bytes)

@@ -8,9 +8,9 @@ for saved tensors in each call.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import fields, is_dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,7 +112,7 @@ def _is_watched() -> bool:
 
 
 def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
-    """Add a tensor, or a tuple of tensors and plain values; False for all else."""
+    """Add a tensor, or a tuple or frozen dataclass of such, of tensors and of plain values; False for all else."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:
         if x.is_neg():  # its memory holds other numbers
@@ -124,15 +124,25 @@ def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
         else:
             rest.append(None)
         return True
-    if not isinstance(x, tuple):
+    if isinstance(x, tuple):
+        parts: Collection[Any] = x
+    elif _is_frozen(kind):
+        parts = vars(x).values()
+    else:
         return False
-    rest += kind, len(x)
-    for y in x:
+    rest += kind, len(parts)
+    for y in parts:
         if type(y) in _PLAIN:
             rest += type(y), y
         elif not _add(y, given, rest):
             return False
     return True
+
+
+@lru_cache
+def _is_frozen(kind: type) -> bool:
+    """Whether it is a dataclass whose fields stay what they are."""
+    return is_dataclass(kind) and kind.__dataclass_params__.frozen
 
 
 class _Known(NamedTuple):

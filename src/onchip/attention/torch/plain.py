@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.attention.masks import OP
-from onchip.attention.problem import AttentionOptions, AttentionProblem, rows_of_block
+from onchip.attention.problem import AttentionOptions, AttentionProblem, flops, gradient_flops, rows_of_block
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_register import Made, Operator, Wanted
 
@@ -255,19 +255,6 @@ def fake_gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> list[
     ]
 
 
-def flops(call: AttentionCall) -> int:
-    """Of the two products, as if every query saw every key: a mask's numbers aren't read."""
-    p = call.problem
-    return 2 * p.batch * p.heads * p.queries * p.keys * (p.size + p.value_size)
-
-
-def gradient_flops(kept: AttentionKept, upstream: Made, wanted: Wanted) -> int:
-    """Of the four products that are no repetition."""
-    p = kept.call.problem
-    each = 2 * p.batch * p.heads * p.queries * p.keys
-    return each * ((wanted[0] + wanted[1]) * p.size + (wanted[2] + 1) * p.value_size)
-
-
 ATTENTION = Operator(
     "attention_by_blocks",
     op=OP,
@@ -278,6 +265,6 @@ ATTENTION = Operator(
     fake_gradients=fake_gradients,
     differentiable=("q", "k", "v", "sinks"),
     differentiable_outputs=2,
-    flops=flops,
-    gradient_flops=gradient_flops,
+    flops=lambda call: flops(call.problem),
+    gradient_flops=lambda kept, upstream, wanted: gradient_flops(kept.call.problem, wanted),
 )

@@ -212,12 +212,15 @@ def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], bl
     return made
 
 
-def shared_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
-    """As `block_descriptor`, for kernels in Gluon, which say themselves how a block lies in shared memory."""
+def shared_descriptor(
+    x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], swizzle: int = 128
+) -> Any:
+    """As `block_descriptor`, for kernels in Gluon, which say themselves how a block lies in shared memory: in patterns
+    of `swizzle` bytes to a row, or of a row where that is fewer; 0: row by row."""
     from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped]
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
 
-    width, bits = min(128, block[-1] * x.element_size()), 8 * x.element_size()
+    width, bits = min(swizzle, block[-1] * x.element_size()), 8 * x.element_size()
     made = object.__new__(TensorDescriptor)
     made.base, made.padding = x, "zero"
     made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)

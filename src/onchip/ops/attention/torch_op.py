@@ -3,20 +3,39 @@
 It checks its inputs, lowers the mask and calls the operator of `onchip.attention.torch`.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import repeat
 from typing import Literal, overload
 
+import torch
 from torch import Tensor, is_tensor
 
-from onchip.attention.masks import OP, Causal, Mask, check_mask, check_mask_values
-from onchip.attention.problem import AttentionOptions, Layout, check_shapes, rows_of_block, scale_of
+from onchip.attention.masks import (
+    OP,
+    Causal,
+    Intervals,
+    Mask,
+    check_mask,
+    check_mask_values,
+    mask_arrays,
+    sees_blocks,
+    with_arrays,
+)
+from onchip.attention.problem import Layout, AttentionOptions, AttentionProblem, check_shapes, rows_of_block, scale_of
 from onchip.attention.torch import arrays as _arrays  # noqa: F401  what masks are made by
-from onchip.attention.torch.plain import ATTENTION, AttentionCall
+from onchip.attention.torch import plain
+from onchip.attention.triton import op as kernels
 from onchip.core.backends import choose_backend
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, one_dtype, require_tensors, torch_refusal
 from onchip.frontend.torch_register import needed
+from onchip.frontend.torch_repeat import repeatable
+from onchip.frontend.torch_types import Backend
 
-BACKENDS = ("plain",)
+# Best first: the order in which "auto" asks them.
+BACKENDS = ("triton", "plain")
 _CAUSAL = Causal()
 
 
@@ -34,7 +53,7 @@ def attention(
     return_lse: Literal[False] = False,
     scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
-    backend: Literal["auto", "plain", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -50,8 +69,9 @@ def attention(
     return_lse: Literal[True],
     scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
-    backend: Literal["auto", "plain", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
+@repeatable
 def attention(
     q: Tensor,  # [B, Tq, Hq, D]
     k: Tensor,  # [B, Tk, Hk, D]
@@ -65,7 +85,7 @@ def attention(
     return_lse: bool = False,
     scratch_bytes: ScratchBytes = None,
     check_inputs: bool = False,
-    backend: Literal["auto", "plain", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Softmax attention under a mask that is data, without the [queries, keys] scores.
 
@@ -128,26 +148,100 @@ def attention(
     options = AttentionOptions(scale, softcap, layout, scratch_in_bytes(OP, scratch_bytes, 0), check_inputs, return_lse)
     p = check_shapes(layout, shapes_of(tensors))
     dtype = one_dtype(OP, {"q": q, "k": k, "v": v})
-    choose_backend(OP, backend, {"plain": torch_refusal(q.device)})
+    scale_used = scale_of(options, p)
+    blocked = sees_blocks(mask)
+    chosen = choose_backend(
+        OP, backend, refusals(q.device, dtype, p, options, scale_used, blocked=blocked, sinks=sinks is not None)
+    )
     if check_inputs or q.device.type == "cpu":
         check_mask_values(mask)
     grads = needed(q, k, v, sinks)
-    rows_of_block(p, dtype.itemsize, options.scratch_bytes, backward=any(grads), softcap=softcap is not None)
+    if chosen == "torch":
+        rows_of_block(p, dtype.itemsize, options.scratch_bytes, backward=any(grads), softcap=softcap is not None)
     whole = [x if x.ndim == 4 else x[None] for x in (q, k, v)]
-    if layout == "bhtd":
-        whole = [x.transpose(1, 2) for x in whole]
-    lowered = mask.lower(p.batch, p.queries, p.keys, q)
-    for name in ("start", "end", "stop", "blocks"):
-        x = getattr(lowered, name)
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{OP}: the mask is on {x.device} but q is on {q.device}; move it there")
-    call = AttentionCall(
-        whole[0], whole[1], whole[2], sinks, lowered.start, lowered.end, lowered.stop, lowered.blocks, lowered.tile,
-        scale_of(options, p), dtype, p, options, grads,
-    )  # fmt: skip
-    out, lse = ATTENTION(call)
-    if layout == "bhtd":
-        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    if chosen == "triton":
+        out, lse = _by_kernels(whole, mask, sinks, scale_used, dtype, p, options, grads)
+    else:
+        out, lse = _by_products(whole, mask, sinks, scale_used, dtype, p, options, grads)
     if q.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _by_products(
+    given: Sequence[Tensor], mask: Mask, sinks: Tensor | None, scale: float, dtype: torch.dtype, p: AttentionProblem,
+    options: AttentionOptions, grads: tuple[bool, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse on the framework's own products."""
+    turned = options.layout == "bhtd"
+    q, k, v = (x.transpose(1, 2) if turned else x for x in given)
+    lowered = mask.lower(p.batch, p.queries, p.keys, q)
+    start, end, stop, blocks = lowered.start, lowered.end, lowered.stop, lowered.blocks
+    _check_devices(q, (start, end, stop, blocks))
+    out, lse = plain.ATTENTION(
+        plain.AttentionCall(q, k, v, sinks, start, end, stop, blocks, lowered.tile, scale, dtype, p, options, grads)
+    )
+    return (out.transpose(1, 2), lse.transpose(1, 2)) if turned else (out, lse)
+
+
+def _by_kernels(
+    given: Sequence[Tensor], mask: Mask, sinks: Tensor | None, scale: float, dtype: torch.dtype, p: AttentionProblem,
+    options: AttentionOptions, grads: tuple[bool, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = given
+    if torch.compiler.is_compiling():
+        start, end, stop = _as_kernels_read(mask.ranges(p.batch, p.queries, p.keys, q))
+    else:
+        tensors = mask_arrays(mask)
+        _check_devices(q, tensors)
+        start, end, stop = stated.call(partial(_lowered, with_arrays(mask, repeat(...)), p), q, *tensors)
+    cast = [x if x.dtype == dtype else stated.call(_cast, x, dtype) for x in given]
+    call = kernels.KernelCall(
+        q, k, v, sinks, cast[0], cast[1], cast[2], start, end, stop, scale, p, options, grads
+    )  # fmt: skip
+    made = kernels.ATTENTION(call)
+    return made.out, made.lse
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().to(dtype)
+
+
+def _lowered(mask: Mask, p: AttentionProblem, like: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The ranges of a mask of these tensors."""
+    return _as_kernels_read(with_arrays(mask, iter(tensors)).ranges(p.batch, p.queries, p.keys, like))
+
+
+def _as_kernels_read(ranges: Intervals) -> tuple[Tensor, Tensor, Tensor | None]:
+    """start, end and stop: int32, contiguous, of as many sequences each.
+
+    They may reach beyond the queries and keys that there are: kernels clip them.
+    """
+    given = [x for x in (ranges.start, ranges.end, ranges.stop) if x is not None]
+    rows = max(x.shape[0] for x in given)
+    start, end, *stop = (
+        (x if x.dtype == torch.int32 else x.clip(0, 2**31 - 1).to(torch.int32)).expand(rows, -1).contiguous()
+        for x in given
+    )
+    return start, end, stop[0] if stop else None
+
+
+def _check_devices(q: Tensor, tensors: Sequence[Tensor | None]) -> None:
+    for x in tensors:
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{OP}: the mask is on {x.device} but q is on {q.device}; move it there")
+
+
+def refusals(
+    device: torch.device,
+    dtype: torch.dtype,
+    p: AttentionProblem,
+    options: AttentionOptions,
+    scale: float,
+    *,
+    blocked: bool = False,
+    sinks: bool = False,
+) -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call, or None."""
+    triton = kernels.refusal(device, dtype, p, options, scale, blocked=blocked, sinks=sinks)
+    return {"triton": triton, "torch": torch_refusal(device)}

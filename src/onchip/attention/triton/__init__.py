@@ -1,0 +1,1 @@
+"""Attention's kernels: for Hopper, in Gluon, with two of Triton's around them."""

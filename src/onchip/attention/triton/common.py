@@ -1,0 +1,101 @@
+"""What attention's kernels in Gluon share: layouts, scores, and which tile is whose.
+
+Two groups of four warps have one tile, each its half, and a third, of a single warp, copies what they multiply to rings
+in shared memory.  Programs take tiles in turn, and the copies of the next begin while one ends.
+"""
+
+from triton.experimental import gluon  # type: ignore[import-untyped]
+from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # type: ignore[import-untyped]
+
+from onchip.kernels.triton.maths import tanh
+
+# Tokens of a tile, and of a group's half of it.
+TILE = gl.constexpr(128)
+HALF = gl.constexpr(64)
+# Numbers that the table has of a tile.
+ENTRIES = gl.constexpr(8)
+# Threads' registers: of both groups that multiply, and of the one that copies.
+REGISTERS = gl.constexpr(240)
+FEW_REGISTERS = gl.constexpr(24)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-1.0e30)
+
+
+@gluon.constexpr_function
+def products_layout(N):
+    """Of the result of a group's product, with N columns."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+
+
+@gluon.constexpr_function
+def factor_layout(N):
+    """Of the first factor of such a product, in registers."""
+    return gl.DotOperandLayout(0, products_layout(N), 2)
+
+
+@gluon.jit
+def matrix(block):
+    """A block without the dimensions of 1 in front."""
+    return block.reshape([block.shape[-2], block.shape[-1]])
+
+
+@gluon.jit
+def place(n, tiles, planes, section):
+    """Tile number n: which of a plane's tiles, from the first, and which plane.
+
+    A plane is a head of a sequence.  All tiles of a section of planes come before those of the next, so that L2 has what
+    these read.
+    """
+    first = n // (section * tiles) * section
+    width = min(section, planes - first)
+    within = n - first * tiles
+    return within // width, first + within % width
+
+
+@gluon.jit
+def new_ring(like, N: gl.constexpr, READERS: gl.constexpr):
+    """N blocks of a descriptor's, and their barriers."""
+    blocks = gl.allocate_shared_memory(like.dtype, [N] + like.block_shape, like.layout)
+    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(N):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=READERS)
+    return blocks, full, empty
+
+
+@gluon.jit
+def query_entry(table, t, of_mask, tiles):
+    """The range of blocks of a tile of queries, of one block at least, and that of those which all queries see."""
+    at = table + (of_mask * tiles + t) * ENTRIES
+    first = gl.load(at)
+    return first, max(gl.load(at + 1), first + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@gluon.jit
+def capped(s, scale, softcap):
+    """What the scores are, of their softcap."""
+    return tanh(s * (scale / softcap))
+
+
+@gluon.jit
+def are_seen(j, start, end, stop, row, of_mask, keys, KEYS: gl.constexpr):
+    """Of each pair of a query and a key of block j."""
+    c = j * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, products_layout(KEYS)))
+    seen = (c[None, :] >= start[:, None]) & (c[None, :] < end[:, None])
+    if stop is not None:
+        until = gl.load(stop + of_mask.to(gl.int64) * keys + c, mask=c < keys, other=0)
+        seen = seen & (row[:, None] < until[None, :])
+    return seen
+
+
+@gluon.jit
+def scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS: gl.constexpr):
+    """Scores of a block, but for a factor: -inf where they are hidden, if `hidden` says that some are."""
+    if softcap is not None:
+        s = capped(s, scale, softcap)
+    if hidden:
+        s = gl.where(are_seen(j, start, end, stop, row, of_mask, keys, KEYS), s, float("-inf"))
+    return s

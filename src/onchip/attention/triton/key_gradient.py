@@ -1,0 +1,218 @@
+"""The gradients of keys and values, in Gluon, for Hopper: a tile of keys walks over the queries that see it.
+
+Scores are turned, [keys, queries], so that probabilities and their gradients are in the registers that multiply next.
+The heads of a group are summed in the walk, in their order.
+"""
+
+from triton.experimental import gluon  # type: ignore[import-untyped]
+from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from onchip.attention.triton.common import (
+    FEW_REGISTERS,
+    HALF,
+    LOG2E,
+    REGISTERS,
+    TILE,
+    capped,
+    factor_layout,
+    matrix,
+    new_ring,
+    products_layout,
+)
+from onchip.kernels.triton.gluon import barrier, copy_in, copy_out
+
+# Numbers of a key tile in its table.
+ENTRIES = gl.constexpr(4)
+
+
+@gluon.jit
+def _entry(table, t, of_mask, tiles):
+    """The range of PARTS blocks of queries, of one block at least, and of those that all see all keys; whether any sees."""
+    at = table + (of_mask * tiles + t) * ENTRIES
+    first, last = gl.load(at), gl.load(at + 1)
+    return first, max(last, first + 1), gl.load(at + 2), gl.load(at + 3), last > first
+
+
+@gluon.jit
+def _copy(
+    rings, q, d_out, k, v, of_rows, table, heads, group, tiles, own,
+    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    of_q, of_d_out, vectors, ks, vs, k_full = rings
+    qs, q_full, q_empty = of_q
+    d_outs, d_out_full, d_out_empty = of_d_out
+    key_heads = heads // group
+    n = gl.program_id(0)
+    t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+    first, last, _first, _last, _any = _entry(table, t, b * own, tiles)
+    mbarrier.expect(k_full, 2 * TILE * D * 2)
+    for w in gl.static_range(2):
+        copy_in(k, [b, h, t * TILE + w * HALF, 0], k_full, ks.index(w))
+        copy_in(v, [b, h, t * TILE + w * HALF, 0], k_full, vs.index(w))
+    step = 0
+    for g in range(group):
+        head = h * group + g
+        for j in range(first * PARTS, last * PARTS):
+            s = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(q_empty.index(s), phase ^ 1)
+            mbarrier.expect(q_full.index(s), ROWS * D * 2 + 2 * ROWS * 4)
+            copy_in(q, [b, head, j * ROWS, 0], q_full.index(s), qs.index(s))
+            for which in gl.static_range(2):
+                into = vectors.index(2 * s + which)
+                copy_in(of_rows, [2 * (b * heads + head) + which, j * ROWS], q_full.index(s), into)
+            mbarrier.wait(d_out_empty.index(s), phase ^ 1)
+            mbarrier.expect(d_out_full.index(s), ROWS * D * 2)
+            copy_in(d_out, [b, head, j * ROWS, 0], d_out_full.index(s), d_outs.index(s))
+            step += 1
+
+
+@gluon.jit
+def _row_numbers(vectors, s, which: gl.constexpr, ROWS: gl.constexpr):
+    """Numbers of the queries of a stage, one a column."""
+    return vectors.index(2 * s + which).reshape([ROWS]).load(gl.SliceLayout(0, products_layout(ROWS)))
+
+
+@gluon.jit
+def _probabilities(
+    x, vectors, s, j, start_p, end_p, until, key, scale, softcap, of_mask, queries, keys, hidden, ROWS: gl.constexpr
+):
+    """Of a block of queries, [keys, queries]; with a softcap what the scores are of it, too."""
+    if softcap is not None:
+        x = capped(x, scale, softcap)
+    factor = (scale if softcap is None else softcap) * LOG2E
+    p = gl.exp2(x * factor - _row_numbers(vectors, s, 0, ROWS)[None, :])
+    if hidden:
+        row = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, products_layout(ROWS)))
+        at = of_mask.to(gl.int64) * queries + row
+        start = gl.load(start_p + at, mask=row < queries, other=0)
+        end = gl.minimum(gl.load(end_p + at, mask=row < queries, other=0), keys)
+        seen = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
+        if until is not None:
+            seen = seen & (row[None, :] < until[:, None])
+        p = gl.where(seen, p, 0.0)
+    return x, p
+
+
+@gluon.jit
+def _begin(blocks, full, keys_or_values, zeros, step, STAGES: gl.constexpr):
+    """Begin a product with a step's queries, or with their gradients, once these have come."""
+    s = step % STAGES
+    mbarrier.wait(full.index(s), (step // STAGES) & 1)
+    turned = matrix(blocks.index(s)).permute((1, 0))
+    return warpgroup_mma(keys_or_values, turned, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _differentiate(
+    rings, grad_k, grad_v, start_p, end_p, stop, table, scale, softcap, queries, keys, heads, group, tiles, own,
+    W: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    of_q, of_d_out, vectors, ks, vs, k_full = rings
+    qs, q_full, q_empty = of_q
+    d_outs, d_out_full, d_out_empty = of_d_out
+    layout: gl.constexpr = products_layout(ROWS)
+    of_sums: gl.constexpr = products_layout(D)
+    key_heads = heads // group
+    n = gl.program_id(0)
+    t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
+    of_mask = b * own
+    first, last, full_first, full_last, any_sees = _entry(table, t, of_mask, tiles)
+    key = t * TILE + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    until = None
+    if stop is not None:
+        until = gl.load(stop + of_mask.to(gl.int64) * keys + key, mask=key < keys, other=0)
+    zeros = gl.zeros((HALF, ROWS), gl.float32, layout)
+    sum_k = gl.zeros((HALF, D), gl.float32, of_sums)
+    sum_v = gl.zeros((HALF, D), gl.float32, of_sums)
+    k, v = matrix(ks.index(W)), matrix(vs.index(W))
+    mbarrier.wait(k_full, 0)
+    j = first
+    step = 0
+    for _ in range(0, group * (last - first)):
+        hidden = (j < full_first) | (j >= full_last)
+        x = _begin(qs, q_full, k, zeros, step, STAGES)
+        for part in gl.static_range(PARTS):
+            s = step % STAGES
+            if EARLY or part == 0:
+                y = _begin(d_outs, d_out_full, v, zeros, step, STAGES)
+                if part == 0:
+                    x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
+                else:
+                    x, sum_k = warpgroup_mma_wait(num_outstanding=1, deps=(x, sum_k))
+                    mbarrier.arrive(q_empty.index((step - 1) % STAGES), count=1)
+            else:
+                x, sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(x, sum_k))
+                y = _begin(d_outs, d_out_full, v, zeros, step, STAGES)
+                mbarrier.arrive(q_empty.index((step - 1) % STAGES), count=1)
+            x, p = _probabilities(
+                x, vectors, s, j * PARTS + part, start_p, end_p, until, key, scale, softcap, of_mask, queries, keys,
+                hidden, ROWS,
+            )  # fmt: skip
+            factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
+            sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
+            y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
+            d_scores = p * (y - _row_numbers(vectors, s, 1, ROWS)[None, :])
+            if softcap is not None:
+                d_scores = d_scores * (1 - x * x)
+            fence_async_shared()  # the numbers of these queries may be overwritten
+            factors = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(D))
+            sum_k = warpgroup_mma(factors, matrix(qs.index(s)), sum_k, is_async=True)
+            sum_v = warpgroup_mma_wait(num_outstanding=1, deps=(sum_v,))
+            mbarrier.arrive(d_out_empty.index(s), count=1)
+            step += 1
+            if part < PARTS - 1:
+                x = _begin(qs, q_full, k, zeros, step, STAGES)
+        sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
+        mbarrier.arrive(q_empty.index((step - 1) % STAGES), count=1)
+        j += 1
+        if j == last:
+            j = first
+    # Where none sees a key, what isn't a number is in no sum.
+    sum_v, sum_k = gl.where(any_sees, sum_v, 0.0), gl.where(any_sees, sum_k * scale, 0.0)
+    k.store(sum_k.to(grad_k.dtype))
+    v.store(sum_v.to(grad_v.dtype))
+    fence_async_shared()
+    barrier()
+    copy_out(grad_k, (b, h, t * TILE + W * HALF, 0), ks.index(W))
+    copy_out(grad_v, (b, h, t * TILE + W * HALF, 0), vs.index(W))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "tiles", "own"])
+def key_gradient(
+    q, d_out, k, v, grad_k, grad_v, of_rows, start, end, stop, table, scale, softcap,
+    queries, keys, heads, group, tiles, own,
+    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`of_rows`: of `gradient_rows`.  A program has a tile."""
+    of_q = new_ring(q, STAGES, 2)
+    of_d_out = new_ring(d_out, STAGES, 2)
+    vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + of_rows.block_shape, of_rows.layout)
+    ks = gl.allocate_shared_memory(k.dtype, [2] + k.block_shape, k.layout)
+    vs = gl.allocate_shared_memory(v.dtype, [2] + v.block_shape, v.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    fence_async_shared()
+    barrier()
+    rings = of_q, of_d_out, vectors, ks, vs, k_full
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_differentiate, (rings, grad_k, grad_v, start, end, stop, table, scale, softcap, queries, keys, heads,
+                              group, tiles, own, FIRST, D, ROWS, PARTS, EARLY, STAGES)),
+            (_differentiate, (rings, grad_k, grad_v, start, end, stop, table, scale, softcap, queries, keys, heads,
+                              group, tiles, own, SECOND, D, ROWS, PARTS, EARLY, STAGES)),
+            (_copy, (rings, q, d_out, k, v, of_rows, table, heads, group, tiles, own, D, ROWS, PARTS, EARLY, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, FEW_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""The launches of attention's kernels, one function for each.
+
+A `Launch` is run, or compiled ahead of time.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from onchip.attention.problem import AttentionProblem
+from onchip.attention.triton import rows, tables
+from onchip.attention.triton.forward import attend
+from onchip.attention.triton.key_gradient import key_gradient
+from onchip.attention.triton.problem import FEW_ROWS, TILE, padded, tiles_of
+from onchip.attention.triton.query_gradient import query_gradient
+from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, describe, shared_descriptor
+
+HALF = TILE // 2
+# Queries of a block of which the gradients of keys are made.
+ROWS = 64
+# So many are computed side by side.
+PARTS = 1
+EARLY = False
+KEY_STAGES = 3
+PERSISTENT = True
+# Bytes of keys and values that are to stay in L2 while all tiles that read them are computed.
+_L2 = 32 << 20
+
+
+class Masked(NamedTuple):
+    """A lowered mask with the table of its query tiles."""
+
+    start: Tensor  # [B or 1, Tq] int32, contiguous, as the next
+    end: Tensor
+    stop: Tensor | None  # [B or 1, Tk] int32
+    table: Tensor  # [B or 1, tiles, 8] int32
+
+
+def query_table(p: AttentionProblem, m: Masked) -> Launch:
+    """Find the ranges of query tiles."""
+    sequences, tiles = m.table.shape[:2]
+    arguments = {
+        "start": m.start, "end": m.end, "table": m.table, "queries": p.queries, "keys": p.keys, "tiles": tiles,
+        "ROWS": TILE, "KEYS": TILE, "HAS_STOP": m.stop is not None,
+    }  # fmt: skip
+    return Launch(tables.query_table, (tiles, sequences), arguments)
+
+
+def key_table(p: AttentionProblem, m: Masked, into: Tensor) -> Launch:
+    """Find the ranges of key tiles, [B or 1, tiles, 4]."""
+    sequences, key_tiles = into.shape[:2]
+    arguments = {
+        "of_queries": m.table, "stop": m.stop, "table": into, "queries": p.queries, "keys": p.keys,
+        "tiles": m.table.shape[1], "key_tiles": key_tiles,
+        "ROWS": TILE, "KEYS": TILE, "BLOCK_ROWS": ROWS * PARTS, "BLOCK": 512,
+    }  # fmt: skip
+    return Launch(tables.key_table, (key_tiles, sequences), arguments)
+
+
+def forward(
+    p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float, softcap: float | None,
+    out: Tensor, lse: Tensor,
+) -> Launch:  # fmt: skip
+    """out [B, Tq, Hq, Dv], and lse [B, Hq, Tq] contiguous."""
+    d = width(p)
+    arguments = {
+        "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
+        "lse": lse, "sinks": sinks,
+        **_walk(p, m, scale, softcap, d),
+    }  # fmt: skip
+    return Launch(attend, (_programs(p, q),), arguments, registers=ALL_REGISTERS)
+
+
+def gradient_rows(
+    p: AttentionProblem, out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, sinks: Tensor | None, of_rows: Tensor,
+    of_sinks: Tensor | None,
+) -> Launch:  # fmt: skip
+    """What backward needs of each query; d_lse [B, Tq, Hq], any strides."""
+    strides = {"out": out.stride(), "grad": d_out.stride(), "lse": (0, 0, 0) if d_lse is None else d_lse.stride()}
+    arguments = {
+        "out": out, "d_out": d_out, "lse": lse, "d_lse": d_lse, "sinks": sinks, "of_rows": of_rows,
+        "of_sinks": of_sinks, "queries": p.queries, "padded": padded(p.queries), "heads": p.heads,
+        "tiles": padded(p.queries) // FEW_ROWS,
+        **{f"{name}_{dim}": x[i] for name, x in strides.items() for i, dim in ((0, "batch"), (2, "head"), (1, "row"))},
+        "SIZE": p.value_size, "ROWS": FEW_ROWS, "COLUMNS": width(p),
+    }  # fmt: skip
+    return Launch(rows.gradient_rows, (padded(p.queries) // FEW_ROWS, p.batch * p.heads), arguments)
+
+
+def gradient_of_queries(
+    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
+    of_rows: Tensor, grad_q: Tensor,
+) -> Launch:  # fmt: skip
+    d = width(p)
+    arguments = {
+        "q": by_head(q, HALF, d), "d_out": by_head(d_out, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d),
+        "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries),
+        **_walk(p, m, scale, softcap, d),
+    }  # fmt: skip
+    return Launch(query_gradient, (_programs(p, q),), arguments, registers=ALL_REGISTERS)
+
+
+def gradient_of_keys(
+    p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
+    of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor,
+) -> Launch:  # fmt: skip
+    """`table`: of key tiles."""
+    d = width(p)
+    tokens, planes = padded(p.queries), 2 * p.batch * p.heads
+    arguments = {
+        "q": by_head(q, ROWS, d), "d_out": by_head(d_out, ROWS, d),
+        **{name: by_head(x, HALF, d) for name, x in {"k": k, "v": v, "grad_k": grad_k, "grad_v": grad_v}.items()},
+        "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, ROWS), swizzle=0),
+        "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
+        "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles_of(p.keys),
+        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "PARTS": PARTS, "EARLY": EARLY, "STAGES": KEY_STAGES,
+    }  # fmt: skip
+    grid = (tiles_of(p.keys) * p.batch * p.key_heads,)
+    return Launch(key_gradient, grid, arguments, registers=ALL_REGISTERS)
+
+
+def width(p: AttentionProblem) -> int:
+    """Columns of a block: TMA fills up what a head lacks of them with zeros, and writes nothing there."""
+    return 64 if max(p.size, p.value_size) <= 64 else 128
+
+
+def by_head(x: Tensor, tokens: int, columns: int) -> Any:
+    """x [B, T, H, D] in blocks of a head's tokens."""
+    (batch, length, heads, size), strides = x.shape, x.stride()
+    # A stride that nothing is apart by may be any number; TMA wants one that suits it.
+    of_batch, of_token, of_head = (s if n > 1 else 8 for n, s in zip(x.shape[:3], strides[:3], strict=True))
+    return shared_descriptor(x, (batch, heads, length, size), (of_batch, of_head, of_token, 1), (1, 1, tokens, columns))
+
+
+def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d: int) -> dict[str, Any]:
+    """What the kernels take alike in which a tile of queries walks over keys."""
+    of_keys = 4 * p.keys * d
+    return {
+        "start": m.start, "end": m.end, "stop": m.stop, "table": m.table, "scale": scale, "softcap": softcap,
+        "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "planes": p.batch * p.heads,
+        "tiles": tiles_of(p.queries), "own": int(len(m.start) > 1),
+        "section": p.group * max(1, _L2 // max(1, of_keys)),
+        "D": d, "KEYS": TILE, "STAGES": 2,
+    }  # fmt: skip
+
+
+def _programs(p: AttentionProblem, x: Tensor) -> int:
+    """Of a kernel that stays."""
+    tiles = tiles_of(p.queries) * p.batch * p.heads
+    return min(describe(x.device).programs, tiles) if PERSISTENT else tiles

@@ -1,0 +1,198 @@
+"""attention's operator on the kernels, forward and backward.  Triton is imported there."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.attention.masks import OP
+from onchip.attention.problem import AttentionOptions, AttentionProblem, flops, gradient_flops
+from onchip.attention.triton import problem
+from onchip.frontend import torch_prepared as stated
+from onchip.frontend.torch_inputs import dtype_name
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.kernels.triton.launch import constant_to_compiler, describe, device_refusal
+from onchip.kernels.triton.versions import gluon_refusal
+
+
+class KernelCall(NamedTuple):
+    """The arguments of the operator."""
+
+    q: Tensor  # [B, Tq, Hq, D], or as the options' layout has it, and so what is returned
+    k: Tensor  # [B, Tk, Hk, D]
+    v: Tensor  # [B, Tk, Hk, Dv]
+    sinks: Tensor | None  # [Hq]
+    cast_q: Tensor  # the first three in the dtype of products: under autocast another than their own
+    cast_k: Tensor
+    cast_v: Tensor
+    start: Tensor  # [B or 1, Tq] int32, contiguous, as the next
+    end: Tensor
+    stop: Tensor | None  # [B or 1, Tk] int32
+    scale: float
+    problem: AttentionProblem
+    options: AttentionOptions
+    grads: tuple[bool, ...]  # of q, k, v, sinks
+
+
+class KernelOutputs(NamedTuple):
+    """What the operator returns."""
+
+    out: Tensor  # [B, Tq, Hq, Dv], or as the layout has it
+    lse: Tensor  # [B, Tq, Hq], or as the layout has it; in both a head's numbers are next to each other
+    table: Tensor  # [B or 1, tiles, 8] int32: ranges of query tiles
+
+
+class KernelKept(NamedTuple):
+    """What backward is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    start: Tensor
+    end: Tensor
+    stop: Tensor | None
+    table: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    problem: AttentionProblem
+    options: AttentionOptions
+    dtypes: tuple[torch.dtype, ...]  # of the call's q, k, v and sinks
+
+
+def refusal(
+    device: torch.device,
+    dtype: torch.dtype,
+    p: AttentionProblem,
+    options: AttentionOptions,
+    scale: float,
+    *,
+    blocked: bool,
+    sinks: bool,
+) -> str | None:
+    """Why the kernels can't serve a call, or None."""
+    reason = _device_refusal(device.type, device.index, dtype)
+    return reason or problem.refusal(p, scale, dtype_name(dtype), options.scratch_bytes, blocked=blocked, sinks=sinks)
+
+
+@constant_to_compiler  # it asks the system
+def _device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    reason = device_refusal(device, index, dtype)
+    if reason is None and (capability := describe(torch.device(device, index)).capability) != 90:
+        reason = f"it is written for Hopper, compute capability 9.0; this is {capability / 10}; pass backend='torch'"
+    return reason or gluon_refusal()
+
+
+def _fake(call: KernelCall) -> KernelOutputs:
+    p, q = call.problem, call.cast_q
+    (*lead, _), lse = q.shape, stated.empty((p.batch, p.heads, p.queries), torch.float32, q.device)
+    return KernelOutputs(
+        stated.empty((*lead, p.value_size), q.dtype, q.device),
+        lse.transpose(1, 2) if call.options.layout == "bthd" else lse,
+        stated.empty((call.start.shape[0], problem.tiles_of(p.queries), 8), torch.int32, q.device),
+    )
+
+
+def _forward(call: KernelCall) -> KernelOutputs:
+    from onchip.attention.triton import launches
+
+    made, p = _fake(call), call.problem
+    mask = launches.Masked(call.start, call.end, call.stop, made.table)
+    launches.query_table(p, mask).run()
+    options = call.options
+    q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
+    launches.forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse).run()
+    return made
+
+
+def _by_token(x: Tensor, options: AttentionOptions) -> Tensor:
+    """x as [B, T, H, D], which TMA can read."""
+    x = _readable(x)
+    return x if options.layout == "bthd" else x.transpose(1, 2)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy that TMA can read."""
+    apart = [stride for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1]
+    suits = x.stride(-1) == 1 and all(stride > 0 and stride % 8 == 0 for stride in apart)
+    return x if suits and x.data_ptr() % 16 == 0 else stated.call(_copied, x)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _save(call: KernelCall, made: KernelOutputs) -> KernelKept:
+    given = call.q, call.k, call.v, call.q if call.sinks is None else call.sinks
+    return KernelKept(
+        call.cast_q, call.cast_k, call.cast_v, call.sinks, call.start, call.end, call.stop, made.table, made.out,
+        made.lse, call.scale, call.problem, call.options, tuple(x.dtype for x in given),
+    )  # fmt: skip
+
+
+def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
+    from onchip.attention.triton import launches
+
+    (grad_out, grad_lse), p, options, scale = upstream, kept.problem, kept.options, kept.scale
+    device, dtype = kept.q.device, kept.q.dtype
+    if grad_out is None:
+        grad_out = stated.zeros(kept.out.shape, dtype, device)
+    if grad_lse is not None and options.layout == "bhtd":
+        grad_lse = grad_lse.transpose(1, 2)
+    q, k, v, out, grad_out = (_by_token(x, options) for x in (kept.q, kept.k, kept.v, kept.out, grad_out))
+    mask = launches.Masked(kept.start, kept.end, kept.stop, kept.table)
+    planes = p.batch * p.heads
+    of_rows = stated.empty((planes, 2, problem.padded(p.queries)), torch.float32, device)
+    of_sinks = None
+    if wanted[3]:
+        few = problem.padded(p.queries) // problem.FEW_ROWS
+        of_sinks = stated.empty((p.heads, p.batch * few), torch.float32, device)
+    launches.gradient_rows(p, out, grad_out, kept.lse, grad_lse, kept.sinks, of_rows, of_sinks).run()
+    made = _gradients_in(kept, wanted, [dtype] * 3)
+    of_q, of_k, of_v = (None if x is None else _by_token(x, options) for x in made[:3])
+    softcap = options.softcap
+    if of_q is not None:
+        launches.gradient_of_queries(p, q, grad_out, k, v, mask, scale, softcap, of_rows, of_q).run()
+    if of_k is not None or of_v is not None:
+        table = stated.empty((kept.table.shape[0], problem.tiles_of(p.keys), 4), torch.int32, device)
+        launches.key_table(p, mask, table).run()
+        of_k, of_v = (stated.empty(x.shape, dtype, device) if of is None else of for of, x in ((of_k, k), (of_v, v)))
+        launches.gradient_of_keys(p, q, grad_out, k, v, mask, scale, softcap, of_rows, table, of_k, of_v).run()
+    if of_sinks is not None:
+        made[3] = stated.call(torch.sum, of_sinks, 1)
+    return [
+        x if x is None or x.dtype == of else stated.call(Tensor.to, x, of)
+        for x, of in zip(made, kept.dtypes, strict=True)
+    ]
+
+
+def _gradients_in(kept: KernelKept, wanted: Wanted, dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+    """Memory for gradients, of these dtypes, as the layout has them; None for further ones."""
+    given = kept.q, kept.k, kept.v, kept.sinks
+    made: list[Tensor | None] = [
+        stated.empty(x.shape, dtype, x.device) if x is not None and want else None
+        for x, dtype, want in zip(given, dtypes, wanted, strict=False)
+    ]
+    return [*made, *[None] * (len(given) - len(made))]
+
+
+def _fake_gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
+    return _gradients_in(kept, wanted, kept.dtypes)
+
+
+ATTENTION = Operator(
+    "attention",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("q", "k", "v", "sinks"),
+    differentiable_outputs=2,
+    states=True,
+    flops=lambda call: flops(call.problem),
+    gradient_flops=lambda kept, upstream, wanted: gradient_flops(kept.problem, wanted),
+)

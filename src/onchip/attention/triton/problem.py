@@ -1,0 +1,61 @@
+"""What the kernels can do, and the memory that they take.  No framework."""
+
+from onchip.attention.problem import AttentionProblem
+
+# Tokens of a tile.
+TILE = 128
+# Of what is done row by row.
+FEW_ROWS = 32
+LARGEST_HEAD = 128
+# Numbers in memory that is counted by 32 bits, and sequences or heads of a grid's second dimension.
+_MOST_TOKENS, _MOST_PLANES = 1 << 30, 65535
+
+
+def tiles_of(tokens: int) -> int:
+    return -(-tokens // TILE)
+
+
+def padded(tokens: int) -> int:
+    """Tokens of all tiles."""
+    return TILE * tiles_of(tokens)
+
+
+def refusal(
+    p: AttentionProblem, scale: float, dtype: str, scratch_bytes: int | None, *, blocked: bool, sinks: bool
+) -> str | None:
+    """Why the kernels can't serve a call, or None."""
+    for name, size in (("head", p.size), ("value", p.value_size)):
+        if size > LARGEST_HEAD or size % 8:
+            return (
+                f"its {name} sizes are multiples of 8 up to {LARGEST_HEAD}, not {size}; pad them with zeros, or pass "
+                "backend='torch'"
+            )
+    if dtype not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {dtype}; cast q, k and v, or pass backend='torch'"
+    if blocked:
+        return "it takes masks that are ranges, and Blocked is none; pass backend='torch'"
+    if not scale > 0:
+        return f"its scale is above 0, not {scale}; negate q and the scale, or pass backend='torch'"
+    if p.queries * p.keys * p.batch == 0:
+        return "there are no queries or no keys; pass backend='torch'"
+    if max(p.queries, p.keys) > _MOST_TOKENS or p.batch * p.heads > _MOST_PLANES:
+        return f"it takes {_MOST_TOKENS} tokens and {_MOST_PLANES} heads, those of all sequences; pass fewer sequences at once"
+    least = sum(backward_parts(p, p.batch, sinks=sinks).values())
+    if scratch_bytes is not None and scratch_bytes < least:
+        return f"scratch_bytes={scratch_bytes} is too little; it takes {least}"
+    return None
+
+
+def table_bytes(p: AttentionProblem, sequences: int) -> int:
+    """Of the ranges of query tiles."""
+    return 32 * sequences * tiles_of(p.queries)
+
+
+def backward_parts(p: AttentionProblem, sequences: int, *, sinks: bool) -> dict[str, int]:
+    """Bytes beside inputs, results and gradients that backward takes."""
+    planes = p.batch * p.heads
+    return {
+        "lse and delta of queries": 8 * planes * padded(p.queries),
+        "ranges of key tiles": 16 * sequences * tiles_of(p.keys),
+        "a sink's gradient by rows": 4 * planes * (padded(p.queries) // FEW_ROWS) if sinks else 0,
+    }

@@ -1,0 +1,49 @@
+"""What backward needs of each query, in Triton: its lse in base 2, and what its probabilities' gradients lack."""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.kernels.triton.maths import LOG2E
+
+
+@triton.jit(
+    do_not_specialize=[
+        "queries", "padded", "heads", "tiles", "out_batch", "out_head", "out_row",
+        "grad_batch", "grad_head", "grad_row", "lse_batch", "lse_head", "lse_row",
+    ]
+)  # fmt: skip
+def gradient_rows(
+    out, d_out, lse, d_lse, sinks, of_rows, of_sinks, queries, padded, heads, tiles,
+    out_batch, out_head, out_row, grad_batch, grad_head, grad_row, lse_batch, lse_head, lse_row,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of a plane: `of_rows` [B * Hq, 2, padded], and of the sink's gradient what these queries add,
+    `of_sinks` [Hq, B, tiles].
+
+    Queries that see nothing, and those past the last one, have +inf and 0: all their probabilities are 0.
+    """
+    t, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = plane // heads, plane % heads
+    row = t * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = row < queries
+    there = inside[:, None] & (column < SIZE)[None, :]
+    at_out = b * out_batch + h * out_head + row.to(tl.int64)[:, None] * out_row + column[None, :]
+    at_grad = b * grad_batch + h * grad_head + row.to(tl.int64)[:, None] * grad_row + column[None, :]
+    o = tl.load(out + at_out, mask=there, other=0).to(tl.float32)
+    do = tl.load(d_out + at_grad, mask=there, other=0).to(tl.float32)
+    z = tl.load(lse + plane * queries + row, mask=inside, other=float("-inf"))
+    delta = tl.sum(o * do, 1)
+    if d_lse is not None:
+        at_lse = b * lse_batch + h * lse_head + row.to(tl.int64) * lse_row
+        delta -= tl.load(d_lse + at_lse, mask=inside, other=0).to(tl.float32)
+    sees = z != float("-inf")
+    delta = tl.where(sees, delta, 0.0)
+    into = of_rows + plane * (2 * padded) + row
+    tl.store(into, tl.where(sees, z * LOG2E, float("inf")))
+    tl.store(into + padded, delta)
+    if of_sinks is not None:
+        sink = tl.load(sinks + h).to(tl.float32)
+        p = tl.where(sees, tl.exp2((sink - z) * LOG2E), 0.0)
+        batch = tl.num_programs(1) // heads
+        tl.store(of_sinks + (h * batch + b) * tiles + t, -tl.sum(p * delta, 0))
