@@ -210,9 +210,14 @@ class Builder:
             if place is not None:
                 self._steps.append((lambda *_: None, {place}, None))  # it is freed no earlier
 
-    def launch(self, run: Any, grid: Sequence[int], function: Any, metadata: Any, values: Sequence[Any]) -> None:
-        """Of a kernel that Triton compiled, by its launcher."""
+    def launch(
+        self, run: Any, grid: Sequence[int], function: Any, metadata: Any, values: Sequence[Any], packed: Any = None
+    ) -> None:
+        """Of a kernel that Triton compiled, by its launcher, or where its arguments are `packed` by the driver."""
         if self.refused or 0 in grid:
+            return
+        if packed is not None:
+            self._send(packed, values)
             return
         x, y, z = (*grid, 1, 1)[:3]
         uses: set[int] = set()
@@ -239,6 +244,49 @@ class Builder:
             for i, place in objects:
                 values[i] = at[place]
             run(x, y, z, at[0], function, metadata, None, None, None, *values)
+
+        self._steps.append((step, uses, None))
+
+    def _send(self, packed: Any, values: Sequence[Any]) -> None:
+        uses: set[int] = set()
+        addresses: list[tuple[int, int, int]] = []
+        objects: list[tuple[Any, int]] = []
+        maps: list[tuple[Any, int, int, list[int], int | None]] = []
+
+        def add(slot: Any, value: Any) -> None:
+            derived = next((x for x in self._derived if value is not None and value is x[0]()), None)
+            if derived is not None:
+                uses.update(derived[2])
+                objects.append((slot, derived[1]))
+            elif isinstance(value, tuple):
+                for part, x in zip(slot or (), value, strict=slot is not None):
+                    add(part, x)
+            elif isinstance(value, Tensor):
+                place, more = self._address(value, uses)
+                if place:
+                    addresses.append((slot.place, place, more))
+                elif slot is not None:
+                    packed.words[slot.place] = 0
+            elif hasattr(value, "block_shape"):
+                base = self._place_of(value.base, uses)
+                assert base is not None and base[1] is not None
+                rows = next((i + 1 for i, (there, *_) in enumerate(self._derived) if value.base is there()), None)
+                rows_at = self._derived[rows][1] if rows is not None and value.shape[0] == len(value.base) else None
+                maps.append((slot.put, *base, [*value.shape], rows_at))
+
+        for slot, value in zip(packed.slots, values, strict=True):
+            add(slot, value)
+        words, put, lock, send = packed.words, packed.put, packed.lock, packed.send
+
+        def step(at: list[Any], tensors: list[Any]) -> None:
+            with lock:
+                for i, place, more in addresses:
+                    words[i] = at[place] + more
+                for put_map, place, more, shape, rows_at in maps:
+                    put_map(at[place] + more, shape if rows_at is None else [at[rows_at], *shape[1:]])
+                for slot, place in objects:
+                    put(slot, at[place])
+                send(at[0])
 
         self._steps.append((step, uses, None))
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from onchip.frontend import torch_ahead, torch_prepared
 from onchip.kernels.triton.compiling import Ask, compile_coming
 from onchip.kernels.triton.keys import settle
+from onchip.kernels.triton.packed import Packed
 from onchip.kernels.triton.versions import Settings, direct_refusal, gluon_refusal, hashing, interpreted, settings
 
 # Bytes of a thread's stack beyond which a smaller tile is taken.  Triton 3.6 stays below it everywhere.
@@ -107,7 +108,8 @@ class Launch(NamedTuple):
             compiled.by_key[key] = found
         if told is not None:
             told.require(_is_unwatched, partial(active.get_current_stream, device))
-            told.launch(found.run, self.grid, found.function, found.packed_metadata, values)
+            packed = None if told.refused else Packed.of(found, self.grid, values)
+            told.launch(found.run, self.grid, found.function, found.packed_metadata, values, packed)
 
     def ask(self) -> Any:
         """The kernel, compiled and not launched."""
