@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import fake_cuda
 import onchip
+import packed_launches
 import repeated_calls
 from every_loss import assert_equal, gradients, refused_after_failures
 from onchip.frontend import torch_prepared
@@ -23,6 +24,13 @@ from onchip.torch import MoE, cross_entropy, grouped_matmul, linear_cross_entrop
 def test_on_a_gpu_that_is_not_there():
     said = fake_cuda.run(repeated_calls.__file__, *repeated_calls.SCENARIOS)
     assert said.split() == [*repeated_calls.SCENARIOS]
+
+
+@fake_cuda.possible
+def test_prepared_launches_are_those_of_triton():
+    said = [line.split() for line in fake_cuda.run(packed_launches.__file__).splitlines()]
+    assert [op for op, _ in said] == [*packed_launches.OPS]
+    assert all(int(compared) > 1 for _, compared in said)
 
 
 @pytest.mark.gpu

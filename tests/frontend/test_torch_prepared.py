@@ -5,6 +5,7 @@ import re
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,22 +22,59 @@ def as_the_cpus_memory_is(monkeypatch):
     monkeypatch.setattr(torch_builder, "ALIGNED", 64)
 
 
+class Slot:
+    """Where an argument is written."""
+
+    def __init__(self, place, value):
+        self.place, self.value = place, value
+
+    def put(self, *given):
+        self.value = given
+
+
+class Slots(list):
+    """Of a tuple."""
+
+    def put(self, values):
+        for slot, value in zip(self, values, strict=True):
+            slot.value = value
+
+
+class Arguments:
+    """As a packed launch has them; to send them notes them down."""
+
+    def __init__(self, log, values):
+        self.log, self.written, self.lock = log, None, threading.Lock()
+        self.config, self.words = SimpleNamespace(stream=None), {}
+        self.slots = [self.slot(x) for x in values]
+
+    def slot(self, x):
+        if isinstance(x, tuple):
+            return Slots([self.slot(y) for y in x])
+        return Slot(object(), 0 if isinstance(x, torch.Tensor) else x)
+
+    def there(self, slot):
+        if isinstance(slot, Slots):
+            return tuple([self.there(x) for x in slot])
+        return self.words.get(slot.place, slot.value)
+
+    def send(self):
+        self.log.append((self.config.stream, self.there(Slots(self.slots))))
+
+
 class Log(list):
-    """Launches, as Triton's launchers take them."""
+    """Launches."""
 
-    def launch(self, *values, grid=(2,)):
-        def run(*given):
-            self.append(given)
-
+    def launch(self, *values):
         told = builder()
         if told is not None:
             told.require(lambda: True, lambda: "stream")
-            told.launch(run, grid, "function", "metadata", values)
+            told.launch(Arguments(self, values), values)
         return values
 
     @property
     def values(self):
-        return [given[9:] for given in self]
+        return [values for _, values in self]
 
 
 def prepared(function, *tensors):
@@ -88,21 +126,19 @@ def test_a_launch_gets_the_addresses_of_the_new_tensors():
     def function(x):
         out = stated.empty(8, torch.float32, CPU)
         log.launch(x[1:], (x[2:], None, 7, (out[4:],)), 0.5, None, out[:0], (1, 2))
-        log.launch(out, grid=(0,))  # nothing
         return [out]
 
     run, x = prepared(function, torch.zeros(6)), torch.zeros(6)
     (out,) = run(x)
     start, made = x.data_ptr(), out.data_ptr()
-    assert [given[:9] for given in log] == [(2, 1, 1, "stream", "function", "metadata", None, None, None)]
-    assert log.values == [(start + 4, (start + 8, None, 7, (made + 16,)), 0.5, None, 0, (1, 2))]
+    assert log == [("stream", (start + 4, (start + 8, None, 7, (made + 16,)), 0.5, None, 0, (1, 2)))]
 
 
 class Descriptor:
     """Of Triton's."""
 
     def __init__(self, base, shape):
-        self.base, self.shape, self.strides, self.block_shape, self.padding = base, shape, [2, 1], [1, 2], "zero"
+        self.base, self.shape, self.block_shape = base, shape, [1, 2]
 
 
 def test_what_follows_from_addresses_is_found_again():
@@ -115,18 +151,36 @@ def test_what_follows_from_addresses_is_found_again():
         first, rows, known = span(x.data_ptr(), y.data_ptr())
         matrix = (x if x.data_ptr() == first else y).as_strided((1, 2), (2, 1)).expand(rows, 2)
         builder().derive(span, (x, y), matrix, known)
-        log.launch(matrix, Descriptor(matrix, [rows, 2]), known, Descriptor(x, [3, 2]), Descriptor(x, [3, 2]))
+        log.launch(matrix, Descriptor(matrix, [rows, 2]), known, Descriptor(x, [3, 2]), Descriptor(x[1:], [2, 2]))
         return [x]
 
     memory = torch.zeros(100, 2)
     x, y = memory[:3].clone(), torch.zeros(3, 2)
     prepared(function, x, y)(y, other := torch.zeros(3, 2))
-    matrix, of_matrix, known, of_x, same = log.values[0]
     a, b = y.data_ptr(), other.data_ptr()
-    assert (matrix, known) == (min(a, b), ("rows", abs(a - b)))
-    assert (of_matrix.base.data_ptr(), of_matrix.shape) == (min(a, b), [abs(a - b) // 8, 2])
-    assert (of_x.base.data_ptr(), of_x.shape, of_x.block_shape) == (a, [3, 2], [1, 2])
-    assert same is of_x
+    low, apart = min(a, b), abs(a - b)
+    assert log.values == [(low, (low, apart // 8), ("rows", apart), (a, None), (a + 8, None))]
+
+
+def test_what_is_as_before_is_not_written_again():
+    log = Log()
+    x, y, written = torch.zeros(6), torch.zeros(6), []
+
+    class Words(dict):
+        def __setitem__(self, place, value):
+            written.append(value)
+            super().__setitem__(place, value)
+
+    with Builder((x,)) as told:
+        told.require(lambda: True, lambda: "stream")
+        arguments = Arguments(log, (x,))
+        arguments.words = Words()
+        told.launch(arguments, (x,))
+    run = told.finish([x]).run
+    for z in (x, x, y, x):
+        run((z,))
+    assert log.values == [(z.data_ptr(),) for z in (x, x, y, x)]
+    assert written == [z.data_ptr() for z in (x, y, x)]
 
 
 def test_memory_is_freed_after_its_last_use(monkeypatch):

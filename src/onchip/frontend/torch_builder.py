@@ -5,8 +5,7 @@ Places in lists have the stream first, then the given tensors, then all else in 
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -86,6 +85,17 @@ class _Memory(NamedTuple):
     storage_bytes: int
 
 
+class _Derived(NamedTuple):
+    """What is made of addresses, and its places."""
+
+    matrix: Callable[[], Tensor | None]  # if it is still there
+    rows: Any
+    address: int
+    number: int
+    known: int
+    uses: set[int]
+
+
 class Attached(NamedTuple):
     """That an operator's outputs were connected by autograd."""
 
@@ -118,8 +128,7 @@ class Builder:
         self._places: dict[int, int] = {}  # by storage
         self._steps: list[tuple[Step, set[int], int | None]] = []  # with the memory it needs, and that it allocates
         self._as_tensors: set[int] = set()
-        self._computed: dict[Hashable, int] = {}
-        self._derived: list[tuple[Callable[[], Any], int, set[int]]] = []  # what is there, if it still is
+        self._derived: list[_Derived] = []
         self._conditions: dict[Callable[[], bool], None] = {}
         self._stream: Callable[[], Any] = lambda: 0
         for x in tensors:
@@ -210,83 +219,57 @@ class Builder:
             if place is not None:
                 self._steps.append((lambda *_: None, {place}, None))  # it is freed no earlier
 
-    def launch(
-        self, run: Any, grid: Sequence[int], function: Any, metadata: Any, values: Sequence[Any], packed: Any = None
-    ) -> None:
-        """Of a kernel that Triton compiled, by its launcher, or where its arguments are `packed` by the driver."""
-        if self.refused or 0 in grid:
+    def launch(self, packed: Any, values: Sequence[Any]) -> None:
+        """Of a kernel whose arguments, these, are `packed` (kernels/triton/packed.py)."""
+        if self.refused:
             return
-        if packed is not None:
-            self._send(packed, values)
-            return
-        x, y, z = (*grid, 1, 1)[:3]
-        uses: set[int] = set()
-        template: list[Any] = [*values]
-        addresses: list[tuple[int, int, int]] = []
-        objects: list[tuple[int, int]] = []
-        for i, value in enumerate(values):
-            found = self._place_of(value, uses)
-            if found is None:
-                continue
-            place, more = found
-            template[i] = None
-            if more is None:
-                objects.append((i, place))
-            elif place == 0:
-                template[i] = 0
-            else:
-                addresses.append((i, place, more))
-
-        def step(at: list[Any], tensors: list[Any]) -> None:
-            values = template[:]
-            for i, place, more in addresses:
-                values[i] = at[place] + more
-            for i, place in objects:
-                values[i] = at[place]
-            run(x, y, z, at[0], function, metadata, None, None, None, *values)
-
-        self._steps.append((step, uses, None))
-
-    def _send(self, packed: Any, values: Sequence[Any]) -> None:
         uses: set[int] = set()
         addresses: list[tuple[int, int, int]] = []
         objects: list[tuple[Any, int]] = []
-        maps: list[tuple[Any, int, int, list[int], int | None]] = []
+        maps: list[tuple[Any, int, int, int | None]] = []  # with the place of the number of rows that is made
 
         def add(slot: Any, value: Any) -> None:
-            derived = next((x for x in self._derived if value is not None and value is x[0]()), None)
+            if slot is None:
+                return
+            x = value.base if hasattr(value, "block_shape") else value
+            derived = next((y for y in self._derived if x is y.matrix() or x is y.rows), None)
             if derived is not None:
-                uses.update(derived[2])
-                objects.append((slot, derived[1]))
-            elif isinstance(value, tuple):
-                for part, x in zip(slot or (), value, strict=slot is not None):
-                    add(part, x)
-            elif isinstance(value, Tensor):
-                place, more = self._address(value, uses)
-                if place:
-                    addresses.append((slot.place, place, more))
-                elif slot is not None:
-                    packed.words[slot.place] = 0
-            elif hasattr(value, "block_shape"):
-                base = self._place_of(value.base, uses)
-                assert base is not None and base[1] is not None
-                rows = next((i + 1 for i, (there, *_) in enumerate(self._derived) if value.base is there()), None)
-                rows_at = self._derived[rows][1] if rows is not None and value.shape[0] == len(value.base) else None
-                maps.append((slot.put, *base, [*value.shape], rows_at))
+                uses.update(derived.uses)
+                if x is derived.rows:
+                    objects.append((slot, derived.known))
+                    return
+            elif isinstance(x, tuple):
+                for part, y in zip(slot, x, strict=True):
+                    add(part, y)
+            if not isinstance(x, Tensor):
+                return
+            place, more = self._address(x, uses) if derived is None else (derived.address, 0)
+            if x is not value:
+                whole = derived is not None and value.shape[0] == len(x)
+                maps.append((slot, place, more, derived.number if derived is not None and whole else None))
+            elif place:
+                addresses.append((slot.place, place, more))
 
         for slot, value in zip(packed.slots, values, strict=True):
             add(slot, value)
-        words, put, lock, send = packed.words, packed.put, packed.lock, packed.send
+        places = {place for _, place, *_ in (*addresses, *objects, *maps)}
+        pick = itemgetter(0, *places | {rows for *_, rows in maps if rows is not None})
+        lock, config, words, send = packed.lock, packed.config, packed.words, packed.send
 
-        def step(at: list[Any], tensors: list[Any]) -> None:
+        def step(at: list[Any], _: list[Any]) -> None:
+            given = pick(at)
             with lock:
-                for i, place, more in addresses:
-                    words[i] = at[place] + more
-                for put_map, place, more, shape, rows_at in maps:
-                    put_map(at[place] + more, shape if rows_at is None else [at[rows_at], *shape[1:]])
-                for slot, place in objects:
-                    put(slot, at[place])
-                send(at[0])
+                if given != packed.written:
+                    packed.written = None
+                    config.stream = at[0]
+                    for i, place, more in addresses:
+                        words[i] = at[place] + more
+                    for slot, place in objects:
+                        slot.put(at[place])
+                    for slot, place, more, rows in maps:
+                        slot.put(at[place] + more, None if rows is None else at[rows])
+                    packed.written = given
+                send()
 
         self._steps.append((step, uses, None))
 
@@ -296,11 +279,14 @@ class Builder:
         if self.refused:
             return
         uses: set[int] = set()
-        places = [self._address(x, uses) for x in pieces]
-        whole = self._compute(None, lambda at: function(*[at[i] + more if i else 0 for i, more in places]), uses)
-        found: list[Callable[[], Any]] = [weakref.ref(matrix), lambda: None, lambda: rows]
-        for there, part in zip(found, map(itemgetter, range(3)), strict=True):
-            self._derived.append((there, self._compute(None, partial(_part_at, part, whole), uses), uses))
+        of = [self._address(x, uses) for x in pieces]
+        address, number, known = self._new(), self._new(), self._new()
+
+        def step(at: list[Any], _: list[Any]) -> None:
+            at[address], at[number], at[known] = function(*[at[i] + more if i else 0 for i, more in of])
+
+        self._steps.append((step, uses, None))
+        self._derived.append(_Derived(weakref.ref(matrix), rows, address, number, known, uses))
 
     def finish(self, results: Tensors) -> Prepared | str:
         """What does the same for other tensors and returns the like of these; or why nothing does."""
@@ -365,73 +351,6 @@ class Builder:
         uses.add(place)
         return place, x.data_ptr() - self._memory[place].address
 
-    def _place_of(self, x: Any, uses: set[int]) -> tuple[int, int | None] | None:
-        """Where an argument of a launch is: an address and bytes further on, or an object (None); None: a constant."""
-        for there, place, of in self._derived:
-            if x is not None and x is there():
-                uses |= of
-                return place, 0 if isinstance(x, Tensor) else None
-        if isinstance(x, Tensor):
-            return self._address(x, uses)
-        if hasattr(x, "block_shape"):
-            return self._descriptor(x, uses), None
-        if isinstance(x, tuple):
-            return self._tuple(x, uses)
-        return None
-
-    def _tuple(self, x: tuple[Any, ...], uses: set[int]) -> tuple[int, None] | None:
-        mine: set[int] = set()
-        parts = [self._place_of(y, mine) for y in x]
-        if parts == [None] * len(parts):
-            return None
-        uses |= mine
-        template = [y if part is None else 0 for y, part in zip(x, parts, strict=True)]
-        filled = [(i, *part) for i, part in enumerate(parts) if part is not None and part[0] > 0]
-
-        def make(at: list[Any]) -> tuple[Any, ...]:
-            values = template[:]
-            for i, place, more in filled:
-                values[i] = at[place] if more is None else at[place] + more
-            return tuple(values)
-
-        return self._compute((tuple(filled), *[(type(y), y) for y in template]), make, mine), None
-
-    def _descriptor(self, x: Any, uses: set[int]) -> int:
-        """A descriptor of Triton's with an address in the place of its tensor."""
-        mine: set[int] = set()
-        base = self._place_of(x.base, mine)
-        assert base is not None
-        uses |= mine
-        (place, more), kind = base, type(x)
-        fields = {name: value for name, value in vars(x).items() if name != "base"}
-        rows = next((i + 1 for i, (there, *_) in enumerate(self._derived) if x.base is there()), None)
-        rows_at = self._derived[rows][1] if rows is not None and x.shape[0] == len(x.base) else None
-
-        def make(at: list[Any]) -> Any:
-            made = object.__new__(kind)
-            vars(made).update(fields)
-            made.base = _Address(at[place] + more if place else 0)
-            if rows_at is not None:
-                made.shape = [at[rows_at], *made.shape[1:]]
-            return made
-
-        key = kind, base, rows_at, tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.padding
-        return self._compute((*key, str(getattr(x, "layout", ""))), make, mine)
-
-    def _compute(self, key: Hashable, make: Callable[[list[Any]], Any], uses: set[int]) -> int:
-        """The place of what `make` makes of addresses, once for each key that isn't None."""
-        if key is not None and key in self._computed:
-            return self._computed[key]
-        place = self._new()
-        if key is not None:
-            self._computed[key] = place
-
-        def step(at: list[Any], _: list[Any]) -> None:
-            at[place] = make(at)
-
-        self._steps.append((step, set(uses), None))
-        return place
-
     def _finder(self, x: Tensor, uses: set[int]) -> Callable[[list[Any]], Tensor]:
         """What finds such a tensor among those that are there."""
         place = self._places.get(x.untyped_storage()._cdata)
@@ -460,22 +379,6 @@ def _tensors_of(made: Any) -> list[Tensor | None]:
 def versions(tensors: Tensors) -> list[int | None]:
     """How often each was changed in place; autograd doesn't count for those of inference mode."""
     return [None if x is None or x.is_inference() else x._version for x in tensors]
-
-
-def _part_at(part: Callable[[Any], Any], place: int, at: list[Any]) -> Any:
-    return part(at[place])
-
-
-class _Address:
-    """Stands for the tensor of a descriptor."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
 
 
 def _starts(sizes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:

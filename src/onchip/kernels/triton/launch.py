@@ -108,8 +108,12 @@ class Launch(NamedTuple):
             compiled.by_key[key] = found
         if told is not None:
             told.require(_is_unwatched, partial(active.get_current_stream, device))
-            packed = None if told.refused else Packed.of(found, self.grid, values)
-            told.launch(found.run, self.grid, found.function, found.packed_metadata, values, packed)
+            if not told.refused and 0 not in self.grid:
+                packed = Packed.of(found, self.grid, values, device)
+                if packed is None:
+                    told.refuse("it isn't known how CUDA's driver takes a kernel's arguments")
+                else:
+                    told.launch(packed, values)
 
     def ask(self) -> Any:
         """The kernel, compiled and not launched."""

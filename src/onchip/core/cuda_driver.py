@@ -1,0 +1,63 @@
+"""CUDA's driver: what a launch that was prepared is made of, called without Triton and PyTorch.
+
+Names are those of cuda.h: https://docs.nvidia.com/cuda/cuda-driver-api.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has none yet
+
+Function = Callable[..., int]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *[(name, ctypes.c_uint) for name in ("x", "y", "z", "block_x", "block_y", "block_z", "shared")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("number", ctypes.c_uint),
+    )
+
+
+class Driver(NamedTuple):
+    """Functions that return an error's number; 0: there was none."""
+
+    launch: Function  # cuLaunchKernelEx
+    encode: Function  # cuTensorMapEncodeTiled
+    parameter: Function  # cuFuncGetParamInfo
+    fill: Function  # cuMemsetD8Async
+    retain: Function  # cuDevicePrimaryCtxRetain
+    use: Function  # cuCtxSetCurrent
+
+    def checked(self, what: str, device: int, call: Callable[[], int]) -> None:
+        """Raise for an error of `call`, which is repeated where this thread hasn't used the device before."""
+        failed = call()
+        if failed == _INVALID_CONTEXT:
+            context = ctypes.c_void_p()
+            failed = self.retain(ctypes.addressof(context), device) or self.use(context.value) or call()
+        if failed:
+            raise RuntimeError(f"{what}: CUDA's driver refused it with error {failed}")
+
+
+@lru_cache(maxsize=1)
+def driver() -> Driver | None:
+    """None where there is none, or one older than 12.4."""
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    kinds: dict[str, list[Any]] = {
+        "cuLaunchKernelEx": [pointer] * 4,
+        "cuTensorMapEncodeTiled": [pointer, number, number, *[pointer] * 5, *[number] * 4],
+        "cuFuncGetParamInfo": [pointer, size, pointer, pointer],
+        "cuMemsetD8Async": [pointer, ctypes.c_ubyte, size, pointer],
+        "cuDevicePrimaryCtxRetain": [pointer, number],
+        "cuCtxSetCurrent": [pointer],
+    }
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        return Driver(*[ctypes.CFUNCTYPE(number, *given)((name, library)) for name, given in kinds.items()])
+    except (OSError, AttributeError):
+        return None

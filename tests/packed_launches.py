@@ -1,0 +1,67 @@
+"""Launches as a prepared call sends them, beside Triton's own of the same arguments, on a GPU that isn't there."""
+
+import sys
+from unittest import mock
+
+import torch
+
+import fake_cuda
+from onchip.kernels.triton.packed import Packed
+
+T, H, V = 300, 128, 1000
+
+
+def calls(op):
+    """Calls of an op, and the tensors that get gradients."""
+    from onchip import torch as ops
+
+    dtype = torch.float16 if op == "grouped_matmul" else torch.bfloat16
+    hidden, weight = (torch.zeros(n, H, dtype=dtype).requires_grad_() for n in (T, V))
+    labels, leaves = torch.zeros(T, dtype=torch.int64), (hidden, weight)
+    if op == "linear_cross_entropy":
+        yield lambda: ops.linear_cross_entropy(hidden, weight, labels, backend="triton"), leaves
+        options = {"softcap": 30.0, "label_smoothing": 0.1, "reduction": "none", "backend": "triton"}
+        yield lambda: ops.linear_cross_entropy(hidden, weight, labels, **options), leaves
+    elif op == "linear_jsd":
+        yield lambda: ops.linear_jsd(hidden, weight, hidden.detach(), weight.detach(), backend="triton"), leaves
+    elif op == "cross_entropy":
+        logits = torch.zeros(T, V, dtype=dtype).requires_grad_()
+        yield lambda: ops.cross_entropy(logits, labels, backend="triton"), (logits,)
+    elif op == "fp8_linear":
+        x, w = (torch.zeros(n, 256, dtype=dtype).requires_grad_() for n in (T, 384))
+        yield lambda: ops.fp8_linear(x, w, backend="triton"), (x, w)
+    elif op == "grouped_matmul":
+        experts, sizes = torch.zeros(3, 256, H, dtype=dtype).requires_grad_(), torch.tensor([100, 0, 200])
+        yield lambda: ops.grouped_matmul(hidden, experts, sizes, backend="triton"), (hidden, experts)
+
+
+OPS = ("linear_cross_entropy", "linear_jsd", "cross_entropy", "fp8_linear", "grouped_matmul")
+
+
+def main():
+    of, compared = Packed.of, 0
+
+    def checked(*args):
+        nonlocal compared
+        made = of(*args)
+        assert made is not None
+        *_, by_triton = [x for x in gpu.library.take() if x.kind == "launch"]
+        made.config.stream = gpu.stream
+        made.send()
+        (by_us,) = [x for x in gpu.library.take() if x.kind == "launch"]
+        assert by_us == by_triton, (made.name, by_us, by_triton)
+        compared += 1
+        return made
+
+    with fake_cuda.gpu() as gpu, mock.patch.object(Packed, "of", checked):
+        for op in OPS:
+            before = compared
+            for call, leaves in calls(op):
+                for _ in range(4):
+                    out = call()
+                    torch.autograd.grad(out, leaves, torch.zeros_like(out))
+            print(op, compared - before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
