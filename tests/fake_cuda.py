@@ -162,13 +162,17 @@ def gpu():
     from triton.runtime import driver
 
     import onchip.torch  # noqa: F401 - whose modules are changed here
-    from onchip.frontend import torch_prepared
+    from onchip.core.cuda_driver import driver as library
+    from onchip.frontend import torch_builder, torch_prepared
     from onchip.vocab.triton import setup
 
     with ExitStack() as stack:
         made = Driver(Library(os.environ["FAKE_CUDA"]))
         stack.enter_context(mock.patch.object(driver, "_active", made))
         stack.enter_context(mock.patch.object(torch_prepared, "is_prepared", _is_prepared))
+        stack.enter_context(mock.patch.object(torch_builder, "_driver_of", return_value=library()))
+        stream = stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True))
+        stream.return_value = made.stream
         allocate = partial(torch_prepared.empty, device=torch.device("cpu"))
         stack.enter_context(mock.patch.object(setup, "_allocate", lambda _, shape, dtype: allocate(shape, dtype)))
         for name in ("device_refusal", "triton_refusal"):

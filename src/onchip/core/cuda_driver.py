@@ -34,12 +34,12 @@ class Driver(NamedTuple):
     retain: Function  # cuDevicePrimaryCtxRetain
     use: Function  # cuCtxSetCurrent
 
-    def checked(self, what: str, device: int, call: Callable[[], int]) -> None:
-        """Raise for an error of `call`, which is repeated where this thread hasn't used the device before."""
-        failed = call()
+    def checked(self, what: str, device: int, function: Function, *args: Any) -> None:
+        """Raise for an error of a function, which is called again where this thread hasn't used the device before."""
+        failed = function(*args)
         if failed == _INVALID_CONTEXT:
             context = ctypes.c_void_p()
-            failed = self.retain(ctypes.addressof(context), device) or self.use(context.value) or call()
+            failed = self.retain(ctypes.addressof(context), device) or self.use(context.value) or function(*args)
         if failed:
             raise RuntimeError(f"{what}: CUDA's driver refused it with error {failed}")
 

@@ -6,12 +6,15 @@ Places in lists have the stream first, then the given tensors, then all else in 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from onchip.core.cuda_driver import Driver, driver
 
 ALIGNED = 512  # bytes: what the CUDA allocator's blocks are multiples of
 _SMALL = 1 << 20  # bytes: what is smaller has a place in one allocation, unless it is needed as a tensor
@@ -130,7 +133,9 @@ class Builder:
         self._as_tensors: set[int] = set()
         self._derived: list[_Derived] = []
         self._conditions: dict[Callable[[], bool], None] = {}
-        self._stream: Callable[[], Any] = lambda: 0
+        self._driver, index = _driver_of(self._device), self._device.index or 0
+        stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # which PyTorch for CPUs lacks
+        self._stream: Callable[[], Any] = (lambda: 0) if self._driver is None else partial(stream, index)
         for x in tensors:
             place = self._new()
             if x is not None:
@@ -185,10 +190,19 @@ class Builder:
 
     def zero(self, x: Tensor) -> None:
         uses: set[int] = set()
-        find = self._finder(x, uses)
+        used, (place, more) = self._driver, self._address(x, uses)
+        if used is None or place <= self._given or not x.is_contiguous():  # others count versions of what is given
+            find = self._finder(x, uses)
 
-        def step(_: list[Any], tensors: list[Any]) -> None:
-            find(tensors).zero_()
+            def zero(_: list[Any], tensors: list[Any]) -> None:
+                find(tensors).zero_()
+
+            self._steps.append((zero, uses, None))
+            return
+        size, index = x.numel() * x.element_size(), self._device.index or 0
+
+        def step(at: list[Any], _: list[Any]) -> None:
+            used.checked("zeros", index, used.fill, at[place] + more, 0, size, at[0])
 
         self._steps.append((step, uses, None))
 
@@ -281,9 +295,14 @@ class Builder:
         uses: set[int] = set()
         of = [self._address(x, uses) for x in pieces]
         address, number, known = self._new(), self._new(), self._new()
+        last: tuple[Any, Any] = None, None  # what it was made of, and what
 
         def step(at: list[Any], _: list[Any]) -> None:
-            at[address], at[number], at[known] = function(*[at[i] + more if i else 0 for i, more in of])
+            nonlocal last
+            given, made = [at[i] + more if i else 0 for i, more in of], last
+            if given != made[0]:
+                last = made = given, function(*given)
+            at[address], at[number], at[known] = made[1]
 
         self._steps.append((step, uses, None))
         self._derived.append(_Derived(weakref.ref(matrix), rows, address, number, known, uses))
@@ -374,6 +393,10 @@ class Builder:
 def _tensors_of(made: Any) -> list[Tensor | None]:
     """What an operator made: a tensor or several, with None in the place of all else."""
     return [x if isinstance(x, Tensor) else None for x in (made if isinstance(made, tuple | list) else [made])]
+
+
+def _driver_of(device: torch.device) -> Driver | None:
+    return driver() if device.type == "cuda" else None
 
 
 def versions(tensors: Tensors) -> list[int | None]:
