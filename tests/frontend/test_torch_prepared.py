@@ -22,44 +22,32 @@ def as_the_cpus_memory_is(monkeypatch):
     monkeypatch.setattr(torch_builder, "ALIGNED", 64)
 
 
-class Slot:
-    """Where an argument is written."""
-
-    def __init__(self, place, value):
-        self.place, self.value = place, value
-
-    def put(self, *given):
-        self.value = given
-
-
-class Slots(list):
-    """Of a tuple."""
-
-    def put(self, values):
-        for slot, value in zip(self, values, strict=True):
-            slot.value = value
-
-
 class Arguments:
     """As a packed launch has them; to send them notes them down."""
 
     def __init__(self, log, values):
         self.log, self.written, self.lock = log, None, threading.Lock()
         self.config, self.words = SimpleNamespace(stream=None), {}
-        self.slots = [self.slot(x) for x in values]
+        self.given = SimpleNamespace(tensors=[], descriptors=[], tuples=[])
+        self.there = self.add(values)
 
-    def slot(self, x):
+    def add(self, x):
+        """What tells what there is of it when it is sent."""
         if isinstance(x, tuple):
-            return Slots([self.slot(y) for y in x])
-        return Slot(object(), 0 if isinstance(x, torch.Tensor) else x)
-
-    def there(self, slot):
-        if isinstance(slot, Slots):
-            return tuple([self.there(x) for x in slot])
-        return self.words.get(slot.place, slot.value)
+            parts, new = [self.add(y) for y in x], []
+            self.given.tuples.append((x, new.append))
+            return lambda: new[-1] if new else tuple([part() for part in parts])
+        if isinstance(x, torch.Tensor):
+            self.given.tensors.append((x, place := len(self.given.tensors)))
+            return lambda: self.words.get(place, 0)
+        if isinstance(x, Descriptor):
+            put = []
+            self.given.descriptors.append((x, SimpleNamespace(put=lambda *given: put.append(given))))
+            return lambda: put[-1]
+        return lambda: x
 
     def send(self):
-        self.log.append((self.config.stream, self.there(Slots(self.slots))))
+        self.log.append((self.config.stream, self.there()))
 
 
 class Log(list):
@@ -69,7 +57,7 @@ class Log(list):
         told = builder()
         if told is not None:
             told.require(lambda: True, lambda: "stream")
-            told.launch(Arguments(self, values), values)
+            told.launch(Arguments(self, values))
         return values
 
     @property
@@ -175,7 +163,7 @@ def test_what_is_as_before_is_not_written_again():
         told.require(lambda: True, lambda: "stream")
         arguments = Arguments(log, (x,))
         arguments.words = Words()
-        told.launch(arguments, (x,))
+        told.launch(arguments)
     run = told.finish([x]).run
     for z in (x, x, y, x):
         run((z,))

@@ -129,7 +129,9 @@ class Builder:
         self._given = len(tensors)
         self._memory: dict[int, _Memory] = {}
         self._places: dict[int, int] = {}  # by storage
-        self._steps: list[tuple[Step, set[int], int | None]] = []  # with the memory it needs, and that it allocates
+        # What makes a step, with the memory that this needs, and that it allocates.
+        self._steps: list[tuple[Callable[[], Step], set[int], int | None]] = []
+        self._shares: dict[int, tuple[int, int]] = {}  # of memory in another one: its place, and bytes before
         self._as_tensors: set[int] = set()
         self._derived: list[_Derived] = []
         self._conditions: dict[Callable[[], bool], None] = {}
@@ -186,7 +188,7 @@ class Builder:
                 address = x.data_ptr()
             tensors[place], at[place] = x, address
 
-        self._steps.append((step, set(), place))
+        self._steps.append((lambda: step, set(), place))
 
     def zero(self, x: Tensor) -> None:
         uses: set[int] = set()
@@ -197,14 +199,15 @@ class Builder:
             def zero(_: list[Any], tensors: list[Any]) -> None:
                 find(tensors).zero_()
 
-            self._steps.append((zero, uses, None))
+            self._steps.append((lambda: zero, uses, None))
             return
         size, index = x.numel() * x.element_size(), self._device.index or 0
 
-        def step(at: list[Any], _: list[Any]) -> None:
-            used.checked("zeros", index, used.fill, at[place] + more, 0, size, at[0])
+        def make() -> Step:
+            here, before = self._there(place, more)
+            return lambda at, _: used.checked("zeros", index, used.fill, at[here] + before, 0, size, at[0])
 
-        self._steps.append((step, uses, None))
+        self._steps.append((make, uses, None))
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
         given, results = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], _tensors_of(made)
@@ -228,44 +231,44 @@ class Builder:
                 if x is not None and place is not None:
                     tensors[place], at[place] = x, x.data_ptr()
 
-        self._steps.append((step, uses, None))
+        self._steps.append((lambda: step, uses, None))
         for place in places:
             if place is not None:
-                self._steps.append((lambda *_: None, {place}, None))  # it is freed no earlier
+                self._steps.append((lambda: lambda *_: None, {place}, None))  # it is freed no earlier
 
-    def launch(self, packed: Any, values: Sequence[Any]) -> None:
-        """Of a kernel whose arguments, these, are `packed` (kernels/triton/packed.py)."""
+    def launch(self, packed: Any) -> None:
+        """Of a kernel whose arguments are `packed` (kernels/triton/packed.py)."""
         if self.refused:
             return
+        given, packed.given = packed.given, None  # no tensor is held
         uses: set[int] = set()
         addresses: list[tuple[int, int, int]] = []
-        objects: list[tuple[Any, int]] = []
+        objects: list[tuple[Callable[[Any], None], int]] = []
         maps: list[tuple[Any, int, int, int | None]] = []  # with the place of the number of rows that is made
-
-        def add(slot: Any, value: Any) -> None:
-            if slot is None:
-                return
-            x = value.base if hasattr(value, "block_shape") else value
-            derived = next((y for y in self._derived if x is y.matrix() or x is y.rows), None)
-            if derived is not None:
-                uses.update(derived.uses)
+        for x, i in given.tensors:
+            place, more, _ = self._origin(x, uses)
+            if place:
+                addresses.append((i, place, more))
+        for x, made in given.descriptors:
+            place, more, rows = self._origin(x.base, uses)
+            maps.append((made.put, place, more, rows if x.shape[0] == len(x.base) else None))
+        for x, put in given.tuples:
+            for derived in self._derived:
                 if x is derived.rows:
-                    objects.append((slot, derived.known))
-                    return
-            elif isinstance(x, tuple):
-                for part, y in zip(slot, x, strict=True):
-                    add(part, y)
-            if not isinstance(x, Tensor):
-                return
-            place, more = self._address(x, uses) if derived is None else (derived.address, 0)
-            if x is not value:
-                whole = derived is not None and value.shape[0] == len(x)
-                maps.append((slot, place, more, derived.number if derived is not None and whole else None))
-            elif place:
-                addresses.append((slot.place, place, more))
+                    uses.update(derived.uses)
+                    objects.append((put, derived.known))
+        self._steps.append((lambda: self._sending(packed, addresses, objects, maps), uses, None))
 
-        for slot, value in zip(packed.slots, values, strict=True):
-            add(slot, value)
+    def _sending(
+        self,
+        packed: Any,
+        addresses: list[tuple[int, int, int]],
+        objects: list[tuple[Callable[[Any], None], int]],
+        maps: list[tuple[Any, int, int, int | None]],
+    ) -> Step:
+        """Sends the launch; what is as it was the last time is not written again."""
+        addresses = [(i, *self._there(place, more)) for i, place, more in addresses]
+        maps = [(put, *self._there(place, more), rows) for put, place, more, rows in maps]
         places = {place for _, place, *_ in (*addresses, *objects, *maps)}
         pick = itemgetter(0, *places | {rows for *_, rows in maps if rows is not None})
         lock, config, words, send = packed.lock, packed.config, packed.words, packed.send
@@ -278,14 +281,14 @@ class Builder:
                     config.stream = at[0]
                     for i, place, more in addresses:
                         words[i] = at[place] + more
-                    for slot, place in objects:
-                        slot.put(at[place])
-                    for slot, place, more, rows in maps:
-                        slot.put(at[place] + more, None if rows is None else at[rows])
+                    for put, place in objects:
+                        put(at[place])
+                    for put, place, more, rows in maps:
+                        put(at[place] + more, None if rows is None else at[rows])
                     packed.written = given
                 send()
 
-        self._steps.append((step, uses, None))
+        return step
 
     def derive(self, function: Callable[..., Any], pieces: Sequence[Tensor], matrix: Tensor, rows: Any) -> None:
         """Say that of the addresses of these pieces `function` makes the address of `matrix`, how many rows it has, and
@@ -295,16 +298,21 @@ class Builder:
         uses: set[int] = set()
         of = [self._address(x, uses) for x in pieces]
         address, number, known = self._new(), self._new(), self._new()
-        last: tuple[Any, Any] = None, None  # what it was made of, and what
 
-        def step(at: list[Any], _: list[Any]) -> None:
-            nonlocal last
-            given, made = [at[i] + more if i else 0 for i, more in of], last
-            if given != made[0]:
-                last = made = given, function(*given)
-            at[address], at[number], at[known] = made[1]
+        def make() -> Step:
+            there = [self._there(*x) for x in of]
+            last: tuple[Any, Any] = None, None  # what it was made of, and what
 
-        self._steps.append((step, uses, None))
+            def step(at: list[Any], _: list[Any]) -> None:
+                nonlocal last
+                given, made = [at[i] + more if i else 0 for i, more in there], last
+                if given != made[0]:
+                    last = made = given, function(*given)
+                at[address], at[number], at[known] = made[1]
+
+            return step
+
+        self._steps.append((make, uses, None))
         self._derived.append(_Derived(weakref.ref(matrix), rows, address, number, known, uses))
 
     def finish(self, results: Tensors) -> Prepared | str:
@@ -323,9 +331,9 @@ class Builder:
         small = [i for i in born.keys() - unneeded - self._as_tensors if 0 < self._memory[i].storage_bytes < _SMALL]
         steps = [self._share(small, born, last)] if small else []
         unneeded.update(small)
-        for n, (step, uses, made) in enumerate(self._steps):
+        for n, (make, uses, made) in enumerate(self._steps):
             if made not in unneeded:
-                steps.append(step)
+                steps.append(make())
             gone = [i for i in sorted(uses - unneeded - kept) if last[i] == n and i > self._given]
             if gone:
                 steps.append(_freeing(gone))
@@ -335,15 +343,19 @@ class Builder:
         """Allocate all of this memory at once."""
         sizes, lives = [self._memory[i].storage_bytes for i in small], [(born[i], last[i]) for i in small]
         starts, size = _starts(sizes, lives)
-        whole, device, places = self._new(), self._device, [*zip(small, starts, strict=True)]
+        whole, device = self._new(), self._device
+        self._shares = {place: (whole, start) for place, start in zip(small, starts, strict=True)}
 
         def step(at: list[Any], tensors: list[Any]) -> None:
             tensors[whole] = x = torch.empty(size + ALIGNED, dtype=torch.uint8, device=device)
-            first = -(-x.data_ptr() // ALIGNED) * ALIGNED
-            for place, start in places:
-                at[place] = first + start
+            at[whole] = -(-x.data_ptr() // ALIGNED) * ALIGNED
 
         return step
+
+    def _there(self, place: int, more: int) -> tuple[int, int]:
+        """Where memory is, so many bytes further on, now that it is known what is in one allocation."""
+        whole, before = self._shares.get(place, (place, 0))
+        return whole, before + more
 
     # ----------------------------------------------------------------------------------------------------- places
 
@@ -369,6 +381,14 @@ class Builder:
             return 0, 0
         uses.add(place)
         return place, x.data_ptr() - self._memory[place].address
+
+    def _origin(self, x: Tensor, uses: set[int]) -> tuple[int, int, int | None]:
+        """As `_address`, of what is made of addresses too: then with the place of its number of rows."""
+        for derived in self._derived:
+            if x is derived.matrix():
+                uses.update(derived.uses)
+                return derived.address, 0, derived.number
+        return *self._address(x, uses), None
 
     def _finder(self, x: Tensor, uses: set[int]) -> Callable[[list[Any]], Tensor]:
         """What finds such a tensor among those that are there."""

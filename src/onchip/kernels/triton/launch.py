@@ -113,7 +113,7 @@ class Launch(NamedTuple):
                 if packed is None:
                     told.refuse("it isn't known how CUDA's driver takes a kernel's arguments")
                 else:
-                    told.launch(packed, values)
+                    told.launch(packed)
 
     def ask(self) -> Any:
         """The kernel, compiled and not launched."""
