@@ -94,6 +94,7 @@ class Shards:
     vocab: int  # of all ranks, without padding
     sequence: int  # the dimension of hidden whose tokens are sharded; -1: every rank has all
     reduce: bool  # hidden's gradient, over the ranks
+    most: int  # rows of each rank but the last ones, which have no more, where all know so and all have some; else 0
 
     @property
     def there(self) -> bool:
@@ -116,7 +117,7 @@ class Shards:
         return _with(hidden, self.sequence, hidden[self.sequence] * self.ranks)
 
 
-WHOLE = Shards("", 1, 0, 0, 0, -1, False)
+WHOLE = Shards("", 1, 0, 0, 0, -1, False, 0)
 """What a call of a whole vocabulary has in the place of a rank's part."""
 
 
@@ -188,7 +189,7 @@ def localized(
                 f"{op}: {name} has {size} of the vocabulary's entries but {first} has {sizes[0][1]}; each rank passes "
                 "its part of both"
             )
-    start, vocab = _place(op, sharding, first, sizes[0][1], rank, ranks, sizes[0][2])
+    start, vocab, most = _place(op, sharding, first, sizes[0][1], rank, ranks, sizes[0][2])
     rows = max(0, min(sizes[0][1], vocab - start))
     sequence = -1
     for name, x in hidden.items():
@@ -204,28 +205,30 @@ def localized(
         sequence = at
     # An empty shard lies at the end, wherever it is said to.
     start = start if rows else vocab
-    made = Shards(group.group_name, ranks, start, rows, vocab, sequence, sharding.reduce_hidden_grad)
+    most = most if (ranks - 1) * most < vocab else 0
+    made = Shards(group.group_name, ranks, start, rows, vocab, sequence, sharding.reduce_hidden_grad, most)
     return Localized(tensors, made)
 
 
 def _place(
     op: str, sharding: Sharding, name: str, rows: int, rank: int, ranks: int, whole: int | None
-) -> tuple[int, int]:
-    """The first row of this rank and the size of the vocabulary, given how many rows this rank and, if that is known,
-    all ranks have."""
+) -> tuple[int, int, int]:
+    """The first row of this rank, the size of the vocabulary, and how far the ranks' first rows lie apart (0: not
+    evenly), given how many rows this rank and, if that is known, all ranks have."""
     vocab: int = whole or ranks * rows if sharding.vocab_size is None else sharding.vocab_size
     if sharding.vocab_start is not None:
-        return sharding.vocab_start, vocab
+        return sharding.vocab_start, vocab, 0
     if whole is not None:
         if vocab > whole:
             raise ValueError(f"{op}: vocab_size={vocab}, but {name} has {whole} rows")
-        return min(whole, rank * -(-whole // ranks)), vocab
+        each = -(-whole // ranks)
+        return min(whole, rank * each), vocab, each
     chunk = -(-vocab // ranks)
     expected = max(0, min(chunk, vocab - rank * chunk))
     if rows == expected:
-        return rank * chunk, vocab
+        return rank * chunk, vocab, chunk
     if rows >= chunk:  # all ranks have so many, some of them padding
-        return rank * rows, vocab
+        return rank * rows, vocab, rows
     raise ValueError(
         f"{op}: {name} has {rows} of the vocabulary's entries on rank {rank} of {ranks}, where torch.chunk puts "
         f"{expected} of vocab_size={vocab}; pass vocab_start, the first one's index"
@@ -242,9 +245,16 @@ def _group_of(op: str, name: str, x: Any, group: ProcessGroup | None) -> Process
             "mesh.get_group('tp')"
         )
     of_mesh: ProcessGroup = mesh.get_group()
-    if group is not None and of_mesh.group_name != group.group_name:
-        raise ValueError(f"{op}: {name} is a DTensor on another process group than vocab_group and the other arguments")
-    return of_mesh
+    if group is None:
+        return of_mesh
+    if of_mesh.group_name != group.group_name:  # equal meshes may have groups of their own
+        ranks, others = dist.get_process_group_ranks(of_mesh), dist.get_process_group_ranks(group)
+        if ranks != others:
+            raise ValueError(
+                f"{op}: {name} is a DTensor on a process group of ranks {ranks}, and vocab_group, or another argument, "
+                f"has ranks {others}; pass all on the same ranks in the same order"
+            )
+    return group
 
 
 def _local_weight(op: str, name: str, x: Any, dim: int) -> Tensor:

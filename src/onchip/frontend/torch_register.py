@@ -109,8 +109,8 @@ class Operator(Generic[C, O]):
     seen before are prepared, and forwards of the registered operator, unless they check values.  Other forwards are
     with the whole public function (torch_repeat.py)."""
     exchanges: Callable[[C], bool] | None = None
-    """Whether `forward` and `gradients` of this call exchange numbers with other ranks: then nothing is prepared, and
-    no kernel compiled before its launch."""
+    """Whether `forward` and `gradients` of this call exchange numbers with other ranks, so that they can't run on
+    tensors without memory: then no kernel is compiled before its launch."""
     flops: Callable[[C], int] | None = None
     """Multiplications and additions of the matrix products that `forward` stands for, by shapes; None: it has none."""
     gradient_flops: Callable[[Any, Made, Wanted], int] | None = None
@@ -179,17 +179,15 @@ class Operator(Generic[C, O]):
 
     def _run(self, call: C) -> Made:
         """The outputs of `forward`, which may be prepared."""
-        if not self.states or any(self._checks(call)) or self._exchanges(call):
+        if not self.states or any(self._checks(call)):
             return self.outputs.tensors_of(self.forward(call))
         tensors, rest = self.call.tensors_of(call), self.call.rest_of(call)
         return self._forwards.run(lambda: self.outputs.tensors_of(self.forward(call)), tensors, rest)
 
     def coming(self, call: C) -> Coming:
         """While `forward` runs: where a kernel isn't compiled yet, all are that such calls need, backward's too."""
-        return Coming(partial(self._rehearse, call) if self.by_token and not self._exchanges(call) else None)
-
-    def _exchanges(self, call: C) -> bool:
-        return self.exchanges is not None and self.exchanges(call)
+        exchanges = self.exchanges is not None and self.exchanges(call)
+        return Coming(partial(self._rehearse, call) if self.by_token and not exchanges else None)
 
     def _rehearse(self, call: C) -> None:
         """Run forward and gradients on tensors without memory, of this and of other lengths."""
@@ -235,7 +233,7 @@ class Operator(Generic[C, O]):
             before = (*outputs, torch_prepared.empty(0, torch.float32, _first(inputs).device))
             outputs = self.connect(saving, kept, before, inputs)
         if told is not None:
-            if not self.states or self._exchanges(call):
+            if not self.states:
                 told.refuse(f"{self.name} doesn't state what it does")
             told.connected(self, saving, kept, inputs, before, outputs)
         return cast(O, self.outputs.build(outputs, ()))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -90,6 +91,8 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         kind = type(x)
         if kind in _PLAIN:
             rest += kind, x
+        elif isinstance(x, ProcessGroup):
+            rest += kind, x.group_name, x.rank(), x.size()
         elif not _add(x, given, rest):
             return None
     if not given or not torch_prepared.is_prepared(given[0]):

@@ -51,6 +51,8 @@ class Problem:
     """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
     sharded: bool = False
     """Other ranks have other parts of the vocabulary, which gradients wait for."""
+    even: bool = False
+    """With it: each rank knows that all make the same plan, so that they may exchange numbers chunk by chunk."""
     gathered: bool = False
     """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
     split: bool = False

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
@@ -40,6 +41,8 @@ HEADER = 3
 
 
 def group_of(shards: Shards) -> dist.ProcessGroup:
+    """What ranks exchange over it is stated by who calls this, or the call isn't prepared."""
+    stated.refuse("ranks exchange numbers")
     return _resolve_process_group(shards.group)  # type: ignore[arg-type]  # newer releases have a NewType of str
 
 
@@ -67,7 +70,11 @@ def local(call: Any, *, fake: bool = False) -> Any:
     shards: Shards = call.shards
     if not shards.there:
         return call
-    hidden = call.hidden.new_empty(shards.whole_shape(call.hidden.shape)) if fake else whole_hidden(call.hidden, shards)
+    hidden = call.hidden
+    if fake:
+        hidden = hidden.new_empty(shards.whole_shape(hidden.shape))
+    elif shards.sequence >= 0:
+        hidden = stated.call(whole_hidden, hidden, shards)
     more = {}
     if len(call.weight) > shards.rows:
         given = {"weight": call.weight, "bias": call.bias}
@@ -84,9 +91,13 @@ def class_weight_of_shard(class_weight: Tensor | None, shards: Shards) -> Tensor
 
 def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int:
     """Upper bound of what is gathered: statistics, and hidden states whose tokens are sharded."""
-    numbers = (several + 8) * tokens * (shards.ranks + 1)
     gathered = 0 if shards.sequence < 0 else 2 * shards.ranks * hidden.numel() * hidden.element_size()
-    return numbers * accumulator(hidden.dtype).itemsize + gathered
+    return gathered + sent_numbers(tokens, several, shards) * accumulator(hidden.dtype).itemsize
+
+
+def sent_numbers(tokens: int, several: int, shards: Shards) -> int:
+    """Upper bound of the statistics that are gathered, and made of them."""
+    return (several + 8) * tokens * (shards.ranks + 1)
 
 
 def gradient_of_shard(gradient: TokenGradient, shards: Shards) -> TokenGradient:
@@ -136,10 +147,11 @@ def gather(
         of_classes = class_weight.sum().view(1)
     packed = torch.cat([bits(ends, dtype), of_classes, *numbers])
     out = packed.new_empty(shards.ranks, len(packed))
-    all_gather(out.view(-1), packed, group=group_of(shards))
+    if not packed.is_meta:
+        all_gather(out.view(-1), packed, group=group_of(shards))
     start, stop = integers(out[:, :2]).unbind(1)
     apart = _apart(start, stop, shards.vocab)
-    if (check_values or device.type == "cpu") and bool(apart):
+    if (device.type == "cpu" or (check_values and not packed.is_meta)) and bool(apart):
         found = ", ".join(f"[{a}, {b})" for a, b in zip(start.tolist(), stop.tolist(), strict=True))
         raise ValueError(
             f"{op}: the ranks' shards of the vocabulary are {found}, which don't make up [0, {shards.vocab}); pass "
@@ -285,21 +297,30 @@ def whole_hidden(hidden: Tensor, shards: Shards) -> Tensor:
 def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
     """Begin to add up the gradients of all tokens' hidden states over the ranks; what is returned waits for the sum of
     this rank's tokens, and for replicated ones it is `gradient` itself."""
-    if not shards.reduce or shards.ranks == 1:
-        return lambda: gradient
-    if gradient.numel() == 0:
-        part = gradient if shards.sequence < 0 else gradient.chunk(shards.ranks, shards.sequence)[0]
-        return lambda: part
-    group = group_of(shards)
-    if shards.sequence < 0:
-        out, work = gradient, dist.all_reduce(gradient, group=group, async_op=True)
-    else:
-        parts = gradient.unflatten(shards.sequence, (shards.ranks, -1)).movedim(shards.sequence, 0).contiguous()
-        out = parts.new_empty(parts.shape[1:])
-        work = _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True)
+    out, work = begin_sum(shards, gradient)
 
     def wait() -> Tensor:
-        work.wait()
+        if work is not None:
+            work.wait()
         return out
 
     return wait
+
+
+def begin_sum(shards: Shards, gradient: Tensor) -> tuple[Tensor, Any]:
+    """As `start_sum`: the sum, and what to wait for; None: nothing."""
+    if not shards.reduce or shards.ranks == 1:
+        return gradient, None
+    if gradient.numel() == 0 or gradient.is_meta:
+        return gradient if shards.sequence < 0 else gradient.chunk(shards.ranks, shards.sequence)[0], None
+    group = group_of(shards)
+    if shards.sequence < 0:
+        return gradient, dist.all_reduce(gradient, group=group, async_op=True)
+    parts = gradient.unflatten(shards.sequence, (shards.ranks, -1)).movedim(shards.sequence, 0).contiguous()
+    out = parts.new_empty(parts.shape[1:])
+    return out, _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True)
+
+
+def begin_gather(shards: Shards, mine: Tensor, out: Tensor) -> Any:
+    """Begin to fill [ranks, n] with each rank's [n]; returns what to wait for; None: nothing."""
+    return None if mine.is_meta else all_gather(out.view(-1), mine, group=group_of(shards), async_op=True)

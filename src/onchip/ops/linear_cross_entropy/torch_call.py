@@ -53,7 +53,7 @@ class LinearCrossEntropyCall(LinearCall):
         known |= {"smoothing": options.label_smoothing, "class_weight": self.class_weight is not None}
         known |= {"stats": options.return_stats}
         if self.kind == "ids":
-            return known | {"per_token_loss": options.reduction == "none"}
+            return known | {"per_token_loss": options.reduction == "none", "even": self.shards.most > 0}
         return known | {"ids": self.several}
 
     def require_memory(self) -> str:

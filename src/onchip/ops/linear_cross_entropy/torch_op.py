@@ -37,7 +37,7 @@ from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, 
 from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
-from onchip.vocab.parallel import sent_bytes
+from onchip.vocab.parallel import sent_bytes, sent_numbers
 from onchip.vocab.rows.launches import layout_refusal
 from onchip.vocab.torch.dense import SENT
 from onchip.vocab.torch.labels import parts_of
@@ -311,7 +311,12 @@ def linear_cross_entropy(
     copied += copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
     if shards.there:
         several = 1 if numbers is None else SENT if kind == "dense" else numbers.shape[-1]
-        copied += sent_bytes(math.prod(leading), several, shards, hidden)
+        if chosen == "triton" and shards.most:
+            # What differs from rank to rank, as copies do, must not change the plan; and what a layout of hidden states
+            # takes is beside it.
+            copied = 4 * sent_numbers(math.prod(leading), several, shards)
+        else:
+            copied += sent_bytes(math.prod(leading), several, shards, hidden)
     call = LinearCrossEntropyCall(
         hidden=hidden,
         weight=matrix,

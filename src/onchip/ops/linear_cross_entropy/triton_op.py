@@ -115,10 +115,28 @@ def _gradients(kept: LinearCrossEntropyTritonKept, upstream: Made, wanted: Wante
         return _gradients_of_labels(kept, grad_loss, wanted)
     given, shape = _as_kernels_take_it(call), (kept.lse.numel(), call.several)
     known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape))
+
+    def by_output(run: records.Run) -> tuple[walks.OutputGradients, Tensor | None]:
+        if call.kind == "ids" and (call.class_weight is None or not call.shards.there):
+            divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
+            mean = call.options.reduction == "mean"
+            # What forward rounded is divided already.
+            rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
+            return walks.loss_gradients(run, known, grad_loss, divisor, weight, mean=mean, by_mean=mean and not rounded)
+        made = LOSS.stated(call, _by_outputs, grad_loss, known.lse, known.log_prob)
+        return walks.OutputGradients(*made), None
+
     if call.shards.there:
-        by_output = walks.OutputGradients(*_by_outputs(call, grad_loss, known.lse, known.log_prob))
         return shards.gradients(
-            given, kept.config, kept.saved, known, by_output, wanted, given.class_weight, call.weight_grad_out
+            given,
+            kept.config,
+            kept.saved,
+            known,
+            by_output,
+            wanted,
+            given.class_weight,
+            call.weight_grad_out,
+            grad_loss,
         )
     run = setup.make_run(
         given,
@@ -128,19 +146,9 @@ def _gradients(kept: LinearCrossEntropyTritonKept, upstream: Made, wanted: Wante
         given.class_weight,
         weight=setup.weight_in_backward(given, kept.config, kept.saved),
     )
-    factor = None
-    if call.kind == "ids":
-        divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
-        mean = call.options.reduction == "mean"
-        # What forward rounded is divided already.
-        rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
-        by_output, factor = walks.loss_gradients(
-            run, known, grad_loss, divisor, weight, mean=mean, by_mean=mean and not rounded
-        )
-    else:
-        by_output = walks.OutputGradients(*LOSS.stated(call, _by_outputs, grad_loss, known.lse, known.log_prob))
+    by, factor = by_output(run)
     return walks.backward(
-        run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
+        run, given, kept.config, kept.saved, known, by, wanted, add_to=call.weight_grad_out, factor=factor
     )
 
 
@@ -185,11 +193,32 @@ def _results(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:
 
 
 def _forward_of_shards(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
-    call.check_ranks()
-    tokens = call.tokens(check_values=call.options.check_inputs)
-    asked = asked_by(call.options, call.class_weight)
-    stats, saved = shards.statistics(OP, _as_kernels_take_it(call), tokens, asked, **_known(call))
-    return LinearCrossEntropyTritonOutputs(LossOutputs.of(call, stats, tokens), saved)
+    options = call.options
+    if not call.hidden.is_meta:
+        call.check_ranks()
+    if (options.check_inputs or call.device == "cpu") and not call.hidden.is_meta:
+        call.tokens(check_values=options.check_inputs)
+    asked, given = asked_by(options, call.class_weight), _as_kernels_take_it(call)
+    weight = setup.flat(call.token_weight) if call.kind == "ids" else None
+    known, whole, saved = shards.walk(given, asked, weight, lambda number: _divisor(call, number), **_known(call))
+    if whole is not None and not asked.entropy and not asked.mean_logits:
+        made = LOSS.stated(call, _outputs, whole.lse, whole.log_prob)
+    else:
+        made = LOSS.stated(call, _outputs_of_shards, *known)
+    return LinearCrossEntropyTritonOutputs(LossOutputs(*made), saved)
+
+
+def _outputs(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:
+    """Of the lse and log-probabilities of the whole vocabulary."""
+    stats = TokenStats(*tensors, *[None] * 6)  # nothing asks for the argmax
+    return [*LossOutputs.of(call, stats, call.tokens(check_values=False))]
+
+
+def _outputs_of_shards(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:
+    """Of this shard's statistics."""
+    tokens = call.tokens(check_values=False)
+    stats = shards.combined(OP, call, TokenStats(*tensors), tokens, asked_by(call.options, call.class_weight))
+    return [*LossOutputs.of(call, stats, tokens)]
 
 
 def _by_outputs(call: LinearCrossEntropyCall, *tensors: Any) -> list[Tensor | None]:
@@ -252,5 +281,8 @@ LOSS = Operator(
     save=_save,
     gradients=_gradients,
     adds_to={"weight": "weight_grad_out"},
-    **shards.IN_PLACE,
+    **(
+        shards.IN_PLACE
+        | {"exchanges": lambda call: call.shards.there and (call.kind != "ids" or call.shards.sequence >= 0)}
+    ),
 )

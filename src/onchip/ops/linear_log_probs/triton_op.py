@@ -87,7 +87,7 @@ def _gradients(kept: LogProbsTritonKept, upstream: Made, wanted: Wanted) -> Made
     by_output = walks.OutputGradients(None if log_prob is None else log_prob.view(shape), lse, entropy)
     known = records.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), followed)
     if call.shards.there:
-        return shards.gradients(call, config, saved, known, by_output, wanted)
+        return shards.gradients(call, config, saved, known, lambda _: (by_output, None), wanted)
     run = setup.make_run(call, call.options, saved.vectors, weight=setup.weight_in_backward(call, config, saved))
     return walks.backward(run, call, config, saved, known, by_output, wanted)
 

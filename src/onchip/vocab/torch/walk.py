@@ -7,7 +7,6 @@ one tile of logits at a time and works in it in place.  Nothing here synchronise
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +61,8 @@ def gradients(
     hidden, *others = recompute(
         mine, here, config, parallel.gradient_of_shard(gradient, shards), grad_scale=grad_scale,
         weight_grad_out=None if weight_grad_out is None else weight_grad_out[: shards.rows],
-        start_sum=partial(parallel.start_sum, shards),
+        # An empty shard of ranks that run kernels adds zeros to what those add up.
+        start_sum=lambda x: parallel.start_sum(shards, x.to(call.hidden.dtype) if call.kernels else x),
     )  # fmt: skip
     return hidden, *(parallel.padded(x, len(call.weight)) for x in others)
 

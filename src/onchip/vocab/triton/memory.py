@@ -96,7 +96,9 @@ def may_run_in_forward(p: Problem) -> bool:
     once = not (p.grad_weight and (p.per_token_loss or p.ids))
     # With fewer logits there is little to save, and no model has another H: neither was measured.
     worth_it = p.vocab >= 64 * VOCAB_TILE and p.hidden % 64 == 0
-    return p.any_grad and may_hold(p) and once and worth_it and not (p.grad_bias or entropy or p.sharded)
+    # Ranks exchange the softmax of each chunk, and add up hidden's gradient in forward: only a factor may come later.
+    apart = p.sharded and (not p.even or p.per_token_loss or p.ids > 0 or p.class_weight)
+    return p.any_grad and may_hold(p) and once and worth_it and not (p.grad_bias or entropy or apart)
 
 
 def capacity(p: Problem) -> int:
@@ -120,6 +122,7 @@ class TritonSizes:
         element, tiles = DTYPE_BYTES[p.dtype], -(-p.vocab // VOCAB_TILE)
         self.hidden, self.element, self.columns = p.hidden, element, tiles * VOCAB_TILE
         self.row, self.weight_row = element * p.hidden, DTYPE_BYTES[p.weight_dtype] * p.hidden
+        self.hidden_row = DTYPE_BYTES[p.hidden_dtype] * p.hidden
         self.exponentials = element * self.columns  # of a token
         self.softmax = _softmax_bytes(p)  # of a token
         self.cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
@@ -216,9 +219,9 @@ class TritonSizes:
         left = max(0, rows - kept)
         again, hidden_sums = self.element * left * vocab_chunk, 0
         if self.grad_hidden:
-            # Ranks add up their sums in order of tokens, beside those in order of positions.
-            summed = (min(rows, kept) + 2 * left if halves else tokens) + tokens * self.sharded
-            hidden_sums = 4 * summed * self.hidden
+            summed = min(rows, kept) + 2 * left if halves else tokens
+            # What ranks add up, while the weight's products still read hidden's rows.
+            hidden_sums = 4 * summed * self.hidden + self.hidden_row * tokens * self.sharded
         # The softmax of each tile is gone before the gradients are begun.
         later = again + hidden_sums + self.bias
         return (
@@ -344,9 +347,11 @@ def _chunk_parts(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> tupl
 
 def hidden_digits(p: Problem) -> int:
     """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number; in
-    whole rows of exponentials, since the weight's sum follows.
+    whole rows of exponentials, since the weight's sum follows.  What ranks add up is rounded in forward.
     """
-    return up(p.tokens * p.hidden, EXPONENTIALS_ROW) if p.grad_hidden and p.hidden_dtype != "float32" else 0
+    if not p.grad_hidden or p.hidden_dtype == "float32" or p.sharded:
+        return 0
+    return up(p.tokens * p.hidden, EXPONENTIALS_ROW)
 
 
 def weight_digits(p: Problem) -> int:

@@ -224,6 +224,15 @@ class Sum(NamedTuple):
         return self.digits is not None and len(self.digits) < len(self.first)
 
 
+class ChunkSums(NamedTuple):
+    """Sums that make hidden's gradient of some positions of a chunk."""
+
+    sums: Tensor  # [slices * number, H] float32: of slices of the vocabulary
+    first: int
+    number: int
+    slices: int
+
+
 class End(NamedTuple):
     """When a sum over chunks of tokens is made the gradient."""
 

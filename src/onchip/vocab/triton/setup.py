@@ -62,6 +62,8 @@ def plan(call: LinearCall, **more: Any) -> TritonPlan:
 
 def _plan(call: LinearCall, **more: Any) -> TritonPlan:
     problem = call.problem("cuda", **more)
+    if call.shards.most:  # each rank makes the plan of the one with the most rows
+        problem = replace(problem, vocab=call.shards.most)
     if call.compiled and call.budget is None:
         return planner.plan_for_symbols(problem, call.options.strategy)
     if call.compiled or any(isinstance(x, torch.SymInt) for x in (problem.tokens, problem.hidden, problem.vocab)):

@@ -1,14 +1,13 @@
 """The Triton kernels on one shard of a vocabulary, with `vocab.parallel` between the two halves.
 
 Exponentials are kept as of a whole vocabulary, relative to a shift of each token that this rank chose, of which its
-factor exp(shift - lse) takes account.  Hidden's gradient comes first, in float32, and is added up over the ranks while
-the weight's products run.
+factor exp(shift - lse) takes account.  Hidden's gradient comes first, and is added up over the ranks while the weight's
+products run.  Where every rank has the same plan, forward may make the gradients chunk by chunk (`exchange`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,41 +22,81 @@ from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import TritonSaved
 
+if TYPE_CHECKING:  # Triton is imported where something is launched
+    from onchip.vocab.triton.records import TokenSoftmax
+
 
 def of_shard(call: Any) -> Any:
     """The call of this rank's shard, with ids as it numbers them."""
-    here = parallel.ids_for_kernels(call.ids, call.shards, call.options.ignore_index)
+    here = stated.call(parallel.ids_for_kernels, call.ids, call.shards, call.options.ignore_index)
     return replace(parallel.local(call), ids=here, options=replace(call.options, ignore_index=parallel.IGNORED))
 
 
-def _run(mine: Any, saved: TritonSaved, class_weight: Tensor | None, out: Tensor | None = None) -> Any:
+def _run(
+    mine: Any,
+    saved: TritonSaved,
+    class_weight: Tensor | None,
+    out: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,  # that of `saved`
+) -> Any:
     """Of the shard's own call."""
     shards: Shards = mine.shards
     part = parallel.class_weight_of_shard(class_weight, shards)
-    run = setup.make_run(mine, mine.options, saved.vectors, out, part, weight=saved.weight)
+    weight = saved.weight if weight is None else weight
+    run = setup.make_run(mine, mine.options, saved.vectors, out, part, weight=weight)
     return replace(run, whole_vocab=shards.vocab, elsewhere=parallel.ELSEWHERE)
 
 
-def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, TritonSaved]:
-    """The statistics of every token over the whole vocabulary, and what backward needs; arguments as of
-    `walk.statistics`, `more` are fields of the problem."""
+class Walked(NamedTuple):
+    """What forward made of a shard."""
+
+    known: TokenStats  # of the shard
+    whole: "TokenSoftmax | None"  # lse and log_prob of the whole vocabulary, where ranks exchanged them on the way
+    saved: TritonSaved
+
+
+def walk(
+    call: Any,
+    asked: Asked,
+    token_weight: Tensor | None = None,
+    divisor: Callable[[Tensor], Tensor | None] | None = None,  # of the loss, given how many tokens count
+    **more: Any,  # fields of the problem
+) -> Walked:
+    """The shard's statistics, and what backward needs."""
     from onchip.vocab.triton import walks
+    from onchip.vocab.triton.exchange import ShardExchange
 
     shards, mine = call.shards, of_shard(call)
     config = setup.plan(mine, **more)
     saved = setup.make_saved(mine, config)
     run = _run(mine, saved, asked.class_weight)
+    exchange = None
+    if config.in_forward:
+        assert divisor is not None
+        exchange = ShardExchange(shards, stated.converted(call.ids, lambda ids: ids.reshape(-1).to(torch.int64)))
     # The argmax is followed with the entropy.
     followed = asked._replace(entropy=asked.entropy or asked.top, class_weight=None)
-    made = walks.forward(run, mine, config, saved, asked=followed)
+    made = walks.forward(
+        run,
+        mine,
+        config,
+        saved,
+        asked=followed,
+        token_weight=token_weight,
+        divisor=lambda: None if divisor is None else divisor(run.vectors.number),
+        exchange=exchange,
+    )
+    if exchange is not None and call.grads[0]:
+        saved = saved._replace(hidden_memory=exchange.sum.wait())
     uniform = made.uniform_loss
     if uniform is None and made.mean_logits is not None:
-        uniform = made.lse - made.mean_logits
-    ids = mine.ids.reshape(made.log_prob.shape)
+        uniform = stated.call(torch.sub, made.lse, made.mean_logits)
+    log_prob = made.log_prob
     known = TokenStats(
         made.lse,
-        made.log_prob,
-        torch.empty_like(ids[:, 0]) if made.top1 is None else made.top1,
+        log_prob,
+        stated.empty(len(log_prob), torch.int64, log_prob.device) if made.top1 is None else made.top1,
         made.entropy,
         None,
         made.mean_logits,
@@ -65,8 +104,20 @@ def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tu
         made.log_sum_sq,
         made.top,
     )
-    asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, shards))
-    return parallel.combine(op, shards, known, tokens, asked, check_values=call.options.check_inputs), saved
+    return Walked(known, None if exchange is None else exchange.known, saved)
+
+
+def combined(op: str, call: Any, known: TokenStats, tokens: Ids, asked: Asked) -> TokenStats:
+    """The statistics of every token over the whole vocabulary, of those of this rank's shard."""
+    asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, call.shards))
+    return parallel.combine(op, call.shards, known, tokens, asked, check_values=call.options.check_inputs)
+
+
+def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, TritonSaved]:
+    """The statistics of every token over the whole vocabulary, and what backward needs; `more` are fields of the
+    problem."""
+    walked = walk(call, asked, **more)
+    return combined(op, call, walked.known, tokens, asked), walked.saved
 
 
 def plan(call: Any, **more: Any) -> TritonPlan:
@@ -77,7 +128,11 @@ def plan(call: Any, **more: Any) -> TritonPlan:
 def fake_saved(call: Any, **more: Any) -> TritonSaved:
     """Not yet filled."""
     mine = parallel.local(call, fake=True)
-    return setup.make_saved(mine, setup.plan(mine, **more), fake=True)
+    config = setup.plan(mine, **more)
+    saved = setup.make_saved(mine, config, fake=True)
+    if config.in_forward and call.grads[0]:  # the sum over ranks is there, of this rank's tokens
+        saved = saved._replace(hidden_memory=torch.empty_like(call.hidden, memory_format=torch.contiguous_format))
+    return saved
 
 
 def gradients(
@@ -85,26 +140,41 @@ def gradients(
     config: TritonPlan,
     saved: TritonSaved,
     known: Any,  # TokenSoftmax, of the whole vocabulary
-    upstream: Any,  # OutputGradients
+    upstream: Callable[[Any], tuple[Any, Tensor | None]],  # given the run: OutputGradients, and that of the losses' sum
     wanted: Wanted,
     class_weight: Tensor | None = None,
     weight_grad_out: Tensor | None = None,
+    scale: Tensor | None = None,  # of hidden's gradient that forward made
 ) -> tuple[Tensor | None, ...]:
     """Those of this rank's tensors that are in no memory of forward's: see `collect`."""
     from onchip.vocab.triton import walks
+    from onchip.vocab.triton.exchange import HiddenSum
 
-    stated.refuse("ranks exchange")
-    mine, shards = of_shard(call), call.shards
+    shards, hidden, hidden_sum = call.shards, None, None
+    if config.in_forward:
+        if wanted[0]:
+            assert scale is not None
+            stated.call(Tensor.mul_, saved.hidden_memory, scale)
+        if not wanted[1]:
+            return None, None, None
+        wanted = False, *wanted[1:]
+    else:
+        hidden_sum = HiddenSum(shards)
+    mine = of_shard(call)
     out = None if weight_grad_out is None else weight_grad_out[: shards.rows]
-    run = _run(mine, saved, class_weight, out)
+    run = _run(mine, saved, class_weight, out, weight=setup.weight_in_backward(mine, config, saved))
+    by_output, factor = upstream(run)
     hidden, weight, bias = walks.backward(
-        run, mine, config, saved, known, upstream, wanted, add_to=out, start_sum=partial(parallel.start_sum, shards)
+        run, mine, config, saved, known, by_output, wanted, add_to=out, factor=factor, hidden_sum=hidden_sum
     )
     if wanted[1] and weight_grad_out is None and weight is None and not _in_memory(call, saved):
         weight = saved.weight_memory[: shards.rows]
     rows = len(call.weight)
-    hidden = None if hidden is None else hidden.to(call.hidden.dtype)
-    return hidden, parallel.padded(weight, rows), parallel.padded(bias, rows)
+    return hidden, padded(weight, rows), padded(bias, rows)
+
+
+def padded(x: Tensor | None, rows: int) -> Tensor | None:
+    return x if x is None or len(x) == rows else stated.call(parallel.padded, x, rows)
 
 
 def _in_memory(call: Any, saved: TritonSaved) -> bool:
@@ -117,6 +187,8 @@ def collect(kept: Any, made: Made, wanted: Wanted) -> Sequence[Tensor | None]:
     if not kept.call.shards.there:
         return setup.collect(kept, made, wanted)
     hidden, weight, bias = made
+    if hidden is None and kept.config.in_forward:
+        hidden = kept.saved.hidden_memory
     if _in_memory(kept.call, kept.saved):
         weight = kept.saved.weight_memory[: len(kept.call.weight)]
     return hidden, weight, bias
@@ -127,7 +199,7 @@ def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
     if not kept.call.shards.there:
         return setup.fake_gradients(kept, upstream, wanted)
     new_weight = wanted[1] and not _in_memory(kept.call, kept.saved)
-    made: Made = kept.call.empty_gradients((wanted[0], new_weight, wanted[2]))
+    made: Made = kept.call.empty_gradients((wanted[0] and not kept.config.in_forward, new_weight, wanted[2]))
     return made
 
 

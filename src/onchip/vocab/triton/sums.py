@@ -80,6 +80,49 @@ def hidden_rows(
         tl.store(out + where, value, mask=c < H)
 
 
+@triton.jit(do_not_specialize=["begin", "slices", "slice_rows", "ids"])
+def shard_rows(
+    sums,  # [slices * slice_rows, H] float32, by position from `begin` on: of this shard's softmax
+    share,  # [T] float32, by token: what this shard has of the whole softmax
+    weight,  # [V, H]
+    order,
+    count,
+    label,  # [T * ids] int32: a position's targets
+    at_target,  # [T * ids] float32
+    row_scale,  # [T] float32, by position
+    even,  # [T] float32: what each logit's gradient lacks
+    weight_sum,  # [H] float32, of the rows of weight
+    inverse_grad_scale,
+    factor,  # [] float32: what all is multiplied by
+    out,  # [T, H] out, by token
+    weight_stride_v,
+    weight_stride_h,
+    H,
+    begin,  # a position
+    slices,
+    slice_rows,
+    ids,
+    OPERAND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of what hidden's gradient has of a shard, of positions, rounded."""
+    i = tl.program_id(0)
+    at = begin + i
+    if at < tl.load(count):
+        token = tl.load(order + at).to(tl.int64)
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.zeros((BLOCK,), tl.float32)
+        for k in range(slices):
+            value += tl.load(sums + (i + k * slice_rows).to(tl.int64) * H + c, mask=c < H, other=0.0)
+        value *= tl.load(row_scale + at) * tl.load(share + token)
+        if even is not None:
+            value -= tl.load(even + at) * tl.load(weight_sum + c, mask=c < H, other=0.0)
+        value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, ids, OPERAND)
+        if inverse_grad_scale is not None:
+            value *= tl.load(inverse_grad_scale)
+        tl.store(out + token * H + c, value * tl.load(factor), mask=c < H)
+
+
 @triton.jit
 def _store_scaled(at, value, there, ADD: tl.constexpr):
     if ADD:

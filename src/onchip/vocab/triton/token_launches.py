@@ -8,8 +8,9 @@ from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer
-from onchip.vocab.triton import softmax, sums
-from onchip.vocab.triton.records import BLOCK, PositionTerms, Run, Sum, Vectors
+from onchip.vocab.triton import softmax
+from onchip.vocab.triton import sums as sum_kernels
+from onchip.vocab.triton.records import BLOCK, ChunkSums, PositionTerms, Run, Sum, Vectors
 
 
 def compact(
@@ -32,8 +33,9 @@ def compact(
     return Launch(softmax.compact_tokens, (1,), arguments, warps=8)
 
 
-def keep_hidden(run: Run, layer: Layer, sums: Tensor, first: int, number: int, slices: int, into: Sum) -> Launch:
-    """Leave hidden's gradient of so many positions, which is in sums, for `scale_hidden`."""
+def keep_hidden(run: Run, layer: Layer, made: ChunkSums, into: Sum) -> Launch:
+    """Leave hidden's gradient of these positions for `scale_hidden`."""
+    sums, first, number, slices = made
     out = into.first.view(layer.hidden.dtype)
     memory = {"sums": sums, "left": into.first, "digits": into.digits, "out": out}
     cut = {"keeps": 1, "begin": first, "kept": 0, "slices": slices, "slice_rows": number}
@@ -72,6 +74,41 @@ def finish_hidden(
     return _hidden_rows(run, weight, run.tokens, terms, **memory, **cut, ids=ids, weight_sum=weight_sum)
 
 
+def shard_rows(
+    run: Run,
+    weight: Tensor,  # the caller's
+    made: ChunkSums,
+    terms: PositionTerms,
+    share: Tensor,
+    weight_sum: Tensor | None,
+    factor: Tensor,
+    out: Tensor,  # [T, H]
+) -> Launch:
+    """What hidden's gradient of these positions has of a shard, of products with its softmax."""
+    return run.launch(
+        sum_kernels.shard_rows,
+        (made.number, -(-run.hidden // BLOCK)),
+        sums=made.sums,
+        share=share,
+        weight=weight,
+        weight_stride_v=weight.stride(0),
+        weight_stride_h=weight.stride(1),
+        label=terms.entry_label,
+        at_target=terms.entry,
+        row_scale=terms.row_scale,
+        even=terms.even,
+        weight_sum=weight_sum,
+        inverse_grad_scale=terms.inverse_grad_scale,
+        factor=factor,
+        out=out,
+        begin=made.first,
+        slices=made.slices,
+        slice_rows=made.number,
+        ids=terms.ids,
+        BLOCK=BLOCK,
+    )
+
+
 def _hidden_rows(run: Run, weight: Tensor, rows: int, terms: PositionTerms | None, **more: Any) -> Launch:
     """Of so many rows; where there are terms, or will be, what isn't known yet has something in its place."""
     floats = run.vectors.factor
@@ -98,4 +135,4 @@ def _hidden_rows(run: Run, weight: Tensor, rows: int, terms: PositionTerms | Non
     arguments |= more
     if arguments["even"] is not None and arguments["weight_sum"] is None:
         arguments["weight_sum"] = floats
-    return run.launch(sums.hidden_rows, (rows, -(-run.hidden // BLOCK)), **arguments, BLOCK=BLOCK)
+    return run.launch(sum_kernels.hidden_rows, (rows, -(-run.hidden // BLOCK)), **arguments, BLOCK=BLOCK)

@@ -6,7 +6,7 @@ None as an argument: it is not wanted.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import slope_of_lse
+from onchip.kernels.triton.maths import LOG2E, log1p, slope_of_lse
 from onchip.vocab.rows.triton import divided
 from onchip.vocab.triton.blocks import NO_LABEL
 
@@ -56,6 +56,61 @@ def loss_gradients(
     tl.store(upstream.log_prob + t, by_log_prob, mask=t < T)
     if upstream.lse is not None:
         tl.store(upstream.lse + t, g * tl.load(lse + t, mask=t < T, other=0.0) * slope_of_lse(loss_terms), mask=t < T)
+
+
+@triton.jit(do_not_specialize=["stride", "T", "ranks", "rank", "most", "vocab"])
+def combine_shards(
+    gathered,  # [ranks, stride] float32: of each rank HEADER numbers, of which the first int32 are its shard's first
+    # entry and how many it has; from there on its lse of each token, and from the middle of the rest on what its shard
+    # gives the target's log-probability
+    position,  # [T] int32: -1 for ignored ones
+    ids,  # [T] int64, as the whole vocabulary numbers them
+    known,  # TokenSoftmax out: lse and log_prob
+    share,  # [T] float32 out: what this rank's shard has of the softmax
+    stride,
+    T,
+    ranks,
+    rank,
+    most,  # entries of each shard but the last ones
+    vocab,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The softmax over all shards; NaN where these aren't what each rank takes them for."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    counts = (t < T) & (tl.load(position + t, mask=t < T, other=-1) >= 0)
+    y = tl.load(ids + t, mask=counts, other=0)
+    half = (stride - HEADER) // 2
+    wrong = (y < 0) | (y >= vocab)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    lead = tl.zeros((BLOCK,), tl.int32)
+    for r in range(ranks):
+        row = gathered + tl.cast(r, tl.int64) * stride
+        start = tl.load(row).to(tl.int32, bitcast=True)
+        rows = tl.load(row + 1).to(tl.int32, bitcast=True)
+        wrong |= (start != r * most) | (rows != tl.minimum(most, vocab - r * most))
+        x = tl.load(row + HEADER + t, mask=counts, other=0.0)
+        lead = tl.where(x > top, r, lead)
+        top = tl.maximum(top, x, propagate_nan=tl.PropagateNan.ALL)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    others = tl.zeros((BLOCK,), tl.float32)
+    own = tl.zeros((BLOCK,), tl.float32)
+    of_target = tl.zeros((BLOCK,), tl.float32)
+    for r in range(ranks):
+        at = gathered + tl.cast(r, tl.int64) * stride + HEADER + t
+        x = tl.load(at, mask=counts, other=0.0)
+        below = x - base
+        others += tl.where(lead == r, 0.0, tl.exp2(below * LOG2E))
+        own = tl.where(r == rank, below, own)
+        log_prob = tl.load(at + half, mask=counts, other=0.0)
+        # Where all of a shard is out of the vocabulary, what it says of itself is NaN.
+        of_target = tl.where(y // most == r, tl.where(x == float("-inf"), x, log_prob + below), of_target)
+    # log1p: where one shard has nearly all, the others' part keeps its digits.
+    log_total = log1p(others)
+    nan = float("nan")
+    tl.store(known.lse + t, tl.where(wrong, nan, top + log_total), mask=counts)
+    tl.store(known.log_prob + t, tl.where(wrong, nan, of_target - log_total), mask=counts)
+    tl.store(share + t, tl.where(wrong, nan, tl.exp2((own - log_total) * LOG2E)), mask=counts)
 
 
 @triton.jit(do_not_specialize=["N", "sorts"])

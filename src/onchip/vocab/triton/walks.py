@@ -12,7 +12,7 @@ multiplies and rounds them.
 Nothing here waits for the device: how many tokens are not ignored is known to the kernels alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,12 +26,14 @@ from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import gradients, launches, setup, softmax, vectors
 from onchip.vocab.triton import sums as sum_kernels
+from onchip.vocab.triton.exchange import HiddenSum, ShardExchange
 from onchip.vocab.triton.memory import PAIRS, TritonPlan, rounds_in_forward
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.records import (
     BLOCK,
     TOKEN_TILE,
     VOCAB_TILE,
+    ChunkSums,
     End,
     LogitBuffer,
     Partials,
@@ -43,7 +45,7 @@ from onchip.vocab.triton.records import (
 )
 from onchip.vocab.triton.setup import Gradients, Sums, TritonSaved
 from onchip.vocab.triton.tiling import VECTOR, chunk_hidden
-from onchip.vocab.triton.token_launches import compact, keep_hidden, scale_hidden
+from onchip.vocab.triton.token_launches import compact, keep_hidden, scale_hidden, shard_rows
 
 # Labels that are sorted by one kernel: on an H100 8192 took 0.04 ms, 16384 0.10 and 32768 0.37, where PyTorch takes
 # 0.05 and the host 0.16 more.
@@ -95,11 +97,13 @@ def forward(
     token_weight: Tensor | None = None,  # [T] float32
     divisor: Callable[[], Tensor | None] = lambda: None,  # of the loss: [] float32, once it is known which tokens count
     losses: bool = False,  # whether they are made; with the entropy, what is correct as well
+    exchange: ShardExchange | None = None,  # with the ranks that have the rest of the vocabulary
 ) -> TokenSoftmax:
     """The log-probabilities of each token's ids, lse, and what is asked for; with the entropy top1 as well.
 
     Where gradients are wanted, `saved` is filled in for backward.  Where the plan is to compute the weight's here, it
-    is that of the sum of the losses with this `token_weight`, or, where `rounds_in_forward`, of the loss.
+    is that of the sum of the losses with this `token_weight`, or, where `rounds_in_forward`, of the loss.  With an
+    `exchange` hidden's is that of the loss, rounded, and begins to be added up over the ranks.
     """
     ids = _ids(call)
     (tokens, k), device = ids.shape, ids.device
@@ -112,9 +116,9 @@ def forward(
         """0 for ignored tokens; apart, since an operator's outputs must not share memory."""
         return stated.zeros(tokens, torch.float32, device)
 
-    leading = zeros()
+    lse, leading = (zeros(), zeros()) if exchange is None else (exchange.lse, exchange.log_prob)
     made = TokenSoftmax(
-        zeros(),
+        lse,
         leading[:, None] if k == 1 else empty(k),
         zeros() if asked.entropy else None,
         leading,
@@ -127,6 +131,8 @@ def forward(
         stated.zeros(tokens, torch.bool, device) if losses and asked.entropy else None,
     )
     stated.zero(run.vectors.packed)
+    if exchange is not None and call.grads[0]:
+        stated.zero(saved.hidden_memory)  # of tokens that are ignored
     if tokens == 0:
         return made
     temperature = call.token_temperature
@@ -141,10 +147,20 @@ def forward(
     if len(sizes) > 1 or config.in_forward:
         numbers = stated.empty((len(sizes) + 1, VECTOR), torch.int32, device)
     compact(run.vectors, target, ignored, numbers, sizes).run()
-    upstream = factor = by = None
     rounds = config.in_forward and rounds_in_forward(call.problem("cuda"))
-    if config.in_forward and call.grads[1]:
-        by = divisor()
+    by = divisor() if config.in_forward and (call.grads[1] or exchange is not None) else None
+    found: tuple[OutputGradients, Tensor] | None = None
+
+    def told() -> tuple[TokenSoftmax, OutputGradients, Tensor]:
+        """The softmax of the tokens so far, and the gradients by that of the sum of the losses."""
+        nonlocal found
+        known = made if exchange is None else exchange.combine(run)
+        if found is None or run.loss_terms.of_lse:  # that of z-loss follows from lse
+            # What the last chunk rounds is divided by what the loss is.
+            by_mean = run.options.reduction == "mean"
+            found = loss_gradients(run, known, None, by, token_weight, by_mean=by_mean)
+        return known, *found
+
     for i, (last, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
         first = last - size
         if memory is None or (i == 1 and config.first_chunk):
@@ -166,6 +182,8 @@ def forward(
             BLOCK_T=16,
             BLOCK=256,
         ).run()
+        if exchange is not None:
+            exchange.begin()
         if memory.kept is not None:
             part.launch(
                 softmax.rebase_exponentials,
@@ -181,13 +199,23 @@ def forward(
                 label = picked.label[first:last]
                 launches.write(part, memory.kept, label, None, (0, memory.kept.kept), 0, run.vocab_tiles).run()
             if memory.chunk is not None:
-                if call.grads[1] and (upstream is None or run.loss_terms.of_lse):  # that of z-loss follows from lse
-                    # Of the sum of the losses; what the last chunk rounds is divided by what the loss is.
-                    by_mean = run.options.reduction == "mean"
-                    upstream, factor = loss_gradients(run, made, None, by, token_weight, by_mean=by_mean)
                 assert numbers is not None
-                end = End(factor, numbers[i + 1, :1]) if rounds else None
-                _chunk_gradients(part, call, memory.chunk, made, upstream, end, add=first > 0)
+                chunk = memory.chunk
+                if exchange is not None:
+                    known, terms, factor = _chunk_of_shard(part, call, chunk, told, exchange, saved.hidden_memory)
+                    if call.grads[0] and last == tokens:
+                        exchange.sum.begin(saved.hidden_memory)
+                else:
+                    upstream = None
+                    if call.grads[1]:
+                        known, upstream, factor = told()
+                    for summed in _hidden_sums(part, call, chunk):
+                        keep_hidden(part, call, summed, chunk.left.hidden).run()
+                    if upstream is not None:
+                        terms = position_terms(part, ids, ignore_index, known, upstream, part.tokens)
+                if call.grads[1]:
+                    end = End(factor, numbers[i + 1, :1]) if rounds else None
+                    _chunk_weight(part, chunk, terms, end, add=first > 0)
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -203,45 +231,60 @@ def forward(
     return made
 
 
-def _chunk_gradients(
+def _hidden_sums(part: Run, call: LinearCall, chunk: setup.TokenChunk) -> Iterator[ChunkSums]:
+    """Hidden's gradient of a chunk's tokens, up to factors, of its exponentials, some positions at a time."""
+    if not call.grads[0]:
+        return
+    memory = chunk.work[: len(chunk.work) // (4 * part.hidden) * 4 * part.hidden].view(torch.float32)
+    memory, normalizer = memory.view(-1, part.hidden), chunk.normalizer[: part.tokens]
+    for first, number in chunks(0, part.tokens, chunk.hidden_step):
+        apart, slices = chunk_hidden(number, part.hidden, len(memory))
+        sums, positions = stated.zero(memory[: slices * number]), (first, first + number)
+        launches.hidden_product(
+            part, chunk.buffer, normalizer, sums, False, 0, part.vocab_tiles, apart=apart, slices=slices,
+            positions=positions,
+        ).run()  # fmt: skip
+        yield ChunkSums(sums, first, number, slices)
+
+
+def _chunk_of_shard(
     part: Run,
     call: LinearCall,
     chunk: setup.TokenChunk,
-    known: TokenSoftmax,
-    upstream: OutputGradients | None,  # for the weight's
-    end: End | None,
-    *,
-    add: bool,
-) -> None:
-    """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
-    previous chunks'.
-    """
-    buffer, tiles = chunk.buffer, part.vocab_tiles
-    normalizer = chunk.normalizer[: part.tokens]
-    if call.grads[0]:
-        sums = chunk.work[: len(chunk.work) // (4 * part.hidden) * 4 * part.hidden].view(torch.float32)
-        sums = sums.view(-1, part.hidden)
-        for first, number in chunks(0, part.tokens, chunk.hidden_step):
-            apart, slices = chunk_hidden(number, part.hidden, len(sums))
-            mine, positions = stated.zero(sums[: slices * number]), (first, first + number)
-            launches.hidden_product(
-                part, buffer, normalizer, mine, False, 0, tiles, apart=apart, slices=slices, positions=positions
-            ).run()
-            keep_hidden(part, call, mine, first, number, slices, chunk.left.hidden).run()
-    if upstream is not None:
-        terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
-        even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
-        part.launch(
-            gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
-            product_scale=terms.product_scale, BLOCK=BLOCK,
-            swap=int(launches.swaps_columns(part)),
-        ).run()  # fmt: skip
-        rows, inverse = chunk.rows[: part.tokens], terms.inverse_grad_scale
-        into = chunk.left.weight
-        product = launches.add_weight(part, buffer, rows, into, inverse, even_sum, 0, tiles, add=add, end=end)
-        product = product.fixed()
-        for start, number in chunks(0, tiles, chunk.weight_tiles):
-            product.again(first_tile=start, chunk_tiles=number).run()
+    told: Callable[[], tuple[TokenSoftmax, OutputGradients, Tensor]],
+    exchange: ShardExchange,
+    out: Tensor,
+) -> tuple[TokenSoftmax, PositionTerms, Tensor]:
+    """Make this shard's part of hidden's gradient, in `out`.  What is `told` is asked for after the first product, under
+    which ranks exchange it."""
+
+    def know() -> tuple[TokenSoftmax, PositionTerms, Tensor]:
+        known, upstream, factor = told()
+        ignored = call.options.ignore_index
+        return known, position_terms(part, _ids(call), ignored, known, upstream, part.tokens), factor
+
+    found = None
+    for sums in _hidden_sums(part, call, chunk):
+        found = known, terms, factor = found or know()
+        weight_sum = None if terms.even is None else exchange.weight_sum(part)
+        shard_rows(part, call.weight, sums, terms, exchange.share, weight_sum, factor, out).run()
+    return found or know()
+
+
+def _chunk_weight(part: Run, chunk: setup.TokenChunk, terms: PositionTerms, end: End | None, *, add: bool) -> None:
+    """Make the weight's gradient of a chunk's exponentials, and use these up; it is added to the previous chunks'."""
+    rows, tiles = chunk.rows[: part.tokens], part.vocab_tiles
+    even_sum = None if terms.even is None else launches.column_sums(part, rows, terms.even)
+    part.launch(
+        gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
+        product_scale=terms.product_scale, BLOCK=BLOCK,
+        swap=int(launches.swaps_columns(part)),
+    ).run()  # fmt: skip
+    inverse, into = terms.inverse_grad_scale, chunk.left.weight
+    product = launches.add_weight(part, chunk.buffer, rows, into, inverse, even_sum, 0, tiles, add=add, end=end)
+    product = product.fixed()
+    for start, number in chunks(0, tiles, chunk.weight_tiles):
+        product.again(first_tile=start, chunk_tiles=number).run()
 
 
 def _ids(call: LinearCall) -> Tensor:
@@ -313,7 +356,7 @@ def backward(
     *,
     add_to: Tensor | None = None,
     factor: Tensor | None = None,  # [] float32
-    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
+    hidden_sum: HiddenSum | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Turn `saved` into the gradients of hidden and weight, and return those that are in none of its memory: the
     bias's, and the weight's where nothing was kept in it, unless that is added to `add_to`, [V, H] float32.  `factor`
@@ -321,14 +364,13 @@ def backward(
 
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
 
-    Where other ranks have other parts of the vocabulary, hidden's is returned too, in float32: `start_sum` begins to
-    add up those of all ranks as soon as it is there, under the weight's products, and what it returns waits.
+    Where other ranks have other parts of the vocabulary, hidden's is returned too: a `hidden_sum` begins to add up
+    those of all ranks as soon as it is there, under the weight's products.
     """
     tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
-    if start_sum is not None and grads.hidden is not None:
+    if hidden_sum is not None and grads.hidden is not None:
         # Not in the memory of hidden's rows, which the weight's products read.
-        grads = grads._replace(hidden=stated.zero(stated.empty_like(grads.hidden, torch.float32)))
-    summed: Callable[[], Tensor] | None = None
+        grads = grads._replace(hidden=stated.empty_like(grads.hidden))
     if tokens > 0:
         ids = _ids(call)
         held = tokens if config.in_forward else config.kept
@@ -346,8 +388,8 @@ def backward(
         products.take_kept(scale=terms.entropy_scale is None)
         first = next(chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE))
         recomputed = launches.gradient(run, products.rows, terms, buffer, *first).fixed() if kept < tokens else None
-        if recomputed is None and start_sum is not None:
-            summed = _finish_and_sum(products, terms, start_sum, call)
+        if recomputed is None and hidden_sum is not None:
+            _finish_and_sum(products, terms, hidden_sum, call)
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             if recomputed is not None:
                 recomputed.again(first_tile=chunk[0], chunk_tiles=chunk[1]).run()
@@ -356,27 +398,26 @@ def backward(
                     entry = terms.entry if kept == 0 else None  # where some are added to the results, all are
                     launches.write(run, buffer, label, entry, (kept, tokens), *chunk).run()
             products.take_hidden(*chunk)
-            if recomputed is not None and start_sum is not None and sum(chunk) == run.vocab_tiles:
-                summed = _finish_and_sum(products, terms, start_sum, call)
+            if recomputed is not None and hidden_sum is not None and sum(chunk) == run.vocab_tiles:
+                _finish_and_sum(products, terms, hidden_sum, call)
             products.take_chunk(*chunk)
         if kept > 0 and (wanted[1] or wanted[2]):
             _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
-        if start_sum is None:
+        if hidden_sum is None:
             products.finish(terms)
     _, weight, bias = grads.made(call.dtypes[2])
-    if start_sum is None or grads.hidden is None:
+    if hidden_sum is None or grads.hidden is None:
         return None, weight, bias
-    return grads.hidden.view(call.hidden.shape) if summed is None else summed(), weight, bias
+    if tokens == 0:
+        hidden_sum.begin(grads.hidden.view(call.hidden.shape))
+    return hidden_sum.wait(), weight, bias
 
 
-def _finish_and_sum(
-    products: Products, terms: PositionTerms, start_sum: Callable[[Tensor], Callable[[], Tensor]], call: LinearCall
-) -> Callable[[], Tensor] | None:
+def _finish_and_sum(products: Products, terms: PositionTerms, hidden_sum: HiddenSum, call: LinearCall) -> None:
     """Make hidden's gradient, and begin to add up that of all ranks."""
-    if products.grads.hidden is None:
-        return None
-    products.finish(terms)
-    return start_sum(products.grads.hidden.view(call.hidden.shape))
+    if products.grads.hidden is not None:
+        products.finish(terms)
+        hidden_sum.begin(products.grads.hidden.view(call.hidden.shape))
 
 
 def _scale_sums(

@@ -1,0 +1,117 @@
+"""What ranks that share a vocabulary exchange while forward walks over chunks of tokens.
+
+Forward keeps a chunk's exponentials relative to a shift that this rank chose, so hidden's gradient is right but for a
+factor of each token, this shard's share of its softmax, exp(lse_r - lse).  One all-gather of each token's lse_r and of
+its target's log-probability tells every rank the whole softmax; it runs under the chunk's first product, and before
+the weight's, whose rows have that factor.  So no logits are computed twice, and none are kept until backward.
+
+Every rank must come to each exchange: they all make the same plan (`Shards.most`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.core.sizes import up
+from onchip.frontend import torch_prepared as stated
+from onchip.frontend.torch_parallel import Shards
+from onchip.vocab import parallel
+from onchip.vocab.triton import launches, vectors
+from onchip.vocab.triton.records import Run, TokenSoftmax
+from onchip.vocab.triton.tiling import VECTOR
+
+# Numbers of a rank in front of its tokens': where its shard begins, and how many rows it has.
+HEADER = VECTOR
+
+
+class _Collective:
+    """One that was begun.  It holds no tensor: a prepared call begins it again with others."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._work: Any = None
+
+    def gather(self, mine: Tensor, out: Tensor) -> None:
+        self._work = parallel.begin_gather(self._shards, mine, out)
+
+    def sum(self, gradient: Tensor) -> Tensor:
+        out, self._work = parallel.begin_sum(self._shards, gradient)
+        return out
+
+    def wait(self, *_: Tensor) -> None:
+        """Until it is done; given what it reads and writes, which lives until then."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+class HiddenSum:
+    """The sum over ranks of hidden's gradient, of all tokens, in its own dtype and, if they are replicated, in its own
+    memory: begun while other work goes on."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._collective = _Collective(shards)
+
+    def begin(self, gradient: Tensor) -> None:
+        self._given, self._out = gradient, stated.call(self._collective.sum, gradient)
+
+    def wait(self) -> Tensor:
+        """That of this rank's tokens."""
+        stated.call(self._collective.wait, self._given, self._out)
+        return self._out
+
+
+class ShardExchange:
+    """Of the tokens with these ids, [T] int64, as the whole vocabulary numbers them."""
+
+    def __init__(self, shards: Shards, ids: Tensor) -> None:
+        self._shards, self._ids, self._collective = shards, ids, _Collective(shards)
+        tokens, device = len(ids), ids.device
+        self._stride = HEADER + 2 * up(tokens, VECTOR)
+        self._mine = stated.zeros(self._stride, torch.float32, device)
+        place = self._mine[:2].view(torch.int32)
+        for i, x in enumerate((shards.start, shards.rows)):
+            stated.call(Tensor.fill_, place[i : i + 1], x)
+        self._all = stated.empty((shards.ranks, self._stride), torch.float32, device)
+        self.lse, self.log_prob = (self._mine[HEADER + i * up(tokens, VECTOR) :][:tokens] for i in (0, 1))
+        """This shard's, [T], which forward fills in."""
+        whole = [stated.zeros(tokens, torch.float32, device) for _ in range(3)]
+        self.known = TokenSoftmax(whole[0], whole[1][:, None])
+        """The whole softmax, of the tokens of the chunks that there were."""
+        self.share = whole[2]
+        """[T] float32: of the whole softmax, this shard's."""
+        self.sum = HiddenSum(shards)
+        self._weight_sum: Tensor | None = None
+
+    def begin(self) -> None:
+        """Send what is known of this shard, when a chunk's softmax is made."""
+        stated.call(self._collective.gather, self._mine, self._all)
+
+    def combine(self, run: Run) -> TokenSoftmax:
+        """What all shards make, once it has come."""
+        stated.call(self._collective.wait, self._mine, self._all)
+        shards, tokens = self._shards, len(self._ids)
+        run.launch(
+            vectors.combine_shards,
+            (-(-tokens // 256),),
+            gathered=self._all,
+            stride=self._stride,
+            ids=self._ids,
+            known=self.known,
+            share=self.share,
+            T=tokens,
+            ranks=shards.ranks,
+            rank=shards.start // shards.most,
+            most=shards.most,
+            vocab=shards.vocab,
+            HEADER=HEADER,
+            BLOCK=256,
+        ).run()
+        return self.known
+
+    def weight_sum(self, run: Run) -> Tensor:
+        """[H] float32: the sum of this shard's rows of the weight."""
+        if self._weight_sum is None:
+            self._weight_sum = launches.column_sums(run, run.weight)
+        return self._weight_sum
