@@ -200,18 +200,20 @@ def _forward_of_shards(call: LinearCrossEntropyCall) -> LinearCrossEntropyTriton
         call.tokens(check_values=options.check_inputs)
     asked, given = asked_by(options, call.class_weight), _as_kernels_take_it(call)
     weight = setup.flat(call.token_weight) if call.kind == "ids" else None
-    known, whole, saved = shards.walk(given, asked, weight, lambda number: _divisor(call, number), **_known(call))
-    if whole is not None and not asked.entropy and not asked.mean_logits:
-        made = LOSS.stated(call, _outputs, whole.lse, whole.log_prob)
+    plain = call.kind == "ids" and call.class_weight is None and not (asked.entropy or asked.mean_logits)
+    plain = plain and call.shards.most > 0
+    known, whole, number, saved = shards.walk(
+        given, asked, weight, lambda number: _divisor(call, number), exchanges=plain, **_known(call)
+    )
+    if plain and whole is not None:
+        assert whole.loss is not None
+        loss = whole.loss.view(call.leading)
+        if options.reduction != "none":
+            loss = reduce_losses(whole.loss, number, _divisor(call, number), mean=options.reduction == "mean")
+        out = LossOutputs(loss, whole.lse.view(call.leading), whole.log_prob.view(call.ids.shape))
     else:
-        made = LOSS.stated(call, _outputs_of_shards, *known)
-    return LinearCrossEntropyTritonOutputs(LossOutputs(*made), saved)
-
-
-def _outputs(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:
-    """Of the lse and log-probabilities of the whole vocabulary."""
-    stats = TokenStats(*tensors, *[None] * 6)  # nothing asks for the argmax
-    return [*LossOutputs.of(call, stats, call.tokens(check_values=False))]
+        out = LossOutputs(*LOSS.stated(call, _outputs_of_shards, *known))
+    return LinearCrossEntropyTritonOutputs(out, saved)
 
 
 def _outputs_of_shards(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:

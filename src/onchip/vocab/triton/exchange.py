@@ -63,26 +63,28 @@ class HiddenSum:
 
 
 class ShardExchange:
-    """Of the tokens with these ids, [T] int64, as the whole vocabulary numbers them."""
+    """Of the tokens with these ids, [T] int64, as the whole vocabulary numbers them, and weights [T] float32."""
 
-    def __init__(self, shards: Shards, ids: Tensor) -> None:
-        self._shards, self._ids, self._collective = shards, ids, _Collective(shards)
+    def __init__(self, shards: Shards, ids: Tensor, token_weight: Tensor | None) -> None:
+        self._shards, self._ids, self._token_weight = shards, ids, token_weight
+        self._collective = _Collective(shards)
         tokens, device = len(ids), ids.device
-        self._stride = HEADER + 2 * up(tokens, VECTOR)
-        self._mine = stated.zeros(self._stride, torch.float32, device)
-        place = self._mine[:2].view(torch.int32)
-        for i, x in enumerate((shards.start, shards.rows)):
-            stated.call(Tensor.fill_, place[i : i + 1], x)
-        self._all = stated.empty((shards.ranks, self._stride), torch.float32, device)
-        self.lse, self.log_prob = (self._mine[HEADER + i * up(tokens, VECTOR) :][:tokens] for i in (0, 1))
+        each = up(tokens, VECTOR)
+        self._mine = stated.empty(HEADER + 2 * each, torch.float32, device)
+        self._all = stated.empty((shards.ranks, HEADER + 2 * each), torch.float32, device)
+        self.lse, self.log_prob = (self._mine[HEADER + i * each :][:tokens] for i in (0, 1))
         """This shard's, [T], which forward fills in."""
-        whole = [stated.zeros(tokens, torch.float32, device) for _ in range(3)]
-        self.known = TokenSoftmax(whole[0], whole[1][:, None])
-        """The whole softmax, of the tokens of the chunks that there were."""
-        self.share = whole[2]
-        """[T] float32: of the whole softmax, this shard's."""
+        lse, log_prob, loss, self.share = (stated.empty(tokens, torch.float32, device) for _ in range(4))
+        self.known = TokenSoftmax(lse, log_prob[:, None], loss=loss)
+        """The whole softmax, of the tokens of the chunks that there were; its loss is right without smoothing."""
+        # share: [T] float32: of the whole softmax, this shard's
         self.sum = HiddenSum(shards)
         self._weight_sum: Tensor | None = None
+
+    @property
+    def header(self) -> Tensor:
+        """[2] int32: where this shard begins, and how many rows it has; to be filled in first."""
+        return self._mine[:2].view(torch.int32)
 
     def begin(self) -> None:
         """Send what is known of this shard, when a chunk's softmax is made."""
@@ -92,22 +94,24 @@ class ShardExchange:
         """What all shards make, once it has come."""
         stated.call(self._collective.wait, self._mine, self._all)
         shards, tokens = self._shards, len(self._ids)
-        run.launch(
-            vectors.combine_shards,
-            (-(-tokens // 256),),
-            gathered=self._all,
-            stride=self._stride,
-            ids=self._ids,
-            known=self.known,
-            share=self.share,
-            T=tokens,
-            ranks=shards.ranks,
-            rank=shards.start // shards.most,
-            most=shards.most,
-            vocab=shards.vocab,
-            HEADER=HEADER,
-            BLOCK=256,
-        ).run()
+        if tokens > 0:
+            run.launch(
+                vectors.combine_shards,
+                (-(-tokens // 256),),
+                gathered=self._all,
+                stride=self._all.shape[1],
+                ids=self._ids,
+                token_weight=self._token_weight,
+                known=self.known,
+                share=self.share,
+                T=tokens,
+                ranks=shards.ranks,
+                rank=shards.start // shards.most,
+                most=shards.most,
+                vocab=shards.vocab,
+                HEADER=HEADER,
+                BLOCK=256,
+            ).run()
         return self.known
 
     def weight_sum(self, run: Run) -> Tensor:

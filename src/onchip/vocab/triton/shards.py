@@ -26,9 +26,12 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton.records import TokenSoftmax
 
 
-def of_shard(call: Any) -> Any:
-    """The call of this rank's shard, with ids as it numbers them."""
-    here = stated.call(parallel.ids_for_kernels, call.ids, call.shards, call.options.ignore_index)
+def of_shard(call: Any, header: Tensor | None = None) -> Any:
+    """The call of this rank's shard, with ids as it numbers them; `header`: that of an exchange, to be filled in."""
+    from onchip.vocab.triton.token_launches import number_ids
+
+    flat = stated.converted(call.ids, lambda ids: ids.reshape(-1).contiguous())
+    here = number_ids(flat, call.shards, call.options.ignore_index, header).view(call.ids.shape)
     return replace(parallel.local(call), ids=here, options=replace(call.options, ignore_index=parallel.IGNORED))
 
 
@@ -52,29 +55,32 @@ class Walked(NamedTuple):
     """What forward made of a shard."""
 
     known: TokenStats  # of the shard
-    whole: "TokenSoftmax | None"  # lse and log_prob of the whole vocabulary, where ranks exchanged them on the way
+    whole: "TokenSoftmax | None"  # lse, log_prob and loss of the whole vocabulary, where ranks exchanged them
+    number: Tensor  # [1] int32: how many tokens count
     saved: TritonSaved
 
 
 def walk(
     call: Any,
     asked: Asked,
-    token_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,  # [T] float32
     divisor: Callable[[Tensor], Tensor | None] | None = None,  # of the loss, given how many tokens count
+    *,
+    exchanges: bool = False,  # also where gradients don't need it
     **more: Any,  # fields of the problem
 ) -> Walked:
     """The shard's statistics, and what backward needs."""
     from onchip.vocab.triton import walks
     from onchip.vocab.triton.exchange import ShardExchange
 
-    shards, mine = call.shards, of_shard(call)
-    config = setup.plan(mine, **more)
+    shards, config, exchange = call.shards, plan(call, **more), None
+    if config.in_forward or exchanges:
+        ids = stated.converted(call.ids, lambda ids: ids.reshape(-1).to(torch.int64).contiguous())
+        exchange = ShardExchange(shards, ids, token_weight)
+    mine = of_shard(call, None if exchange is None else exchange.header)
     saved = setup.make_saved(mine, config)
     run = _run(mine, saved, asked.class_weight)
-    exchange = None
-    if config.in_forward:
-        assert divisor is not None
-        exchange = ShardExchange(shards, stated.converted(call.ids, lambda ids: ids.reshape(-1).to(torch.int64)))
+    number = run.vectors.number
     # The argmax is followed with the entropy.
     followed = asked._replace(entropy=asked.entropy or asked.top, class_weight=None)
     made = walks.forward(
@@ -84,10 +90,12 @@ def walk(
         saved,
         asked=followed,
         token_weight=token_weight,
-        divisor=lambda: None if divisor is None else divisor(run.vectors.number),
+        divisor=lambda: None if divisor is None else divisor(number),
         exchange=exchange,
     )
-    if exchange is not None and call.grads[0]:
+    if exchange is not None and not config.in_forward:
+        exchange.combine(run)
+    elif exchange is not None and call.grads[0] and run.tokens > 0:
         saved = saved._replace(hidden_memory=exchange.sum.wait())
     uniform = made.uniform_loss
     if uniform is None and made.mean_logits is not None:
@@ -104,7 +112,7 @@ def walk(
         made.log_sum_sq,
         made.top,
     )
-    return Walked(known, None if exchange is None else exchange.known, saved)
+    return Walked(known, None if exchange is None else exchange.known, number, saved)
 
 
 def combined(op: str, call: Any, known: TokenStats, tokens: Ids, asked: Asked) -> TokenStats:

@@ -6,23 +6,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend import torch_prepared as stated
+from onchip.frontend.torch_parallel import Shards
 from onchip.kernels.triton.launch import Launch
+from onchip.vocab import parallel
 from onchip.vocab.torch.call import Layer
-from onchip.vocab.triton import softmax
+from onchip.vocab.triton import softmax, vectors
 from onchip.vocab.triton import sums as sum_kernels
 from onchip.vocab.triton.records import BLOCK, ChunkSums, PositionTerms, Run, Sum, Vectors
 
 
 def compact(
-    vectors: Vectors, target: Tensor, ignore_index: int, numbers: Tensor | None = None, sizes: Sequence[int] = (0,)
+    found: Vectors, target: Tensor, ignore_index: int, numbers: Tensor | None = None, sizes: Sequence[int] = (0,)
 ) -> Launch:
     """Number the tokens that are not ignored, in all and, with `numbers`, in chunks of these sizes, and one of none.
     From the second chunk on they are even.
     """
     arguments = {
         "target": target,
-        "vectors": vectors,
-        "numbers": vectors.number if numbers is None else numbers,
+        "vectors": found,
+        "numbers": found.number if numbers is None else numbers,
         "T": len(target),
         "ignore_index": ignore_index,
         "first_size": sizes[0],
@@ -31,6 +34,28 @@ def compact(
         "BLOCK": 4096,
     }
     return Launch(softmax.compact_tokens, (1,), arguments, warps=8)
+
+
+def number_ids(ids: Tensor, shards: Shards, ignore_index: int, header: Tensor | None) -> Tensor:
+    """[N] int64: ids as a shard numbers them: `vocab.parallel` has the numbers in place of others."""
+    out = stated.empty(ids.shape, torch.int64, ids.device)
+    arguments = {
+        "ids": ids,
+        "out": out,
+        "header": header,
+        "start": shards.start,
+        "rows": shards.rows,
+        "vocab": shards.vocab,
+        "ignore_index": ignore_index,
+        "N": len(ids),
+        "ELSEWHERE": parallel.ELSEWHERE,
+        "IGNORED": parallel.IGNORED,
+        "BAD": parallel.BAD,
+        "BLOCK": BLOCK,
+    }
+    if len(ids) > 0:
+        Launch(vectors.number_ids, (-(-len(ids) // BLOCK),), arguments).run()
+    return out
 
 
 def keep_hidden(run: Run, layer: Layer, made: ChunkSums, into: Sum) -> Launch:

@@ -6,7 +6,7 @@ None as an argument: it is not wanted.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, log1p, slope_of_lse
+from onchip.kernels.triton.maths import LOG2E, log1p, loss_of_lse, loss_of_target, slope_of_lse
 from onchip.vocab.rows.triton import divided
 from onchip.vocab.triton.blocks import NO_LABEL
 
@@ -65,8 +65,10 @@ def combine_shards(
     # gives the target's log-probability
     position,  # [T] int32: -1 for ignored ones
     ids,  # [T] int64, as the whole vocabulary numbers them
-    known,  # TokenSoftmax out: lse and log_prob
+    token_weight,  # [T] float32: of the losses
+    known,  # TokenSoftmax out: lse, log_prob and the weighted loss, 0 for ignored tokens
     share,  # [T] float32 out: what this rank's shard has of the softmax
+    loss_terms,  # LossTerms
     stride,
     T,
     ranks,
@@ -107,10 +109,42 @@ def combine_shards(
         of_target = tl.where(y // most == r, tl.where(x == float("-inf"), x, log_prob + below), of_target)
     # log1p: where one shard has nearly all, the others' part keeps its digits.
     log_total = log1p(others)
+    lse, of_target = top + log_total, of_target - log_total
+    loss = loss_of_target(loss_terms, of_target) + loss_of_lse(loss_terms, lse)
+    if token_weight is not None:
+        loss *= tl.load(token_weight + t, mask=counts, other=0.0)
     nan = float("nan")
-    tl.store(known.lse + t, tl.where(wrong, nan, top + log_total), mask=counts)
-    tl.store(known.log_prob + t, tl.where(wrong, nan, of_target - log_total), mask=counts)
+    tl.store(known.lse + t, tl.where(counts, tl.where(wrong, nan, lse), 0.0), mask=t < T)
+    tl.store(known.log_prob + t, tl.where(counts, tl.where(wrong, nan, of_target), 0.0), mask=t < T)
+    tl.store(known.loss + t, tl.where(counts, tl.where(wrong, nan, loss), 0.0), mask=t < T)
     tl.store(share + t, tl.where(wrong, nan, tl.exp2((own - log_total) * LOG2E)), mask=counts)
+
+
+@triton.jit(do_not_specialize=["N", "start", "rows", "vocab", "ignore_index"])
+def number_ids(
+    ids,  # [N], as the whole vocabulary numbers them
+    out,  # [N] int64 out, as the shard does
+    header,  # [2] int32 out: where the shard begins, and how many entries it has; None: not wanted
+    start,
+    rows,
+    vocab,
+    ignore_index,
+    N,
+    ELSEWHERE: tl.constexpr,  # in place of an id that another shard has, one that is ignored, and one out of range
+    IGNORED: tl.constexpr,
+    BAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Number ids as a shard of the vocabulary does."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(ids + i, mask=i < N, other=0).to(tl.int64)
+    here = tl.where((y >= start) & (y < start + rows), y - start, ELSEWHERE)
+    here = tl.where((y < 0) | (y >= vocab), BAD, here)
+    tl.store(out + i, tl.where(y == ignore_index, IGNORED, here), mask=i < N)
+    if header is not None:
+        first = tl.program_id(0) == 0
+        tl.store(header, start, mask=first)
+        tl.store(header + 1, rows, mask=first)
 
 
 @triton.jit(do_not_specialize=["N", "sorts"])

@@ -255,8 +255,8 @@ def _chunk_of_shard(
     exchange: ShardExchange,
     out: Tensor,
 ) -> tuple[TokenSoftmax, PositionTerms, Tensor]:
-    """Make this shard's part of hidden's gradient, in `out`.  What is `told` is asked for after the first product, under
-    which ranks exchange it."""
+    """Make this shard's part of hidden's gradient, in `out`.  What is `told` is asked for after the first product,
+    under which ranks exchange it."""
 
     def know() -> tuple[TokenSoftmax, PositionTerms, Tensor]:
         known, upstream, factor = told()
@@ -265,7 +265,8 @@ def _chunk_of_shard(
 
     found = None
     for sums in _hidden_sums(part, call, chunk):
-        found = known, terms, factor = found or know()
+        found = found or know()
+        _, terms, factor = found
         weight_sum = None if terms.even is None else exchange.weight_sum(part)
         shard_rows(part, call.weight, sums, terms, exchange.share, weight_sum, factor, out).run()
     return found or know()
