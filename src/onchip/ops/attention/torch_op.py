@@ -156,7 +156,7 @@ def attention(
     if check_inputs or q.device.type == "cpu":
         check_mask_values(mask)
     grads = needed(q, k, v, sinks)
-    if chosen == "torch":
+    if chosen == "plain":
         rows_of_block(p, dtype.itemsize, options.scratch_bytes, backward=any(grads), softcap=softcap is not None)
     whole = [x if x.ndim == 4 else x[None] for x in (q, k, v)]
     if chosen == "triton":
@@ -244,4 +244,4 @@ def refusals(
 ) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
     triton = kernels.refusal(device, dtype, p, options, scale, blocked=blocked, sinks=sinks)
-    return {"triton": triton, "torch": torch_refusal(device)}
+    return {"triton": triton, "plain": torch_refusal(device)}
