@@ -1,40 +1,40 @@
 """Cases that attention's kernels are held to, beside those that every backend is."""
 
-from onchip.ops.attention.cases import CHECK_CASES, KINDS, Case
+from onchip.ops.attention.cases import CHECK_CASES, KINDS, AttentionCase
 
 # The kernels' tiles have 128 tokens.
 KERNEL_CASES = (
     *(x for x in CHECK_CASES if x.mask != "blocked" and x.size % 8 == x.value_size % 8 == 0 < x.queries * x.keys),
     *(
-        Case(f"{name}, several tiles", name, queries=700, keys=700, heads=2, key_heads=1, size=64, value_size=64)
+        AttentionCase(f"{name}, several tiles", name, queries=700, keys=700, heads=2, key_heads=1, size=64, value_size=64)
         for name in KINDS
         if name != "blocked"
     ),
     *(
-        Case(f"{q} and {k} tokens, {mask}", mask, batch=2, queries=q, keys=k, heads=2, key_heads=2, size=64,
+        AttentionCase(f"{q} and {k} tokens, {mask}", mask, batch=2, queries=q, keys=k, heads=2, key_heads=2, size=64,
              value_size=64)
         for q, k in ((1, 1), (239, 1), (799, 3), (113, 203), (1023, 1024), (128, 128), (129, 257))
         for mask in ("causal", "causal, last sees last", "full")
     ),
     *(
-        Case(f"a head of {size}", "causal documents", queries=300, keys=300, size=size, value_size=size, sinks=True)
+        AttentionCase(f"a head of {size}", "causal documents", queries=300, keys=300, size=size, value_size=size, sinks=True)
         for size in range(8, 129, 8)
     ),
     *(
-        Case(f"groups of {group}", "window in documents", queries=520, keys=520, heads=2 * group, key_heads=2,
+        AttentionCase(f"groups of {group}", "window in documents", queries=520, keys=520, heads=2 * group, key_heads=2,
              size=size, value_size=size, sinks=True)
         for group in (1, 3, 5, 7, 8)
         for size in (64, 128)
     ),
     *(
-        Case(f"softcap {cap}, {size}, {mask}", mask, queries=300, keys=300, size=size, value_size=size, std=std,
+        AttentionCase(f"softcap {cap}, {size}, {mask}", mask, queries=300, keys=300, size=size, value_size=size, std=std,
              sinks=True, options={"softcap": cap})
         for size in (64, 128)
         for cap, std, mask in ((10.0, 4.0, "causal"), (50.0, 2.0, "sink tokens and window"))
     ),
-    Case("wider values", "causal", queries=200, keys=200, size=64, value_size=128),
-    Case("narrower values", "causal", queries=200, keys=200, size=128, value_size=40),
-    Case("many keys", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=128, value_size=128),
-    Case("many documents", "causal documents", batch=3, queries=2500, keys=2500, heads=2, key_heads=1, size=64,
+    AttentionCase("wider values", "causal", queries=200, keys=200, size=64, value_size=128),
+    AttentionCase("narrower values", "causal", queries=200, keys=200, size=128, value_size=40),
+    AttentionCase("many keys", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=128, value_size=128),
+    AttentionCase("many documents", "causal documents", batch=3, queries=2500, keys=2500, heads=2, key_heads=1, size=64,
          value_size=64),
 )  # fmt: skip

@@ -81,7 +81,7 @@ def refusal(
 def _device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     reason = device_refusal(device, index, dtype)
     if reason is None and (capability := describe(torch.device(device, index)).capability) != 90:
-        reason = f"it is written for Hopper, compute capability 9.0; this is {capability / 10}; pass backend='torch'"
+        reason = f"it is written for Hopper, compute capability 9.0; this is {capability / 10}; pass backend='plain'"
     return reason or gluon_refusal()
 
 

@@ -28,16 +28,16 @@ def refusal(
         if size > LARGEST_HEAD or size % 8:
             return (
                 f"its {name} sizes are multiples of 8 up to {LARGEST_HEAD}, not {size}; pad them with zeros, or pass "
-                "backend='torch'"
+                "backend='plain'"
             )
     if dtype not in ("bfloat16", "float16"):
-        return f"it takes bfloat16 and float16, not {dtype}; cast q, k and v, or pass backend='torch'"
+        return f"it takes bfloat16 and float16, not {dtype}; cast q, k and v, or pass backend='plain'"
     if blocked:
-        return "it takes masks that are ranges, and Blocked is none; pass backend='torch'"
+        return "it takes masks that are ranges, and Blocked is none; pass backend='plain'"
     if not scale > 0:
-        return f"its scale is above 0, not {scale}; negate q and the scale, or pass backend='torch'"
+        return f"its scale is above 0, not {scale}; negate q and the scale, or pass backend='plain'"
     if p.queries * p.keys * p.batch == 0:
-        return "there are no queries or no keys; pass backend='torch'"
+        return "there are no queries or no keys; pass backend='plain'"
     if max(p.queries, p.keys) > _MOST_TOKENS or p.batch * p.heads > _MOST_PLANES:
         return f"it takes {_MOST_TOKENS} tokens and {_MOST_PLANES} heads, those of all sequences; pass fewer sequences at once"
     least = sum(backward_parts(p, p.batch, sinks=sinks).values())
