@@ -49,7 +49,7 @@ def assert_same(made, expected):
 @pytest.mark.parametrize("case", CHECK_CASES, ids=str)
 def test_every_case(case):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        checks = CHECKER.check_case(case, dtype, "cuda", backend="torch")
+        checks = CHECKER.check_case(case, dtype, "cuda", backend="plain")
         assert all(check.ok for check in checks), checks
 
 
@@ -137,7 +137,7 @@ def test_the_third_call_and_later_ones(hopper):
     for q, k, v in given:
         made = step(q, k, v, mask)
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        right = step(*exact, mask, backend="torch")
+        right = step(*exact, mask, backend="plain")
         for a, b in zip(made, right, strict=True):
             assert ((a.double() - b).norm() / b.norm()) < 6e-3
 

@@ -67,11 +67,18 @@ def new_ring(like, N: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def query_entry(table, t, of_mask, tiles):
-    """The range of blocks of a tile of queries, of one block at least, and that of those which all queries see."""
-    at = table + (of_mask * tiles + t) * ENTRIES
-    first = gl.load(at)
-    return first, max(gl.load(at + 1), first + 1), gl.load(at + 2), gl.load(at + 3)
+def query_entry(table, t, of_mask, entries, keys, GROUPS: gl.constexpr, KEYS: gl.constexpr):
+    """The range of blocks of keys that a tile of queries sees, of one block at least, and that of those which all
+    queries see.  The table has so many entries of a sequence, one for each group's queries.
+    """
+    at = table + (of_mask * entries + t * GROUPS) * ENTRIES
+    first, last, full_first, full_last = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    for g in gl.static_range(1, GROUPS):
+        at = table + (of_mask * entries + min(t * GROUPS + g, entries - 1)) * ENTRIES
+        first, last = min(first, gl.load(at)), max(last, gl.load(at + 1))
+        full_first, full_last = max(full_first, gl.load(at + 2)), min(full_last, gl.load(at + 3))
+    first = min(first, gl.cdiv(keys, KEYS) - 1)
+    return first, max(last, first + 1), full_first, full_last
 
 
 @gluon.jit

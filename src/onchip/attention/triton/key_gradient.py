@@ -34,7 +34,7 @@ ENTRIES = gl.constexpr(4)
 
 @gluon.jit
 def _entry(table, t, of_mask, tiles):
-    """The range of PARTS blocks of queries, of one block at least, and of those that all see all keys; whether any sees."""
+    """The range of blocks of queries, of one at least, and of those that all see all keys; whether any sees."""
     at = table + (of_mask * tiles + t) * ENTRIES
     first, last = gl.load(at), gl.load(at + 1)
     return first, max(last, first + 1), gl.load(at + 2), gl.load(at + 3), last > first
@@ -43,7 +43,7 @@ def _entry(table, t, of_mask, tiles):
 @gluon.jit
 def _copy(
     rings, q, d_out, k, v, of_rows, table, heads, group, tiles, own,
-    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, of_d_out, vectors, ks, vs, k_full = rings
     qs, q_full, q_empty = of_q
@@ -59,7 +59,7 @@ def _copy(
     step = 0
     for g in range(group):
         head = h * group + g
-        for j in range(first * PARTS, last * PARTS):
+        for j in range(first, last):
             s = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(q_empty.index(s), phase ^ 1)
@@ -102,18 +102,9 @@ def _probabilities(
 
 
 @gluon.jit
-def _begin(blocks, full, keys_or_values, zeros, step, STAGES: gl.constexpr):
-    """Begin a product with a step's queries, or with their gradients, once these have come."""
-    s = step % STAGES
-    mbarrier.wait(full.index(s), (step // STAGES) & 1)
-    turned = matrix(blocks.index(s)).permute((1, 0))
-    return warpgroup_mma(keys_or_values, turned, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _differentiate(
     rings, grad_k, grad_v, start_p, end_p, stop, table, scale, softcap, queries, keys, heads, group, tiles, own,
-    W: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, of_d_out, vectors, ks, vs, k_full = rings
     qs, q_full, q_empty = of_q
@@ -136,42 +127,32 @@ def _differentiate(
     mbarrier.wait(k_full, 0)
     j = first
     step = 0
-    for _ in range(0, group * (last - first)):
+    for _ in range(group * (last - first)):
         hidden = (j < full_first) | (j >= full_last)
-        x = _begin(qs, q_full, k, zeros, step, STAGES)
-        for part in gl.static_range(PARTS):
-            s = step % STAGES
-            if EARLY or part == 0:
-                y = _begin(d_outs, d_out_full, v, zeros, step, STAGES)
-                if part == 0:
-                    x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
-                else:
-                    x, sum_k = warpgroup_mma_wait(num_outstanding=1, deps=(x, sum_k))
-                    mbarrier.arrive(q_empty.index((step - 1) % STAGES), count=1)
-            else:
-                x, sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(x, sum_k))
-                y = _begin(d_outs, d_out_full, v, zeros, step, STAGES)
-                mbarrier.arrive(q_empty.index((step - 1) % STAGES), count=1)
-            x, p = _probabilities(
-                x, vectors, s, j * PARTS + part, start_p, end_p, until, key, scale, softcap, of_mask, queries, keys,
-                hidden, ROWS,
-            )  # fmt: skip
-            factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
-            sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
-            y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
-            d_scores = p * (y - _row_numbers(vectors, s, 1, ROWS)[None, :])
-            if softcap is not None:
-                d_scores = d_scores * (1 - x * x)
-            fence_async_shared()  # the numbers of these queries may be overwritten
-            factors = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(D))
-            sum_k = warpgroup_mma(factors, matrix(qs.index(s)), sum_k, is_async=True)
-            sum_v = warpgroup_mma_wait(num_outstanding=1, deps=(sum_v,))
-            mbarrier.arrive(d_out_empty.index(s), count=1)
-            step += 1
-            if part < PARTS - 1:
-                x = _begin(qs, q_full, k, zeros, step, STAGES)
+        s = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(q_full.index(s), phase)
+        x = warpgroup_mma(k, matrix(qs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(d_out_full.index(s), phase)
+        y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
+        x, p = _probabilities(
+            x, vectors, s, j, start_p, end_p, until, key, scale, softcap, of_mask, queries, keys, hidden, ROWS
+        )
+        factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
+        sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
+        y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
+        d_scores = p * (y - _row_numbers(vectors, s, 1, ROWS)[None, :])
+        if softcap is not None:
+            d_scores = d_scores * (1 - x * x)
+        fence_async_shared()  # the numbers of these queries may be overwritten
+        factors = gl.convert_layout(d_scores.to(grad_k.dtype), factor_layout(D))
+        sum_k = warpgroup_mma(factors, matrix(qs.index(s)), sum_k, is_async=True)
+        sum_v = warpgroup_mma_wait(num_outstanding=1, deps=(sum_v,))
+        mbarrier.arrive(d_out_empty.index(s), count=1)
         sum_k = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k,))
-        mbarrier.arrive(q_empty.index((step - 1) % STAGES), count=1)
+        mbarrier.arrive(q_empty.index(s), count=1)
+        step += 1
         j += 1
         if j == last:
             j = first
@@ -190,7 +171,7 @@ def _differentiate(
 def key_gradient(
     q, d_out, k, v, grad_k, grad_v, of_rows, start, end, stop, table, scale, softcap,
     queries, keys, heads, group, tiles, own,
-    D: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`.  A program has a tile."""
     of_q = new_ring(q, STAGES, 2)
@@ -208,10 +189,10 @@ def key_gradient(
     gl.warp_specialize(
         [
             (_differentiate, (rings, grad_k, grad_v, start, end, stop, table, scale, softcap, queries, keys, heads,
-                              group, tiles, own, FIRST, D, ROWS, PARTS, EARLY, STAGES)),
+                              group, tiles, own, FIRST, D, ROWS, STAGES)),
             (_differentiate, (rings, grad_k, grad_v, start, end, stop, table, scale, softcap, queries, keys, heads,
-                              group, tiles, own, SECOND, D, ROWS, PARTS, EARLY, STAGES)),
-            (_copy, (rings, q, d_out, k, v, of_rows, table, heads, group, tiles, own, D, ROWS, PARTS, EARLY, STAGES)),
+                              group, tiles, own, SECOND, D, ROWS, STAGES)),
+            (_copy, (rings, q, d_out, k, v, of_rows, table, heads, group, tiles, own, D, ROWS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

@@ -18,11 +18,12 @@ from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, describe, shared
 HALF = TILE // 2
 # Queries of a block of which the gradients of keys are made.
 ROWS = 64
-# So many are computed side by side.
-PARTS = 1
-EARLY = False
-KEY_STAGES = 3
+KEY_STAGES = 2
 PERSISTENT = True
+TURNS = True
+# By the width of a head.
+GROUPS = {64: 3, 128: 2}
+STAGES = {64: 3, 128: 2}
 # Bytes of keys and values that are to stay in L2 while all tiles that read them are computed.
 _L2 = 32 << 20
 
@@ -33,7 +34,7 @@ class Masked(NamedTuple):
     start: Tensor  # [B or 1, Tq] int32, contiguous, as the next
     end: Tensor
     stop: Tensor | None  # [B or 1, Tk] int32
-    table: Tensor  # [B or 1, tiles, 8] int32
+    table: Tensor  # [B or 1, entries, 8] int32
 
 
 def query_table(p: AttentionProblem, m: Masked) -> Launch:
@@ -41,7 +42,7 @@ def query_table(p: AttentionProblem, m: Masked) -> Launch:
     sequences, tiles = m.table.shape[:2]
     arguments = {
         "start": m.start, "end": m.end, "table": m.table, "queries": p.queries, "keys": p.keys, "tiles": tiles,
-        "ROWS": TILE, "KEYS": TILE, "HAS_STOP": m.stop is not None,
+        "ROWS": HALF, "KEYS": TILE, "HAS_STOP": m.stop is not None,
     }  # fmt: skip
     return Launch(tables.query_table, (tiles, sequences), arguments)
 
@@ -52,7 +53,7 @@ def key_table(p: AttentionProblem, m: Masked, into: Tensor) -> Launch:
     arguments = {
         "of_queries": m.table, "stop": m.stop, "table": into, "queries": p.queries, "keys": p.keys,
         "tiles": m.table.shape[1], "key_tiles": key_tiles,
-        "ROWS": TILE, "KEYS": TILE, "BLOCK_ROWS": ROWS * PARTS, "BLOCK": 512,
+        "ROWS": HALF, "KEYS": TILE, "BLOCK": 512,
     }  # fmt: skip
     return Launch(tables.key_table, (key_tiles, sequences), arguments)
 
@@ -63,12 +64,16 @@ def forward(
 ) -> Launch:  # fmt: skip
     """out [B, Tq, Hq, Dv], and lse [B, Hq, Tq] contiguous."""
     d = width(p)
+    groups = GROUPS[d]
+    tiles = -(-p.queries // (HALF * groups))
     arguments = {
         "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
-        "lse": lse, "sinks": sinks,
-        **_walk(p, m, scale, softcap, d),
+        "lse": lse, "sinks": sinks, "TURNS": TURNS, "GROUPS": groups,
+        "REGISTERS": 240 if groups == 2 else 160,
+        **_walk(p, m, scale, softcap, d), "tiles": tiles, "STAGES": STAGES[d],
     }  # fmt: skip
-    return Launch(attend, (_programs(p, q),), arguments, registers=ALL_REGISTERS)
+    registers = ALL_REGISTERS if groups == 2 else 128
+    return Launch(attend, (_programs(p, q, tiles),), arguments, registers=registers)
 
 
 def gradient_rows(
@@ -76,7 +81,8 @@ def gradient_rows(
     of_sinks: Tensor | None,
 ) -> Launch:  # fmt: skip
     """What backward needs of each query; d_lse [B, Tq, Hq], any strides."""
-    strides = {"out": out.stride(), "grad": d_out.stride(), "lse": (0, 0, 0) if d_lse is None else d_lse.stride()}
+    by_8 = [[s // 8 if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)] for x in (out, d_out)]
+    strides = {"out": by_8[0], "grad": by_8[1], "lse": (0, 0, 0) if d_lse is None else d_lse.stride()}
     arguments = {
         "out": out, "d_out": d_out, "lse": lse, "d_lse": d_lse, "sinks": sinks, "of_rows": of_rows,
         "of_sinks": of_sinks, "queries": p.queries, "padded": padded(p.queries), "heads": p.heads,
@@ -97,7 +103,7 @@ def gradient_of_queries(
         "grad_q": by_head(grad_q, HALF, d), "of_rows": of_rows, "padded": padded(p.queries),
         **_walk(p, m, scale, softcap, d),
     }  # fmt: skip
-    return Launch(query_gradient, (_programs(p, q),), arguments, registers=ALL_REGISTERS)
+    return Launch(query_gradient, (_programs(p, q, tiles_of(p.queries)),), arguments, registers=ALL_REGISTERS)
 
 
 def gradient_of_keys(
@@ -113,7 +119,7 @@ def gradient_of_keys(
         "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, ROWS), swizzle=0),
         "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles_of(p.keys),
-        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "PARTS": PARTS, "EARLY": EARLY, "STAGES": KEY_STAGES,
+        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "STAGES": KEY_STAGES,
     }  # fmt: skip
     grid = (tiles_of(p.keys) * p.batch * p.key_heads,)
     return Launch(key_gradient, grid, arguments, registers=ALL_REGISTERS)
@@ -138,13 +144,13 @@ def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d
     return {
         "start": m.start, "end": m.end, "stop": m.stop, "table": m.table, "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "planes": p.batch * p.heads,
-        "tiles": tiles_of(p.queries), "own": int(len(m.start) > 1),
+        "tiles": tiles_of(p.queries), "entries": m.table.shape[1], "own": int(len(m.start) > 1),
         "section": p.group * max(1, _L2 // max(1, of_keys)),
         "D": d, "KEYS": TILE, "STAGES": 2,
     }  # fmt: skip
 
 
-def _programs(p: AttentionProblem, x: Tensor) -> int:
+def _programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
     """Of a kernel that stays."""
-    tiles = tiles_of(p.queries) * p.batch * p.heads
+    tiles *= p.batch * p.heads
     return min(describe(x.device).programs, tiles) if PERSISTENT else tiles

@@ -40,7 +40,7 @@ class KernelOutputs(NamedTuple):
 
     out: Tensor  # [B, Tq, Hq, Dv], or as the layout has it
     lse: Tensor  # [B, Tq, Hq], or as the layout has it; in both a head's numbers are next to each other
-    table: Tensor  # [B or 1, tiles, 8] int32: ranges of query tiles
+    table: Tensor  # [B or 1, entries, 8] int32: ranges of keys
 
 
 class KernelKept(NamedTuple):
@@ -70,11 +70,14 @@ def refusal(
     scale: float,
     *,
     blocked: bool,
+    backward: bool,
     sinks: bool,
 ) -> str | None:
     """Why the kernels can't serve a call, or None."""
     reason = _device_refusal(device.type, device.index, dtype)
-    return reason or problem.refusal(p, scale, dtype_name(dtype), options.scratch_bytes, blocked=blocked, sinks=sinks)
+    return reason or problem.refusal(
+        p, scale, dtype_name(dtype), options.scratch_bytes, blocked=blocked, backward=backward, sinks=sinks
+    )
 
 
 @constant_to_compiler  # it asks the system
@@ -91,7 +94,7 @@ def _fake(call: KernelCall) -> KernelOutputs:
     return KernelOutputs(
         stated.empty((*lead, p.value_size), q.dtype, q.device),
         lse.transpose(1, 2) if call.options.layout == "bthd" else lse,
-        stated.empty((call.start.shape[0], problem.tiles_of(p.queries), 8), torch.int32, q.device),
+        stated.empty((call.start.shape[0], problem.entries_of(p.queries), 8), torch.int32, q.device),
     )
 
 

@@ -15,13 +15,25 @@ def tiles_of(tokens: int) -> int:
     return -(-tokens // TILE)
 
 
+def entries_of(tokens: int) -> int:
+    """Of the table of query tiles."""
+    return -(-tokens // (TILE // 2))
+
+
 def padded(tokens: int) -> int:
     """Tokens of all tiles."""
     return TILE * tiles_of(tokens)
 
 
 def refusal(
-    p: AttentionProblem, scale: float, dtype: str, scratch_bytes: int | None, *, blocked: bool, sinks: bool
+    p: AttentionProblem,
+    scale: float,
+    dtype: str,
+    scratch_bytes: int | None,
+    *,
+    blocked: bool,
+    backward: bool,
+    sinks: bool,
 ) -> str | None:
     """Why the kernels can't serve a call, or None."""
     for name, size in (("head", p.size), ("value", p.value_size)):
@@ -39,23 +51,32 @@ def refusal(
     if p.queries * p.keys * p.batch == 0:
         return "there are no queries or no keys; pass backend='plain'"
     if max(p.queries, p.keys) > _MOST_TOKENS or p.batch * p.heads > _MOST_PLANES:
-        return f"it takes {_MOST_TOKENS} tokens and {_MOST_PLANES} heads, those of all sequences; pass fewer sequences at once"
-    least = sum(backward_parts(p, p.batch, sinks=sinks).values())
+        return (
+            f"it takes {_MOST_TOKENS} tokens and {_MOST_PLANES} heads, those of all sequences; pass fewer sequences at "
+            "once"
+        )
+    least = least_memory(p, backward=backward, sinks=sinks)
     if scratch_bytes is not None and scratch_bytes < least:
         return f"scratch_bytes={scratch_bytes} is too little; it takes {least}"
     return None
 
 
-def table_bytes(p: AttentionProblem, sequences: int) -> int:
-    """Of the ranges of query tiles."""
-    return 32 * sequences * tiles_of(p.queries)
-
-
-def backward_parts(p: AttentionProblem, sequences: int, *, sinks: bool) -> dict[str, int]:
-    """Bytes beside inputs, results and gradients that backward takes."""
+def memory_parts(p: AttentionProblem, sequences: int, *, backward: bool, sinks: bool) -> dict[str, int]:
+    """Bytes beside inputs, results and returned gradients, with a mask of so many sequences' own ranges."""
     planes = p.batch * p.heads
-    return {
-        "lse and delta of queries": 8 * planes * padded(p.queries),
-        "ranges of key tiles": 16 * sequences * tiles_of(p.keys),
-        "a sink's gradient by rows": 4 * planes * (padded(p.queries) // FEW_ROWS) if sinks else 0,
+    kept = "kept until backward: " if backward else ""
+    parts = {
+        f"{kept}lse": 4 * planes * p.queries,
+        f"{kept}ranges of keys": 32 * sequences * entries_of(p.queries),
     }
+    if backward:
+        parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
+        parts["ranges of queries"] = 16 * sequences * tiles_of(p.keys)
+    if backward and sinks:
+        parts["the sinks' gradient by rows"] = 4 * planes * (padded(p.queries) // FEW_ROWS)
+    return parts
+
+
+def least_memory(p: AttentionProblem, *, backward: bool, sinks: bool) -> int:
+    """Bytes that a call takes at most."""
+    return sum(memory_parts(p, p.batch, backward=backward, sinks=sinks).values())

@@ -30,7 +30,7 @@ from onchip.kernels.triton.gluon import barrier, copy_in, send
 
 @gluon.jit
 def _copy(
-    rings, q, d_out, k, v, table, heads, group, planes, tiles, own, section,
+    rings, q, d_out, k, v, table, keys, heads, group, planes, tiles, entries, own, section,
     D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, of_d_out, of_k, of_v, _ = rings
@@ -43,7 +43,7 @@ def _copy(
     for n in range(gl.program_id(0), tiles * planes, gl.num_programs(0)):
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
-        first, last, _first, _last = query_entry(table, t, b * own, tiles)
+        first, last, _first, _last = query_entry(table, t, b * own, entries, keys, 2, KEYS)
         for w in gl.static_range(2):
             mbarrier.wait(q_empty.index(w), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(w), 2 * HALF * D * 2)
@@ -64,8 +64,8 @@ def _copy(
 
 @gluon.jit
 def _differentiate(
-    rings, grad_q, of_rows, start_p, end_p, stop, table, scale, softcap, queries, keys, padded, heads, planes, tiles, own,
-    section,
+    rings, grad_q, of_rows, start_p, end_p, stop, table, scale, softcap, queries, keys, padded, heads, planes, tiles,
+    entries, own, section,
     W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, of_d_out, of_k, of_v, staged = rings
@@ -84,7 +84,7 @@ def _differentiate(
         i, plane = place(n, tiles, planes, section)
         t, b, h = tiles - 1 - i, plane // heads, plane % heads
         of_mask = b * own
-        first, last, full_first, full_last = query_entry(table, t, of_mask, tiles)
+        first, last, full_first, full_last = query_entry(table, t, of_mask, entries, keys, 2, KEYS)
         row = t * TILE + W * HALF + gl.arange(0, HALF, rows)
         at = of_mask.to(gl.int64) * queries + row
         start = gl.load(start_p + at, mask=row < queries, other=0)
@@ -108,6 +108,7 @@ def _differentiate(
                 p = gl.where(are_seen(j, start, end, stop, row, of_mask, keys, KEYS), p, 0.0)
             y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
             mbarrier.arrive(v_empty.index(s), count=1)
+            mbarrier.arrive(q_empty.index(W), count=1, pred=j == last - 1)
             d_scores = p * (y - delta[:, None])
             if softcap is not None:
                 d_scores = d_scores * (1 - x * x)
@@ -116,18 +117,17 @@ def _differentiate(
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(k_empty.index(s), count=1)
             step += 1
-        mbarrier.arrive(q_empty.index(W), count=1)
         send(acc * scale, grad_q, staged.index(W), (b, h, t * TILE + W * HALF), 0, HALF, D, D)
         count += 1
     tma.store_wait(0)
 
 
 @gluon.jit(
-    do_not_specialize=["queries", "keys", "padded", "heads", "group", "planes", "tiles", "own", "section"]
+    do_not_specialize=["queries", "keys", "padded", "heads", "group", "planes", "tiles", "entries", "own", "section"]
 )  # fmt: skip
 def query_gradient(
     q, d_out, k, v, grad_q, of_rows, start, end, stop, table, scale, softcap,
-    queries, keys, padded, heads, group, planes, tiles, own, section,
+    queries, keys, padded, heads, group, planes, tiles, entries, own, section,
     D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`of_rows`: of `gradient_rows`."""
@@ -144,10 +144,10 @@ def query_gradient(
     gl.warp_specialize(
         [
             (_differentiate, (rings, grad_q, of_rows, start, end, stop, table, scale, softcap, queries, keys, padded,
-                              heads, planes, tiles, own, section, FIRST, D, KEYS, STAGES)),
+                              heads, planes, tiles, entries, own, section, FIRST, D, KEYS, STAGES)),
             (_differentiate, (rings, grad_q, of_rows, start, end, stop, table, scale, softcap, queries, keys, padded,
-                              heads, planes, tiles, own, section, SECOND, D, KEYS, STAGES)),
-            (_copy, (rings, q, d_out, k, v, table, heads, group, planes, tiles, own, section, D, KEYS, STAGES)),
+                              heads, planes, tiles, entries, own, section, SECOND, D, KEYS, STAGES)),
+            (_copy, (rings, q, d_out, k, v, table, keys, heads, group, planes, tiles, entries, own, section, D, KEYS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

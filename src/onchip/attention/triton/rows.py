@@ -20,8 +20,11 @@ def gradient_rows(
     """Of a tile of a plane: `of_rows` [B * Hq, 2, padded], and of the sink's gradient what these queries add,
     `of_sinks` [Hq, B, tiles].
 
+    Strides of `out` and `d_out` are counted in 8 numbers, so that the compiler sees that they are multiples of these.
     Queries that see nothing, and those past the last one, have +inf and 0: all their probabilities are 0.
     """
+    out_batch, out_head, out_row = 8 * out_batch, 8 * out_head, 8 * out_row
+    grad_batch, grad_head, grad_row = 8 * grad_batch, 8 * grad_head, 8 * grad_row
     t, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = plane // heads, plane % heads
     row = t * ROWS + tl.arange(0, ROWS)

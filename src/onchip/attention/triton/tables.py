@@ -1,6 +1,6 @@
 """The ranges of tiles, made on the device from a lowered mask, in Triton.
 
-A query tile's entry has, in blocks of keys, what any of its queries sees, [first, last), and what all see, [full_first,
+The entry of ROWS queries has, in blocks of keys, what any of them sees, [first, last), and what all see, [full_first,
 full_last); then in keys the least start, the largest end, the largest start and the least end, of which the other table
 is made.  A key tile's entry has four numbers: the same in blocks of queries.
 """
@@ -24,16 +24,14 @@ def query_table(
     least, most = tl.min(tl.where(sees, s, keys), 0), tl.max(tl.where(sees, e, 0), 0)
     # A row past the last one bounds nothing.
     full_start, full_end = tl.max(tl.where(inside, s, 0), 0), tl.min(tl.where(inside, e, keys), 0)
-    first, last = tl.minimum(least // KEYS, (keys - 1) // KEYS), tl.cdiv(most, KEYS)
-    last = tl.maximum(first, last)
-    full_first, full_last = tl.cdiv(full_start, KEYS), full_end // KEYS
+    full_last = full_end // KEYS
     if HAS_STOP:  # which may hide anything
-        full_last = full_first
+        full_last = 0
     into = table + (b * tiles + t).to(tl.int64) * 8
-    tl.store(into, first)
-    tl.store(into + 1, last)
-    tl.store(into + 2, full_first)
-    tl.store(into + 3, tl.maximum(full_first, full_last))
+    tl.store(into, least // KEYS)
+    tl.store(into + 1, tl.cdiv(most, KEYS))
+    tl.store(into + 2, tl.cdiv(full_start, KEYS))
+    tl.store(into + 3, full_last)
     tl.store(into + 4, least)
     tl.store(into + 5, most)
     tl.store(into + 6, full_start)
@@ -43,7 +41,7 @@ def query_table(
 @triton.jit(do_not_specialize=["queries", "keys", "tiles", "key_tiles"])
 def key_table(
     of_queries, stop, table, queries, keys, tiles, key_tiles,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t, b = tl.program_id(0), tl.program_id(1)
     left, right = t * KEYS, tl.minimum((t + 1) * KEYS, keys)
@@ -63,16 +61,13 @@ def key_table(
         inside = n < tiles
         ends = inside & (n >= full_first) & (_all_see(of_queries, n, inside, left, right) == 0)
         full_last = tl.minimum(full_last, tl.min(tl.where(ends, n, tiles), 0))
-    PER_TILE: tl.constexpr = ROWS // BLOCK_ROWS
-    first, last = first * PER_TILE, tl.minimum(last * PER_TILE, tl.cdiv(queries, BLOCK_ROWS))
-    full_first, full_last = full_first * PER_TILE, full_last * PER_TILE
     if stop is not None:
         j = left + tl.arange(0, KEYS)
         until = tl.load(stop + b.to(tl.int64) * keys + j, mask=j < right, other=0)
-        last = tl.minimum(last, tl.cdiv(tl.max(until, 0), BLOCK_ROWS))
-        full_last = tl.minimum(full_last, tl.min(tl.where(j < right, until, queries), 0) // BLOCK_ROWS)
+        last = tl.minimum(last, tl.cdiv(tl.max(until, 0), ROWS))
+        full_last = tl.minimum(full_last, tl.min(tl.where(j < right, until, queries), 0) // ROWS)
     into = table + (b * key_tiles + t).to(tl.int64) * 4
-    first = tl.minimum(first, tl.cdiv(queries, BLOCK_ROWS) - 1)
+    first = tl.minimum(first, tiles - 1)
     tl.store(into, first)
     tl.store(into + 1, tl.maximum(first, last))
     tl.store(into + 2, full_first)

@@ -3,10 +3,11 @@
 from functools import partial
 
 from onchip.attention.problem import DEFAULT_SCRATCH, AttentionProblem, least_scratch, rows_of_block, scratch_parts
+from onchip.attention.triton.problem import TILE, memory_parts, refusal
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
-from onchip.plan.ways import never
+from onchip.plan.ways import cuda_refusal, hopper_refusal, never
 
 
 def _problem(asked: PlannedCall) -> AttentionProblem:
@@ -29,6 +30,25 @@ def _way(asked: PlannedCall) -> Way:
     return Way(step, lambda strategy: least, lambda strategy: max(DEFAULT_SCRATCH, least))
 
 
+def _refusal(asked: PlannedCall) -> str | None:
+    reason = cuda_refusal(asked) or hopper_refusal(asked)
+    p = _problem(asked)
+    return reason or refusal(p, 1.0, asked.problem.dtype, None, blocked=False, backward=True, sinks=False)
+
+
+def _kernels(asked: PlannedCall) -> Way:
+    """What they take is known from the sizes alone."""
+    parts = memory_parts(_problem(asked), 1, backward=asked.gradients, sinks=False)
+    least = sum(parts.values())
+
+    def step(strategy: str, budget: int | None) -> StepPlan:
+        if budget is not None and budget < least:
+            raise ValueError(f"attention: scratch_bytes={budget} is too little; it takes {least}")
+        return StepPlan(parts, 0, 0, {"queries": TILE}, None)
+
+    return Way(step, lambda strategy: least, lambda strategy: least)
+
+
 def _plain(asked: PlannedCall) -> Baseline:
     """The scores and the probabilities, of which backward needs the latter and makes two more."""
     p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
@@ -37,7 +57,7 @@ def _plain(asked: PlannedCall) -> Baseline:
 
 
 PLAN = PlannedOp(
-    backends={("torch", "full"): {"plain": Backend(never, _way)}},
+    backends={("torch", "full"): {"triton": Backend(_refusal, _kernels), "plain": Backend(never, _way)}},
     plain=_plain,
     needs=("heads", "key_heads", "head_size"),
     softcap=False,

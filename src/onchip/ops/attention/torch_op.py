@@ -22,7 +22,7 @@ from onchip.attention.masks import (
     sees_blocks,
     with_arrays,
 )
-from onchip.attention.problem import Layout, AttentionOptions, AttentionProblem, check_shapes, rows_of_block, scale_of
+from onchip.attention.problem import AttentionOptions, AttentionProblem, Layout, check_shapes, rows_of_block, scale_of
 from onchip.attention.torch import arrays as _arrays  # noqa: F401  what masks are made by
 from onchip.attention.torch import plain
 from onchip.attention.triton import op as kernels
@@ -149,15 +149,16 @@ def attention(
     p = check_shapes(layout, shapes_of(tensors))
     dtype = one_dtype(OP, {"q": q, "k": k, "v": v})
     scale_used = scale_of(options, p)
-    blocked = sees_blocks(mask)
-    chosen = choose_backend(
-        OP, backend, refusals(q.device, dtype, p, options, scale_used, blocked=blocked, sinks=sinks is not None)
+    grads = needed(q, k, v, sinks)
+    backward, blocked = any(grads), sees_blocks(mask)
+    reasons = refusals(
+        q.device, dtype, p, options, scale_used, blocked=blocked, backward=backward, sinks=sinks is not None
     )
+    chosen = choose_backend(OP, backend, reasons)
     if check_inputs or q.device.type == "cpu":
         check_mask_values(mask)
-    grads = needed(q, k, v, sinks)
     if chosen == "plain":
-        rows_of_block(p, dtype.itemsize, options.scratch_bytes, backward=any(grads), softcap=softcap is not None)
+        rows_of_block(p, dtype.itemsize, options.scratch_bytes, backward=backward, softcap=softcap is not None)
     whole = [x if x.ndim == 4 else x[None] for x in (q, k, v)]
     if chosen == "triton":
         out, lse = _by_kernels(whole, mask, sinks, scale_used, dtype, p, options, grads)
@@ -239,9 +240,12 @@ def refusals(
     options: AttentionOptions,
     scale: float,
     *,
-    blocked: bool = False,
-    sinks: bool = False,
+    blocked: bool,
+    backward: bool,
+    sinks: bool,
 ) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
-    triton = kernels.refusal(device, dtype, p, options, scale, blocked=blocked, sinks=sinks)
+    triton = kernels.refusal(
+        device, dtype, p, options, scale, blocked=blocked, backward=backward, sinks=sinks
+    )  # fmt: skip
     return {"triton": triton, "plain": torch_refusal(device)}

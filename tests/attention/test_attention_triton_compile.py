@@ -1,0 +1,82 @@
+"""The kernels compile for Hopper, fit shared memory, spill next to nothing and know no length, without a GPU."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from launched import H100
+from linear_cross_entropy.ahead_of_time import compile_all, is_serialized, source_of
+from onchip.attention.problem import AttentionProblem
+from onchip.attention.triton import launches
+from onchip.attention.triton.problem import FEW_ROWS, entries_of, padded, tiles_of
+
+GLUON = ("attend", "query_gradient", "key_gradient")
+VARIANTS = {
+    "128": (128, {}),
+    "64": (64, {}),
+    "128, stop and sinks": (128, {"stop": True, "sinks": True}),
+    "64, stop and sinks": (64, {"stop": True, "sinks": True}),
+    "128, softcap": (128, {"softcap": 20.0}),
+    "64, softcap": (64, {"softcap": 20.0}),
+    "128, float16": (128, {"dtype": torch.float16}),
+}
+
+
+def of_call(size, *, tokens=300, batch=2, stop=False, sinks=False, softcap=None, dtype=torch.bfloat16):
+    """All launches of a call, forward and backward."""
+    p = AttentionProblem(batch, tokens, tokens, 4, 2, size, size)
+    q, d_out, out, grad_q = (torch.empty(batch, tokens, 4, size, dtype=dtype) for _ in range(4))
+    k, v, grad_k, grad_v = (torch.empty(batch, tokens, 2, size, dtype=dtype) for _ in range(4))
+
+    def numbers(*shape):
+        return torch.zeros(shape, dtype=torch.int32)
+
+    ranges = numbers(1, tokens), numbers(1, tokens), numbers(1, tokens) if stop else None
+    mask = launches.Masked(*ranges, numbers(1, entries_of(tokens), 8))
+    table = numbers(1, tiles_of(tokens), 4)
+    lse, of_rows = torch.empty(batch, 4, tokens), torch.empty(4 * batch, 2, padded(tokens))
+    sink = torch.empty(4) if sinks else None
+    of_sinks = torch.empty(4, batch * padded(tokens) // FEW_ROWS) if sinks else None
+    how = mask, 0.1, softcap
+    with mock.patch.object(launches, "describe", return_value=H100):
+        return [
+            launches.query_table(p, mask),
+            launches.key_table(p, mask, table),
+            launches.forward(p, q, k, v, sink, *how, out, lse),
+            launches.gradient_rows(p, out, d_out, lse, lse.transpose(1, 2), sink, of_rows, of_sinks),
+            launches.gradient_of_queries(p, q, d_out, k, v, *how, of_rows, grad_q),
+            launches.gradient_of_keys(p, q, d_out, k, v, *how, of_rows, table, grad_k, grad_v),
+        ]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 1)) for i, x in enumerate(VARIANTS)])
+def test_kernels(name):
+    size, options = VARIANTS[name]
+    for found in compile_all(of_call(size, **options), 90):
+        assert found.shared <= H100.shared
+        assert found.spilled <= (96 if not options or "dtype" in options else 360), (found.kernel, found.spilled)
+        if found.kernel in GLUON:
+            assert "wgmma.mma_async" in found.ptx
+            assert "cp.async.bulk.tensor" in found.ptx
+            assert not is_serialized(found.ptx), found.kernel
+
+
+@pytest.mark.parametrize("size", [8, 64, 72, 128])
+def test_another_length_is_no_other_kernel(size):
+    """Nor is another batch, and heads of up to 64 numbers have one, larger ones another."""
+
+    def kinds(tokens, batch, size):
+        sources = [source_of(x) for x in of_call(size, tokens=tokens, batch=batch)]
+        made = [(x.fn.__name__, str(x.signature), str(x.constants), str(x.attrs)) for x in sources]
+        return [x for x in made if x[0] != "gradient_rows"] if size % 64 else made
+
+    expected = kinds(2048, 1, 64 if size <= 64 else 128)
+    for tokens, batch in ((1, 1), (16, 3), (333, 16), (4096, 2)):
+        found = kinds(tokens, batch, size)
+        assert [x for x in expected if x[0] in {y[0] for y in found}] == found
+
+
+def test_what_a_sinks_gradient_is_made_of_by_row_is_read_in_16_bytes():
+    (found,) = compile_all(of_call(128)[3:4], 90)
+    assert "ld.global.v4.b32" in found.ptx
