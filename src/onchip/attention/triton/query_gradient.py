@@ -117,7 +117,9 @@ def _differentiate(
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(k_empty.index(s), count=1)
             step += 1
-        send(acc * scale, grad_q, staged.index(W), (b, h, t * TILE + W * HALF), 0, HALF, D, D)
+        sees = gl.convert_layout(start < end, gl.SliceLayout(1, products_layout(D)))
+        gradient = gl.where(sees[:, None], acc * scale, 0.0)
+        send(gradient, grad_q, staged.index(W), (b, h, t * TILE + W * HALF), 0, HALF, D, D)
         count += 1
     tma.store_wait(0)
 

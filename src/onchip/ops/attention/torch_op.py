@@ -111,15 +111,18 @@ def attention(
         layout: "bthd", or "bhtd" for q [B, Hq, Tq, D] and likewise k, v and the results.
         return_lse: also return each query's log-sum-exp, which is differentiable.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, a text like "1GiB"
-            or "300 MiB".  Default: 256 MiB, or what 16 queries need.
+            or "300 MiB".  Kernels take what the sizes say, and refuse a budget below it.  Default of "plain": 256 MiB,
+            or what 16 queries need.
         check_inputs: check the mask's numbers on the GPU too, which synchronises.  On the CPU they always are.
-        backend: "plain" (the framework's own products, on any device) or "auto", the same.  There are no kernels yet:
-            on a GPU every block of queries reads all keys, and other libraries are faster.
+        backend: "triton" (kernels for Hopper: bfloat16 or float16, D and Dv multiples of 8 up to 128, a scale above 0,
+            any mask but `Blocked`), "plain" (the framework's own products, on any device, where on a GPU every block of
+            queries reads all keys) or "auto": the first of these that can run the call.
 
     Returns:
         [B, Tq, Hq, Dv] of q's dtype, under autocast of autocast's; with return_lse `(out, lse)`, lse [B, Tq, Hq] in
         float32, of float64 in float64.  A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.
-        What isn't finite makes NaN of the queries that see it, in all heads, and of no other.
+        What isn't finite makes NaN of the queries that see it, in all heads, and of no other; with kernels only of
+        its own head, and its neighbours in a tile of 128 tokens may get NaN too, in results and in gradients.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -127,8 +130,10 @@ def attention(
             smallest); on the CPU (with check_inputs also on the GPU) an id of `Documents` that comes back.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: kept for backward are q, k, v, out and 4 * B * Tq * Hq bytes; `scratch_parts` of
-    `onchip.attention.problem` is the formula of what is beside these.
+    Memory: kept for backward are q, k, v (where they are cast or copied, the copies), out, the mask's ranges and
+    4 * B * Tq * Hq bytes.  Kernels take Tq / 2 bytes for each mask beside it, and in backward 8 * B * Tq * Hq; numbers
+    that TMA can't read, of strides that aren't multiples of 16 bytes, are copied first.  Of "plain", `scratch_parts` of
+    `onchip.attention.problem` is the formula.
 
     Example:
         >>> import torch

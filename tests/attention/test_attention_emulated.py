@@ -1,0 +1,84 @@
+"""The kernels in the 16-bit types that they are for, without a GPU: their PTX runs in an emulator of tests/ptx."""
+
+import pytest
+import torch
+
+from emulated import emulating
+from onchip.masks import Causal, Documents, Intervals
+from onchip.ops.attention.cases import KINDS, AttentionCase
+from onchip.ops.attention.checks import CHECKER
+from onchip.torch import attention
+
+GLUON = ("attend", "query_gradient", "key_gradient")
+
+
+def case_of(mask, size=64, **more):
+    """Programs have several tiles, on a GPU of 4 multiprocessors."""
+    given = {"queries": 300, "keys": 300, "heads": 2, "key_heads": 1, "value_size": size, **more}
+    return AttentionCase(f"{mask}, {size}", mask, size=size, **given)
+
+
+FEW = (case_of("causal documents", 128, batch=1, sinks=True), case_of("window in documents", 64, batch=1))
+MANY = (
+    *(case_of(mask) for mask in KINDS if mask != "blocked"),
+    case_of("tree", 128, batch=1, sinks=True, options={"softcap": 5.0}),
+    case_of("causal, last sees last", 16, queries=40, keys=290),
+    case_of("causal", 24, queries=290, keys=33, value_size=128, heads=3, key_heads=3),
+    case_of("causal", 8, queries=1, keys=1),
+    case_of("full", 128, batch=1, queries=129, keys=257, heads=5, options={"scale": 0.2}),
+)
+
+
+@pytest.mark.parametrize("case", [*FEW, *(pytest.param(x, marks=pytest.mark.slow) for x in MANY)], ids=str)
+def test_every_case(case):
+    number = [*FEW, *MANY].index(case)
+    dtype, layout = (torch.bfloat16, torch.float16)[number % 2], ("bthd", "bhtd")[number // 2 % 2]
+    with emulating(seed=number):
+        checks = CHECKER.check_case(case, dtype, backend="triton", layout=layout)
+    assert all(check.ok for check in checks), checks
+
+
+def drawn(queries, keys, size, heads=2):
+    shapes = (queries, heads), (keys, 1), (keys, 1)
+    return [torch.randn(1, t, h, size).to(torch.bfloat16).requires_grad_() for t, h in shapes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_order_of_what_is_asynchronous_changes_nothing(size):
+    given = drawn(300, 300, size)
+    with emulating(GLUON) as done:
+        out = attention(*given, Documents(torch.arange(300) // 130) & Causal(), backend="triton")
+        torch.autograd.grad(out.sum(), given)
+    assert {x.name for x in done} == set(GLUON)
+    for x in done:
+        for seed in (1, 2, 3):
+            assert all((a == b).all() for a, b in zip(x.again(seed=seed), x.after, strict=True))
+
+
+def test_nothing_is_seen():
+    q, k, v = drawn(70, 140, 64)
+    k.data[:, 130:] = torch.nan  # in a tile that no query sees
+    nothing = torch.full((70,), 7)
+    with emulating():
+        out, lse = attention(q, k, v, Intervals(nothing, nothing), return_lse=True, backend="triton")
+        gradients = torch.autograd.grad(out.sum() + 0 * lse.nan_to_num(0, 0, 0).sum(), (q, k, v))
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not any(x.any() for x in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    given, ids = [*drawn(140, 140, 64), torch.randn(2, requires_grad=True)], torch.arange(140) // 50
+
+    def call(q, k, v, sinks, ids):
+        return attention(q * 1, k * 1, v * 1, Documents(ids) & Causal(), sinks=sinks, backend="triton")
+
+    with emulating():
+        right = call(*given, ids)
+        made = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*given, ids)
+        assert torch.equal(made, right)
+        for x, y in zip(*(torch.autograd.grad(x.float().square().sum(), given) for x in (made, right)), strict=True):
+            assert torch.equal(x, y)
