@@ -32,6 +32,7 @@ from onchip.groups.problem import ROWS, GroupedOptions, are_short, tiles_togethe
 from onchip.groups.xla import products
 from onchip.groups.xla.groups import has_group, largest_first, running_sums, starts_of
 from onchip.groups.xla.swiglu import activated
+from onchip.kernels.mosaic.maths import LOG2E
 from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.product import BOX, LookUp, MosaicConfig, Part, Product, ProductStep, load_block, send_to
@@ -41,7 +42,6 @@ from onchip.kernels.mosaic.registers import Registers
 
 __all__ = ["layer", "sum_rows", "weight_product"]
 
-LOG2E = 1.4426950408889634
 _ROWS = 8
 """What is copied by blocks has a multiple of so many rows."""
 ROWS_CONFIG = MosaicConfig(tile_m=ROWS, tile_n=256, staging_slots=1)

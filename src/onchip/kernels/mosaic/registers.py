@@ -30,6 +30,12 @@ class Registers:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(over), optimized=False)
 
+    def load_columns(self, ref: Any) -> Any:
+        """A vector of shared memory with a value per column."""
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(0))
+
     def load_box(self, ref: Any) -> Any:
         """A matrix of shared memory, as in an accumulator."""
         if self.interpreted:
@@ -62,6 +68,10 @@ class Registers:
 
     def zeros(self, shape: tuple[int, int]) -> Any:
         return self._cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    def vector(self, size: int, value: Any) -> Any:
+        """So many rows of one number."""
+        return self._cast(jnp.full((size,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
     def columns(self, shape: tuple[int, int]) -> Any:
         """Each element's column."""

@@ -22,11 +22,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.kernels.mosaic.launch import Refs
+from onchip.kernels.mosaic.maths import tanh
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, load_block
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.positions import MosaicLabels
 
-LOG2E = 1.4426950408889634
 # Logits up to so much above a token's shift are stored relative to it.
 REACH = 60.0
 
@@ -54,13 +54,6 @@ def tokens_of(exponentials: Any, vocab_major: bool) -> int:
     """For how many tokens a matrix has room."""
     size: int = exponentials.shape[1 if vocab_major else 0]
     return size
-
-
-def tanh(x: Any) -> Any:
-    """To a relative error of 2.4e-7 in float32; onchip.kernels.triton.maths says how."""
-    q = x * x
-    series = x + x * q * (-0.33331882 + q * (0.13277629 + q * -0.047794219))
-    return jnp.where(q < 0.16, series, 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1))
 
 
 def unscaled_logits(refs: Refs, x: Any, v: Any, shape: Any, registers: Registers) -> Any:

@@ -25,6 +25,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from onchip.kernels.mosaic.launch import Refs
+from onchip.kernels.mosaic.maths import LOG2E
 from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.product import (
     BOX,
@@ -37,7 +38,6 @@ from onchip.kernels.mosaic.product import (
 from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.blocks import (
-    LOG2E,
     REACH,
     KeptBlocks,
     beside_labels,

@@ -16,11 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
+from onchip.kernels.mosaic.maths import LOG2E
 from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, load_block, swizzled
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.bits import join, to_bits
-from onchip.vocab.mosaic.blocks import LOG2E, REACH, KeptBlocks, by_range, tokens_of, vocab_of
+from onchip.vocab.mosaic.blocks import REACH, KeptBlocks, by_range, tokens_of, vocab_of
 from onchip.vocab.mosaic.positions import NO_LABEL
 from onchip.vocab.mosaic.sums import bits_of
 

@@ -1,0 +1,1 @@
+"""Attention for Hopper in Pallas Mosaic GPU."""

@@ -1,0 +1,331 @@
+"""The kernels of backward: one for the gradient of queries, tile by tile, and one for those of keys and values.
+
+Both make probabilities again, of the products and of lse, so neither waits for the other, and all sums have an order.
+Tiles of keys sum up the queries of all heads that share them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.attention.mosaic.products import Scores, Seen, Sums, rows_of, where_seen
+from onchip.attention.mosaic.work import HALF, TILE, Item, each_item, programs_of
+from onchip.kernels.mosaic.launch import Refs, launch
+from onchip.kernels.mosaic.product import swizzled
+from onchip.kernels.mosaic.registers import Registers
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How a kernel of backward is cut."""
+
+    block: int
+    """Tokens of a block that a tile meets."""
+    stages: int = 2
+    """Blocks that are in shared memory at a time."""
+    registers: tuple[int, int] = (240, 24)
+    """Of the threads that multiply, and of those that copy."""
+
+
+BY_QUERY, BY_KEY = BackwardConfig(128), BackwardConfig(64)
+
+
+class Given(NamedTuple):
+    """What both kernels read."""
+
+    q: Array  # [B, Tq, Hq, D] or [B, Hq, Tq, D]
+    k: Array  # likewise, Tk and Hk
+    v: Array
+    grad_out: Array  # as q
+    limits: Array  # [B, 2, Tq rounded up to 128] int32: start and end
+    stop: Array | None  # [B, Tk rounded up] int32
+    numbers: Array  # [B, Hq, 2, Tq rounded up] float32: lse times log2(e), +inf where a query sees nothing; and
+    # delta less the gradient of lse
+
+
+class _Gradient:
+    """What both kernels are made of."""
+
+    own: tuple[str, ...]
+    """What a tile has, and what its blocks have."""
+    met: tuple[str, ...]
+
+    def __init__(self, refs: Refs, config: BackwardConfig, layout: str, heads: tuple[int, int], scores: Scores,
+                 interpret: Any) -> None:  # fmt: skip
+        self.refs, self.c, self.layout, self.scores = refs, config, layout, scores
+        self.group = heads[0] // heads[1]
+        self.sums, self.registers = Sums(interpret), Registers(interpret)
+        self.warpgroup = lax.axis_index("warpgroup")
+        self.size = refs["q"].shape[-1]
+
+    @classmethod
+    def launch(
+        cls, given: Given, items: Array, outputs: dict[str, Any], *, layout: str, heads: tuple[int, int],
+        scores: Scores, config: BackwardConfig, interpret: Any,
+    ) -> dict[str, Array]:  # fmt: skip
+        of_items = heads[0 if cls is ByQuery else 1]
+        programs = programs_of(len(items) * of_items, interpret)
+        shared = cls.shared(config, given.q.shape[-1], given.q.dtype)
+
+        def body(refs: Refs, *more: Any) -> None:
+            kernel = cls({**refs, **dict(zip(shared, more, strict=True))}, config, layout, heads, scores, interpret)
+            run = lambda do: each_item(refs, of_items, programs, do, jnp.int32(0))  # noqa: E731
+            lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
+
+        return launch(
+            body, {**given._asdict(), "items": items}, outputs, [*shared.values()], grid={"program": programs},
+            warpgroups=3, name=cls.__name__, interpret=interpret,
+        )  # fmt: skip
+
+    @classmethod
+    def shared(cls, c: BackwardConfig, size: int, dtype: Any) -> dict[str, Any]:
+        barrier = plgpu.Barrier
+        made = {f"{x}_block": swizzled((TILE, size), dtype) for x in cls.own}
+        made |= {f"{x}_block": swizzled((c.stages, c.block, size), dtype) for x in cls.met}
+        made |= {
+            "staging": swizzled((2, HALF, size), dtype),
+            "own_full": barrier(num_arrivals=2),
+            "own_free": barrier(num_arrivals=2),
+        }
+        for x in cls.met:
+            made[f"{x}_full"] = barrier(num_arrivals=cls.copies(x), num_barriers=c.stages)
+            made[f"{x}_free"] = barrier(num_arrivals=2, num_barriers=c.stages)
+        return made
+
+    @staticmethod
+    def copies(name: str) -> int:
+        """That come with a block of what is met."""
+        return 1
+
+    def slot(self, number: Any) -> Any:
+        return lax.rem(number, jnp.int32(self.c.stages))
+
+    def steps(self, item: Item) -> Any:
+        return item.last - item.first
+
+    def of_step(self, item: Item, i: Any) -> tuple[Any, Any]:
+        """The block of a step, and its head."""
+        raise NotImplementedError
+
+    def head_of_tile(self, item: Item, name: str) -> Any:
+        return item.head
+
+    # ----------------------------------------------------------------------------------------- the copying warpgroup
+
+    def copy(self, run: Any) -> None:
+        plgpu.set_max_registers(self.c.registers[1], action="decrease")
+        run(self.copy_tile)
+
+    def copy_tile(self, item: Item, turn: Any, before: Any) -> Any:
+        refs, c = self.refs, self.c
+
+        def step(i: Any, _: None) -> None:
+            slot, (block, head) = self.slot(before + i), self.of_step(item, i)
+            for x in self.met:
+                plgpu.barrier_wait(refs[f"{x}_free"].at[slot])
+                source = rows_of(refs[x], self.layout, item.batch, block * c.block, c.block, head)
+                plgpu.copy_gmem_to_smem(source, refs[f"{x}_block"].at[slot], refs[f"{x}_full"].at[slot])
+                self.copy_beside(x, item, block * c.block, head, slot)
+
+        steps = self.steps(item)
+        # The tile's own are in use until all of the tile before is done.
+        pl.when(steps > 0)(lambda: step(jnp.int32(0), None))
+        plgpu.barrier_wait(refs["own_free"])
+        for x in self.own:
+            source = rows_of(refs[x], self.layout, item.batch, item.tile * TILE, TILE, item.head)
+            plgpu.copy_gmem_to_smem(source, refs[f"{x}_block"], refs["own_full"])
+        lax.fori_loop(1, steps, step, None)
+        return before + steps
+
+    def copy_beside(self, name: str, item: Item, first: Any, head: Any, slot: Any) -> None:
+        """What comes with a block of what is met."""
+
+    # ------------------------------------------------------------------------------------------- those that multiply
+
+    def multiply(self, run: Any) -> None:
+        plgpu.set_max_registers(self.c.registers[0], action="increase")
+        plgpu.barrier_arrive(self.refs["own_free"])
+        for x in self.met:
+            for slot in range(self.c.stages):
+                plgpu.barrier_arrive(self.refs[f"{x}_free"].at[slot])
+        run(self.tile)
+        plgpu.wait_smem_to_gmem(0)
+
+    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+        raise NotImplementedError
+
+    def mine(self, name: str) -> Any:
+        """This warpgroup's part of what the tile has."""
+        return self.refs[f"{name}_block"].at[pl.ds(self.warpgroup * HALF, HALF)]
+
+    def send(self, name: str, value: Any, item: Item, row: Any) -> None:
+        block = self.refs["staging"].at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        block[...] = value.astype(self.refs["q"].dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(block, rows_of(self.refs[name], self.layout, item.batch, row, HALF, item.head))
+
+    def of_scores(
+        self, slot: Any, s: Any, d: Any, pairs: tuple[tuple[str, str], tuple[str, str]],
+        log_sum: Callable[[], Any], delta: Callable[[], Any], masked: Callable[[Any], Any], between: Callable[[Any], Any],
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Of a block: what `between` makes of the probabilities, while the second product runs, and the gradient of the
+        products but for the scale."""
+        sums, refs = self.sums, self.refs
+        for total, (own, met) in zip((s, d), pairs, strict=True):
+            plgpu.barrier_wait(refs[f"{met}_full"].at[slot])
+            made = sums.add(total, self.mine(own), sums.block(refs[f"{met}_block"].at[slot]).T)
+            s, d = (made, d) if total is s else (s, made)
+        x, slope = self.scores.of(sums.value(s, running=1))
+        p = masked(jnp.exp2(x * self.scores.factor - log_sum()))
+        found = between(p)
+        y = sums.value(d)
+        of_product = p * (y - delta())
+        return found, of_product if slope is None else of_product * slope
+
+
+class ByQuery(_Gradient):
+    """Of queries: tiles of these, with blocks of keys."""
+
+    own, met = ("q", "grad_out"), ("k", "v")
+
+    def of_step(self, item: Item, i: Any) -> tuple[Any, Any]:
+        return item.first + i, lax.div(item.head, jnp.int32(self.group))
+
+    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+        refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
+        row, seen = item.tile * TILE + self.warpgroup * HALF, Seen(registers, refs, item.batch)
+        over = pl.ds(row, HALF)
+        limits = [registers.load(refs["limits"].at[item.batch, i, over], 1) for i in range(2)]
+        log_sum, delta = (registers.load(refs["numbers"].at[item.batch, item.head, i, over], 1) for i in range(2))
+        plgpu.barrier_wait(refs["own_full"])
+
+        def run(total: Any) -> Any:
+            def step(i: Any, value: Any) -> Any:
+                slot, column = self.slot(before + i), (item.first + i) * c.block
+                edge = (column < item.full_first) | (column + c.block > item.full_last)
+
+                def masked(p: Any) -> Any:
+                    return where_seen(edge, lambda: seen.by_query(shape, row, column, limits), p, 0.0)
+
+                def of_block(s: Any, d: Any) -> Any:
+                    _, made = self.of_scores(
+                        slot, s, d, (("q", "k"), ("grad_out", "v")), lambda: registers.spread(log_sum, shape, 1),
+                        lambda: registers.spread(delta, shape, 1), masked, lambda p: None,
+                    )  # fmt: skip
+                    plgpu.barrier_arrive(refs["v_free"].at[slot])
+                    return made
+
+                ds = sums.begin(of_block, shape, shape).astype(refs["q"].dtype)
+                _, value = sums.add((total[0], value), ds, sums.block(refs["k_block"].at[slot]))
+                sums.wait(0)
+                plgpu.barrier_arrive(refs["k_free"].at[slot])
+                return value
+
+            value = lax.fori_loop(0, self.steps(item), step, total[1])
+            return sums.value((total[0], value))
+
+        made = sums.begin(run, (HALF, self.size))
+        plgpu.barrier_arrive(refs["own_free"])
+        self.send("grad_q", made * self.scores.scale, item, row)
+        return before + self.steps(item)
+
+
+class ByKey(_Gradient):
+    """Of keys and values: tiles of these, with blocks of the queries of all heads that share them."""
+
+    own, met = ("k", "v"), ("q", "grad_out")
+
+    @classmethod
+    def shared(cls, c: BackwardConfig, size: int, dtype: Any) -> dict[str, Any]:
+        beside = {
+            "numbers_block": plgpu.SMEM((c.stages, 2, c.block), jnp.float32),
+            "limits_block": plgpu.SMEM((c.stages, 2, c.block), jnp.int32),
+        }
+        return super().shared(c, size, dtype) | beside
+
+    @staticmethod
+    def copies(name: str) -> int:
+        return 3 if name == "q" else 1
+
+    def steps(self, item: Item) -> Any:
+        return (item.last - item.first) * self.group
+
+    def of_step(self, item: Item, i: Any) -> tuple[Any, Any]:
+        blocks = item.last - item.first
+        head = lax.div(i, lax.max(blocks, jnp.int32(1)))
+        return item.first + i - head * blocks, item.head * self.group + head
+
+    def copy_beside(self, name: str, item: Item, first: Any, head: Any, slot: Any) -> None:
+        if name != "q":
+            return
+        refs, over, barrier = self.refs, pl.ds(first, self.c.block), self.refs["q_full"].at[slot]
+        plgpu.copy_gmem_to_smem(refs["numbers"].at[item.batch, head, :, over], refs["numbers_block"].at[slot], barrier)
+        plgpu.copy_gmem_to_smem(refs["limits"].at[item.batch, :, over], refs["limits_block"].at[slot], barrier)
+
+    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+        refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
+        row, seen, dtype = item.tile * TILE + self.warpgroup * HALF, Seen(registers, refs, item.batch), refs["q"].dtype
+        plgpu.barrier_wait(refs["own_full"])
+
+        def run(of_k: Any, of_v: Any) -> Any:
+            def step(i: Any, values: Any) -> Any:
+                slot, column = self.slot(before + i), self.of_step(item, i)[0] * c.block
+                edge = (column < item.full_first) | (column + c.block > item.full_last)
+
+                def beside(name: str, which: int) -> Any:
+                    return registers.load_columns(refs[f"{name}_block"].at[slot, which])
+
+                def masked(p: Any) -> Any:
+                    def inside() -> Any:
+                        return seen.by_key(shape, row, column, [beside("limits", 0), beside("limits", 1)])
+
+                    return where_seen(edge, inside, p, 0.0)
+
+                def of_block(s: Any, d: Any) -> Any:
+                    return self.of_scores(
+                        slot, s, d, (("k", "q"), ("v", "grad_out")),
+                        lambda: registers.spread(beside("numbers", 0), shape, 0),
+                        lambda: registers.spread(beside("numbers", 1), shape, 0), masked, lambda p: p.astype(dtype),
+                    )  # fmt: skip
+
+                p, ds = sums.begin(of_block, shape, shape)
+                _, of_v_now = sums.add((of_v[0], values[1]), p, sums.block(refs["grad_out_block"].at[slot]))
+                _, of_k_now = sums.add((of_k[0], values[0]), ds.astype(dtype), sums.block(refs["q_block"].at[slot]))
+                sums.wait(1)
+                plgpu.barrier_arrive(refs["grad_out_free"].at[slot])
+                sums.wait(0)
+                plgpu.barrier_arrive(refs["q_free"].at[slot])
+                return of_k_now, of_v_now
+
+            values = lax.fori_loop(0, self.steps(item), step, (of_k[1], of_v[1]))
+            return sums.value((of_k[0], values[0])), sums.value((of_v[0], values[1]))
+
+        of_k, of_v = sums.begin(run, (HALF, self.size), (HALF, self.size))
+        plgpu.barrier_arrive(refs["own_free"])
+        self.send("grad_k", of_k * self.scores.scale, item, row)
+        self.send("grad_v", of_v, item, row)
+        return before + self.steps(item)
+
+
+def by_query(given: Given, items: Array, *, config: BackwardConfig = BY_QUERY, interpret: Any = None, **how: Any) -> Array:
+    """q's gradient; items: of `query_items`."""
+    outputs = {"grad_q": jax.ShapeDtypeStruct(given.q.shape, given.q.dtype)}
+    return ByQuery.launch(given, items, outputs, config=config, interpret=interpret, **how)["grad_q"]
+
+
+def by_key(
+    given: Given, items: Array, *, config: BackwardConfig = BY_KEY, interpret: Any = None, **how: Any
+) -> tuple[Array, Array]:
+    """k's and v's; items: of `key_items`."""
+    outputs = {f"grad_{x}": jax.ShapeDtypeStruct(given.k.shape, given.k.dtype) for x in "kv"}
+    made = ByKey.launch(given, items, outputs, config=config, interpret=interpret, **how)
+    return made["grad_k"], made["grad_v"]

@@ -1,0 +1,234 @@
+"""The kernel of forward: tiles of queries, each with its blocks of keys and a running softmax.
+
+Two warpgroups have 64 queries each, and a third copies.  A warpgroup multiplies its queries with a block of keys while
+the probabilities of the block before are multiplied with values, and makes the softmax of one while the other's
+products run: they take turns.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.attention.mosaic.products import LOWEST, Scores, Seen, Sums, rows_of, where_seen
+from onchip.attention.mosaic.work import HALF, TILE, Item, each_item, programs_of
+from onchip.kernels.mosaic.launch import Refs, launch
+from onchip.kernels.mosaic.maths import LN2, LOG2E
+from onchip.kernels.mosaic.product import swizzled
+from onchip.kernels.mosaic.registers import Registers
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How forward is cut."""
+
+    block: int = 128
+    """Keys of a block."""
+    stages: int = 2
+    """Blocks that are in shared memory at a time."""
+    turns: bool = True
+    """Whether the warpgroups take turns."""
+    registers: tuple[int, int] = (240, 24)
+    """Of the threads that multiply, and of those that copy."""
+
+
+def forward(
+    q: Array,  # [B, Tq, Hq, D] or [B, Hq, Tq, D]
+    k: Array,  # likewise, Tk and Hk
+    v: Array,
+    start: Array,  # [B, Tq rounded up to 128] int32
+    end: Array,
+    stop: Array | None,  # [B, Tk rounded up] int32
+    sinks: Array | None,  # [B, Hq] float32
+    items: Array,  # of `query_items`
+    *,
+    layout: str,
+    heads: tuple[int, int],
+    scores: Scores,
+    config: ForwardConfig,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """out, as q, and lse [B, Hq, Tq rounded up to 128] float32."""
+    c, size, dtype = config, q.shape[-1], q.dtype
+    (of_q, of_k), batch = heads, q.shape[0]
+    programs = programs_of(len(items) * of_q, interpret)
+    barrier = plgpu.Barrier
+    shared: dict[str, Any] = {
+        "q_block": swizzled((2, TILE, size), dtype),
+        "k_block": swizzled((c.stages, c.block, size), dtype),
+        "v_block": swizzled((c.stages, c.block, size), dtype),
+        "staging": swizzled((2, HALF, size), dtype),
+        "q_full": barrier(num_arrivals=1, num_barriers=2),
+        "q_free": barrier(num_arrivals=2, num_barriers=2),
+        "k_full": barrier(num_arrivals=1, num_barriers=c.stages),
+        "k_free": barrier(num_arrivals=2, num_barriers=c.stages),
+        "v_full": barrier(num_arrivals=1, num_barriers=c.stages),
+        "v_free": barrier(num_arrivals=2, num_barriers=c.stages),
+        "turn": barrier(num_arrivals=1, num_barriers=2),
+    }
+
+    def body(refs: Refs, *more: Any) -> None:
+        refs = {**refs, **dict(zip(shared, more, strict=True))}
+        kernel = _Forward(refs, c, layout, size, of_q, of_q // of_k, scores, interpret)
+        run = lambda do, state: each_item(refs, of_q, programs, do, state)  # noqa: E731
+        lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
+
+    inputs = {"q": q, "k": k, "v": v, "start": start, "end": end, "stop": stop, "sinks": sinks, "items": items}
+    outputs = {
+        "out": jax.ShapeDtypeStruct(q.shape, dtype),
+        "lse": jax.ShapeDtypeStruct((batch, of_q, start.shape[1]), jnp.float32),
+    }
+    made = launch(
+        body, inputs, outputs, [*shared.values()], grid={"program": programs}, warpgroups=3, name="attention",
+        interpret=interpret,
+    )  # fmt: skip
+    return made["out"], made["lse"]
+
+
+class _Forward:
+    """What the warpgroups of a program do: `copy`, or `multiply`."""
+
+    def __init__(
+        self, refs: Refs, config: ForwardConfig, layout: str, size: int, heads: int, group: int, scores: Scores,
+        interpret: Any,
+    ) -> None:  # fmt: skip
+        self.refs, self.c, self.layout, self.size, self.heads, self.group = refs, config, layout, size, heads, group
+        self.scores, self.sums, self.registers = scores, Sums(interpret), Registers(interpret)
+        self.warpgroup = lax.axis_index("warpgroup")
+
+    def slot(self, number: Any) -> Any:
+        return lax.rem(number, jnp.int32(self.c.stages))
+
+    def q_slot(self, turn: Any) -> Any:
+        return lax.rem(turn, jnp.int32(2))
+
+    # ----------------------------------------------------------------------------------------- the copying warpgroup
+
+    def copy(self, run: Any) -> None:
+        plgpu.set_max_registers(self.c.registers[1], action="decrease")
+        run(self.copy_tile, jnp.int32(0))
+
+    def copy_tile(self, item: Item, turn: Any, before: Any) -> Any:
+        refs, c, slot = self.refs, self.c, self.q_slot(turn)
+        plgpu.barrier_wait(refs["q_free"].at[slot])
+        source = rows_of(refs["q"], self.layout, item.batch, item.tile * TILE, TILE, item.head)
+        plgpu.copy_gmem_to_smem(source, refs["q_block"].at[slot], refs["q_full"].at[slot])
+        of_keys = lax.div(item.head, jnp.int32(self.group))
+
+        def step(i: Any, _: None) -> None:
+            slot = self.slot(before + i - item.first)
+            for x in ("k", "v"):
+                plgpu.barrier_wait(refs[f"{x}_free"].at[slot])
+                source = rows_of(refs[x], self.layout, item.batch, i * c.block, c.block, of_keys)
+                plgpu.copy_gmem_to_smem(source, refs[f"{x}_block"].at[slot], refs[f"{x}_full"].at[slot])
+
+        lax.fori_loop(item.first, item.last, step, None)
+        return before + item.last - item.first
+
+    # ------------------------------------------------------------------------------------------- those that multiply
+
+    def multiply(self, run: Any) -> None:
+        plgpu.set_max_registers(self.c.registers[0], action="increase")
+        refs = self.refs
+        for x in ("q", "k", "v"):
+            for slot in range(2 if x == "q" else self.c.stages):
+                plgpu.barrier_arrive(refs[f"{x}_free"].at[slot])
+        if self.c.turns:
+            pl.when(self.warpgroup == 1)(lambda: plgpu.barrier_arrive(refs["turn"].at[0]))
+        run(self.tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+        slot = self.q_slot(turn)
+        plgpu.barrier_wait(self.refs["q_full"].at[slot])
+        q = self.refs["q_block"].at[slot, pl.ds(self.warpgroup * HALF, HALF)]
+        row = item.tile * TILE + self.warpgroup * HALF
+        acc, most, total = self.sums.begin(lambda out: self.softmax(item, before, row, q, slot, out), (HALF, self.size))
+        self.store(item, row, acc, most, total)
+        return before + item.last - item.first
+
+    def softmax(self, item: Item, before: Any, row: Any, q: Any, q_slot: Any, out: Any) -> Any:
+        """The sum of values, the largest exponent and the sum of exponentials of each query."""
+        refs, c, sums, shape = self.refs, self.c, self.sums, (HALF, self.c.block)
+        registers, factor, seen = self.registers, self.scores.factor, Seen(self.registers, refs, item.batch)
+        over = item.batch, pl.ds(row, HALF)
+        limits = [registers.load(refs[name].at[over], 1) for name in ("start", "end")]
+        most, total = self.begin(item)
+
+        def of_block(i: Any, most: Any, total: Any, beside: Any) -> Any:
+            """Of the products of block i, `beside` which others are started."""
+            slot, column = self.slot(before + i - item.first), i * c.block
+
+            def run(s: Any) -> Any:
+                plgpu.barrier_wait(refs["k_full"].at[slot])
+                if c.turns:
+                    plgpu.barrier_wait(refs["turn"].at[self.warpgroup])
+                s = sums.add(s, q, sums.block(refs["k_block"].at[slot]).T)
+                made = beside()
+                if c.turns:
+                    plgpu.barrier_arrive(refs["turn"].at[1 - self.warpgroup])
+                x = sums.value(s, running=0 if made is None else 1)
+                plgpu.barrier_arrive(refs["k_free"].at[slot])
+                x, _ = self.scores.of(x)
+                edge = (column < item.full_first) | (column + c.block > item.full_last)
+                x = where_seen(edge, lambda: seen.by_query(shape, row, column, limits), x, -jnp.inf)
+                top = jnp.maximum(most, jnp.max(x, axis=1) * factor)
+                e = jnp.exp2(x * factor - registers.spread(top, shape, 1))
+                decay = jnp.exp2(most - top)
+                of_out = None if made is None else made[1]
+                return of_out, e, top, total * decay + jnp.sum(e, axis=1), decay
+
+            return sums.begin(run, shape)
+
+        def values_of(i: Any) -> Any:
+            slot = self.slot(before + i - item.first)
+            plgpu.barrier_wait(refs["v_full"].at[slot])
+            return sums.block(refs["v_block"].at[slot])
+
+        def step(i: Any, state: Any) -> Any:
+            of_out, p, most, total = state
+
+            def beside() -> Any:
+                return sums.add((out[0], of_out), p, values_of(i - 1))
+
+            of_out, e, most, total, decay = of_block(i, most, total, beside)
+            acc = sums.value((out[0], of_out))
+            plgpu.barrier_arrive(refs["v_free"].at[self.slot(before + i - 1 - item.first)])
+            _, of_out = sums.put((out[0], of_out), acc * registers.spread(decay, acc.shape, 1))
+            return of_out, e.astype(refs["q"].dtype), most, total
+
+        _, e, most, total, _ = of_block(item.first, most, total, lambda: None)
+        state = out[1], e.astype(refs["q"].dtype), most, total
+        of_out, p, most, total = lax.fori_loop(item.first + 1, item.last, step, state)
+        plgpu.barrier_arrive(refs["q_free"].at[q_slot])
+        acc = sums.value(sums.add((out[0], of_out), p, values_of(item.last - 1)))
+        plgpu.barrier_arrive(refs["v_free"].at[self.slot(before + item.last - 1 - item.first)])
+        return acc, most, total
+
+    def begin(self, item: Item) -> tuple[Any, Any]:
+        """The largest exponent and the sum of exponentials, of the sink alone if there is one."""
+        if "sinks" not in self.refs:
+            return self.registers.vector(HALF, LOWEST), self.registers.vector(HALF, 0.0)
+        sink = self.refs["sinks"][item.batch, item.head] * LOG2E
+        most = lax.max(sink, jnp.float32(LOWEST))
+        return self.registers.vector(HALF, most), self.registers.vector(HALF, jnp.exp2(sink - most))
+
+    def store(self, item: Item, row: Any, acc: Any, most: Any, total: Any) -> None:
+        refs = self.refs
+        nothing = total == 0
+        divisor = jnp.where(nothing, 1.0, total)
+        refs["lse"][item.batch, item.head, pl.ds(row, HALF)] = jnp.where(
+            nothing, -jnp.inf, most * LN2 + jnp.log(divisor)
+        )
+        acc = acc * self.registers.spread(1 / divisor, acc.shape, 1)
+        block = refs["staging"].at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        block[...] = acc.astype(refs["q"].dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(block, rows_of(refs["out"], self.layout, item.batch, row, HALF, item.head))

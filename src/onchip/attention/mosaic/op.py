@@ -1,0 +1,212 @@
+"""Attention by the kernels for Hopper: what surrounds them, and their derivative."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onchip.attention.masks import OP, Intervals
+from onchip.attention.mosaic import backward, forward
+from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, Given
+from onchip.attention.mosaic.forward import ForwardConfig
+from onchip.attention.mosaic.products import Scores
+from onchip.attention.mosaic.work import TILE, key_items, query_items
+from onchip.attention.xla.plain import Parameters, Ranges, Static
+from onchip.frontend.jax_call import with_gradients
+from onchip.kernels.mosaic.maths import LOG2E
+
+Array = jax.Array
+
+FORWARD = ForwardConfig()
+SIZES = (64, 128)
+"""Of heads, in kernels: others are filled up with zeros."""
+
+
+class Inputs(NamedTuple):
+    """What forward's kernel reads, of which everything has the batch as its first dimension."""
+
+    q: Array  # [B, Tq, Hq, D], or with layout "bhtd" [B, Hq, Tq, D]
+    k: Array
+    v: Array
+    mask: Ranges
+    sinks: Array | None  # [B, Hq] float32
+
+
+class Saved(NamedTuple):
+    """What backward is given."""
+
+    given: Parameters
+    mask: Ranges
+    out: Array
+    lse: Array  # [B, Hq, Tq rounded up] float32
+
+
+def _folded(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, of trees of arrays [B, ...]; under vmap elements are sequences of one batch."""
+    mapped = jax.custom_batching.custom_vmap(run)
+
+    @mapped.def_vmap
+    def fold(size: int, are_mapped: Any, *given: Any) -> Any:
+        def put(x: Array, is_mapped: bool) -> Array:
+            x = x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        made = mapped(*jax.tree.map(put, given, tuple(are_mapped)))
+        split = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
+        return split, jax.tree.map(lambda _: True, split)
+
+    return mapped
+
+
+def _filled(x: Array, axis: int, size: int, value: Any = 0) -> Array:
+    """With so many more of `value` that the axis has this size."""
+    widths = [(0, size - x.shape[axis] if n == axis % x.ndim else 0) for n in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
+
+
+def _up(tokens: int, to: int = TILE) -> int:
+    return -(-tokens // to) * to
+
+
+def _for_copies(static: Static, x: Array) -> Array:
+    """Heads of a size that kernels have, and tokens by eights, as Mosaic cuts them."""
+    axis = _token_axis(static)
+    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8))
+
+
+def _cut(static: Static, x: Array, tokens: int, size: int) -> Array:
+    """What `_for_copies` has filled up."""
+    return lax.slice_in_dim(x[..., :size], 0, tokens, axis=_token_axis(static))
+
+
+def _token_axis(static: Static) -> int:
+    return 1 if static.options.layout == "bthd" else 2
+
+
+def _head_size(static: Static) -> int:
+    p = static.problem
+    return next(x for x in SIZES if x >= max(p.size, p.value_size))
+
+
+def _how(static: Static) -> dict[str, Any]:
+    p, options = static.problem, static.options
+    return {
+        "layout": options.layout,
+        "heads": (p.heads, p.key_heads),
+        "scores": Scores(static.scale, options.softcap),
+    }
+
+
+def _limits(static: Static, mask: Ranges) -> tuple[Intervals, Array, Array, Array | None]:
+    """The mask, and its arrays as kernels read them: tokens that aren't there see nothing and aren't seen."""
+    p = static.problem
+    start, end = (_filled(x, 1, _up(p.queries)) for x in (mask.start, mask.end))
+    stop = None if mask.stop is None else _filled(mask.stop, 1, _up(p.keys))
+    return Intervals(mask.start, mask.end, mask.stop), start, end, stop
+
+
+def _forward_kernel(static: Static, config: ForwardConfig, interpret: Any, x: Inputs) -> tuple[Array, Array]:
+    """out, and lse [B, Hq, Tq rounded up]."""
+    p = static.problem
+    q, k, v = (_for_copies(static, a) for a in (x.q, x.k, x.v))
+    mask, *limits = _limits(static, x.mask)
+    items = query_items(mask, config.block)
+    out, lse = forward.forward(
+        q, k, v, *limits, x.sinks, items, **_how(static), config=config, interpret=interpret
+    )
+    return _cut(static, out, p.queries, p.value_size), lse
+
+
+def _backward_kernels(
+    static: Static, wanted: tuple[bool, bool], interpret: Any, x: Inputs, grad_out: Array, numbers: Array
+) -> tuple[Any, Any, Any]:
+    """The gradients of q, and of k and v, where they are wanted."""
+    p, how = static.problem, {**_how(static), "interpret": interpret}
+    q, k, v, grad_out = (_for_copies(static, a) for a in (x.q, x.k, x.v, grad_out))
+    mask, start, end, stop = _limits(static, x.mask)
+    given = Given(q, k, v, grad_out, jnp.stack([start, end], 1), stop, numbers)
+    grad_q = grad_k = grad_v = None
+    if wanted[0]:
+        made = backward.by_query(given, query_items(mask, BY_QUERY.block), **how)
+        grad_q = _cut(static, made, p.queries, p.size)
+    if wanted[1]:
+        grad_k, grad_v = backward.by_key(given, key_items(mask, p.keys, BY_KEY.block), **how)
+        grad_k, grad_v = _cut(static, grad_k, p.keys, p.size), _cut(static, grad_v, p.keys, p.value_size)
+    return grad_q, grad_k, grad_v
+
+
+def _heads_first(static: Static, x: Array) -> Array:
+    """[B, Hq, Tq], of numbers of queries as they lie in the layout."""
+    return x if static.options.layout == "bhtd" else jnp.swapaxes(x, 1, 2)
+
+
+def attend(
+    static: Static, given: Parameters, mask: Ranges, config: ForwardConfig = FORWARD, interpret: Any = None
+) -> tuple[tuple[Array, Array], Saved]:
+    """(out, lse) as the layout has them, and what backward is given."""
+    sinks = None
+    if given.sinks is not None:
+        sinks = jnp.broadcast_to(given.sinks.astype(jnp.float32), (len(given.q), len(given.sinks)))
+    run = _folded(partial(_forward_kernel, static, config, interpret))
+    out, lse = run(Inputs(given.q, given.k, given.v, mask, sinks))
+    return (out, _heads_first(static, lse[..., : static.problem.queries])), Saved(given, mask, out, lse)
+
+
+def gradients(
+    static: Static, needs: Parameters, saved: Saved, cotangents: Any, interpret: Any = None
+) -> Parameters:
+    """Of what is needed."""
+    given, mask, out, lse = saved
+    grad_out, grad_lse = cotangents
+    tokens = static.problem.queries
+    lse = lse[..., :tokens]
+    nothing = (mask.start >= mask.end)[:, None] | (lse == -jnp.inf)  # [B, Hq, Tq]
+    if grad_out is None:
+        grad_out, more = jnp.zeros_like(out), jnp.zeros_like(lse)
+    else:
+        # What is sent to a query that sees nothing may be anything; and kernels get the rounded numbers that delta is
+        # made of, which XLA would else not round.
+        grad_out = jnp.where(_heads_first(static, nothing)[..., None], 0, lax.optimization_barrier(grad_out))
+        more = _heads_first(static, (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1))
+    if grad_lse is not None:
+        more = more - jnp.where(lse == -jnp.inf, 0, _heads_first(static, grad_lse))
+    log_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    numbers = jnp.stack(
+        [_filled(log_sum, -1, _up(tokens), jnp.inf), _filled(more, -1, _up(tokens))], 2
+    )
+    wanted = bool(needs.q), bool(needs.k or needs.v)
+    run = _folded(partial(_backward_kernels, static, wanted, interpret))
+    grads = run(Inputs(given.q, given.k, given.v, mask, None), grad_out, numbers)
+    sinks = None
+    if given.sinks is not None and needs.sinks:
+        by_sink = jnp.exp(given.sinks.astype(jnp.float32)[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+        sinks = -(by_sink * more).sum((0, 2))
+    return Parameters(*(x if need else None for x, need in zip((*grads, sinks), needs, strict=True)))
+
+
+def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, Saved]:
+    return attend(static, given, mask)
+
+
+def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) -> Parameters:
+    return gradients(static, needs, saved, cotangents)
+
+
+ATTENTION = with_gradients(OP, _forward, _backward)
+
+
+def refusal(static: Static, dtype: str, sizes: tuple[int, ...]) -> str | None:
+    """Why the kernels can't serve a call, or None."""
+    p = static.problem
+    if dtype not in ("bfloat16", "float16"):
+        return f"it is for bfloat16 and float16, not {dtype}"
+    if max(p.size, p.value_size) > SIZES[-1]:
+        return f"heads have at most {SIZES[-1]} numbers; q has {p.size}, v {p.value_size}"
+    if static.tile:
+        return "the mask has Blocked, which isn't ranges"
+    if 0 in sizes:
+        return "there is nothing to compute"
+    return None
