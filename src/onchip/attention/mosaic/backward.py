@@ -108,6 +108,12 @@ class _Gradient:
     def slot(self, number: Any) -> Any:
         return lax.rem(number, jnp.int32(self.c.stages))
 
+    def each_free(self, do: Callable[[Any], None]) -> None:
+        do(self.refs["own_free"])
+        for x in self.met:
+            for slot in range(self.c.stages):
+                do(self.refs[f"{x}_free"].at[slot])
+
     def steps(self, item: Item) -> Any:
         return item.last - item.first
 
@@ -115,14 +121,12 @@ class _Gradient:
         """The block of a step, and its head."""
         raise NotImplementedError
 
-    def head_of_tile(self, item: Item, name: str) -> Any:
-        return item.head
-
     # ----------------------------------------------------------------------------------------- the copying warpgroup
 
     def copy(self, run: Any) -> None:
         plgpu.set_max_registers(self.c.registers[1], action="decrease")
         run(self.copy_tile)
+        self.each_free(plgpu.barrier_wait)  # until the last products have read theirs
 
     def copy_tile(self, item: Item, turn: Any, before: Any) -> Any:
         refs, c = self.refs, self.c
@@ -152,10 +156,7 @@ class _Gradient:
 
     def multiply(self, run: Any) -> None:
         plgpu.set_max_registers(self.c.registers[0], action="increase")
-        plgpu.barrier_arrive(self.refs["own_free"])
-        for x in self.met:
-            for slot in range(self.c.stages):
-                plgpu.barrier_arrive(self.refs[f"{x}_free"].at[slot])
+        self.each_free(plgpu.barrier_arrive)
         run(self.tile)
         plgpu.wait_smem_to_gmem(0)
 
@@ -316,7 +317,9 @@ class ByKey(_Gradient):
         return before + self.steps(item)
 
 
-def by_query(given: Given, items: Array, *, config: BackwardConfig = BY_QUERY, interpret: Any = None, **how: Any) -> Array:
+def by_query(
+    given: Given, items: Array, *, config: BackwardConfig = BY_QUERY, interpret: Any = None, **how: Any
+) -> Array:
     """q's gradient; items: of `query_items`."""
     outputs = {"grad_q": jax.ShapeDtypeStruct(given.q.shape, given.q.dtype)}
     return ByQuery.launch(given, items, outputs, config=config, interpret=interpret, **how)["grad_q"]

@@ -5,6 +5,7 @@ the probabilities of the block before are multiplied with values, and makes the 
 products run: they take turns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +109,17 @@ class _Forward:
     def q_slot(self, turn: Any) -> Any:
         return lax.rem(turn, jnp.int32(2))
 
+    def each_free(self, do: Callable[[Any], None]) -> None:
+        for x, slots in (("q", 2), ("k", self.c.stages), ("v", self.c.stages)):
+            for slot in range(slots):
+                do(self.refs[f"{x}_free"].at[slot])
+
     # ----------------------------------------------------------------------------------------- the copying warpgroup
 
     def copy(self, run: Any) -> None:
         plgpu.set_max_registers(self.c.registers[1], action="decrease")
         run(self.copy_tile, jnp.int32(0))
+        self.each_free(plgpu.barrier_wait)  # until the last products have read theirs
 
     def copy_tile(self, item: Item, turn: Any, before: Any) -> Any:
         refs, c, slot = self.refs, self.c, self.q_slot(turn)
@@ -135,13 +142,13 @@ class _Forward:
 
     def multiply(self, run: Any) -> None:
         plgpu.set_max_registers(self.c.registers[0], action="increase")
-        refs = self.refs
-        for x in ("q", "k", "v"):
-            for slot in range(2 if x == "q" else self.c.stages):
-                plgpu.barrier_arrive(refs[f"{x}_free"].at[slot])
+        first = self.refs["turn"].at[0]
+        self.each_free(plgpu.barrier_arrive)
         if self.c.turns:
-            pl.when(self.warpgroup == 1)(lambda: plgpu.barrier_arrive(refs["turn"].at[0]))
+            pl.when(self.warpgroup == 1)(lambda: plgpu.barrier_arrive(first))
         run(self.tile, jnp.int32(0))
+        if self.c.turns:
+            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(first))
         plgpu.wait_smem_to_gmem(0)
 
     def tile(self, item: Item, turn: Any, before: Any) -> Any:

@@ -71,10 +71,11 @@ def _up(tokens: int, to: int = TILE) -> int:
     return -(-tokens // to) * to
 
 
-def _for_copies(static: Static, x: Array) -> Array:
-    """Heads of a size that kernels have, and tokens by eights, as Mosaic cuts them."""
+def _for_copies(static: Static, interpret: Any, x: Array) -> Array:
+    """Heads of a size that kernels have, and tokens by eights, as Mosaic cuts them; the CPU interpreter writes no part
+    of a block."""
     axis = _token_axis(static)
-    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8))
+    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else TILE))
 
 
 def _cut(static: Static, x: Array, tokens: int, size: int) -> Array:
@@ -111,12 +112,10 @@ def _limits(static: Static, mask: Ranges) -> tuple[Intervals, Array, Array, Arra
 def _forward_kernel(static: Static, config: ForwardConfig, interpret: Any, x: Inputs) -> tuple[Array, Array]:
     """out, and lse [B, Hq, Tq rounded up]."""
     p = static.problem
-    q, k, v = (_for_copies(static, a) for a in (x.q, x.k, x.v))
+    q, k, v = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v))
     mask, *limits = _limits(static, x.mask)
     items = query_items(mask, config.block)
-    out, lse = forward.forward(
-        q, k, v, *limits, x.sinks, items, **_how(static), config=config, interpret=interpret
-    )
+    out, lse = forward.forward(q, k, v, *limits, x.sinks, items, **_how(static), config=config, interpret=interpret)
     return _cut(static, out, p.queries, p.value_size), lse
 
 
@@ -125,7 +124,7 @@ def _backward_kernels(
 ) -> tuple[Any, Any, Any]:
     """The gradients of q, and of k and v, where they are wanted."""
     p, how = static.problem, {**_how(static), "interpret": interpret}
-    q, k, v, grad_out = (_for_copies(static, a) for a in (x.q, x.k, x.v, grad_out))
+    q, k, v, grad_out = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v, grad_out))
     mask, start, end, stop = _limits(static, x.mask)
     given = Given(q, k, v, grad_out, jnp.stack([start, end], 1), stop, numbers)
     grad_q = grad_k = grad_v = None
@@ -155,9 +154,7 @@ def attend(
     return (out, _heads_first(static, lse[..., : static.problem.queries])), Saved(given, mask, out, lse)
 
 
-def gradients(
-    static: Static, needs: Parameters, saved: Saved, cotangents: Any, interpret: Any = None
-) -> Parameters:
+def gradients(static: Static, needs: Parameters, saved: Saved, cotangents: Any, interpret: Any = None) -> Parameters:
     """Of what is needed."""
     given, mask, out, lse = saved
     grad_out, grad_lse = cotangents
@@ -174,9 +171,7 @@ def gradients(
     if grad_lse is not None:
         more = more - jnp.where(lse == -jnp.inf, 0, _heads_first(static, grad_lse))
     log_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-    numbers = jnp.stack(
-        [_filled(log_sum, -1, _up(tokens), jnp.inf), _filled(more, -1, _up(tokens))], 2
-    )
+    numbers = jnp.stack([_filled(log_sum, -1, _up(tokens), jnp.inf), _filled(more, -1, _up(tokens))], 2)
     wanted = bool(needs.q), bool(needs.k or needs.v)
     run = _folded(partial(_backward_kernels, static, wanted, interpret))
     grads = run(Inputs(given.q, given.k, given.v, mask, None), grad_out, numbers)
@@ -196,17 +191,3 @@ def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) 
 
 
 ATTENTION = with_gradients(OP, _forward, _backward)
-
-
-def refusal(static: Static, dtype: str, sizes: tuple[int, ...]) -> str | None:
-    """Why the kernels can't serve a call, or None."""
-    p = static.problem
-    if dtype not in ("bfloat16", "float16"):
-        return f"it is for bfloat16 and float16, not {dtype}"
-    if max(p.size, p.value_size) > SIZES[-1]:
-        return f"heads have at most {SIZES[-1]} numbers; q has {p.size}, v {p.value_size}"
-    if static.tile:
-        return "the mask has Blocked, which isn't ranges"
-    if 0 in sizes:
-        return "there is nothing to compute"
-    return None

@@ -63,9 +63,7 @@ def programs_of(items: int, interpret: Any) -> int:
     return min(items, multiprocessors() if interpret is None else 2)
 
 
-def each_item(
-    refs: Refs, heads: int, programs: int, do: Callable[[Item, Any, Any], Any], state: Any
-) -> Any:
+def each_item(refs: Refs, heads: int, programs: int, do: Callable[[Item, Any, Any], Any], state: Any) -> Any:
     """state = do(item, turn, state) for each item of this program.
 
     All heads of a tile come one after the other, and programs go from first to last, then from last to first: it evens

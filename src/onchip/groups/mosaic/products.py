@@ -32,8 +32,8 @@ from onchip.groups.problem import ROWS, GroupedOptions, are_short, tiles_togethe
 from onchip.groups.xla import products
 from onchip.groups.xla.groups import has_group, largest_first, running_sums, starts_of
 from onchip.groups.xla.swiglu import activated
-from onchip.kernels.mosaic.maths import LOG2E
 from onchip.kernels.mosaic.launch import Refs
+from onchip.kernels.mosaic.maths import LOG2E
 from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.product import BOX, LookUp, MosaicConfig, Part, Product, ProductStep, load_block, send_to
 from onchip.kernels.mosaic.program import persistent_product

@@ -12,9 +12,10 @@ from onchip.attention.xla.plain import ATTENTION, AttentionStatic, Parameters, R
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import callable_here, vary_alike
-from onchip.frontend.jax_inputs import check_kinds, dtype_of, is_array, require_arrays
+from onchip.frontend.jax_inputs import check_kinds, dtype_of, hopper_refusal, is_array, platform, require_arrays
 from onchip.frontend.jax_types import Array
 
+Backend = Literal["auto", "mosaic_gpu", "xla"]
 _CAUSAL = Causal()
 
 for _mask in MASKS:
@@ -34,7 +35,7 @@ def attention(
     layout: Layout = "bthd",
     return_lse: bool = False,
     check_inputs: bool = False,
-    backend: Literal["auto", "xla"] = "auto",
+    backend: Backend = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Softmax attention under a mask that is data, without the [queries, keys] scores.
 
@@ -60,20 +61,24 @@ def attention(
         return_lse: also return each query's log-sum-exp, which is differentiable.
         check_inputs: raise for numbers of the mask that can't be meant, which waits for the device.  On the CPU that is
             so anyway, but for traced values, with which it can't be asked for.
-        backend: "xla" (plain JAX, any device) or "auto", the same.  There are no kernels yet.
+        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, heads of at most 128 numbers,
+            any mask but `Blocked`), "xla" (plain JAX, any device), or "auto": the first where it can run.
 
     Returns:
         [B, Tq, Hq, Dv] of q's dtype; with return_lse `(out, lse)`, lse [B, Tq, Hq] in float32, of float64 in float64.
         A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.  What isn't finite makes NaN of
-        the queries that see it, in all heads, and of no other.
+        the queries that see it, with "xla" in all heads, and of no other; with "mosaic_gpu" a value that isn't may reach
+        queries of the same 128 that see a key beside it.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
         ValueError: a wrong shape or option; an id of `Documents` that comes back, where values are checked.
         NotImplementedError: differentiated twice.
 
-    Memory: kept for backward are q, k, v, out and 4 * B * Tq * Hq bytes.  Beside these are tiles of 128 queries by 256
-    keys of all heads, and in backward the gradients in float32.
+    Memory: kept for backward are q, k, v, out and 4 * B * Tq * Hq bytes.  Beside these, with "xla", are tiles of 128
+    queries by 256 keys of all heads, and in backward the gradients in float32; with "mosaic_gpu" 8 * B * Tq * Hq bytes
+    in backward and a copy of out's gradient, and copies of what isn't of 64 or 128 numbers a head and of a multiple of
+    8 tokens.
 
     Example:
         >>> import jax
@@ -93,22 +98,50 @@ def attention(
             raise TypeError(f"{OP}: q is {dtype_of(q)} but {name} is {dtype_of(arrays[name])}; cast one of them")
     options = AttentionOptions(scale, softcap, layout, None, check_inputs, return_lse)
     p = check_shapes(layout, {name: x.shape for name, x in arrays.items()})
-    choose_backend(OP, backend, {"xla": None})
     if check_inputs or jax.default_backend() == "cpu":
         check_mask_values(mask)
     given = {name: jnp.asarray(x) for name, x in arrays.items()}
     whole = {name: x if name == "sinks" or x.ndim == 4 else x[None] for name, x in given.items()}
-    if layout == "bhtd":
-        whole = {name: x if name == "sinks" else jnp.swapaxes(x, 1, 2) for name, x in whole.items()}
     lowered = mask.lower(p.batch, p.queries, p.keys, whole["q"])
+    static = AttentionStatic(p, options, scale_of(options, p), lowered.tile)
+    chosen = choose_backend(
+        OP, backend, {"mosaic_gpu": mosaic_refusal(platform(), static, dtype_of(q).name), "xla": None}
+    )
+    turned = layout == "bhtd" and chosen == "xla"
+    if turned:
+        whole = {name: x if name == "sinks" else jnp.swapaxes(x, 1, 2) for name, x in whole.items()}
     ranges = [lowered.start, lowered.end, lowered.stop, lowered.blocks]
     rows: list[Any] = [None if x is None else jnp.broadcast_to(x, (p.batch, *x.shape[1:])) for x in ranges]
     parameters = Parameters(whole["q"], whole["k"], whole["v"], whole.get("sinks"))
     parameters, mask_rows = vary_alike((parameters, Ranges(*rows)))
-    static = AttentionStatic(p, options, scale_of(options, p), lowered.tile)
-    out, lse = callable_here(ATTENTION)(static, parameters, mask_rows)
-    if layout == "bhtd":
+    out, lse = callable_here(_engine(chosen))(static, parameters, mask_rows)
+    if turned:
         out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
     if q.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def mosaic_refusal(platform: str, static: Static, dtype: str) -> str | None:
+    """Why the kernels can't serve a call, or None."""
+    p, most = static.problem, 128
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if dtype not in ("bfloat16", "float16"):
+        return f"it is for bfloat16 and float16, not {dtype}"
+    if max(p.size, p.value_size) > most:
+        return f"heads have at most {most} numbers; q's have {p.size} and v's {p.value_size}"
+    if static.tile:
+        return "the mask has Blocked, which isn't ranges"
+    if 0 in (p.batch, p.queries, p.keys):
+        return "there are no queries or no keys"
+    return hopper_refusal()
+
+
+def _engine(backend: str) -> Any:
+    """The function with gradients."""
+    if backend == "mosaic_gpu":
+        from onchip.attention.mosaic.op import ATTENTION as KERNELS  # Pallas takes a second to import
+
+        return KERNELS
+    return ATTENTION
