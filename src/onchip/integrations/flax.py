@@ -1,6 +1,7 @@
-"""Flax's output layers with onchip's loss: `LinearHead` and `EmbedHead` for nnx, `DenseHead` for linen.
+"""Flax's output layers with onchip's loss: `LinearHead` and `EmbedHead` for nnx, `DenseHead` for linen; and its
+attention layers with onchip's attention.
 
-Each is Flax's own layer, with its arguments, its parameters and their names, so that checkpoints load.  It gives logits
+Each head is Flax's own layer, with its arguments, its parameters and their names, so that checkpoints load.  It gives logits
 as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_entropy`, which doesn't store the logits.
 """
 
@@ -10,11 +11,13 @@ from onchip.core.machine import naming_extra
 
 with naming_extra("onchip.integrations.flax", "jax,integrations"):
     import jax
+    import jax.numpy as jnp
     from flax import linen, nnx
 
 from onchip.frontend.jax_types import Array
 from onchip.frontend.topk import TopK
-from onchip.jax import linear_cross_entropy
+from onchip.jax import dot_product_attention, linear_cross_entropy
+from onchip.masks import Mask
 
 
 class LinearHead(nnx.Linear):
@@ -196,3 +199,89 @@ def _check_loss(name: str, options: dict[str, Any], out_sharding: Any, own_produ
             f"{name}: with labels shift must be given: shift=True if they are as the data has them, so that position i "
             "predicts label i + 1, or shift=False if position i is to predict label i"
         )
+
+
+def attention_fn(
+    query: Array,  # [..., T, N, H]
+    key: Array,  # [..., S, N, H]
+    value: Array,  # [..., S, N, H]
+    bias: None = None,
+    mask: Mask | Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: object = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = True,
+    dtype: Any = None,
+    precision: object = None,
+    module: None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,  # [N]
+    backend: Literal["auto", "mosaic_gpu", "xla"] = "auto",
+) -> jax.Array:
+    r"""`onchip.jax.attention` as `attention_fn=` of `nnx.MultiHeadAttention` and of linen's, which calls it.
+
+    A mask of `onchip.masks` is passed to the layer in the place of an array.  Options that Flax doesn't know are given
+    by `functools.partial(attention_fn, softcap=30.0)`.
+
+    Args:
+        query: [..., T, N, H]; key and value have S tokens.
+        key: likewise.
+        value: likewise.
+        bias: None: scores have no bias here.
+        mask: one of `onchip.masks`, or an array [..., 1, T, S] as Flax makes it, 0 where a query doesn't see a key, the
+            same for all heads; an array takes the plain path.
+        broadcast_dropout: not used.
+        dropout_rng: not used.
+        dropout_rate: of probabilities; above 0 it must be a deterministic call.
+        deterministic: whether there is no dropout.
+        dtype: what query, key and value are cast to; None: the dtype that they promote to.
+        precision: not used: sums are in float32.
+        module: None: probabilities are never in memory, and so can't be kept.
+        is_causal: whether query i sees the keys up to i alone, of those that the mask lets it see.
+        scale: as of `onchip.jax.attention`.
+        softcap: the same.
+        sinks: the same.
+        backend: the same.
+
+    Returns:
+        [..., T, N, H].  Where a query sees nothing it is 0, and Flax's the mean of all values.
+
+    Raises:
+        TypeError: a mask of another type, or another error of `onchip.jax.attention`.
+        ValueError: a bias, dropout, a module, or a mask that differs between heads.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from onchip.integrations.flax import attention_fn
+        >>> from onchip.masks import Causal, Documents
+        >>> layer = nnx.MultiHeadAttention(
+        ...     num_heads=2, in_features=16, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0)
+        ... )
+        >>> layer(jnp.ones((1, 6, 16)), mask=Documents(jnp.array([0, 0, 0, 1, 1, 1])) & Causal()).shape
+        (1, 6, 16)
+
+    Source: `flax/nnx/nn/attention.py`.
+    """
+    if bias is not None:
+        raise ValueError("attention_fn: bias must be None: scores have no bias here; leave attention_fn= out")
+    if dropout_rate > 0 and not deterministic:
+        raise ValueError(
+            f"attention_fn: dropout_rate must be 0 in training: there is no dropout here; got {dropout_rate}"
+        )
+    if module is not None:
+        raise ValueError("attention_fn: sow_weights must be False: probabilities are never in memory")
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    q, k, v = (jnp.asarray(x, dtype) for x in (query, key, value))
+    before = q.shape[:-3]
+    folded = [x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)]
+    if not isinstance(mask, Mask) and mask is not None:
+        seen = jnp.asarray(mask) != 0
+        mask = jnp.broadcast_to(seen, (*before, *seen.shape[-3:])).reshape(-1, *seen.shape[-3:])
+    out = dot_product_attention(
+        *folded, mask=mask, is_causal=is_causal, scale=scale, softcap=softcap, sinks=sinks, implementation=backend
+    )
+    return jnp.reshape(out, (*before, *q.shape[-3:]))

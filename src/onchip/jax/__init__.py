@@ -8,6 +8,7 @@ with naming_extra("onchip.jax", "jax"):
 from onchip.frontend.jax_types import LossStats as CrossEntropyStats
 from onchip.frontend.jax_types import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
+from onchip.ops.attention.jax_nn import dot_product_attention
 from onchip.ops.attention.jax_op import attention
 from onchip.ops.collective_matmul.jax_op import all_gather_matmul, matmul_reduce_scatter
 from onchip.ops.cross_entropy.jax_op import cross_entropy
@@ -30,6 +31,7 @@ __all__ = [
     "all_gather_matmul",
     "attention",
     "cross_entropy",
+    "dot_product_attention",
     "fp8_linear",
     "grouped_matmul",
     "init_moe",

@@ -1,0 +1,133 @@
+"""attention with the arguments of `jax.nn.dot_product_attention`."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from onchip.attention.masks import Blocked, Causal, Full, Intervals, Mask, Window
+from onchip.frontend.jax_inputs import is_array
+from onchip.frontend.jax_types import Array
+from onchip.frontend.options import require_bool
+from onchip.ops.attention.jax_op import attention
+
+OP = "dot_product_attention"
+
+
+def dot_product_attention(
+    query: Array,  # [B, T, N, H], or [T, N, H]
+    key: Array,  # [B, S, K, H]
+    value: Array,  # [B, S, K, H]
+    bias: None = None,
+    mask: Mask | Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,  # [B]
+    key_value_seq_lengths: Array | None = None,  # [B]
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["auto", "mosaic_gpu", "xla"] | None = None,
+    return_residual: bool = False,
+    softcap: float | None = None,
+    sinks: Array | None = None,  # [N]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""`attention` with the arguments of `jax.nn.dot_product_attention`, to put in its place.
+
+    Its masks become ranges: `is_causal`, lengths and windows cost no [T, S] array, and hidden blocks no products.  With
+    these, `mask` and `is_causal` together a query sees what all of them let it see.
+
+    Args:
+        query: [B, T, N, H] or [T, N, H], of the dtypes of `onchip.jax.attention`.
+        key: [B, S, K, H] or [S, K, H], with N a multiple of K.
+        value: as key.
+        bias: None.  Scores have no bias here.
+        mask: one of `onchip.masks`, or bool, of 3 or 4 dimensions, broadcastable to [B, 1, T, S]: it isn't ranges, so it
+            takes the plain path, and as many bytes as it has.
+        scale: factor of the products, by default 1 / sqrt(H).
+        is_causal: whether query i sees the keys up to i alone.
+        query_seq_lengths: [B] integers: queries from there on see nothing, and their result is 0.
+        key_value_seq_lengths: [B] integers: keys from there on aren't seen.
+        local_window_size: (left, right), or one number for both: query i sees the keys from i - left to i + right.
+        implementation: `backend` of `onchip.jax.attention`; None is "auto".
+        return_residual: also return the log-sum-exp, [B, T, N] float32.
+        softcap: of `onchip.jax.attention`.
+        sinks: the same.
+
+    Returns:
+        As query.  Where a query sees nothing it is 0, and `jax.nn`'s the mean of all values.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape or option, a bias, or a mask that differs between heads.
+
+    Example:
+        >>> import jax
+        >>> from onchip.jax import dot_product_attention
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in range(3))
+        >>> ours = dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+        >>> right = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+        >>> bool(abs(ours - right).max() < 1e-6)
+        True
+    """
+    if bias is not None:
+        raise ValueError(f"{OP}: bias must be None: scores have no bias here; use jax.nn.dot_product_attention")
+    require_bool(OP, "is_causal", is_causal)
+    require_bool(OP, "return_residual", return_residual)
+    made = mask_of(OP, mask)
+    if is_causal:
+        made = made & Causal()
+    if local_window_size is not None:
+        made = made & _window(local_window_size)
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        made = made & _lengths(query, key, query_seq_lengths, key_value_seq_lengths)
+    return attention(
+        query,
+        key,
+        value,
+        made,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_residual,
+        backend="auto" if implementation is None else implementation,
+    )
+
+
+def mask_of(op: str, mask: Any) -> Mask:
+    """A mask of ours, of one, of None, or of a bool array [B, 1, T, S] or of its last three or two dimensions.
+
+    Raises:
+        TypeError, ValueError: another mask.
+    """
+    if mask is None:
+        return Full()
+    if isinstance(mask, Mask):
+        return mask
+    if not is_array(mask) or mask.dtype != bool:
+        found = mask.dtype if is_array(mask) else type(mask).__name__
+        raise TypeError(f"{op}: mask must be one of onchip.masks, or a bool array; got {found}")
+    if mask.ndim not in (2, 3, 4) or (mask.ndim > 2 and mask.shape[-3] != 1):
+        raise ValueError(
+            f"{op}: mask must be broadcastable to [B, 1, T, S], the same for all heads; got shape {list(mask.shape)}"
+        )
+    array = jnp.asarray(mask)
+    return Blocked(array.reshape(-1, *array.shape[-2:]), 1)
+
+
+def _window(size: Any) -> Window:
+    both = (size, size) if isinstance(size, int) else size
+    if not (isinstance(both, tuple) and len(both) == 2 and all(isinstance(x, int) and x >= 0 for x in both)):
+        raise ValueError(f"{OP}: local_window_size must be an int of 0 or more, or a pair of these; got {size!r}")
+    return Window(*both)
+
+
+def _lengths(query: Any, key: Any, of_queries: Any, of_keys: Any) -> Intervals:
+    """Queries before `of_queries` see the keys before `of_keys`."""
+    for name, x in (("query_seq_lengths", of_queries), ("key_value_seq_lengths", of_keys)):
+        if x is not None and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1):
+            raise TypeError(f"{OP}: {name} must be an array [B] of integers; got {x!r}")
+    tokens, keys = query.shape[-3], key.shape[-3]
+    seen = jnp.full((1, tokens), keys) if of_keys is None else jnp.asarray(of_keys)[:, None]
+    there = True if of_queries is None else jnp.arange(tokens) < jnp.asarray(of_queries)[:, None]
+    end = jnp.where(there, seen, 0).astype(jnp.int32) + jnp.zeros((1, tokens), jnp.int32)
+    return Intervals(jnp.zeros_like(end), end)

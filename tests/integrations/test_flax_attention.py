@@ -1,0 +1,54 @@
+"""Flax's attention layers with onchip's attention, against themselves."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from onchip.integrations.flax import attention_fn
+from onchip.masks import Causal, Documents
+
+x = jnp.float32(np.random.default_rng(0).standard_normal((2, 3, 9, 16)))
+IDS = jnp.arange(9) // 4
+PACKED = nnx.combine_masks(nnx.make_attention_mask(IDS, IDS, jnp.equal), nnx.make_causal_mask(IDS))
+
+
+def near(made, right):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), made, right)
+
+
+def of_nnx(x, mask, **options):
+    layer = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=nnx.Rngs(0), **options)
+    graph, state = nnx.split(layer)
+    return jax.jit(jax.value_and_grad(lambda state, x: (nnx.merge(graph, state)(x, mask=mask) ** 2).sum()))(state, x)
+
+
+def of_linen(x, mask, **options):
+    layer = linen.MultiHeadAttention(num_heads=2, **options)
+    state = layer.init(jax.random.key(0), x)
+    return jax.jit(jax.value_and_grad(lambda state, x: (layer.apply(state, x, mask=mask) ** 2).sum()))(state, x)
+
+
+@pytest.mark.parametrize("layer", [of_nnx, of_linen])
+def test_as_flax(layer):
+    for given, mask, ours in ((x, PACKED, PACKED), (x[:, 0], PACKED, Documents(IDS) & Causal()), (x, None, None)):
+        near(layer(given, ours, attention_fn=attention_fn), layer(given, mask))
+    bf16 = layer(x, None, attention_fn=attention_fn, dtype=jnp.bfloat16)[0]
+    np.testing.assert_allclose(bf16, layer(x, None)[0], rtol=2e-2)
+
+
+def test_options_and_what_is_wrong():
+    capped = of_nnx(x, None, attention_fn=partial(attention_fn, softcap=0.01))[0]
+    assert abs(capped - of_nnx(x, None)[0]) > 1e-4
+    with pytest.raises(ValueError, match="there is no dropout here; got 0.5"):
+        of_nnx(x, None, attention_fn=attention_fn, dropout_rate=0.5, deterministic=False)
+    q = x.reshape(2, 3, 9, 2, 8)
+    with pytest.raises(ValueError, match="bias must be None"):
+        attention_fn(q, q, q, bias=q)
+    with pytest.raises(ValueError, match="sow_weights must be False"):
+        attention_fn(q, q, q, module=object())
+    with pytest.raises(ValueError, match="the same for all heads"):
+        attention_fn(q, q, q, mask=jnp.ones((2, 3, 2, 9, 9), bool))
