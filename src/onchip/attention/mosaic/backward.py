@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.attention.mosaic.products import Scores, Seen, Sums, rows_of, where_seen
-from onchip.attention.mosaic.work import HALF, TILE, Item, each_item, programs_of
+from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, Item, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.product import swizzled
 from onchip.kernels.mosaic.registers import Registers
@@ -31,8 +31,9 @@ class BackwardConfig:
     """Tokens of a block that a tile meets."""
     stages: int = 2
     """Blocks that are in shared memory at a time."""
-    registers: tuple[int, int] = (240, 24)
+    registers: tuple[int, int] = (232, 40)
     """Of the threads that multiply, and of those that copy."""
+    l2_bytes: int = L2_BYTES
 
 
 BY_QUERY, BY_KEY = BackwardConfig(128), BackwardConfig(64)
@@ -73,11 +74,13 @@ class _Gradient:
     ) -> dict[str, Array]:  # fmt: skip
         of_items = heads[0 if cls is ByQuery else 1]
         programs = programs_of(len(items) * of_items, interpret)
+        read = 2 * (given.k if cls is ByQuery else given.q).nbytes
+        together = heads_together(heads[1], read // heads[1], config.l2_bytes) * (of_items // heads[1])
         shared = cls.shared(config, given.q.shape[-1], given.q.dtype)
 
         def body(refs: Refs, *more: Any) -> None:
             kernel = cls({**refs, **dict(zip(shared, more, strict=True))}, config, layout, heads, scores, interpret)
-            run = lambda do: each_item(refs, of_items, programs, do, jnp.int32(0))  # noqa: E731
+            run = lambda do: each_item(refs, of_items, together, programs, do, jnp.int32(0))  # noqa: E731
             lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
 
         return launch(

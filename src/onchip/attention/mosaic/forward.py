@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.attention.mosaic.products import LOWEST, Scores, Seen, Sums, rows_of, where_seen
-from onchip.attention.mosaic.work import HALF, TILE, Item, each_item, programs_of
+from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, Item, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.product import swizzled
@@ -37,6 +37,7 @@ class ForwardConfig:
     """Whether the warpgroups take turns."""
     registers: tuple[int, int] = (240, 24)
     """Of the threads that multiply, and of those that copy."""
+    l2_bytes: int = L2_BYTES
 
 
 def forward(
@@ -59,6 +60,7 @@ def forward(
     c, size, dtype = config, q.shape[-1], q.dtype
     (of_q, of_k), batch = heads, q.shape[0]
     programs = programs_of(len(items) * of_q, interpret)
+    together = heads_together(of_k, 2 * k.nbytes // of_k, c.l2_bytes) * (of_q // of_k)
     barrier = plgpu.Barrier
     shared: dict[str, Any] = {
         "q_block": swizzled((2, TILE, size), dtype),
@@ -77,7 +79,7 @@ def forward(
     def body(refs: Refs, *more: Any) -> None:
         refs = {**refs, **dict(zip(shared, more, strict=True))}
         kernel = _Forward(refs, c, layout, size, of_q, of_q // of_k, scores, interpret)
-        run = lambda do, state: each_item(refs, of_q, programs, do, state)  # noqa: E731
+        run = lambda do, state: each_item(refs, of_q, together, programs, do, state)  # noqa: E731
         lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
 
     inputs = {"q": q, "k": k, "v": v, "start": start, "end": end, "stop": stop, "sinks": sinks, "items": items}

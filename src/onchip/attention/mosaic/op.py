@@ -114,7 +114,7 @@ def _forward_kernel(static: Static, config: ForwardConfig, interpret: Any, x: In
     p = static.problem
     q, k, v = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v))
     mask, *limits = _limits(static, x.mask)
-    items = query_items(mask, config.block)
+    items = query_items(mask, static.problem.keys, config.block)
     out, lse = forward.forward(q, k, v, *limits, x.sinks, items, **_how(static), config=config, interpret=interpret)
     return _cut(static, out, p.queries, p.value_size), lse
 
@@ -129,7 +129,7 @@ def _backward_kernels(
     given = Given(q, k, v, grad_out, jnp.stack([start, end], 1), stop, numbers)
     grad_q = grad_k = grad_v = None
     if wanted[0]:
-        made = backward.by_query(given, query_items(mask, BY_QUERY.block), **how)
+        made = backward.by_query(given, query_items(mask, p.keys, BY_QUERY.block), **how)
         grad_q = _cut(static, made, p.queries, p.size)
     if wanted[1]:
         grad_k, grad_v = backward.by_key(given, key_items(mask, p.keys, BY_KEY.block), **how)

@@ -13,7 +13,6 @@ from jax import lax
 
 from onchip.attention import ranges
 from onchip.attention.masks import Intervals
-from onchip.attention.ranges import Tiles
 from onchip.attention.xla.arrays import XLA
 from onchip.kernels.mosaic.launch import Refs, multiprocessors
 
@@ -23,6 +22,8 @@ TILE = 128
 """Tokens of a tile: of queries in forward and for their gradient, of keys for theirs."""
 HALF = TILE // 2
 """Those of one warpgroup of the two that multiply."""
+L2_BYTES = 32 << 20
+"""What is read at a time should fit: of an H100's 50 MiB."""
 
 
 class Item(NamedTuple):
@@ -38,38 +39,96 @@ class Item(NamedTuple):
     head: Any
 
 
-def query_items(mask: Intervals, block: int) -> Array:
+def query_items(mask: Intervals, keys: int, block: int) -> Array:
     """[B * tiles, 6] int32: tiles of queries with blocks of so many keys, one at least."""
-    return _items(ranges.query_tiles(XLA, mask, TILE), block, least=1)
+    if mask.stop is None:
+        tiles = ranges.query_tiles(XLA, mask, TILE)
+        first, last = tiles.first // block, -(-tiles.last // block)
+        return _sorted(first, jnp.maximum(last, first + 1), tiles.full_first, tiles.full_last)
+    meet, full = _pairs(mask, keys, TILE, block)
+    # Keys that aren't there must be masked.
+    return _in_blocks(meet, full.at[..., keys // block :].set(False), block, least=1)
 
 
 def key_items(mask: Intervals, keys: int, block: int) -> Array:
     """[B * tiles, 6] int32: tiles of keys with blocks of so many queries."""
-    return _items(ranges.key_tiles(XLA, mask, keys, TILE), block, least=0)
+    meet, full = (x.swapaxes(1, 2) for x in _pairs(mask, keys, block, TILE))
+    return _in_blocks(meet, full, block, least=0)
 
 
-def _items(tiles: Tiles, block: int, least: int) -> Array:
-    batch, count = tiles.first.shape
-    first = tiles.first // block
-    last = jnp.maximum(-(-tiles.last // block), first + least)
-    last = jnp.where((tiles.last > tiles.first) | (least > 0), last, first)
+def _pairs(mask: Intervals, keys: int, rows: int, columns: int) -> tuple[Array, Array]:
+    """[B, Tq / rows, Tk / columns] bool: whether some query of so many may see a key of so many, and whether all do.
+
+    Blocks are compared one by one: to search for them would take a loop of small operations, about 0.8 ms on a GPU.
+    """
+
+    def over(x: Array, size: int, fill: int, fold: Any) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=fill)
+        return fold(x.reshape(len(x), -1, size), -1)
+
+    far, first = 2**30, jnp.arange(-(-keys // columns))[None, None] * columns
+    last = jnp.minimum(first + columns, keys)
+    empty = mask.start >= mask.end
+    least_start, most_end = (
+        over(jnp.where(empty, fill, x), rows, fill, fold)[:, :, None]
+        for x, fill, fold in ((mask.start, far, jnp.min), (mask.end, -far, jnp.max))
+    )
+    most_start, least_end = (
+        over(x, rows, fill, fold)[:, :, None]
+        for x, fill, fold in ((mask.start, far, jnp.max), (mask.end, -far, jnp.min))
+    )
+    meet, full = (least_start < last) & (most_end > first), (most_start <= first) & (least_end >= last)
+    if mask.stop is not None:
+        at = jnp.arange(meet.shape[1])[None, :, None] * rows
+        meet &= at < over(mask.stop, columns, 0, jnp.max)[:, None]
+        full &= at + rows <= over(mask.stop, columns, far, jnp.min)[:, None]
+    return meet, full
+
+
+def _in_blocks(meet: Array, full: Array, block: int, least: int) -> Array:
+    """Of [B, tiles, blocks]."""
+    first = jnp.argmax(meet, -1)
+    last = jnp.where(meet.any(-1), meet.shape[2] - jnp.argmax(meet[..., ::-1], -1), first)
+    full_first, full_last = _run(full)
+    return _sorted(first, jnp.maximum(last, first + least), full_first * block, full_last * block)
+
+
+def _run(there: Array) -> tuple[Array, Array]:
+    """[..., N] bool: where the first run begins and ends; there is none where both are equal."""
+    size = there.shape[-1]
+    first = jnp.argmax(there, -1)
+    after = ~there & (jnp.arange(size) > first[..., None])
+    last = jnp.where(after.any(-1), jnp.argmax(after, -1), size)
+    return first, jnp.where(there.any(-1), last, first)
+
+
+def _sorted(first: Array, last: Array, full_first: Array, full_last: Array) -> Array:
+    batch, count = first.shape
     number = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
-    made = jnp.stack([number // count, number % count, first, last, tiles.full_first, tiles.full_last], -1)
-    made = made.reshape(-1, 6)
-    return made[jnp.argsort(first.reshape(-1) - last.reshape(-1), stable=True)]
+    made = jnp.stack([number // count, number % count, first, last, full_first, full_last], -1)
+    made = made.reshape(-1, 6).astype(jnp.int32)
+    return made[jnp.argsort((first - last).reshape(-1), stable=True)]
+
+
+def heads_together(heads: int, bytes_of_head: int, at_most: int) -> int:
+    """How many heads are worked on at a time, where a head's blocks are read from so many bytes."""
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * bytes_of_head <= at_most))
 
 
 def programs_of(items: int, interpret: Any) -> int:
     return min(items, multiprocessors() if interpret is None else 2)
 
 
-def each_item(refs: Refs, heads: int, programs: int, do: Callable[[Item, Any, Any], Any], state: Any) -> Any:
+def each_item(
+    refs: Refs, heads: int, together: int, programs: int, do: Callable[[Item, Any, Any], Any], state: Any
+) -> Any:
     """state = do(item, turn, state) for each item of this program.
 
-    All heads of a tile come one after the other, and programs go from first to last, then from last to first: it evens
-    out as items get shorter.
+    So many heads of a tile come one after the other, and programs go from first to last, then from last to first: it
+    evens out as items get shorter.
     """
-    items = refs["items"].shape[0] * heads
+    rows = refs["items"].shape[0]
+    items = rows * heads
     program = lax.convert_element_type(lax.axis_index("program"), jnp.int32)
 
     def number(turn: Any) -> Any:
@@ -78,8 +137,11 @@ def each_item(refs: Refs, heads: int, programs: int, do: Callable[[Item, Any, An
 
     def one(turn: Any, state: Any) -> Any:
         at = number(turn)
-        row = lax.div(at, jnp.int32(heads))
-        return do(Item(*(refs["items"][row, i] for i in range(6)), at - row * heads), turn, state)
+        section = lax.div(at, jnp.int32(rows * together))
+        at = at - section * (rows * together)
+        row = lax.div(at, jnp.int32(together))
+        head = section * together + at - row * together
+        return do(Item(*(refs["items"][row, i] for i in range(6)), head), turn, state)
 
     whole = jnp.int32(items // programs)
     return lax.fori_loop(0, whole + jnp.where(number(whole) < items, 1, 0), one, state)
