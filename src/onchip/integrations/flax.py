@@ -1,8 +1,9 @@
 """Flax's output layers with onchip's loss: `LinearHead` and `EmbedHead` for nnx, `DenseHead` for linen; and its
 attention layers with onchip's attention.
 
-Each head is Flax's own layer, with its arguments, its parameters and their names, so that checkpoints load.  It gives logits
-as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_entropy`, which doesn't store the logits.
+Each head is Flax's own layer, with its arguments, its parameters and their names, so that checkpoints load.  It gives
+logits as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_entropy`, which doesn't store the
+logits.
 """
 
 from typing import Any

@@ -179,7 +179,8 @@ class _Gradient:
 
     def of_scores(
         self, slot: Any, s: Any, d: Any, pairs: tuple[tuple[str, str], tuple[str, str]],
-        log_sum: Callable[[], Any], delta: Callable[[], Any], masked: Callable[[Any], Any], between: Callable[[Any], Any],
+        log_sum: Callable[[], Any], delta: Callable[[], Any], masked: Callable[[Any], Any],
+        between: Callable[[Any], Any],
     ) -> tuple[Any, Any]:  # fmt: skip
         """Of a block: what `between` makes of the probabilities, while the second product runs, and the gradient of the
         products but for the scale."""

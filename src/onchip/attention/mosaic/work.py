@@ -94,10 +94,10 @@ def _in_blocks(meet: Array, full: Array, block: int, least: int) -> Array:
 
 
 def _run(there: Array) -> tuple[Array, Array]:
-    """[..., N] bool: where the first run begins and ends; there is none where both are equal."""
+    """[B, M, N] bool: where the first run begins and ends; there is none where both are equal."""
     size = there.shape[-1]
     first = jnp.argmax(there, -1)
-    after = ~there & (jnp.arange(size) > first[..., None])
+    after = ~there & (jnp.arange(size)[None, None] > first[..., None])
     last = jnp.where(after.any(-1), jnp.argmax(after, -1), size)
     return first, jnp.where(there.any(-1), last, first)
 

@@ -41,8 +41,8 @@ def dot_product_attention(
         key: [B, S, K, H] or [S, K, H], with N a multiple of K.
         value: as key.
         bias: None.  Scores have no bias here.
-        mask: one of `onchip.masks`, or bool, of 3 or 4 dimensions, broadcastable to [B, 1, T, S]: it isn't ranges, so it
-            takes the plain path, and as many bytes as it has.
+        mask: one of `onchip.masks`, or bool [T, S], [B, 1, T, S] or [1, 1, T, S]: an array isn't ranges, so it takes
+            the plain path.
         scale: factor of the products, by default 1 / sqrt(H).
         is_causal: whether query i sees the keys up to i alone.
         query_seq_lengths: [B] integers: queries from there on see nothing, and their result is 0.
@@ -107,9 +107,7 @@ def mask_of(op: str, mask: Any) -> Mask:
         found = mask.dtype if is_array(mask) else type(mask).__name__
         raise TypeError(f"{op}: mask must be one of onchip.masks, or a bool array; got {found}")
     if mask.ndim not in (2, 3, 4) or (mask.ndim > 2 and mask.shape[-3] != 1):
-        raise ValueError(
-            f"{op}: mask must be broadcastable to [B, 1, T, S], the same for all heads; got shape {list(mask.shape)}"
-        )
+        raise ValueError(f"{op}: mask must be [B, 1, T, S], the same for all heads; got shape {list(mask.shape)}")
     array = jnp.asarray(mask)
     return Blocked(array.reshape(-1, *array.shape[-2:]), 1)
 
@@ -128,6 +126,6 @@ def _lengths(query: Any, key: Any, of_queries: Any, of_keys: Any) -> Intervals:
             raise TypeError(f"{OP}: {name} must be an array [B] of integers; got {x!r}")
     tokens, keys = query.shape[-3], key.shape[-3]
     seen = jnp.full((1, tokens), keys) if of_keys is None else jnp.asarray(of_keys)[:, None]
-    there = True if of_queries is None else jnp.arange(tokens) < jnp.asarray(of_queries)[:, None]
+    there = True if of_queries is None else jnp.arange(tokens)[None] < jnp.asarray(of_queries)[:, None]
     end = jnp.where(there, seen, 0).astype(jnp.int32) + jnp.zeros((1, tokens), jnp.int32)
     return Intervals(jnp.zeros_like(end), end)

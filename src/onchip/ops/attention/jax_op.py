@@ -61,14 +61,14 @@ def attention(
         return_lse: also return each query's log-sum-exp, which is differentiable.
         check_inputs: raise for numbers of the mask that can't be meant, which waits for the device.  On the CPU that is
             so anyway, but for traced values, with which it can't be asked for.
-        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, heads of at most 128 numbers,
-            any mask but `Blocked`), "xla" (plain JAX, any device), or "auto": the first where it can run.
+        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, heads of at most 128
+            numbers, any mask but `Blocked`), "xla" (plain JAX, any device), or "auto": the first where it can run.
 
     Returns:
         [B, Tq, Hq, Dv] of q's dtype; with return_lse `(out, lse)`, lse [B, Tq, Hq] in float32, of float64 in float64.
         A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.  What isn't finite makes NaN of
-        the queries that see it, with "xla" in all heads, and of no other; with "mosaic_gpu" a value that isn't may reach
-        queries of the same 128 that see a key beside it.
+        the queries that see it: with "xla" in all heads, and of no others; with "mosaic_gpu" in its own heads, and
+        maybe of others that see a token of the same 128.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.

@@ -1,0 +1,48 @@
+"""Prints how far attention's Mosaic kernels, interpreted, are from the plain path in float32, as one JSON line."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from onchip.attention.mosaic import op
+from onchip.attention.problem import Options, Problem
+from onchip.attention.xla.plain import Parameters, Ranges, Static
+from onchip.jax import attention
+from onchip.masks import Causal, Documents
+
+INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+
+
+def main(tokens=150, heads=2, size=64, softcap=3.0):
+    rng = np.random.default_rng(0)
+    q, k, v, upstream = (
+        jnp.asarray(rng.standard_normal((1, tokens, h, size)), jnp.bfloat16) for h in (heads, 1, 1, heads)
+    )
+    sinks, of_lse = jnp.float32(rng.standard_normal(heads)), jnp.float32(rng.standard_normal((1, tokens, heads)))
+    ids = jnp.asarray([[0] * 50 + [1] * 60 + [2] * 40])
+    mask = Documents(ids, padding=2) & Causal()
+    static = Static(Problem(1, tokens, tokens, heads, 1, size, size), Options(softcap=softcap), size**-0.5, 0)
+    low = mask.lower(1, tokens, tokens, q)
+    given = Parameters(q, k, v, sinks)
+    run = jax.jit(partial(op.attend, static, interpret=INTERPRETER))
+    outputs, saved = run(given, Ranges(low.start, low.end, None, None))
+    back = jax.jit(partial(op.gradients, static, Parameters(True, True, True, True), interpret=INTERPRETER))
+    made = back(saved, (upstream, of_lse))
+
+    def plain(*given):
+        return attention(*given[:3], mask, sinks=given[3], softcap=softcap, return_lse=True)
+
+    right, pull = jax.vjp(plain, *(x.astype(jnp.float32) for x in given))
+    pairs = zip((*outputs, *made), (*right, *pull((upstream.astype(jnp.float32), of_lse))), strict=True)
+    errors = {}
+    for name, (x, y) in zip(("out", "lse", "q", "k", "v", "sinks"), pairs, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        errors[name] = float(np.linalg.norm(x - y) / np.linalg.norm(y))
+    print(json.dumps(errors))
+
+
+main()
