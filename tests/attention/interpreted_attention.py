@@ -9,8 +9,8 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.attention.mosaic import op
-from onchip.attention.problem import Options, Problem
-from onchip.attention.xla.plain import Parameters, Ranges, Static
+from onchip.attention.problem import AttentionOptions, AttentionProblem
+from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges
 from onchip.jax import attention
 from onchip.masks import Causal, Documents
 
@@ -25,7 +25,8 @@ def main(tokens=150, heads=2, size=64, softcap=3.0):
     sinks, of_lse = jnp.float32(rng.standard_normal(heads)), jnp.float32(rng.standard_normal((1, tokens, heads)))
     ids = jnp.asarray([[0] * 50 + [1] * 60 + [2] * 40])
     mask = Documents(ids, padding=2) & Causal()
-    static = Static(Problem(1, tokens, tokens, heads, 1, size, size), Options(softcap=softcap), size**-0.5, 0)
+    problem = AttentionProblem(1, tokens, tokens, heads, 1, size, size)
+    static = AttentionStatic(problem, AttentionOptions(softcap=softcap), size**-0.5, 0)
     low = mask.lower(1, tokens, tokens, q)
     given = Parameters(q, k, v, sinks)
     run = jax.jit(partial(op.attend, static, interpret=INTERPRETER))

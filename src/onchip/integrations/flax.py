@@ -6,7 +6,7 @@ logits as the layer does.  With labels it gives the loss by `onchip.jax.linear_c
 logits.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from onchip.core.machine import naming_extra
 
@@ -276,13 +276,20 @@ def attention_fn(
     if module is not None:
         raise ValueError("attention_fn: sow_weights must be False: probabilities are never in memory")
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    q, k, v = (jnp.asarray(x, dtype) for x in (query, key, value))
-    before = q.shape[:-3]
-    folded = [x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)]
-    if not isinstance(mask, Mask) and mask is not None:
+    folded = [jnp.asarray(x, dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    before, shown = query.shape[:-3], mask
+    if mask is not None and not isinstance(mask, Mask):
         seen = jnp.asarray(mask) != 0
-        mask = jnp.broadcast_to(seen, (*before, *seen.shape[-3:])).reshape(-1, *seen.shape[-3:])
-    out = dot_product_attention(
-        *folded, mask=mask, is_causal=is_causal, scale=scale, softcap=softcap, sinks=sinks, implementation=backend
+        shown = jnp.broadcast_to(seen, (*before, *seen.shape[-3:])).reshape(-1, *seen.shape[-3:])
+    out: Any = dot_product_attention(
+        folded[0],
+        folded[1],
+        folded[2],
+        mask=shown,
+        is_causal=is_causal,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        implementation=backend,
     )
-    return jnp.reshape(out, (*before, *q.shape[-3:]))
+    return jnp.reshape(out, (*before, *query.shape[-3:]))

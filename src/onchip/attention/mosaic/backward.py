@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.attention.mosaic.products import Scores, Seen, Sums, rows_of, where_seen
-from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, Item, each_item, heads_together, programs_of
+from onchip.attention.mosaic.products import ProductSums, Scores, Seen, rows_of, where_seen
+from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, TileWork, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.product import swizzled
 from onchip.kernels.mosaic.registers import Registers
@@ -39,7 +39,7 @@ class BackwardConfig:
 BY_QUERY, BY_KEY = BackwardConfig(128), BackwardConfig(64)
 
 
-class Given(NamedTuple):
+class GradientInputs(NamedTuple):
     """What both kernels read."""
 
     q: Array  # [B, Tq, Hq, D] or [B, Hq, Tq, D]
@@ -63,13 +63,13 @@ class _Gradient:
                  interpret: Any) -> None:  # fmt: skip
         self.refs, self.c, self.layout, self.scores = refs, config, layout, scores
         self.group = heads[0] // heads[1]
-        self.sums, self.registers = Sums(interpret), Registers(interpret)
+        self.sums, self.registers = ProductSums(interpret), Registers(interpret)
         self.warpgroup = lax.axis_index("warpgroup")
         self.size = refs["q"].shape[-1]
 
     @classmethod
     def launch(
-        cls, given: Given, items: Array, outputs: dict[str, Any], *, layout: str, heads: tuple[int, int],
+        cls, given: GradientInputs, items: Array, outputs: dict[str, Any], *, layout: str, heads: tuple[int, int],
         scores: Scores, config: BackwardConfig, interpret: Any,
     ) -> dict[str, Array]:  # fmt: skip
         of_items = heads[0 if cls is ByQuery else 1]
@@ -117,10 +117,10 @@ class _Gradient:
             for slot in range(self.c.stages):
                 do(self.refs[f"{x}_free"].at[slot])
 
-    def steps(self, item: Item) -> Any:
+    def steps(self, item: TileWork) -> Any:
         return item.last - item.first
 
-    def of_step(self, item: Item, i: Any) -> tuple[Any, Any]:
+    def of_step(self, item: TileWork, i: Any) -> tuple[Any, Any]:
         """The block of a step, and its head."""
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class _Gradient:
         run(self.copy_tile)
         self.each_free(plgpu.barrier_wait)  # until the last products have read theirs
 
-    def copy_tile(self, item: Item, turn: Any, before: Any) -> Any:
+    def copy_tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         refs, c = self.refs, self.c
 
         def step(i: Any, _: None) -> None:
@@ -152,7 +152,7 @@ class _Gradient:
         lax.fori_loop(1, steps, step, None)
         return before + steps
 
-    def copy_beside(self, name: str, item: Item, first: Any, head: Any, slot: Any) -> None:
+    def copy_beside(self, name: str, item: TileWork, first: Any, head: Any, slot: Any) -> None:
         """What comes with a block of what is met."""
 
     # ------------------------------------------------------------------------------------------- those that multiply
@@ -163,14 +163,14 @@ class _Gradient:
         run(self.tile)
         plgpu.wait_smem_to_gmem(0)
 
-    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+    def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         raise NotImplementedError
 
     def mine(self, name: str) -> Any:
         """This warpgroup's part of what the tile has."""
         return self.refs[f"{name}_block"].at[pl.ds(self.warpgroup * HALF, HALF)]
 
-    def send(self, name: str, value: Any, item: Item, row: Any) -> None:
+    def send(self, name: str, value: Any, item: TileWork, row: Any) -> None:
         block = self.refs["staging"].at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         block[...] = value.astype(self.refs["q"].dtype)
@@ -202,10 +202,10 @@ class ByQuery(_Gradient):
 
     own, met = ("q", "grad_out"), ("k", "v")
 
-    def of_step(self, item: Item, i: Any) -> tuple[Any, Any]:
+    def of_step(self, item: TileWork, i: Any) -> tuple[Any, Any]:
         return item.first + i, lax.div(item.head, jnp.int32(self.group))
 
-    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+    def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
         row, seen = item.tile * TILE + self.warpgroup * HALF, Seen(registers, refs, item.batch)
         over = pl.ds(row, HALF)
@@ -261,22 +261,22 @@ class ByKey(_Gradient):
     def copies(name: str) -> int:
         return 3 if name == "q" else 1
 
-    def steps(self, item: Item) -> Any:
+    def steps(self, item: TileWork) -> Any:
         return (item.last - item.first) * self.group
 
-    def of_step(self, item: Item, i: Any) -> tuple[Any, Any]:
+    def of_step(self, item: TileWork, i: Any) -> tuple[Any, Any]:
         blocks = item.last - item.first
         head = lax.div(i, lax.max(blocks, jnp.int32(1)))
         return item.first + i - head * blocks, item.head * self.group + head
 
-    def copy_beside(self, name: str, item: Item, first: Any, head: Any, slot: Any) -> None:
+    def copy_beside(self, name: str, item: TileWork, first: Any, head: Any, slot: Any) -> None:
         if name != "q":
             return
         refs, over, barrier = self.refs, pl.ds(first, self.c.block), self.refs["q_full"].at[slot]
         plgpu.copy_gmem_to_smem(refs["numbers"].at[item.batch, head, :, over], refs["numbers_block"].at[slot], barrier)
         plgpu.copy_gmem_to_smem(refs["limits"].at[item.batch, :, over], refs["limits_block"].at[slot], barrier)
 
-    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+    def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         refs, c, sums, registers, shape = self.refs, self.c, self.sums, self.registers, (HALF, self.c.block)
         row, seen, dtype = item.tile * TILE + self.warpgroup * HALF, Seen(registers, refs, item.batch), refs["q"].dtype
         plgpu.barrier_wait(refs["own_full"])
@@ -322,7 +322,7 @@ class ByKey(_Gradient):
 
 
 def by_query(
-    given: Given, items: Array, *, config: BackwardConfig = BY_QUERY, interpret: Any = None, **how: Any
+    given: GradientInputs, items: Array, *, config: BackwardConfig = BY_QUERY, interpret: Any = None, **how: Any
 ) -> Array:
     """q's gradient; items: of `query_items`."""
     outputs = {"grad_q": jax.ShapeDtypeStruct(given.q.shape, given.q.dtype)}
@@ -330,7 +330,7 @@ def by_query(
 
 
 def by_key(
-    given: Given, items: Array, *, config: BackwardConfig = BY_KEY, interpret: Any = None, **how: Any
+    given: GradientInputs, items: Array, *, config: BackwardConfig = BY_KEY, interpret: Any = None, **how: Any
 ) -> tuple[Array, Array]:
     """k's and v's; items: of `key_items`."""
     outputs = {f"grad_{x}": jax.ShapeDtypeStruct(given.k.shape, given.k.dtype) for x in "kv"}

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.attention.mosaic.products import LOWEST, Scores, Seen, Sums, rows_of, where_seen
-from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, Item, each_item, heads_together, programs_of
+from onchip.attention.mosaic.products import LOWEST, ProductSums, Scores, Seen, rows_of, where_seen
+from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, TileWork, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.product import swizzled
@@ -102,7 +102,7 @@ class _Forward:
         interpret: Any,
     ) -> None:  # fmt: skip
         self.refs, self.c, self.layout, self.size, self.heads, self.group = refs, config, layout, size, heads, group
-        self.scores, self.sums, self.registers = scores, Sums(interpret), Registers(interpret)
+        self.scores, self.sums, self.registers = scores, ProductSums(interpret), Registers(interpret)
         self.warpgroup = lax.axis_index("warpgroup")
 
     def slot(self, number: Any) -> Any:
@@ -123,7 +123,7 @@ class _Forward:
         run(self.copy_tile, jnp.int32(0))
         self.each_free(plgpu.barrier_wait)  # until the last products have read theirs
 
-    def copy_tile(self, item: Item, turn: Any, before: Any) -> Any:
+    def copy_tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         refs, c, slot = self.refs, self.c, self.q_slot(turn)
         plgpu.barrier_wait(refs["q_free"].at[slot])
         source = rows_of(refs["q"], self.layout, item.batch, item.tile * TILE, TILE, item.head)
@@ -153,7 +153,7 @@ class _Forward:
             pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(first))
         plgpu.wait_smem_to_gmem(0)
 
-    def tile(self, item: Item, turn: Any, before: Any) -> Any:
+    def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         slot = self.q_slot(turn)
         plgpu.barrier_wait(self.refs["q_full"].at[slot])
         q = self.refs["q_block"].at[slot, pl.ds(self.warpgroup * HALF, HALF)]
@@ -162,7 +162,7 @@ class _Forward:
         self.store(item, row, acc, most, total)
         return before + item.last - item.first
 
-    def softmax(self, item: Item, before: Any, row: Any, q: Any, q_slot: Any, out: Any) -> Any:
+    def softmax(self, item: TileWork, before: Any, row: Any, q: Any, q_slot: Any, out: Any) -> Any:
         """The sum of values, the largest exponent and the sum of exponentials of each query."""
         refs, c, sums, shape = self.refs, self.c, self.sums, (HALF, self.c.block)
         registers, factor, seen = self.registers, self.scores.factor, Seen(self.registers, refs, item.batch)
@@ -220,7 +220,7 @@ class _Forward:
         plgpu.barrier_arrive(refs["v_free"].at[self.slot(before + item.last - 1 - item.first)])
         return acc, most, total
 
-    def begin(self, item: Item) -> tuple[Any, Any]:
+    def begin(self, item: TileWork) -> tuple[Any, Any]:
         """The largest exponent and the sum of exponentials, of the sink alone if there is one."""
         if "sinks" not in self.refs:
             return self.registers.vector(HALF, LOWEST), self.registers.vector(HALF, 0.0)
@@ -228,7 +228,7 @@ class _Forward:
         most = lax.max(sink, jnp.float32(LOWEST))
         return self.registers.vector(HALF, most), self.registers.vector(HALF, jnp.exp2(sink - most))
 
-    def store(self, item: Item, row: Any, acc: Any, most: Any, total: Any) -> None:
+    def store(self, item: TileWork, row: Any, acc: Any, most: Any, total: Any) -> None:
         refs = self.refs
         nothing = total == 0
         divisor = jnp.where(nothing, 1.0, total)

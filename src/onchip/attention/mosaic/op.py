@@ -10,11 +10,11 @@ from jax import lax
 
 from onchip.attention.masks import OP, Intervals
 from onchip.attention.mosaic import backward, forward
-from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, Given
+from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, GradientInputs
 from onchip.attention.mosaic.forward import ForwardConfig
 from onchip.attention.mosaic.products import Scores
 from onchip.attention.mosaic.work import TILE, key_items, query_items
-from onchip.attention.xla.plain import Parameters, Ranges, Static
+from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges
 from onchip.frontend.jax_call import with_gradients
 from onchip.kernels.mosaic.maths import LOG2E
 
@@ -25,7 +25,7 @@ SIZES = (64, 128)
 """Of heads, in kernels: others are filled up with zeros."""
 
 
-class Inputs(NamedTuple):
+class ForwardInputs(NamedTuple):
     """What forward's kernel reads, of which everything has the batch as its first dimension."""
 
     q: Array  # [B, Tq, Hq, D], or with layout "bhtd" [B, Hq, Tq, D]
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     sinks: Array | None  # [B, Hq] float32
 
 
-class Saved(NamedTuple):
+class KernelSaved(NamedTuple):
     """What backward is given."""
 
     given: Parameters
@@ -71,28 +71,28 @@ def _up(tokens: int, to: int = TILE) -> int:
     return -(-tokens // to) * to
 
 
-def _for_copies(static: Static, interpret: Any, x: Array) -> Array:
+def _for_copies(static: AttentionStatic, interpret: Any, x: Array) -> Array:
     """Heads of a size that kernels have, and tokens by eights, as Mosaic cuts them; the CPU interpreter writes no part
     of a block."""
     axis = _token_axis(static)
     return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else TILE))
 
 
-def _cut(static: Static, x: Array, tokens: int, size: int) -> Array:
+def _cut(static: AttentionStatic, x: Array, tokens: int, size: int) -> Array:
     """What `_for_copies` has filled up."""
     return lax.slice_in_dim(x[..., :size], 0, tokens, axis=_token_axis(static))
 
 
-def _token_axis(static: Static) -> int:
+def _token_axis(static: AttentionStatic) -> int:
     return 1 if static.options.layout == "bthd" else 2
 
 
-def _head_size(static: Static) -> int:
+def _head_size(static: AttentionStatic) -> int:
     p = static.problem
     return next(x for x in SIZES if x >= max(p.size, p.value_size))
 
 
-def _how(static: Static) -> dict[str, Any]:
+def _how(static: AttentionStatic) -> dict[str, Any]:
     p, options = static.problem, static.options
     return {
         "layout": options.layout,
@@ -101,7 +101,7 @@ def _how(static: Static) -> dict[str, Any]:
     }
 
 
-def _limits(static: Static, mask: Ranges) -> tuple[Intervals, Array, Array, Array | None]:
+def _limits(static: AttentionStatic, mask: Ranges) -> tuple[Intervals, Array, Array, Array | None]:
     """The mask, and its arrays as kernels read them: tokens that aren't there see nothing and aren't seen."""
     p = static.problem
     start, end = (_filled(x, 1, _up(p.queries)) for x in (mask.start, mask.end))
@@ -109,24 +109,33 @@ def _limits(static: Static, mask: Ranges) -> tuple[Intervals, Array, Array, Arra
     return Intervals(mask.start, mask.end, mask.stop), start, end, stop
 
 
-def _forward_kernel(static: Static, config: ForwardConfig, interpret: Any, x: Inputs) -> tuple[Array, Array]:
+def _forward_kernel(
+    static: AttentionStatic, config: ForwardConfig, interpret: Any, x: ForwardInputs
+) -> tuple[Array, Array]:
     """out, and lse [B, Hq, Tq rounded up]."""
     p = static.problem
     q, k, v = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v))
-    mask, *limits = _limits(static, x.mask)
+    mask, start, end, stop = _limits(static, x.mask)
     items = query_items(mask, static.problem.keys, config.block)
-    out, lse = forward.forward(q, k, v, *limits, x.sinks, items, **_how(static), config=config, interpret=interpret)
+    out, lse = forward.forward(
+        q, k, v, start, end, stop, x.sinks, items, **_how(static), config=config, interpret=interpret
+    )
     return _cut(static, out, p.queries, p.value_size), lse
 
 
 def _backward_kernels(
-    static: Static, wanted: tuple[bool, bool], interpret: Any, x: Inputs, grad_out: Array, numbers: Array
+    static: AttentionStatic,
+    wanted: tuple[bool, bool],
+    interpret: Any,
+    x: ForwardInputs,
+    grad_out: Array,
+    numbers: Array,
 ) -> tuple[Any, Any, Any]:
     """The gradients of q, and of k and v, where they are wanted."""
     p, how = static.problem, {**_how(static), "interpret": interpret}
     q, k, v, grad_out = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v, grad_out))
     mask, start, end, stop = _limits(static, x.mask)
-    given = Given(q, k, v, grad_out, jnp.stack([start, end], 1), stop, numbers)
+    given = GradientInputs(q, k, v, grad_out, jnp.stack([start, end], 1), stop, numbers)
     grad_q = grad_k = grad_v = None
     if wanted[0]:
         made = backward.by_query(given, query_items(mask, p.keys, BY_QUERY.block), **how)
@@ -137,24 +146,26 @@ def _backward_kernels(
     return grad_q, grad_k, grad_v
 
 
-def _heads_first(static: Static, x: Array) -> Array:
+def _heads_first(static: AttentionStatic, x: Array) -> Array:
     """[B, Hq, Tq], of numbers of queries as they lie in the layout."""
     return x if static.options.layout == "bhtd" else jnp.swapaxes(x, 1, 2)
 
 
 def attend(
-    static: Static, given: Parameters, mask: Ranges, config: ForwardConfig = FORWARD, interpret: Any = None
-) -> tuple[tuple[Array, Array], Saved]:
+    static: AttentionStatic, given: Parameters, mask: Ranges, config: ForwardConfig = FORWARD, interpret: Any = None
+) -> tuple[tuple[Array, Array], KernelSaved]:
     """(out, lse) as the layout has them, and what backward is given."""
     sinks = None
     if given.sinks is not None:
         sinks = jnp.broadcast_to(given.sinks.astype(jnp.float32), (len(given.q), len(given.sinks)))
     run = _folded(partial(_forward_kernel, static, config, interpret))
-    out, lse = run(Inputs(given.q, given.k, given.v, mask, sinks))
-    return (out, _heads_first(static, lse[..., : static.problem.queries])), Saved(given, mask, out, lse)
+    out, lse = run(ForwardInputs(given.q, given.k, given.v, mask, sinks))
+    return (out, _heads_first(static, lse[..., : static.problem.queries])), KernelSaved(given, mask, out, lse)
 
 
-def gradients(static: Static, needs: Parameters, saved: Saved, cotangents: Any, interpret: Any = None) -> Parameters:
+def gradients(
+    static: AttentionStatic, needs: Parameters, saved: KernelSaved, cotangents: Any, interpret: Any = None
+) -> Parameters:
     """Of what is needed."""
     given, mask, out, lse = saved
     grad_out, grad_lse = cotangents
@@ -174,7 +185,7 @@ def gradients(static: Static, needs: Parameters, saved: Saved, cotangents: Any, 
     numbers = jnp.stack([_filled(log_sum, -1, _up(tokens), jnp.inf), _filled(more, -1, _up(tokens))], 2)
     wanted = bool(needs.q), bool(needs.k or needs.v)
     run = _folded(partial(_backward_kernels, static, wanted, interpret))
-    grads = run(Inputs(given.q, given.k, given.v, mask, None), grad_out, numbers)
+    grads = run(ForwardInputs(given.q, given.k, given.v, mask, None), grad_out, numbers)
     sinks = None
     if given.sinks is not None and needs.sinks:
         by_sink = jnp.exp(given.sinks.astype(jnp.float32)[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
@@ -182,11 +193,11 @@ def gradients(static: Static, needs: Parameters, saved: Saved, cotangents: Any, 
     return Parameters(*(x if need else None for x, need in zip((*grads, sinks), needs, strict=True)))
 
 
-def _forward(static: Static, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, Saved]:
+def _forward(static: AttentionStatic, needs: Parameters, given: Parameters, mask: Ranges) -> tuple[Any, KernelSaved]:
     return attend(static, given, mask)
 
 
-def _backward(static: Static, needs: Parameters, saved: Saved, cotangents: Any) -> Parameters:
+def _backward(static: AttentionStatic, needs: Parameters, saved: KernelSaved, cotangents: Any) -> Parameters:
     return gradients(static, needs, saved, cotangents)
 
 

@@ -17,7 +17,7 @@ LOWEST = -1e30
 """Below any score: what is hidden is -inf, and -inf less -inf would not be 0."""
 
 
-class Sums:
+class ProductSums:
     """Sums of products in registers.
 
     On a GPU a sum is an accumulator that WGMMA adds to, and the value that goes with it is None.  The CPU interpreter

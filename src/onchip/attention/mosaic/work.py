@@ -26,7 +26,7 @@ L2_BYTES = 32 << 20
 """What is read at a time should fit: of an H100's 50 MiB."""
 
 
-class Item(NamedTuple):
+class TileWork(NamedTuple):
     """A tile of a head, and the blocks of tokens that it meets: from `first` to `last`, and which tokens of these need
     no mask."""
 
@@ -64,7 +64,8 @@ def _pairs(mask: Intervals, keys: int, rows: int, columns: int) -> tuple[Array, 
 
     def over(x: Array, size: int, fill: int, fold: Any) -> Array:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=fill)
-        return fold(x.reshape(len(x), -1, size), -1)
+        made: Array = fold(x.reshape(len(x), -1, size), -1)
+        return made
 
     far, first = 2**30, jnp.arange(-(-keys // columns))[None, None] * columns
     last = jnp.minimum(first + columns, keys)
@@ -120,7 +121,7 @@ def programs_of(items: int, interpret: Any) -> int:
 
 
 def each_item(
-    refs: Refs, heads: int, together: int, programs: int, do: Callable[[Item, Any, Any], Any], state: Any
+    refs: Refs, heads: int, together: int, programs: int, do: Callable[[TileWork, Any, Any], Any], state: Any
 ) -> Any:
     """state = do(item, turn, state) for each item of this program.
 
@@ -141,7 +142,7 @@ def each_item(
         at = at - section * (rows * together)
         row = lax.div(at, jnp.int32(together))
         head = section * together + at - row * together
-        return do(Item(*(refs["items"][row, i] for i in range(6)), head), turn, state)
+        return do(TileWork(*(*(refs["items"][row, i] for i in range(6)), head)), turn, state)
 
     whole = jnp.int32(items // programs)
     return lax.fori_loop(0, whole + jnp.where(number(whole) < items, 1, 0), one, state)

@@ -122,7 +122,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def mosaic_refusal(platform: str, static: Static, dtype: str) -> str | None:
+def mosaic_refusal(platform: str, static: AttentionStatic, dtype: str) -> str | None:
     """Why the kernels can't serve a call, or None."""
     p, most = static.problem, 128
     if platform != "gpu":
