@@ -116,6 +116,7 @@ CUresult cuFuncGetParamInfo(CUfunction f, size_t i, size_t *offset, size_t *size
   }
   return CUDA_ERROR_INVALID_VALUE;
 }
+CUresult cuDriverGetVersion(int *v) { return *v = 12080, CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult e, const char **s) { *s = "a made-up error"; return CUDA_SUCCESS; }
 CUresult cuGetErrorName(CUresult e, const char **s) { *s = "CUDA_ERROR_INVALID_VALUE"; return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = context; return CUDA_SUCCESS; }
@@ -127,4 +128,5 @@ CUresult cuPointerGetAttribute(void *to, CUpointer_attribute a, CUdeviceptr p) {
 // Of what driver.c has beside launches, and no test calls.
 #define NEVER(name) CUresult never_##name(void) __asm__(#name); CUresult never_##name(void) { return 801; }
 NEVER(cuDeviceGetAttribute) NEVER(cuModuleLoadData) NEVER(cuModuleGetFunction) NEVER(cuFuncGetAttribute)
+NEVER(cuModuleUnload) NEVER(cuCtxGetDevice) NEVER(cuStreamIsCapturing)
 NEVER(cuFuncSetCacheConfig) NEVER(cuCtxGetLimit) NEVER(cuCtxSetLimit) NEVER(cuOccupancyMaxActiveClusters)

@@ -132,7 +132,10 @@ class Driver:
         self.launcher_cls = CudaLauncher
         self.utils = self
         self.get_current_stream = lambda device: self.stream  # one object, as Triton's driver has it
-        self.fill_tma_descriptor = CudaUtils().fill_tma_descriptor
+        triton = CudaUtils()  # some of what follows is another version's
+        for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled", "launch", "build_signature_metadata"):
+            if hasattr(triton, name):
+                setattr(self, name, getattr(triton, name))
 
     def get_current_device(self):
         return 0

@@ -28,7 +28,7 @@ def test_on_a_gpu_that_is_not_there():
 
 @fake_cuda.possible
 def test_prepared_launches_are_those_of_triton():
-    said = [line.split() for line in fake_cuda.run(packed_launches.__file__).splitlines()]
+    said = [line.split() for line in fake_cuda.run(packed_launches.__file__, *packed_launches.OPS).splitlines()]
     assert [op for op, _ in said] == [*packed_launches.OPS]
     assert all(int(compared) > 1 for _, compared in said)
 

@@ -96,7 +96,7 @@ def _say(text: str, console: Console) -> None:
 
 def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
     """What stands on more of Triton than its documented interface, whether it is on, and what it costs if not."""
-    versions = import_module("onchip.kernels.triton.versions")
+    versions, packed = (import_module(f"onchip.kernels.triton.{name}") for name in ("versions", "packed"))
     parts = {
         "kernels in Gluon": (
             versions.gluon_refusal,
@@ -105,6 +105,10 @@ def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
         "launches without Triton's search": (
             versions.direct_refusal,
             "the host takes several times as long for each launch",
+        ),
+        "launches of prepared calls": (
+            packed.refusal,
+            "each call is checked, planned and launched anew, which takes the host several times as long",
         ),
     }
 

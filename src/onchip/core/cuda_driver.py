@@ -33,6 +33,7 @@ class Driver(NamedTuple):
     fill: Function  # cuMemsetD8Async
     retain: Function  # cuDevicePrimaryCtxRetain
     use: Function  # cuCtxSetCurrent
+    version: int  # 13010 is 13.1
 
     def checked(self, what: str, device: int, function: Function, *args: Any) -> None:
         """Raise for an error of a function, which is called again where this thread hasn't used the device before."""
@@ -55,9 +56,14 @@ def driver() -> Driver | None:
         "cuMemsetD8Async": [pointer, ctypes.c_ubyte, size, pointer],
         "cuDevicePrimaryCtxRetain": [pointer, number],
         "cuCtxSetCurrent": [pointer],
+        "cuDriverGetVersion": [pointer],
     }
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        return Driver(*[ctypes.CFUNCTYPE(number, *given)((name, library)) for name, given in kinds.items()])
+        *functions, asks = [ctypes.CFUNCTYPE(number, *given)((name, library)) for name, given in kinds.items()]
     except (OSError, AttributeError):
         return None
+    launch, encode, parameter, fill, retain, use = functions
+    version = number()
+    failed = asks(ctypes.addressof(version))
+    return None if failed else Driver(launch, encode, parameter, fill, retain, use, version.value)

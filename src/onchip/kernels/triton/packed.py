@@ -24,8 +24,17 @@ _MAP = 128  # bytes of a descriptor, and more than it is aligned to
 _ELEMENTS = {8: 10, 9: 8, 10: 9}
 # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, and _FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA.
 _PROMOTION, _NAN = 2, 1
+# What drivers up to 13.1 encode wrongly, by CUTLASS and Triton 3.7: a bit of descriptors of matrices of fewer bytes.
+_MENDED, _SMALL = 13010, 128 * 1024
 # What a launch has beside that is made by Triton's launcher alone.
 _UNKNOWN = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+# What Triton says of a descriptor, and of what others.
+_KNOWN_OF_MAP, _UNKNOWN_OF_MAP = {"elem_size", "elem_type", "swizzle", "block_size"}, ("fp4_padded", "is_im2col")
+
+
+def refusal() -> str | None:
+    """Why no launch can be packed, or None."""
+    return None if driver() else "CUDA's driver is older than 12.4"
 
 
 class Map:
@@ -40,6 +49,10 @@ class Map:
         self.shape = strides, halves(*reversed(meta["block_size"])), halves(*[1] * rank)
         self.kind = _ELEMENTS.get(kind, kind), rank
         self.options = 0, meta["swizzle"], _PROMOTION, _NAN if x.padding == "nan" else 0
+        # Bytes from one row to the next, and from the first of a row's elements to the last.
+        self.row, *others = [n * meta["elem_size"] for n in x.strides]
+        self.within = sum((n - 1) * step for n, step in zip(x.shape[1:], others, strict=True))
+        self.mended = used.version <= _MENDED
 
     def put(self, address: int, rows: int | None = None) -> None:
         if rows is not None and rows != self.rows:
@@ -51,6 +64,8 @@ class Map:
         self.address = 0
         if failed := self.encode(self.at, *self.kind, address, self.dims, *self.shape, *self.options):
             raise RuntimeError(f"CUDA's driver refused a descriptor with error {failed}")
+        if self.mended and (self.rows - 1) * self.row + self.within + 1 < _SMALL:
+            ctypes.c_uint64.from_address(self.at + 8).value &= ~(1 << 21)
         self.address = address
 
 
@@ -66,6 +81,9 @@ class _Layout:
         self.maps = [*(getattr(metadata, "tensordesc_meta", None) or ())]
         if metadata.num_ctas != 1 or any(getattr(metadata, name, 0) for name in _UNKNOWN):
             raise _Unknown
+        for meta in self.maps:
+            if not meta or not meta.keys() >= _KNOWN_OF_MAP or any(meta.get(name) for name in _UNKNOWN_OF_MAP):
+                raise _Unknown
         letters = [x for kind, value in zip(self.kinds, values, strict=True) for x in self._letters(kind, value)]
         letters += ["Q", "Q"]  # scratch: none
         sizes = [struct.calcsize("=" + x) for x in letters]
@@ -86,6 +104,8 @@ class _Layout:
             for k, x in zip(kind, value, strict=True):
                 yield from self._letters(k, x)
         elif kind.startswith("tensordesc"):
+            if getattr(value, "round_f32_to_tf32", False):
+                raise _Unknown
             yield from [f"{_MAP}s", *"i" * len(value.shape), *"q" * len(value.shape)]
         elif kind != "constexpr":
             letter = "Q" if kind.startswith("*") else _LETTERS.get(kind)
