@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+import cards
 from interpreter import speed_up
 
 
@@ -18,17 +19,36 @@ def spawn(tmp_path, ranks, checks, timeout=60):
 
     With TRITON_INTERPRET=1 in the environment they run under Triton's interpreter.
     """
-    torch.multiprocessing.spawn(_run, (str(tmp_path), ranks, checks, timeout), nprocs=ranks)
+    _spawn(tmp_path, ranks, checks, timeout, "gloo")
+
+
+def spawn_on_gpus(tmp_path, checks, timeout=60):
+    """The same in a process for each GPU of the machine, over NCCL, also where a worker has one of them (cards.py)."""
+    one = os.environ.pop("CUDA_VISIBLE_DEVICES") if cards.GIVEN in os.environ else None
+    try:
+        ranks = torch.cuda.device_count() if one is None else len(cards.cards)
+        _spawn(tmp_path, ranks, checks, timeout, "cpu:gloo,cuda:nccl")
+    finally:
+        if one is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = one
+
+
+def _spawn(tmp_path, ranks, checks, timeout, backend):
+    torch.multiprocessing.spawn(_run, (str(tmp_path), ranks, checks, timeout, backend), nprocs=ranks)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(ranks)]
     assert not any(said), "\n".join(said)
 
 
-def _run(rank, folder, ranks, checks, timeout):
+def _run(rank, folder, ranks, checks, timeout, backend):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET"):
         speed_up()
-    dist.init_process_group("gloo", f"file://{folder}/meeting", timedelta(seconds=timeout), world_size=ranks, rank=rank)
+    if "nccl" in backend:
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        torch.cuda.set_device(rank)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group(backend, meeting, timedelta(seconds=timeout), world_size=ranks, rank=rank)
     failed = ""
     for name, check in checks.items():
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ import agreement
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
@@ -330,6 +330,18 @@ def dtensors(rank, ranks):
     plain = leaf(hidden)
     linear_cross_entropy(plain, w, labels(), b, vocab_group=mesh.get_group()).backward()
     close(plain.grad, whole[0].grad)
+    # Groups of the same ranks may have other names.
+    first, second = (DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("tp",)) for _ in range(2))
+    h, w2, b2 = (distribute_tensor(x, on, [at]).requires_grad_() for x, on, at in
+                 ((hidden, first, Replicate()), (weight, second, Shard(0)), (bias, first, Shard(0))))  # fmt: skip
+    linear_cross_entropy(h, w2, labels(), b2, vocab_group=dist.group.WORLD).backward()
+    for x, expected in zip((h, w2, b2), whole, strict=True):
+        close(x.grad.full_tensor(), expected.grad, "meshes")
+    alone = [dist.new_group([r]) for r in range(ranks)][rank]
+    with pytest.raises(
+        ValueError, match=rf"hidden is a DTensor on a process group of ranks .*0, 1.* has ranks \[{rank}\]"
+    ):
+        linear_cross_entropy(h, w2, labels(), b2, vocab_group=alone)
     for wrong, match in (
         (
             {"weight": distribute_tensor(weight, mesh, [Replicate()])},

@@ -116,9 +116,9 @@ def forward(
         """0 for ignored tokens; apart, since an operator's outputs must not share memory."""
         return stated.zeros(tokens, torch.float32, device)
 
-    lse, leading = (zeros(), zeros()) if exchange is None else (exchange.lse, exchange.log_prob)
+    leading = zeros() if exchange is None else exchange.log_prob
     made = TokenSoftmax(
-        lse,
+        zeros() if exchange is None else exchange.lse,
         leading[:, None] if k == 1 else empty(k),
         zeros() if asked.entropy else None,
         leading,
@@ -200,22 +200,9 @@ def forward(
                 launches.write(part, memory.kept, label, None, (0, memory.kept.kept), 0, run.vocab_tiles).run()
             if memory.chunk is not None:
                 assert numbers is not None
-                chunk = memory.chunk
-                if exchange is not None:
-                    known, terms, factor = _chunk_of_shard(part, call, chunk, told, exchange, saved.hidden_memory)
-                    if call.grads[0] and last == tokens:
-                        exchange.sum.begin(saved.hidden_memory)
-                else:
-                    upstream = None
-                    if call.grads[1]:
-                        known, upstream, factor = told()
-                    for summed in _hidden_sums(part, call, chunk):
-                        keep_hidden(part, call, summed, chunk.left.hidden).run()
-                    if upstream is not None:
-                        terms = position_terms(part, ids, ignore_index, known, upstream, part.tokens)
-                if call.grads[1]:
-                    end = End(factor, numbers[i + 1, :1]) if rounds else None
-                    _chunk_weight(part, chunk, terms, end, add=first > 0)
+                following, out = numbers[i + 1, :1] if rounds else None, saved.hidden_memory
+                ends = {"last": last == tokens, "add": first > 0}
+                _chunk_gradients(part, call, memory.chunk, told, following, exchange, out, **ends)
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -229,6 +216,39 @@ def forward(
             BLOCK=BLOCK,
         ).run()
     return made
+
+
+Told = Callable[[], tuple[TokenSoftmax, OutputGradients, Tensor]]
+
+
+def _chunk_gradients(
+    part: Run,
+    call: LinearCall,
+    chunk: setup.TokenChunk,
+    told: Told,
+    following: Tensor | None,  # [1] int32: tokens of the next chunk, where the last one is to be rounded
+    exchange: ShardExchange | None,
+    out: Tensor,  # hidden's gradient, with an exchange
+    *,
+    last: bool,
+    add: bool,
+) -> None:
+    """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
+    previous chunks'.
+    """
+    if exchange is not None:
+        terms, factor = _chunk_of_shard(part, call, chunk, told, exchange, out)
+        if call.grads[0] and last:
+            exchange.sum.begin(out)
+    else:
+        if call.grads[1]:
+            known, upstream, factor = told()
+        for sums in _hidden_sums(part, call, chunk):
+            keep_hidden(part, call, sums, chunk.left.hidden).run()
+        if call.grads[1]:
+            terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
+    if call.grads[1]:
+        _chunk_weight(part, chunk, terms, None if following is None else End(factor, following), add=add)
 
 
 def _hidden_sums(part: Run, call: LinearCall, chunk: setup.TokenChunk) -> Iterator[ChunkSums]:
@@ -248,25 +268,19 @@ def _hidden_sums(part: Run, call: LinearCall, chunk: setup.TokenChunk) -> Iterat
 
 
 def _chunk_of_shard(
-    part: Run,
-    call: LinearCall,
-    chunk: setup.TokenChunk,
-    told: Callable[[], tuple[TokenSoftmax, OutputGradients, Tensor]],
-    exchange: ShardExchange,
-    out: Tensor,
-) -> tuple[TokenSoftmax, PositionTerms, Tensor]:
+    part: Run, call: LinearCall, chunk: setup.TokenChunk, told: Told, exchange: ShardExchange, out: Tensor
+) -> tuple[PositionTerms, Tensor]:
     """Make this shard's part of hidden's gradient, in `out`.  What is `told` is asked for after the first product,
     under which ranks exchange it."""
 
-    def know() -> tuple[TokenSoftmax, PositionTerms, Tensor]:
+    def know() -> tuple[PositionTerms, Tensor]:
         known, upstream, factor = told()
-        ignored = call.options.ignore_index
-        return known, position_terms(part, _ids(call), ignored, known, upstream, part.tokens), factor
+        return position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens), factor
 
     found = None
     for sums in _hidden_sums(part, call, chunk):
         found = found or know()
-        _, terms, factor = found
+        terms, factor = found
         weight_sum = None if terms.even is None else exchange.weight_sum(part)
         shard_rows(part, call.weight, sums, terms, exchange.share, weight_sum, factor, out).run()
     return found or know()
