@@ -6,14 +6,20 @@ do nothing, so that nothing here looks at numbers of theirs.
 
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fake_cuda
 from every_loss import refused_after_failures
+from losses import plan_in_forward
+from onchip.ops.linear_cross_entropy import torch_call, torch_op
 from onchip.torch import cross_entropy, linear_cross_entropy
+from onchip.vocab import parallel
 
 # More than the calls after which something may be taken for known.
 TIMES = 5
@@ -216,6 +222,35 @@ def threads_call_at_once(device):
     assert not errors
 
 
+def ranks_exchange_in_every_call(device):
+    """Those that share a vocabulary, in prepared calls too; here this one alone is there."""
+    hidden, weight, labels = layer(device)
+    weight, seen = weight.detach().repeat(2, 1).requires_grad_(), []
+
+    def spied(function):
+        return lambda *args, **options: (seen.append(function.__name__), function(*args, **options))[1]
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in ((parallel, "begin_gather"), (parallel, "begin_sum"), (torch_op, "localized")):
+                patch.setattr(module, name, spied(getattr(module, name)))
+            patch.setattr(torch_call, "require_agreement", lambda *_, **__: None)
+            for planned, gathers in ((plan_in_forward, 2), (nullcontext, 1)):
+                with planned():
+                    for i in range(TIMES):
+                        options = {"vocab_group": dist.group.WORLD, "backend": "triton"}
+                        loss = linear_cross_entropy(hidden, weight, labels, **options)
+                        torch.autograd.grad(loss, (hidden, weight))
+                        if i > 1:  # prepared
+                            assert "localized" not in seen
+                            assert seen.count("begin_gather") == gathers
+                            assert seen.count("begin_sum") == 1
+                        seen.clear()
+    finally:
+        dist.destroy_process_group()
+
+
 SCENARIOS = {
     f.__name__: f
     for f in (
@@ -227,6 +262,7 @@ SCENARIOS = {
         views_that_negate_are_refused,
         an_interrupted_backward_is_not_repeated,
         threads_call_at_once,
+        ranks_exchange_in_every_call,
     )
 }
 
