@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-import cards
+from all_cards import all_cards, count
 from interpreter import speed_up
 
 
@@ -23,14 +23,9 @@ def spawn(tmp_path, ranks, checks, timeout=60):
 
 
 def spawn_on_gpus(tmp_path, checks, timeout=60):
-    """The same in a process for each GPU of the machine, over NCCL, also where a worker has one of them (cards.py)."""
-    one = os.environ.pop("CUDA_VISIBLE_DEVICES") if cards.GIVEN in os.environ else None
-    try:
-        ranks = torch.cuda.device_count() if one is None else len(cards.cards)
-        _spawn(tmp_path, ranks, checks, timeout, "cpu:gloo,cuda:nccl")
-    finally:
-        if one is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = one
+    """The same in a process for each GPU of the machine, over NCCL, also where a worker has one of them."""
+    with all_cards():
+        _spawn(tmp_path, count(), checks, timeout, "cpu:gloo,cuda:nccl")
 
 
 def _spawn(tmp_path, ranks, checks, timeout, backend):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from all_cards import all_cards, count
 from collective_matmul.test_cm_torch import OPS, recorded
 from onchip.collectives.problem import GATHER, CollectiveSizes
 from onchip.ops.collective_matmul.fp8_cost import fp8_cost
@@ -59,7 +60,8 @@ def over_nccl(rank, ranks):
 
 @pytest.mark.gpu
 def test_every_gpu_is_a_rank(tmp_path):
-    spawn(tmp_path, torch.cuda.device_count(), {"over_nccl": over_nccl}, timeout=300)
+    with all_cards():
+        spawn(tmp_path, count(), {"over_nccl": over_nccl}, timeout=300)
 
 
 def each_rank_its_own_groups(rank, ranks):

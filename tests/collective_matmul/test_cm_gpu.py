@@ -1,23 +1,24 @@
 """All cases over NCCL: each GPU of this machine is a rank."""
 
-import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
+from all_cards import all_cards, count, environment, torchrun
 from onchip.ops.collective_matmul.cases import RANKS
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_every_gpu_is_a_rank(framework):
-    ranks = max(n for n in RANKS if n <= torch.cuda.device_count())
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ranks = max(n for n in RANKS if n <= count())
     check = ["-m", "onchip", "check", "collective_matmul", "--framework", framework, "--device", "cuda", "--full"]
-    command = [sys.executable, *(torchrun if framework == "torch" else ()), *check]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    if framework == "torch":
+        done = torchrun(ranks, *check, seconds=600)
+    else:
+        with all_cards():
+            command = [sys.executable, *check]
+            done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("comparisons are within their bounds") == (ranks if framework == "torch" else 1)

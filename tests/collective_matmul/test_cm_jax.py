@@ -1,5 +1,6 @@
 """Both functions under `jax.shard_map` on four devices: a script, whose process has four from the start."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -91,18 +92,21 @@ def gradients_inside_and_two_axes():
         np.testing.assert_allclose(grad, other, rtol=1e-4, atol=1e-4)
 
 
-def exchanges_that_overlap():
-    """n products and n - 1 exchanges each way around, and no other collective; the same bits each time."""
-    x, w = jnp.ones((8, 6)), jnp.ones((12, 6))
-    for op, specs in {GATHER: (P("tp"), P("tp"), P(None, "tp")), SCATTER: (P(), P(), P("tp"))}.items():
-        function = partial(OPS[op], axis_name="tp")
-        split = jax.shard_map(function, mesh=mesh(4), in_specs=specs[:2], out_specs=specs[2], check_vma=False)
-        text = str(jax.make_jaxpr(split)(x, w))
-        assert text.count("dot_general[") == 4
-        assert text.count("ppermute[") == 3
-        assert not any(f"{name}[" in text for name in ("all_gather", "psum", "all_to_all", "reduce_scatter"))
-        first, again = (jax.jit(split)(x, w) for _ in range(2))
-        assert (first == again).all()
+def one_collective_and_one_product():
+    """And of no tokens no collective; sums travel in float32, or as the caller says."""
+    for dtype, empty in itertools.product((None, "float32", "bfloat16"), (False, True)):
+        x, w = jnp.ones((0 if empty else 8, 6), "bfloat16"), jnp.ones((12, 6), "bfloat16")
+        for op, specs in {GATHER: (P("tp"), P("tp"), P(None, "tp")), SCATTER: (P(), P(), P("tp"))}.items():
+            function = partial(OPS[op], axis_name="tp", reduce_dtype=dtype)
+            split = jax.shard_map(function, mesh=mesh(4), in_specs=specs[:2], out_specs=specs[2], check_vma=False)
+            text = str(jax.make_jaxpr(split)(x, w))
+            assert text.count("dot_general[") == 1
+            of_op = {GATHER: "all_gather[", SCATTER: "reduce_scatter["}[op]
+            for name in ("all_gather[", "reduce_scatter[", "psum", "all_to_all[", "ppermute["):
+                assert text.count(name) == (name == of_op and not empty), (name, text)
+            if op == SCATTER and not empty:
+                (line,) = (line for line in text.splitlines() if of_op in line)
+                assert {None: "f32", "float32": "f32", "bfloat16": "bf16"}[dtype] in line.split("=")[0]
 
 
 def transforms():
@@ -134,7 +138,7 @@ def transforms():
         uneven(jnp.ones((6, 6)), w)
 
 
-CHECKS = (both_ways_of_shard_map, gradients_inside_and_two_axes, exchanges_that_overlap, transforms)
+CHECKS = (both_ways_of_shard_map, gradients_inside_and_two_axes, one_collective_and_one_product, transforms)
 MORE = (every_how_and_dtype,)
 X, W, B = jnp.ones((6, 8)), jnp.ones((4, 8)), jnp.ones(4)
 T_NK, T_KN = "weight must be [N, K]", "weight must be [K, N] with weight_layout='kn'"
@@ -149,6 +153,7 @@ T_NK, T_KN = "weight must be [N, K]", "weight must be [K, N] with weight_layout=
         ((X, W, "tp"), {"weight_layout": "vh"}, ValueError, "weight_layout must be one of 'nk', 'kn'; got 'vh'"),
         ((X, W, ("tp",)), {}, TypeError, "axis_name must be a str, one axis of the mesh; got tuple"),
         ((X, W, "dp"), {}, ValueError, "there is no axis 'dp' here; call it inside jax.shard_map, over a mesh"),
+        ((X, W, "tp"), {"reduce_dtype": "int8"}, ValueError, "reduce_dtype must be None, float32 or x's dtyp"),
         (([1.0], W, "tp"), {}, TypeError, "x must be a jax.Array or numpy.ndarray; got list; pass jax.numpy.asar"),
         ((X.astype(int), W, "tp"), {}, TypeError, "x must be float32, bfloat16, float16 or float64; got int32"),
         ((X, W.astype("bfloat16"), "tp"), {}, TypeError, "x is float32 but weight is bfloat16; cast one of them"),

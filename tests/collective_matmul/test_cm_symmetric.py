@@ -15,9 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from onchip.collectives import torch_buffers as buffers
 from onchip.collectives import torch_symmetric as symmetric
+from onchip.collectives import torch_words
 from onchip.collectives import triton_launches as launches
 from onchip.collectives.torch_ring import ProcessRing
+from onchip.collectives.torch_words import OwnNumbers
 
 RANKS = 3
 SEED = 5
@@ -26,41 +29,59 @@ SEED = 5
 class Handle:
     """PyTorch's handle of memory that all ranks map, with what was done to it, by the rank that did it."""
 
-    def __init__(self, memories, meeting, rank, done):
-        self.memories, self.meeting, self.rank, self.done = memories, meeting, rank, done
+    def __init__(self, memories, done):
+        self.memories, self.done = memories, done
 
     def get_buffer(self, rank, shape, dtype, offset):
         numbers = torch.Size(shape).numel()
         self.done.append(rank)
         return self.memories[rank].view(dtype)[offset : offset + numbers].view(shape)
 
-    def barrier(self):
-        self.meeting.wait()
+
+def kernels(meeting):
+    """Launches, as the kernels do it: in order of arrival, each piece when its flag is set."""
+
+    def launched(function):
+        return lambda *args, **options: SimpleNamespace(run=lambda: function(*args, **options))
+
+    def meet(at, clear=False):
+        if clear:
+            at.head[: 2 * launches.SET] = 0
+        meeting.wait()
         time.sleep(random.random() / 1000)
 
+    def wait(flag):
+        while not flag:
+            time.sleep(0)
 
-def gated(own, blocks, weight, bias, out, flags, rank):
-    """As the kernel: in order of arrival, each piece when its flag is set."""
+    def pieces(rows):
+        cut = launches.cut(rows)
+        return [(piece, slice(piece * cut.rows, (piece + 1) * cut.rows)) for piece in range(cut.pieces)]
 
-    def run():
-        rows, cut = len(own), launches.cut(len(own))
-        outs, flag = out.view(len(blocks), rows, -1), flags.view(len(blocks), -1)
-        for step in range(len(blocks)):
-            sender = (rank - step) % len(blocks)
-            for piece in range(cut.pieces):
-                while sender != rank and not flag[sender, piece]:
-                    time.sleep(0)
-                part = slice(piece * cut.rows, (piece + 1) * cut.rows)
-                x = own if sender == rank else blocks[sender]
+    def others(at):
+        return [(at.rank + step) % at.ranks for step in range(1, at.ranks)]
+
+    def arrive(at, flags, row, pieces):
+        for sender in others(at):
+            for piece in range(pieces):
+                wait(flags[sender, piece])
+
+    def gated_product(at, own, blocks, weight, bias, out):
+        outs = out.view(len(blocks), len(own), -1)
+        for sender in [at.rank, *others(at)[::-1]]:
+            for piece, part in pieces(len(own)):
+                if sender != at.rank:
+                    wait(at.flags()[sender, piece])
+                x = own if sender == at.rank else blocks[sender]
                 outs[sender, part] = x[part] @ weight + (0 if bias is None else bias)
 
-    return SimpleNamespace(run=run)
+    def adding_product(at, own, weight, bias, addends, out):
+        for sender in others(at):
+            wait(at.flags()[sender, 0])
+        total = sum(addends[sender] for sender in others(at)) + own @ weight
+        out.copy_(total + (0 if bias is None else bias))
 
-
-def added(blocks, bias, out, rank):
-    order = [(rank + step) % len(blocks) for step in range(1, len(blocks) + 1)]
-    total = sum(blocks[i] for i in order) + (0 if bias is None else bias)
-    return SimpleNamespace(run=lambda: out.copy_(total))
+    return {f.__name__: launched(f) for f in (meet, arrive, gated_product, adding_product)}
 
 
 @contextlib.contextmanager
@@ -69,18 +90,18 @@ def threads_for_ranks(monkeypatch):
     memories = [torch.full((1 << 20,), 255, dtype=torch.uint8) for _ in range(RANKS)]
     meeting, done = threading.Barrier(RANKS, timeout=20), [[] for _ in range(RANKS)]
     side = SimpleNamespace(record_event=lambda: None)
-    buffers = []
+    made = []
     for rank in range(RANKS):
-        handle = Handle(memories, meeting, rank, done[rank])
-        head = handle.get_buffer(rank, (symmetric._HEAD // 4,), torch.int32, 0)
-        buffers.append(symmetric._Buffer(handle, memories[rank], head, side, None))
-    monkeypatch.setattr(symmetric, "_opened", lambda ring, x, size: buffers[ring.rank])
+        head = memories[rank][: buffers._HEAD].view(torch.int32)
+        at = launches.Meeting(rank, RANKS, head, torch.empty(0), 0)
+        made.append(buffers.Buffer(Handle(memories, done[rank]), memories[rank], at, side, None))
+    monkeypatch.setattr(symmetric, "opened", lambda ring, device, size: made[ring.rank])
     monkeypatch.setattr(symmetric, "_aside", lambda buffer: contextlib.nullcontext())
     monkeypatch.setattr(symmetric, "_join", lambda buffer: None)
-    monkeypatch.setattr(symmetric, "_set", lambda buffer, flags, i: flags[i].fill_(1))
+    monkeypatch.setattr(symmetric, "_set", lambda buffer, peer, which, i: buffer.flags(peer, which)[i].fill_(1))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock())
-    monkeypatch.setattr(launches, "gated_product", gated)
-    monkeypatch.setattr(launches, "add_blocks", added)
+    for name, launch in kernels(meeting).items():
+        monkeypatch.setattr(launches, name, launch)
 
     def run(function):
         made, errors = [None] * RANKS, []
@@ -118,20 +139,24 @@ def test_walks_one_after_the_other(monkeypatch):
             out = torch.empty(RANKS * x.shape[2], w.shape[2], dtype=torch.float64)
             whole = symmetric.linear_of_all(ring, mine[0], of_all, b, out, whole=True).clone()
             gathered = symmetric.gathered(ring, mine[1]).clone()
-            total = torch.empty(x.shape[2], w.shape[2], dtype=torch.float64)
-            symmetric.reduced(ring, lambda rank, to, a=mine, w=of_all: to.copy_(a[rank] @ w), b, total)
-            made.append((out, whole, gathered, total))
+            total, seen = torch.empty(x.shape[2], w.shape[2], dtype=torch.float64), []
+            rows, other = mine.flatten(0, 1), mine[2] if len(made) % 2 else None
+            meanwhile = None if other is None else (other, lambda rows, to=seen: to.append(rows.clone()))
+            symmetric.summed(ring, rows, of_all, b, total, torch.float64, meanwhile)
+            made.append((out, whole, gathered, total, seen))
         return made
 
     with threads_for_ranks(monkeypatch) as (run, _):
         every = run(walk)
     for rank, of_rank in enumerate(every):
-        for (out, whole, gathered, total), x, w, b in zip(of_rank, xs, weights, biases, strict=True):
+        for (out, whole, gathered, total, seen), x, w, b in zip(of_rank, xs, weights, biases, strict=True):
             assert torch.equal(whole, x[:, 0])
             assert torch.equal(gathered, x[:, 1])
             torch.testing.assert_close(out, x[:, 0].flatten(0, 1) @ w[rank] + b)
             right = sum(x[q, rank] @ w[q] for q in range(RANKS)) + b
-            torch.testing.assert_close(total, right, rtol=1e-5, atol=1e-5)  # addends travel in float32
+            torch.testing.assert_close(total, right)
+            assert all(torch.equal(rows, x[:, 2]) for rows in seen)
+        assert [len(of_call[-1]) for of_call in of_rank] == [0, 1, 0, 1]
 
 
 def test_ranks_push_to_different_peers(monkeypatch):
@@ -141,7 +166,8 @@ def test_ranks_push_to_different_peers(monkeypatch):
         for of_rank in done:
             of_rank.clear()
         run(lambda ring: symmetric.gathered(ring, x) is None)
-    assert done == [[1, 2, 0, 0], [2, 0, 1, 1], [0, 1, 2, 2]]
+    of_each = [[peer for i, peer in enumerate(of_rank) if peer not in of_rank[:i]] for of_rank in done]
+    assert of_each == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
 
 
 def test_what_it_refuses():
@@ -149,20 +175,20 @@ def test_what_it_refuses():
     cuda = torch.device("cuda", 0)
     assert symmetric.refusal(ring, torch.device("cpu"), torch.bfloat16) == "it runs on CUDA tensors, not on 'cpu'"
     said = symmetric.refusal(ring, cuda, torch.float32)
-    assert said == "it takes bfloat16 and float16, not float32; pass backend='ring'"
+    assert said == "it takes bfloat16 and float16, not float32; pass backend='collective'"
     many = ring._replace(ranks=129)
     assert symmetric.refusal(many, cuda, torch.bfloat16) == "it takes up to 128 ranks, not 129"
-    with mock.patch.object(symmetric, "device_refusal", return_value="it needs compute capability 8.0"):
+    with mock.patch.object(buffers, "device_refusal", return_value="it needs compute capability 8.0"):
         assert symmetric.refusal(ring, cuda, torch.bfloat16) == "it needs compute capability 8.0"
     for found, reason in (
         ("CUDA", None),
         (
             "NVSHMEM",
-            "it needs symmetric memory of PyTorch's allocator 'CUDA', and this is 'NVSHMEM'; pass backend='ring'",
+            "it needs symmetric memory of PyTorch's allocator 'CUDA', and this is 'NVSHMEM'; pass backend='collective'",
         ),
     ):
         with (
-            mock.patch.object(symmetric, "device_refusal", return_value=None),
+            mock.patch.object(buffers, "device_refusal", return_value=None),
             mock.patch("torch.distributed._symmetric_memory.get_backend", return_value=found),
         ):
             assert symmetric.refusal(ring, cuda, torch.float16) == reason
@@ -176,16 +202,69 @@ def test_memory_that_ranks_cannot_map(monkeypatch):
     try:
         ring = ProcessRing(dist.group.WORLD.group_name, 0, 1)
         with pytest.raises(ValueError, match=r"'symmetric' needs GPUs of one host .*; PyTorch says of these: \S"):
-            symmetric._buffer(ring, torch.device("cpu", 0), 100)
-        assert not symmetric._BUFFERS[dist.group.WORLD]
+            buffers._buffer(ring, torch.device("cpu", 0), 100)
+        assert not buffers._GROUPS[dist.group.WORLD].buffers
         symmetric.free_buffers()
-        assert dist.group.WORLD not in symmetric._BUFFERS
+        assert dist.group.WORLD not in buffers._GROUPS
         with monkeypatch.context() as capturing:
             capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             with pytest.raises(
                 ValueError, match="makes its buffers in the first call of a size, which a CUDA graph can't"
             ):
-                symmetric._buffer(ring, torch.device("cpu", 0), 100)
+                buffers._buffer(ring, torch.device("cpu", 0), 100)
     finally:
         dist.destroy_process_group()
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
+
+
+def test_exchanges_are_counted_for_each_group():
+    """PyTorch counts them over all groups of a process: ranks that were in other groups would wait for ever."""
+    store = dist.HashStore()
+    for call in (1, 2):
+        ranks = [OwnNumbers(dist.PrefixStore(f"call {call}", store)) for _ in range(2)]
+        outer = [dist.PrefixStore("", own) for own in ranks]  # as PyTorch calls it, from C++
+        for exchange in range(2):
+            for rank, before in enumerate((0, 7)):  # how many exchanges of other groups a rank had before
+                outer[rank].set(f"CUDA/{before + exchange}/{rank}", f"{call} {exchange} {rank}")
+        for rank, before in enumerate((0, 7)):
+            for exchange in range(2):
+                other = f"CUDA/{before + exchange}/{1 - rank}"
+                outer[rank].wait([other])
+                assert outer[rank].get(other).decode() == f"{call} {exchange} {1 - rank}"
+
+
+def test_a_lost_rank(monkeypatch):
+    """What a GPU wrote in the host's memory raises in the next call."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ring = ProcessRing(dist.group.WORLD.group_name, 0, 1)
+        of_group = buffers._of(ring)
+        of_group.lost = torch.ones(1, dtype=torch.int32)
+        at = launches.Meeting(0, 1, torch.empty(0), torch.empty(0), 90 * 10**9)
+        monkeypatch.setattr(buffers, "_buffer", lambda *_: buffers.Buffer(None, None, at, None, None))
+        say = "a rank of the group didn't come within 90 s, the group's timeout, and results since then are NaN"
+        with pytest.raises(RuntimeError, match=say):
+            buffers.opened(ring, torch.device("cuda", 0), 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_agree_on_whether_they_are_mapped(monkeypatch):
+    """Each says the same, of what one of them has found; a second call asks nobody."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ring = ProcessRing(dist.group.WORLD.group_name, 0, 1)
+        for words, found in (
+            (["a|0", "a|1"], None), (["a|0", "b|1"], "its ranks are on several hosts"),
+            (["a|0", "a|0"], "some of its ranks share a GPU"), (["a|0", "a|1", "", "no way"], "no way"),
+        ):  # fmt: skip
+            said = iter([words[:2], words[2:] or ["", ""], words[2:] or ["", ""]])
+            monkeypatch.setattr(torch_words, "heard", lambda ring, mine, said=said: next(said))
+            monkeypatch.setattr(buffers, "_uuid", lambda index: "0")
+            monkeypatch.setattr(buffers, "_buffer", lambda *_: None)
+            two = ring._replace(ranks=2)
+            assert [buffers.mapping_refusal(two, 0) for _ in range(2)] == [found] * 2
+            symmetric.free_buffers()
+    finally:
+        dist.destroy_process_group()

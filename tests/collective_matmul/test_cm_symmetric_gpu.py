@@ -1,10 +1,6 @@
-"""Backend "symmetric" on GPUs: the kernels in one process, and all of it between processes, on one GPU if there is one.
+"""Backends "symmetric" and "collective" on GPUs: kernels in one process, and all of it between processes."""
 
-Processes that share a GPU take turns on it, so one that waits for another waits for that one's turn: sizes are small.
-"""
-
-import os
-import sys
+import itertools
 import time
 from datetime import timedelta
 from functools import partial
@@ -13,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from all_cards import count, spawned
 from onchip.collectives import torch_symmetric
 from onchip.collectives import triton_launches as launches
 from onchip.collectives.problem import GATHER, SCATTER
@@ -22,13 +19,10 @@ from onchip.torch import all_gather_matmul, matmul_reduce_scatter
 
 pytestmark = pytest.mark.gpu
 
-OPS = {
-    GATHER: partial(all_gather_matmul, backend="symmetric"),
-    SCATTER: partial(matmul_reduce_scatter, backend="symmetric"),
-}
+FUNCTIONS = {GATHER: all_gather_matmul, SCATTER: matmul_reduce_scatter}
+OPS = {op: partial(function, backend="symmetric") for op, function in FUNCTIONS.items()}
 # Rows of a block, N, K: ragged; rows that no descriptor can have; more than one piece; as many as there can be.
 SIZES = (300, 136, 72), (130, 70, 90), (1152, 264, 64), (2176, 128, 256)
-TIME = 100  # seconds, for a check
 
 
 def close(made, right, length):
@@ -58,11 +52,12 @@ def test_the_product_waits_for_its_rows(sizes, turned, tma, dtype):
 
     def made(late):
         blocks, out = torch.full_like(x, float("nan")), x.new_full((ranks * rows, n), float("nan"))
-        flags = torch.zeros(ranks, launches.PIECES, dtype=torch.int32, device="cuda")
+        at, _ = meeting(rank, ranks)
+        flags = at.flags()
         one = torch.ones_like(flags)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        product = launches.gated_product(x[rank], blocks, weight, bias, out, flags, rank, tma=tma)
+        product = launches.gated_product(at, x[rank], blocks, weight, bias, out, tma=tma)
         if late:
             product.run()
         cut = launches.cut(rows)
@@ -84,12 +79,73 @@ def test_the_product_waits_for_its_rows(sizes, turned, tma, dtype):
     assert torch.equal(made(late=True), first)
 
 
-def test_blocks_are_added_in_order():
-    blocks = torch.randn(3, 37, 50, device="cuda") * 1e3
-    bias = torch.randn(50, device="cuda").bfloat16()
-    out = blocks.new_empty(37, 50, dtype=torch.bfloat16)
-    launches.add_blocks(blocks, bias, out, 0).run()
-    assert torch.equal(out, (blocks[1] + blocks[2] + blocks[0] + bias).bfloat16())
+@pytest.mark.parametrize("of_addends", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_product_waits_for_addends(sizes, turned, of_addends):
+    """They are added in the order of the ranks behind this one, before this one's product."""
+    rows, n, c = sizes
+    ranks, rank = 3, 1
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(rows, c, device="cuda", generator=g).bfloat16()
+    weight = torch.randn(n, c, device="cuda", generator=g).bfloat16().t()
+    weight = weight if turned else weight.contiguous()
+    bias = torch.randn(n, device="cuda", generator=g).bfloat16()
+    arriving = torch.randn(ranks, rows, n, device="cuda", generator=g).to(of_addends)
+    right = arriving[[2, 0]].double().sum(0) + x.double() @ weight.double() + bias.double()
+    addends, out = torch.full_like(arriving, float("nan")), x.new_full((rows, n), float("nan"))
+    at, host = meeting(rank, ranks)
+    launches.adding_product(at, x, weight, bias, addends, out).run()  # of nothing: compiled, and NaN
+    assert out.isnan().all()
+    assert host.item() == 1
+    at, host = meeting(rank, ranks, seconds=20)
+    one, side = torch.ones(1, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    launches.adding_product(at, x, weight, bias, addends, out).run()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000)
+        for sender in (0, 2):
+            addends[sender].copy_(arriving[sender])
+            at.flags()[sender, :1].copy_(one)
+    torch.cuda.synchronize()
+    close(out, right, c)
+    assert host.item() == 0
+
+
+def meeting(rank, ranks, seconds=0.001):
+    """As one rank sees it whose peers' heads are in this process too; and the word of its host."""
+    heads = torch.zeros(ranks, launches.HEAD, dtype=torch.int32, device="cuda")
+    host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    addresses = torch.tensor([*(head.data_ptr() for head in heads), host.data_ptr()], device="cuda")
+    return launches.Meeting(rank, ranks, heads[rank], addresses, int(seconds * 1e9)), host
+
+
+def test_ranks_meet_on_their_streams():
+    """Three ranks of one process, thrice; then one is missing, and all are told."""
+    ranks = 3
+    heads = torch.zeros(ranks, launches.HEAD, dtype=torch.int32, device="cuda")
+    hosts = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(ranks)]
+    at = [
+        launches.Meeting(
+            rank, ranks, heads[rank],
+            torch.tensor([*(head.data_ptr() for head in heads), hosts[rank].data_ptr()], device="cuda"), 10**9,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    launches.meet(launches.Meeting(0, 1, *meeting(0, 1)[0][2:]), clear=True).run()  # compiled
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    for _, (rank, stream) in itertools.product(range(3), enumerate(streams)):
+        with torch.cuda.stream(stream):
+            launches.meet(at[rank], clear=True).run()
+    torch.cuda.synchronize()
+    assert [host.item() for host in hosts] == [0, 0, 0]
+    for rank in (0, 2):
+        with torch.cuda.stream(streams[rank]):
+            launches.meet(at[rank], clear=True).run()
+    torch.cuda.synchronize()
+    assert heads[:, launches.LOST].tolist() == [1, 1, 1]
+    assert hosts[0].item() == 1
 
 
 # -------------------------------------------------------------------------------------------------------- all processes
@@ -245,7 +301,9 @@ def wrong_calls():
     x, weight = (torch.ones(12, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for op, function in OPS.items():
         say = f"{op}: backend 'symmetric' can't run this call: it "
-        with pytest.raises(ValueError, match=say + "takes bfloat16 and float16, not float32; pass backend='ring'"):
+        with pytest.raises(
+            ValueError, match=say + "takes bfloat16 and float16, not float32; pass backend='collective'"
+        ):
             function(x.float(), weight.float(), None)
         with pytest.raises(ValueError, match=say + "runs on CUDA tensors, not on 'cpu'"):
             function(x.cpu(), weight.cpu(), None)
@@ -261,50 +319,98 @@ def wrong_calls():
     assert torch.equal(function(x, weight, None), before)
 
 
+def one_collective():
+    """Backend "collective", and sums that travel in 16 bits on both."""
+    for op, backend in itertools.product(OPS, ("collective", "symmetric")):
+        leaves, up, right = drawn(op, SIZES[0], middle=(2,))
+        sizes = 2 * SIZES[0][0], *SIZES[0][1:]
+        for more in ({}, {"keep_gathered": True} if op == GATHER else {}):
+            out = FUNCTIONS[op](*leaves[:2], None, bias=leaves[2], backend=backend, **more)
+            compare(op, (out, *torch.autograd.grad(out, leaves, up)), right, sizes)
+        out = FUNCTIONS[op](*leaves[:2], None, bias=leaves[2], backend=backend, reduce_dtype=torch.bfloat16)
+        for a, b in zip((out, *torch.autograd.grad(out, leaves, up)), right, strict=True):
+            assert (a.double() - b).norm() < 2**-7 * b.norm()
+
+
+def what_auto_takes():
+    """Memory of each other's where ranks have GPUs of their own."""
+    leaves, up, _ = drawn(GATHER, SIZES[0])
+    x, weight, bias = leaves
+    out = all_gather_matmul(x, weight, None, bias=bias)
+    made = out, *torch.autograd.grad(out, leaves, up)
+    backend = "collective" if torch.cuda.device_count() < dist.get_world_size() else "symmetric"
+    out = all_gather_matmul(x, weight, None, bias=bias, backend=backend)
+    assert all(map(torch.equal, made, (out, *torch.autograd.grad(out, leaves, up))))
+
+
+def freed_and_made_again():
+    """Twenty times, behind work that is still to be done: what clears new memory must not come after a peer's word."""
+    leaves, up, right = drawn(GATHER, SIZES[0])
+    busy = torch.randn(4096, 4096, device="cuda")
+    for i in range(20):
+        if i % dist.get_world_size() == dist.get_rank():
+            for _ in range(20):
+                busy @ busy
+        compare(GATHER, ran(GATHER, leaves, up), right, SIZES[0])
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch_symmetric.free_buffers()
+
+
+def groups_of_some_ranks():
+    """Each has buffers of its own; a rank that is in none of them goes on with all."""
+    world, own = dist.get_world_size(), dist.get_rank()
+    for members in ([0, *range(2, world)], [world - 1, 0], list(range(world))):
+        group = dist.new_group(sorted(set(members)))
+        if own in members:
+            ranks, at = dist.get_world_size(group), dist.get_rank(group)
+            whole = torch.arange(ranks * 64 * 32, device="cuda").view(-1, 32).remainder(7).bfloat16()
+            weight = torch.eye(32, device="cuda").bfloat16()
+            out = all_gather_matmul(whole.chunk(ranks)[at], weight, group, backend="symmetric")
+            assert torch.equal(out, whole)
+            out = matmul_reduce_scatter(whole, weight, group, backend="symmetric")
+            assert torch.equal(out, ranks * whole.chunk(ranks)[at])
+        dist.barrier()
+
+
+def a_rank_that_comes_late():
+    """Behind the group's timeout results are NaN, and the next call raises; with new buffers all is well."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    x, weight = torch.ones(256, 64, device="cuda").bfloat16(), torch.ones(64, 64, device="cuda").bfloat16()
+    calls = {GATHER: x, SCATTER: x.repeat(dist.get_world_size(), 1)}
+    for op, given in calls.items():
+        for warm in range(2):  # which compiles, too
+            assert not FUNCTIONS[op](given, weight, group, backend="symmetric").isnan().any(), warm
+        torch.cuda.synchronize()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        out = FUNCTIONS[op](given, weight, group, backend="symmetric")
+        torch.cuda.synchronize()
+        assert out.isnan().all()
+        dist.barrier()
+        with pytest.raises(RuntimeError, match="a rank of the group didn't come within 2 s, the group's timeout"):
+            FUNCTIONS[op](given, weight, group, backend="symmetric")
+        torch_symmetric.free_buffers(group)
+        dist.barrier()
+
+
 CHECKS = (
     the_dense_product, options, the_same_bits, buffers_are_used_again, streams, graphs, compiled, wrong_calls,
+    one_collective, what_auto_takes, freed_and_made_again, groups_of_some_ranks, a_rank_that_comes_late,
 )  # fmt: skip
 
 
-def run(rank, ranks, meeting, checks):
-    shared = torch.cuda.device_count() < ranks
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1" if shared else "0"
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    timeout = timedelta(seconds=TIME * len(checks))
-    how = "gloo" if shared else "nccl"
-    dist.init_process_group(how, f"file://{meeting}", timeout, world_size=ranks, rank=rank)
-    for check in checks:
-        start = time.monotonic()
-        try:
-            check()
-            torch.cuda.synchronize()
-        except BaseException as error:
-            error.add_note(f"in {check.__name__} on rank {rank} of {ranks}")
-            raise
-        if rank == 0:
-            print(f"{check.__name__}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    dist.barrier()
-    os._exit(0)  # where interpreter and process group end in an orderly way, gloo's threads abort now and then
-
-
-def spawned(ranks, meeting, checks):
-    """Run checks in as many processes; one that waits for ever is ended."""
-    processes = torch.multiprocessing.spawn(run, (ranks, str(meeting), checks), nprocs=ranks, join=False)
-    deadline = time.monotonic() + TIME * len(checks)
-    try:
-        while not processes.join(timeout=1, grace_period=1):
-            assert time.monotonic() < deadline, f"{ranks} processes took more than {TIME} s for each check"
-    finally:
-        for process in processes.processes:
-            process.kill()
-            process.join(10)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_processes(check, tmp_path):
-    spawned(2, tmp_path / "meeting", [check])
+def test_two_processes(tmp_path):
+    spawned(2, tmp_path / "meeting", CHECKS)
 
 
 @pytest.mark.slow
 def test_three_processes(tmp_path):
     spawned(3, tmp_path / "meeting", CHECKS)
+
+
+def test_every_gpu_is_a_rank(tmp_path):
+    if count() < 3:
+        pytest.skip("two processes are tested in any case")
+    spawned(count(), tmp_path / "meeting", CHECKS)

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from linear_cross_entropy.ahead_of_time import compile_all
+from linear_cross_entropy.ahead_of_time import compile_all, is_serialized
 from onchip.collectives import triton_launches as launches
 from onchip.kernels.triton.launch import Device
 
@@ -17,9 +17,18 @@ def of(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype)
 
 
+def at():
+    words = {"head": launches.HEAD, "addresses": RANKS + 1}
+    head, addresses = (of(n, dtype=kind) for n, kind in zip(words.values(), (torch.int32, torch.int64), strict=True))
+    return launches.Meeting(2, RANKS, head, addresses, 600 * 10**9)
+
+
 def gated(rows, weight):
-    flags = of(RANKS, launches.PIECES, dtype=torch.int32)
-    return launches.gated_product(of(rows, C), of(RANKS, rows, C), weight, of(N), of(RANKS * rows, N), flags, 2)
+    return launches.gated_product(at(), of(rows, C), of(RANKS, rows, C), weight, of(N), of(RANKS * rows, N))
+
+
+def adding(rows, weight, dtype):
+    return launches.adding_product(at(), of(rows, C), weight, of(N), of(RANKS, rows, N, dtype=dtype), of(rows, N))
 
 
 @pytest.mark.parametrize(
@@ -31,14 +40,20 @@ def test_kernels_compile(device):
     """Forward's product, and x's gradient with blocks that end within a tile."""
     with mock.patch.object(launches, "describe", return_value=device):
         found = [gated(512, of(N, C).t()), gated(500, of(C, N))]
-    found.append(launches.add_blocks(of(RANKS, 512, N, dtype=torch.float32), of(N), of(512, N), 2))
-    *products, total = compile_all(found, device.capability)
-    assert [x.stack for x in (*products, total)] == [0, 0, 0]
+        found += [adding(512, of(N, C).t(), torch.float32), adding(500, of(C, N), torch.bfloat16)]
+    others = [launches.meet(at(), clear=True), launches.meet(at()), launches.arrive(at(), at().flags(1), of(C), 4)]
+    made = compile_all(found + others, device.capability)
+    products = made[: len(found)]
+    assert [x.stack for x in made] == [0] * len(made)
     for x in products:
         assert x.shared <= device.shared
-        assert "ld.acquire.sys.global" in x.ptx
         hopper = device is HOPPER
-        assert [word in x.ptx for word in ("wgmma", "cp.async.bulk.tensor", "fence.proxy.async.global")] == [hopper] * 3
+        assert not (hopper and is_serialized(x.ptx))
+        assert [word in x.ptx for word in ("wgmma", "cp.async.bulk.tensor")] == [hopper] * 2
+    assert ["fence.proxy.async.global" in x.ptx for x in products] == [device is HOPPER] * 2 + [False] * 2
+    for x in made:
+        assert "ld.acquire.sys.global" in x.ptx
+        assert "st.release.sys.global" in x.ptx
         assert "multimem" not in x.ptx
 
 

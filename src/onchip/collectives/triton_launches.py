@@ -2,10 +2,11 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from onchip.collectives import triton_kernels as kernels
-from onchip.kernels.triton.launch import Launch, describe, descriptor
+from onchip.kernels.triton.launch import Device, Launch, describe, descriptor
 
 PIECES = 4
 """The most that a block travels in."""
@@ -15,6 +16,29 @@ for it."""
 _PIECE_ROWS = 512  # fewer make a product whose weight is read too often
 _BLOCK_M, _BLOCK_C = 128, 64
 _BLOCK = 1024
+HEAD, SET, LOST = (x.value for x in (kernels.HEAD, kernels.SET, kernels.LOST))
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of a group meet, as kernels see it."""
+
+    rank: int
+    ranks: int
+    head: Tensor  # [HEAD] int32: this rank's
+    addresses: Tensor  # [ranks + 1] int64: of all ranks' heads, and of a word of this rank's host
+    patience: int  # nanoseconds
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self._asdict(), "LANES": max(32, 1 << (self.ranks - 1).bit_length())}
+
+    def flags(self, which: int = 0) -> Tensor:
+        """[ranks, PIECES]: one of two sets of flags, of other ranks' pieces that have come."""
+        return flags_of(self.head, which)[: self.ranks * PIECES].view(self.ranks, PIECES)
+
+
+def flags_of(head: Tensor, which: int) -> Tensor:
+    return head[which * SET : (which + 1) * SET]
 
 
 class Cut(NamedTuple):
@@ -37,48 +61,96 @@ def cut(rows: int) -> Cut:
     return Cut(-(-tiles // of_piece), of_piece)
 
 
+def meet(at: Meeting, *, clear: bool = False) -> Launch:
+    """Wait until all ranks have come here; with `clear` this rank's flags are cleared before it comes."""
+    return Launch(kernels.meet, (1,), {**at.arguments, "CLEAR": clear}, warps=1)
+
+
+def arrive(at: Meeting, flags: Tensor, row: Tensor, pieces: int) -> Launch:
+    """Wait until all other ranks' blocks of so many pieces are there, and make a row NaN if they aren't."""
+    numbers = row.view(torch.int16)
+    arguments = {"flags": flags, "row": numbers, "numbers": numbers.numel(), "pieces": pieces}
+    return Launch(kernels.arrive, (1,), {**at.arguments, **arguments, "PIECES": PIECES, "BLOCK": _BLOCK})
+
+
 def gated_product(
+    at: Meeting,
     own: Tensor,  # [rows, C], contiguous
     blocks: Tensor,  # [ranks, rows, C], contiguous
     weight: Tensor,  # [C, N], any strides
     bias: Tensor | None,  # [N]
     out: Tensor,  # [ranks * rows, N], contiguous
-    flags: Tensor,  # [ranks, PIECES] int32
-    rank: int,
     *,
     tma: bool | None = None,
 ) -> Launch:
-    """out = blocks @ weight + bias: `own` is this rank's block, and others are there when their flags are set."""
+    """out = blocks @ weight + bias: `own` is this rank's block, and others are there when the first flags are set."""
+    ranks, rows, columns = blocks.shape
+    device, tma, common = _product(at, own, weight, bias, out, ranks * rows, tma, parts=2)
+    # A descriptor ends where all blocks do, not where a block does.
+    if common["TMA_OUT"] and rows % _BLOCK_M != 0:
+        common |= {"TMA_OUT": False, "out": out}
+    tma_blocks, flat = tma and suits(blocks[0]), blocks.view(-1, columns)
+    arguments = {
+        **common,
+        "blocks": descriptor(flat, columns, _BLOCK_M, _BLOCK_C) if tma_blocks else flat,
+        "flags": at.flags(),
+        "TMA_BLOCKS": tma_blocks,
+    }
+    return Launch(kernels.gated_product, (common["PROGRAMS"],), arguments, warps=8, stages=_stages(device))
+
+
+def adding_product(
+    at: Meeting,
+    own: Tensor,  # [rows, C], contiguous
+    weight: Tensor,  # [C, N], any strides
+    bias: Tensor | None,  # [N]
+    addends: Tensor,  # [ranks, rows, N], contiguous
+    out: Tensor,  # [rows, N], contiguous
+    *,
+    tma: bool | None = None,
+) -> Launch:
+    """out = the sum of all ranks' addends and bias: this rank's is own @ weight, others are there with their flags.
+
+    An addend is one piece: it is computed as a whole before it leaves.
+    """
+    device, tma, common = _product(at, own, weight, bias, out, len(own), tma, parts=4)
+    arguments = {**common, "addends": addends, "flags": at.flags()}
+    return Launch(kernels.adding_product, (common["PROGRAMS"],), arguments, warps=8, stages=_stages(device))
+
+
+def _product(
+    at: Meeting,
+    own: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    all_rows: int,
+    tma: bool | None,
+    parts: int,
+) -> tuple[Device, bool, dict[str, Any]]:
+    """The GPU, whether TMA is used, and what both products take; `parts`: in how many a wide tile is stored."""
     device = describe(out.device)
     tma = device.capability >= 90 if tma is None else tma
-    ranks, rows, columns = blocks.shape
+    rows, columns = own.shape
     if 1 not in weight.stride():
         weight = weight.contiguous()
     turned = weight.stride(1) != 1
     of_weight = weight.t() if turned else weight
     wide = device.shared >= 227 * 1024
     n = 256 if wide else 128
-    stages = 4 if wide else 3 if device.shared >= 160 * 1024 else 2
-    parts = 2 if wide else 1
-    tma_own, tma_blocks, tma_weight, tma_out = (tma and suits(x) for x in (own, blocks[0], of_weight, out))
-    # A descriptor ends where all blocks do, not where a block does.
-    tma_out = tma_out and rows % _BLOCK_M == 0
+    parts = parts if wide else parts // 2
+    tma_own, tma_weight, tma_out = (tma and suits(x) for x in (own, of_weight, out))
     block = (n, _BLOCK_C) if turned else (_BLOCK_C, n)
-    flat = blocks.view(-1, columns)
-    tiles = ranks * -(-rows // _BLOCK_M) * -(-out.shape[1] // n)
-    programs = max(1, min(device.programs - SPARE, tiles))
-    arguments: dict[str, Any] = {
+    tiles = -(-rows // _BLOCK_M) * (all_rows // rows) * -(-out.shape[1] // n)
+    return device, tma, {
+        **at.arguments,
         "own": descriptor(own, columns, _BLOCK_M, _BLOCK_C) if tma_own else own,
-        "blocks": descriptor(flat, columns, _BLOCK_M, _BLOCK_C) if tma_blocks else flat,
         "weight": descriptor(of_weight, of_weight.stride(0), *block) if tma_weight else of_weight,
         "bias": None if bias is None else bias.contiguous(),
         "out": descriptor(out, out.stride(0), _BLOCK_M, n // parts) if tma_out else out,
-        "flags": flags,
         "own_stride": columns,
         "weight_stride": of_weight.stride(0),
         "out_stride": out.stride(0),
-        "rank": rank,
-        "ranks": ranks,
         "rows": rows,
         "N": out.shape[1],
         "C": columns,
@@ -89,31 +161,18 @@ def gated_product(
         "BLOCK_N": n,
         "BLOCK_C": _BLOCK_C,
         "GROUP": 8,
-        "PROGRAMS": programs,
+        "PROGRAMS": max(1, min(device.programs - SPARE, tiles)),
         "PARTS": parts,
         "TMA_OWN": tma_own,
-        "TMA_BLOCKS": tma_blocks,
         "TMA_WEIGHT": tma_weight,
         "TMA_OUT": tma_out,
-    }
-    return Launch(kernels.gated_product, (programs,), arguments, warps=8, stages=stages)
+    }  # fmt: skip
+
+
+def _stages(device: Device) -> int:
+    return 4 if device.shared >= 227 * 1024 else 3 if device.shared >= 160 * 1024 else 2
 
 
 def suits(x: Tensor) -> bool:
     """Whether TMA can read and write a matrix: rows that begin at multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-
-
-def add_blocks(blocks: Tensor, bias: Tensor | None, out: Tensor, rank: int) -> Launch:
-    """out [rows, N] = the sum of blocks [ranks, rows, N] float32 in the order rank + 1, ..., rank, and bias [N]."""
-    arguments = {
-        "blocks": blocks,
-        "bias": None if bias is None else bias.contiguous(),
-        "out": out,
-        "rank": rank,
-        "ranks": len(blocks),
-        "numbers": out.numel(),
-        "N": out.shape[-1],
-        "BLOCK": _BLOCK,
-    }
-    return Launch(kernels.add_blocks, (-(-out.numel() // _BLOCK),), arguments)

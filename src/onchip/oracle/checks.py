@@ -64,6 +64,16 @@ def product_bound(dtype: str, length: int, roundings: int) -> float:
     return step * (1 + float(np.sqrt(length / 24))) + unit * roundings
 
 
+_DIGITS = {"float32": 24, "bfloat16": 8, "float16": 11, "float64": 53}
+
+
+def rounding_error(right: npt.NDArray[Any], dtype: str) -> float:
+    """The relative error of what is right, rounded to `dtype`: of few numbers more than of many, by norm."""
+    fraction, exponent = np.frexp(np.asarray(right, np.float64))
+    rounded = np.ldexp(np.round(np.ldexp(fraction, _DIGITS[dtype])), exponent - _DIGITS[dtype])
+    return relative_error(rounded, right)
+
+
 def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
     """Limits of the relative errors in float32 of the oracle's fields, from its precision and the lengths of the sums.
 

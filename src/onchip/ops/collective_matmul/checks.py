@@ -12,7 +12,7 @@ from onchip.collectives.problem import GATHER, SCATTER
 from onchip.ops.collective_matmul import reference
 from onchip.ops.collective_matmul.cases import CHECK_CASES, CollectiveCase, make_inputs
 from onchip.ops.collective_matmul.reference import Array
-from onchip.oracle.checks import Checker, product_bound
+from onchip.oracle.checks import Checker, product_bound, rounding_error
 
 
 def limits(
@@ -21,8 +21,13 @@ def limits(
     """Each result is a sum of products that is rounded once."""
     rows = case.tokens * (case.middle or 1)
     lengths = {"out": case.k, "grad_x": case.n, "grad_weight": rows, "grad_bias": rows}
-    right = oracle._asdict()  # type: ignore[attr-defined]
-    return {name: (right[name][0], product_bound(dtype, length, 1)) for name, length in lengths.items()}
+    right = {name: x[0] for name, x in oracle._asdict().items()}  # type: ignore[attr-defined]
+    return {name: (right[name], rounded_bound(dtype, length, right[name])) for name, length in lengths.items()}
+
+
+def rounded_bound(dtype: str, length: int, right: Array) -> float:
+    """As `product_bound` of one rounding, or what rounding does to these numbers: of few it can be more."""
+    return max(product_bound(dtype, length, 1), product_bound(dtype, length, 0) + 1.01 * rounding_error(right, dtype))
 
 
 def plain_refusals(
@@ -37,7 +42,21 @@ def plain_refusals(
     from onchip.collectives.torch_symmetric import refusal
 
     alone = ProcessRing("", 0, 1)
-    return {"ring": None, "symmetric": refusal(alone, torch.device(device), getattr(torch, dtype))}
+    of_symmetric = refusal(alone, torch.device(device), getattr(torch, dtype))
+    return {"symmetric": of_symmetric, "collective": None, "ring": None}
+
+
+def _refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any]) -> dict[str, str | None]:
+    """Why each backend can't serve a call of the process group that there is."""
+    refusals = plain_refusals(device, dtype, framework, given)
+    if framework == "torch" and refusals["symmetric"] is None:
+        import torch
+
+        from onchip.collectives.torch_ring import ring_of
+        from onchip.collectives.torch_symmetric import mapping_refusal
+
+        refusals["symmetric"] = mapping_refusal(ring_of(GATHER, None), torch.cuda.current_device())
+    return refusals
 
 
 def _oracle(x: Any, weight: Any, bias: Any = None, *, grad_out: Any) -> reference.CollectiveResult:
@@ -68,8 +87,7 @@ CHECKER = Checker(
     call=_call,
     cases=CHECK_CASES,
     hows=_hows,
-    # Of backend "symmetric" only a call can tell whether ranks map each other's memory.
-    refusals=lambda device, dtype, framework, given: {"xla": None} if framework == "jax" else {"ring": None},
+    refusals=_refusals,
     values=("out",),
     keywords=lambda inputs: {},
     defaults={"torch": {"backend": "ring"}, "jax": {"backend": "xla"}},

@@ -1,6 +1,6 @@
-"""all_gather_matmul and matmul_reduce_scatter for JAX, inside jax.shard_map.
+"""all_gather_matmul and matmul_reduce_scatter for JAX, inside jax.shard_map: XLA's collectives and products.
 
-The ring is `onchip.collectives.jax_ring`; the maths is in the package's docstring.
+The maths is in the package's docstring.
 """
 
 from typing import Any, NamedTuple
@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jax import Array as JaxArray
 from jax import lax
 
-from onchip.collectives.jax_ring import blocks, reduced
 from onchip.collectives.problem import GATHER, LAYOUTS, SCATTER, WeightLayout, check_shapes
 from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, require_arrays
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool, require_one_of
-from onchip.kernels.jax_products import product
+from onchip.kernels.jax_products import product, rounded_product
 
 
 def all_gather_matmul(
@@ -28,14 +27,16 @@ def all_gather_matmul(
     bias: Array | None = None,  # [N]
     weight_layout: WeightLayout = "nk",
     keep_gathered: bool = False,
+    reduce_dtype: Any = None,
 ) -> jax.Array:
-    r"""The tokens of all devices of an axis times this one's weight, each block multiplied while the next one arrives.
+    r"""The tokens of all devices of an axis times this one's weight.
 
     Call it inside `jax.shard_map`, under `jax.jit`.  With x_r the x of device r on the axis, of n::
 
         out = concatenate([x_0, ..., x_{n-1}]) @ weight.T + bias
 
-    Backward sends the gradient of x's blocks around the ring, and gathers x again for the weight's gradient.
+    Backward sums up the gradient of x over the devices, as `matmul_reduce_scatter`, and gathers x again for the
+    weight's gradient.
 
     Args:
         x: [T/n, K], this device's tokens: float32, bfloat16, float16, or float64.  Of [T/n, ..., K] the first dimension
@@ -45,18 +46,20 @@ def all_gather_matmul(
         bias: [N] of x's dtype.
         weight_layout: "nk" or "kn".
         keep_gathered: keep the gathered x until backward, in place of gathering it again.
+        reduce_dtype: in what sums over devices travel: None, float32, or x's dtype, which halves the bytes of 16 bits'
+            and rounds each addition.
 
     Returns:
         [T, N], or [T, ..., N], of x's dtype, which varies over the axis.  Gradients have the dtypes of their inputs.
-        Sums are in float32 and rounded once, those over devices too: the partial sums travel in float32.
+        Sums are in float32 and rounded once, those over devices too unless `reduce_dtype` says otherwise.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
         ValueError: a wrong shape or option, or no such axis here.
         NotImplementedError: differentiated twice.
 
-    Memory: what XLA keeps of the n pieces, at least a block of x that is multiplied and one that arrives.  Kept for
-    backward are x and the weight, with keep_gathered the gathered x.
+    Memory, of the devices' all T: the gathered x, T * K numbers, and in backward as many in float32 for x's gradient.
+    Kept for backward are x and the weight, with keep_gathered the gathered x.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -68,10 +71,10 @@ def all_gather_matmul(
         >>> jax.jit(split)(jnp.ones((6, 16)), jnp.ones((32, 16))).shape
         (6, 32)
 
-    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+    Source: Megatron-LM's sequence parallelism (arXiv:2205.05198).
     """
     require_bool(GATHER, "keep_gathered", keep_gathered)
-    return _call(GATHER, x, weight, bias, axis_name, weight_layout, keep_gathered)
+    return _call(GATHER, x, weight, bias, axis_name, weight_layout, reduce_dtype, keep_gathered)
 
 
 def matmul_reduce_scatter(
@@ -81,8 +84,9 @@ def matmul_reduce_scatter(
     *,
     bias: Array | None = None,  # [N]
     weight_layout: WeightLayout = "nk",
+    reduce_dtype: Any = None,
 ) -> jax.Array:
-    r"""The products of all devices of an axis summed up, each getting its tokens: sums travel while one multiplies.
+    r"""The products of all devices of an axis summed up, each getting its tokens.
 
     Call it inside `jax.shard_map`, under `jax.jit`.  With x_q and weight_q those of device q on the axis, on device r
     of n::
@@ -94,22 +98,21 @@ def matmul_reduce_scatter(
     Args:
         x: [T, K], all tokens, with this device's features: float32, bfloat16, float16, or float64.  T is a multiple of
             n.  Of [T, ..., K] the first dimension is the one that is split.
-        weight, axis_name, weight_layout: as of `all_gather_matmul`.
+        weight, axis_name, weight_layout, reduce_dtype: as of `all_gather_matmul`.
         bias: [N] of x's dtype, added once, to the sum.  If it is the same on all devices (not split over the axis), JAX
             sums up its gradient over them, as it does for any such array.  With check_vma=False it does so where
             shard_map is differentiated; a gradient that is taken inside is of this device's tokens.
 
     Returns:
-        [T/n, N], or [T/n, ..., N], of x's dtype.  The sum over devices is in float32 and rounded once: the partial sums
-        travel in float32.  The addends of device r's tokens are added in the order r + 1, r + 2, ..., r, so the same
-        inputs give the same bits.
+        [T/n, N], or [T/n, ..., N], of x's dtype.  The sum over devices is in float32 and rounded once, unless
+        `reduce_dtype` says otherwise, in the order of XLA's collective.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `all_gather_matmul`; ValueError also for a T that isn't a
             multiple of n.
 
-    Memory: what XLA keeps of the n pieces, at least three float32 blocks of T/n * N numbers.  Kept for backward are x
-    and the weight.
+    Memory: the product of all tokens in float32, T * N numbers; in backward the gathered gradient, T * N of x's dtype.
+    Kept for backward are x and the weight.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -121,9 +124,9 @@ def matmul_reduce_scatter(
         >>> jax.jit(split)(jnp.ones((6, 16)), jnp.ones((32, 16))).shape
         (6, 32)
 
-    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+    Source: Megatron-LM's sequence parallelism (arXiv:2205.05198).
     """
-    return _call(SCATTER, x, weight, bias, axis_name, weight_layout)
+    return _call(SCATTER, x, weight, bias, axis_name, weight_layout, reduce_dtype)
 
 
 class _CollectiveStatic(NamedTuple):
@@ -132,6 +135,8 @@ class _CollectiveStatic(NamedTuple):
     axis: str
     ranks: int
     layout: str
+    sums: Any
+    """The dtype of sums over devices, as they travel."""
     keep_gathered: bool
 
 
@@ -150,6 +155,7 @@ def _call(
     bias: Array | None,
     axis: str,
     layout: str,
+    reduce_dtype: Any,
     keep_gathered: bool = False,
 ) -> jax.Array:
     arrays = require_arrays(op, {"x": x, "weight": weight, "bias": bias}, optional=("bias",))
@@ -160,10 +166,11 @@ def _call(
     require_one_of(op, "weight_layout", layout, LAYOUTS)
     ranks = _ranks(op, axis)
     check_shapes(op, {name: a.shape for name, a in arrays.items()}, ranks, layout)
+    sums = _sums(op, reduce_dtype, arrays["x"].dtype)
     made = vary_alike({name: jnp.asarray(a) for name, a in arrays.items()}, lax.axis_index(axis))
     layer = _CollectiveLayer(made["x"], made["weight"], made.get("bias"))
     of = _gathered if op == GATHER else _scattered
-    out: jax.Array = of(_CollectiveStatic(axis, ranks, layout, keep_gathered), layer, None)
+    out: jax.Array = of(_CollectiveStatic(axis, ranks, layout, sums, keep_gathered), layer, None)
     return out
 
 
@@ -184,27 +191,45 @@ def _dims(static: _CollectiveStatic) -> tuple[int, int]:
     return (0, 1) if static.layout == "nk" else (1, 0)
 
 
+def _sums(op: str, reduce_dtype: Any, dtype: Any) -> Any:
+    """In what sums over devices travel."""
+    exact = jnp.dtype(accumulator(dtype))
+    made = exact if reduce_dtype is None else jnp.dtype(reduce_dtype)
+    if made not in (exact, dtype):
+        raise ValueError(f"{op}: reduce_dtype must be None, {exact} or x's dtype, {dtype}; got {made}")
+    return made
+
+
 def _rows(x: JaxArray) -> JaxArray:
     return x.reshape(-1, x.shape[-1])
 
 
-def _block(x: JaxArray, index: Any, ranks: int) -> JaxArray:
-    """The rows of [T, ..., C] that are of one device."""
-    size = x.shape[0] // ranks
-    return _rows(lax.dynamic_slice_in_dim(x, index * size, size))
+def _gathered_rows(static: _CollectiveStatic, x: JaxArray) -> JaxArray:
+    """All devices' rows of x.  XLA is asked for no collective of nothing."""
+    rows = _rows(x)
+    made: JaxArray
+    if rows.size == 0:
+        made = vary_alike(jnp.zeros((static.ranks * rows.shape[0], rows.shape[1]), x.dtype), x)
+    else:
+        made = lax.all_gather(rows, static.axis, tiled=True)
+    return made
 
 
-def _joined(static: _CollectiveStatic, parts: list[tuple[JaxArray, JaxArray]], shape: tuple[int, ...]) -> JaxArray:
-    """One array of this shape of a block of rows from each device, in their order."""
-    first = parts[0][1]
-    out: JaxArray = vary_alike(jnp.empty((static.ranks, *first.shape), first.dtype), first)
-    for index, part in parts:
-        out = lax.dynamic_update_index_in_dim(out, part, index, 0)
-    return out.reshape(shape)
+def _summed_rows(static: _CollectiveStatic, total: JaxArray) -> JaxArray:
+    """This device's rows of the sum of all devices' `total`."""
+    if total.size == 0:
+        return total[: total.shape[0] // static.ranks]
+    made: JaxArray = lax.psum_scatter(total, static.axis, tiled=True)
+    return made
+
+
+def _addends(static: _CollectiveStatic, a: JaxArray, b: JaxArray, contract: tuple[int, int]) -> JaxArray:
+    """A product in the dtype in which sums over devices travel."""
+    return (rounded_product if static.sums == a.dtype else product)(a, b, contract)
 
 
 def _weight_product(static: _CollectiveStatic, g: JaxArray, x: JaxArray) -> JaxArray:
-    return product(g, x, (0, 0)) if static.layout == "nk" else product(x, g, (0, 0))
+    return rounded_product(g, x, (0, 0)) if static.layout == "nk" else rounded_product(x, g, (0, 0))
 
 
 # --------------------------------------------------------------------------------------------------- all_gather_matmul
@@ -214,38 +239,30 @@ def _gather_forward(
     static: _CollectiveStatic, needs: _CollectiveLayer, layer: _CollectiveLayer, _: None
 ) -> tuple[Any, Any]:
     x, weight, bias = layer
-    ring = list(blocks(x, static.axis, static.ranks))
-    outs = []
-    for index, block in ring:
-        out = product(_rows(block), weight, (1, _dims(static)[1]))
-        outs.append((index, (out if bias is None else out + bias.astype(out.dtype)[None]).astype(x.dtype)))
-    columns = weight.shape[_dims(static)[0]]
-    out = _joined(static, outs, (static.ranks * x.shape[0], *x.shape[1:-1], columns))
+    rows = _gathered_rows(static, x)
+    contract = 1, _dims(static)[1]
+    if bias is None:
+        out = rounded_product(rows, weight, contract)
+    else:
+        out = product(rows, weight, contract)
+        out = (out + bias.astype(out.dtype)[None]).astype(x.dtype)
+    out = out.reshape(static.ranks * x.shape[0], *x.shape[1:-1], out.shape[1])
     if not any(needs):
         return out, None
-    keeps = static.keep_gathered and needs.weight
-    kept = _joined(static, ring, (static.ranks * x.shape[0], *x.shape[1:])) if keeps else x
-    return out, (kept, weight)
+    return out, (rows if static.keep_gathered and needs.weight else x, weight)
 
 
 def _gather_backward(static: _CollectiveStatic, needs: _CollectiveLayer, saved: Any, grad_out: Any) -> _CollectiveLayer:
     x, weight = saved
-    ranks = static.ranks
-
-    def addend(index: Any) -> JaxArray:
-        return product(_block(grad_out, index, ranks), weight, (1, _dims(static)[0]))
-
-    grad_x = reduced(addend, static.axis, ranks) if needs.x else None
-    grad_weight = None
-    if needs.weight and static.keep_gathered:
-        grad_weight = _weight_product(static, _rows(grad_out), _rows(x))
-    elif needs.weight:
-        addends = [
-            _weight_product(static, _block(grad_out, index, ranks), _rows(block))
-            for index, block in blocks(x, static.axis, ranks)
-        ]
-        grad_weight = sum(addends[1:], addends[0])
-    grad_bias = _rows(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if needs.bias else None
+    g, grad_x, grad_weight = _rows(grad_out), None, None
+    if needs.x:
+        grad_x = _summed_rows(static, _addends(static, g, weight, (1, _dims(static)[0])))
+        shape = grad_out.shape[0] // static.ranks, *grad_out.shape[1:-1], grad_x.shape[1]
+        grad_x = grad_x.reshape(shape)
+    if needs.weight:
+        rows = x if static.keep_gathered else _gathered_rows(static, x)
+        grad_weight = _weight_product(static, g, rows)
+    grad_bias = g.sum(0, dtype=accumulator(g.dtype)) if needs.bias else None
     return _CollectiveLayer(grad_x, grad_weight, grad_bias)
 
 
@@ -259,14 +276,9 @@ def _scatter_forward(
     static: _CollectiveStatic, needs: _CollectiveLayer, layer: _CollectiveLayer, _: None
 ) -> tuple[Any, Any]:
     x, weight, bias = layer
-    ranks = static.ranks
-
-    def addend(index: Any) -> JaxArray:
-        return product(_block(x, index, ranks), weight, (1, _dims(static)[1]))
-
-    total = reduced(addend, static.axis, ranks)
+    total = _summed_rows(static, _addends(static, _rows(x), weight, (1, _dims(static)[1])))
     total = total if bias is None else total + bias.astype(total.dtype)[None]
-    out = total.astype(x.dtype).reshape(x.shape[0] // ranks, *x.shape[1:-1], total.shape[1])
+    out = total.astype(x.dtype).reshape(x.shape[0] // static.ranks, *x.shape[1:-1], total.shape[1])
     return out, (x, weight) if any(needs) else None
 
 
@@ -274,14 +286,13 @@ def _scatter_backward(
     static: _CollectiveStatic, needs: _CollectiveLayer, saved: Any, grad_out: Any
 ) -> _CollectiveLayer:
     x, weight = saved
-    parts, addends = [], []
-    for index, block in blocks(_rows(grad_out), static.axis, static.ranks):
+    grad_x = grad_weight = None
+    if needs.x or needs.weight:
+        g = _gathered_rows(static, grad_out)
         if needs.x:
-            parts.append((index, product(block, weight, (1, _dims(static)[0])).astype(x.dtype)))
+            grad_x = rounded_product(g, weight, (1, _dims(static)[0])).reshape(x.shape)
         if needs.weight:
-            addends.append(_weight_product(static, block, _block(x, index, static.ranks)))
-    grad_x = _joined(static, parts, x.shape) if needs.x else None
-    grad_weight = sum(addends[1:], addends[0]) if needs.weight else None
+            grad_weight = _weight_product(static, g, _rows(x))
     grad_bias = _rows(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if needs.bias else None
     return _CollectiveLayer(grad_x, grad_weight, grad_bias)
 

@@ -1,4 +1,4 @@
-"""collective_matmul's operators in PyTorch: their arguments, what ranks compare, forward and backward on the ring.
+"""collective_matmul's operators in PyTorch: their arguments, what ranks compare, forward and backward.
 
 What is gathered travels as it is multiplied, in FP8 quantised with its scales; sums over ranks travel in float32.
 """
@@ -10,12 +10,16 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from onchip.collectives import torch_symmetric as symmetric
+from onchip.collectives import torch_collective, torch_symmetric
 from onchip.collectives.problem import GATHER, SCATTER
 from onchip.collectives.torch_ring import ProcessRing, blocks, check_alike, reduced
 from onchip.frontend.torch_inputs import accumulator, dtype_name
 from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.kernels.torch_products import product, widen
 from onchip.ops.collective_matmul.torch_products import FullProducts, InFp8, Operand, flat, products_of
+
+# What backends do that move all blocks by one plan, by the same functions; the ring is in this file.
+_AT_ONCE: dict[str, Any] = {"symmetric": torch_symmetric, "collective": torch_collective}
 
 
 class PeerCopies(NamedTuple):
@@ -45,6 +49,7 @@ class CollectiveCall(NamedTuple):
     ring: ProcessRing
     dtype: torch.dtype  # of the result
     products: str  # "full", or which of FP8's
+    reduce_dtype: torch.dtype  # of sums over ranks, as they travel
     keep_gathered: bool
     check_inputs: bool
     grads: tuple[bool, ...]  # of x, weight, bias
@@ -69,6 +74,7 @@ class CollectiveKept(NamedTuple):
     weight_grad_out: Tensor | None
     ring: ProcessRing
     products: str
+    reduce_dtype: torch.dtype
     check_inputs: bool
     k: int
     dtypes: tuple[torch.dtype, ...]  # of x, weight and bias
@@ -85,7 +91,9 @@ def _agree(call: CollectiveCall) -> None:
         kept = ", keep_gathered" if call.keep_gathered else ""
         of_bias = "" if call.op == GATHER or call.of_bias is None else f", a bias of checksum {_checksum(call.of_bias)}"
         fp8 = "" if call.products == "full" else ", fp8"
+        sums = "" if call.reduce_dtype == accumulator(call.dtype) else f", sums in {dtype_name(call.reduce_dtype)}"
         said = f"{call.op}: {sizes}, {dtype_name(call.dtype)}, gradients of {_names(call.grads)}{kept}{of_bias}{fp8}"
+        said += f"{sums}, {call.ring.backend}"
         check_alike(call.op, call.ring, said, x.device)
 
 
@@ -138,15 +146,18 @@ def _save(call: CollectiveCall, outputs: CollectiveOutputs) -> CollectiveKept:
         call.weight_grad_out,
         call.ring,
         call.products,
+        call.reduce_dtype,
         call.check_inputs,
         call.x.shape[-1],
         (call.x.dtype, call.weight.dtype, call.dtype if call.bias is None else call.bias.dtype),
     )
 
 
-def _is_mapped(ring: ProcessRing, x: Tensor) -> bool:
-    """Whether blocks as `x` go through mapped memory; of one rank, and without a number, none travels."""
-    return ring.backend == "symmetric" and ring.ranks > 1 and x.numel() > 0
+def _at_once(ring: ProcessRing, x: Tensor) -> Any:
+    """What moves blocks as `x`, or None for the ring.  Of one rank, and without a number, nothing is mapped."""
+    if ring.backend == "symmetric" and (ring.ranks == 1 or x.numel() == 0):
+        return None
+    return _AT_ONCE.get(ring.backend)
 
 
 def _travelling(
@@ -165,29 +176,16 @@ def _travelling(
 
 
 def _summed(
-    ring: ProcessRing,
-    by: FullProducts | InFp8,
-    xs: Sequence[Operand],
-    weight: Any,
-    bias: Tensor | None,
-    out: tuple[int, torch.dtype] | Tensor,
-) -> Tensor:
-    """The sum over ranks of x @ weight for this rank's tokens, and bias; of each rank's x this rank has `xs`.
-
-    Through mapped memory it comes to `out`, or to memory with so many columns, of this dtype; on the ring it is in
-    memory of its own, in the dtype of sums.
-    """
+    ring: ProcessRing, by: FullProducts | InFp8, xs: Sequence[Operand], weight: Any, bias: Tensor | None, columns: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The sum over ranks of x @ weight for this rank's tokens, and bias, in `dtype`; of ranks' x this one has `xs`."""
     first = xs[0][0]
-    columns, dtype = (out.shape[1], out.dtype) if isinstance(out, Tensor) else out
-
-    def addend(rank: int, into: Tensor) -> None:
-        by.addend(into, xs[rank], weight)
-
-    if _is_mapped(ring, first):
-        made = out if isinstance(out, Tensor) else first.new_empty((len(first), columns), dtype=dtype)
-        symmetric.reduced(ring, addend, bias, made)
-        return made
-    sums = reduced(ring, addend, first.new_empty((len(first), columns), dtype=accumulator(dtype)))
+    sums = reduced(
+        ring,
+        lambda rank, into: by.addend(into, xs[rank], weight),
+        first.new_empty((len(first), columns), dtype=dtype),
+    )
     if bias is not None:
         sums += bias
     return sums
@@ -197,19 +195,20 @@ def _forward(call: CollectiveCall) -> CollectiveOutputs:
     _agree(call)
     made, ring, by = _fake(call), call.ring, products_of(call.products)
     x, weight, out = call.of_x.operand, by.weight(call.of_weight.operand, turned=False), flat(made.out)
-    if call.op == SCATTER:
-        sums = _summed(ring, by, by.rows(x, ring.ranks), weight, call.of_bias, out)
-        if sums is not out:
-            out.copy_(sums)
-    elif _is_mapped(ring, x[0]):
-        keeps = made.gathered is not None
-        rows = symmetric.linear_of_all(ring, flat(x[0]), weight, call.of_bias, out, whole=keeps)
-        if made.gathered is not None:
-            made.gathered.copy_(rows.view(made.gathered.shape))
-    else:
+    at_once = _at_once(ring, x[0])
+    if call.op == SCATTER and at_once is None:
+        xs = by.rows(x, ring.ranks)
+        out.copy_(_summed(ring, by, xs, weight, call.of_bias, out.shape[1], call.reduce_dtype))
+    elif call.op == SCATTER:
+        at_once.summed(ring, flat(x[0]), weight, call.of_bias, out, call.reduce_dtype)
+    elif at_once is None:
         outs = out.chunk(ring.ranks)
         for rank, block in _travelling(ring, x, made.gathered):
             by.linear(outs[rank], tuple(block), weight, call.of_bias)
+    else:
+        rows = flat(x[0])
+        into = None if made.gathered is None else made.gathered.view(ring.ranks, *rows.shape)
+        at_once.linear_of_all(ring, rows, weight, call.of_bias, out, into=into)
     return made
 
 
@@ -234,47 +233,82 @@ def _weight_sum(kept: CollectiveKept, grad_out: Tensor) -> Tensor:
 def _gather_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
     ring, (by_x, by_weight, by_bias) = kept.ring, wanted
     asked = by_x, by_weight, False
-    grads = [by.arrived(by.sent(g, asked), asked) for g in flat(grad_out).chunk(ring.ranks)]
     grad_x = grad_weight = None
-    if by_x:
-        weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True)
-        grad_x = _summed(ring, by, [g.rows for g in grads], weight, None, (kept.k, kept.dtypes[0])).to(kept.dtypes[0])
-        grad_x = grad_x.view(_exchanged(grad_out.shape, kept.k, ring.ranks, gathers=False))
-    if by_weight:
-        grad_weight, gathered = _weight_sum(kept, grad_out), kept.gathered
-        if kept.x is not None and _is_mapped(ring, kept.x):
-            gathered = symmetric.gathered(ring, kept.x)
-        if gathered is not None:
-            by.add(grad_weight, (flat(grad_out),), (gathered,))
-        else:
-            for rank, block in _travelling(ring, _there(kept.x, kept.x_scales)):
-                by.add(grad_weight, grads[rank].turned, tuple(block))
+    weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True) if by_x else None
+    if (at_once := _at_once(ring, grad_out)) is not None:
+        grad_x, grad_weight = _gradients_at_once(kept, at_once, weight, flat(grad_out), asked)
+    else:
+        grads = [by.arrived(by.sent(g, asked), asked) for g in flat(grad_out).chunk(ring.ranks)]
+        if by_x:
+            grad_x = _summed(ring, by, [g.rows for g in grads], weight, None, kept.k, kept.reduce_dtype)
+        if by_weight:
+            grad_weight = _weight_sum(kept, grad_out)
+            if kept.gathered is not None:
+                by.add(grad_weight, (flat(grad_out),), (kept.gathered,))
+            else:
+                for rank, block in _travelling(ring, _there(kept.x, kept.x_scales)):
+                    by.add(grad_weight, grads[rank].turned, tuple(block))
+    if grad_x is not None:
+        grad_x = grad_x.to(kept.dtypes[0]).view(_exchanged(grad_out.shape, kept.k, ring.ranks, gathers=False))
     grad_bias = flat(grad_out).sum(0, dtype=accumulator(grad_out.dtype)) if by_bias else None
     return grad_x, grad_weight, grad_bias
+
+
+def _gradients_at_once(
+    kept: CollectiveKept, at_once: Any, weight: Any, g: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of x and weight: sums over ranks of x's travel while the weight's is computed."""
+    ring, (by_x, by_weight, _) = kept.ring, wanted
+    x = None if kept.x is None else flat(kept.x)
+    grad_x = grad_weight = None
+
+    def of_weight(rows: Tensor) -> None:
+        nonlocal grad_weight
+        grad_weight = _weight_gradient(kept, g, rows)
+
+    if by_x:
+        meanwhile = (x, of_weight) if by_weight and x is not None else None
+        grad_x = g.new_empty((len(g) // ring.ranks, kept.k), dtype=kept.dtypes[0])
+        at_once.summed(ring, g, weight, None, grad_x, kept.reduce_dtype, meanwhile)
+    if by_weight and grad_weight is None:
+        of_weight(at_once.gathered(ring, x) if kept.gathered is None else kept.gathered)
+    return grad_x, grad_weight
+
+
+def _weight_gradient(kept: CollectiveKept, g: Tensor, x: Tensor) -> Tensor:
+    """g^T @ x of all tokens: rounded once, or added to the caller's memory."""
+    g, x = widen(g).t(), widen(flat(x))
+    out = kept.weight_grad_out
+    if out is None:
+        narrow = kept.dtypes[1] == g.dtype
+        out = g.new_empty((g.shape[0], kept.k), dtype=g.dtype if narrow else accumulator(g.dtype))
+    product(out, g, x, accumulate=kept.weight_grad_out is not None)
+    return out
 
 
 def _scatter_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
     """Of one walk, which gathers the upstream gradient."""
     ring, g, (by_x, by_weight, by_bias) = kept.ring, flat(grad_out), wanted
     total, n = accumulator(grad_out.dtype), g.shape[1]
-    x, grad_x = _there(kept.x, kept.x_scales), None
-    grad_weight = _weight_sum(kept, grad_out) if by_weight else None
+    x, grad_x, grad_weight = _there(kept.x, kept.x_scales), None, None
+    weight: Any = None
     if by_x:
         weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True)
         dtype = grad_out.dtype if kept.products == "full" else kept.dtypes[0]
         grad_x = grad_out.new_empty(_exchanged(grad_out.shape, kept.k, ring.ranks, gathers=True), dtype=dtype)
     # Added up in the order of the ranks, not of the ring: so every rank has the same bits.
     sums = g.new_empty((ring.ranks, n), dtype=total) if by_bias else None
-    if _is_mapped(ring, g):
+    if (at_once := _at_once(ring, g)) is not None:
         if grad_x is None:
-            rows = symmetric.gathered(ring, g)
+            rows = at_once.gathered(ring, g)
         else:
-            rows = symmetric.linear_of_all(ring, g, weight, None, flat(grad_x), whole=by_weight or by_bias)
-        if grad_weight is not None:
-            by.add(grad_weight, (flat(rows),), x)
+            rows = at_once.linear_of_all(ring, g, weight, None, flat(grad_x), whole=by_weight or by_bias)
+        if by_weight:
+            grad_weight = _weight_gradient(kept, flat(rows), x[0])
         if sums is not None:
             torch.sum(rows, 1, dtype=total, out=sums)
     else:
+        grad_weight = _weight_sum(kept, grad_out) if by_weight else None
         outs = [] if grad_x is None else flat(grad_x).chunk(ring.ranks)
         for rank, block in _travelling(ring, by.sent(g, wanted)):
             arrived = by.arrived(block, wanted)

@@ -1,8 +1,8 @@
 """all_gather_matmul and matmul_reduce_scatter for PyTorch: the public functions.
 
 Each function checks its inputs without reading a value, chooses a backend and products, and calls its operator, of
-torch_call.py.  What moves blocks is in `onchip.collectives`: `torch_ring`, and between GPUs that map each other's
-memory `torch_symmetric`; the maths is in the package's docstring.
+torch_call.py.  What moves blocks is in `onchip.collectives`: `torch_ring`, `torch_collective`, and between GPUs that
+map each other's memory `torch_symmetric`; the maths is in the package's docstring.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.collectives import torch_symmetric as symmetric
 from onchip.collectives.problem import GATHER, SCATTER, CollectiveSizes, check_shapes
-from onchip.collectives.torch_ring import refusal, ring_of
+from onchip.collectives.torch_ring import ProcessRing, refusal, ring_of
 from onchip.core.backends import choose_backend
 from onchip.fp8.numbers import BLOCK
 from onchip.fp8.torch_operands import copies_of
@@ -20,6 +20,7 @@ from onchip.fp8.torch_products import refusals
 from onchip.frontend.options import require_bool, require_one_of, shapes_of
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
+    accumulator,
     check_kinds,
     check_weight_grad_out,
     one_dtype,
@@ -32,9 +33,9 @@ from onchip.ops.collective_matmul.torch_products import SCALE
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Best first: the order in which "auto" asks them.
-BACKENDS = ("ring", "symmetric")
-Backend = Literal["auto", "ring", "symmetric"]
+# Best first on GPUs: the order in which "auto" asks them.  On the CPU it takes the ring.
+BACKENDS = ("symmetric", "collective", "ring")
+Backend = Literal["auto", "symmetric", "collective", "ring"]
 Precision = Literal["full", "fp8"]
 
 
@@ -49,6 +50,7 @@ def all_gather_matmul(
     check_inputs: bool = False,
     backend: Backend = "auto",
     precision: Precision = "full",
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""The tokens of all ranks times this rank's weight, each block multiplied while the next one arrives.
 
@@ -70,29 +72,33 @@ def all_gather_matmul(
             its own.  For a main gradient that is kept in float32 over micro-batches.
         check_inputs: compare shapes, dtypes and options between ranks on the GPU too, forward and backward, which
             waits for the device; and of `matmul_reduce_scatter` the bias.  On the CPU they always are.
-        backend: "ring" (PyTorch's own products and exchanges: gloo on the CPU, NCCL on GPUs), or "auto", which takes
-            it.  "symmetric" is for bfloat16 and float16 on GPUs of one host that map each other's memory: copy engines
-            push pieces of blocks, and a Triton kernel's tiles begin when their rows are there.
+        backend: "auto" takes on GPUs "symmetric" if it can, else "collective", and on the CPU and in FP8 "ring".
+            "symmetric" is for bfloat16 and float16 on GPUs of one host that map each other's memory: copy engines push
+            pieces of blocks, and a Triton kernel's tiles begin when their rows are there.  "collective" is one
+            all-gather or reduce-scatter of the group's and one product, "ring" an exchange for each block.
         precision: "full", or "fp8": products of blockwise FP8 numbers, each rank's those of `fp8_linear`.  x and the
             output's gradient travel quantised, with their scales, and partial sums in float32.  Of several ranks T/n,
-            with all leading dimensions, is a multiple of 128.  Not with keep_gathered, float64 or backend 'symmetric'.
+            with all leading dimensions, is a multiple of 128.  On the ring, and not with keep_gathered or float64.
+        reduce_dtype: in what sums over ranks travel: None, float32, or x's dtype, which halves their bytes for 16 bits
+            and rounds each rank's addend once more.
 
     Returns:
         [T, N], or [T, ..., N], of x's dtype, under autocast of autocast's, to which x, weight and bias are cast first.
         Gradients have the dtypes of their inputs, and x_shard's is summed over the ranks.  Sums are in float32 and
-        rounded once, those over ranks too: the partial sums travel in float32.  Each is added up in the same order
-        every time.
+        rounded once, those over ranks too: unless `reduce_dtype` says otherwise, partial sums travel in float32.  Each
+        is added up in the same order every time.
 
     Raises:
         TypeError: an argument of the wrong type or dtype, or no process group.
         ValueError: a wrong shape, device or option; a group without what moves x's device; and, where it is compared,
             a call that differs between ranks.  Where it isn't, such a call ends with the group's timeout, or worse.
-        RuntimeError: differentiated twice, or called inside a torch.func transform.
+        RuntimeError: differentiated twice, or called inside a torch.func transform; or, of backend "symmetric", in an
+            earlier call a rank didn't come within the group's timeout.
 
-    Memory, in numbers of x's dtype: two blocks of T/n * K (one of two ranks; none of one).  Kept for backward are
-    x_shard and the weight, with keep_gathered T * K of the gathered x.  Backward has the larger of three float32 blocks
-    of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.  Backend "symmetric" keeps buffers of
-    T * K, and for backward of as many in float32; see docs/ops/collective_matmul.md.
+    Memory of backend "ring", in numbers of x's dtype: two blocks of T/n * K (one of two ranks; none of one).  Kept for
+    backward are x_shard and the weight, with keep_gathered T * K of the gathered x.  Backward has the larger of three
+    float32 blocks of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.  Of the others see
+    docs/ops/collective_matmul.md.
 
     Example:
         >>> import torch
@@ -110,7 +116,7 @@ def all_gather_matmul(
     """
     require_bool(GATHER, "keep_gathered", keep_gathered)
     named = {"x_shard": x_shard, "weight": weight, "bias": bias}
-    return _run(GATHER, named, group, weight_grad_out, check_inputs, backend, precision, keep_gathered)
+    return _run(GATHER, named, group, weight_grad_out, check_inputs, backend, precision, reduce_dtype, keep_gathered)
 
 
 def matmul_reduce_scatter(
@@ -123,6 +129,7 @@ def matmul_reduce_scatter(
     check_inputs: bool = False,
     backend: Backend = "auto",
     precision: Precision = "full",
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""The products of all ranks summed up, of which each gets its tokens: while one block is multiplied, sums travel.
 
@@ -139,20 +146,21 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's own, of x's dtype, any strides.  K may differ from rank to rank.
         group: the ranks, in whose order tokens are split; None for all processes.
         bias: [N] of x's dtype, the same on every rank: it is added once, to the sum.
-        weight_grad_out, check_inputs, backend, precision: as of `all_gather_matmul`.
+        weight_grad_out, check_inputs, backend, precision, reduce_dtype: as of `all_gather_matmul`.
 
     Returns:
         [T/n, N], or [T/n, ..., N], of x's dtype, under autocast of autocast's.  The sum over ranks is in float32 and
-        rounded once: the partial sums travel in float32.  The addends of rank r's tokens are added in the order r + 1,
-        r + 2, ..., r around the ring, so the same inputs give the same bits.  Gradients have the dtypes of their
+        rounded once: partial sums travel in float32, unless `reduce_dtype` says otherwise.  The addends of rank r's
+        tokens are added in the order r + 1, r + 2, ..., r, with "collective" in the collective's, so the same inputs
+        give the same bits.  Gradients have the dtypes of their
         inputs.  That of bias is the whole one, of all tokens, with the same bits on every rank: don't reduce it again.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `all_gather_matmul`; ValueError also for a T that isn't a multiple of n.
 
-    Memory: three float32 blocks of T/n * N numbers (one of one rank).  Kept for backward are x and the weight.
-    Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.  Backend "symmetric"
-    keeps a buffer of T * N in float32, and for backward one of x's dtype; see docs/ops/collective_matmul.md.
+    Memory of backend "ring": three float32 blocks of T/n * N numbers (one of one rank).  Kept for backward are x and
+    the weight.  Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.  Of the
+    others see docs/ops/collective_matmul.md.
 
     Example:
         >>> import torch
@@ -169,7 +177,7 @@ def matmul_reduce_scatter(
     "symmetric" Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024).
     """
     named = {"x": x, "weight": weight, "bias": bias}
-    return _run(SCATTER, named, group, weight_grad_out, check_inputs, backend, precision)
+    return _run(SCATTER, named, group, weight_grad_out, check_inputs, backend, precision, reduce_dtype)
 
 
 def _run(
@@ -180,6 +188,7 @@ def _run(
     check_inputs: bool,
     backend: str,
     precision: str,
+    reduce_dtype: Any,
     keep_gathered: bool = False,
 ) -> Tensor:
     """What both functions do; `named` are x, weight and bias."""
@@ -192,10 +201,8 @@ def _run(
     x, weight, bias = named.values()
     check_weight_grad_out(op, weight_grad_out, weight)
     dtype = one_dtype(op, tensors)
-    of_symmetric = "'auto' takes 'ring'" if backend == "auto" else symmetric.refusal(ring, x.device, dtype)
-    if precision != "full":
-        of_symmetric = f"precision={precision!r} has the ring alone; pass backend='ring'"
-    chosen = choose_backend(op, backend, {"ring": refusal(ring, x.device), "symmetric": of_symmetric})
+    sums = _sums(op, reduce_dtype, dtype)
+    chosen = _chosen(op, backend, ring, x.device, dtype, precision)
     grads, products, of_bias = needed(x, weight, bias), "full", bias
     if precision == "full":
         of_x, of_weight = (PeerCopies(_cast(a, dtype), None, None, None) for a in (x, weight))
@@ -211,10 +218,34 @@ def _run(
     check = ring.ranks > 1 and (check_inputs or x.device.type == "cpu")
     ring = ring._replace(backend=chosen)
     call = CollectiveCall(
-        op, x, weight, bias, of_x, of_weight, of_bias, weight_grad_out, ring, dtype, products, keep_gathered, check,
-        grads,
+        op, x, weight, bias, of_x, of_weight, of_bias, weight_grad_out, ring, dtype, products, sums, keep_gathered,
+        check, grads,
     )  # fmt: skip
     return OPERATORS[op](call).out
+
+
+def _chosen(op: str, backend: str, ring: ProcessRing, device: torch.device, dtype: torch.dtype, precision: str) -> str:
+    """The backend of a call."""
+    if precision != "full":
+        of_ring_alone = f"precision={precision!r} has the ring alone; pass backend='ring'"
+        refusals_of = dict.fromkeys(BACKENDS, of_ring_alone) | {"ring": refusal(ring, device)}
+        return choose_backend(op, backend, refusals_of)
+    of_symmetric, of_group = symmetric.refusal(ring, device, dtype), refusal(ring, device)
+    if backend == "auto" and of_symmetric is None:
+        # Of one rank nothing travels.
+        of_symmetric = "one rank" if ring.ranks == 1 else symmetric.mapping_refusal(ring, device.index)
+    found = {"symmetric": of_symmetric, "collective": of_group, "ring": of_group}
+    return choose_backend(op, backend, found if device.type == "cuda" else dict(reversed(found.items())))
+
+
+def _sums(op: str, reduce_dtype: Any, dtype: torch.dtype) -> torch.dtype:
+    """In what sums over ranks travel."""
+    exact = accumulator(dtype)
+    if reduce_dtype is None or reduce_dtype in (exact, dtype):
+        return reduce_dtype or exact
+    if not isinstance(reduce_dtype, torch.dtype):
+        raise TypeError(f"{op}: reduce_dtype must be a torch.dtype, or None; got {type(reduce_dtype).__name__}")
+    raise ValueError(f"{op}: reduce_dtype must be None, {exact} or x's dtype, {dtype}; got {reduce_dtype}")
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,86 @@
+"""One collective of the process group before or after one product, for groups that can't map each other's memory.
+
+What doesn't depend on the collective is computed under it.  `torch_symmetric` has the same functions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onchip.collectives.torch_ring import ProcessRing, process_group
+from onchip.kernels.torch_products import linear, product, widen
+
+# Their names from PyTorch 2.13 on, and before.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def linear_of_all(
+    ring: ProcessRing,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    whole: bool = False,
+    into: Tensor | None = None,
+) -> Tensor:
+    """out = all ranks' x [rows, C] @ weight [C, N] + bias.  Returns all ranks' x, [ranks, rows, C], those in `into`."""
+    rows = _gathered(ring, x, into)()
+    linear(out, rows.flatten(0, 1), weight, bias)
+    return rows
+
+
+def gathered(ring: ProcessRing, x: Tensor) -> Tensor:
+    """All ranks' x [rows, C], [ranks, rows, C]."""
+    return _gathered(ring, x)()
+
+
+def summed(
+    ring: ProcessRing,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype,
+    meanwhile: tuple[Tensor, Callable[[Tensor], None]] | None = None,
+) -> None:
+    """out [rows, N] = the sum over all ranks of their x [ranks * rows, C], this rank's rows of it, @ weight [C, N].
+
+    And bias.  Addends are summed in `dtype`, in the collective's order.  With `meanwhile`, a tensor and a function, the
+    function is given all ranks' tensors.
+    """
+    rows = None if meanwhile is None else _gathered(ring, meanwhile[0])
+    addends = out.new_empty((len(x), out.shape[1]), dtype=dtype)
+    product(addends, widen(x), weight)
+    sums, work = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype), None
+    if ring.ranks == 1:
+        sums.copy_(addends)
+    elif addends.numel():
+        work = _REDUCE_SCATTER(sums, addends, group=process_group(ring.group), async_op=True)
+    if meanwhile is not None and rows is not None:
+        meanwhile[1](rows())
+    if work is not None:
+        work.wait()
+    if bias is not None:
+        sums += bias
+    if sums is not out:
+        out.copy_(sums)
+
+
+def _gathered(ring: ProcessRing, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+    """Begin to gather x; what is returned waits for all ranks'."""
+    x = x.contiguous()
+    if ring.ranks == 1 or x.numel() == 0:
+        return lambda: x.expand(ring.ranks, *x.shape) if into is None else into.copy_(x)
+    rows = x.new_empty((ring.ranks, *x.shape)) if into is None else into
+    work = _ALL_GATHER(rows.flatten(0, 1), x, group=process_group(ring.group), async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return rows
+
+    return wait

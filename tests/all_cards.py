@@ -1,0 +1,92 @@
+"""Ranks on all GPUs of this machine, whatever card a worker of pytest has; where there are too few, ranks share them.
+
+Ranks that share a GPU take turns on it, so one that waits for another waits for that one's turn: sizes are small.
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TIME = 100  # seconds, for a check
+
+
+def count():
+    """How many cards there are."""
+    every = os.environ.get("EVERY_CARD")
+    return len(every.split(",")) if every else torch.cuda.device_count()
+
+
+@contextlib.contextmanager
+def all_cards():
+    """What is started here sees all cards; one test at a time, over all workers."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with open(Path(tempfile.gettempdir()) / f"onchip-cards-{os.getuid()}", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if "EVERY_CARD" in os.environ:
+            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["EVERY_CARD"]
+        try:
+            yield
+        finally:
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _run(rank, ranks, meeting, checks):
+    cards = torch.cuda.device_count()
+    shared = cards < ranks
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1" if shared else "0"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    torch.cuda.set_device(rank % cards)
+    timeout = timedelta(seconds=TIME * len(checks))
+    faulthandler.dump_traceback_later(timeout.total_seconds() - 5, exit=True)
+    dist.init_process_group("gloo" if shared else "nccl", f"file://{meeting}", timeout, world_size=ranks, rank=rank)
+    for check in checks:
+        start = time.monotonic()
+        try:
+            check()
+            torch.cuda.synchronize()
+        except BaseException as error:
+            error.add_note(f"in {check.__name__} on rank {rank} of {ranks}")
+            raise
+        if rank == 0:
+            print(f"{check.__name__}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    dist.barrier()
+    os._exit(0)  # where interpreter and process group end in an orderly way, gloo's threads abort now and then
+
+
+def spawned(ranks, meeting, checks):
+    """Run checks in as many processes; one that waits for ever is ended."""
+    with all_cards():
+        processes = torch.multiprocessing.spawn(_run, (ranks, str(meeting), checks), nprocs=ranks, join=False)
+        deadline = time.monotonic() + TIME * len(checks)
+        try:
+            while not processes.join(timeout=1, grace_period=1):
+                assert time.monotonic() < deadline, f"{ranks} processes took more than {TIME} s for each check"
+        finally:
+            for process in processes.processes:
+                process.kill()
+                process.join(10)
+
+
+def environment(**more):
+    """Of processes that import what this one does; NVLink's multicast stays off."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "NCCL_NVLS_ENABLE": "0"} | more
+
+
+def torchrun(ranks, *command, seconds=TIME, **more):
+    """What `torchrun` made of a script or module in as many processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
+    with all_cards():
+        return subprocess.run(
+            launch, env=environment(**more), capture_output=True, text=True, timeout=seconds, check=False
+        )
