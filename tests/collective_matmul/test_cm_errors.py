@@ -83,6 +83,7 @@ def test_groups_that_have_nothing_for_a_device():
         (lambda layer: layer(8, 4, None, bias=1), TypeError, "{}: bias must be True or False; got int"),
         (lambda layer: layer(8, 4, None, main_grad=1), TypeError, "{}: main_grad must be True or False; got int"),
         (lambda layer: layer(8, 4, None, backend="nccl"), ValueError, "{}: backend must be one of 'auto', 'symmetric', 'collective', 'ring'; got 'nccl'"),
+        (lambda layer: layer(8, 4, None, reduce_dtype="bf16"), TypeError, "{}: reduce_dtype must be a torch.dtype, or None; got str"),
         (lambda layer: layer(8, 4, "tp"), TypeError, "{}: group must be a torch.distributed.ProcessGroup, or None"),
         (lambda layer: layer.from_linear(torch.nn.ReLU(), None), TypeError, "{}.from_linear: it takes a torch.nn.Linear; got ReLU"),
         (lambda layer: layer(8, 4, None, main_grad=True)(X), ValueError, "{}: main_grad=True needs weight.main_grad, float32"),

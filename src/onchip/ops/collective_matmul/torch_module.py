@@ -42,6 +42,7 @@ class _ParallelLinear(Module):
         main_grad: bool = False,
         backend: Backend = "auto",
         precision: Precision = "full",
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         name = type(self).__name__
         sizes = {"in_features": in_features, "out_features": out_features}
@@ -53,9 +54,12 @@ class _ParallelLinear(Module):
             require_bool(name, of, flag)
         choose_backend(name, backend, dict.fromkeys(BACKENDS))
         require_one_of(name, "precision", precision, get_args(Precision))
+        if not isinstance(reduce_dtype, torch.dtype | None):
+            raise TypeError(f"{name}: reduce_dtype must be a torch.dtype, or None; got {type(reduce_dtype).__name__}")
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.main_grad, self.backend, self.precision = main_grad, backend, precision
+        self.reduce_dtype = reduce_dtype
         self.rank, self.ranks = ring_of(name, group)[1:3]
         if sizes[self._sharded] % self.ranks != 0:
             raise ValueError(
@@ -97,7 +101,8 @@ class _ParallelLinear(Module):
     def _keywords(self) -> dict[str, Any]:
         """What the function is called with beside x, the weight and the group."""
         out = main_grad_of(type(self).__name__, self.weight) if self.main_grad else None
-        return {"bias": self.bias, "weight_grad_out": out, "backend": self.backend, "precision": self.precision}
+        names = ("bias", "backend", "precision", "reduce_dtype")
+        return {"weight_grad_out": out} | {name: getattr(self, name) for name in names}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """With the same group, which can't be copied."""
@@ -112,7 +117,7 @@ class _ParallelLinear(Module):
         own = f"{self.in_features}, {self.out_features}, ranks={self.ranks}"
         given: dict[str, tuple[object, object]] = {"bias": (self.bias is not None, True)}
         given |= {"main_grad": (self.main_grad, False), "backend": (self.backend, "auto")}
-        given |= {"precision": (self.precision, "full")}
+        given |= {"precision": (self.precision, "full"), "reduce_dtype": (self.reduce_dtype, None)}
         return ", ".join([own, *(f"{k}={x!r}" for k, (x, default) in given.items() if x != default)])
 
 
@@ -122,7 +127,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         in_features, out_features, bias, device, dtype: as of the whole `torch.nn.Linear`.
         group: the ranks, which share out_features evenly; None for all processes.
-        keep_gathered, backend, precision: as of `all_gather_matmul`.
+        keep_gathered, backend, precision, reduce_dtype: as of `all_gather_matmul`.
         main_grad: backward adds the weight's gradient to `weight.main_grad`, a float32 tensor of its shape that you
             attach, and leaves `weight.grad` alone.
 
@@ -160,11 +165,12 @@ class ColumnParallelLinear(_ParallelLinear):
         main_grad: bool = False,
         backend: Backend = "auto",
         precision: Precision = "full",
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         require_bool("ColumnParallelLinear", "keep_gathered", keep_gathered)
         super().__init__(
             in_features, out_features, group, bias, device, dtype, main_grad=main_grad, backend=backend,
-            precision=precision,
+            precision=precision, reduce_dtype=reduce_dtype,
         )  # fmt: skip
         self.keep_gathered = keep_gathered
 
@@ -178,18 +184,19 @@ class ColumnParallelLinear(_ParallelLinear):
         main_grad: bool = False,
         backend: Backend = "auto",
         precision: Precision = "full",
+        reduce_dtype: torch.dtype | None = None,
     ) -> Self:
         """A layer with copies of this rank's part of the parameters of `linear`, and its training mode.
 
         Args:
             linear: a plain `torch.nn.Linear`, with the same parameters on every rank.
-            group, keep_gathered, main_grad, backend, precision: as of the class.
+            group, keep_gathered, main_grad, backend, precision, reduce_dtype: as of the class.
 
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
             ValueError: features that the ranks can't share evenly.
         """
-        options = {"main_grad": main_grad, "backend": backend, "precision": precision}
+        options = {"main_grad": main_grad, "backend": backend, "precision": precision, "reduce_dtype": reduce_dtype}
         return cls._of(linear, group, keep_gathered=keep_gathered, **options)
 
     def forward(self, x_shard: Tensor) -> Tensor:
@@ -208,7 +215,7 @@ class RowParallelLinear(_ParallelLinear):
     Args:
         in_features, out_features, bias, device, dtype: as of the whole `torch.nn.Linear`.
         group: the ranks, which share in_features evenly; None for all processes.
-        main_grad, backend, precision: as of `ColumnParallelLinear`.
+        main_grad, backend, precision, reduce_dtype: as of `ColumnParallelLinear`.
 
     Parameters are this rank's weight [out_features, in_features / n], columns r * in_features / n on, and the whole
     bias [out_features], the same on every rank; and so is the state_dict, under nn.Linear's names.  The ranks' weights
@@ -233,9 +240,11 @@ class RowParallelLinear(_ParallelLinear):
         main_grad: bool = False,
         backend: Backend = "auto",
         precision: Precision = "full",
+        reduce_dtype: torch.dtype | None = None,
     ) -> Self:
         """As of `ColumnParallelLinear`."""
-        return cls._of(linear, group, main_grad=main_grad, backend=backend, precision=precision)
+        options = {"main_grad": main_grad, "backend": backend, "precision": precision, "reduce_dtype": reduce_dtype}
+        return cls._of(linear, group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T/n, ..., out_features] of [T, ..., in_features / n]."""
