@@ -41,6 +41,10 @@ def all_cards():
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
+def named(check):
+    return getattr(check, "__name__", str(check))
+
+
 def _run(rank, ranks, meeting, checks):
     cards = torch.cuda.device_count()
     shared = cards < ranks
@@ -56,10 +60,10 @@ def _run(rank, ranks, meeting, checks):
             check()
             torch.cuda.synchronize()
         except BaseException as error:
-            error.add_note(f"in {check.__name__} on rank {rank} of {ranks}")
+            error.add_note(f"in {named(check)} on rank {rank} of {ranks}")
             raise
         if rank == 0:
-            print(f"{check.__name__}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+            print(f"{named(check)}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     dist.barrier()
     os._exit(0)  # where interpreter and process group end in an orderly way, gloo's threads abort now and then
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,14 @@ def test_every_gpu_is_a_rank(framework):
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("comparisons are within their bounds") == (ranks if framework == "torch" else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["symmetric", "collective", "linear_cross_entropy"])
+def test_a_rank_that_fails_ends_all(how):
+    """At once, though the others wait on their GPUs; and what it said is told."""
+    if count() < 2:
+        pytest.skip("NCCL gives no two ranks one GPU")
+    done = torchrun(2, str(Path(__file__).with_name("cm_failing_rank.py")), how)
+    assert done.returncode != 0
+    assert "this rank fails" in done.stderr

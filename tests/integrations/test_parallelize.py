@@ -1,7 +1,10 @@
 """A model under PyTorch's plan for tensor and sequence parallelism, against the same model in one process."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from all_cards import count, spawned
 from onchip.integrations.parallelize import HeadParallel
 from onchip.torch import LMHead, cross_entropy, linear_cross_entropy
 from sharded import close, leaf, spawn
@@ -26,15 +30,21 @@ class Model(nn.Module):
 
     def __init__(self, head=LMHead):
         super().__init__()
-        torch.manual_seed(1)
+        torch.manual_seed(1)  # on the CPU, whose numbers are the same on each machine
         self.embedding, self.norm = nn.Embedding(VOCAB, HIDDEN), nn.RMSNorm(HIDDEN)
         self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
         self.lm_head = head(HIDDEN, VOCAB)
+        self.to(device())
 
     def forward(self, ids, labels=None, **options):
         x = self.embedding(ids)
         hidden = self.norm(x + self.down(self.up(x).relu()))
         return hidden if labels is None else self.lm_head(hidden, labels, **options)
+
+
+def device():
+    """Where this process group's tensors are; outside of one the CPU."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
 def planned(mesh, head, model=None):
@@ -50,7 +60,7 @@ def planned(mesh, head, model=None):
 
 
 def batch(seed=0):
-    ids = torch.randint(VOCAB, (3, 8), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(VOCAB, (3, 8), generator=torch.Generator().manual_seed(seed)).to(device())
     return ids, ids.masked_fill(ids % 5 == 0, -100)
 
 
@@ -82,7 +92,7 @@ def of_logits(logits, labels):
 
 def one_mesh(rank, ranks):
     """Loss and every parameter's gradient, by each way to the loss."""
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device(), (ranks,), mesh_dim_names=("tp",))
     ids, labels = batch()
     alone = Model()
     expected = alone(ids, labels, softcap=5.0)
@@ -102,7 +112,7 @@ def one_mesh(rank, ranks):
 
 
 def refusals(rank, ranks):
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device(), (ranks,), mesh_dim_names=("tp",))
     ids, labels = batch()
     with pytest.raises(TypeError, match=r"HeadParallel is for an LMHead; got Linear.*LMHead\.from_linear"):
         planned(mesh, HeadParallel(), Model(nn.Linear))
@@ -116,15 +126,16 @@ def refusals(rank, ranks):
 
 
 def fsdp2(rank, ranks):
-    """Two steps on a mesh of two dimensions."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    """Two steps on a mesh of two dimensions, which of two ranks has one replica."""
+    replicas = ranks // 2
+    mesh = init_device_mesh(device(), (replicas, 2), mesh_dim_names=("dp", "tp"))
     mine, alone, model = mesh.get_local_rank("dp"), Model(), planned(mesh["tp"], HeadParallel(**COLUMNS))
     fully_shard(model.lm_head, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
     for step in range(2):
-        batches = [batch(2 * step + i) for i in range(2)]
-        (sum(alone(*of_rank, z_loss=1e-3) for of_rank in batches) / 2).backward()
+        batches = [batch(2 * step + i) for i in range(replicas)]
+        (sum(alone(*of_rank, z_loss=1e-3) for of_rank in batches) / replicas).backward()
         model(*batches[mine], z_loss=1e-3).backward()
         for optimizer in optimizers:
             optimizer.step(), optimizer.zero_grad()
@@ -139,3 +150,17 @@ def test_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_fsdp2(tmp_path):
     spawn(tmp_path, 4, {"fsdp2": fsdp2})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [one_mesh, fsdp2], ids=lambda check: check.__name__)
+def test_gpus(check, tmp_path):
+    """Over NCCL: two, and with FSDP2 four if there are."""
+    if count() < 2:
+        pytest.skip("NCCL gives no two ranks one GPU")
+    ranks = 4 if check is fsdp2 and count() >= 4 else 2
+    spawned(ranks, tmp_path / "meeting", [partial(check_of_ranks, check)])
+
+
+def check_of_ranks(check):
+    check(dist.get_rank(), dist.get_world_size())
