@@ -92,7 +92,7 @@ def threads_for_ranks(monkeypatch):
     side = SimpleNamespace(record_event=lambda: None)
     made = []
     for rank in range(RANKS):
-        head = memories[rank][: buffers._HEAD].view(torch.int32)
+        head = memories[rank][: buffers.HEAD].view(torch.int32)
         at = launches.Meeting(rank, RANKS, head, torch.empty(0), 0)
         made.append(buffers.Buffer(Handle(memories, done[rank]), memories[rank], at, side, None))
     monkeypatch.setattr(symmetric, "opened", lambda ring, device, size: made[ring.rank])

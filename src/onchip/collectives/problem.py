@@ -88,6 +88,43 @@ def cost(
     return Cost(kept, forward, backward if gradients else {}, sent)
 
 
+HEAD, SMALLEST = 8192, 1 << 21
+
+
+def buffer_bytes(arriving: int) -> int:
+    """The bytes of a buffer that peers map, of so many that arrive: its head besides, and then a power of two."""
+    return max(SMALLEST, 1 << (arriving + HEAD - 1).bit_length())
+
+
+def cost_at_once(
+    op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, mapped: bool, sum_bytes: int = 0
+) -> Cost:
+    """What a call takes whose backend is "symmetric" (`mapped`) or "collective"; sums travel in `sum_bytes` each.
+
+    Buffers are outside of PyTorch's allocator, and those of a size serve all calls of a group.
+    """
+    total, steps = sum_bytes or max(bytes_each, 4), s.ranks - 1
+    columns = s.n if op == SCATTER else s.k
+    block = s.rows * columns
+    gathered, summed = (each * s.ranks * block if steps else 0 for each in (bytes_each, total))
+    leaving = {"sums of blocks that leave": min(2, steps) * total * block} if steps else {}
+
+    def gather() -> dict[str, int]:
+        return {"a buffer of the group": buffer_bytes(gathered)} if mapped else {"rows of all ranks": gathered}
+
+    def reduce(other: int) -> dict[str, int]:
+        if mapped:
+            return {"a buffer of the group": buffer_bytes(summed + other), **leaving}
+        return {"sums of all ranks' rows": summed + total * block} | ({"rows of all ranks": other} if other else {})
+
+    forward = (reduce(0) if op == SCATTER else gather()) if steps else {}
+    backward = (gather() if op == SCATTER else reduce(gathered)) if steps and gradients else {}
+    sent = steps * block * (total if op == SCATTER else bytes_each)
+    if gradients:
+        sent += steps * block * (bytes_each if op == SCATTER else bytes_each + total)
+    return Cost({}, forward, backward, sent)
+
+
 def blocks(s: CollectiveSizes, columns: int, bytes_each: int) -> dict[str, int]:
     """One block that is worked on, and one that arrives."""
     count = min(s.ranks - 1, 2)

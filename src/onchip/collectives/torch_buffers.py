@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onchip.collectives.problem import HEAD, buffer_bytes
 from onchip.collectives.torch_ring import ProcessRing, process_group
 from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 
-_HEAD = 8192  # bytes
-_SMALLEST = 1 << 21
 _MOST_KNOWN = 1024
 _MOST_RANKS = 128
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -46,14 +45,14 @@ class Buffer:
         if key not in self.known:
             if len(self.known) > _MOST_KNOWN:
                 self.known.clear()
-            self.known[key] = self.handle.get_buffer(rank, shape, dtype, (_HEAD + begin) // dtype.itemsize)
+            self.known[key] = self.handle.get_buffer(rank, shape, dtype, (HEAD + begin) // dtype.itemsize)
         return self.known[key]
 
     def flags(self, rank: int, which: int) -> Tensor:
         """One of a rank's two sets of flags."""
         from onchip.collectives.triton_launches import SET
 
-        return self.blocks(rank, (SET,), torch.int32, 4 * which * SET - _HEAD)
+        return self.blocks(rank, (SET,), torch.int32, 4 * which * SET - HEAD)
 
 
 class _Key(NamedTuple):
@@ -114,7 +113,7 @@ def _of(ring: ProcessRing) -> _Of:
 
 def _buffer(ring: ProcessRing, device: torch.device, size: int) -> Buffer:
     """The buffer of this size, rounded up to a power of two; made when it is first asked for, by all ranks together."""
-    key = _Key(device.index, max(_SMALLEST, 1 << (size + _HEAD - 1).bit_length()))
+    key = _Key(device.index, buffer_bytes(size))
     of_group = _of(ring)
     found = of_group.buffers.get(key)
     if found is None:
@@ -136,7 +135,7 @@ def _made(ring: ProcessRing, device: torch.device, size: int, of_group: _Of) -> 
     try:
         # Not `symmetric_memory.empty`, whose pool could give ranks memory at different places of theirs.
         made = memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-        head = made[:_HEAD].view(torch.int32)
+        head = made[:HEAD].view(torch.int32)
         head.zero_()
         head[-1] = 1
         if of_group.lost is None:
