@@ -82,6 +82,7 @@ def make_short(patch):
     patch.setattr(data, "load_text", lambda: text)
     patch.setattr(train, "SAMPLE_TOKENS", 20)
     patch.setattr(train, "MEASURE_REPEATS", 2)
+    patch.setattr(train, "MEASURED_TOKENS", 128)
     patch.setattr(train, "MEASURED_VOCABS", (256, 512))
 
 
@@ -203,7 +204,7 @@ def test_document_has_the_measurements(tiny_run):
     document, _, _ = tiny_run
     assert [row["vocab"] for row in document["head_and_loss"]] == [256, 512]
     for row in document["head_and_loss"]:
-        assert row["logits_bytes"] == 4 * train.MEASURED_TOKENS * row["vocab"]
+        assert row["logits_bytes"] == 4 * 128 * row["vocab"]
         for cost in (row["plain"], row["onchip"]):
             assert 0 < cost["p10_ms"] <= cost["median_ms"] <= cost["p90_ms"]
             assert cost["extra_bytes"] >= 0
@@ -221,11 +222,12 @@ def test_document_has_the_measurements(tiny_run):
 
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_plain_stores_the_logits_and_onchip_does_not(framework, monkeypatch):
-    """Of 128 MiB of logits."""
+    """Of 32 MiB of logits."""
     monkeypatch.setattr(train, "MEASURE_REPEATS", 2)
+    monkeypatch.setattr(train, "MEASURED_TOKENS", 256)
     config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu")
     row = train.measure_head(framework, FRAMEWORKS[framework], 128, 32768, config, quiet())
-    assert row["logits_bytes"] == 128 << 20
+    assert row["logits_bytes"] == 32 << 20
     assert row["plain"]["extra_bytes"] > 1.5 * row["logits_bytes"]
     assert row["onchip"]["extra_bytes"] < 0.6 * row["plain"]["extra_bytes"]
 

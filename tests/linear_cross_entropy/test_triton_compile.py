@@ -111,11 +111,14 @@ def test_narrow_tiles():
     assert all("wgmma.mma_async" in k.ptx for k in products(found))
 
 
+SMOOTHED, FLOAT16 = {"label_smoothing": 0.1, "reduction": "sum"}, {"dtype": torch.float16}
+SIZES = [(520, 20001), (576, 300), (576, 20001), (640, 1000), (896, 20001), (1152, 20001)]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1, "reduction": "sum"}, {"dtype": torch.float16}], ids=str
-)
-@pytest.mark.parametrize(
-    ("hidden", "vocab"), [(520, 20001), (576, 300), (576, 20001), (640, 1000), (896, 20001), (1152, 20001)]
+    ("hidden", "vocab", "options"),
+    [*((*sizes, {}) for sizes in SIZES), (640, 1000, SMOOTHED), (576, 20001, FLOAT16), (896, 20001, FLOAT16)],
+    ids=str,
 )
 def test_in_turns(hidden, vocab, options):
     """Forward computes the gradients of two chunks of tokens."""
@@ -132,11 +135,18 @@ def test_in_turns(hidden, vocab, options):
         assert not is_serialized(k.ptx)
 
 
-@pytest.mark.parametrize("parameters", [None, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1, "reduction": "sum"}, {"dtype": torch.float16}], ids=str
+    ("hidden", "vocab", "options", "parameters"),
+    [
+        (520, 20001, {}, None),
+        (520, 20001, FLOAT16, torch.float32),
+        (576, 300, SMOOTHED, torch.float32),
+        (576, 300, FLOAT16, None),
+        (2048, 20001, SMOOTHED, None),
+        (2048, 20001, {}, torch.float32),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("hidden", "vocab"), [(520, 20001), (576, 300), (2048, 20001)])
 def test_added_to_the_weights_sum(hidden, vocab, options, parameters):
     """Of two chunks of tokens; by Triton's kernel where eight columns can't be swapped."""
     plan = triton_spec.TritonPlan(640, in_forward=True)
