@@ -6,7 +6,7 @@ INSTALL := pyproject.toml constraints.txt tools/install.sh
 # The Python that runs the GPU tests and benchmarks: set it where an environment with CUDA exists already.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test test-all check check-examples test-gpu test-browser bench docs clean
+.PHONY: demo test test-all check check-examples test-gpu test-browser bench numbers docs clean
 
 demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
@@ -25,6 +25,7 @@ check: $(VENV)/.for-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/measured.py --check
 	$(BIN)/python -m sphinx -q -W -b html docs build/docs
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 120 --calls 100 --seed 0  # always the same calls: what fails is the commit's
 
@@ -46,6 +47,10 @@ test-browser: $(VENV)/.for-dev
 
 bench: $(VENV)/.for-demo
 	$(BIN)/onchip bench linear_cross_entropy
+
+# What README and docs show of results/, and the picture: after a new file there.
+numbers: $(VENV)/.for-dev
+	$(BIN)/python tools/measured.py
 
 docs: $(VENV)/.for-dev
 	$(BIN)/python -m sphinx -q -W -b html docs build/docs

@@ -1,0 +1,570 @@
+"""What README and docs show of results/, made anew: python tools/measured.py [--check]
+
+It writes `docs/numbers.md`, the picture `docs/images/time-memory.svg`, and what stands in README and docs between
+`<!-- numbers: NAME -->` and `<!-- end -->`, each from the newest file of its kind.  With --check it writes nothing: it
+fails where one of these is not what results/ give, and where a page shows a time or a size that no file has that the
+page links to.  `OWN_WORDS` lists pages whose figures all stand between such marks.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import textwrap
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plots import MODE, time_memory_svg
+
+from onchip.bench.report import short_name
+from onchip.bench.units import format_bytes, format_ms
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+PICTURE = "docs/images/time-memory.svg"
+NUMBERS = "docs/numbers.md"
+OWN_WORDS = ("README.md", "docs/index.md")
+
+Row = Mapping[str, Any]
+
+MODELS = {
+    "llama3.1-8b": "Llama 3.1 8B", "llama3.2-1b": "Llama 3.2 1B", "qwen3-0.6b": "Qwen3 0.6B", "qwen3-4b": "Qwen3 4B",
+    "qwen3-8b": "Qwen3 8B", "qwen3-32b": "Qwen3 32B", "qwen2.5-0.5b": "Qwen2.5 0.5B", "gemma2-9b": "Gemma 2 9B",
+    "gemma3-270m": "Gemma 3 270M", "gemma3-1b": "Gemma 3 1B", "gemma3-4b": "Gemma 3 4B", "smollm": "SmolLM",
+    "gpt-oss-120b": "gpt-oss 120B", "deepseek-v3": "DeepSeek-V3",
+}  # fmt: skip
+KINDS = {
+    "frozen": "frozen head (LoRA)", "ignored": "90% ignored", "autocast": "float32 weight, autocast",
+    "softcap": "softcap", "smoothing-z-loss": "label smoothing, z-loss", "per-token": "a loss per token",
+}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- what was measured
+
+
+class File(NamedTuple):
+    """A file of results."""
+
+    path: Path
+    document: Mapping[str, Any]
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self.document["rows"])
+
+    @property
+    def card(self) -> str:
+        """ "H100", of "NVIDIA H100 80GB HBM3"."""
+        named = re.search(r"\b[A-Z]+\d+\b", str(self.document["environment"].get("gpu")))
+        return named[0] if named else "CPU"
+
+    def row(self, case: str, impl: str, mode: str = MODE) -> Row | None:
+        """The right one of an implementation, whatever its version."""
+        found = (
+            r
+            for r in self.rows
+            if r["case"] == case and r["mode"] == mode and r["ok"] and short_name(r["impl"]) == impl
+        )
+        return next(found, None)
+
+    def link(self, page: str, text: str = "file") -> str:
+        up = "../" * (page.count("/"))
+        return f"[{text}]({up}results/{self.path.name})"
+
+    def told(self, page: str) -> str:
+        """Card, date, versions, and where the file is."""
+        environment = self.document["environment"]
+        names = {"torch": "PyTorch", "triton": "Triton", "jax": "JAX", "cuda": "CUDA", "driver": "driver"}
+        versions = [f"{name} {environment[key]}" for key, name in names.items() if environment.get(key)]
+        card = environment.get("gpu") or environment.get("cpu") or environment["device"]
+        return f"{', '.join([card, self.path.name[:10], *versions])} ({self.link(page)})."
+
+
+def newest(name: str, device: str = "h?00") -> File | None:
+    """The newest file of a name, such as "linear_cross_entropy-users"."""
+    found = sorted(RESULTS.glob(f"????-??-??-{device}-{name}.json"), key=lambda path: path.name[:10])
+    return File(found[-1], json.loads(found[-1].read_text())) if found else None
+
+
+def needed(name: str, device: str = "h?00") -> File:
+    file = newest(name, device)
+    assert file is not None, name
+    return file
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines))
+
+
+def cell(row: Row | None, best: float | None = None, *, name: str = "") -> str:
+    """Time and memory; in bold where it is the best."""
+    if row is None:
+        return "-"
+    ms = format_ms(row["median_ms"])
+    memory = "" if row.get("extra_bytes") is None else f", {format_bytes(row['extra_bytes'])}"
+    return f"{name and f'{name} '}{f'**{ms}**' if row['median_ms'] == best else ms}{memory}"
+
+
+def case_words(case: str) -> str:
+    """Of "llama3.1-8b-t8192-frozen" "Llama 3.1 8B, 8192 tokens, frozen head (LoRA)"."""
+    found = re.fullmatch(rf"({'|'.join(map(re.escape, MODELS))})(?:-t(\d+))?(?:-(.+))?", case)
+    if found is None:
+        return f"`{case}`"
+    tokens = f"{found[2]} tokens" if found[2] else ""
+    return ", ".join(filter(None, (MODELS[found[1]], tokens, KINDS.get(found[3] or "", found[3] or ""))))
+
+
+def cases_by_implementations(file: File, shown: Mapping[str, str], mode: str = MODE) -> str:
+    """A line for each case, a column for each implementation that is right in one of them."""
+    cases = dict.fromkeys(row["case"] for row in file.rows if row["mode"] == mode)
+    columns = {impl: head for impl, head in shown.items() if any(file.row(case, impl, mode) for case in cases)}
+    lines = []
+    for case in cases:
+        rows = [file.row(case, impl, mode) for impl in columns]
+        best = min((row["median_ms"] for row in rows if row), default=None)
+        if any(rows):
+            lines.append([case_words(case), *(cell(row, best) for row in rows)])
+    return table(["head and tokens", *columns.values()], lines)
+
+
+def every_implementation(file: File) -> dict[str, str]:
+    """Those of a file by their names, ours first."""
+    names = dict.fromkeys(short_name(row["impl"]) for row in file.rows)
+    return {name: name.removesuffix(" auto") for name in sorted(names, key=lambda name: not name.startswith("onchip"))}
+
+
+# ---------------------------------------------------------------------------------------------- what stands in pages
+
+
+class Shown(NamedTuple):
+    """A line of README's table: who trains what, and where it was measured."""
+
+    who: str
+    what: str
+    file: str
+    case: str
+    ours: str = "onchip auto"
+    plain: tuple[str, ...] = ("torch.compile",)
+    mode: str = MODE
+    median: str = "median_ms"
+
+
+LINES = (
+    Shown("an 8B model", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-hopper-peers", "llama3.1-8b-t8192"),
+    Shown("its LoRA", "the same, frozen head", "linear_cross_entropy-hopper-peers", "llama3.1-8b-t8192-frozen"),
+    Shown("on answers", "the same, 90% ignored", "linear_cross_entropy-users", "llama3.1-8b-t8192-ignored"),
+    Shown(
+        "varying lengths", "Llama 3.1 8B, 40 new lengths", "linear_cross_entropy-lengths", "llama3.1-8b",
+        plain=("torch.compile(dynamic=True)",), mode="40 lengths, first time", median="mean_ms",
+    ),
+    Shown(
+        "packed attention", "16384 tokens in documents", "attention", "documents-2048",
+        plain=("torch flex_attention",),
+    ),
+    Shown("on two GPUs", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-world2", "llama3.1-8b-t8192"),
+    Shown("a small model", "Qwen3 0.6B, 8192 tokens", "linear_cross_entropy-hopper-peers", "qwen3-0.6b-t8192"),
+    Shown("in JAX", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-jax", "llama3.1-8b-t8192", plain=("XLA",)),
+    Shown("short batches", "Llama 3.1 8B, 512 tokens", "linear_cross_entropy-hopper-peers", "llama3.1-8b-t512"),
+)  # fmt: skip
+
+
+def few_rows(page: str) -> str:
+    """At most six lines: ours, what the framework compiles, and the fastest of other libraries."""
+    lines: list[list[str]] = []
+    files: dict[Path, File] = {}
+    for line in LINES:
+        file = newest(line.file)
+        rows = [] if file is None else [
+            {**row, "median_ms": row[line.median]}
+            for row in file.rows
+            if row["mode"] == line.mode and row["case"].startswith(line.case) and row["ok"]
+            and row["case"] in (line.case, *([row["case"]] if line.median == "mean_ms" else []))
+        ]  # fmt: skip
+        ours = next((row for row in rows if short_name(row["impl"]) == line.ours), None)
+        if file is None or ours is None or len(lines) == 6:
+            continue
+        plain = next((row for row in rows if row["impl"].startswith(line.plain)), None)
+        others = [row for row in rows if not row["impl"].startswith(("onchip", "torch", "XLA")) and row["median_ms"]]
+        other = min(others, key=lambda row: row["median_ms"], default=None)
+        best = min(row["median_ms"] for row in (ours, plain, other) if row)
+        name = "" if other is None else OTHERS.get(short_name(other["impl"]), short_name(other["impl"]))
+        lines.append([line.who, line.what, cell(ours, best), cell(plain, best), cell(other, best, name=name)])
+        files[file.path] = file
+    heads = ["you train", "head and tokens", "onchip", "compiled", "best other"]
+    named = ", ".join(file.link(page, str(i)) for i, file in enumerate(files.values(), 1))
+    return f"{table(heads, lines)}\n\n{filled(f'Files: {named}.')}"
+
+
+OTHERS = {
+    "liger for Hopper": "Liger", "liger": "Liger", "liger for Hopper, scaled": "Liger, scaled", "quack base": "QuACK",
+    "quack scaled-exp": "QuACK", "onchip auto": "onchip, default",
+}  # fmt: skip
+
+
+def filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def pitch(page: str) -> str:
+    """How often it is as fast as torch.compile, and in how much of its memory."""
+    file = needed("linear_cross_entropy-users")
+    both = pairs("linear_cross_entropy-users", "onchip auto", "torch.compile")
+    as_fast = sum(a["median_ms"] <= 1.01 * b["median_ms"] for _, a, b in both)
+    memory = statistics.median(a["extra_bytes"] / b["extra_bytes"] for _, a, b in both)
+    return filled(
+        f"On an {file.card} it matches or beats torch.compile in {as_fast} of {len(both)} cases, with "
+        f"{100 * memory:.0f}% of the memory in the median case ({file.link(page, 'results')})."
+    )
+
+
+def caption(page: str) -> str:
+    file, case = pictured()
+    return filled(
+        f"{case_words(case)} on one {file.card}, forward and backward; nearer the lower left corner is better "
+        f"({file.link(page, 'results')}). Dashed: the three matrix products that any exact method needs."
+    )
+
+
+def pictured() -> tuple[File, str]:
+    file = needed("linear_cross_entropy-hopper-peers")
+    return file, file.rows[0]["case"]
+
+
+def step(page: str) -> str:
+    """What a training step takes, as transformers has it and with us."""
+    file = needed("training-step")
+    first = {row["loss"]: row for row in reversed(file.rows) if row["model"] == file.rows[0]["model"]}
+    ours, default = first["onchip's patch"], first.get("default loss")
+    if default is None:
+        file = needed("training-step", "h200")
+        first = {row["loss"]: row for row in reversed(file.rows) if row["model"] == file.rows[0]["model"]}
+        ours, default = first["onchip's patch"], first["default loss"]
+    return filled(
+        f"A training step of {ours['model']} tokens with transformers peaks at {ours['peak_gib']:.1f} GiB in place of "
+        f"{default['peak_gib']:.1f} GiB. It takes {ours['median_ms']:.0f} ms, without onchip "
+        f"{default['median_ms']:.0f} ms, on an {file.card} ({file.link(page, 'results')})."
+    )
+
+
+def one_case(page: str, name: str, case: str) -> str:
+    """What every implementation takes that is right, the fastest first."""
+    file = needed(name)
+    rows = [row for row in file.rows if row["case"] == case and row["mode"] == MODE and row["ok"]]
+    lines = [
+        [
+            OURS.get(short_name(row["impl"]), short_name(row["impl"])),
+            format_ms(row["median_ms"]),
+            format_bytes(row["extra_bytes"]),
+        ]
+        for row in sorted(rows, key=lambda row: row["median_ms"])
+    ]
+    said = f"{case_words(case)}, forward and backward, on an {file.card} ({file.link(page)}):"
+    return f"{filled(said)}\n\n{table(['', 'time', 'extra memory'], lines)}"
+
+
+def pairs(name: str, ours: str, other: str) -> list[tuple[str, Row, Row]]:
+    """Cases with the rows of two implementations, where both are right."""
+    file = needed(name)
+    cases = dict.fromkeys(row["case"] for row in file.rows)
+    both = ((case, file.row(case, ours), file.row(case, other)) for case in cases)
+    return [(case, a, b) for case, a, b in both if a and b]
+
+
+def slower(page: str) -> str:
+    """Where what a compiler makes of the plain expression takes over 1% less time than our default."""
+    lines = []
+    for framework, name, other in (
+        ("PyTorch", "linear_cross_entropy-users", "torch.compile"),
+        ("JAX", "linear_cross_entropy-jax", "XLA, 16-bit logits, gathered"),
+    ):
+        for case, a, b in pairs(name, "onchip auto", other):
+            if (ratio := a["median_ms"] / b["median_ms"]) > 1.01:
+                times = f"{b['extra_bytes'] / a['extra_bytes']:.1f} times the memory"
+                what = f"{framework}: {case_words(case)}"
+                lines.append([what, f"{100 * (ratio - 1):.0f}%", f"{other.split(',')[0]} takes {times}"])
+    files = [needed(name) for name in ("linear_cross_entropy-users", "linear_cross_entropy-jax")]
+    links = " and ".join(file.link(page) for file in files)
+    said = f"On an {files[0].card} ({links}); in their other cases it was not slower by over 1%."
+    return f"{table(['where', 'by', 'and'], lines)}\n\n{filled(said)}"
+
+
+def xla(page: str) -> str:
+    """How often XLA is faster, and what that takes."""
+    both = pairs("linear_cross_entropy-jax", "onchip auto", "XLA, 16-bit logits, gathered")
+    faster = [(a["median_ms"] / b["median_ms"], b["extra_bytes"] / a["extra_bytes"]) for _, a, b in both]
+    lost = [time for time, _ in faster if time > 1.01]
+    memory = statistics.median(memory for _, memory in faster)
+    file = needed("linear_cross_entropy-jax")
+    return filled(
+        f"In {len(lost)} of {len(both)} cases on an {file.card} XLA's plain expression is over 1% faster than onchip, "
+        f"by {100 * (max(lost, default=1) - 1):.0f}% at most, in {memory:.0f} times the memory in the median case "
+        f"({file.link(page, 'results')})."
+    )
+
+
+OURS = {"onchip auto": "**onchip**", "onchip, no bound": "**onchip**, no bound on memory"}
+BLOCKS: dict[str, Callable[..., str]] = {
+    "pitch": pitch, "caption": caption, "table": few_rows, "step": step, "case": one_case, "slower": slower, "xla": xla,
+}  # fmt: skip
+_BLOCK = re.compile(r"(<!-- numbers: ([^\n]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def with_blocks(page: str, text: str) -> str:
+    """The page's text with what stands between marks made anew."""
+
+    def anew(found: re.Match[str]) -> str:
+        name, *given = found[2].split()
+        return f"{found[1]}{BLOCKS[name](page, *given)}\n{found[4]}"
+
+    return _BLOCK.sub(anew, text)
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def training_steps(page: str) -> str:
+    """The files of both cards."""
+    said = []
+    for device in ("h100", "h200"):
+        file = newest("training-step", device)
+        if file is None:
+            continue
+        models, losses = (dict.fromkeys(row[name] for row in file.rows) for name in ("model", "loss"))
+        lines = []
+        for model in models:
+            of = {
+                loss: [r for r in file.rows if (r["model"], r["loss"]) == (model, loss) and r.get("median_ms")]
+                for loss in losses
+            }
+            cells = (
+                f"{rows[0]['median_ms']:.0f} ms, {rows[0]['peak_gib']:.1f} GiB" if rows else "-" for rows in of.values()
+            )
+            lines.append([model, *cells])
+        said.append(f"{table(['model, batch x tokens', *losses], lines)}\n\n{file.told(page)}")
+    return "\n\n".join(said)
+
+
+def experts_layer(page: str) -> str:
+    file = needed("grouped_matmul-layer")
+    lines = [[row["impl"], row["of"], cell(row)] for row in file.rows]
+    return f"{table(['layer', 'passes', 'time, extra memory'], lines)}\n\n{file.told(page)}"
+
+
+def host(page: str) -> str:
+    file = needed("host")
+    lines = [
+        [row["call"], *("-" if row[x] is None else f"{row[x]:.2f} ms" for x in ("forward_ms", "backward_ms"))]
+        for row in file.rows
+    ]
+    return f"{table(['call', 'forward', 'backward'], lines)}\n\n{file.told(page)}"
+
+
+def lengths(page: str) -> str:
+    """A cold start, and lengths that weren't seen before: of `--suite lengths` where it was run."""
+    said = []
+    for file in filter(None, (newest("linear_cross_entropy-lengths"), newest("lengths", "h200"))):
+        if "impl" in file.rows[0]:
+            impls = dict.fromkeys(short_name(row["impl"]) for row in file.rows)
+            lines = [
+                [
+                    mode,
+                    *(
+                        format_ms(
+                            next(
+                                (
+                                    r["mean_ms"]
+                                    for r in file.rows
+                                    if (r["mode"], short_name(r["impl"])) == (mode, impl) and r["ok"]
+                                ),
+                                None,
+                            )
+                        )
+                        for impl in impls
+                    ),
+                ]
+                for mode in dict.fromkeys(row["mode"] for row in file.rows)
+            ]
+            said.append(f"{table(['what is timed', *impls], lines)}\n\n{file.told(page)}")
+            continue
+        known = [row for row in file.rows if "after_ms" in row or "after_mean_ms" in row]
+        lines = [
+            [
+                row["call"],
+                format_ms(row.get("after_ms", row.get("after_mean_ms"))),
+                format_ms(row.get("after_worst_ms")),
+            ]
+            for row in known
+        ]
+        said.append(f"{table(['call', 'time', 'worst'], lines)}\n\n{file.told(page)}")
+    return "\n\n".join(said)
+
+
+def benched(name: str, shown: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """The newest file of `onchip bench` of a name; a table for each mode of training."""
+
+    def made(page: str) -> str:
+        file = needed(name)
+        columns = shown or every_implementation(file)
+        modes = [
+            mode for mode in dict.fromkeys(row["mode"] for row in file.rows) if "backward" in mode or "grad" in mode
+        ]
+        said = [
+            f"{f'{mode}:{chr(10)}{chr(10)}' if len(modes) > 1 else ''}{cases_by_implementations(file, columns, mode)}"
+            for mode in modes or dict.fromkeys(row["mode"] for row in file.rows)
+        ]
+        return "\n\n".join([*said, file.told(page)])
+
+    return made
+
+
+USERS = {
+    "onchip auto": "onchip", "onchip, no bound": "onchip, no bound on memory", "torch.compile": "torch.compile",
+    "liger": "Liger", "XLA, 16-bit logits, gathered": "XLA",
+}  # fmt: skip
+SECTIONS: Sequence[tuple[str, str, Callable[[str], str], str]] = (
+    ("linear_cross_entropy in PyTorch", "Default arguments, in bfloat16, forward and backward: time and extra memory.",
+     benched("linear_cross_entropy-users", USERS), "linear_cross_entropy-users"),
+    ("The newest kernels of other libraries", "The same call beside Liger's functions for Hopper and QuACK, which was "
+     "tuned for each case.", benched("linear_cross_entropy-hopper-peers"), "linear_cross_entropy-hopper-peers"),
+    ("linear_cross_entropy in JAX", "Beside XLA's best plain expression, with logits in 16 bits.",
+     benched("linear_cross_entropy-jax", USERS), "linear_cross_entropy-jax"),
+    ("A training step with transformers", "Gradient checkpointing and AdamW: median time and peak memory.",
+     training_steps, "training-step"),
+    ("Lengths that weren't seen before", "Llama 3.1 8B's head.", lengths, "lengths"),
+    ("What the host takes", "The time to launch a call like earlier ones, after a wait for the device.", host, "host"),
+    ("linear_log_probs", "", benched("linear_log_probs"), "linear_log_probs"),
+    ("linear_jsd", "", benched("linear_jsd"), "linear_jsd"),
+    ("cross_entropy", "", benched("cross_entropy"), "cross_entropy"),
+    ("attention", "", benched("attention"), "attention"),
+    ("A layer of experts", "Qwen3 30B-A3B's, 8192 tokens, sorting included.", experts_layer, "grouped_matmul-layer"),
+    ("Two or more GPUs", "The vocabulary or the layers shared by ranks.", benched("linear_cross_entropy-world2"),
+     "linear_cross_entropy-world2"),
+    ("collective_matmul", "", benched("collective_matmul-world2"), "collective_matmul-world2"),
+)  # fmt: skip
+
+
+def numbers_page() -> str:
+    """docs/numbers.md: a section for each kind of file that there is."""
+    page, parts = NUMBERS, [NUMBERS_INTRO]
+    for title, words, made, name in SECTIONS:
+        if newest(name) is not None:
+            parts.append("\n\n".join(filter(None, (f"## {title}", words, made(page)))))
+    return "\n\n".join(parts) + "\n"
+
+
+NUMBERS_INTRO = """# The numbers
+
+Every result was checked against a reference before it was timed; what was wrong has no time. The fastest is bold. Times
+are medians. Memory is the peak above inputs and returned gradients. `python tools/measured.py` makes this page from the
+files in `results/`; [all files](results.md), [how they were measured](benchmarks.md), and
+[what was tried](internals/tried.md) are on pages of their own."""
+
+
+# ------------------------------------------------------------------------------------------------------ what is checked
+
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\$[^$\n]+\$", re.MULTILINE | re.DOTALL)
+_FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?) ?(ms|µs|MiB|GiB|KiB|%|TFLOP/s|TB/s)(?![\w/])")
+# What a unit's figures are in files.
+_SCALES = {
+    "ms": (1, 1000), "µs": (1e-3, 1), "MiB": (1 << 20, 1, 2**-10), "GiB": (1 << 30, 1, 1 << 10), "KiB": (1 << 10, 1),
+    "TFLOP/s": (1, 1e12), "TB/s": (1, 1e3),
+}  # fmt: skip
+
+
+def numbers_in(x: Any) -> list[float]:
+    """All that a document holds, in texts too."""
+    if isinstance(x, bool):
+        return []
+    if isinstance(x, int | float):
+        return [float(x)]
+    if isinstance(x, str):
+        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", x)]
+    inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else ()
+    return [number for part in inner for number in numbers_in(part)]
+
+
+def from_files(figure: str, unit: str, known: Sequence[float]) -> bool:
+    """Whether a number of the files rounds to the figure."""
+    number, digits = float(figure.replace(",", "")), len(figure.partition(".")[2])
+    half = 0.5 * 10**-digits
+    for scale in _SCALES[unit]:
+        i = bisect_left(known, (number - half) * scale * (1 - 1e-9))
+        if i < len(known) and known[i] <= (number + half) * scale * (1 + 1e-9):
+            return True
+    return False
+
+
+def is_a_setting(figure: str, unit: str) -> bool:
+    """A budget or another size that one chooses: a power of two."""
+    return unit.endswith("iB") and float(figure.replace(",", "")).hex().startswith("0x1.0000000000000p")
+
+
+def strangers(page: str, text: str) -> list[str]:
+    """The figures in prose and tables that come from no file: of `OWN_WORDS` those outside of marks, of other pages
+    those that no linked file has.  Shares and ratios are checked in the former alone.
+    """
+    prose = _CODE.sub(" ", text)
+    if page in OWN_WORDS:
+        outside = _CODE.sub(" ", _BLOCK.sub(" ", text))
+        return [" ".join(found) for found in _FIGURE.findall(outside) if not is_a_setting(*found)]
+    files = sorted(set(re.findall(r"(\d{4}-\d\d-\d\d-[\w.-]+?)\.(?:json|html)", text)))
+    there = [RESULTS / f"{name}.json" for name in files if (RESULTS / f"{name}.json").exists()]
+    known = sorted({number for path in there for number in numbers_in(json.loads(path.read_text()))})
+    return [
+        " ".join(found)
+        for found in _FIGURE.findall(prose)
+        if found[1] != "%" and not is_a_setting(*found) and not from_files(*found, known)
+    ]
+
+
+def made_anew() -> dict[str, str]:
+    """By path what is made of results."""
+    file, case = pictured()
+    named = [{**row, "impl": f"{OTHERS.get(short_name(row['impl']), short_name(row['impl']))} "} for row in file.rows]
+    of_case = [{**row, "case": case_words(case)} for row in named if row["case"] == case]
+    made = {PICTURE: time_memory_svg(of_case, case_words(case), [MODE]), NUMBERS: numbers_page()}
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if _BLOCK.search(text):
+            page = str(path.relative_to(ROOT))
+            made[page] = with_blocks(page, text)
+    return made
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def wrong() -> list[str]:
+    """What is to be mended, a line each."""
+    said = [
+        f"{page} is not what results/ give; run python tools/measured.py"
+        for page, text in made_anew().items()
+        if page != PICTURE and (not (ROOT / page).exists() or (ROOT / page).read_text(encoding="utf-8") != text)
+    ]
+    for path in pages():
+        page = str(path.relative_to(ROOT))
+        if found := strangers(page, path.read_text(encoding="utf-8")):
+            where = "outside of marks" if page in OWN_WORDS else "that no file has which it links to"
+            said.append(f"{page} has figures {where}: {', '.join(found)}")
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail where something differs")
+    if parser.parse_args().check:
+        sys.exit("\n".join(wrong()) or None)
+    for page, text in made_anew().items():
+        (ROOT / page).write_text(text, encoding="utf-8")
+        print(page)
+
+
+if __name__ == "__main__":
+    main()
