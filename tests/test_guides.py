@@ -1,4 +1,6 @@
-"""The training script of docs/guides: its losses are the same on one process and, with FSDP2, on two."""
+"""The training scripts of docs/guides: train.py has the same losses on one process and, with FSDP2, on two; finetune.py
+has those of the model as it is.
+"""
 
 import os
 import runpy
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "guides" / "train.py"
+GUIDES = Path(__file__).parents[1] / "docs" / "guides"
+SCRIPT = GUIDES / "train.py"
 
 
 @pytest.mark.slow
@@ -24,3 +27,29 @@ def test_two_processes_take_the_same_steps_as_one():
     assert losses[-1] < 0.7 * losses[0]
     assert said.stdout.split(), said.stderr
     torch.testing.assert_close([float(x) for x in said.stdout.split()], losses, rtol=0, atol=2e-4)
+
+
+def test_a_model_is_fine_tuned_from_a_folder_to_a_folder(tmp_path, monkeypatch, capsys):
+    from pydoc_data.topics import topics
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(topics[name] for name in ("assignment", "class", "function")))
+    words = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.train([str(text)], trainers.WordLevelTrainer(vocab_size=400, special_tokens=["<unk>", "<eos>"]))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=words.get_vocab_size(), **sizes)).save_pretrained(tmp_path / "model")
+
+    script = runpy.run_path(str(GUIDES / "finetune.py"))
+    given = str(tmp_path / "model"), str(text), str(tmp_path / "tuned"), 10
+    losses = script["main"](*given)
+    assert "20 losses so far" in capsys.readouterr().out
+    assert losses[-1] < losses[0]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.vocab_size == words.get_vocab_size()
+    monkeypatch.setitem(script["main"].__globals__, "patch", lambda model: "not patched")
+    assert losses == pytest.approx(script["main"](*given), rel=1e-4)
