@@ -6,9 +6,12 @@ import sys
 from inspect import isfunction, unwrap
 from pathlib import Path
 
+from sphinx.pycode import ModuleAnalyzer
+
 import onchip.torch
 from onchip import __version__
 from onchip.bench.page import has_bench_rows, write_pages
+from onchip.registry import OPS
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
@@ -26,6 +29,7 @@ html_math_renderer = "mathml"
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["onchip.css"]
+html_js_files = ["copy.js"]
 html_title = f"onchip {release}"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 100
@@ -36,30 +40,67 @@ napoleon_numpy_docstring = False
 RESULTS = sorted((Path(__file__).parent.parent / "results").glob("*.json"))
 
 
-def table_of_results(with_pages):
-    """A table in Markdown of the files in results/ that have pages, or of those that have none."""
-    lines = ["| date | device | what | |", "|---|---|---|---|"]
+def kind_of(path):
+    """Of "2026-11-26-h100-linear_cross_entropy-users.json" ("linear_cross_entropy", "users"); of what is no op's
+    ("", "training-step").
+    """
+    name = path.stem[11:].partition("-")[2]
+    op = next((op for op in sorted(OPS, key=len, reverse=True) if op in name), "")
+    return op, name.partition(op)[2].strip("-") if op else name
+
+
+def line_of_results(path):
+    """A row of a table in Markdown, with links from docs/results/."""
+    document = json.loads(path.read_text())
+    environment = document["environment"]
+    title, json_link = html.escape(document["title"], quote=False), f'<a href="{path.name}">JSON</a>'
+    if has_bench_rows(document):
+        title = f'<a href="{path.stem}.html">{title}</a>'
+    device = next(environment[name] for name in ("gpu", "cpu", "device") if environment.get(name))
+    return f'| {title} ({json_link}) | <span class="date">{path.name[:10]}</span> | {device} |'
+
+
+def results_of(op):
+    """What there is of an op: the newest file of each kind, those by `onchip bench` first, and what came before."""
+    kinds = {}
     for path in reversed(RESULTS):
-        document = json.loads(path.read_text())
-        if has_bench_rows(document) == with_pages:
-            environment = document["environment"]
-            op = f"`{environment['op']}`: " if "op" in environment else ""
-            files = [(f"{path.stem}.html", "page"), (path.name, "JSON")][0 if with_pages else 1 :]
-            links = ", ".join(f'<a href="results/{file}">{text}</a>' for file, text in files)
-            device = next(environment[name] for name in ("gpu", "cpu", "device") if environment.get(name))
-            lines.append(
-                f"| {path.name[:10]} | {device} | {op}{html.escape(document['title'], quote=False)} | {links} |"
-            )
-    return "\n".join(lines)
+        if kind_of(path)[0] == op:
+            kinds.setdefault(kind_of(path)[1], []).append(path)
+    newest = sorted(
+        (paths[0] for paths in kinds.values()),
+        key=lambda path: (has_bench_rows(json.loads(path.read_text())), path.name[:10]),
+        reverse=True,
+    )
+    before = [path for paths in kinds.values() for path in paths[1:]]
+    head = ["| what | date | device |", "|---|---|---|"]
+    said = ["**Current**", "", *head, *map(line_of_results, newest)]
+    if before:
+        said += ["", "**Before**", "", *head, *map(line_of_results, sorted(before, reverse=True))]
+    return "\n".join(said)
 
 
-myst_substitutions = {"pages": table_of_results(True), "others": table_of_results(False)}
+myst_substitutions = {f"of_{op or 'others'}": results_of(op) for op in (*OPS, "")}
 
 
 def write_results(app, exception):
-    """The pages of results/, beside the page that lists them."""
+    """The pages of results/, beside those that list them, with a way back."""
     if exception is None and app.builder.format == "html":
-        write_pages(RESULTS, Path(app.outdir) / "results")
+        for page in write_pages(RESULTS, Path(app.outdir) / "results"):
+            op = kind_of(page)[0]
+            back = f'<a href="{op or "others"}.html">all results of {op}</a> · <a href="../index.html">onchip</a>'
+            text = page.read_text(encoding="utf-8")
+            page.write_text(text.replace("<header>", f"<header>\n<p>{back}</p>", 1), encoding="utf-8")
+
+
+def without_overloads(app):
+    """Of a function with overloads its own signature, with all defaults, is shown."""
+    analyze = ModuleAnalyzer.analyze
+
+    def analyzed(self):
+        analyze(self)
+        self.overloads = {}
+
+    ModuleAnalyzer.analyze = analyzed
 
 
 def unwrap_functions(app):
@@ -71,4 +112,5 @@ def unwrap_functions(app):
 
 def setup(app):
     app.connect("builder-inited", unwrap_functions)
+    app.connect("builder-inited", without_overloads)
     app.connect("build-finished", write_results)

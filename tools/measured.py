@@ -29,6 +29,8 @@ NUMBERS = "docs/numbers.md"
 OWN_WORDS = ("README.md", "docs/index.md")
 
 Row = Mapping[str, Any]
+NO_BREAK = "\N{NO-BREAK SPACE}"
+"""Between a number and its unit in a table."""
 
 MODELS = {
     "llama3.1-8b": "Llama 3.1 8B", "llama3.2-1b": "Llama 3.2 1B", "qwen3-0.6b": "Qwen3 0.6B", "qwen3-4b": "Qwen3 4B",
@@ -106,8 +108,8 @@ def cell(row: Row | None, best: float | None = None, *, name: str = "") -> str:
     """Time and memory; in bold where it is the best."""
     if row is None:
         return "-"
-    ms = format_ms(row["median_ms"])
-    memory = "" if row.get("extra_bytes") is None else f", {format_bytes(row['extra_bytes'])}"
+    ms = format_ms(row["median_ms"]).replace(" ", NO_BREAK)
+    memory = "" if row.get("extra_bytes") is None else f", {format_bytes(row['extra_bytes']).replace(' ', NO_BREAK)}"
     return f"{name and f'{name} '}{f'**{ms}**' if row['median_ms'] == best else ms}{memory}"
 
 
@@ -469,7 +471,7 @@ files in `results/`; [all files](results.md), [how they were measured](benchmark
 # ------------------------------------------------------------------------------------------------------ what is checked
 
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\$[^$\n]+\$", re.MULTILINE | re.DOTALL)
-_FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?) ?(ms|µs|MiB|GiB|KiB|%|TFLOP/s|TB/s)(?![\w/])")
+_FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)[ \xa0]?(ms|µs|MiB|GiB|KiB|%|TFLOP/s|TB/s)(?![\w/])")
 # What a unit's figures are in files.
 _SCALES = {
     "ms": (1, 1000), "µs": (1e-3, 1), "MiB": (1 << 20, 1, 2**-10), "GiB": (1 << 30, 1, 1 << 10), "KiB": (1 << 10, 1),
