@@ -68,7 +68,11 @@ def results_of(op):
             kinds.setdefault(kind_of(path)[1], []).append(path)
     newest = sorted(
         (paths[0] for paths in kinds.values()),
-        key=lambda path: (has_bench_rows(json.loads(path.read_text())), path.name[:10]),
+        key=lambda path: (
+            has_bench_rows(doc := json.loads(path.read_text())),
+            path.name[:10],
+            len(doc.get("rows", ())),
+        ),
         reverse=True,
     )
     before = [path for paths in kinds.values() for path in paths[1:]]

@@ -244,10 +244,10 @@ def test_files(tiny_run):
 
 def test_page_is_self_contained(tiny_run):
     page = (tiny_run[1] / "demo.html").read_text(encoding="utf-8")
-    # Of resources alone: the sample is text that may well mention an address.
+    # Of resources alone: the sample is text that may well mention an address.  Links lead to the guides.
     references = re.findall(r"""(?:src|href|srcset|action|data)\s*=\s*["']([^"']*)""", page)
     assert references
-    assert all(reference.startswith("data:image/svg+xml;base64,") for reference in references)
+    assert all(r.startswith("data:image/svg+xml;base64,") or r.endswith(".md") for r in references)
     assert not re.search(r"@import|url\(|<script|<link|<iframe", page)
     framework = tiny_run[0]["settings"]["framework"]
     assert f"onchip demo --framework {framework} --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
@@ -305,6 +305,15 @@ def test_page_escapes_the_sample(tiny_run):
 
     document = {**tiny_run[0], "sample": {**tiny_run[0]["sample"], "text": "<script>alert(1)</script>"}}
     assert "<script>" not in report.html_page(document)
+
+
+def test_page_links_to_the_guides_of_a_checkout(tiny_run, tmp_path):
+    from onchip.demo import report
+
+    links = re.findall('href="([^"]+)"', report.html_page(tiny_run[0], tmp_path))
+    assert len(links) >= 3
+    assert all((tmp_path / link).is_file() for link in links)
+    assert 'href="' not in report.html_page(tiny_run[0])  # of an installed package
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ def test_two_processes_take_the_same_steps_as_one():
 
 def test_a_model_is_fine_tuned_from_a_folder_to_a_folder(tmp_path, monkeypatch, capsys):
     from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

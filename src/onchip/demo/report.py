@@ -4,6 +4,8 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
+from os.path import relpath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +32,8 @@ _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"color": "#15803d", "linewidth": 1.2, "linestyle": "--"},
 }
 _MEASURED = ("plain", "onchip")
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+"""Where they are in a checkout."""
 
 
 # ------------------------------------------------------------------------------------------------- tables and words
@@ -119,7 +123,7 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     compared, bound = difference["compared_steps"], difference["bound"]
     axes.plot([1, compared], [bound] * 2, color="#be123c", linestyle="--", linewidth=1.2)
     _name(axes, f"bound for the first {compared} steps", (1, bound), "#be123c", below=True, ha="left")
-    title = "Difference of the two losses (gaps: none)"
+    title = "Difference of the losses (no dot: equal)"
     axes.set(title=title, xlabel="step", ylabel="|plain − onchip|", yscale="log")
     axes.margins(y=0.15)
 
@@ -175,8 +179,11 @@ def _drawing(draw: Draw, document: Document) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
-def html_page(document: Document) -> str:
-    """One self-contained page: drawings, tables, sample, and how to run it again."""
+def html_page(document: Document, folder: Path | None = None) -> str:
+    """One self-contained page: drawings, tables, sample, and how to run it again.
+
+    In a checkout, where the guides are, it links to them from the `folder` that it will be in.
+    """
     import jinja2
 
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
@@ -189,5 +196,6 @@ def html_page(document: Document) -> str:
         verdict=_verdict(document),
         fp8_verdict=document["fp8"] and _fp8_verdict(document["fp8"]),
         logits=format_bytes(document["head_and_loss"][-1]["logits_bytes"]),
+        guides=relpath(GUIDES, folder) if folder and GUIDES.is_dir() else None,
         extras=EXTRAS[document["settings"]["framework"]],
     )

@@ -72,7 +72,7 @@ def run_demo(
     numbers, image, page = paths
     files.replace(numbers, json.dumps(document, indent=1) + "\n")
     files.replace(image, report.picture_png(document))
-    files.replace(page, report.html_page(document))
+    files.replace(page, report.html_page(document, out))
     report.print_report(document, console)
     console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
     return document
