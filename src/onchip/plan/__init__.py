@@ -293,10 +293,8 @@ def _check_ranks(known: PlannedOp, given: Mapping[str, Any], vocab: int) -> None
             f"tensor_parallel shares a vocabulary, which {op} has none of; leave it out": not shares
             and ranks > 1
             and "tensor_parallel" not in known.takes,
-            "sequence_parallel and link are of ranks that share the vocabulary; leave them out, or give tensor_parallel": (
-                not shares or ranks == 1
-            )
-            and (sequence or link is not None),
+            "sequence_parallel and link are for ranks that share a vocabulary; leave them out or give "
+            "tensor_parallel": (not shares or ranks == 1) and (sequence or link is not None),
             f"{op} has no hidden states to gather; leave sequence_parallel out": sequence
             and "hidden" not in known.needs,
             f"tokens must be a multiple of {ranks}, a part for each rank; got {tokens}": sequence
