@@ -6,7 +6,8 @@ from onchip.ops.attention.cases import CHECK_CASES, KINDS, AttentionCase
 KERNEL_CASES = (
     *(x for x in CHECK_CASES if x.mask != "blocked" and x.size % 8 == x.value_size % 8 == 0 < x.queries * x.keys),
     *(
-        AttentionCase(f"{name}, several tiles", name, queries=700, keys=700, heads=2, key_heads=1, size=64, value_size=64)
+        AttentionCase(f"{name}, several tiles", name, queries=700, keys=700, heads=2, key_heads=1, size=64,
+                      value_size=64)
         for name in KINDS
         if name != "blocked"
     ),
@@ -17,7 +18,8 @@ KERNEL_CASES = (
         for mask in ("causal", "causal, last sees last", "full")
     ),
     *(
-        AttentionCase(f"a head of {size}", "causal documents", queries=300, keys=300, size=size, value_size=size, sinks=True)
+        AttentionCase(f"a head of {size}", "causal documents", queries=300, keys=300, size=size, value_size=size,
+                      sinks=True)
         for size in range(8, 129, 8)
     ),
     *(
@@ -27,14 +29,15 @@ KERNEL_CASES = (
         for size in (64, 128)
     ),
     *(
-        AttentionCase(f"softcap {cap}, {size}, {mask}", mask, queries=300, keys=300, size=size, value_size=size, std=std,
-             sinks=True, options={"softcap": cap})
+        AttentionCase(f"softcap {cap}, {size}, {mask}", mask, queries=300, keys=300, size=size, value_size=size,
+                      std=std, sinks=True, options={"softcap": cap})
         for size in (64, 128)
         for cap, std, mask in ((10.0, 4.0, "causal"), (50.0, 2.0, "sink tokens and window"))
     ),
     AttentionCase("wider values", "causal", queries=200, keys=200, size=64, value_size=128),
     AttentionCase("narrower values", "causal", queries=200, keys=200, size=128, value_size=40),
-    AttentionCase("many keys", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=128, value_size=128),
+    AttentionCase("many keys", "causal", batch=1, queries=2500, keys=2500, heads=2, key_heads=1, size=128,
+                  value_size=128),
     AttentionCase("many documents", "causal documents", batch=3, queries=2500, keys=2500, heads=2, key_heads=1, size=64,
          value_size=64),
 )  # fmt: skip

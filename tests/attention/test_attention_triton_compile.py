@@ -33,7 +33,9 @@ def of_call(size, *, tokens=300, batch=2, stop=False, sinks=False, softcap=None,
         return torch.zeros(shape, dtype=torch.int32)
 
     ranges = numbers(1, tokens), numbers(1, tokens), numbers(1, tokens) if stop else None
-    mask = launches.Masked(*ranges, numbers(1, entries_of(tokens), 8))
+    mask = launches.Masked(
+        *ranges, numbers(1, entries_of(tokens), 8), numbers(1, tiles_of(tokens), 2) if stop else None
+    )
     table = numbers(1, tiles_of(tokens), 4)
     lse, of_rows = torch.empty(batch, 4, tokens), torch.empty(4 * batch, 2, padded(tokens))
     sink = torch.empty(4) if sinks else None

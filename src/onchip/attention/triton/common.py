@@ -45,8 +45,8 @@ def matrix(block):
 def place(n, tiles, planes, section):
     """Tile number n: which of a plane's tiles, from the first, and which plane.
 
-    A plane is a head of a sequence.  All tiles of a section of planes come before those of the next, so that L2 has what
-    these read.
+    A plane is a head of a sequence.  All tiles of a section of planes come before those of the next: L2 has what these
+    read.
     """
     first = n // (section * tiles) * section
     width = min(section, planes - first)
@@ -79,6 +79,43 @@ def query_entry(table, t, of_mask, entries, keys, GROUPS: gl.constexpr, KEYS: gl
         full_first, full_last = max(full_first, gl.load(at + 2)), min(full_last, gl.load(at + 3))
     first = min(first, gl.cdiv(keys, KEYS) - 1)
     return first, max(last, first + 1), full_first, full_last
+
+
+@gluon.jit
+def _largest_stop(stops, of_mask, keys, j, KEYS: gl.constexpr):
+    return gl.load(stops + 2 * (of_mask * gl.cdiv(keys, KEYS) + j) + 1)
+
+
+@gluon.jit
+def seen_blocks(stops, of_mask, keys, first, last, row, KEYS: gl.constexpr):
+    """Of a range of blocks the first that a tile of queries from this row on sees, and how many it does, one or more."""
+    begin, count = first, last - first
+    if stops is not None:
+        begin, count = last - 1, 0
+        for j in range(first, last):
+            sees = (_largest_stop(stops, of_mask, keys, j, KEYS) > row).to(gl.int32)
+            begin = min(begin, j + (1 - sees) * (last - first))
+            count += sees
+    return begin, max(count, 1)
+
+
+@gluon.jit
+def next_block(stops, of_mask, keys, j, last, row, KEYS: gl.constexpr):
+    """The next one that it sees."""
+    j += 1
+    if stops is not None:
+        while (j < last) & (_largest_stop(stops, of_mask, keys, min(j, last - 1), KEYS) <= row):
+            j += 1
+    return j
+
+
+@gluon.jit
+def hides_some(stops, of_mask, keys, j, full_first, full_last, row, KEYS: gl.constexpr):
+    """Whether a group's queries from this row on don't see all keys of a block."""
+    hides = (j < full_first) | (j >= full_last)
+    if stops is not None:
+        hides = hides | (gl.load(stops + 2 * (of_mask * gl.cdiv(keys, KEYS) + j)) < row + HALF)
+    return hides
 
 
 @gluon.jit

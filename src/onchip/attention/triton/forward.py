@@ -21,25 +21,29 @@ from onchip.attention.triton.common import (
     LOG2E,
     LOWEST,
     factor_layout,
+    hides_some,
     matrix,
     new_ring,
+    next_block,
     place,
     products_layout,
     query_entry,
     scores,
+    seen_blocks,
 )
 from onchip.kernels.triton.gluon import barrier, copy_in, send
 
 
 @gluon.jit
 def _copy(
-    rings, q, k, v, table, keys, heads, group, planes, tiles, entries, own, section,
-    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    rings, q, k, v, mask, sizes, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr
 ):  # fmt: skip
     of_q, of_k, of_v, _, _ = rings
     qs, q_full, q_empty = of_q
     ks, k_full, k_empty = of_k
     vs, v_full, v_empty = of_v
+    start, end, stop, table, stops = mask
+    queries, keys, heads, group, planes, tiles, entries, own, section = sizes
     step = 0
     count = 0
     for n in range(gl.program_id(0), tiles * planes, gl.num_programs(0)):
@@ -51,7 +55,8 @@ def _copy(
             mbarrier.wait(q_empty.index(at), ((count // 2) & 1) ^ 1)
             mbarrier.expect(q_full.index(at), HALF * D * 2)
             copy_in(q, [b, h, (t * GROUPS + w) * HALF, 0], q_full.index(at), qs.index(at))
-        for j in range(first, last):
+        j, blocks = seen_blocks(stops, b * own, keys, first, last, t * GROUPS * HALF, KEYS)
+        for _m in range(blocks):
             s = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_empty.index(s), phase ^ 1)
@@ -61,6 +66,7 @@ def _copy(
             mbarrier.expect(v_full.index(s), KEYS * D * 2)
             copy_in(v, [b, h // group, j * KEYS, 0], v_full.index(s), vs.index(s))
             step += 1
+            j = next_block(stops, b * own, keys, j, last, t * GROUPS * HALF, KEYS)
         count += 1
 
 
@@ -99,16 +105,17 @@ def _finish(acc, most, total, out, lse, staged, plane, heads, first_row, queries
 
 @gluon.jit
 def _attend(
-    rings, out, lse, start_p, end_p, stop, table, sinks, scale, softcap,
-    queries, keys, heads, planes, tiles, entries, own, section,
+    rings, out, lse, mask, sinks, scale, softcap, sizes,
     W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of a program are one walk: the first block of a tile is multiplied beside the last one of that before."""
+    """All tiles of a program are one walk: a tile's first block is multiplied beside the last one of that before."""
     of_q, of_k, of_v, staged, turns = rings
     qs, q_full, q_empty = of_q
     ks, k_full, k_empty = of_k
     vs, v_full, v_empty = of_v
+    start_p, end_p, stop, table, stops = mask
+    queries, keys, heads, group, planes, tiles, entries, own, section = sizes
     layout: gl.constexpr = products_layout(KEYS)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     zeros = gl.zeros((HALF, KEYS), gl.float32, layout)
@@ -128,8 +135,9 @@ def _attend(
     s = warpgroup_mma(matrix(qs.index(W)), k, zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     mbarrier.arrive(k_empty.index(0), count=1)
-    hidden = (first < full_first) | (first >= full_last)
-    s = scores(s, scale, softcap, first, start, end, stop, row, of_mask, keys, hidden, KEYS)
+    j, _blocks = seen_blocks(stops, of_mask, keys, first, last, first_row - W * HALF, KEYS)
+    hidden = hides_some(stops, of_mask, keys, j, full_first, full_last, first_row, KEYS)
+    s = scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS)
     p, most, total, _ = _softmax(s, factor, most, total)
     factors = gl.convert_layout(p.to(out.dtype), factor_layout(D))
 
@@ -146,8 +154,11 @@ def _attend(
         at = GROUPS * (count % 2) + W
         q = matrix(qs.index(at))
         mbarrier.wait(q_full.index(at), (count // 2) & 1)
-        for j in range(first + (n == begins), last):
-            is_first = j == first
+        j, blocks = seen_blocks(stops, of_mask, keys, first, last, first_row - W * HALF, KEYS)
+        if n == begins:
+            j = next_block(stops, of_mask, keys, j, last, first_row - W * HALF, KEYS)
+        for m in range((n == begins).to(gl.int32), blocks):
+            is_first = m == 0
             before = step % STAGES
             phase = (step // STAGES) & 1
             step += 1
@@ -163,7 +174,7 @@ def _attend(
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_empty.index(now), count=1)
             mbarrier.arrive(q_empty.index(GROUPS * ((count + 1) % 2) + W), count=1, pred=is_first)
-            hidden = (j < full_first) | (j >= full_last)
+            hidden = hides_some(stops, of_mask, keys, j, full_first, full_last, first_row, KEYS)
             s = scores(s, scale, softcap, j, start, end, stop, row, of_mask, keys, hidden, KEYS)
             old_most, old_total = most, total
             if is_first:
@@ -180,6 +191,7 @@ def _attend(
                 acc = acc * gl.convert_layout(change, gl.SliceLayout(1, products_layout(D)))[:, None]
             factors = gl.convert_layout(p.to(out.dtype), factor_layout(D))
             turn += 1
+            j = next_block(stops, of_mask, keys, j, last, first_row - W * HALF, KEYS)
         count += 1
     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
     sums = warpgroup_mma(factors, matrix(vs.index(step % STAGES)), acc, is_async=True)
@@ -201,7 +213,7 @@ def _rows(start_p, end_p, of_mask, first_row, queries, keys, rows: gl.constexpr)
     do_not_specialize=["queries", "keys", "heads", "group", "planes", "tiles", "entries", "own", "section"]
 )  # fmt: skip
 def attend(
-    q, k, v, out, lse, start, end, stop, table, sinks, scale, softcap,
+    q, k, v, out, lse, start, end, stop, table, stops, sinks, scale, softcap,
     queries, keys, heads, group, planes, tiles, entries, own, section,
     D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -219,31 +231,32 @@ def attend(
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
+    mask = start, end, stop, table, stops
+    sizes = queries, keys, heads, group, planes, tiles, entries, own, section
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (rings, out, lse, start, end, stop, table, sinks, scale, softcap, queries, keys, heads, planes,
-                           tiles, entries, own, section, FIRST, D, KEYS, STAGES, GROUPS, TURNS)),
-                (_attend, (rings, out, lse, start, end, stop, table, sinks, scale, softcap, queries, keys, heads, planes,
-                           tiles, entries, own, section, SECOND, D, KEYS, STAGES, GROUPS, TURNS)),
-                (_copy, (rings, q, k, v, table, keys, heads, group, planes, tiles, entries, own, section, D, KEYS,
-                         STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS, TURNS)),
+                (
+                    _attend,
+                    (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS, TURNS),
+                ),
+                (_copy, (rings, q, k, v, mask, sizes, D, KEYS, STAGES, GROUPS)),
             ],
             [4, 1],
             [REGISTERS, FEW_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_attend, (rings, out, lse, start, end, stop, table, sinks, scale, softcap, queries, keys, heads, planes,
-                           tiles, entries, own, section, FIRST, D, KEYS, STAGES, GROUPS, TURNS)),
-                (_attend, (rings, out, lse, start, end, stop, table, sinks, scale, softcap, queries, keys, heads, planes,
-                           tiles, entries, own, section, SECOND, D, KEYS, STAGES, GROUPS, TURNS)),
-                (_attend, (rings, out, lse, start, end, stop, table, sinks, scale, softcap, queries, keys, heads, planes,
-                           tiles, entries, own, section, THIRD, D, KEYS, STAGES, GROUPS, TURNS)),
-                (_copy, (rings, q, k, v, table, keys, heads, group, planes, tiles, entries, own, section, D, KEYS,
-                         STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS, TURNS)),
+                (
+                    _attend,
+                    (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS, TURNS),
+                ),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, THIRD, D, KEYS, STAGES, GROUPS, TURNS)),
+                (_copy, (rings, q, k, v, mask, sizes, D, KEYS, STAGES, GROUPS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, FEW_REGISTERS],
-        )  # fmt: skip
+        )

@@ -41,13 +41,12 @@ def _entry(table, t, of_mask, tiles):
 
 
 @gluon.jit
-def _copy(
-    rings, q, d_out, k, v, of_rows, table, heads, group, tiles, own,
-    D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _copy(rings, q, d_out, k, v, of_rows, mask, sizes, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
     of_q, of_d_out, vectors, ks, vs, k_full = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
+    start, end, stop, table = mask
+    queries, keys, heads, group, tiles, own = sizes
     key_heads = heads // group
     n = gl.program_id(0)
     t, b, h = n // key_heads % tiles, n // key_heads // tiles, n % key_heads
@@ -82,9 +81,11 @@ def _row_numbers(vectors, s, which: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _probabilities(
-    x, vectors, s, j, start_p, end_p, until, key, scale, softcap, of_mask, queries, keys, hidden, ROWS: gl.constexpr
-):
+    x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS: gl.constexpr
+):  # fmt: skip
     """Of a block of queries, [keys, queries]; with a softcap what the scores are of it, too."""
+    start_p, end_p, stop, table = mask
+    queries, keys, heads, group, tiles, own = sizes
     if softcap is not None:
         x = capped(x, scale, softcap)
     factor = (scale if softcap is None else softcap) * LOG2E
@@ -103,12 +104,14 @@ def _probabilities(
 
 @gluon.jit
 def _differentiate(
-    rings, grad_k, grad_v, start_p, end_p, stop, table, scale, softcap, queries, keys, heads, group, tiles, own,
+    rings, grad_k, grad_v, mask, scale, softcap, sizes,
     W: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, of_d_out, vectors, ks, vs, k_full = rings
     qs, q_full, q_empty = of_q
     d_outs, d_out_full, d_out_empty = of_d_out
+    start_p, end_p, stop, table = mask
+    queries, keys, heads, group, tiles, own = sizes
     layout: gl.constexpr = products_layout(ROWS)
     of_sums: gl.constexpr = products_layout(D)
     key_heads = heads // group
@@ -136,9 +139,7 @@ def _differentiate(
         mbarrier.wait(d_out_full.index(s), phase)
         y = warpgroup_mma(v, matrix(d_outs.index(s)).permute((1, 0)), zeros, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
-        x, p = _probabilities(
-            x, vectors, s, j, start_p, end_p, until, key, scale, softcap, of_mask, queries, keys, hidden, ROWS
-        )
+        x, p = _probabilities(x, vectors, s, j, mask, until, key, scale, softcap, of_mask, sizes, hidden, ROWS)
         factors = gl.convert_layout(p.to(grad_v.dtype), factor_layout(D))
         sum_v = warpgroup_mma(factors, matrix(d_outs.index(s)), sum_v, is_async=True)
         y = warpgroup_mma_wait(num_outstanding=1, deps=(y,))
@@ -186,14 +187,14 @@ def key_gradient(
     rings = of_q, of_d_out, vectors, ks, vs, k_full
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
+    mask = start, end, stop, table
+    sizes = queries, keys, heads, group, tiles, own
     gl.warp_specialize(
         [
-            (_differentiate, (rings, grad_k, grad_v, start, end, stop, table, scale, softcap, queries, keys, heads,
-                              group, tiles, own, FIRST, D, ROWS, STAGES)),
-            (_differentiate, (rings, grad_k, grad_v, start, end, stop, table, scale, softcap, queries, keys, heads,
-                              group, tiles, own, SECOND, D, ROWS, STAGES)),
-            (_copy, (rings, q, d_out, k, v, of_rows, table, heads, group, tiles, own, D, ROWS, STAGES)),
+            (_differentiate, (rings, grad_k, grad_v, mask, scale, softcap, sizes, FIRST, D, ROWS, STAGES)),
+            (_differentiate, (rings, grad_k, grad_v, mask, scale, softcap, sizes, SECOND, D, ROWS, STAGES)),
+            (_copy, (rings, q, d_out, k, v, of_rows, mask, sizes, D, ROWS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],
-    )  # fmt: skip
+    )

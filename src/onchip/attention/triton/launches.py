@@ -34,17 +34,18 @@ class Masked(NamedTuple):
     start: Tensor  # [B or 1, Tq] int32, contiguous, as the next
     end: Tensor
     stop: Tensor | None  # [B or 1, Tk] int32
-    table: Tensor  # [B or 1, entries, 8] int32
+    table: Tensor  # [B or 1, entries, 8] int32: ranges of keys
+    stops: Tensor | None  # [B or 1, key tiles, 2] int32: the least and the largest stop
 
 
 def query_table(p: AttentionProblem, m: Masked) -> Launch:
     """Find the ranges of query tiles."""
-    sequences, tiles = m.table.shape[:2]
+    sequences, entries = m.table.shape[:2]
+    programs = entries if m.stops is None else max(entries, m.stops.shape[1])
     arguments = {
-        "start": m.start, "end": m.end, "table": m.table, "queries": p.queries, "keys": p.keys, "tiles": tiles,
-        "ROWS": HALF, "KEYS": TILE, "HAS_STOP": m.stop is not None,
+        **m._asdict(), "queries": p.queries, "keys": p.keys, "entries": entries, "ROWS": HALF, "KEYS": TILE,
     }  # fmt: skip
-    return Launch(tables.query_table, (tiles, sequences), arguments)
+    return Launch(tables.query_table, (programs, sequences), arguments)
 
 
 def key_table(p: AttentionProblem, m: Masked, into: Tensor) -> Launch:
@@ -59,8 +60,8 @@ def key_table(p: AttentionProblem, m: Masked, into: Tensor) -> Launch:
 
 
 def forward(
-    p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float, softcap: float | None,
-    out: Tensor, lse: Tensor,
+    p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
+    softcap: float | None, out: Tensor, lse: Tensor,
 ) -> Launch:  # fmt: skip
     """out [B, Tq, Hq, Dv], and lse [B, Hq, Tq] contiguous."""
     d = width(p)
@@ -77,8 +78,8 @@ def forward(
 
 
 def gradient_rows(
-    p: AttentionProblem, out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, sinks: Tensor | None, of_rows: Tensor,
-    of_sinks: Tensor | None,
+    p: AttentionProblem, out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, sinks: Tensor | None,
+    of_rows: Tensor, of_sinks: Tensor | None,
 ) -> Launch:  # fmt: skip
     """What backward needs of each query; d_lse [B, Tq, Hq], any strides."""
     by_8 = [[s // 8 if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)] for x in (out, d_out)]
@@ -142,7 +143,7 @@ def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d
     """What the kernels take alike in which a tile of queries walks over keys."""
     of_keys = 4 * p.keys * d
     return {
-        "start": m.start, "end": m.end, "stop": m.stop, "table": m.table, "scale": scale, "softcap": softcap,
+        **m._asdict(), "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "planes": p.batch * p.heads,
         "tiles": tiles_of(p.queries), "entries": m.table.shape[1], "own": int(len(m.start) > 1),
         "section": p.group * max(1, _L2 // max(1, of_keys)),

@@ -41,6 +41,7 @@ class KernelOutputs(NamedTuple):
     out: Tensor  # [B, Tq, Hq, Dv], or as the layout has it
     lse: Tensor  # [B, Tq, Hq], or as the layout has it; in both a head's numbers are next to each other
     table: Tensor  # [B or 1, entries, 8] int32: ranges of keys
+    stops: Tensor | None  # [B or 1, key tiles, 2] int32: the least and the largest stop of each
 
 
 class KernelKept(NamedTuple):
@@ -54,6 +55,7 @@ class KernelKept(NamedTuple):
     end: Tensor
     stop: Tensor | None
     table: Tensor
+    stops: Tensor | None
     out: Tensor
     lse: Tensor
     scale: float
@@ -83,18 +85,22 @@ def refusal(
 @constant_to_compiler  # it asks the system
 def _device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     reason = device_refusal(device, index, dtype)
-    if reason is None and (capability := describe(torch.device(device, index)).capability) != 90:
+    if (
+        reason is None
+        and (capability := describe(torch.device(device if index is None else f"{device}:{index}")).capability) != 90
+    ):
         reason = f"it is written for Hopper, compute capability 9.0; this is {capability / 10}; pass backend='plain'"
     return reason or gluon_refusal()
 
 
 def _fake(call: KernelCall) -> KernelOutputs:
-    p, q = call.problem, call.cast_q
+    p, q, sequences = call.problem, call.cast_q, call.start.shape[0]
     (*lead, _), lse = q.shape, stated.empty((p.batch, p.heads, p.queries), torch.float32, q.device)
     return KernelOutputs(
         stated.empty((*lead, p.value_size), q.dtype, q.device),
         lse.transpose(1, 2) if call.options.layout == "bthd" else lse,
-        stated.empty((call.start.shape[0], problem.entries_of(p.queries), 8), torch.int32, q.device),
+        stated.empty((sequences, problem.entries_of(p.queries), 8), torch.int32, q.device),
+        None if call.stop is None else stated.empty((sequences, problem.tiles_of(p.keys), 2), torch.int32, q.device),
     )
 
 
@@ -102,7 +108,7 @@ def _forward(call: KernelCall) -> KernelOutputs:
     from onchip.attention.triton import launches
 
     made, p = _fake(call), call.problem
-    mask = launches.Masked(call.start, call.end, call.stop, made.table)
+    mask = launches.Masked(call.start, call.end, call.stop, made.table, made.stops)
     launches.query_table(p, mask).run()
     options = call.options
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
@@ -130,7 +136,8 @@ def _copied(x: Tensor) -> Tensor:
 def _save(call: KernelCall, made: KernelOutputs) -> KernelKept:
     given = call.q, call.k, call.v, call.q if call.sinks is None else call.sinks
     return KernelKept(
-        call.cast_q, call.cast_k, call.cast_v, call.sinks, call.start, call.end, call.stop, made.table, made.out,
+        call.cast_q, call.cast_k, call.cast_v, call.sinks, call.start, call.end, call.stop, made.table,
+        made.stops, made.out,
         made.lse, call.scale, call.problem, call.options, tuple(x.dtype for x in given),
     )  # fmt: skip
 
@@ -145,7 +152,7 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     if grad_lse is not None and options.layout == "bhtd":
         grad_lse = grad_lse.transpose(1, 2)
     q, k, v, out, grad_out = (_by_token(x, options) for x in (kept.q, kept.k, kept.v, kept.out, grad_out))
-    mask = launches.Masked(kept.start, kept.end, kept.stop, kept.table)
+    mask = launches.Masked(kept.start, kept.end, kept.stop, kept.table, kept.stops)
     planes = p.batch * p.heads
     of_rows = stated.empty((planes, 2, problem.padded(p.queries)), torch.float32, device)
     of_sinks = None

@@ -67,7 +67,7 @@ def memory_parts(p: AttentionProblem, sequences: int, *, backward: bool, sinks: 
     kept = "kept until backward: " if backward else ""
     parts = {
         f"{kept}lse": 4 * planes * p.queries,
-        f"{kept}ranges of keys": 32 * sequences * entries_of(p.queries),
+        f"{kept}ranges of keys": sequences * (32 * entries_of(p.queries) + 8 * tiles_of(p.keys)),
     }
     if backward:
         parts["lse and delta of queries"] = 8 * planes * padded(p.queries)

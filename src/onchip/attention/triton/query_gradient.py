@@ -19,25 +19,27 @@ from onchip.attention.triton.common import (
     are_seen,
     capped,
     factor_layout,
+    hides_some,
     matrix,
     new_ring,
+    next_block,
     place,
     products_layout,
     query_entry,
+    seen_blocks,
 )
 from onchip.kernels.triton.gluon import barrier, copy_in, send
 
 
 @gluon.jit
-def _copy(
-    rings, q, d_out, k, v, table, keys, heads, group, planes, tiles, entries, own, section,
-    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _copy(rings, q, d_out, k, v, mask, sizes, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
     of_q, of_d_out, of_k, of_v, _ = rings
     qs, q_full, q_empty = of_q
     d_outs, _, _ = of_d_out
     ks, k_full, k_empty = of_k
     vs, v_full, v_empty = of_v
+    start, end, stop, table, stops = mask
+    queries, keys, padded, heads, group, planes, tiles, entries, own, section = sizes
     step = 0
     count = 0
     for n in range(gl.program_id(0), tiles * planes, gl.num_programs(0)):
@@ -49,7 +51,8 @@ def _copy(
             mbarrier.expect(q_full.index(w), 2 * HALF * D * 2)
             copy_in(q, [b, h, t * TILE + HALF * w, 0], q_full.index(w), qs.index(w))
             copy_in(d_out, [b, h, t * TILE + HALF * w, 0], q_full.index(w), d_outs.index(w))
-        for j in range(first, last):
+        j, blocks = seen_blocks(stops, b * own, keys, first, last, t * TILE, KEYS)
+        for _m in range(blocks):
             s = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_empty.index(s), phase ^ 1)
@@ -59,13 +62,13 @@ def _copy(
             mbarrier.expect(v_full.index(s), KEYS * D * 2)
             copy_in(v, [b, h // group, j * KEYS, 0], v_full.index(s), vs.index(s))
             step += 1
+            j = next_block(stops, b * own, keys, j, last, t * TILE, KEYS)
         count += 1
 
 
 @gluon.jit
 def _differentiate(
-    rings, grad_q, of_rows, start_p, end_p, stop, table, scale, softcap, queries, keys, padded, heads, planes, tiles,
-    entries, own, section,
+    rings, grad_q, of_rows, mask, scale, softcap, sizes,
     W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     of_q, of_d_out, of_k, of_v, staged = rings
@@ -73,6 +76,8 @@ def _differentiate(
     d_outs, _, _ = of_d_out
     ks, k_full, k_empty = of_k
     vs, v_full, v_empty = of_v
+    start_p, end_p, stop, table, stops = mask
+    queries, keys, padded, heads, group, planes, tiles, entries, own, section = sizes
     layout: gl.constexpr = products_layout(KEYS)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     zeros = gl.zeros((HALF, KEYS), gl.float32, layout)
@@ -93,7 +98,8 @@ def _differentiate(
         lse, delta = gl.load(at_row), gl.load(at_row + padded)
         acc = gl.zeros((HALF, D), gl.float32, products_layout(D))
         mbarrier.wait(q_full.index(W), count & 1)
-        for j in range(first, last):
+        j, blocks = seen_blocks(stops, of_mask, keys, first, last, t * TILE, KEYS)
+        for m in range(blocks):
             s = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_full.index(s), phase)
@@ -104,11 +110,11 @@ def _differentiate(
             if softcap is not None:
                 x = capped(x, scale, softcap)
             p = gl.exp2(x * factor - lse[:, None])
-            if (j < full_first) | (j >= full_last):
+            if hides_some(stops, of_mask, keys, j, full_first, full_last, t * TILE + W * HALF, KEYS):
                 p = gl.where(are_seen(j, start, end, stop, row, of_mask, keys, KEYS), p, 0.0)
             y = warpgroup_mma_wait(num_outstanding=0, deps=(y,))
             mbarrier.arrive(v_empty.index(s), count=1)
-            mbarrier.arrive(q_empty.index(W), count=1, pred=j == last - 1)
+            mbarrier.arrive(q_empty.index(W), count=1, pred=m == blocks - 1)
             d_scores = p * (y - delta[:, None])
             if softcap is not None:
                 d_scores = d_scores * (1 - x * x)
@@ -117,6 +123,7 @@ def _differentiate(
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(k_empty.index(s), count=1)
             step += 1
+            j = next_block(stops, of_mask, keys, j, last, t * TILE, KEYS)
         sees = gl.convert_layout(start < end, gl.SliceLayout(1, products_layout(D)))
         gradient = gl.where(sees[:, None], acc * scale, 0.0)
         send(gradient, grad_q, staged.index(W), (b, h, t * TILE + W * HALF), 0, HALF, D, D)
@@ -128,7 +135,7 @@ def _differentiate(
     do_not_specialize=["queries", "keys", "padded", "heads", "group", "planes", "tiles", "entries", "own", "section"]
 )  # fmt: skip
 def query_gradient(
-    q, d_out, k, v, grad_q, of_rows, start, end, stop, table, scale, softcap,
+    q, d_out, k, v, grad_q, of_rows, start, end, stop, table, stops, scale, softcap,
     queries, keys, padded, heads, group, planes, tiles, entries, own, section,
     D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -143,14 +150,14 @@ def query_gradient(
     rings = of_q, of_d_out, of_k, of_v, staged
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
+    mask = start, end, stop, table, stops
+    sizes = queries, keys, padded, heads, group, planes, tiles, entries, own, section
     gl.warp_specialize(
         [
-            (_differentiate, (rings, grad_q, of_rows, start, end, stop, table, scale, softcap, queries, keys, padded,
-                              heads, planes, tiles, entries, own, section, FIRST, D, KEYS, STAGES)),
-            (_differentiate, (rings, grad_q, of_rows, start, end, stop, table, scale, softcap, queries, keys, padded,
-                              heads, planes, tiles, entries, own, section, SECOND, D, KEYS, STAGES)),
-            (_copy, (rings, q, d_out, k, v, table, keys, heads, group, planes, tiles, entries, own, section, D, KEYS, STAGES)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, FIRST, D, KEYS, STAGES)),
+            (_differentiate, (rings, grad_q, of_rows, mask, scale, softcap, sizes, SECOND, D, KEYS, STAGES)),
+            (_copy, (rings, q, d_out, k, v, mask, sizes, D, KEYS, STAGES)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],
-    )  # fmt: skip
+    )

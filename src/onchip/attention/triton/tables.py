@@ -9,29 +9,38 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "tiles"])
+@triton.jit(do_not_specialize=["queries", "keys", "entries"])
 def query_table(
-    start, end, table, queries, keys, tiles,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_STOP: tl.constexpr,
+    start, end, stop, table, stops, queries, keys, entries, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    t, b = tl.program_id(0), tl.program_id(1)
+    """With a `stop`, of blocks of keys the least and the largest of it too, [B or 1, blocks, 2]."""
+    t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if t < entries:
+        _query_entry(start, end, table + (b * entries + t) * 8, t, b, queries, keys, ROWS, KEYS)
+    if stop is not None:
+        j = t * KEYS + tl.arange(0, KEYS)
+        if t * KEYS < keys:
+            until = tl.load(stop + b * keys + j, mask=j < keys, other=0)
+            into = stops + 2 * (b * tl.cdiv(keys, KEYS) + t)
+            tl.store(into, tl.min(tl.where(j < keys, until, queries), 0))
+            tl.store(into + 1, tl.max(until, 0))
+
+
+@triton.jit
+def _query_entry(start, end, into, t, b, queries, keys, ROWS: tl.constexpr, KEYS: tl.constexpr):
     row = t * ROWS + tl.arange(0, ROWS)
     inside = row < queries
-    at = b.to(tl.int64) * queries + row
+    at = b * queries + row
     s = tl.maximum(tl.load(start + at, mask=inside, other=0), 0)
     e = tl.minimum(tl.load(end + at, mask=inside, other=0), keys)
     sees = inside & (s < e)
     least, most = tl.min(tl.where(sees, s, keys), 0), tl.max(tl.where(sees, e, 0), 0)
     # A row past the last one bounds nothing.
     full_start, full_end = tl.max(tl.where(inside, s, 0), 0), tl.min(tl.where(inside, e, keys), 0)
-    full_last = full_end // KEYS
-    if HAS_STOP:  # which may hide anything
-        full_last = 0
-    into = table + (b * tiles + t).to(tl.int64) * 8
     tl.store(into, least // KEYS)
     tl.store(into + 1, tl.cdiv(most, KEYS))
     tl.store(into + 2, tl.cdiv(full_start, KEYS))
-    tl.store(into + 3, full_last)
+    tl.store(into + 3, full_end // KEYS)
     tl.store(into + 4, least)
     tl.store(into + 5, most)
     tl.store(into + 6, full_start)

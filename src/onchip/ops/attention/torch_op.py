@@ -200,7 +200,10 @@ def _by_kernels(
     else:
         tensors = mask_arrays(mask)
         _check_devices(q, tensors)
-        start, end, stop = stated.call(partial(_lowered, with_arrays(mask, repeat(...)), p), q, *tensors)
+        if isinstance(mask, Intervals) and _is_read_by_kernels(mask, p):
+            start, end, stop = mask.start, mask.end, mask.stop
+        else:
+            start, end, stop = stated.call(partial(_lowered, with_arrays(mask, repeat(...)), p), q, *tensors)
     cast = [x if x.dtype == dtype else stated.call(_cast, x, dtype) for x in given]
     call = kernels.KernelCall(
         q, k, v, sinks, cast[0], cast[1], cast[2], start, end, stop, scale, p, options, grads
@@ -230,6 +233,14 @@ def _as_kernels_read(ranges: Intervals) -> tuple[Tensor, Tensor, Tensor | None]:
         for x in given
     )
     return start, end, stop[0] if stop else None
+
+
+def _is_read_by_kernels(mask: Intervals, p: AttentionProblem) -> bool:
+    """Whether it is as `_as_kernels_read` makes it, as a lowered one mostly is."""
+    rows, given = mask.start.shape[0], [mask.start, mask.end] + ([] if mask.stop is None else [mask.stop])
+    if rows not in (1, p.batch) or not all(x.dtype == torch.int32 and x.is_contiguous() for x in given):
+        return False
+    return [x.shape for x in given] == [(rows, n) for n in (p.queries, p.queries, p.keys)][: len(given)]
 
 
 def _check_devices(q: Tensor, tensors: Sequence[Tensor | None]) -> None:
