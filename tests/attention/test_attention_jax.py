@@ -90,6 +90,15 @@ def test_shard_map_over_batch_and_heads():
     assert_same(jax.jit(run)(*given, IDS), jax.value_and_grad(loss, (0, 1, 2))(*given, IDS))
 
 
+def test_a_sharded_type_outside_of_a_shard_map_raises():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    P = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(x, P("data")) for x in drawn()]
+        with pytest.raises(ValueError, match=r"q is sharded as \('data', None, None, None\); call it inside"):
+            jax.jit(attention)(*given)
+
+
 def test_nan_stays_where_it_is_seen():
     given = drawn(batch=1)
     mask = Documents(IDS[:1]) & Causal()

@@ -1,5 +1,6 @@
 """attention for JAX: the public function."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -72,7 +73,8 @@ def attention(
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape or option; an id of `Documents` that comes back, where values are checked.
+        ValueError: a wrong shape or option; a backend that can't serve the call; an id of `Documents` that comes back,
+            where values are checked; an array whose type says that it is sharded, outside of a `jax.shard_map`.
         NotImplementedError: differentiated twice.
 
     Memory: kept for backward are q, k, v, out and 4 * B * Tq * Hq bytes.  Beside these, with "xla", are tiles of 128
@@ -96,6 +98,7 @@ def attention(
     for name in ("k", "v"):
         if dtype_of(arrays[name]) != dtype_of(q):
             raise TypeError(f"{OP}: q is {dtype_of(q)} but {name} is {dtype_of(arrays[name])}; cast one of them")
+    _check_shardings(arrays)
     options = AttentionOptions(scale, softcap, layout, None, check_inputs, return_lse)
     p = check_shapes(layout, {name: x.shape for name, x in arrays.items()})
     if check_inputs or jax.default_backend() == "cpu":
@@ -120,6 +123,16 @@ def attention(
     if q.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _check_shardings(arrays: Mapping[str, Any]) -> None:
+    """Raise for arrays whose types say that devices share them: a kernel would gather them without a word."""
+    for name, x in arrays.items():
+        spec = tuple(jax.typeof(x).sharding.spec)
+        if any(axis is not None for axis in spec):
+            raise ValueError(
+                f"{OP}: {name} is sharded as {spec}; call it inside of a jax.shard_map over the batch and the heads"
+            )
 
 
 def mosaic_refusal(platform: str, static: AttentionStatic, dtype: str) -> str | None:
