@@ -46,18 +46,7 @@ def query_tiles(of: MaskArrays, mask: Intervals, rows: int) -> AttentionTiles:
 def key_tiles(of: MaskArrays, mask: Intervals, keys: int, columns: int) -> AttentionTiles:
     """Of tiles of `columns` keys: ranges of queries."""
     first, last = of_keys(of, mask, keys)
-    tiles = query_tiles(of, Intervals(first, last, None, mask.blocks), columns)
-    if mask.blocks is not None:
-        return tiles
-    # Queries of which all that follow see the tile's last key, up to one that doesn't see its first: also where starts
-    # and ends fall.
-    begin = of.positions(mask.start, tiles.first.shape[1])[None] * columns + mask.start[:, :1] * 0
-    start, end = of.running_max(mask.start), of.running_min(mask.end)
-    full_first = of.count_not_above(end, (begin + (columns - 1)).clip(0, keys - 1))
-    full_last = of.count_not_above(start, begin)
-    if mask.stop is not None:
-        full_last = of.xp.minimum(full_last, _by_tile(of, mask.stop, columns, "min"))
-    return tiles._replace(full_first=full_first, full_last=of.xp.maximum(full_first, full_last))
+    return query_tiles(of, Intervals(first, last, None, mask.blocks), columns)
 
 
 def _by_tile(of: MaskArrays, x: Array, rows: int, which: str) -> Array:

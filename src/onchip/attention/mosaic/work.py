@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.attention import ranges
 from onchip.attention.masks import Intervals
-from onchip.attention.xla.arrays import XLA
 from onchip.kernels.mosaic.launch import Refs, multiprocessors
 
 Array = jax.Array
@@ -41,10 +39,6 @@ class TileWork(NamedTuple):
 
 def query_items(mask: Intervals, keys: int, block: int) -> Array:
     """[B * tiles, 6] int32: tiles of queries with blocks of so many keys, one at least."""
-    if mask.stop is None:
-        tiles = ranges.query_tiles(XLA, mask, TILE)
-        first, last = tiles.first // block, -(-tiles.last // block)
-        return _sorted(first, jnp.maximum(last, first + 1), tiles.full_first, tiles.full_last)
     meet, full = _pairs(mask, keys, TILE, block)
     # Keys that aren't there must be masked.
     return _in_blocks(meet, full.at[..., keys // block :].set(False), block, least=1)
@@ -76,7 +70,7 @@ def _pairs(mask: Intervals, keys: int, rows: int, columns: int) -> tuple[Array, 
     )
     most_start, least_end = (
         over(x, rows, fill, fold)[:, :, None]
-        for x, fill, fold in ((mask.start, far, jnp.max), (mask.end, -far, jnp.min))
+        for x, fill, fold in ((mask.start, -far, jnp.max), (mask.end, far, jnp.min))
     )
     meet, full = (least_start < last) & (most_end > first), (most_start <= first) & (least_end >= last)
     if mask.stop is not None:

@@ -21,7 +21,7 @@ def _values(x: Any) -> np.ndarray[Any, Any] | None:
     return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 
-XLA = KNOWN["xla"] = MaskArrays(
+KNOWN["xla"] = MaskArrays(
     jnp,
     positions=lambda like, n: jnp.arange(n, dtype=jnp.int32),
     integers=lambda x: jnp.asarray(x).astype(jnp.int32),

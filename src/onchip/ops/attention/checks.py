@@ -22,7 +22,8 @@ def limits(
 
     A score has an error of its own size and of its sum of D products; exponentials turn it into a relative one of
     probabilities.  Sums of these over keys, or queries, walk at random.  To `dtype` out is rounded once; gradients are
-    made of it, of a difference of two numbers of about their size, and rounded once more.
+    made of it, of a difference of two numbers of about their size, and rounded once more.  Kernels round probabilities
+    before these are multiplied with values.
     """
     wide = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
     scale = float(case.options.get("scale", case.size**-0.5))
@@ -32,7 +33,7 @@ def limits(
     sums = 2 * wide * (1 + float(np.sqrt((case.queries + case.keys + case.value_size) / 24)))
     of_product = DEVIATIONS * (score + sums)
     narrow = 0.0 if dtype in ("float32", "float64") else UNIT_ROUNDOFF[dtype]
-    roundings = {"out": 1, "lse": 0}
+    roundings = {"out": 2 if how.get("backend") in ("triton", "mosaic_gpu") else 1, "lse": 0}
     made = {}
     for name in oracle._fields:
         right = getattr(oracle, name)

@@ -1,0 +1,128 @@
+"""The 'mosaic_gpu' backend of attention on a Hopper GPU: against the oracle, and what the CPU can't show."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_kernel_cases import KERNEL_CASES
+
+from onchip.jax import attention
+from onchip.masks import Causal, Documents, Window
+from onchip.ops.attention.cases import KINDS, AttentionCase
+from onchip.ops.attention.checks import CHECKER
+from shared import assert_within_bounds
+
+pytestmark = pytest.mark.gpu
+op = partial(attention, backend="mosaic_gpu")
+LONG = AttentionCase("", "full", queries=700, keys=700, heads=4, key_heads=2, size=128, value_size=128)
+CASES = (
+    *KERNEL_CASES,
+    *(replace(LONG, name=kind, mask=kind) for kind in KINDS if kind != "blocked"),
+    replace(LONG, name="odd sizes", mask="tree", size=37, value_size=75, sinks=True),
+    replace(LONG, name="a negative scale", mask="prefixes", options={"scale": -0.05}),
+    replace(LONG, name="large scores", mask="images", std=6.0),
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    layout = ("bthd", "bhtd")[CASES.index(case) % 2]
+    assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", layout=layout, backend="mosaic_gpu"))
+
+
+def drawn(batch=2, tokens=1000, heads=4, key_heads=2, size=128):
+    rng = np.random.default_rng(0)
+    shapes = [(batch, tokens, h, size) for h in (heads, key_heads, key_heads)]
+    return [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+
+def loss(q, k, v, mask, sinks, op=op):
+    out, lse = op(q, k, v, mask, sinks=sinks, softcap=20.0, return_lse=True)
+    return (out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum() + (lse**2).sum()
+
+
+def test_runs_and_transformations_agree():
+    """The same bits from run to run, under checkpoint, vmap, in a scan, and in a shard_map."""
+    given, sinks = drawn(), jnp.ones(4)
+    ids = jnp.asarray(np.random.default_rng(1).random((2, 1000)) < 0.01).cumsum(1)
+    mask = (Documents(ids) & Causal()).lower(2, 1000, 1000, ids)
+    step = jax.jit(jax.grad(loss, (0, 1, 2, 4)))
+    right = step(*given, mask, sinks)
+
+    def same(made, right=right):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.float32(x), np.float32(y)), made, right)
+
+    for _ in range(50):
+        same(step(*given, mask, sinks))
+    same(jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2, 4)))(*given, mask, sinks))
+    alone = jax.tree.map(lambda x: x[:, None], (*given, mask))
+    of_one = jax.grad(loss, (0, 1, 2))
+    each = [jax.jit(of_one)(*jax.tree.map(lambda x, i=i: x[i], alone), sinks) for i in range(2)]
+    made = jax.jit(jax.vmap(of_one, in_axes=(0, 0, 0, 0, None)))(*alone, sinks)
+    same(made, jax.tree.map(lambda *x: jnp.stack(x), *each))
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    P = jax.sharding.PartitionSpec
+    split = P("data", None, "model")
+    specs = (split, split, split, P("data"), P("model"))
+    mapped = jax.shard_map(jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=(split,) * 3)
+    same(jax.jit(mapped)(*given, mask, sinks), right[:3])
+
+    def layers(x, masks):
+        def layer(x, mask):
+            out = op(x, x[:, :, :2], x[:, :, 2:], mask, softcap=20.0)
+            return (x + out).astype(x.dtype), None
+
+        return jax.lax.scan(layer, x, masks)[0].astype(jnp.float32).sum()
+
+    masks = [mask, (Causal() & Window(100)).lower(2, 1000, 1000, ids)]
+    masks[1] = jax.tree.map(lambda x, y: jnp.broadcast_to(x, y.shape), masks[1], mask)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *masks)
+
+    def unrolled(x, masks):
+        for i in range(2):
+            mask = jax.tree.map(lambda a, i=i: a[i], masks)
+            x = (x + op(x, x[:, :, :2], x[:, :, 2:], mask, softcap=20.0)).astype(x.dtype)
+        return x.astype(jnp.float32).sum()
+
+    made, plain = (jax.jit(jax.grad(f))(given[0], stacked) for f in (layers, unrolled))
+    np.testing.assert_array_equal(np.float32(made), np.float32(plain))
+
+
+def test_auto_takes_the_kernels_where_it_can():
+    q, k, v = drawn(tokens=128)
+    assert "mosaic_gpu" in jax.jit(attention).lower(q, k, v).as_text()
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    assert "mosaic_gpu" not in jax.jit(attention).lower(*wide).as_text()
+
+
+def test_another_mask_compiles_nothing():
+    q, k, v = drawn()
+    step = jax.jit(op)
+    for mask in (Causal(), Window(5, 3), Documents(jnp.arange(1000) // 7)):
+        step(q, k, v, mask.lower(2, 1000, 1000, q))
+    assert step._cache_size() == 1
+
+
+def test_hidden_tokens_leak_nothing():
+    """Of other tiles, whatever they hold; and a gradient of queries that see nothing may be anything."""
+    q, k, v = drawn(batch=1)
+    mask = Documents(jnp.arange(1000) // 256, padding=3) & Causal()
+
+    def run(q, k, v, upstream):
+        out, pull = jax.vjp(lambda *x: op(*x, mask), q, k, v)
+        return out, *pull(upstream)
+
+    upstream = jnp.ones_like(q)
+    right = jax.jit(run)(q, k, v, upstream)
+    broken = [x.at[:, 256:300].set(jnp.nan) for x in (q, k, v)]
+    made = jax.jit(run)(*broken, upstream.at[:, 256:300].set(jnp.nan).at[:, 800:].set(jnp.nan))
+    for x, y in zip(made, right, strict=True):
+        for part in (slice(0, 256), slice(512, None)):
+            np.testing.assert_array_equal(np.float32(x[:, part]), np.float32(y[:, part]))
+    assert jnp.isnan(made[0][:, 256:300]).all()
+    assert not right[0][:, 768:].any()
+    assert not any(g[:, 768:].any() for g in right[1:])
