@@ -23,7 +23,7 @@ CASES = (
     *(replace(LONG, name=kind, mask=kind) for kind in KINDS if kind != "blocked"),
     replace(LONG, name="odd sizes", mask="tree", size=37, value_size=75, sinks=True),
     replace(LONG, name="a negative scale", mask="prefixes", options={"scale": -0.05}),
-    replace(LONG, name="large scores", mask="images", std=6.0),
+    replace(LONG, name="scores of 36", mask="images", std=6.0),
 )
 
 
