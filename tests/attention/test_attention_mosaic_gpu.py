@@ -89,7 +89,8 @@ def test_runs_and_transformations_agree():
         return x.astype(jnp.float32).sum()
 
     made, plain = (jax.jit(jax.grad(f))(given[0], stacked) for f in (layers, unrolled))
-    np.testing.assert_array_equal(np.float32(made), np.float32(plain))
+    made, plain = np.float64(made), np.float64(plain)  # of which sums have other orders
+    assert np.linalg.norm(made - plain) < 1e-2 * np.linalg.norm(plain)
 
 
 def test_auto_takes_the_kernels_where_it_can():
