@@ -135,11 +135,22 @@ def _ranks(problem: CollectiveBenchProblem, mode: str) -> dict[str, Any]:
 
 def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     made = partial(Implementation, record=_ranks)
-    cuda = gpu_only("torch", ("float32", *NARROW))
+    cuda, narrow = (gpu_only("torch", dtypes) for dtypes in (("float32", *NARROW), NARROW))
+    own = partial(_torch_own, fw)
     return (
-        made("onchip auto", partial(_torch_own, fw, "auto"), package="onchip"),
+        made("onchip auto", partial(own, backend="auto"), package="onchip"),
         made("torch, one collective", _one_collective),
-        made("onchip symmetric", partial(_torch_own, fw, "symmetric"), gpu_only("torch", NARROW), package="onchip"),
+        made("onchip symmetric", partial(own, backend="symmetric"), narrow, package="onchip"),
+        made("onchip symmetric, 16-bit sums", partial(own, narrow=True, backend="symmetric"), narrow, package="onchip"),
+        made("onchip collective", partial(own, backend="collective"), cuda, package="onchip"),
+        made("onchip ring", partial(own, backend="ring"), cuda, package="onchip"),
+        made(
+            "onchip ring, fp8",
+            partial(own, backend="ring", precision="fp8"),
+            narrow,
+            package="onchip",
+            error_bounds=dict.fromkeys(RETURNED, 0.06),
+        ),
         made("torch, symmetric memory", _symmetric_memory, cuda),
         made("the collective alone", lambda: _moved, steps=_collective_steps, check=_check_collective),
     )
@@ -153,8 +164,12 @@ def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
     )
 
 
-def _torch_own(fw: Any, backend: str) -> Callable[..., Any]:
-    return lambda op, x, weight: op_in(fw, "collective_matmul", op)(x, weight, None, backend=backend)
+def _torch_own(fw: Any, *, narrow: bool = False, **options: Any) -> Callable[..., Any]:
+    def run(op: str, x: Any, weight: Any) -> Any:
+        sums = {"reduce_dtype": x.dtype} if narrow else {}
+        return op_in(fw, "collective_matmul", op)(x, weight, None, **options, **sums)
+
+    return run
 
 
 def _moved(op: str, x: Any) -> Any:

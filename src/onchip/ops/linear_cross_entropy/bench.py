@@ -32,7 +32,7 @@ from onchip.bench.peers import (
 from onchip.bench.timing import Step
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import MIB
-from onchip.ops.linear_cross_entropy import cases
+from onchip.ops.linear_cross_entropy import cases, sharded_peers
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
 from onchip.oracle.checks import UNIT_ROUNDOFF, dtype_name, op_in
 from onchip.vocab import memory
@@ -368,14 +368,14 @@ def _with_own_part(reference: Reference, name: str) -> Reference:
     return replace(reference, values={**reference.values, name: _own_part(reference.values[name])})
 
 
-def _of_whole_tokens(fw: Any) -> Loss:
+def _of_whole_tokens(fw: Any, **more: Any) -> Loss:
     import torch.distributed as dist
 
     op = op_in(fw, "linear_cross_entropy")
 
     def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int, **options: Any) -> Any:
         return op(
-            hidden, weight, target, vocab_group=dist.group.WORLD, vocab_start=start, vocab_size=vocab, **options
+            hidden, weight, target, vocab_group=dist.group.WORLD, vocab_start=start, vocab_size=vocab, **more, **options
         )  # fmt: skip
 
     return loss
@@ -393,80 +393,6 @@ def _check_sequence(reference: Reference, mode: str, returned: Sequence[Any]) ->
     return WORLD.check(_with_own_part(reference, "grad_hidden"), mode, returned)
 
 
-def _three_reductions() -> Loss:
-    """What Megatron-LM (arXiv:1909.08053) and torchtitan do: this rank's logits in float32, and all-reduces of their
-    maximum, of the sum of exponentials and of the target's logit; backward all-reduces the gradient of hidden."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn import functional
-
-    class OnEveryRank(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: Any) -> Any:
-            return hidden.view_as(hidden)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            gradient = grads[0].contiguous()
-            dist.all_reduce(gradient)
-            return gradient
-
-    class OfRanks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Any, target: Any, start: int) -> Any:
-            z = logits.float()
-            top = z.amax(-1)
-            dist.all_reduce(top, op=dist.ReduceOp.MAX)
-            z = z - top[:, None]
-            here = (target >= start) & (target < start + z.shape[1])
-            index = torch.where(here, target - start, 0)[:, None]
-            own = z.gather(1, index)[:, 0] * here
-            dist.all_reduce(own)
-            exponentials = z.exp_()
-            total = exponentials.sum(-1)
-            dist.all_reduce(total)
-            kept = target != IGNORED
-            count = kept.sum()
-            ctx.save_for_backward(exponentials.div_(total[:, None]), index, here, kept / count)
-            ctx.dtype = logits.dtype
-            return ((total.log() - own) * kept).sum() / count
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            softmax, index, here, weight = ctx.saved_tensors
-            gradient = softmax.scatter_add(1, index, -here[:, None].to(softmax.dtype))
-            return gradient.mul_((grads[0] * weight)[:, None]).to(ctx.dtype), None, None
-
-    def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int) -> Any:
-        return OfRanks.apply(functional.linear(OnEveryRank.apply(hidden), weight), target, start)
-
-    return loss
-
-
-def _liger_sharded() -> Loss:
-    import torch.distributed as dist
-
-    ops = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
-    per_token = imported(f"{ops}:LigerFusedLinearScaledCrossEntropyTPFunction.apply")
-
-    def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int) -> Any:
-        return per_token(hidden, weight, target, dist.group.WORLD).sum() / (target != IGNORED).sum()
-
-    return loss
-
-
-def _cce_sharded(filter_eps: str | None) -> Loss:
-    import torch.distributed as dist
-    from cut_cross_entropy import linear_cross_entropy
-    from cut_cross_entropy.vocab_parallel import VocabParallelOptions
-
-    def loss(hidden: Any, weight: Any, target: Any, *, start: int, vocab: int) -> Any:
-        shard = VocabParallelOptions(start, start + len(weight), dist.group.WORLD)
-        return linear_cross_entropy(hidden, weight, target, filter_eps=filter_eps, vocab_parallel_options=shard)
-
-    return loss
-
-
 def _cce_unsharded(device: str, dtype: str) -> str | None:
     cce = "cut-cross-entropy"
     if reason := gpu_only(cce, NARROW)(device, dtype):
@@ -477,7 +403,8 @@ def _cce_unsharded(device: str, dtype: str) -> str | None:
 
 
 def _sharded_implementations(fw: Any) -> Sequence[Implementation]:
-    liger, cce = "liger-kernel", "cut-cross-entropy"
+    liger, cce, peers = "liger-kernel", "cut-cross-entropy", sharded_peers
+    cuda, any_dtype = partial(gpu_only, dtypes=NARROW), partial(gpu_only, dtypes=("float32", *NARROW))
     own = partial(Implementation, load=partial(_of_whole_tokens, fw), package="onchip")
     return (
         own("onchip auto", options={"hidden_layout": "replicated"}),
@@ -487,10 +414,32 @@ def _sharded_implementations(fw: Any) -> Sequence[Implementation]:
             steps=_sequence_steps,
             check=_check_sequence,
         ),
-        Implementation("torch, three all-reduces, float32 logits", _three_reductions),
-        Implementation("liger tensor-parallel", _liger_sharded, gpu_only(liger, ("float32", *NARROW)), package=liger),
-        optional("cut-cross-entropy vocab-parallel", cce, _cce_sharded, _cce_unsharded, filter_eps="high"),
-        optional("cut-cross-entropy vocab-parallel, no filter", cce, _cce_sharded, _cce_unsharded, filter_eps=None),
+        Implementation("onchip auto, 2 GiB", partial(_of_whole_tokens, fw, scratch_bytes="2GiB"), package="onchip"),
+        Implementation("onchip cross_entropy in place", partial(peers.of_own_logits, fw), package="onchip"),
+        Implementation("torch, three all-reduces, float32 logits", peers.three_reductions),
+        Implementation(
+            "torch loss_parallel",
+            peers.loss_in_parallel,
+            any_dtype("torch"),
+            package="torch",
+        ),
+        optional(
+            "torch loss_parallel, compiled",
+            "torch",
+            peers.loss_in_parallel,
+            cuda("torch"),
+            compiled=True,
+        ),
+        Implementation("liger of logits", peers.liger_of_logits, any_dtype(liger), package=liger),
+        Implementation("liger tensor-parallel", peers.liger_sharded, any_dtype(liger), package=liger),
+        optional("cut-cross-entropy vocab-parallel", cce, peers.cce_sharded, _cce_unsharded, filter_eps="high"),
+        optional(
+            "cut-cross-entropy vocab-parallel, no filter",
+            cce,
+            peers.cce_sharded,
+            _cce_unsharded,
+            filter_eps=None,
+        ),
     )
 
 
