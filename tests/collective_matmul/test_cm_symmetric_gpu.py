@@ -341,6 +341,8 @@ def what_auto_takes():
     backend = "collective" if torch.cuda.device_count() < dist.get_world_size() else "symmetric"
     out = all_gather_matmul(x, weight, None, bias=bias, backend=backend)
     assert all(map(torch.equal, made, (out, *torch.autograd.grad(out, leaves, up))))
+    compiled = torch.compile(all_gather_matmul, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, weight, None, bias=bias), out)
 
 
 def freed_and_made_again():

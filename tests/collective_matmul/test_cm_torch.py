@@ -174,6 +174,22 @@ def recorded():
         yield events, sent
 
 
+def one_collective(group):
+    """Backend "collective" is the ring but for the order of sums; these travel in the dtype that is asked for."""
+    bounds = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float64: 1e-12}
+    for (op, function), dtype in itertools.product(each_way(FULL), DTYPES):
+        *leaves, up = drawn(group, op, dtype)
+        for reduce_dtype in (None, dtype):
+            right, made = (
+                function(leaves[0], leaves[1], group, bias=leaves[2], backend=backend, reduce_dtype=reduce_dtype)
+                for backend in ("ring", "collective")
+            )
+            both = [(out, *torch.autograd.grad(out, leaves, up)) for out in (right, made)]
+            for a, b in zip(*both, strict=True):
+                assert a.dtype == dtype
+                assert (a - b).norm() <= bounds[dtype] * a.norm(), (op, dtype, reduce_dtype)
+
+
 def each_exchange_is_under_a_product(group):
     """It begins before one, and is waited for after it; and no more is sent than the plan says."""
     ranks = dist.get_world_size(group)
@@ -347,7 +363,8 @@ def fully_sharded(group):
 
 CHECKS = (
     oracle_in_every_dtype, same_bits, some_gradients, main_gradients, autocast,
-    strides, second_derivatives_and_checkpoints, each_exchange_is_under_a_product, memory, uneven_tokens, modules,
+    strides, second_derivatives_and_checkpoints, one_collective, each_exchange_is_under_a_product, memory,
+    uneven_tokens, modules,
     differing_calls,
 )  # fmt: skip
 IN_FP8 = tuple(

@@ -18,7 +18,10 @@ def widen(x: Tensor) -> Tensor:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a @ b (+ out) in the dtype of `out`: float32 for operands of 16 bits, else theirs."""
+    """out = a @ b (+ out) in the dtype of `out`: theirs, float32 for operands of 16 bits, or less than that of `widen`."""
+    if out.dtype.itemsize < a.dtype.itemsize:
+        out.copy_(out + a @ b if accumulate else a @ b)
+        return
     kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if accumulate:
         torch.addmm(out, a, b, **kind, out=out)
