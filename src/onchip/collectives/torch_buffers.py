@@ -202,9 +202,14 @@ def _allocator_refusal() -> str | None:
     return f"it needs symmetric memory of PyTorch's allocator 'CUDA', and this is {found!r}; pass backend='collective'"
 
 
-@constant_to_compiler
 def mapping_refusal(ring: ProcessRing, index: int) -> str | None:
     """Why the ranks' GPUs can't map each other's memory, or None: the same on all ranks, who ask together at first."""
+    return _mapping_refusal(ring.group, ring.rank, ring.ranks, index)
+
+
+@constant_to_compiler  # which takes plain arguments alone
+def _mapping_refusal(group: str, rank: int, ranks: int, index: int) -> str | None:
+    ring = ProcessRing(group, rank, ranks)
     of_group = _of(ring)
     if of_group.refusal == "unknown":
         if torch.cuda.is_current_stream_capturing():
