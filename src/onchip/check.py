@@ -57,10 +57,10 @@ def run_check(
         device, name = devices[framework], FRAMEWORKS[framework]
         checker = OPS[op].entry("checks:CHECKER")
         shown: list[list[str | Text]] = []
-        planned = checker.planned_checks(device, framework)
-        if not full:
-            planned = planned[:: -_ONE_IN[framework]][::-1]
         with checker.session(device, framework):
+            planned = checker.planned_checks(device, framework)
+            if not full:
+                planned = planned[:: -_ONE_IN[framework]][::-1]
             for run in track(planned, description=f"checking {op} in {name}", console=console, transient=True):
                 compared = run()
                 rows += [

@@ -55,7 +55,9 @@ def _refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any])
         from onchip.collectives.torch_ring import ring_of
         from onchip.collectives.torch_symmetric import mapping_refusal
 
-        refusals["symmetric"] = mapping_refusal(ring_of(GATHER, None), torch.cuda.current_device())
+        ring = ring_of(GATHER, None)
+        alone = "nothing travels" if ring.ranks == 1 else None
+        refusals["symmetric"] = alone or mapping_refusal(ring, torch.cuda.current_device())
     return refusals
 
 
