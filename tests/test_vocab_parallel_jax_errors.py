@@ -190,30 +190,6 @@ def test_wrong_call_outside(name):
     assert_refused(op.__name__, partial(op, **given | changes), ValueError, message)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_operands_that_are_sharded_by_their_types(op):
-    """Under plain jit they would be gathered for a kernel."""
-    explicit = AbstractMesh((4,), ("model",), axis_types=(AxisType.Explicit,))
-    with jax.sharding.use_abstract_mesh(explicit):
-        arrays = {
-            name: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=jax.NamedSharding(explicit, P("model") if name in SPLIT else P())
-            )
-            for name, x in OPS[op].items()
-        }
-        first = next(name for name in arrays if name in SPLIT)
-        message = f"{first} is sharded as P('model', None), by its type; call sharded_{op.__name__}, which spreads itself over the mesh, or call it inside of jax.shard_map"
-        assert_refused(op.__name__, lambda: jax.eval_shape(lambda x: op(**x), arrays), ValueError, message)
-
-
-def test_soft_labels_with_a_weight_that_is_sharded_by_its_type():
-    explicit = AbstractMesh((4,), ("model",), axis_types=(AxisType.Explicit,))
-    with jax.sharding.use_abstract_mesh(explicit):
-        weight = jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=jax.NamedSharding(explicit, P("model")))
-        call = partial(jax.eval_shape, lambda w: linear_cross_entropy(H, w, jnp.ones((*H.shape[:-1], len(W)))), weight)
-        assert_refused("linear_cross_entropy", call, ValueError, "weight is sharded as P('model', None), by its type")
-
-
 def test_arrays_of_an_explicit_mesh_are_split_as_the_call_says():
     explicit = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 

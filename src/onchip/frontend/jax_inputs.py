@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES
 from onchip.frontend.jax_values import read
@@ -248,8 +249,18 @@ def token_temperature(numbers: Mapping[str, Any], temperature: Any, dtype: Any) 
 
 def following(x: jax.Array, last: int, axis: int = -1) -> jax.Array:
     """What `x` has at the next position of a sequence, along `axis`, and `last` at its end."""
-    size = x.shape[axis]
+    x, size = unsplit(x, axis), x.shape[axis]
     if size == 0:
         return x
     end = jnp.full_like(lax.slice_in_dim(x, 0, 1, axis=axis), last)
     return jnp.concatenate([lax.slice_in_dim(x, 1, size, axis=axis), end], axis)
+
+
+def unsplit(x: Any, dimension: int) -> Any:
+    """`x`, whole along a dimension: where its type says that devices have parts, these are gathered."""
+    sharding: Any = jax.typeof(x).sharding
+    entries = list(sharding.spec)
+    if entries[dimension] is None:
+        return x
+    entries[dimension] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))

@@ -7,10 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend import topk
-from onchip.frontend.jax_inputs import (
-    check_arrays,
-    is_array,
-)
+from onchip.frontend.jax_inputs import check_arrays, is_array, unsplit
 from onchip.frontend.jax_types import LossStats
 from onchip.frontend.jax_values import check_factors, checked_labels, log_probs_or_nan, plain_labels
 from onchip.frontend.options import check_head, check_logits, check_tokens, shapes_of
@@ -75,12 +72,17 @@ def without_ends(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     hidden state, and without what is of the first position, which nothing predicts."""
     target, token_weight, temperature = given[name], given["token_weight"], given["temperature"]
     if isinstance(target, TopK):
-        target = target._replace(indices=target.indices[..., 1:, :], values=target.values[..., 1:, :])
+        indices, values = (unsplit(x, -2)[..., 1:, :] for x in target[:2])
+        target = target._replace(indices=indices, values=values)
     else:
-        target = target[..., 1:, :]
-    token_weight = None if token_weight is None else token_weight[..., 1:]
-    temperature = temperature[..., :-1] if is_array(temperature) and temperature.ndim else temperature
-    made = {"hidden": given["hidden"][..., :-1, :], "token_weight": token_weight, "temperature": temperature}
+        target = unsplit(target, -2)[..., 1:, :]
+    token_weight = None if token_weight is None else unsplit(token_weight, -1)[..., 1:]
+    temperature = unsplit(temperature, -1)[..., :-1] if is_array(temperature) and temperature.ndim else temperature
+    made = {
+        "hidden": unsplit(given["hidden"], -2)[..., :-1, :],
+        "token_weight": token_weight,
+        "temperature": temperature,
+    }
     return {**given, name: target, **made}
 
 

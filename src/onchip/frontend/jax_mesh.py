@@ -1,20 +1,15 @@
-"""JAX functions that spread a call over the devices of a mesh themselves, by a `jax.shard_map` around each half of
-their derivative rule.
+"""How a call is spread over the devices of a mesh: which mesh axes split its tokens and its vocabulary, and what each
+of its arrays has of those."""
 
-So no derivative is taken through a `shard_map`: what a device's gradient is, and what is summed over which devices, is
-said where it is computed, whatever JAX knows of the mesh, and kernels need not say over which axes their results vary.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from onchip.frontend.jax_call import is_tracked, with_gradients
+from onchip.frontend.jax_call import is_tracked
 from onchip.frontend.jax_inputs import is_array
 
 TokenAxes = str | tuple[str | tuple[str, ...] | None, ...] | PartitionSpec
@@ -27,38 +22,26 @@ P = PartitionSpec
 class Spread(NamedTuple):
     """How a call is spread over a mesh; hashable."""
 
-    mesh: Mesh | AbstractMesh
-    vocab: str
-    """The axis over which the vocabulary is split."""
+    mesh: Any
+    """A `Mesh` or `AbstractMesh`; None where nothing is split."""
+    vocab: Any
+    """The axis over which the vocabulary is split, or None."""
     leading: tuple[Any, ...]
     """The axes of each leading dimension of what has one number, or row, for each token."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
         """All axes over which tokens are split."""
-        return tuple(name for entry in self.leading for name in _names(entry))
-
-    @property
-    def by_token(self) -> P:
-        """Of arrays [...] or [..., K]."""
-        return P(*self.leading)
-
-    def by_entry(self, dimensions: int) -> P:
-        """Of arrays [..., V] with so many leading dimensions."""
-        return P(*self.leading, *[None] * (dimensions - len(self.leading)), self.vocab)
-
-    def of_weight(self, vocab_axis: int) -> P:
-        """Of a matrix with the vocabulary along this dimension."""
-        return P(None, self.vocab) if vocab_axis else P(self.vocab, None)
+        return tuple(name for entry in self.leading for name in names_of(entry))
 
     def devices(self, names: Any) -> int:
         """Devices along some axes."""
-        return prod(self.mesh.shape[name] for name in _names(names))
+        return prod(self.mesh.shape[name] for name in names_of(names))
 
     @property
     def parts(self) -> int:
         """Of how many parts of the logits a device has one."""
-        return self.devices((self.vocab, *self.tokens))
+        return self.devices(self.tokens if self.vocab is None else (self.vocab, *self.tokens))
 
     @property
     def manual(self) -> frozenset[str]:
@@ -67,7 +50,76 @@ class Spread(NamedTuple):
         return frozenset(self.mesh.axis_names) - frozenset(ambient.manual_axes)
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+ALONE = Spread(None, None, ())
+"""Over nothing."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an array of a call has of its tokens and its vocabulary."""
+
+    by_token: bool = False
+    """Its leading dimensions are the tokens'; else all tokens share it, and its gradient is summed over them."""
+    vocab: int | None = None
+    """The dimension along the vocabulary; in attention along the heads."""
+    rows: bool = False
+    """Its first dimension are rows that tokens read, or are added to: all tokens share it, and where there are no other
+    signs they are split as it is."""
+
+    def spec(self, spread: Spread, dimensions: int = 0) -> P:
+        """Of an array with so many dimensions, or more."""
+        entries: list[Any] = [None] * max(dimensions, 0 if self.vocab is None else self.vocab + 1)
+        if self.by_token:
+            entries[: len(spread.leading)] = spread.leading
+        if self.vocab is not None:
+            entries[self.vocab] = spread.vocab
+        return P(*entries)
+
+    def sum_spec(self, spread: Spread, asked: Any, shape: tuple[int, ...]) -> P:
+        """Of the gradient of such an array of this shape: split too as is `asked` for, over devices that share tokens,
+        where these can share it evenly."""
+        entries = list(self.spec(spread, len(shape)))
+        for i, entry in enumerate(() if self.by_token else asked[: len(shape)]):
+            names = names_of(entry)
+            if names and entries[i] is None and {*names} <= {*spread.tokens} and not shape[i] % spread.devices(names):
+                entries[i] = names
+        return P(*entries)
+
+    def scattered(self, spread: Spread, spec: P) -> list[tuple[int, tuple[str, ...]]]:
+        """The dimensions that `sum_spec` splits over devices that share tokens, and the axes of these."""
+        own = self.spec(spread, len(spec)) if spec else spec
+        return [(i, names_of(entry)) for i, entry in enumerate(spec) if entry != own[i]]
+
+
+BY_TOKEN, BY_ENTRY, WHOLE = Role(True), Role(True, -1), Role()
+"""[...] or [..., K]; [..., V]; and what all tokens share."""
+
+
+class Roles(NamedTuple):
+    """Of the arrays of a call: trees like these, or prefixes of them.  Outputs that aren't by token are sums over
+    tokens."""
+
+    parameters: Any
+    constants: Any
+    outputs: Any
+    dimensions: int | None = None
+    """So many are the tokens'.  None: all but the last of the first parameter, [..., H] or [..., V]; on a device they
+    are one."""
+    kept: Any = BY_TOKEN
+    """Of what passes from forward to backward where the compiler spreads both."""
+
+
+class OnMesh(NamedTuple):
+    """What is known while tracing of how a call is spread."""
+
+    spread: Spread
+    roles: Roles
+    by_share: bool = False
+    """Whether the options' scratch_bytes are a part of the memory of all devices' logits."""
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -144,141 +196,26 @@ def check_split(op: str, name: str, vocab: int, spread: Spread, remedy: str) -> 
     return vocab // devices
 
 
-def check_types(op: str, spread: Spread, given: Mapping[str, Any], specs: Mapping[str, P]) -> None:
-    """Raise unless the arguments that have `specs`, where their types say how they are sharded, are sharded so.
+def check_types(op: str, spread: Spread, given: Mapping[str, Any], roles: Mapping[str, Role | None]) -> None:
+    """Raise unless the arguments that have `roles`, where their types say how they are sharded, are sharded so.
 
     JAX would refuse these too, in other words; where types don't say it, the compiler moves what has to be moved.
     """
     if not all(kind == AxisType.Explicit for kind in spread.mesh.axis_types):
         return
-    for name, spec in specs.items():
+    for name, role in roles.items():
         x = given[name]
-        if not is_array(x) or x.ndim == 0:
+        if role is None or not is_array(x) or x.ndim == 0:
             continue
         found: Any = jax.typeof(x).sharding
-        wanted = tuple(spec) + (None,) * (len(x.shape) - len(spec))
-        if tuple(map(_names, found.spec)) == tuple(map(_names, wanted)):
+        wanted = role.spec(spread, x.ndim)
+        if tuple(map(names_of, found.spec)) == tuple(map(names_of, wanted)):
             continue
         if found.mesh.empty:
             raise ValueError(
                 f"{op}: {name} isn't on the mesh, whose axes are explicit; pass "
-                f"jax.device_put({name}, jax.sharding.NamedSharding(mesh, {P(*wanted)}))"
+                f"jax.device_put({name}, jax.sharding.NamedSharding(mesh, {wanted}))"
             )
         raise ValueError(
-            f"{op}: {name} is sharded as {found.spec}; it must be {P(*wanted)}: pass "
-            f"jax.sharding.reshard({name}, {P(*wanted)})"
+            f"{op}: {name} is sharded as {found.spec}; it must be {wanted}: pass jax.sharding.reshard({name}, {wanted})"
         )
-
-
-# ----------------------------------------------------------------------------------------------------------- the calls
-
-
-class OnMesh(NamedTuple):
-    """What is known while tracing of how a call spreads itself."""
-
-    spread: Spread
-    specs: tuple[Any, Any, Any]
-    """`PartitionSpec`s of parameters, each of which has one, and of constants and outputs, or of parts of their
-    trees."""
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
-@dataclass(frozen=True)
-class _Kept:
-    """A tree of arrays without those that a device is given in backward too."""
-
-    arrays: list[Any]
-    tree: Any
-    places: tuple[int | None, ...]
-    """Of each leaf: which of those that are given it is."""
-
-    @staticmethod
-    def of(saved: Any, given: Any) -> "_Kept":
-        leaves, tree = jax.tree.flatten(saved)
-        known = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
-        places = tuple(known.get(id(x)) for x in leaves)
-        # Of what each device has for itself the first dimension is for the devices.
-        return _Kept([x[None] for x, place in zip(leaves, places, strict=True) if place is None], tree, places)
-
-    def whole(self, given: Any) -> Any:
-        kept, known = iter(self.arrays), jax.tree.leaves(given)
-        leaves = [next(kept)[0] if place is None else known[place] for place in self.places]
-        return jax.tree.unflatten(self.tree, leaves)
-
-
-def with_gradients_on_mesh(
-    op: str, forward: Callable[..., Any], backward: Callable[..., Any], on_device: Callable[..., Any]
-) -> Any:
-    """What `with_gradients` makes of these, with an attribute `on_mesh`: the same for calls that spread themselves, of
-    which `static.mesh` says how.
-
-    on_device(static, parameters, constants): of such a call, what forward takes on a device.  There the first leaf of
-    the parameters is [..., H], and outputs and gradients that forward and backward have for T tokens get its leading
-    dimensions.  Outputs that are one number, and gradients of parameters that all tokens have, are summed over them.
-    """
-
-    def forward_on_mesh(static: Any, needs: Any, parameters: Any, constants: Any) -> tuple[Any, Any]:
-        spread, (of_parameters, of_constants, of_outputs) = static.mesh
-
-        def run(parameters: Any, constants: Any) -> tuple[Any, Any]:
-            own, *given = on_device(static, parameters, constants)
-            outputs, saved = forward(own, needs, *given)
-            leading = jax.tree.leaves(parameters)[0].shape[:-1]
-
-            def whole(x: jax.Array) -> jax.Array:
-                if x.ndim:
-                    return x.reshape(*leading, *x.shape[1:])
-                return jax.lax.psum(x, spread.tokens) if spread.tokens else x
-
-            return jax.tree.map(whole, outputs), _Kept.of(saved, given)
-
-        call = _mapped(spread, run, (of_parameters, of_constants), (of_outputs, _own(spread)))
-        outputs, kept = call(parameters, constants)
-        return outputs, (parameters, constants, kept)
-
-    def backward_on_mesh(static: Any, needs: Any, residuals: Any, cotangents: Any) -> Any:
-        spread, (of_parameters, of_constants, of_outputs) = static.mesh
-
-        def run(parameters: Any, constants: Any, kept: _Kept, cotangents: Any) -> Any:
-            own, *given = on_device(static, parameters, constants)
-            leaves, tree = jax.tree.flatten(parameters)
-            dimensions = leaves[0].ndim - 1
-            upstream = jax.tree.map(lambda x: x.reshape(-1, *x.shape[dimensions:]) if x.ndim else x, cotangents)
-            made = _up_to(tree, backward(own, needs, kept.whole(given), upstream))
-            specs = _up_to(tree, of_parameters)
-            alike = [not {*spread.tokens} <= _axes(spec) for spec in specs]
-            sums = [g for g, same in zip(made, alike, strict=True) if same and g is not None]
-            summed = iter(jax.lax.psum(sums, spread.tokens) if sums else ())
-            whole = [
-                g if g is None else next(summed) if same else g.astype(x.dtype).reshape(x.shape)
-                for x, g, same in zip(leaves, made, alike, strict=True)
-            ]
-            return jax.tree.unflatten(tree, whole)
-
-        call = _mapped(spread, run, (of_parameters, of_constants, _own(spread), of_outputs), of_parameters)
-        return call(*residuals, cotangents)
-
-    call = with_gradients(op, forward, backward)
-    call.on_mesh = with_gradients(op, forward_on_mesh, backward_on_mesh)
-    return call
-
-
-def _mapped(spread: Spread, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    # Not by `check_vma`: no derivative is taken of this.
-    return jax.shard_map(
-        function, mesh=spread.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=spread.manual, check_vma=False
-    )
-
-
-def _own(spread: Spread) -> P:
-    """Of what each device has for itself."""
-    return P(tuple(name for name in spread.mesh.axis_names if name in spread.manual))
-
-
-def _up_to(tree: Any, x: Any) -> list[Any]:
-    """What another tree has where this one has leaves."""
-    return tree.flatten_up_to(x)  # type: ignore[no-any-return]
-
-
-def _axes(spec: P) -> set[str]:
-    return {name for entry in spec for name in _names(entry)}

@@ -14,8 +14,8 @@ from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, GradientInputs
 from onchip.attention.mosaic.forward import ForwardConfig
 from onchip.attention.mosaic.products import Scores
 from onchip.attention.mosaic.work import TILE, key_items, query_items
-from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges
-from onchip.frontend.jax_call import with_gradients
+from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges, on_device
+from onchip.frontend.jax_spread import Between, with_gradients_on_mesh
 from onchip.kernels.mosaic.maths import LOG2E
 
 Array = jax.Array
@@ -201,4 +201,14 @@ def _backward(static: AttentionStatic, needs: Parameters, saved: KernelSaved, co
     return gradients(static, needs, saved, cotangents)
 
 
-ATTENTION = with_gradients(OP, _forward, _backward)
+def _keep(static: AttentionStatic, saved: KernelSaved, *_: Any) -> tuple[Array, Array]:
+    return saved.out, saved.lse
+
+
+def _resume(
+    static: AttentionStatic, needs: Parameters, kept: tuple[Array, Array], given: Parameters, mask: Ranges
+) -> KernelSaved:
+    return KernelSaved(given, mask, *kept)
+
+
+ATTENTION = with_gradients_on_mesh(OP, _forward, _backward, on_device, Between(keep=_keep, resume=_resume))

@@ -12,8 +12,10 @@ from jax import lax
 
 from onchip.attention.masks import OP
 from onchip.attention.problem import AttentionOptions, AttentionProblem
-from onchip.frontend.jax_call import vary_alike, with_gradients
+from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import accumulator
+from onchip.frontend.jax_mesh import BY_TOKEN, Role, Roles
+from onchip.frontend.jax_spread import with_gradients_on_mesh
 
 Array = jax.Array
 # Queries and keys of a tile.
@@ -27,6 +29,7 @@ class AttentionStatic(NamedTuple):
     options: AttentionOptions
     scale: float
     tile: int  # of the mask's blocks
+    mesh: Any = None  # an `OnMesh` of a call that is spread
 
 
 class Parameters(NamedTuple):
@@ -273,4 +276,20 @@ def _backward(static: AttentionStatic, needs: Parameters, saved: AttentionSaved,
     return Parameters(*(x if need else None for x, need in zip(found, needs, strict=True)))
 
 
-ATTENTION = with_gradients(OP, _forward, _backward)
+def roles_of(given: Parameters, heads: int) -> Roles:
+    """What arrays with heads at this dimension have of sequences and heads: devices may share both."""
+    by_head = Role(True, heads)
+    of_sinks = None if given.sinks is None else Role(vocab=0)
+    of_kept = by_head, Role(True, 1)
+    return Roles(Parameters(by_head, by_head, by_head, of_sinks), BY_TOKEN, (by_head, by_head), 1, of_kept)
+
+
+def on_device(static: AttentionStatic, given: Parameters, mask: Ranges) -> tuple[AttentionStatic, Parameters, Ranges]:
+    """What forward takes of a device's sequences and heads."""
+    heads = 2 if static.mesh is None else static.mesh.roles.outputs[0].vocab
+    sizes = {"batch": given.q.shape[0], "heads": given.q.shape[heads], "key_heads": given.k.shape[heads]}
+    problem = static.problem if static.mesh is None else static.problem._replace(**sizes)
+    return static._replace(problem=problem), given, mask
+
+
+ATTENTION = with_gradients_on_mesh(OP, _forward, _backward, on_device)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from onchip.attention.masks import MASKS, OP, STATIC, Causal, Mask, check_mask, check_mask_values
 from onchip.attention.problem import AttentionOptions, Layout, check_shapes, scale_of
-from onchip.attention.xla.plain import ATTENTION, AttentionStatic, Parameters, Ranges
+from onchip.attention.xla.plain import ATTENTION, AttentionStatic, Parameters, Ranges, roles_of
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_call import callable_here, vary_alike
 from onchip.frontend.jax_inputs import check_kinds, dtype_of, hopper_refusal, is_array, platform, require_arrays
+from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array
 
 Backend = Literal["auto", "mosaic_gpu", "xla"]
@@ -116,8 +116,16 @@ def attention(
     ranges = [lowered.start, lowered.end, lowered.stop, lowered.blocks]
     rows: list[Any] = [None if x is None else jnp.broadcast_to(x, (p.batch, *x.shape[1:])) for x in ranges]
     parameters = Parameters(whole["q"], whole["k"], whole["v"], whole.get("sinks"))
-    parameters, mask_rows = vary_alike((parameters, Ranges(*rows)))
-    out, lse = callable_here(_engine(chosen))(static, parameters, mask_rows)
+    heads = 1 if layout == "bhtd" and not turned else 2
+    for name, x in zip(("q", "k", "v"), parameters, strict=False):
+        spec = jax.typeof(x).sharding.spec
+        if spec[3 - heads] is not None:
+            raise ValueError(
+                f"{OP}: the tokens of {name} are sharded over {spec[3 - heads]!r}, by its type; each device must have "
+                f"whole sequences: pass jax.sharding.reshard({name}, ...), with sequences or heads split"
+            )
+    roles, plain = roles_of(parameters, heads), chosen == "xla"
+    out, lse = by_tokens(_engine(chosen), static, roles, parameters, Ranges(*rows), plain=plain)
     if turned:
         out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
     if q.ndim == 3:

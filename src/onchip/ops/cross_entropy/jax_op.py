@@ -1,18 +1,18 @@
 """cross_entropy for JAX: the public function, and the computation in plain JAX, a chunk of rows at a time.
 
-The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax
+The public function calls `_op`, to which `with_gradients_on_mesh` gives its derivatives.  Softmax
 and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's
 docstring.
 """
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend import topk
-from onchip.frontend.jax_call import Planned, Static, callable_here, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_normalizer,
@@ -23,6 +23,8 @@ from onchip.frontend.jax_inputs import (
     take_target,
 )
 from onchip.frontend.jax_labels import check_labels
+from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, WHOLE, Roles
+from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
@@ -31,9 +33,9 @@ from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import RowsProblem
 from onchip.vocab.xla import walk
-from onchip.vocab.xla.loss import Constants, Given, XlaLossOutputs
-from onchip.vocab.xla.parallel import check_axis, shard_of
-from onchip.vocab.xla.tiles import XlaLogits, select_tokens
+from onchip.vocab.xla.loss import Constants, Given, LossCall, XlaLossOutputs
+from onchip.vocab.xla.parallel import check_axis, shard_of, split_as
+from onchip.vocab.xla.tiles import XlaLogits, XlaTokenStats, select_tokens
 
 BACKENDS = ("xla",)
 Backend = Literal["auto", "xla"]
@@ -179,13 +181,23 @@ def cross_entropy(
     vocab = own_vocab if shard is None else shard.vocab
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
 
-    rows = jnp.asarray(logits).reshape(logits.size // own_vocab, own_vocab)
-    constants = Constants.of(Given.of(OP, given, name, vocab, options, numbers, total), options, total)
-    rows, constants = vary_alike((rows, constants), but=axis_name)
-    made = XlaLossOutputs.of_nothing(reduction, return_stats, total)
-    if len(rows):
-        made = callable_here(_op)(Static(options, platform(), shard=shard), rows, constants)
-    return made.shaped(leading)
+    constants = Given.of(OP, given, name, vocab, options, numbers, total)
+    constants = constants.shifted() if options.shift else constants
+    if not logits.size:
+        return XlaLossOutputs.of_nothing(reduction, return_stats, total).shaped(leading)
+    outputs: Any = XlaLossOutputs(BY_TOKEN if reduction == "none" else WHOLE, BY_TOKEN)  # type: ignore[arg-type]
+    static, roles = Static(options, platform(), shard=shard), Roles(BY_ENTRY, constants.roles(), outputs)
+    share = isinstance(scratch_bytes, float)
+    made = by_tokens(_op, static, roles, jnp.asarray(logits), constants, by_share=share, but=axis_name)
+    return made.shaped(leading)  # type: ignore[no-any-return]
+
+
+def _on_device(static: Static, logits: jax.Array, given: Given) -> tuple[Static, jax.Array, Constants]:
+    """What `_forward` takes, of logits [..., V]."""
+    vocab = logits.shape[-1]
+    axes = () if static.mesh is None else static.mesh.spread.tokens
+    constants = Constants.of(given, static.options, accumulator(logits.dtype), axes)
+    return split_as(static, vocab), logits.reshape(logits.size // vocab, vocab), constants
 
 
 def _forward(
@@ -193,6 +205,16 @@ def _forward(
 ) -> tuple[XlaLossOutputs, Planned | None]:
     if static.shard is not None:
         static.shard.refuse_untracked(OP, needs)
+    plan, call = _planned(static, needs, logits, constants)
+    stats, sums, saved = walk.forward(plan, constants.wanted(static.options.return_stats), needs, call)
+    made = call.outputs(static.options.reduction, stats, sums)
+    if saved is None:
+        return made, None
+    # The logits as they came: of 16-bit ones `call.source` may be a copy.
+    return made, Planned((logits, saved._replace(call=saved.call._replace(source=None))), plan)
+
+
+def _planned(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[ChunkConfig, LossCall]:
     problem = RowsProblem(
         tokens=len(logits),
         vocab=logits.shape[1],
@@ -204,15 +226,9 @@ def _forward(
         **constants.problem(),
     )
     chunk = row_memory.plan(problem, "", static.options.scratch_bytes)
-    plan = ChunkConfig("recompute" if needs else "forward", chunk, problem.vocab)
-    reduction, tokens = static.options.reduction, select_tokens(constants.kept, chunk)
-    call = constants.call(reduction, XlaLogits.of(logits), tokens, static.shard)
-    stats, sums, saved = walk.forward(plan, constants.wanted(static.options.return_stats), needs, call)
-    made = call.outputs(reduction, stats, sums)
-    if saved is None:
-        return made, None
-    # The logits as they came: of 16-bit ones `call.source` may be a copy.
-    return made, Planned((logits, saved._replace(call=saved.call._replace(source=None))), plan)
+    tokens = select_tokens(constants.kept, chunk)
+    call = constants.call(static.options.reduction, XlaLogits.of(logits), tokens, static.shard)
+    return ChunkConfig("recompute" if needs else "forward", chunk, problem.vocab), call
 
 
 def _backward(static: Static, needs: bool, saved: Planned, cotangents: XlaLossOutputs) -> jax.Array:
@@ -224,4 +240,18 @@ def _backward(static: Static, needs: bool, saved: Planned, cotangents: XlaLossOu
     return made
 
 
-_op = with_gradients(OP, _forward, _backward)
+def _keep(static: Static, saved: Planned, logits: jax.Array, constants: Constants) -> XlaTokenStats | None:
+    _, (call, stats) = saved.arrays
+    return None if constants.probs is not None else stats.by_token(call.tokens)
+
+
+def _resume(
+    static: Static, needs: bool, kept: XlaTokenStats | None, logits: jax.Array, constants: Constants
+) -> Planned | None:
+    if kept is None:
+        return None
+    plan, call = _planned(static, needs, logits, constants)
+    return Planned((logits, walk.XlaSaved(call._replace(source=None), kept.by_row(call.tokens))), plan)
+
+
+_op = with_gradients_on_mesh(OP, _forward, _backward, _on_device, Between(keep=_keep, resume=_resume))

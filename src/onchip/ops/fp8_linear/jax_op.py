@@ -4,6 +4,7 @@ All three are A B^T of matrices with rows along the sum, so backward's are of tr
 padded with zeros to whole groups of a sum and to the kernel's multiples elsewhere; padding of a result is cut off.
 """
 
+import math
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -13,8 +14,9 @@ from jax import lax
 from onchip.core.backends import choose_backend
 from onchip.fp8.jax_quantize import JaxQuantized, dequantize, operand
 from onchip.fp8.numbers import OP, Fp8Options, GradDtype, Scale
-from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import check_kinds, hopper_refusal, platform, require_arrays
+from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, Roles
+from onchip.frontend.jax_spread import by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_one_of
 from onchip.ops.fp8_linear import spec
@@ -85,9 +87,11 @@ def fp8_linear(
         raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
     spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
-    layer = vary_alike(_Fp8LinearLayer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias))))
-    out: jax.Array = _linear(_Fp8LinearStatic(chosen, options, weight_layout), layer, None)
-    return out
+    layer = _Fp8LinearLayer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias)))
+    roles = Roles(_Fp8LinearLayer(BY_TOKEN, WHOLE, None if bias is None else WHOLE), None, BY_TOKEN)
+    static = _Fp8LinearStatic(chosen, options, weight_layout)
+    out: jax.Array = by_tokens(_linear, static, roles, layer, None, plain=chosen == "xla")
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def refusals(platform: str, options: Fp8Options) -> dict[str, str | None]:
@@ -114,6 +118,7 @@ class _Fp8LinearStatic(NamedTuple):
     backend: str
     options: Fp8Options
     layout: str
+    mesh: Any = None
 
 
 class _Fp8LinearLayer(NamedTuple):
@@ -124,8 +129,16 @@ class _Fp8LinearLayer(NamedTuple):
     bias: Any
 
 
+def _on_device(
+    static: _Fp8LinearStatic, layer: _Fp8LinearLayer, _: None
+) -> tuple[_Fp8LinearStatic, _Fp8LinearLayer, None]:
+    """What `_forward` takes, of x [..., K]."""
+    rows = math.prod(layer.x.shape[:-1])
+    return static, layer._replace(x=layer.x.reshape(rows, layer.x.shape[-1])), None
+
+
 def _forward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, layer: _Fp8LinearLayer, _: None) -> tuple[Any, Any]:
-    backend, options, layout = static
+    backend, options, layout, _ = static
     n = layer.weight.shape[0 if layout == "nk" else 1]
 
     def run(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
@@ -134,13 +147,12 @@ def _forward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, layer: _Fp8Linear
         out = _product(backend, operand(x, "e4m3", options.scale), w, wide, by_block=True, dtype=x.dtype)
         return out[: len(x), :n], operand(x, "e4m3", options.scale, turned=True)
 
-    x = layer.x
-    out, kept = _each(static, run)(x.reshape(-1, x.shape[-1]), layer.weight, layer.bias)
-    return out.reshape(*x.shape[:-1], n), (kept, layer.weight) if any(needs) else None
+    out, kept = _each(static, run)(*layer)
+    return out, (kept, layer.weight) if any(needs) else None
 
 
-def _backward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, saved: Any, grad_out: Any) -> _Fp8LinearLayer:
-    backend, options, layout = static
+def _backward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, saved: Any, g: Any) -> _Fp8LinearLayer:
+    backend, options, layout, _ = static
     fmt, scale = options.grad_dtype, options.scale
 
     def run(x: Any, weight: Any, g: Any) -> tuple[Any, Any]:
@@ -153,7 +165,6 @@ def _backward(static: _Fp8LinearStatic, needs: _Fp8LinearLayer, saved: Any, grad
         rows, columns = weight.shape
         return grad_x[: len(g), : columns if layout == "nk" else rows], grad_w[:rows, :columns]
 
-    g = grad_out.reshape(-1, grad_out.shape[-1])
     grads = (*_each(static, run)(*saved, g), g.astype(jnp.float32).sum(0) if needs.bias else None)
     return _Fp8LinearLayer(*(grad if need else None for grad, need in zip(grads, needs, strict=True)))
 
@@ -174,4 +185,4 @@ def _each(static: _Fp8LinearStatic, run: Any) -> Any:
     return jax.custom_batching.sequential_vmap(run) if static.backend == "mosaic_gpu" else run
 
 
-_linear = with_gradients(OP, _forward, _backward)
+_linear = with_gradients_on_mesh(OP, _forward, _backward, _on_device)

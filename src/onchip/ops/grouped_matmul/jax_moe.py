@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, require_arrays
+from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, require_arrays, unsplit
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool, require_int, require_positive
 from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
@@ -164,10 +164,10 @@ def moe(
     weight = jnp.take_along_axis(scores, expert, 1)
     if norm_topk:
         weight = weight / (weight.sum(1, keepdims=True) + LEAST_TOTAL)
-    weight = weight * scaling_factor
+    weight = unsplit(weight * scaling_factor, 0)
 
     # Row i of the products is the choice order[i] of all T * top_k, sorted by expert.
-    expert = expert.reshape(-1)
+    expert = unsplit(expert, 0).reshape(-1)
     order = jnp.argsort(expert, stable=True)
     token = (order // top_k).astype(jnp.int32)
     counts = jnp.bincount(expert, length=num_experts).astype(jnp.int32)

@@ -5,7 +5,6 @@ Those are `layer`, `weight_product` and `sum_rows` of `onchip.groups.xla.product
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -13,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array as JaxArray
+from jax import lax
 
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, hopper_refusal, platform, require_arrays
+from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, Role, Roles
+from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array
 from onchip.frontend.jax_values import read
 from onchip.frontend.options import require_bool
@@ -34,6 +35,7 @@ from onchip.groups.problem import (
 from onchip.groups.xla import groups, products, swiglu
 
 Backend = Literal["auto", "mosaic_gpu", "xla"]
+_SOURCE = Role(rows=True)
 _INTEGERS = ("group_sizes", "group_offsets", "rows", "scatter_rows")
 
 
@@ -128,10 +130,13 @@ def grouped_matmul(
     _check_values(p, which, arrays, check_inputs)
 
     made = {name: _as_jax(a) for name, a in arrays.items()}
-    made = vary_alike(made)
     layer = _GroupedLayer(made["x"], made["weight"], made.get("bias"), made.get("row_scale"))
     where = _GroupedRows(made[which], made.get("rows"), made.get("scatter_rows"))
-    out: jax.Array = _grouped(_GroupedStatic(chosen, options, p, which), layer, where)
+    # Of a product's rows, and not of those that they read or are added to, each device has its own.
+    of_layer = _GroupedLayer(BY_TOKEN if rows is None else _SOURCE, WHOLE, bias if bias is None else WHOLE, None)
+    of_layer = of_layer._replace(row_scale=None if row_scale is None else BY_TOKEN)
+    roles = Roles(of_layer, _GroupedRows(WHOLE, BY_TOKEN, BY_TOKEN), BY_TOKEN if scatter_rows is None else _SOURCE, 1)
+    out: jax.Array = by_tokens(_grouped, _GroupedStatic(chosen, options, p, which), roles, layer, where)
     return out
 
 
@@ -190,14 +195,14 @@ def _engine(backend: str) -> ModuleType:
 # ----------------------------------------------------------------------------------------------------------- the layer
 
 
-@dataclass(frozen=True)
-class _GroupedStatic:
+class _GroupedStatic(NamedTuple):
     """What is known when tracing."""
 
     backend: str
     options: GroupedOptions
     problem: GroupedProblem
     which: str
+    mesh: Any = None  # an `OnMesh` of a call that is spread
 
 
 class _GroupedLayer(NamedTuple):
@@ -223,6 +228,17 @@ class _GroupedSaved(NamedTuple):
     layer: _GroupedLayer
     at: _GroupedRows
     y: Any  # [T, N] of x's dtype, or None
+
+
+def _on_device(
+    static: _GroupedStatic, layer: _GroupedLayer, at: _GroupedRows
+) -> tuple[_GroupedStatic, _GroupedLayer, _GroupedRows]:
+    """What `_forward` takes of a device's rows."""
+    parts = 1 if static.mesh is None else static.mesh.spread.parts
+    if parts == 1:
+        return static, layer, at
+    p = static.problem
+    return static._replace(problem=p._replace(tokens=p.tokens // parts)), layer, at
 
 
 def _forward(static: _GroupedStatic, needs: _GroupedLayer, layer: _GroupedLayer, at: _GroupedRows) -> tuple[Any, Any]:
@@ -297,14 +313,28 @@ def _limits(static: _GroupedStatic, at: _GroupedRows) -> tuple[JaxArray, JaxArra
 
     From the first wrong size on none is right, and where an index is wrong none at all.
     """
-    p = static.problem
+    p, axes = static.problem, () if static.mesh is None else static.mesh.spread.tokens
     of = groups.ends_of_sizes if static.which == "group_sizes" else groups.ends_of_offsets
-    ends, right = of(at.groups, p.tokens)
+    ends, right = of(at.groups, p.tokens * (static.mesh.spread.parts if axes else 1))
+    if axes:
+        # Of all rows, in the order of the devices, this one has some.
+        ends = jnp.clip(ends - lax.axis_index(axes) * p.tokens, 0, p.tokens)
     for index, limit in ((at.rows, p.source_rows), (at.scatter_rows, p.out_rows)):
         if index is not None:
-            right &= groups.in_range(index, ends, limit)
+            inside = groups.in_range(index, ends, limit)
+            right &= lax.pmin(inside.astype(jnp.int32), axes) > 0 if axes else inside
             ends = jnp.where(right[0], ends, 0)
     return ends, right
+
+
+def _keep(static: _GroupedStatic, saved: _GroupedSaved, *_: Any) -> Any:
+    return saved.y
+
+
+def _resume(
+    static: _GroupedStatic, needs: _GroupedLayer, kept: Any, layer: _GroupedLayer, at: _GroupedRows
+) -> _GroupedSaved:
+    return _GroupedSaved(layer, at, kept)
 
 
 def _zero_or_nan(right: JaxArray) -> JaxArray:
@@ -312,4 +342,4 @@ def _zero_or_nan(right: JaxArray) -> JaxArray:
     return groups.running_sums(jnp.where(right, jnp.float32(0), jnp.float32(jnp.nan)))
 
 
-_grouped = with_gradients(OP, _forward, _backward)
+_grouped = with_gradients_on_mesh(OP, _forward, _backward, _on_device, Between(keep=_keep, resume=_resume))

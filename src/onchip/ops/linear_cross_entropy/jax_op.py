@@ -1,7 +1,7 @@
 """linear_cross_entropy for JAX: the public functions and the choice of a backend.
 
-They check their inputs and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads the call of
-`sharded_linear_cross_entropy` over a mesh.  `forward` plans the call and moves the tokens that count to the front; the
+They check their inputs and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads calls over
+devices.  `forward` plans the call and moves the tokens that count to the front; the
 backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the package's docstring.
 """
 
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
 from onchip.frontend import topk
-from onchip.frontend.jax_call import Planned, Static, callable_here, is_tracked, vary_alike
+from onchip.frontend.jax_call import Planned, Static, is_tracked
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_layout,
@@ -26,9 +26,11 @@ from onchip.frontend.jax_inputs import (
     options_of,
     platform,
     take_target,
+    unsplit,
 )
 from onchip.frontend.jax_labels import check_labels, with_the_last, without_ends
-from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_types, with_gradients_on_mesh
+from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, OnMesh, Roles, TokenAxes, check_types
+from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WeightLayout, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
@@ -37,9 +39,9 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.loss import Constants, Given, XlaLossOutputs
+from onchip.vocab.xla.loss import Constants, Given, LossCall, XlaLossOutputs
 from onchip.vocab.xla.parallel import Shard
-from onchip.vocab.xla.tiles import XlaProjection
+from onchip.vocab.xla.tiles import XlaProjection, XlaTokenStats
 
 ON_MESH = f"sharded_{OP}"
 # Best first, by platform.
@@ -385,7 +387,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
     numbers = checked_numbers(OP, options, given, total)
     shard: Shard | None
     if on_mesh:
-        spread, shard, of_layer = parallel.on_mesh(ON_MESH, given, layer, name if not soft else "hidden", leading)
+        spread, shard = parallel.on_mesh(ON_MESH, given, layer, name if not soft else "hidden", leading)
         # A part of the logits is one of those that a device has.
         options = options_of(OP, LinearCrossEntropyOptions, given, tokens * layer.vocab // spread.parts)
         if options.shift and spread.leading[len(leading) - 1 :] not in ((), (None,)):
@@ -394,29 +396,30 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
                 f"{spread.leading[-1]!r}; shift {name} yourself, and leave shift out"
             )
     else:
-        parallel.refuse_typed_sharding(OP, given)
         shard = parallel.shard_of(OP, given, layer.vocab)
     vocab = layer.vocab if shard is None else shard.vocab
     class_weight = given["class_weight"]
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)
     if soft and options.shift:
         given = without_ends(given, name)
-        layer = replace(layer, hidden=layer.hidden[..., :-1, :])
+        layer = replace(layer, hidden=unsplit(layer.hidden, -2)[..., :-1, :])
     constants = Given.of(OP, given, name, vocab, options, numbers, total)
+    constants = constants.shifted() if options.shift and not soft else constants
     static = Static(options, platform(), given["backend"], shard)
     shape = layer.hidden.shape[:-1]
-    nothing = XlaLossOutputs.of_nothing(options.reduction, options.return_stats, total)
-    if on_mesh:
-        spec, by_entry, none = spread.by_token, spread.by_entry(len(shape)), P()
-        of_labels = by_entry if constants.labels is None else spec
-        specs = {"hidden": spec, "weight": of_layer.weight, "bias": of_layer.bias, name: of_labels}
-        check_types(ON_MESH, spread, given, specs | dict.fromkeys(("token_weight", "temperature"), spec))
-        of_outputs: Any = XlaLossOutputs(spec if options.reduction == "none" else none, spec)  # type: ignore[arg-type]
-        mesh = OnMesh(spread, (of_layer, constants.specs(spec, by_entry, none), of_outputs))
-        made = _op.on_mesh(static._replace(mesh=mesh), layer, constants) if hidden.size else nothing
+    of_loss = BY_TOKEN if options.reduction == "none" else WHOLE
+    roles = Roles(parallel.roles_of(layer), constants.roles(), XlaLossOutputs(of_loss, BY_TOKEN))  # type: ignore[arg-type]
+    if not layer.hidden.size:
+        made = XlaLossOutputs.of_nothing(options.reduction, options.return_stats, total)
+    elif on_mesh:
+        of_layer, of_constants = roles.parameters, roles.constants
+        of_labels = of_constants.probs if constants.labels is None else BY_TOKEN
+        named = {"hidden": BY_TOKEN, "weight": of_layer.weight, "bias": of_layer.bias, name: of_labels}
+        check_types(ON_MESH, spread, given, named | dict.fromkeys(("token_weight", "temperature"), BY_TOKEN))
+        made = _op.on_mesh(static._replace(mesh=OnMesh(spread, roles)), layer, constants)
     else:
-        static, projection, by_row = on_device(static, *vary_alike((layer, constants), but=axis))
-        made = callable_here(_op)(static, projection, by_row) if projection.hidden.size else nothing
+        share = isinstance(given["scratch_bytes"], float)
+        made = by_tokens(_op, static, roles, layer, constants, by_share=share, but=axis)
     found = made.shaped(shape)
     return with_the_last(found, leading[-1] - shape[-1]) if shape != leading else found
 
@@ -424,7 +427,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
 def on_device(static: Static, layer: XlaProjection, given: Given) -> tuple[Static, XlaProjection, Constants]:
     """What `forward` takes, of a layer with hidden [..., H]."""
     projection = layer.flat()
-    axes = () if static.mesh is None else static.mesh.spread.tokens
+    static, axes = parallel.split_as(static, layer.vocab), () if static.mesh is None else static.mesh.spread.tokens
     constants = Constants.of(given, static.options, projection.accumulator, axes)
     problem = problem_of(static, projection, constants, XlaProjection(True, True, projection.bias is not None))
     refused = refusals(problem, static.platform, projection.layout, static.options.strategy, static.shard)
@@ -476,17 +479,25 @@ def problem_of(static: Static, projection: XlaProjection, constants: Constants, 
 def forward(
     static: Static, needs: XlaProjection, projection: XlaProjection, constants: Constants
 ) -> tuple[XlaLossOutputs, Planned]:
-    backend, shard, strategy = MODULES[static.backend], static.shard, static.options.strategy
-    if shard is not None:
-        shard.refuse_untracked(OP, needs)
-        strategy = "recompute" if static.backend == "xla" else strategy
-    strategy = strategy if constants.probs is None else "recompute"
-    problem = problem_of(static, projection, constants, needs)
-    plan = backend.plan(problem, strategy, static.options.scratch_bytes)
-    call = constants.call(static.options.reduction, projection, backend.select(plan, constants.kept), shard)
+    if static.shard is not None:
+        static.shard.refuse_untracked(OP, needs)
+    backend, plan, call = _planned(static, needs, projection, constants)
     run = partial(backend.forward, plan, constants.wanted(static.options.return_stats), needs)
     stats, sums, saved = _each(backend, run)(call)
     return call.outputs(static.options.reduction, stats, sums), Planned(saved, plan)
+
+
+def _planned(
+    static: Static, needs: XlaProjection, projection: XlaProjection, constants: Constants
+) -> tuple[ModuleType, Any, LossCall]:
+    """The backend, its plan, and the call as it takes it."""
+    backend, strategy = MODULES[static.backend], static.options.strategy
+    if (static.shard is not None and static.backend == "xla") or constants.probs is not None:
+        strategy = "recompute"
+    problem = problem_of(static, projection, constants, needs)
+    plan = backend.plan(problem, strategy, static.options.scratch_bytes)
+    tokens = backend.select(plan, constants.kept)
+    return backend, plan, constants.call(static.options.reduction, projection, tokens, static.shard)
 
 
 def backward(static: Static, needs: XlaProjection, saved: Planned, cotangents: XlaLossOutputs) -> XlaProjection:
@@ -495,9 +506,35 @@ def backward(static: Static, needs: XlaProjection, saved: Planned, cotangents: X
     return _each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]
 
 
+def at_once(static: Static, needs: XlaProjection) -> bool:
+    """Whether gradients are made in forward where the compiler spreads the call."""
+    options: LinearCrossEntropyOptions = static.options
+    return options.reduction != "none" and options.strategy != "recompute"
+
+
+def keep(static: Static, saved: Planned, projection: XlaProjection, constants: Constants) -> XlaTokenStats | None:
+    """Each token's lse and its ids' log-probabilities: all that backward needs beside the arguments, but with soft
+    labels."""
+    return None if constants.probs is not None else saved.arrays.stats.by_token(saved.arrays.call.tokens)
+
+
+def resume(
+    static: Static, needs: XlaProjection, kept: XlaTokenStats | None, projection: XlaProjection, constants: Constants
+) -> Planned | None:
+    if kept is None:
+        return None
+    _, plan, call = _planned(static, needs, projection, constants)
+    saved = jax_xla.XlaSaved if static.backend == "xla" else mosaic_op.MosaicSaved
+    return Planned(saved(call, kept.by_row(call.tokens)), plan)
+
+
+def recomputing(static: Static) -> Static:
+    return static._replace(options=replace(static.options, strategy="recompute"))
+
+
 def _each(backend: ModuleType, run: Any) -> Any:
     """Under vmap kernels serve one element after the other."""
     return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
 
 
-_op = with_gradients_on_mesh(OP, forward, backward, on_device)
+_op = with_gradients_on_mesh(OP, forward, backward, on_device, Between(at_once, recomputing, keep, resume))

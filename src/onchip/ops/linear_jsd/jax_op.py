@@ -1,7 +1,7 @@
 """linear_jsd and jsd for JAX: the public functions and their checks.
 
-They have their inputs checked and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads the
-call of `sharded_linear_jsd` over a mesh.  The walks are in jax_walk.py.
+They have their inputs checked and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads calls
+over devices.  The walks are in jax_walk.py.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_call import IGNORED, callable_here, vary_alike
+from onchip.frontend.jax_call import IGNORED
 from onchip.frontend.jax_inputs import (
     accumulator,
     as_constant,
@@ -30,12 +30,24 @@ from onchip.frontend.jax_inputs import (
     require_arrays,
     take_target,
 )
-from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_split, check_types, spread_of, with_gradients_on_mesh
+from onchip.frontend.jax_mesh import (
+    BY_ENTRY,
+    BY_TOKEN,
+    WHOLE,
+    OnMesh,
+    Role,
+    Roles,
+    TokenAxes,
+    check_split,
+    check_types,
+    spread_of,
+)
+from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import check_distinct, check_factors, kept_tokens, log_probs_or_nan, plain_labels
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
-from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, backward, forward, none_of, plan
+from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, backward, forward, none_of, plan, stashes
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
 from onchip.vocab.xla import parallel
 from onchip.vocab.xla.parallel import Shard
@@ -294,8 +306,6 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
         # A part of the logits is one of those that a device has.
         options = options.with_scratch(given, total * every // spread.parts)
     else:
-        if op == OP:
-            parallel.refuse_typed_sharding(op, given)
         shard = parallel.shard_of(op, given, size, "vocab") if axis is not None else None
     vocab = size if shard is None else shard.vocab
     entries = size if spread is None else every
@@ -310,27 +320,22 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
     constants = JsdConstants(labels, indices, values, token_weight, as_constant(given["normalizer"], dtype))
     kind, rest = ("", "") if topk is None else topk[2:]
     static = JsdStatic(options, platform(), size, kind, rest, shard)
-    nothing = jnp.zeros(shape if options.reduction == "none" else (), dtype)
+    if not total:
+        return jnp.zeros(shape if options.reduction == "none" else (), dtype)
+    of_models = tuple(
+        parallel.roles_of(x) if isinstance(x, XlaProjection) else None if x is None else BY_ENTRY for x in models
+    )
+    of_constants = JsdConstants(BY_TOKEN, BY_TOKEN, BY_TOKEN, BY_TOKEN, WHOLE)
+    roles = Roles(of_models, of_constants, BY_TOKEN if options.reduction == "none" else WHOLE)
     if spread is not None:
-        by_token, by_entry = spread.by_token, spread.by_entry(len(shape))
-        specs = tuple(
-            None if x is None else parallel.specs_of(x, spread) if isinstance(x, XlaProjection) else by_entry
-            for x in models
-        )
-        of_layer = parallel.specs_of(student, spread)
-        parts = {"hidden": by_token, "weight": of_layer.weight, "bias": P(spread.vocab)}
+        of_weight, of_bias = Role(vocab=student.vocab_axis), Role(vocab=0)
+        parts = {"hidden": BY_TOKEN, "weight": of_weight, "bias": of_bias, "logits": BY_ENTRY}
         named = {f"{who}_{part}": x for who in ("student", "teacher") for part, x in parts.items()}
-        check_types(
-            ON_MESH, spread, given, named | {"teacher_logits": by_entry, name: by_token, "token_weight": by_token}
-        )
-        of_constants = JsdConstants(by_token, by_token, by_token, by_token, P())
-        of_loss = by_token if options.reduction == "none" else P()
-        static = static._replace(mesh=OnMesh(spread, (specs, of_constants, of_loss)))
-        return _op.on_mesh(static, models, constants) if total else nothing
-    _, *given_by_token = on_device(static, models, constants)
-    models, constants = vary_alike(tuple(given_by_token), but=axis)
-    plan(static, none_of(models), False, models, constants)  # a budget that is too small shows here
-    made: jax.Array = callable_here(_op)(static, models, constants) if total else nothing
+        del named["student_logits"]
+        check_types(ON_MESH, spread, given, named | {name: BY_TOKEN, "token_weight": BY_TOKEN})
+        return _op.on_mesh(static._replace(mesh=OnMesh(spread, roles)), models, constants)  # type: ignore[no-any-return]
+    share = isinstance(given["scratch_bytes"], float)
+    made: jax.Array = by_tokens(_op, static, roles, models, constants, by_share=share, but=axis)
     return made.reshape(shape) if options.reduction == "none" else made
 
 
@@ -355,7 +360,7 @@ def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdS
     axes = () if static.mesh is None else static.mesh.spread.tokens
     if axes and static.options.reduction == "mean" and normalizer is None:
         count = lax.psum(jnp.sum(labels != IGNORED), axes)
-        normalizer = jnp.maximum(count, 1).astype(student.accumulator)
+        normalizer = jnp.maximum(count, 1).astype(accumulator(jax.tree.leaves(student)[0].dtype))
 
     def flat(x: Any) -> Any:
         if x is None or isinstance(x, XlaProjection):
@@ -364,10 +369,15 @@ def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdS
 
     token_weight = None if given.token_weight is None else given.token_weight.reshape(-1)
     constants = JsdConstants(labels.reshape(-1), flat(given.indices), flat(given.values), token_weight, normalizer)
-    return static, tuple(map(flat, models)), constants
+    entries = student.vocab if isinstance(student, XlaProjection) else student.shape[-1]
+    static = parallel.split_as(static, entries)
+    static = static if static.shard is None else static._replace(size=static.shard.size)
+    rows = tuple(map(flat, models))
+    plan(static, none_of(rows), False, rows, constants)  # a budget that is too small shows here
+    return static, rows, constants
 
 
-_op = with_gradients_on_mesh(f"{OP}, {LOGITS_OP}", forward, backward, on_device)
+_op = with_gradients_on_mesh(f"{OP}, {LOGITS_OP}", forward, backward, on_device, Between(at_once=stashes))
 
 
 def checked_target(op: str, given: Mapping[str, Any], name: str, vocab: int, options: JsdOptions) -> jax.Array | None:

@@ -127,7 +127,7 @@ def none_of(models: Any) -> Any:
     return jax.tree.map(lambda _: False, models)
 
 
-def _stashes(static: JsdStatic, needs: Any) -> bool:
+def stashes(static: JsdStatic, needs: Any) -> bool:
     """Whether forward makes the gradients: for an upstream gradient of 1, as sums, but of existing logits."""
     of_logits = any(need is True for need in needs)
     return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not of_logits
@@ -136,7 +136,7 @@ def _stashes(static: JsdStatic, needs: Any) -> bool:
 def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants) -> tuple[Any, Any]:
     if static.shard is not None:
         return _split_forward(static, needs, models, constants)
-    stash = _stashes(static, needs)
+    stash = stashes(static, needs)
     loss, gradients = _walk(static, needs if stash else none_of(models), models, constants, None, stash)
     if stash:
         return loss, gradients
@@ -146,7 +146,7 @@ def forward(static: JsdStatic, needs: Any, models: Any, constants: JsdConstants)
 def backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Any) -> Any:
     if static.shard is not None:
         return _split_backward(static, needs, saved, grad_loss)
-    if _stashes(static, needs):
+    if stashes(static, needs):
         return jax.tree.map(lambda g: g * grad_loss, saved)
     models, constants = saved
     return _walk(static, needs, models, constants, grad_loss, False)[1]

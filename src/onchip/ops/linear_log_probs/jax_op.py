@@ -1,7 +1,7 @@
 """linear_log_probs for JAX: the public functions, and the gradients of their results by each token's logits.
 
 The public functions, and log_probs of jax_rows.py, call `OPERATOR`, to which `with_gradients_on_mesh` gives its
-derivatives; it spreads the call of `sharded_linear_log_probs` over a mesh.  The walks over the logits are those of
+derivatives; it spreads calls over devices.  The walks over the logits are those of
 `onchip.vocab.xla.walk`, the maths is in the package's docstring.
 """
 
@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, callable_here, vary_alike
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_arrays,
@@ -26,7 +26,8 @@ from onchip.frontend.jax_inputs import (
     platform,
     token_temperature,
 )
-from onchip.frontend.jax_mesh import OnMesh, P, TokenAxes, check_types, with_gradients_on_mesh
+from onchip.frontend.jax_mesh import BY_TOKEN, WHOLE, OnMesh, Roles, TokenAxes, check_types
+from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mesh
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, check_shift, one_target, shapes_of
@@ -387,17 +388,14 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     options: LogProbsOptions = options_of(OP, LogProbsOptions, given, tokens * layer.vocab)
     numbers = checked_numbers(OP, options, given, dtype)
     choose_backend(OP, given["backend"], dict.fromkeys(BACKENDS))
-    mesh, shard = None, None
+    of_layer, shard = parallel.roles_of(layer), None
     if on_mesh:
-        spread, shard, of_layer = parallel.on_mesh(ON_MESH, given, layer, "hidden", leading)
+        spread, shard = parallel.on_mesh(ON_MESH, given, layer, "hidden", leading)
         # A part of the logits is one of those that a device has.
         options = options_of(OP, LogProbsOptions, given, tokens * layer.vocab // spread.parts)
-        by_token = spread.by_token
-        of_arrays = {"hidden": by_token, "weight": of_layer.weight, "bias": of_layer.bias, "ids": by_token}
-        check_types(ON_MESH, spread, given, of_arrays | {"temperature": by_token})
-        mesh = OnMesh(spread, (of_layer, GivenToLogProbs(by_token, by_token, P()), by_token))
+        of_arrays = {"hidden": BY_TOKEN, "weight": of_layer.weight, "bias": of_layer.bias, "ids": BY_TOKEN}
+        check_types(ON_MESH, spread, given, of_arrays | {"temperature": BY_TOKEN})
     else:
-        parallel.refuse_typed_sharding(OP, given)
         shard = parallel.shard_of(OP, given, layer.vocab)
         check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]")
     vocab = layer.vocab if shard is None else shard.vocab
@@ -405,14 +403,14 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     plain = following(plain, IGNORED, len(leading) - 1) if options.shift else plain
     numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
     constants = GivenToLogProbs(plain, temperature, numbers)
-    layer, constants = vary_alike((layer, constants), but=axis)
-    static = Static(options, platform(), shard=shard, mesh=mesh)
+    static, roles = Static(options, platform(), shard=shard), Roles(of_layer, OF_GIVEN, BY_TOKEN)
     if tokens == 0:
-        return returned(options, of_no_tokens(dtype), ids.shape, leading)
-    if on_mesh:
-        made = OPERATOR.on_mesh(static, layer, constants)
+        made = of_no_tokens(dtype)
+    elif on_mesh:
+        made = OPERATOR.on_mesh(static._replace(mesh=OnMesh(spread, roles)), layer, constants)
     else:
-        made = callable_here(OPERATOR)(*on_device(static, layer, constants))
+        share = isinstance(given["scratch_bytes"], float)
+        made = by_tokens(OPERATOR, static, roles, layer, constants, by_share=share, but=axis)
     return returned(options, made, ids.shape, leading)
 
 
@@ -431,12 +429,17 @@ class GivenToLogProbs(NamedTuple):
         return self.ids.reshape(tokens, self.ids.size // tokens), Transform(**numbers)
 
 
-def on_device(
-    static: Static, layer: XlaProjection, given: GivenToLogProbs
-) -> tuple[Static, XlaProjection, tuple[jax.Array, Transform]]:
-    """What `forward` takes, of a layer with hidden [..., H]."""
-    projection = layer.flat()
-    return static, projection, given.by_token(len(projection.hidden))
+OF_GIVEN = GivenToLogProbs(BY_TOKEN, BY_TOKEN, WHOLE)
+"""What they have of tokens."""
+
+
+def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogProbs) -> tuple[Static, Any, Any]:
+    """What `forward` takes, of a layer with hidden [..., H], or of logits [..., V]."""
+    if isinstance(of, XlaProjection):
+        layer = of.flat()
+        return parallel.split_as(static, layer.vocab), layer, given.by_token(len(layer.hidden))
+    tokens, vocab = math.prod(of.shape[:-1]), of.shape[-1]
+    return parallel.split_as(static, vocab), of.reshape(tokens, vocab), given.by_token(tokens)
 
 
 def returned(
@@ -455,10 +458,20 @@ def forward(
     static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
 ) -> tuple[WantedOutputs, Planned | None]:
     """Of a layer, or of logits [T, V]."""
-    (ids, transform), options, shard = constants, static.options, static.shard
+    if static.shard is not None:
+        static.shard.refuse_untracked(OP if isinstance(of, XlaProjection) else spec.LOGITS_OP, needs)
+    plan, call = _planned(static, needs, of, constants)
+    stats = walk.statistics(plan, wanted_of(static.options), call)
+    # XlaLogits as they came: of 16-bit ones `call.source` may be a copy.
+    saved = walk.XlaSaved(call._replace(source=None), known_of(stats))
+    return outputs_of(stats, call.tokens), Planned((of, saved), plan) if any(jax.tree.leaves(needs)) else None
+
+
+def _planned(
+    static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
+) -> tuple[ChunkConfig, LossCall]:
+    (ids, transform), options = constants, static.options
     needed = any(jax.tree.leaves(needs))
-    if shard is not None:
-        shard.refuse_untracked(OP if isinstance(of, XlaProjection) else spec.LOGITS_OP, needs)
     asked: dict[str, Any] = {
         "ids": ids.shape[1],
         "stats": options.entropy,
@@ -475,11 +488,7 @@ def forward(
         plan = ChunkConfig("forward", row_memory.plan(rows, "", options.scratch_bytes), rows.vocab)
     selected = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
     source = of if isinstance(of, XlaProjection) else XlaLogits.of(of)
-    call = LossCall(source, transform.by_row(selected), selected, selected.take(ids, IGNORED), shard=shard)
-    stats = walk.statistics(plan, wanted_of(options), call)
-    # Logits as they came: of 16-bit ones `call.source` may be a copy.
-    saved = walk.XlaSaved(call._replace(source=None), known_of(stats))
-    return outputs_of(stats, selected), Planned((of, saved), plan) if needed else None
+    return plan, LossCall(source, transform.by_row(selected), selected, selected.take(ids, IGNORED), shard=static.shard)
 
 
 def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs) -> Any:
@@ -489,7 +498,19 @@ def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs
     return walk.gradients(saved.plan, needs, call, stats, gradient)
 
 
-OPERATOR = with_gradients_on_mesh(f"{OP}, {spec.LOGITS_OP}", forward, backward, on_device)
+def keep(static: Static, saved: Planned, *_: Any) -> XlaTokenStats:
+    _, (call, stats) = saved.arrays
+    return stats.by_token(call.tokens)  # type: ignore[no-any-return]
+
+
+def resume(static: Static, needs: Any, kept: XlaTokenStats, of: Any, constants: Any) -> Planned:
+    plan, call = _planned(static, needs, of, constants)
+    return Planned((of, walk.XlaSaved(call._replace(source=None), kept.by_row(call.tokens))), plan)
+
+
+OPERATOR = with_gradients_on_mesh(
+    f"{OP}, {spec.LOGITS_OP}", forward, backward, on_device, Between(keep=keep, resume=resume)
+)
 
 
 def of_no_tokens(dtype: Any) -> WantedOutputs:

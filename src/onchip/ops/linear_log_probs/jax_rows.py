@@ -7,16 +7,28 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Static, callable_here, vary_alike
-from onchip.frontend.jax_inputs import accumulator, check_arrays, checked_numbers, dtype_of, options_of, platform
+from onchip.frontend.jax_call import Static
+from onchip.frontend.jax_inputs import (
+    accumulator,
+    check_arrays,
+    checked_numbers,
+    dtype_of,
+    options_of,
+    platform,
+    token_temperature,
+)
+from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, Roles
+from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array, Number
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, one_target, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
     BACKENDS,
+    OF_GIVEN,
     OPERATOR,
     Backend,
+    GivenToLogProbs,
     JaxEither,
     JaxJustLogProb,
     JaxMore,
@@ -26,7 +38,6 @@ from onchip.ops.linear_log_probs.jax_op import (
 )
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.vocab.xla.parallel import check_axis, shard_of
-from onchip.vocab.xla.tiles import Transform
 
 Axis = str | None
 Size = int | None
@@ -137,14 +148,15 @@ def log_probs(
     numbers = checked_numbers(LOGITS_OP, options, given, dtype)
 
     shape, vocab = logits.shape[:-1], logits.shape[-1]
-    total = math.prod(shape)
-    each = ids.shape[-1] if ids.ndim > len(shape) else 1
-    rows = jnp.asarray(logits).reshape(total, vocab)
     shard = shard_of(LOGITS_OP, given, vocab)
     vocab = vocab if shard is None else shard.vocab
-    plain = checked_labels(LOGITS_OP, given, "ids", vocab, options).reshape(total, each)
-    rows, constants = vary_alike((rows, (plain, Transform(**numbers))), but=axis_name)
+    plain = checked_labels(LOGITS_OP, given, "ids", vocab, options)
     choose_backend(LOGITS_OP, backend, dict.fromkeys(BACKENDS))
-    static = Static(options, platform(), shard=shard)
-    outputs = of_no_tokens(dtype) if total == 0 else callable_here(OPERATOR)(static, rows, constants)
-    return returned(options, outputs, ids.shape, shape)
+    if math.prod(shape) == 0:
+        return returned(options, of_no_tokens(dtype), ids.shape, shape)
+    numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
+    static, roles = Static(options, platform(), shard=shard), Roles(BY_ENTRY, OF_GIVEN, BY_TOKEN)
+    rest = GivenToLogProbs(plain, temperature, numbers)
+    share = isinstance(scratch_bytes, float)
+    made = by_tokens(OPERATOR, static, roles, jnp.asarray(logits), rest, by_share=share, but=axis_name)
+    return returned(options, made, ids.shape, shape)

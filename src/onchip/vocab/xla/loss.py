@@ -15,6 +15,7 @@ from jax import lax
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
 from onchip.frontend.jax_inputs import as_constant, following, per_token_constant, token_temperature
 from onchip.frontend.jax_labels import labels_of
+from onchip.frontend.jax_mesh import BY_ENTRY, BY_TOKEN, WHOLE
 from onchip.frontend.jax_types import LossStats, WithStats
 from onchip.frontend.options import LossTerms
 from onchip.vocab import loss
@@ -118,10 +119,15 @@ class Given(NamedTuple):
             numbers,
         )
 
-    def specs(self, by_token: Any, by_entry: Any, whole: Any) -> "Given":
-        """The `PartitionSpec`s of all, of those of what is by token, has every entry of the vocabulary, or neither."""
-        of_probs = by_entry if self.labels is None else by_token
-        return Given(of_probs, by_token, by_token, by_token, whole, whole, whole)
+    def shifted(self) -> "Given":
+        """With the next position's label and weight, none at the end of each sequence; of one id for each token."""
+        weight = None if self.token_weight is None else following(self.token_weight, 0)
+        return self._replace(labels=following(self.labels, IGNORED), token_weight=weight)
+
+    def roles(self) -> "Given":
+        """What all have of tokens and vocabulary."""
+        of_probs = BY_ENTRY if self.labels is None else BY_TOKEN
+        return Given(of_probs, BY_TOKEN, BY_TOKEN, BY_TOKEN, WHOLE, WHOLE, WHOLE)
 
 
 class Constants(NamedTuple):
@@ -155,8 +161,6 @@ class Constants(NamedTuple):
         if probs is not None:
             count = len(made.probs) * lax.axis_size(axes) if by_count else 0  # type: ignore[arg-type]
             return made._replace(normalizer=jnp.full((), count, dtype)) if by_count else made
-        # Before class weights are taken at the labels.
-        made = made._shifted(labels.shape) if options.shift else made
         if made.class_weight is not None:
             return made._weighed(options.reduction, axes)
         if by_count:
@@ -176,16 +180,6 @@ class Constants(NamedTuple):
             return made
         token_weight = of_label if self.token_weight is None else self.token_weight * of_label
         return made._replace(token_weight=token_weight, class_weight=None)
-
-    def _shifted(self, shape: tuple[int, ...]) -> "Constants":
-        """With the next position's label and weight, none at the end of each sequence; `shape` [..., S] is labels'."""
-
-        def shifted(x: Array, last: int) -> Array:
-            return following(x.reshape(shape), last).reshape(-1)
-
-        weight = None if self.token_weight is None else shifted(self.token_weight, 0)
-        assert self.labels is not None
-        return self._replace(labels=shifted(self.labels, IGNORED), token_weight=weight)
 
     @property
     def kept(self) -> Array:

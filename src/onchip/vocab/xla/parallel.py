@@ -23,7 +23,7 @@ from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, is_tracked, varies_over, vary_alike
 from onchip.frontend.jax_inputs import is_array
-from onchip.frontend.jax_mesh import P, Spread, check_split, spread_of
+from onchip.frontend.jax_mesh import BY_TOKEN, Role, Spread, check_split, spread_of
 from onchip.frontend.options import require_int
 from onchip.frontend.topk import TopK
 from onchip.vocab.xla.tiles import Softmax, XlaProjection
@@ -147,7 +147,8 @@ class Shard:
         leaves, tree = jax.tree.flatten(x)
         dtype = next(leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
         columns = [leaf.reshape(len(leaf), -1).astype(dtype) for leaf in leaves]
-        every = lax.all_gather(jnp.concatenate(columns, 1), self.axis, to="invarying")
+        to = "invarying" if is_tracked(self.axis) else "varying"
+        every = lax.all_gather(jnp.concatenate(columns, 1), self.axis, to=to)
         parts, start = [], 0
         for leaf, column in zip(leaves, columns, strict=True):
             part = every[:, :, start : start + column.shape[1]]
@@ -210,21 +211,6 @@ def _or_instead(op: str, how: str) -> str:
     return f", or call sharded_{op}{how}" if op.startswith("linear_") else ""
 
 
-def refuse_typed_sharding(op: str, arrays: Mapping[str, Any]) -> None:
-    """Raise for an array whose type says that it is sharded: a kernel would have it gathered on each device, and plain
-    JAX can't cut it into chunks.
-
-    Inside of a `jax.shard_map` no array is: each device has its own.
-    """
-    for name, x in arrays.items():
-        sharding = jax.typeof(x).sharding if is_array(x) else None
-        if sharding is not None and any(entry is not None for entry in sharding.spec):
-            raise ValueError(
-                f"{op}: {name} is sharded as {sharding.spec}, by its type; call sharded_{op}, which spreads itself "
-                "over the mesh, or call it inside of jax.shard_map"
-            )
-
-
 def check_axis(op: str, axis: Any, vocab: Any, padded: str = "weight and bias") -> None:
     """Raise where a function's arguments axis_name and vocab_size don't go together; `padded` are those with it."""
     if axis is None and vocab is not None:
@@ -276,17 +262,25 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
 
 def on_mesh(
     op: str, given: Mapping[str, Any], layer: XlaProjection, of: str, leading: tuple[int, ...]
-) -> tuple[Spread, Shard, XlaProjection]:
-    """How a call is spread over a mesh, each device's `Shard`, and the layer's `PartitionSpec`s; raise for wrong
-    arguments `mesh`, `vocab_axis`, `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument
-    `of`."""
+) -> tuple[Spread, Shard]:
+    """How a call is spread over a mesh, and each device's `Shard`; raise for wrong arguments `mesh`, `vocab_axis`,
+    `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument `of`."""
     spread = spread_of(op, given["mesh"], given["vocab_axis"], given["token_axes"], of, leading)
     size = check_split(op, "weight", layer.vocab, spread, "vocab_size")
     vocab = whole_vocab(op, "vocab_size", given["vocab_size"], size, spread.devices(spread.vocab))
-    return spread, Shard(spread.vocab, size, vocab), specs_of(layer, spread)
+    return spread, Shard(spread.vocab, size, vocab)
 
 
-def specs_of(layer: XlaProjection, spread: Spread) -> XlaProjection:
-    """The `PartitionSpec`s of hidden [..., H], weight and bias."""
-    of_bias = None if layer.bias is None else P(spread.vocab)
-    return XlaProjection(spread.by_token, spread.of_weight(layer.vocab_axis), of_bias, layer.vocab_axis)
+def roles_of(layer: XlaProjection) -> XlaProjection:
+    """What hidden [..., H], weight and bias have of tokens and vocabulary."""
+    of_bias = None if layer.bias is None else Role(vocab=0)
+    return XlaProjection(BY_TOKEN, Role(vocab=layer.vocab_axis), of_bias, layer.vocab_axis)
+
+
+def split_as(static: Any, size: int) -> Any:
+    """The `static` of a call on a device that has so many entries of the vocabulary, with its `Shard` where the call is
+    spread over others."""
+    spread = None if static.mesh is None else static.mesh.spread
+    if spread is None or spread.vocab is None or static.shard is not None:
+        return static
+    return static._replace(shard=Shard(spread.vocab, size, size * spread.devices(spread.vocab)))

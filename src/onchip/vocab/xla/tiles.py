@@ -371,6 +371,15 @@ class XlaTokenStats(NamedTuple):
         made = jax.eval_shape(lambda: Softmax.empty(ids, wanted, dtype).complete(ids, 1))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)  # type: ignore[no-any-return]
 
+    def by_token(self, tokens: CountedTokens) -> "XlaTokenStats":
+        return jax.tree.map(tokens.spread, self)  # type: ignore[no-any-return]
+
+    def by_row(self, tokens: CountedTokens) -> "XlaTokenStats":
+        """The reverse.  Rows behind the tokens are of logits that all vanish."""
+        made: XlaTokenStats = jax.tree.map(lambda x: tokens.take(x, 0), self)
+        far = jnp.where(tokens.there(), 0, 1e30).astype(self.lse.dtype)
+        return made._replace(lse=made.lse + far, entropy=None if made.entropy is None else made.entropy + far)
+
 
 class Softmax(NamedTuple):
     """The running softmax of C tokens over the vocabulary seen so far, [C] float32 or float64."""

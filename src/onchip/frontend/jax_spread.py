@@ -1,0 +1,468 @@
+"""Calls whose arrays are spread over devices: each has its own tokens, and what tokens share is summed over them once.
+
+Each half of a derivative rule is spread as a whole.  So no derivative is taken through it: what a device's gradient
+is, and what is summed over which devices, is said where it is computed, whatever JAX knows of the mesh; kernels need
+not say over which axes their results vary; and loops over a device's tokens are planned by how many those are.
+
+Where types say how arrays are sharded (explicit axes), or the caller does, a half is a `jax.shard_map`, and what a
+device leaves for backward stays there.  Under plain `jit` with automatic axes the compiler alone knows, and asks while
+it partitions: there a half is a `custom_partitioning`.  All of its results must have shapes that don't depend on the
+devices, so what passes from forward to backward are numbers of each token, or the gradients themselves.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+
+from onchip.frontend.jax_call import callable_here, vary_alike, with_gradients
+from onchip.frontend.jax_inputs import platform
+from onchip.frontend.jax_mesh import ALONE, OnMesh, P, Role, Roles, Spread, names_of
+
+PLATFORMS = ("cpu", "gpu")
+
+
+class Between(NamedTuple):
+    """What passes from forward to backward where the compiler partitions both."""
+
+    at_once: Callable[[Any, Any], bool] = lambda static, needs: False
+    """(static, needs): whether forward makes the gradients, for an upstream gradient of 1 of its one sum."""
+    resumable: Callable[[Any], Any] = lambda static: static
+    """Else: forward's `static`, of which this can be kept:"""
+    keep: Callable[..., Any] = lambda static, saved, *given: None
+    """(static, saved, parameters, constants): numbers by token, [T, ...], or None."""
+    resume: Callable[..., Any] = lambda static, needs, kept, *given: None
+    """(static, needs, kept, parameters, constants): what forward saved; if that is None, forward runs again, and of it
+    what backward reads."""
+
+
+_NOTHING = Between()
+
+
+def with_gradients_on_mesh(
+    op: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    on_device: Callable[..., Any],
+    between: Between = _NOTHING,
+) -> Any:
+    """What `with_gradients` makes of these, for `by_tokens`; its attribute `on_mesh` is the same for calls of which
+    `static.mesh` says how they are spread, and `partitioned` for those of which the compiler does.
+
+    on_device(static, parameters, constants): of a call with arrays [..., n], what forward takes on a device.  Outputs
+    and gradients that forward and backward have for T tokens get the leading dimensions back.
+    """
+
+    def given_on_device(static: Any, spread: Spread, parameters: Any, constants: Any) -> Any:
+        own = static._replace(mesh=static.mesh._replace(spread=spread))
+        if own.mesh.by_share and own.options.scratch_bytes is not None:
+            part = max(1, own.options.scratch_bytes // spread.parts)
+            own = own._replace(options=replace(own.options, scratch_bytes=part))
+        return on_device(own, parameters, constants)
+
+    # ------------------------------------------------------------------------------------------- spread as mesh says
+
+    def forward_on_mesh(static: Any, needs: Any, parameters: Any, constants: Any) -> tuple[Any, Any]:
+        spread, roles, _ = static.mesh
+        specs = _specs(spread, roles[:2], (parameters, constants))
+
+        def run(parameters: Any, constants: Any) -> tuple[Any, Any]:
+            own, *given = given_on_device(static, spread, parameters, constants)
+            outputs, saved = forward(own, needs, *given)
+            return _whole(spread, roles, parameters, outputs, roles.outputs), _Kept.of(saved, given)
+
+        call = _mapped(spread, run, specs, (_specs(spread, roles.outputs), _own(spread)))
+        outputs, kept = call(*_placed(spread, (parameters, constants), specs))
+        return outputs, (parameters, constants, kept)
+
+    def backward_on_mesh(static: Any, needs: Any, residuals: Any, cotangents: Any) -> Any:
+        spread, roles, _ = static.mesh
+        parameters, constants, kept = residuals
+        of_parameters, of_constants = _specs(spread, roles[:2], (parameters, constants))
+        typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(parameters)]
+        wanted = [
+            role.sum_spec(spread, spec, x.shape)
+            for role, spec, x in zip(
+                _roles(roles.parameters, parameters), typed, jax.tree.leaves(parameters), strict=True
+            )
+        ]
+
+        def run(parameters: Any, constants: Any, kept: _Kept, cotangents: Any) -> Any:
+            own, *given = given_on_device(static, spread, parameters, constants)
+            made = backward(own, needs, kept.whole(given), _flat(roles, parameters, cotangents))
+            return _summed(spread, roles, parameters, made, wanted)
+
+        of_sums = [spec for spec, need in zip(wanted, jax.tree.leaves(needs), strict=True) if need]
+        in_specs = (of_parameters, of_constants, _own(spread), _specs(spread, roles.outputs))
+        placed = _placed(spread, (parameters, constants), (of_parameters, of_constants))
+        sums = _mapped(spread, run, in_specs, of_sums)(*placed, kept, cotangents)
+        own = [spec for spec, need in zip(typed, jax.tree.leaves(needs), strict=True) if need]
+        return _gradients(needs, _placed(spread, sums, own))
+
+    # ------------------------------------------------------------------------------------- spread as the compiler says
+
+    def forward_in_parts(static: Any, needs: Any, parameters: Any, constants: Any) -> tuple[Any, Any]:
+        needed = any(jax.tree.leaves(needs))
+        # A gradient of float16 would vanish before the upstream one scales it.
+        half = any(x.dtype == jnp.float16 for x in jax.tree.leaves(parameters))
+        once = needed and not half and between.at_once(static, needs)
+        static = static if once or not needed else between.resumable(static)
+        roles = static.mesh.roles
+
+        def run(spread: Spread, wanted: list[P], of_outputs: list[P], parameters: Any, constants: Any) -> _Made:
+            own, *given = given_on_device(static, spread, parameters, constants)
+            outputs, saved = forward(own, needs, *given)
+            kept, sums = None, []
+            if once:
+                ones = jax.tree.map(lambda x: None if x.ndim else jnp.ones_like(x), outputs)
+                sums = _summed(spread, roles, parameters, backward(own, needs, saved, ones), wanted)
+            elif needed:
+                kept = between.keep(own, saved, *given)
+            outputs = _whole(spread, roles, parameters, outputs, roles.outputs, of_outputs)
+            return _Made(outputs, kept if kept is None else _whole(spread, roles, parameters, kept, roles.kept), sums)
+
+        given = parameters, constants
+        made = _in_parts(op, static, run, given, roles[:2], needs if once else None)
+        return made.outputs, (made.sums,) if once else (made.kept, *given)
+
+    def backward_in_parts(static: Any, needs: Any, residuals: Any, cotangents: Any) -> Any:
+        kept, *given = residuals
+        if not given:
+            (upstream,) = jax.tree.leaves(cotangents)
+            return _gradients(needs, [g.astype(jnp.promote_types(g.dtype, upstream.dtype)) * upstream for g in kept])
+        static, roles = between.resumable(static), static.mesh.roles
+
+        def run(spread: Spread, wanted: list[P], _: Any, parameters: Any, constants: Any, *more: Any) -> _Made:
+            own, *given = given_on_device(static, spread, parameters, constants)
+            kept, upstream = _flat(roles, parameters, more)
+            saved = between.resume(own, needs, kept, *given)
+            saved = forward(own, needs, *given)[1] if saved is None else saved
+            made = backward(own, needs, saved, upstream)
+            return _Made(None, None, _summed(spread, roles, parameters, made, wanted))
+
+        of_given = *roles[:2], None if kept is None else roles.kept, roles.outputs
+        made = _in_parts(op, static, run, (*given, kept, cotangents), of_given, needs)
+        return _gradients(needs, made.sums)
+
+    call = with_gradients(op, forward, backward)
+    call.on_device = on_device
+    call.on_mesh = with_gradients(op, forward_on_mesh, backward_on_mesh)
+    call.partitioned = with_gradients(op, forward_in_parts, backward_in_parts)
+    return call
+
+
+def by_tokens(
+    call: Any,
+    static: Any,
+    roles: Roles,
+    parameters: Any,
+    constants: Any,
+    *,
+    by_share: bool = False,
+    but: Any = None,
+    plain: bool = False,
+) -> Any:
+    """What a function that `with_gradients_on_mesh` made returns of arrays [..., n], each device doing what is due to
+    the tokens, and entries of the vocabulary, that it has.
+
+    Inside of a `jax.shard_map` all of what a device has is its own; `but` as of `vary_alike`.  Outputs by token may
+    have one dimension for all tokens.  by_share: as of `OnMesh`.  plain: the compiler spreads it well by itself.
+    """
+    given = parameters, constants
+    if _dimensions(roles, parameters) and not jax.sharding.get_abstract_mesh().manual_axes:
+        spread = _typed(roles, *given)
+        if spread is not None:
+            return call.on_mesh(static._replace(mesh=OnMesh(spread, roles, by_share)), *given)
+        if jax.device_count() > 1 and not plain:
+            return call.partitioned(static._replace(mesh=OnMesh(ALONE, roles, by_share)), *given)
+    own, *of_device = call.on_device(static, *vary_alike(given, but=but))
+    return callable_here(call)(own, *of_device)
+
+
+# -------------------------------------------------------------------------------------------------- trees of arrays
+
+
+def _roles(roles: Any, arrays: Any) -> list[Role]:
+    """Of each leaf."""
+    return jax.tree.leaves(jax.tree.broadcast(roles, arrays))
+
+
+def _specs(spread: Spread, roles: Any, arrays: Any = None) -> Any:
+    """The `PartitionSpec`s of a tree of arrays; without it of outputs, whatever dimensions they have."""
+    if arrays is None:
+        return jax.tree.map(lambda role: role.spec(spread), roles)
+    found = [role.spec(spread, x.ndim) for role, x in zip(_roles(roles, arrays), jax.tree.leaves(arrays), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(arrays), found)
+
+
+def _dimensions(roles: Roles, parameters: Any) -> int:
+    """How many are the tokens'."""
+    return jax.tree.leaves(parameters)[0].ndim - 1 if roles.dimensions is None else roles.dimensions
+
+
+def _whole(
+    spread: Spread, roles: Roles, parameters: Any, made: Any, of_made: Any, wanted: Sequence[P] | None = None
+) -> Any:
+    """A tree of a device's numbers: those by token with all dimensions of the tokens, others as sums over the tokens of
+    all devices, of which each has its part of the `wanted` specs, one for each leaf."""
+    leaves, tree = jax.tree.flatten(made)
+    each = _roles(of_made, made)
+    if roles.dimensions is None:
+        leading = jax.tree.leaves(parameters)[0].shape[:-1]
+        leaves = [x.reshape(*leading, *x.shape[1:]) if x.ndim else x for x in leaves]
+    return jax.tree.unflatten(tree, _over_tokens(spread, leaves, each, wanted or [P()] * len(leaves)))
+
+
+def _flat(roles: Roles, parameters: Any, made: Any) -> Any:
+    """The reverse of `_whole`, for a device's tokens."""
+    if roles.dimensions is not None:
+        return made
+    dimensions = _dimensions(roles, parameters)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[dimensions:]) if x.ndim else x, made)
+
+
+def _summed(spread: Spread, roles: Roles, parameters: Any, made: Any, wanted: Sequence[P]) -> list[jax.Array]:
+    """The gradients that there are, by token or summed over the tokens of all devices, each device with its part of
+    the `wanted` specs, one for each parameter."""
+    leaves, tree = jax.tree.flatten(parameters)
+    gradients: list[Any] = tree.flatten_up_to(made)  # type: ignore[attr-defined]
+    each = zip(leaves, gradients, _roles(roles.parameters, parameters), wanted, strict=True)
+    given = [(x, g, role, spec) for x, g, role, spec in each if g is not None]
+    like, there, of_there, specs = zip(*given, strict=True)
+    sums = _over_tokens(spread, [g.reshape(x.shape) for x, g in zip(like, there, strict=True)], of_there, specs)
+    return [g.astype(x.dtype) for x, g in zip(like, sums, strict=True)]
+
+
+def _over_tokens(
+    spread: Spread, arrays: Sequence[jax.Array], roles: Sequence[Role], wanted: Sequence[P]
+) -> list[jax.Array]:
+    """The arrays, those that aren't by token summed over the tokens of all devices."""
+    made: list[jax.Array] = []
+    left: list[tuple[str, ...]] = []
+    for x, role, spec in zip(arrays, roles, wanted, strict=True):
+        names = () if role.by_token else spread.tokens
+        for dimension, scattered in role.scattered(spread, spec) if names else ():
+            x = lax.psum_scatter(x, scattered, scatter_dimension=dimension, tiled=True)
+            names = tuple(name for name in names if name not in scattered)
+        made.append(x)
+        left.append(names)
+    # All of one kind together.
+    for names in dict.fromkeys(filter(None, left)):
+        mine = [i for i, other in enumerate(left) if other == names]
+        for i, x in zip(mine, lax.psum([made[i] for i in mine], names), strict=True):
+            made[i] = x
+    return made
+
+
+def _gradients(needs: Any, sums: Sequence[Any]) -> Any:
+    """A tree like the parameters, with None where none is needed."""
+    each = iter(sums)
+    return jax.tree.map(lambda need: next(each) if need else None, needs)
+
+
+# --------------------------------------------------------------------------------------------------- how it is spread
+
+
+def _found(
+    mesh: Any, dimensions: int, roles: Sequence[Role], shapes: Sequence[tuple[int, ...]], specs: Sequence[Any]
+) -> Spread:
+    """How the devices of a mesh have arrays, of these specs, that are split evenly: tokens as the first that is split,
+    and the vocabulary over an axis that splits no tokens."""
+    taken: list[str] = []
+
+    def first(of: Callable[[Role], int | None], signs: Callable[[Role], int | None]) -> tuple[str, ...]:
+        """The axes of a dimension that each array may have, of the first whose sign is one."""
+        given = list(zip(roles, shapes, specs, strict=True))
+        size = math.gcd(*(shape[at] for role, shape, _ in given if shape and (at := of(role)) is not None))
+        for role, shape, spec in given:
+            at = signs(role)
+            names: list[str] = []
+            for name in () if at is None or not shape else names_of((*spec, *[None] * (len(shape) - len(spec)))[at]):
+                devices = math.prod(mesh.shape[x] for x in (*names, name))
+                if name in taken or size % devices:
+                    break
+                names.append(name)
+            if names:
+                taken.extend(names)
+                return tuple(names)
+        return ()
+
+    leading = []
+    for i in range(dimensions):
+        of = partial(lambda i, role: i if role.by_token else None, i)
+        signs = partial(lambda i, role: i if role.by_token or (role.rows and i == 0) else None, i)
+        leading.append(first(of, signs) or None)
+    vocab = first(lambda role: role.vocab, lambda role: role.vocab)
+    return Spread(mesh, vocab[0] if vocab else None, tuple(leading))
+
+
+def _typed(roles: Roles, parameters: Any, constants: Any) -> Spread | None:
+    """How arrays are spread by their types, or None where these say nothing."""
+    given = parameters, constants
+    leaves = jax.tree.leaves(given)
+    shardings: list[Any] = [jax.typeof(x).sharding for x in leaves]
+    split = [s for s in shardings if any(entry is not None for entry in s.spec)]
+    if not split:
+        return None
+    shapes, specs = [x.shape for x in leaves], [s.spec for s in shardings]
+    return _found(split[0].mesh, _dimensions(roles, parameters), _roles(roles[:2], given), shapes, specs)
+
+
+# ------------------------------------------------------------------------------------------------- by jax.shard_map
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
+@dataclass(frozen=True)
+class _Kept:
+    """A tree of arrays without those that a device is given in backward too."""
+
+    arrays: list[Any]
+    tree: Any
+    places: tuple[int | None, ...]
+    """Of each leaf: which of those that are given it is."""
+
+    @staticmethod
+    def of(saved: Any, given: Any) -> "_Kept":
+        leaves, tree = jax.tree.flatten(saved)
+        known = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
+        places = tuple(known.get(id(x)) for x in leaves)
+        # Of what each device has for itself the first dimension is for the devices.
+        return _Kept([x[None] for x, place in zip(leaves, places, strict=True) if place is None], tree, places)
+
+    def whole(self, given: Any) -> Any:
+        kept, known = iter(self.arrays), jax.tree.leaves(given)
+        leaves = [next(kept)[0] if place is None else known[place] for place in self.places]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _mapped(spread: Spread, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    # Not by `check_vma`: no derivative is taken of this.
+    return jax.shard_map(
+        function, mesh=spread.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=spread.manual, check_vma=False
+    )
+
+
+def _own(spread: Spread) -> P:
+    """Of what each device has for itself."""
+    return P(tuple(name for name in spread.mesh.axis_names if name in spread.manual))
+
+
+def _placed(spread: Spread, arrays: Any, specs: Any) -> Any:
+    """The arrays where their specs say, if their types say that they are elsewhere."""
+    if AxisType.Explicit not in spread.mesh.axis_types:
+        return arrays
+
+    def place(x: jax.Array, spec: P) -> jax.Array:
+        wanted = (*spec, *[None] * (x.ndim - len(spec)))
+        found = jax.typeof(x).sharding
+        if tuple(map(names_of, found.spec)) == tuple(map(names_of, wanted)):
+            return x
+        return jax.sharding.reshard(x, NamedSharding(spread.mesh, P(*wanted)))  # type: ignore[no-any-return]
+
+    return jax.tree.map(place, arrays, specs)
+
+
+# ---------------------------------------------------------------------------------------------- by custom_partitioning
+
+
+class _Made(NamedTuple):
+    """What a half returns."""
+
+    outputs: Any
+    kept: Any  # by token
+    sums: list[Any]  # the gradients that are needed
+
+
+def _in_parts(
+    op: str, static: Any, run: Callable[..., _Made], given: tuple[Any, ...], roles: tuple[Any, ...], needs: Any
+) -> _Made:
+    """run(spread, wanted, of_outputs, *given), spread as the compiler has the arrays; `wanted` are specs of the
+    parameters' gradients, and `of_outputs` those of the outputs.  `needs` says which gradients it returns, None:
+    none."""
+    leaves, tree = jax.tree.flatten(given)
+    of_leaves, count = _roles(roles, given), len(jax.tree.leaves(given[0]))
+    needed = [] if needs is None else [i for i, need in enumerate(jax.tree.leaves(needs)) if need]
+    dimensions, device = _dimensions(static.mesh.roles, given[0]), platform()
+    made_of: list[Any] = []  # the tree of the results, and the role of each that is no gradient
+
+    def flat(spread: Spread, wanted: list[P], of_outputs: list[P], *leaves: Any) -> list[Any]:
+        made = run(spread, wanted, of_outputs, *jax.tree.unflatten(tree, leaves))
+        if not made_of:
+            roles_of_outputs = [] if made.outputs is None else _roles(static.mesh.roles.outputs, made.outputs)
+            of_kept = [] if made.kept is None else _roles(static.mesh.roles.kept, made.kept)
+            made_of.extend((jax.tree.structure(made), roles_of_outputs + of_kept, len(roles_of_outputs)))
+        return jax.tree.leaves(made)
+
+    def alone(*leaves: Any) -> list[Any]:
+        return flat(ALONE, [P()] * count, [], *leaves)
+
+    def of_results() -> list[tuple[Role, int | None]]:
+        """The role of each, and of a gradient whose it is."""
+        return [*((role, None) for role in made_of[1]), *((of_leaves[i], i) for i in needed)]
+
+    def rule(mesh: Any, operands: Any, results: Any) -> str:
+        """Which dimensions are split alike: those of the tokens, of the vocabulary, and of a gradient and its
+        parameter."""
+
+        def letters(role: Role, own: str, shape: Any) -> str:
+            names = [f"{own}{i}" for i in range(len(shape))]
+            if role.by_token:
+                names[:dimensions] = [f"t{i}" for i in range(dimensions)]
+            if role.vocab is not None:
+                names[role.vocab] = "v"
+            if role.rows:
+                names[0] = f"r{shape[0]}"
+            return " ".join(names)
+
+        taken = [letters(role, f"x{i}y", x.shape) for i, (role, x) in enumerate(zip(of_leaves, operands, strict=True))]
+        made = [
+            letters(role, f"z{k}y" if i is None else f"x{i}y", x.shape)
+            for k, ((role, i), x) in enumerate(zip(of_results(), results, strict=True))
+        ]
+        return f"{', '.join(taken)} -> {', '.join(made)}"
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        specs = [getattr(x.sharding, "spec", P()) for x in operands]
+        spread = _found(mesh, dimensions, of_leaves, [x.shape for x in operands], specs)
+        if mesh.empty and not all(x.sharding.is_fully_replicated for x in operands):
+            raise NotImplementedError(
+                f"{op}: its arrays are sharded over several meshes, or over none that JAX names; put them on one "
+                "jax.sharding.Mesh, or call it inside of jax.shard_map"
+            )
+        if (spread.tokens or spread.vocab) and device not in PLATFORMS:
+            raise NotImplementedError(
+                f"{op}: arrays that are sharded under plain jit are for CPU and GPU devices, not for "
+                f"{device!r}; call it inside of jax.shard_map"
+            )
+        wanted = [P()] * count
+        of_made = []
+        for (role, i), x in zip(of_results(), results, strict=True):
+            of_made.append(role.sum_spec(spread, getattr(x.sharding, "spec", P()), x.shape))
+            if i is not None:
+                wanted[i] = of_made[-1]
+        of_given = [role.spec(spread, len(x.shape)) for role, x in zip(of_leaves, operands, strict=True)]
+        in_shardings, out_shardings = (
+            [NamedSharding(mesh, spec) for spec in specs] if not mesh.empty else [x.sharding for x in xs]
+            for specs, xs in ((of_given, operands), (of_made, results))
+        )
+        return mesh, partial(flat, spread, wanted, of_made[: made_of[2]]), out_shardings, tuple(in_shardings)
+
+    half = custom_partitioning(jax.jit(alone))
+    half.def_partition(partition, sharding_rule=rule)
+    mapped = custom_vmap(lambda *leaves: half(*leaves))
+
+    @mapped.def_vmap
+    def as_one(size: int, batched: Sequence[bool], *leaves: Any) -> tuple[Any, Any]:
+        made = jax.vmap(alone, [0 if x else None for x in batched])(*leaves)
+        return made, [True] * len(made)
+
+    made = mapped(*leaves)
+    return jax.tree.unflatten(made_of[0], made)  # type: ignore[no-any-return]

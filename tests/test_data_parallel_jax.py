@@ -1,0 +1,332 @@
+"""JAX's ops on arrays that are sharded by plain `jit`, against one device: a script, whose process has four devices
+from the start, runs all checks and says of each what came out."""
+
+import re
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from on_devices import report_checks, run_checks
+from onchip.jax import (
+    TopK,
+    attention,
+    cross_entropy,
+    fp8_linear,
+    jsd,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_log_probs,
+    log_probs,
+)
+from onchip.masks import Causal, Window
+from shared_jax import AS_USERS_COMPILE, assert_same
+
+B, S, H, V = 4, 8, 16, 72
+CHECKS, SLOW = {}, {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+@cache
+def arrays(batch=B, sequence=S, hidden=H, vocab=V):
+    """hidden [B, S, H], weight [V, H] and labels [B, S], of which the first half of the first devices' are ignored."""
+    rng = np.random.default_rng(0)
+    h, w = (np.float32(rng.standard_normal(shape)) for shape in ((batch, sequence, hidden), (vocab, hidden)))
+    y = rng.integers(vocab, size=(batch, sequence)).astype(np.int32)
+    y[: batch // 2, : sequence // 2] = -100
+    return h, w, y
+
+
+def mesh_of(*names, kind=AxisType.Auto):
+    return jax.make_mesh((4,) if len(names) == 1 else (2, 2), names, axis_types=(kind,) * len(names))
+
+
+def placed(mesh, specs, given):
+    return [jax.device_put(x, NamedSharding(mesh, P(*spec))) for x, spec in zip(given, specs, strict=True)]
+
+
+def gradients(op):
+    """The op's value and gradients, as a step that users jit."""
+    return jax.jit(jax.value_and_grad(op, (0, 1)))
+
+
+@cache
+def expected(op):
+    return jax.device_get(gradients(op)(*arrays()))
+
+
+def to_topk(y, k=3):
+    ids = (jnp.maximum(y, 0)[..., None] + jnp.arange(k)) % V
+    return TopK(ids, jnp.broadcast_to(jnp.float32([0.5, 0.3, 0.1]), ids.shape), "probs", "truncated")
+
+
+def logits(h, w):
+    return jnp.matmul(h, w.T, precision="highest")
+
+
+def all_of(h, w, y):
+    ids = jnp.stack([y, jnp.where(y < 0, y, (y + 5) % V)], -1)
+    made = linear_log_probs(h, w, ids, shift=True, entropy=True, lse=True, top1=True, softcap=9.0)
+    return made.log_prob.sum() + 0.3 * made.entropy.sum() + 0.1 * jnp.square(made.lse).sum()
+
+
+def with_everything(h, w, y):
+    loss, stats = linear_cross_entropy(
+        h, w, y, w[:, 0], label_smoothing=0.1, z_loss=0.1, class_weight=jnp.linspace(0.1, 1, V),
+        token_weight=jnp.square(h[..., 0]), return_stats=True,
+    )  # fmt: skip
+    return loss + stats.entropy.sum()
+
+
+OPS = {
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_cross_entropy, shift": partial(linear_cross_entropy, shift=True, strategy="recompute"),
+    "linear_cross_entropy, none": lambda h, w, y: jnp.square(linear_cross_entropy(h, w, y, reduction="none")).sum(),
+    "linear_cross_entropy, options": with_everything,
+    "linear_cross_entropy, top-k": lambda h, w, y: linear_cross_entropy(h, w, to_topk(y), shift=True),
+    "linear_cross_entropy, dense": lambda h, w, y: linear_cross_entropy(
+        h, w.T, jax.nn.one_hot(y, V), weight_layout="hv", reduction="sum"
+    ),
+    "linear_log_probs": all_of,
+    "linear_jsd": lambda h, w, y: linear_jsd(h, w, 2 * h, w[::-1], labels=y, hard_weight=0.5),
+    "linear_jsd, none": lambda h, w, y: jnp.square(linear_jsd(h, w, 2 * h, w[::-1], reduction="none")).sum(),
+    "cross_entropy": lambda h, w, y: cross_entropy(logits(h, w), y, shift=True),
+    "log_probs": lambda h, w, y: jnp.square(log_probs(logits(h, w), y)).sum(),
+    "jsd": lambda h, w, y: jsd(logits(h, w), logits(2 * h, w), beta=0.3, teacher_grad=True),
+}
+
+
+# ------------------------------------------------------------------------------------------------ values and gradients
+
+# How hidden and labels, and the weight, are split over a mesh of dp x tp.
+LAYOUTS = {
+    "replicated weight": (("dp",), ()),
+    "sequence too": (("dp", "tp"), ()),
+    "fsdp": ((("dp", "tp"),), (("dp", "tp"),)),
+    "vocabulary": (("dp",), ("tp",)),
+    "vocabulary, fsdp": (("dp",), ("tp", "dp")),
+    "features": (("dp", None, "tp"), (None, "tp")),
+}
+
+
+def same_as_one_device(op, kind, layouts=("replicated weight", "fsdp", "vocabulary")):
+    mesh = mesh_of("dp", "tp", kind=kind)
+    for tokens, weight in map(LAYOUTS.get, layouts):
+        with jax.set_mesh(mesh):
+            made = gradients(op)(*placed(mesh, (tokens, weight, tokens[:2]), arrays()))
+        assert_same(jax.device_get(made), expected(op), scale=4)
+        if kind == AxisType.Explicit:
+            assert [x.sharding.spec for x in made[1]] == [
+                P(*x, *[None] * (n - len(x))) for x, n in ((tokens, 3), (weight, 2))
+            ]
+
+
+for _name, _op in OPS.items():
+    CHECKS[f"{_name}, auto"] = partial(same_as_one_device, _op, AxisType.Auto)
+    CHECKS[f"{_name}, explicit"] = partial(same_as_one_device, _op, AxisType.Explicit, ("replicated weight",))
+CHECKS["linear_cross_entropy, every layout"] = partial(same_as_one_device, linear_cross_entropy, AxisType.Auto, LAYOUTS)
+CHECKS["linear_cross_entropy, every explicit layout"] = partial(
+    same_as_one_device, linear_cross_entropy, AxisType.Explicit, LAYOUTS
+)
+
+
+@check
+def tokens_that_devices_cannot_share_evenly():
+    """An array in a jit may be so; each device then has all of its tokens."""
+    mesh = mesh_of("dp")
+
+    def op(h, w, y):
+        return linear_cross_entropy(h[:, :-1].reshape(-1, H)[1:], w, y[:, :-1].reshape(-1)[1:])
+
+    made = gradients(op)(*placed(mesh, (("dp",), (), ("dp",)), arrays()))
+    assert_same(made, expected(op))
+
+
+@check
+def attention_of_sharded_sequences_and_heads():
+    """Left to the compiler under automatic axes, a sequence too; under explicit ones that raises."""
+    given = [np.float32(np.random.default_rng(i).standard_normal((4, 24, 4, 8))) for i in range(3)]
+
+    def op(q, k, v):
+        return jnp.square(attention(q, k, v, Causal() & Window(left=7))).sum()
+
+    def step(*given):
+        return jax.jit(jax.value_and_grad(op, (0, 1, 2)))(*given)
+
+    wanted = jax.device_get(step(*given))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of("dp", "tp", kind=kind)
+        with jax.set_mesh(mesh):
+            assert_same(jax.device_get(step(*placed(mesh, [("dp", None, "tp")] * 3, given))), wanted, scale=4)
+            if kind == AxisType.Explicit:
+                with pytest.raises(ValueError, match="the tokens of q are sharded over 'tp', by its type"):
+                    step(*placed(mesh, [("dp", "tp")] * 3, given))
+            else:
+                assert_same(jax.device_get(step(*placed(mesh, [("dp", "tp")] * 3, given))), wanted, scale=4)
+
+
+@check
+def fp8_linear_and_its_gradients():
+    """Products of a device's rows; rows of 128 share scales in the weight's gradient."""
+    rng = np.random.default_rng(0)
+    x, w = (np.float32(rng.standard_normal(shape)) for shape in ((4, 128, 96), (40, 96)))
+
+    def op(x, w):
+        return jnp.square(fp8_linear(x, w)).sum()
+
+    wanted = jax.device_get(gradients(op)(x, w))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of("dp", kind=kind)
+        with jax.set_mesh(mesh):
+            assert_same(jax.device_get(gradients(op)(*placed(mesh, (("dp",), ()), (x, w)))), wanted, scale=4)
+
+
+# -------------------------------------------------------------------------------------------- what a device has to do
+
+
+def cost(op, *given):
+    """FLOPs, temporary memory and collectives of a step, as users compile it."""
+    compiled = gradients(op).lower(*given).compile(AS_USERS_COMPILE)
+    found = re.findall(
+        r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", compiled.as_text()
+    )
+    return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes, found
+
+
+def costs_a_device_its_own_tokens(op):
+    given = arrays(8, 128, 32, 512)
+    alone = cost(op, *(jax.device_put(x, jax.devices()[0]) for x in given))
+    mesh = mesh_of("dp")
+    shared = cost(op, *placed(mesh, (("dp",), (), ("dp",)), given))
+    fsdp = cost(op, *placed(mesh, (("dp",), ("dp",), ("dp",)), given))
+    for flops, memory, _ in (shared, fsdp):
+        assert flops < 0.27 * alone[0], (flops, alone)
+        assert memory < 0.45 * alone[1], (memory, alone)
+    # One sum of the weight's gradient, and one of the loss or of what it is divided by.
+    assert shared[2] == ["all-reduce"] * len(shared[2])
+    assert len(shared[2]) <= 2
+    assert fsdp[2].count("reduce-scatter") + fsdp[2].count("all-reduce") <= 3
+    assert fsdp[2].count("all-gather") <= 2
+
+
+WIDE = {
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_cross_entropy, recompute": partial(linear_cross_entropy, strategy="recompute"),
+    "linear_log_probs": lambda h, w, y: linear_log_probs(h, w, y).sum(),
+    "linear_jsd": lambda h, w, y: linear_jsd(h, w, 2 * h, w),
+    "cross_entropy": lambda h, w, y: cross_entropy(logits(h, w), y),
+    "log_probs": lambda h, w, y: log_probs(logits(h, w), y).sum(),
+    "jsd": lambda h, w, y: jsd(logits(h, w), logits(2 * h, w)),
+}
+for _name, _op in WIDE.items():
+    CHECKS[f"{_name}, cost"] = partial(costs_a_device_its_own_tokens, _op)
+
+
+# ------------------------------------------------------------------------------------------------------ transformations
+
+
+@check
+def vmap_scan_and_checkpoint():
+    h, w, y = arrays()
+    mesh = mesh_of("dp")
+    given = placed(mesh, (("dp",), (), ("dp",)), (h, w, y))
+
+    def by_vmap(h, w, y):
+        return jax.vmap(linear_cross_entropy, (0, None, 0))(h, w, y).sum()
+
+    def by_scan(h, w, y):
+        def step(total, scale):
+            return total + jax.checkpoint(linear_cross_entropy)(scale * h, w, y), None
+
+        return jax.lax.scan(step, 0.0, jnp.float32([1, 2]))[0]
+
+    for op in (by_vmap, by_scan):
+        assert_same(gradients(op)(*given), expected(op))
+
+
+@check
+def a_model_with_the_batch_sharded():
+    """Layers before the head, a tied weight, and a step of SGD; the same without jit."""
+    _, w, y = arrays()
+    mesh = mesh_of("dp")
+
+    def loss(w, y):
+        ids = jnp.maximum(y, 0)
+        return linear_cross_entropy(jnp.tanh(w[ids]), w, y, shift=True)
+
+    def step(w, y):
+        return w - 0.1 * jax.grad(loss)(w, y)
+
+    wanted = jax.device_get(jax.jit(step)(w, y))
+    given = placed(mesh, ((), ("dp",)), (w, y))
+    assert_same(jax.jit(step)(*given), wanted)
+    assert_same(step(*given), wanted)
+
+
+@check
+def a_frozen_weight_and_no_gradients():
+    mesh = mesh_of("dp")
+    given = placed(mesh, (("dp",), ("dp",), ("dp",)), arrays())
+    h, w, y = arrays()
+    assert_same(jax.jit(linear_cross_entropy)(*given), jax.jit(linear_cross_entropy)(h, w, y))
+    assert_same(jax.jit(jax.grad(linear_cross_entropy))(*given), jax.jit(jax.grad(linear_cross_entropy))(h, w, y))
+
+
+@check
+def inside_of_shard_map():
+    mesh = mesh_of("dp")
+    h, w, y = arrays()
+
+    def on_device(h, w, y):
+        return jax.lax.psum(linear_cross_entropy(h, w, y, reduction="sum"), "dp")
+
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(P("dp"), P(), P("dp")), out_specs=P())
+    assert_same(gradients(mapped)(h, w, y), gradients(partial(linear_cross_entropy, reduction="sum"))(h, w, y))
+
+
+@check
+def gradients_of_16_bits():
+    """An upstream gradient scales what forward made; of float16 the gradients are made in backward, where they don't
+    vanish."""
+    mesh = mesh_of("dp")
+    for dtype, scale in ((jnp.bfloat16, 3.0), (jnp.float16, 2.0**16)):
+        h, w, y = arrays()
+        given = jnp.asarray(h, dtype), jnp.asarray(w, dtype) * 0.1, y
+
+        def op(h, w, y, scale=scale):
+            return linear_cross_entropy(h, w, y, normalizer=2.0**20) * scale
+
+        wanted, made = gradients(op)(*given), gradients(op)(*placed(mesh, (("dp",), (), ("dp",)), given))
+        for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+            x, y = np.float32(x), np.float32(y)
+            assert np.linalg.norm(x - y) <= 4 * float(jnp.finfo(dtype).eps) * np.linalg.norm(y)
+
+
+@check
+def what_cannot_be_split():
+    """A strategy that needs a whole vocabulary, where that is split: the error says what to pass."""
+    mesh = mesh_of("dp", "tp")
+    op = gradients(partial(linear_cross_entropy, strategy="stash"))
+    with pytest.raises(Exception, match="strategy='stash' needs the softmax of a whole vocabulary"):
+        op(*placed(mesh, (("dp",), ("tp",), ("dp",)), arrays()))
+    # Second derivatives and forward mode as ever.
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        jax.grad(lambda h: jax.grad(lambda h: linear_cross_entropy(h, *arrays()[1:]))(h).sum())(
+            jnp.asarray(arrays()[0])
+        )
+
+
+def test_data_parallel():
+    run_checks(__file__, "checks", CHECKS)
+
+
+if __name__ == "__main__":
+    report_checks(CHECKS, SLOW)
