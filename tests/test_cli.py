@@ -24,7 +24,7 @@ from onchip.core.names import matching
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.core.tables import print_table
 from onchip.kernels.triton import launch as triton_calls
-from onchip.kernels.triton import versions
+from onchip.kernels.triton import packed, versions
 from onchip.ops.linear_cross_entropy import checks, jax_op
 from onchip.oracle.checks import Check, Checker
 from onchip.registry import OPS
@@ -186,11 +186,14 @@ def test_info():
 def test_info_on_what_stands_on_a_version_of_triton(monkeypatch):
     monkeypatch.setattr(versions, "gluon_refusal", lambda: None)
     monkeypatch.setattr(versions, "direct_refusal", lambda: "Triton passes other arguments to what it compiled")
+    monkeypatch.setattr(packed, "refusal", lambda: "CUDA's driver is older than 12.4")
     assert all(not row["on"] and row["why"] == "no CUDA" for row in info._triton("no CUDA"))
-    gluon, direct = info._triton(None)
+    gluon, direct, prepared = info._triton(None)
     assert gluon == {"part": "kernels in Gluon", "on": True, "why": "tried, and it works"}
     assert not direct["on"]
     assert "to what it compiled; so the host takes several times as long" in direct["why"]
+    assert not prepared["on"]
+    assert "older than 12.4; so each call is checked" in prepared["why"]
 
 
 def backend_of(document, framework, backend):

@@ -114,7 +114,7 @@ class _Layout:
             yield letter
 
 
-class Given(NamedTuple):
+class Changing(NamedTuple):
     """The arguments that something is to be written for, parts of tuples too, with where."""
 
     tensors: list[tuple[Tensor, int]]  # places of their addresses among the words
@@ -133,7 +133,7 @@ class Packed:
         address = ctypes.addressof(self.memory)
         base = -(-address // _MAP) * _MAP
         self.start, self.layout = base - address, layout
-        self.given = Given([], [], [])
+        self.given = Changing([], [], [])
         flat: list[Any] = []
         metas = iter(layout.maps)
 
