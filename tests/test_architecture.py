@@ -1,6 +1,7 @@
 """What imports what."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +40,15 @@ def test_every_folder_is_an_op_that_is_registered_with_its_entries():
         assert any(
             isinstance(getattr(op.entry("bench"), name, None), harness.BenchedOp) for name in ("TORCH", "JAX", "WORLD")
         )
+
+
+def test_the_counts_that_the_page_has():
+    """Of commands, each with its number behind it."""
+    found = re.findall(r"^ *(.*?)  # (\d+)$", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.M)
+    assert len(found) == 4
+    for command, number in found:
+        run = subprocess.run(command, shell=True, cwd=DOCS.parent, capture_output=True, text=True, check=False)
+        assert (command, run.stdout.strip()) == (command, number)
 
 
 def test_no_two_classes_have_one_name():
