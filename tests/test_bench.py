@@ -308,18 +308,6 @@ def test_patterns_and_suites_choose(bench, no_page):
         ran(GOOD, suite="all")
 
 
-def test_a_summary_of_all_rows(bench):
-    def summary(rows):
-        return [{"times_faster": 1.234, "cases": len({r["case"] for r in rows})}]
-
-    bench(GOOD, more={"summary": summary})
-    run = bench(GOOD, more={"summary": summary}, cases=["size-10"], add=True)
-    assert run.document["summary"] == [{"times_faster": 1.234, "cases": 2}]
-    for text in (run.printed, run.page):
-        assert "times faster" in text
-        assert "1.23" in text
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,8 +1,7 @@
-"""The benchmark of fp8_linear in both frameworks: small real runs, its gate, its summary, a peer."""
+"""The benchmark of fp8_linear in both frameworks: small real runs, its gate, a peer."""
 
 import dataclasses
 import importlib.util
-import json
 import math
 from io import StringIO
 
@@ -76,7 +75,6 @@ def test_a_run(benchmark, tmp_path, quiet_bench):
         assert all((error > 0.02) == (name != module.LINEAR) for error in row["errors"].values())
         assert (row["floor_ms"] is not None) == (mode in module.LAYER)
     assert rows["forward", own[0]]["config"] == {"backend": own[-1].removeprefix("onchip ")}
-    assert document["summary"] == []  # of layers that are large enough
 
 
 @each
@@ -164,35 +162,6 @@ def test_inputs_in_jax_are_normal_and_of_many_values():
         assert np.abs(drawn).max() > 3.2 * std
         assert len(np.unique(drawn)) > 500
     assert len(np.unique(np.asarray(made.x[:, 0], np.float32))) > 500  # blocks of rows are different ones
-
-
-@each
-def test_summary(benchmark):
-    def row(case, mode, impl, ms):
-        return {"case": case, "dtype": "bfloat16", "mode": mode, "impl": f"{impl} 1.0", "median_ms": ms}
-
-    plain = plain_of(benchmark).name
-    times = {"llama3.1-8b-qkv-1": (8.0, 2.0), "llama3.1-8b-out-1": (9.0, 9.0), "qwen2.5-7b-qkv-1": (1.0, 9.0)}
-    rows = [
-        row(case, "forward+backward", impl, ms)
-        for case, both in times.items()
-        for impl, ms in zip((plain, "onchip auto"), both, strict=True)
-    ]
-    rows.append(row("llama3.1-8b-out-2", "forward+backward", "onchip auto", None))  # a wrong one
-    # Beside nothing.
-    rows.append(row("llama3.1-8b-qkv-1", "forward+backward", "onchip auto", 1.0) | {"dtype": "float32"})
-    if benchmark is TORCH:
-        for impl, ms in ((module.SCALED_MM, 3.0), ("onchip auto", 2.0)):
-            rows.append(row("llama3.1-8b-out-1", "wgrad product", impl, ms))
-    layer, *products = benchmark.summary(rows)
-    assert layer == {  # qwen2.5-7b's K is 3584
-        "mode": "forward+backward", "dtype": "bfloat16", "implementation": "onchip auto 1.0",
-        "times_faster_than": f"{plain} 1.0", "cases": 2, "least_N_and_K": 4096,
-        "geometric_mean": pytest.approx(2.0), "least": 1.0, "least_case": "llama3.1-8b-out-1",
-    }  # fmt: skip
-    expected = [("wgrad product", pytest.approx(1.5), 1)] if benchmark is TORCH else []
-    assert [(p["mode"], p["geometric_mean"], p["cases"]) for p in products] == expected
-    json.dumps(benchmark.summary(rows), allow_nan=False)
 
 
 # ------------------------------------------------------------------------- stand-ins with the interfaces of the peers

@@ -78,10 +78,6 @@ class BenchedOp(ABC):
     def floor(self, problem: Any, mode: str) -> Step | None:
         """The work that no implementation can avoid, such as the matrix products alone; None if it isn't wanted."""
 
-    def summary(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-        """Lines of a table over all rows, with the same keys in each; None if the op has no such table."""
-        return None
-
 
 _SIZES = {
     "tokens": "T",

@@ -11,7 +11,7 @@ from typing import Any
 
 from onchip.bench.figures import styles_of
 from onchip.bench.harness import MODES
-from onchip.bench.report import errors_of, kind, not_run_line, readable, summary_cell, sweep_point, wrong_numbers
+from onchip.bench.report import errors_of, kind, not_run_line, readable, sweep_point, wrong_numbers
 from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
 from onchip.core import files
 
@@ -235,7 +235,7 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
     rows, env = document["rows"], document["environment"]
     columns = _columns(rows, env["device"])
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"summary_cell": summary_cell, "unbroken": _unbroken}
+    environment.filters["unbroken"] = _unbroken
     framework = env.get("framework") or ("jax" if "jax" in env else "torch")
     facts = [env["date"][:10], *(f"{x} {env[x]}" for x in (framework, "onchip") if x in env), f"{len(rows)} rows"]
     data = json.dumps(_plotted(rows, columns) if rows else {}, allow_nan=False, separators=(",", ":"))
@@ -248,7 +248,6 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
         name=name,
         title=document.get("title"),
         facts=facts,
-        summary=document.get("summary"),
         environment=env,
         measured=framework == "torch",
         op=env.get("op") or rows[0]["op"],

@@ -108,17 +108,3 @@ def print_not_run(document: Mapping[str, Any], console: Console) -> None:
     """What did not run, and why."""
     for entry in document["not_run"]:
         console.print(Text.assemble(("not run: ", "yellow"), not_run_line(entry)))
-
-
-def print_summary(document: Mapping[str, Any], console: Console) -> None:
-    """A table of the summary, if there is one."""
-    lines = document.get("summary")
-    if not lines:
-        return
-    cells = [[summary_cell(value) for value in line.values()] for line in lines]
-    print_table(console, [name.replace("_", " ") for name in lines[0]], cells, title="summary")
-
-
-def summary_cell(value: Any) -> str:
-    """A number of a summary to two digits after the point."""
-    return format_ratio(value) if isinstance(value, float) else str(value)

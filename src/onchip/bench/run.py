@@ -178,11 +178,8 @@ def run_bench(
         raise _ended(outcome)
     found = {"environment": described, **outcome.as_json()}
     document = found if earlier is None else _added(earlier, found)
-    if not of_lengths and (summary := target.summary(document["rows"])) is not None:
-        document["summary"] = summary
     files.replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # before all that could go wrong
     report.print_not_run(found, console)
-    report.print_summary(document, console)
     files.replace(page, html_page(document, path.name))
     console.print(f"wrote {path}\nwrote {page}", highlight=False, soft_wrap=True)
     if outcome.interrupted:

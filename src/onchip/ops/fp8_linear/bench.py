@@ -1,10 +1,9 @@
-"""The benchmark of fp8_linear: its inputs, its peers, what a result is checked by, and a summary.
+"""The benchmark of fp8_linear: its inputs, its peers, and what a result is checked by.
 
 Modes are the layer's and, in PyTorch, each of its three products alone, of operands that were quantised beforehand.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -37,18 +36,11 @@ LINEAR = "torch nn.Linear"
 SCALED_MM = "F.scaled_mm alone, operands quantised beforehand"
 QUANTIZED_BEFORE = "onchip auto, weight quantised before"
 UNQUANTISED = "XLA, unquantised product"
-# What each mode of an implementation is compared with in the summary.
-BASELINES = {
-    "torch": {mode: SCALED_MM if mode in PRODUCTS else LINEAR for mode in RETURNED},
-    "jax": dict.fromkeys(LAYER, UNQUANTISED),
-}
 # The noise that FP8 may add, as a relative error: 28 dB below the signal.
 BOUND = 10 ** (-28 / 20)
 # Rows of each result that are checked, in all of their columns; half of them are the last ones, which in a result of
 # more than 2**31 elements lie past that.
 _CHECKED_ROWS = 128
-# The layers whose speed-ups are summed up: in smaller ones, quantising takes a large part of the time.
-LEAST_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -134,38 +126,6 @@ class Fp8LinearBenchmark(BenchedOp):
                 error = relative_error(self.fw, result[right.rows], right.values)
             errors[name] = (error, BOUND)
         return errors
-
-    def summary(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """How much faster each implementation is than the layer in the inputs' dtype, and each product than
-        `F.scaled_mm`: geometric mean and minimum over the cases that have both times in a dtype, and N and K of
-        `LEAST_SIZE` or more."""
-        times: dict[tuple[str, str, str], dict[str, float]] = {}
-        for row in rows:
-            case = self.CASES[row["case"]]
-            if row["median_ms"] is not None and min(case.n, case.k) >= LEAST_SIZE:
-                times.setdefault((row["mode"], row["dtype"], row["impl"]), {})[row["case"]] = row["median_ms"]
-        lines = []
-        for (mode, dtype, impl), mine in times.items():
-            name = f"{BASELINES[self.framework][mode]} "
-            baseline = next((b for b in times if b[:2] == (mode, dtype) and b[2].startswith(name)), None)
-            if baseline is None or baseline[2] == impl:
-                continue
-            gains = {case: times[baseline][case] / ms for case, ms in mine.items() if case in times[baseline]}
-            if gains:
-                least = min(gains, key=lambda case: gains[case])
-                line = {
-                    "mode": mode,
-                    "dtype": dtype,
-                    "implementation": impl,
-                    "times_faster_than": baseline[2],
-                    "cases": len(gains),
-                    "least_N_and_K": LEAST_SIZE,
-                    "geometric_mean": statistics.geometric_mean(gains.values()),
-                    "least": gains[least],
-                    "least_case": least,
-                }
-                lines.append(line)
-        return lines
 
 
 # -------------------------------------------------------------------------------------------------- implementations
