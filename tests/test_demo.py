@@ -253,7 +253,9 @@ def test_page_is_self_contained(tiny_run):
     assert f"onchip demo --framework {framework} --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
     assert f"pip install 'onchip[{EXTRAS[framework]}]'" in page
     assert {"torch": "patch(model)", "jax": "shift=True"}[framework] in page
-    stacks = re.findall(r"<h3>[^<]*</h3>\n<pre>([^<]*)</pre>\n<p>docs/guides/(.*)</p>", page)
+    stacks = re.findall(
+        r"<h3>[^<]*</h3>\n<pre>([^<]*)</pre>\n<p>\n?(?:<a [^>]*>)?docs/guides/([^<]*)(?:</a>)?\n?</p>", page
+    )
     assert len(stacks) == {"torch": 5, "jax": 3}[framework]
     for lines, name in stacks:
         # The guides run in tests of their own.

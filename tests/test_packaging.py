@@ -1,6 +1,7 @@
 """What a user of the package meets: its metadata, and what is said where a dependency is missing."""
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -76,26 +77,35 @@ def test_every_extra_that_is_named_exists():
     assert {"torch", "jax", "cli"} <= named <= PROJECT["optional-dependencies"].keys()
 
 
-def test_links_of_the_long_description_are_whole_and_lead_somewhere():
+def test_links_of_the_readme_lead_somewhere():
     readme = (ROOT / "README.md").read_text()
     relative = [link.split("#")[0] for link in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme)]
     assert relative
     assert [link for link in relative if not (ROOT / link).exists()] == []
-    hook = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    assert hook["fragments"] == [{"path": "README.md"}]
-    described = readme
-    for rule in hook["substitutions"]:
-        described = re.sub(rule["pattern"], rule["replacement"], described)
-        assert rule["replacement"].removeprefix(r"\1").startswith("https://")
-    assert not re.findall(r"\]\((?!https?:|#)", described)
+
+
+def test_addresses_are_filled_in_where_the_package_is_built():
+    """The sources name none, since nobody owns one yet; the package index needs whole links."""
+    release = runpy.run_path(str(ROOT / "tools" / "release.py"))
+    url = "https://example.org/us/onchip"
+    text = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "README.md", "CITATION.cff")}
+    made = {name: release["with_address"](name, before, url) for name, before in text.items()}
+    assert "urls" not in PROJECT
+    assert all(link.startswith(url) for link in tomllib.loads(made["pyproject.toml"])["project"]["urls"].values())
+    assert f'repository-code: "{url}"' in made["CITATION.cff"]
+    assert not re.findall(r"\]\((?!https?:|#)", made["README.md"])
+    assert f"]({url}/raw/v{onchip.__version__}/docs/images/" in made["README.md"]
     code = re.compile(r"^```.*?^```", re.M | re.S)
-    assert code.findall(described) == code.findall(readme)
+    assert code.findall(made["README.md"]) == code.findall(text["README.md"])
 
 
-def test_one_address_and_one_version():
-    address = PROJECT["urls"]["Repository"]
-    assert all(url.startswith(address) for url in PROJECT["urls"].values())
-    hook = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    name = address.removeprefix("https://github.com/")
-    assert all(name in rule["replacement"] for rule in hook["substitutions"])
+def test_no_address_is_invented():
+    """Of a repository of ours, in what a user reads."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.cff"), *(ROOT / "docs").rglob("*.md")]
+    found = {link for page in pages for link in re.findall(r"https?://[^\s)\"'>]*onchip[^\s)\"'>]*", page.read_text())}
+    assert found == set()
+
+
+def test_one_version():
     assert f'version: "{onchip.__version__}"\n' in (ROOT / "CITATION.cff").read_text()
+    assert f"## {onchip.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,10 +1,13 @@
 """Build the package, check what was built, and try it in bare environments.  Nothing is uploaded.
 
-    python tools/release.py                                every Python that is supported; all have to be here
+    python tools/release.py --url https://HOST/ORG/onchip  every Python that is supported; all have to be here
     python tools/release.py --python 3.11 --python 3.12    these alone
     python tools/release.py --without 3.12:torch           without an extra, in one Python or ("torch") in all
     python tools/release.py --all-tests                    every test of the sdist in place of a few
-    python tools/release.py --draft                        before the tag: also from changed files, and without a remote
+    python tools/release.py --draft                        before the tag: also from changed files, and without --url
+
+No address of the repository stands in the sources.  --url fills it in where the package is built: the project's links,
+README's, which are relative there, and CITATION.cff's.
 
 What is to be uploaded lies in build/release/dist afterwards.  The environments are made below build/release too, with
 the versions of constraints.txt.  Of PyTorch they get the CPU build.
@@ -82,8 +85,11 @@ def main() -> None:
     parser.add_argument("--python", action="append", choices=SUPPORTED, help="may be given several times")
     parser.add_argument("--without", action="append", default=[], metavar="[PYTHON:]EXTRA", help="torch or jax")
     parser.add_argument("--all-tests", action="store_true", help="run every test of the sdist")
-    parser.add_argument("--draft", action="store_true", help="don't look at git and the address")
+    parser.add_argument("--draft", action="store_true", help="don't look at git, and leave addresses out without --url")
+    parser.add_argument("--url", help="where the repository is")
     given = parser.parse_args()
+    if given.url is None and not given.draft:
+        parser.error("give --url, the repository's address, or --draft")
     for name in given.without:
         if name.rpartition(":")[2] not in ("torch", "jax") or name.rpartition(":")[0] not in ("", *SUPPORTED):
             parser.error(f"--without takes torch or jax, after a Python and a colon or alone; got {name!r}")
@@ -91,9 +97,9 @@ def main() -> None:
     if missing := [version for version, path in pythons.items() if path is None]:
         sys.exit(f"no Python {', '.join(missing)} here: install it, or name those to try with --python")
     if not given.draft:
-        check_repository()
+        check_repository(given.url)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    wheel, sdist = build()
+    wheel, sdist = build(source(given.url))
     for version, path in pythons.items():
         left_out = {name.removeprefix(f"{version}:") for name in given.without}
         try_wheel(version, str(path), wheel, left_out)
@@ -123,13 +129,13 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def check_repository() -> None:
-    """The commit and the address that the package names are those of this checkout."""
+def check_repository(url: str) -> None:
+    """The commit and the address that the package will name are those of this checkout."""
     if said("git", "status", "--porcelain"):
         sys.exit("files differ from the commit: commit them, or try with --draft")
-    address, origin = PROJECT["urls"]["Repository"], said("git", "remote", "get-url", "origin")
-    if re.sub(r"^git@([^:]+):", r"https://\1/", origin).removesuffix(".git") != address:
-        sys.exit(f"pyproject.toml names {address}; the remote 'origin' is {origin or 'missing'}: correct one of them")
+    origin = said("git", "remote", "get-url", "origin")
+    if re.sub(r"^git@([^:]+):", r"https://\1/", origin).removesuffix(".git") != url:
+        sys.exit(f"--url is {url}; the remote 'origin' is {origin or 'missing'}: correct one of them")
     if f"v{package_version()}" not in said("git", "tag", "--points-at", "HEAD").split():
         sys.exit(f"the commit has no tag v{package_version()}, which the package's links lead to")
 
@@ -137,16 +143,42 @@ def check_repository() -> None:
 # -------------------------------------------------------------------------------------------------------------- build
 
 
-def build() -> tuple[Path, Path]:
+def with_address(name: str, text: str, url: str) -> str:
+    """pyproject.toml, README.md or CITATION.cff with the repository's address; pictures as raw files."""
+    tag = f"v{package_version()}"
+    if name == "pyproject.toml":
+        changes, issues, pages = f"{url}/blob/{tag}/CHANGELOG.md", f"{url}/issues", f"{url}/tree/{tag}/docs"
+        links = {"Repository": url, "Documentation": pages, "Changelog": changes, "Issues": issues}
+        return "\n".join([text, "[project.urls]", *(f'{title} = "{link}"' for title, link in links.items()), ""])
+    if name == "CITATION.cff":
+        return f'{text}repository-code: "{url}"\n'
+    text = re.sub(r"(!\[[^\]]*\]\()(?![a-z]+:|#)", rf"\g<1>{url}/raw/{tag}/", text)
+    return re.sub(r"(?<=\]\()(?![a-z]+:|#)", f"{url}/blob/{tag}/", text)
+
+
+def source(url: str | None) -> Path:
+    """What the package is built of: the files that git knows, with the address where there is one."""
+    folder = FOLDER / "source"
+    for name in said("git", "ls-files").splitlines():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if url and name in ("pyproject.toml", "README.md", "CITATION.cff"):
+            target.write_text(with_address(name, (ROOT / name).read_text(), url))
+        else:
+            shutil.copy2(ROOT / name, target)
+    return folder
+
+
+def build(folder: Path) -> tuple[Path, Path]:
     """The wheel and the sdist, checked."""
     tools, dist = FOLDER / "tools", FOLDER / "dist"
     run(sys.executable, "-m", "venv", tools)
     run(tools / "bin/python", "-m", "pip", "install", "-q", *TOOLS)
-    run(tools / "bin/python", "-m", "build", "--outdir", dist, ROOT)
+    run(tools / "bin/python", "-m", "build", "--outdir", dist, folder)
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     run(tools / "bin/twine", "check", "--strict", wheel, sdist)
     run(tools / "bin/check-wheel-contents", wheel)
-    run(tools / "bin/cffconvert", "--validate", "-i", ROOT / "CITATION.cff")
+    run(tools / "bin/cffconvert", "--validate", "-i", folder / "CITATION.cff")
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src/onchip").rglob("*") if p.is_file()}
     sources = {name for name in sources if "__pycache__" not in name}
