@@ -180,8 +180,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     run(tools / "bin/check-wheel-contents", wheel)
     run(tools / "bin/cffconvert", "--validate", "-i", folder / "CITATION.cff")
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
-    sources = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src/onchip").rglob("*") if p.is_file()}
-    sources = {name for name in sources if "__pycache__" not in name}
+    sources = {str(p.relative_to(folder / "src")) for p in (folder / "src/onchip").rglob("*") if p.is_file()}
     expect(f"the wheel lacks {sorted(sources - in_wheel)}", sources <= in_wheel)
     strangers = {name for name in in_wheel - sources if ".dist-info/" not in name}
     expect(f"the wheel has {sorted(strangers)}, which is no source", not strangers)

@@ -26,7 +26,9 @@ def run_check(
     *,
     framework: Annotated[str | None, words("Default: those that are installed.", "torch", "jax", "all")] = None,
     device: Device = "auto",
-    full: Annotated[bool, typer.Option("--full", help="All cases in all dtypes: minutes instead of one.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Run all cases in all dtypes; it takes minutes instead of one.")
+    ] = False,
     console: Console,
 ) -> dict[str, Any]:
     """Run the ops' correctness cases on this machine against float64 oracles.

@@ -17,7 +17,7 @@ OPS = tuple(_CALLS)
 
 
 def _of(size: str) -> str:
-    return f"For {listed([op for op, call in _CALLS.items() if size in call.sizes])}."
+    return f"for {listed([op for op, call in _CALLS.items() if size in call.sizes])}."
 
 
 def run_warm_up(
@@ -30,21 +30,21 @@ def run_warm_up(
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A model's config.json, or its folder.", metavar="FILE")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="The hidden size, if not the model's.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="The size of the vocabulary, if not the model's.")] = None,
     teacher_hidden: Annotated[
         int | None, typer.Option(help="The teacher's hidden size, for linear_jsd. Default: --hidden.")
     ] = None,
-    in_features: Annotated[int | None, typer.Option(help=_of("in_features"))] = None,
+    in_features: Annotated[int | None, typer.Option(help=f"Input features, {_of('in_features')}")] = None,
     out_features: Annotated[int | None, typer.Option(help="Output features, for the same ops.")] = None,
-    experts: Annotated[int | None, typer.Option(help=_of("experts"))] = None,
+    experts: Annotated[int | None, typer.Option(help=f"The number of experts, {_of('experts')}")] = None,
     tokens: Annotated[
         int, typer.Option(help="How many tokens or rows a call has; the kernels are the same for any number.")
     ] = 8192,
     dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
     weight_dtype: Annotated[str | None, words("The weight's dtype, if it is another.", *DTYPE_BYTES)] = None,
     forward: Annotated[bool, typer.Option("--forward", help="Compile for the forward pass only.")] = False,
-    frozen: Annotated[bool, typer.Option("--frozen", help="The weight gets no gradient.")] = False,
+    frozen: Annotated[bool, typer.Option("--frozen", help="Compile for a weight that needs no gradient.")] = False,
     options: Annotated[
         list[str] | None,
         typer.Option(

@@ -151,38 +151,38 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T tokens.
-        weight: [V, H] like `nn.Linear`'s, of hidden's dtype; where one of them is float32, the products are of the
-            other's 16 bits, and under autocast of its dtype, whatever the inputs'.  float64 goes with float64 alone,
-            and autocast leaves it.  A [H, V] kernel's transpose is read as it lies; "triton" copies it where V is no
-            multiple of 8.  With precision="fp8" also what `quantize_weight` made of one.
+        weight: [V, H] like `nn.Linear`'s, of hidden's dtype.  If one of them is float32 and the other has 16 bits, the
+            products have 16 bits; under autocast they have its dtype.  float64 goes with float64 only, and autocast
+            leaves it alone.  The transpose of a [H, V] kernel is read in place; "triton" copies it if V is no multiple
+            of 8.  With precision="fp8" also a weight from `quantize_weight`.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index.
+            "log_probs".  q need not sum to 1.  All tokens count: soft labels have no ignore_index.
         labels: another name of target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
-        shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
-            last one costs nothing.  token_weight is by label too, and shifted with it; all else is by position of
-            hidden, the losses of reduction="none" among it.  Labels and their weights are copied, hidden isn't; with
-            soft labels, [..., S, V] or [..., S, K], it is the other way round.
-        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
+        shift: pass True if target holds the sequence's own tokens, [..., S]: position i then predicts label i + 1, and
+            the last position costs nothing.  token_weight is indexed by label and shifted with it.  Everything else,
+            including the losses of reduction="none", is indexed by hidden position.  Labels and their weights are
+            copied and hidden isn't; with soft labels, [..., S, V] or [..., S, K], it is the other way round.
+        ignore_index: tokens with this target add no loss, and their gradients are exactly 0, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
-            accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A
-            constant to autograd.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
+            accumulation, the count over all micro-batches.  If every token is ignored, a 0-d tensor may hold anything.
+            A constant to autograd.
+        token_weight: [...] factor of each token's loss.  It doesn't change what "mean" divides by.  A constant.
         class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, as `F.cross_entropy(weight=)`
             has them: w[target] of lse - z[target], and w[v] of each lse - z[v] that label smoothing adds; z-loss has
             none.  "mean" then divides by the sum of w[target] over tokens that are not ignored (by 1 where that is 0),
             unless there is a normalizer.  With soft labels it multiplies each entry's probability, and "mean" divides
             by the number of tokens.  A constant.
-        label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
+        label_smoothing: in [0, 1]: how much of the target's probability is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
-        logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; a number, or a constant [...] tensor.
-        check_inputs: check values on the GPU too, which synchronises, a quantised weight's copies among them.  On the
-            CPU they always are.
+        logit_scale: above 0: multiplies the logits before softcap.
+        temperature: above 0: divides the logits after softcap; a number, or a constant [...] tensor.
+        check_inputs: check values on the GPU too, including a quantised weight's copies.  This waits for the device.
+            On the CPU values are always checked.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB" or
             "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default: 256 MiB or an
             eighth of the float32 logits, whichever is more, and at least what one chunk needs; without gradients
@@ -194,19 +194,19 @@ def linear_cross_entropy(
             and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "plain" (the framework's own
             matrix products) or "auto": the first of these that can run; float64 has "plain".
-        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
-            differentiable has `linear_log_probs`.
-        weight_grad_out: [V, H] float32 (float64 where weight is), contiguous: backward adds the weight's gradient to
-            it, and weight gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
+        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  For an lse with
+            a gradient use `linear_log_probs`.
+        weight_grad_out: [V, H] float32 (float64 if weight is), contiguous: backward adds the weight's gradient to it,
+            and weight.grad stays as it is.  Use it for a main gradient in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
             must not be "recompute".  Backend "triton" then needs compute capability 9.0; "plain" emulates the same on
             any device by products of the dequantised numbers.
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
-            its rows of weight, and of bias and weight_grad_out; all else, targets and class_weight among it, is the
-            whole vocabulary's and the same on each rank, and so is the loss, to the bit.  Of soft labels for every
-            entry it passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.  A weight
-            that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or Shard of
+            its rows of weight, bias and weight_grad_out.  Everything else, including targets and class_weight, is for
+            the whole vocabulary and the same on each rank; so is the loss, to the bit.  Of soft labels for every
+            entry a rank passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.  A
+            weight that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or Shard of
             tokens, on a mesh of one dimension, need none.  strategy="stash" with precision="full" raises.  The guide
             docs/guides/vocab_parallel.md has more.
         vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
