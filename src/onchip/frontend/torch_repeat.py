@@ -145,7 +145,7 @@ def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
 @lru_cache
 def _is_frozen(kind: type) -> bool:
     """Whether it is a dataclass whose fields stay what they are."""
-    return is_dataclass(kind) and kind.__dataclass_params__.frozen
+    return is_dataclass(kind) and bool(vars(kind)["__dataclass_params__"].frozen)
 
 
 class _Known(NamedTuple):

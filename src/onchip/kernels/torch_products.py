@@ -18,7 +18,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a @ b (+ out) in the dtype of `out`: theirs, float32 for operands of 16 bits, or less than that of `widen`."""
+    """out = a @ b (+ out) in the dtype of `out`: theirs, float32 for operands of 16 bits, or less than `widen`'s."""
     if out.dtype.itemsize < a.dtype.itemsize:
         out.copy_(out + a @ b if accumulate else a @ b)
         return

@@ -206,9 +206,9 @@ def linear_cross_entropy(
             its rows of weight, bias and weight_grad_out.  Everything else, including targets and class_weight, is for
             the whole vocabulary and the same on each rank; so is the loss, to the bit.  Of soft labels for every
             entry a rank passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.  A
-            weight that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or Shard of
-            tokens, on a mesh of one dimension, need none.  strategy="stash" with precision="full" raises.  The guide
-            docs/guides/vocab_parallel.md has more.
+            weight that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or
+            Shard of tokens, on a mesh of one dimension, need none.  strategy="stash" with precision="full" raises.  The
+            guide docs/guides/vocab_parallel.md has more.
         vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
             rows; shards may be uneven and empty.
         vocab_size: of the whole vocabulary, without padding; rows from there on are left out, with gradients of 0.
