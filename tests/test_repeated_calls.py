@@ -2,8 +2,11 @@
 holds for every loss."""
 
 import ast
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ import packed_launches
 import repeated_calls
 from every_loss import assert_equal, gradients, refused_after_failures
 from onchip.frontend import torch_prepared
+from onchip.frontend.torch_builder import ALIGNED, Builder
+from onchip.kernels.triton.packed import Changing
 from onchip.torch import MoE, cross_entropy, grouped_matmul, linear_cross_entropy
 
 # ------------------------------------------------------------------------------------------------- several in a row
@@ -45,6 +50,34 @@ _MAKERS = {"empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"
            "empty_strided", "scalar_tensor"}  # fmt: skip
 # What calls do; the rest are programs of their own.
 _FOLDERS = ("collectives", "fp8", "frontend", "groups", "kernels", "ops", "vocab")
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_takes_a_call_down_is_gone_with_it(refused):
+    """It knows the call's results, whose graph would live on: its nodes keep tensors, and the streams they began on."""
+    x = torch.ones(8)
+    with Builder([x]) as told:
+        made = torch.zeros(8 + ALIGNED)
+        made = made[-made.data_ptr() % ALIGNED // 4 :][:8]
+        told.allocate(made)
+        assert not told.refused
+        told.zero(made)
+        given = Changing(
+            [(x, 0), (made, 1)], [(SimpleNamespace(base=made, shape=made.shape), SimpleNamespace(put=None))], []
+        )
+        told.launch(SimpleNamespace(given=given, lock=None, config=None, words=None, send=None))
+        told.derive(lambda address: (address, 8, None), [x], made, (8,))
+        if refused:
+            told.refuse("a reason")
+    prepared = told.finish([made])
+    assert isinstance(prepared, str) == refused
+    alive = weakref.ref(told)
+    gc.disable()
+    try:
+        del told
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_every_allocation_names_its_dtype_and_device():

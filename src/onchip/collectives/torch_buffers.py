@@ -150,7 +150,7 @@ def _made(ring: ProcessRing, device: torch.device, size: int, of_group: _Of) -> 
             f"of these: {error}"
         ) from error
     heads = [handle.get_buffer(rank, (1,), torch.int32, 0).data_ptr() for rank in range(ring.ranks)]
-    addresses = torch.tensor([*heads, of_group.lost.data_ptr()], device=device)
+    addresses = torch.tensor([*heads, of_group.lost.data_ptr()], dtype=torch.int64, device=device)
     at = Meeting(ring.rank, ring.ranks, head, addresses, _patience(ring, device))
     return Buffer(handle, made, at, torch.cuda.Stream(device), torch.cuda.current_stream(device))
 

@@ -23,6 +23,9 @@ _UNKNOWN = "memory is neither an argument's nor a stated operator's"
 Tensors = Sequence[Tensor | None]
 Step = Callable[[list[Any], list[Any]], None]  # given addresses and what is made of them, and tensors
 
+_There = Callable[[int, int], tuple[int, int]]
+"""As `Builder._there`."""
+
 THREAD = threading.local()
 """Its `builder` is the one that is told what this thread's operator does."""
 
@@ -129,8 +132,9 @@ class Builder:
         self._given = len(tensors)
         self._memory: dict[int, _Memory] = {}
         self._places: dict[int, int] = {}  # by storage
-        # What makes a step, with the memory that this needs, and that it allocates.
-        self._steps: list[tuple[Callable[[], Step], set[int], int | None]] = []
+        # What makes a step, with the memory that this needs, and that it allocates.  None of them holds this builder,
+        # which would then live on, and the results' graph with it, until garbage is collected.
+        self._steps: list[tuple[Callable[[_There], Step], set[int], int | None]] = []
         self._shares: dict[int, tuple[int, int]] = {}  # of memory in another one: its place, and bytes before
         self._as_tensors: set[int] = set()
         self._derived: list[_Derived] = []
@@ -188,7 +192,7 @@ class Builder:
                 address = x.data_ptr()
             tensors[place], at[place] = x, address
 
-        self._steps.append((lambda: step, set(), place))
+        self._steps.append((lambda _: step, set(), place))
 
     def zero(self, x: Tensor) -> None:
         uses: set[int] = set()
@@ -199,12 +203,12 @@ class Builder:
             def zero(_: list[Any], tensors: list[Any]) -> None:
                 find(tensors).zero_()
 
-            self._steps.append((lambda: zero, uses, None))
+            self._steps.append((lambda _: zero, uses, None))
             return
         size, index = x.numel() * x.element_size(), self._device.index or 0
 
-        def make() -> Step:
-            here, before = self._there(place, more)
+        def make(there: _There) -> Step:
+            here, before = there(place, more)
             return lambda at, _: used.checked("zeros", index, used.fill, at[here] + before, 0, size, at[0])
 
         self._steps.append((make, uses, None))
@@ -231,10 +235,10 @@ class Builder:
                 if x is not None and place is not None:
                     tensors[place], at[place] = x, x.data_ptr()
 
-        self._steps.append((lambda: step, uses, None))
+        self._steps.append((lambda _: step, uses, None))
         for place in places:
             if place is not None:
-                self._steps.append((lambda: lambda *_: None, {place}, None))  # it is freed no earlier
+                self._steps.append((lambda _: lambda *_: None, {place}, None))  # it is freed no earlier
 
     def launch(self, packed: Any) -> None:
         """Of a kernel whose arguments are `packed` (kernels/triton/packed.py)."""
@@ -257,38 +261,7 @@ class Builder:
                 if x is derived.rows:
                     uses.update(derived.uses)
                     objects.append((put, derived.known))
-        self._steps.append((lambda: self._sending(packed, addresses, objects, maps), uses, None))
-
-    def _sending(
-        self,
-        packed: Any,
-        addresses: list[tuple[int, int, int]],
-        objects: list[tuple[Callable[[Any], None], int]],
-        maps: list[tuple[Any, int, int, int | None]],
-    ) -> Step:
-        """Sends the launch; what is as it was the last time is not written again."""
-        addresses = [(i, *self._there(place, more)) for i, place, more in addresses]
-        maps = [(put, *self._there(place, more), rows) for put, place, more, rows in maps]
-        places = {place for _, place, *_ in (*addresses, *objects, *maps)}
-        pick = itemgetter(0, *places | {rows for *_, rows in maps if rows is not None})
-        lock, config, words, send = packed.lock, packed.config, packed.words, packed.send
-
-        def step(at: list[Any], _: list[Any]) -> None:
-            given = pick(at)
-            with lock:
-                if given != packed.written:
-                    packed.written = None
-                    config.stream = at[0]
-                    for i, place, more in addresses:
-                        words[i] = at[place] + more
-                    for put, place in objects:
-                        put(at[place])
-                    for put, place, more, rows in maps:
-                        put(at[place] + more, None if rows is None else at[rows])
-                    packed.written = given
-                send()
-
-        return step
+        self._steps.append((partial(_sending, packed, addresses, objects, maps), uses, None))
 
     def derive(self, function: Callable[..., Any], pieces: Sequence[Tensor], matrix: Tensor, rows: Any) -> None:
         """Say that of the addresses of these pieces `function` makes the address of `matrix`, how many rows it has, and
@@ -299,13 +272,13 @@ class Builder:
         of = [self._address(x, uses) for x in pieces]
         address, number, known = self._new(), self._new(), self._new()
 
-        def make() -> Step:
-            there = [self._there(*x) for x in of]
+        def make(there: _There) -> Step:
+            places = [there(*x) for x in of]
             last: tuple[Any, Any] = None, None  # what it was made of, and what
 
             def step(at: list[Any], _: list[Any]) -> None:
                 nonlocal last
-                given, made = [at[i] + more if i else 0 for i, more in there], last
+                given, made = [at[i] + more if i else 0 for i, more in places], last
                 if given != made[0]:
                     last = made = given, function(*given)
                 at[address], at[number], at[known] = made[1]
@@ -333,7 +306,7 @@ class Builder:
         unneeded.update(small)
         for n, (make, uses, made) in enumerate(self._steps):
             if made not in unneeded:
-                steps.append(make())
+                steps.append(make(self._there))
             gone = [i for i in sorted(uses - unneeded - kept) if last[i] == n and i > self._given]
             if gone:
                 steps.append(_freeing(gone))
@@ -408,6 +381,38 @@ class Builder:
         if isinstance(x, Tensor):
             return self._finder(x, uses)
         return lambda _: x
+
+
+def _sending(
+    packed: Any,
+    addresses: list[tuple[int, int, int]],
+    objects: list[tuple[Callable[[Any], None], int]],
+    maps: list[tuple[Any, int, int, int | None]],
+    there: "_There",
+) -> Step:
+    """Sends the launch; what is as it was the last time is not written again."""
+    addresses = [(i, *there(place, more)) for i, place, more in addresses]
+    maps = [(put, *there(place, more), rows) for put, place, more, rows in maps]
+    places = {place for _, place, *_ in (*addresses, *objects, *maps)}
+    pick = itemgetter(0, *places | {rows for *_, rows in maps if rows is not None})
+    lock, config, words, send = packed.lock, packed.config, packed.words, packed.send
+
+    def step(at: list[Any], _: list[Any]) -> None:
+        given = pick(at)
+        with lock:
+            if given != packed.written:
+                packed.written = None
+                config.stream = at[0]
+                for i, place, more in addresses:
+                    words[i] = at[place] + more
+                for put, place in objects:
+                    put(at[place])
+                for put, place, more, rows in maps:
+                    put(at[place] + more, None if rows is None else at[rows])
+                packed.written = given
+            send()
+
+    return step
 
 
 def _tensors_of(made: Any) -> list[Tensor | None]:

@@ -116,7 +116,7 @@ def _is_watched() -> bool:
 
 def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
     """Add a tensor, or a tuple or frozen dataclass of such, of tensors and of plain values; False for all else."""
-    kind = type(x)
+    kind: Any = type(x)
     if kind is Tensor or kind is Parameter:
         if x.is_neg():  # its memory holds other numbers
             return False

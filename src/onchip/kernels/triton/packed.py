@@ -136,27 +136,8 @@ class Packed:
         self.given = Changing([], [], [])
         flat: list[Any] = []
         metas = iter(layout.maps)
-
-        def add(kind: Any, value: Any) -> None:
-            if kind == "constexpr":
-                return
-            offset = layout.offsets[len(flat)]
-            if isinstance(kind, tuple):
-                self.given.tuples.append((value, partial(self._put, kind, len(flat))))
-                for k, x in zip(kind, value, strict=True):
-                    add(k, x)
-            elif isinstance(value, Tensor):
-                self.given.tensors.append((value, offset // 8))
-                # Of an empty one it may be the address of what was freed.
-                flat.append(value.data_ptr() if value.numel() else 0)
-            elif kind.startswith("tensordesc"):
-                self.given.descriptors.append((value, Map(used, next(metas), value, base + offset)))
-                flat.extend((b"", *value.shape, *value.strides))
-            else:
-                flat.append(value)
-
         for kind, value in zip(layout.kinds, values, strict=True):
-            add(kind, value)
+            self._add(kind, value, flat, metas, used, base)
         struct.pack_into(layout.format, self.memory, self.start, *flat, 0, 0)
         for x, made in self.given.descriptors:
             made.put(x.base.data_ptr())
@@ -170,6 +151,25 @@ class Packed:
         config, pointers = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
         self._launch = partial(used.launch, config, compiled.function, pointers, None)
         self.used, self.device = used, device
+
+    def _add(self, kind: Any, value: Any, flat: list[Any], metas: Iterator[Any], used: Driver, base: int) -> None:
+        """Add an argument to those that are flat."""
+        if kind == "constexpr":
+            return
+        offset = self.layout.offsets[len(flat)]
+        if isinstance(kind, tuple):
+            self.given.tuples.append((value, partial(self._put, kind, len(flat))))
+            for k, x in zip(kind, value, strict=True):
+                self._add(k, x, flat, metas, used, base)
+        elif isinstance(value, Tensor):
+            self.given.tensors.append((value, offset // 8))
+            # Of an empty one it may be the address of what was freed.
+            flat.append(value.data_ptr() if value.numel() else 0)
+        elif kind.startswith("tensordesc"):
+            self.given.descriptors.append((value, Map(used, next(metas), value, base + offset)))
+            flat.extend((b"", *value.shape, *value.strides))
+        else:
+            flat.append(value)
 
     def _put(self, kinds: Sequence[Any], first: int, values: Sequence[Any]) -> None:
         """Write an argument that is a tuple of numbers."""
