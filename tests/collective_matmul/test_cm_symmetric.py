@@ -240,7 +240,7 @@ def test_a_lost_rank(monkeypatch):
         ring = ProcessRing(dist.group.WORLD.group_name, 0, 1)
         of_group = buffers._of(ring)
         of_group.lost = torch.ones(1, dtype=torch.int32)
-        at = launches.Meeting(0, 1, torch.empty(0), torch.empty(0), 90 * 10**9)
+        at = launches.Meeting(0, 1, torch.empty(0), torch.empty(0), 90 * 10**6)
         monkeypatch.setattr(buffers, "_buffer", lambda *_: buffers.Buffer(None, None, at, None, None))
         say = "a rank of the group didn't come within 90 s, the group's timeout, and results since then are NaN"
         with pytest.raises(RuntimeError, match=say):

@@ -52,7 +52,7 @@ def test_the_product_waits_for_its_rows(sizes, turned, tma, dtype):
 
     def made(late):
         blocks, out = torch.full_like(x, float("nan")), x.new_full((ranks * rows, n), float("nan"))
-        at, _ = meeting(rank, ranks)
+        at, _ = meeting(rank, ranks, seconds=60)
         flags = at.flags()
         one = torch.ones_like(flags)
         side = torch.cuda.Stream()
@@ -98,8 +98,9 @@ def test_the_product_waits_for_addends(sizes, turned, of_addends):
     launches.adding_product(at, x, weight, bias, addends, out).run()  # of nothing: compiled, and NaN
     assert out.isnan().all()
     assert host.item() == 1
-    at, host = meeting(rank, ranks, seconds=20)
+    at, host = meeting(rank, ranks, seconds=60)
     one, side = torch.ones(1, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    torch.cuda._sleep(1)  # loaded: to load a kernel, CUDA may wait for what runs
     side.wait_stream(torch.cuda.current_stream())
     launches.adding_product(at, x, weight, bias, addends, out).run()
     with torch.cuda.stream(side):
@@ -114,38 +115,38 @@ def test_the_product_waits_for_addends(sizes, turned, of_addends):
 
 def meeting(rank, ranks, seconds=0.001):
     """As one rank sees it whose peers' heads are in this process too; and the word of its host."""
+    ((at, host),) = meetings(ranks, seconds)[rank : rank + 1]
+    return at, host
+
+
+def meetings(ranks, seconds):
     heads = torch.zeros(ranks, launches.HEAD, dtype=torch.int32, device="cuda")
-    host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    addresses = torch.tensor([*(head.data_ptr() for head in heads), host.data_ptr()], device="cuda")
-    return launches.Meeting(rank, ranks, heads[rank], addresses, int(seconds * 1e9)), host
+    made = []
+    for rank, head in enumerate(heads):
+        host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        addresses = torch.tensor([*(head.data_ptr() for head in heads), host.data_ptr()], device="cuda")
+        made.append((launches.Meeting(rank, ranks, head, addresses, int(seconds * 1e6)), host))
+    return made
 
 
 def test_ranks_meet_on_their_streams():
     """Three ranks of one process, thrice; then one is missing, and all are told."""
     ranks = 3
-    heads = torch.zeros(ranks, launches.HEAD, dtype=torch.int32, device="cuda")
-    hosts = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(ranks)]
-    at = [
-        launches.Meeting(
-            rank, ranks, heads[rank],
-            torch.tensor([*(head.data_ptr() for head in heads), hosts[rank].data_ptr()], device="cuda"), 10**9,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    launches.meet(launches.Meeting(0, 1, *meeting(0, 1)[0][2:]), clear=True).run()  # compiled
+    for at, _ in meetings(ranks, 0.001):  # compiled and loaded for each rank, which waits in vain
+        launches.meet(at, clear=True).run()
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(ranks)]
-    for _, (rank, stream) in itertools.product(range(3), enumerate(streams)):
+    every, streams = meetings(ranks, 60), [torch.cuda.Stream() for _ in range(ranks)]
+    for _, ((at, _host), stream) in itertools.product(range(3), zip(every, streams, strict=True)):
         with torch.cuda.stream(stream):
-            launches.meet(at[rank], clear=True).run()
+            launches.meet(at, clear=True).run()
     torch.cuda.synchronize()
-    assert [host.item() for host in hosts] == [0, 0, 0]
+    assert [host.item() for _, host in every] == [0, 0, 0]
     for rank in (0, 2):
         with torch.cuda.stream(streams[rank]):
-            launches.meet(at[rank], clear=True).run()
+            launches.meet(every[rank][0]._replace(patience=10**5), clear=True).run()
     torch.cuda.synchronize()
-    assert heads[:, launches.LOST].tolist() == [1, 1, 1]
-    assert hosts[0].item() == 1
+    assert [at.head[launches.LOST].item() for at, _ in every] == [1, 1, 1]
+    assert [every[rank][1].item() for rank in (0, 2)] == [1, 1]
 
 
 # -------------------------------------------------------------------------------------------------------- all processes

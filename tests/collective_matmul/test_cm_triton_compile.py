@@ -20,7 +20,7 @@ def of(*shape, dtype=torch.bfloat16):
 def at():
     words = {"head": launches.HEAD, "addresses": RANKS + 1}
     head, addresses = (of(n, dtype=kind) for n, kind in zip(words.values(), (torch.int32, torch.int64), strict=True))
-    return launches.Meeting(2, RANKS, head, addresses, 600 * 10**9)
+    return launches.Meeting(2, RANKS, head, addresses, 600 * 10**6)
 
 
 def gated(rows, weight):

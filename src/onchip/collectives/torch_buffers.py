@@ -95,7 +95,7 @@ def opened(ring: ProcessRing, device: torch.device, size: int) -> Buffer:
     if lost is not None and lost.item():
         raise RuntimeError(
             f"collective_matmul: in an earlier call of backend 'symmetric' a rank of the group didn't come within "
-            f"{buffer.at.patience / 1e9:g} s, the group's timeout, and results since then are NaN; to go on, call "
+            f"{buffer.at.patience / 1e6:g} s, the group's timeout, and results since then are NaN; to go on, call "
             "onchip.collectives.torch_symmetric.free_buffers(group) on every rank, with no call under way"
         )
     # The order of a graph's replays is the caller's.
@@ -156,12 +156,12 @@ def _made(ring: ProcessRing, device: torch.device, size: int, of_group: _Of) -> 
 
 
 def _patience(ring: ProcessRing, device: torch.device) -> int:
-    """The group's timeout, in nanoseconds."""
+    """The group's timeout, in microseconds: half an hour at most, which is gloo's."""
     group, timeout = process_group(ring.group), None
     with suppress(RuntimeError, AttributeError):
         timeout = group._get_backend(device).options._timeout
     timeout = timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
-    return int(timeout.total_seconds() * 1e9)
+    return min(int(timeout.total_seconds() * 1e6), 2**31 - 1)
 
 
 @contextmanager

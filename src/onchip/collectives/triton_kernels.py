@@ -90,7 +90,7 @@ def wait_for(flag, head, addresses, ranks, patience, TMA: tl.constexpr, LANES: t
         while (there == 0) & (lost == 0):
             there = is_set(flag, TMA)
             lost = is_set(head + LOST, TMA)
-            if now() - began >= patience:
+            if now() - began >= tl.cast(patience, tl.int64) * 1000:
                 lost += 1
         if there == 0:
             give_up(addresses, ranks, LANES)
@@ -110,7 +110,7 @@ def meet(
     head,  # [HEAD] int32: this rank's
     rank,
     ranks,
-    patience,  # nanoseconds
+    patience,  # microseconds
     LANES: tl.constexpr,  # ranks, or more
     CLEAR: tl.constexpr,  # whether this rank's flags are cleared before it comes
 ):
@@ -129,7 +129,7 @@ def meet(
     while (missing != 0) & (lost == 0):
         missing, lost = absent(head, of, count)
         late = tl.zeros((LANES,), tl.int64) + (now() - began)
-        lost += tl.max((late >= patience).to(tl.int32), 0)
+        lost += tl.max((late >= tl.cast(patience, tl.int64) * 1000).to(tl.int32), 0)
     tl.store(head + COUNT, count)
     if (missing != 0) | (lost != 0):
         give_up(addresses, ranks, LANES)  # this rank's host doesn't know of it where another rank told

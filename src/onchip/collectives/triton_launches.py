@@ -26,7 +26,7 @@ class Meeting(NamedTuple):
     ranks: int
     head: Tensor  # [HEAD] int32: this rank's
     addresses: Tensor  # [ranks + 1] int64: of all ranks' heads, and of a word of this rank's host
-    patience: int  # nanoseconds
+    patience: int  # microseconds, in 32 bits: kernels are compiled once for all
 
     @property
     def arguments(self) -> dict[str, Any]:
