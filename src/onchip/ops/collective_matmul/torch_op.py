@@ -80,7 +80,7 @@ def all_gather_matmul(
             output's gradient travel quantised, with their scales, and partial sums in float32.  Of several ranks T/n,
             with all leading dimensions, is a multiple of 128.  On the ring, and not with keep_gathered or float64.
         reduce_dtype: in what sums over ranks travel: None, float32, or x's dtype, which halves their bytes for 16 bits
-            and rounds each rank's addend once more.
+            and rounds each rank's addend once more.  With precision="fp8" it is float32.
 
     Returns:
         [T, N], or [T, ..., N], of x's dtype, under autocast of autocast's, to which x, weight and bias are cast first.
@@ -208,7 +208,7 @@ def _run(
         of_x, of_weight = (PeerCopies(_cast(a, dtype), None, None, None) for a in (x, weight))
         of_bias = None if bias is None else _cast(bias, dtype)
     else:  # x and weight are quantised as they are
-        _check_fp8(op, x, sizes, keep_gathered)
+        _check_fp8(op, x, sizes, keep_gathered, sums)
         products = choose_backend(op, "auto", refusals(x.device))
         of_x, of_weight = (
             PeerCopies(*copies_of(op, a, SCALE, products, by_block=by_block, wanted=other if needs else None))
@@ -252,12 +252,14 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.detach().to(dtype)
 
 
-def _check_fp8(op: str, x: Tensor, sizes: CollectiveSizes, keep_gathered: bool) -> None:
+def _check_fp8(op: str, x: Tensor, sizes: CollectiveSizes, keep_gathered: bool, sums: torch.dtype) -> None:
     """Raise for what precision='fp8' can't do."""
     if x.dtype == torch.float64:
         raise TypeError(f"{op}: precision='fp8' takes float32, bfloat16 or float16; got float64")
     if keep_gathered:
         raise ValueError(f"{op}: precision='fp8' keeps x in FP8 and gathers it again; pass keep_gathered=False")
+    if sums != torch.float32:
+        raise ValueError(f"{op}: with precision='fp8' sums over ranks travel in float32; leave reduce_dtype out")
     if sizes.ranks > 1 and sizes.rows % BLOCK != 0:
         raise ValueError(
             f"{op}: with precision='fp8' {BLOCK} tokens share a scale in the weight's gradient, and each of the "
