@@ -148,38 +148,37 @@ def linear_cross_entropy(
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
-        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype; or one of the
-            two is float32 and the other of 16 bits: the product is of 16 bits then, and each gradient of its array's
-            dtype.
+        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.  If one of
+            them is float32 and the other has 16 bits, the product has 16 bits, and each gradient its array's dtype.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
-            ignore_index or strategy="stash"; "mosaic_gpu" and "xla" run them.
+            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count: soft
+            labels have no ignore_index, and no strategy="stash".
         labels: another name of target, by keyword.
         bias: [V] of hidden's dtype or weight's.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  weight and bias are
-            then this device's [V / n, H] (or [H, V / n]) and [V / n], in the order of the devices; all else is the same
-            on all devices of that axis, and so are the results.  Tokens may be split over another axis.
-        vocab_size: with axis_name: so many entries of all devices count; those behind are padding, and may hold any
-            finite numbers.  class_weight is [vocab_size].
+            then this device's [V / n, H] (or [H, V / n]) and [V / n], in the order of the devices.  Everything else,
+            including the results, is the same on all devices of that axis.  Tokens may be split over another axis.
+        vocab_size: with axis_name: how many entries there are on all devices without padding, which comes last and may
+            hold any finite numbers.  class_weight is [vocab_size].
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
             `onchip.torch`; soft labels and hidden are copied for it.  Each device must hold whole sequences inside of
             `jax.shard_map`.
-        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
+        ignore_index: tokens with this target add no loss, and their gradients are exactly 0, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
+        token_weight: [...] factor of each token's loss.  It doesn't change what "mean" divides by.
         class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[target] of lse - z[target]
             and w[v] of each lse - z[v] that label smoothing adds; z-loss has none.  "mean" then divides by the sum of
             w[target] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
             With soft labels it multiplies each entry's probability, and "mean" divides by the number of tokens.
-        label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
+        label_smoothing: in [0, 1]: how much of the target's probability is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
-        logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; may also be a [...] array with one per token.
+        logit_scale: above 0: multiplies the logits before softcap.
+        temperature: above 0: divides the logits after softcap; may also be a [...] array with one per token.
         scratch_bytes: bound on the temporary memory, gradients in their parameters' dtypes not counted: bytes, a text
             like "1GiB" or "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default:
             256 MiB or an eighth of the float32 logits, whichever is more, and at least what one chunk needs; without
@@ -193,14 +192,14 @@ def linear_cross_entropy(
             "recompute".
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.
-        check_inputs: raise for labels, temperatures, weights of classes and numbers that are wrong, which waits for the
-            device.  On the CPU, and of NumPy's arrays, that is so anyway, but for traced values, with which it can't be
-            asked for.
-        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
-            differentiable has `linear_log_probs`.
+        check_inputs: check values on a GPU too, and raise for wrong labels, temperatures, class weights and numbers.
+            This waits for the device.  On a CPU, and in NumPy arrays, values are always checked.  Under jit they can't
+            be, and check_inputs=True raises.
+        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  For an lse with
+            a gradient use `linear_log_probs`.
 
     The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or
-    not: a new value then compiles nothing anew, but isn't checked where it is traced.  They, token_weight and
+    not: a new value then compiles nothing again, but a traced one isn't checked.  They, token_weight and
     class_weight are constants to autodiff.
 
     Returns:

@@ -205,9 +205,9 @@ def linear_cross_entropy(
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
             its rows of weight, bias and weight_grad_out.  Everything else, including targets and class_weight, is for
             the whole vocabulary and the same on each rank; so is the loss, to the bit.  Of soft labels for every
-            entry a rank passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.  A
-            weight that is a DTensor with Shard(0), such labels with Shard(-1) and hidden states with Replicate() or
-            Shard of tokens, on a mesh of one dimension, need none.  strategy="stash" with precision="full" raises.  The
+            entry a rank passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.
+            DTensors on a mesh of one dimension need no group: a weight with Shard(0), such labels with Shard(-1),
+            hidden states with Replicate() or Shard of tokens.  strategy="stash" with precision="full" raises.  The
             guide docs/guides/vocab_parallel.md has more.
         vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
             rows; shards may be uneven and empty.
