@@ -470,7 +470,8 @@ files in `results/`; [all files](results.md), [how they were measured](benchmark
 
 # ------------------------------------------------------------------------------------------------------ what is checked
 
-_CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\$[^$\n]+\$", re.MULTILINE | re.DOTALL)
+# A table of predictions, which tools/parallelism.py makes, is between marks of its own.
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\$[^$\n]+\$|^<!-- table -->.*?^<!-- end -->", re.MULTILINE | re.DOTALL)
 _FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)[ \xa0]?(ms|µs|MiB|GiB|KiB|%|TFLOP/s|TB/s)(?![\w/])")
 # What a unit's figures are in files.
 _SCALES = {
