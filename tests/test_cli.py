@@ -169,6 +169,7 @@ def test_info():
     assert {(b["framework"], b["backend"], b["device"]) for b in document["backends"]} == {
         ("torch", "plain", "cpu"), ("torch", "plain", "cuda"), ("torch", "triton", "cuda"),
         ("torch", "ring", "cpu"), ("torch", "ring", "cuda"), ("torch", "symmetric", "cuda"),
+        ("torch", "collective", "cpu"), ("torch", "collective", "cuda"),
         ("torch", "dequantize", "cpu"), ("torch", "dequantize", "cuda"), ("torch", "scaled_mm", "cuda"),
         ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
     }  # fmt: skip

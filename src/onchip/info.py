@@ -128,6 +128,7 @@ def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
 _BACKENDS = {
     "plain": "the framework's own operations",
     "xla": "matrix products and loops of XLA",
+    "collective": "the framework's own products, and one exchange between ranks for each",
     "ring": "the framework's own products and exchanges between ranks",
     "symmetric": "copies into the memory of GPUs that map each other's, and kernels for this device",
     "dequantize": "the framework's own operations, in float32",
