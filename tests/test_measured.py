@@ -1,6 +1,7 @@
 """README and docs show what results/ hold, and README is short."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -33,15 +34,51 @@ def test_a_figure_that_no_file_has_is_found(page, text, found):
     assert measured.strangers(page, text) == found
 
 
-def test_the_newest_file_is_shown(monkeypatch, tmp_path):
-    """A later run's file takes the place of the one before, on whatever card."""
-    before = measured.needed("linear_cross_entropy-users")
-    text = before.path.read_text().replace("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """A folder with the files that there are, for more of them."""
     for path in measured.RESULTS.glob("*.json"):
         (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "2099-01-01-h200-linear_cross_entropy-users.json").write_text(text)
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_the_newest_file_is_shown(results):
+    """A later run's file takes the place of the one before, on whatever card; of two that day the H100's."""
+    before = measured.needed("linear_cross_entropy-users")
+    text = before.path.read_text().replace("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    (results / "2099-01-01-h200-linear_cross_entropy-users.json").write_text(text)
     assert measured.pitch("README.md").startswith("On an H200 it matches")
+    (results / "2099-01-01-h100-linear_cross_entropy-users.json").write_text(before.path.read_text())
+    assert measured.pitch("README.md").startswith("On an H100 it matches")
+
+
+def test_what_later_runs_may_bring_has_its_row(results):
+    def run(name, case, mode, median, **ms):
+        rows = [
+            {"case": case, "mode": mode, "impl": f"{impl} 1.0", "ok": True, median: time, "extra_bytes": 1 << 20}
+            for impl, time in ms.items()
+        ]
+        document = {"environment": {"gpu": "NVIDIA H100 80GB HBM3"}, "title": name, "rows": rows}
+        (results / f"2099-01-01-h100-{name}.json").write_text(json.dumps(document))
+
+    run("attention", "documents-2048", measured.MODE, "median_ms", **{"onchip auto": 3, "torch flex_attention": 2})
+    lengths = {"onchip auto": 30, "torch.compile(dynamic=True)": 40, "liger": 35}
+    run("linear_cross_entropy-lengths", "llama3.1-8b-lengths", "40 lengths, first time", "mean_ms", **lengths)
+    ranks = {"onchip auto": 20, "torch, three all-reduces, float32 logits": 30}
+    run("linear_cross_entropy-world2", "llama3.1-8b-t8192", measured.MODE, "median_ms", **ranks)
+    lines = measured.few_rows("README.md").splitlines()[2:8]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == [
+        "an 8B model", "its LoRA", "on answers", "varying lengths", "packed attention", "on two GPUs",
+    ]  # fmt: skip
+    assert "**30.0" in lines[3]
+    assert "Liger 35.0" in lines[3]
+    assert "**2.00" in lines[4]  # which isn't ours
+    by_script = {"environment": {"gpu": "NVIDIA H100"}, "title": "By a script", "rows": [{"call": "x", "ms": 2.5}]}
+    (results / "2099-01-01-h100-linear_jsd.json").write_text(json.dumps(by_script))
+    page = measured.numbers_page()
+    assert "By a script:\n\n| call | ms |\n| --- | --- |\n| x | 2.5 |\n" in page
+    assert all(f"\n## {title}\n" in page for title in ("attention", "Two or more GPUs"))
 
 
 def test_the_readme_is_read_in_half_a_minute():

@@ -12,11 +12,11 @@ import re
 import statistics
 import sys
 import textwrap
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from figures_in_prose import figures, without_a_file
 from plots import MODE, time_memory_svg
 
 from onchip.bench.report import short_name
@@ -63,6 +63,10 @@ class File(NamedTuple):
         named = re.search(r"\b[A-Z]+\d+\b", str(self.document["environment"].get("gpu")))
         return named[0] if named else "CPU"
 
+    @property
+    def benched(self) -> bool:
+        return all({"case", "mode", "impl", "ok"} <= row.keys() for row in self.rows)
+
     def row(self, case: str, impl: str, mode: str = MODE) -> Row | None:
         """The right one of an implementation, whatever its version."""
         found = (
@@ -85,14 +89,19 @@ class File(NamedTuple):
         return f"{', '.join([card, self.path.name[:10], *versions])} ({self.link(page)})."
 
 
-def newest(name: str, device: str = "h?00") -> File | None:
-    """The newest file of a name, such as "linear_cross_entropy-users"."""
-    found = sorted(RESULTS.glob(f"????-??-??-{device}-{name}.json"), key=lambda path: path.name[:10])
-    return File(found[-1], json.loads(found[-1].read_text())) if found else None
+def newest(name: str, device: str = "h?00", *, benched: bool = False) -> File | None:
+    """The newest file of a name, such as "linear_cross_entropy-users"; of one day that of an H100.  `benched`: of those
+    that `onchip bench` wrote, or that have rows as it writes them.
+    """
+    found = sorted(
+        RESULTS.glob(f"????-??-??-{device}-{name}.json"), key=lambda path: (path.name[:10], "-h100-" in path.name)
+    )
+    files = (File(path, json.loads(path.read_text(encoding="utf-8"))) for path in reversed(found))
+    return next((file for file in files if not benched or file.benched), None)
 
 
-def needed(name: str, device: str = "h?00") -> File:
-    file = newest(name, device)
+def needed(name: str, device: str = "h?00", *, benched: bool = True) -> File:
+    file = newest(name, device, benched=benched)
     assert file is not None, name
     return file
 
@@ -135,6 +144,16 @@ def cases_by_implementations(file: File, shown: Mapping[str, str], mode: str = M
     return table(["head and tokens", *columns.values()], lines)
 
 
+def scalar(x: Any) -> str:
+    return "-" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x).replace("|", "/")
+
+
+def plain_rows(file: File) -> str:
+    """The rows of a script, as they are."""
+    columns = [name for name in dict.fromkeys(name for row in file.rows for name in row) if name != "errors"]
+    return table(columns, ([scalar(row.get(name)) for name in columns] for row in file.rows))
+
+
 def every_implementation(file: File) -> dict[str, str]:
     """Those of a file by their names, ours first."""
     names = dict.fromkeys(short_name(row["impl"]) for row in file.rows)
@@ -162,14 +181,17 @@ LINES = (
     Shown("its LoRA", "the same, frozen head", "linear_cross_entropy-hopper-peers", "llama3.1-8b-t8192-frozen"),
     Shown("on answers", "the same, 90% ignored", "linear_cross_entropy-users", "llama3.1-8b-t8192-ignored"),
     Shown(
-        "varying lengths", "Llama 3.1 8B, 40 new lengths", "linear_cross_entropy-lengths", "llama3.1-8b",
+        "varying lengths", "Llama 3.1 8B, 40 new lengths", "linear_cross_entropy-lengths", "llama3.1-8b-lengths",
         plain=("torch.compile(dynamic=True)",), mode="40 lengths, first time", median="mean_ms",
     ),
     Shown(
         "packed attention", "16384 tokens in documents", "attention", "documents-2048",
         plain=("torch flex_attention",),
     ),
-    Shown("on two GPUs", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-world2", "llama3.1-8b-t8192"),
+    Shown(
+        "on two GPUs", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-world2", "llama3.1-8b-t8192",
+        plain=("torch",),
+    ),
     Shown("a small model", "Qwen3 0.6B, 8192 tokens", "linear_cross_entropy-hopper-peers", "qwen3-0.6b-t8192"),
     Shown("in JAX", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-jax", "llama3.1-8b-t8192", plain=("XLA",)),
     Shown("short batches", "Llama 3.1 8B, 512 tokens", "linear_cross_entropy-hopper-peers", "llama3.1-8b-t512"),
@@ -181,18 +203,17 @@ def few_rows(page: str) -> str:
     lines: list[list[str]] = []
     files: dict[Path, File] = {}
     for line in LINES:
-        file = newest(line.file)
+        file = newest(line.file, benched=True)
         rows = [] if file is None else [
             {**row, "median_ms": row[line.median]}
             for row in file.rows
-            if row["mode"] == line.mode and row["case"].startswith(line.case) and row["ok"]
-            and row["case"] in (line.case, *([row["case"]] if line.median == "mean_ms" else []))
+            if (row["mode"], row["case"], row["ok"]) == (line.mode, line.case, True) and row[line.median]
         ]  # fmt: skip
         ours = next((row for row in rows if short_name(row["impl"]) == line.ours), None)
         if file is None or ours is None or len(lines) == 6:
             continue
         plain = next((row for row in rows if row["impl"].startswith(line.plain)), None)
-        others = [row for row in rows if not row["impl"].startswith(("onchip", "torch", "XLA")) and row["median_ms"]]
+        others = [row for row in rows if not row["impl"].startswith(("onchip", "torch", "XLA"))]
         other = min(others, key=lambda row: row["median_ms"], default=None)
         best = min(row["median_ms"] for row in (ours, plain, other) if row)
         name = "" if other is None else OTHERS.get(short_name(other["impl"]), short_name(other["impl"]))
@@ -240,11 +261,11 @@ def pictured() -> tuple[File, str]:
 
 def step(page: str) -> str:
     """What a training step takes, as transformers has it and with us."""
-    file = needed("training-step")
+    file = needed("training-step", benched=False)
     first = {row["loss"]: row for row in reversed(file.rows) if row["model"] == file.rows[0]["model"]}
     ours, default = first["onchip's patch"], first.get("default loss")
     if default is None:
-        file = needed("training-step", "h200")
+        file = needed("training-step", "h200", benched=False)
         first = {row["loss"]: row for row in reversed(file.rows) if row["model"] == file.rows[0]["model"]}
         ours, default = first["onchip's patch"], first["default loss"]
     return filled(
@@ -353,13 +374,13 @@ def training_steps(page: str) -> str:
 
 
 def experts_layer(page: str) -> str:
-    file = needed("grouped_matmul-layer")
+    file = needed("grouped_matmul-layer", benched=False)
     lines = [[row["impl"], row["of"], cell(row)] for row in file.rows]
     return f"{table(['layer', 'passes', 'time, extra memory'], lines)}\n\n{file.told(page)}"
 
 
 def host(page: str) -> str:
-    file = needed("host")
+    file = needed("host", benched=False)
     lines = [
         [row["call"], *("-" if row[x] is None else f"{row[x]:.2f} ms" for x in ("forward_ms", "backward_ms"))]
         for row in file.rows
@@ -408,17 +429,18 @@ def lengths(page: str) -> str:
 
 
 def benched(name: str, shown: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """The newest file of `onchip bench` of a name; a table for each mode of training."""
+    """The newest file of `onchip bench` of a name; a table for each mode, or for forward and backward alone."""
 
     def made(page: str) -> str:
-        file = needed(name)
+        file = needed(name, benched=False)
+        if not file.benched:
+            return f"{file.document['title']}:\n\n{plain_rows(file)}\n\n{file.told(page)}"
         columns = shown or every_implementation(file)
-        modes = [
-            mode for mode in dict.fromkeys(row["mode"] for row in file.rows) if "backward" in mode or "grad" in mode
-        ]
+        modes = list(dict.fromkeys(row["mode"] for row in file.rows))
+        whole = [mode for mode in modes if mode == MODE] or modes
         said = [
-            f"{f'{mode}:{chr(10)}{chr(10)}' if len(modes) > 1 else ''}{cases_by_implementations(file, columns, mode)}"
-            for mode in modes or dict.fromkeys(row["mode"] for row in file.rows)
+            f"{f'{mode}:{chr(10)}{chr(10)}' if len(whole) > 1 else ''}{cases_by_implementations(file, columns, mode)}"
+            for mode in whole
         ]
         return "\n\n".join([*said, file.told(page)])
 
@@ -444,10 +466,14 @@ SECTIONS: Sequence[tuple[str, str, Callable[[str], str], str]] = (
     ("linear_jsd", "", benched("linear_jsd"), "linear_jsd"),
     ("cross_entropy", "", benched("cross_entropy"), "cross_entropy"),
     ("attention", "", benched("attention"), "attention"),
+    ("fp8_linear", "Layers of seven models, with one, two and four sequences; the number is in the name.",
+     benched("fp8_linear", {"onchip auto": "onchip", "torch nn.Linear": "nn.Linear"}), "fp8_linear"),
     ("A layer of experts", "Qwen3 30B-A3B's, 8192 tokens, sorting included.", experts_layer, "grouped_matmul-layer"),
-    ("Two or more GPUs", "The vocabulary or the layers shared by ranks.", benched("linear_cross_entropy-world2"),
-     "linear_cross_entropy-world2"),
-    ("collective_matmul", "", benched("collective_matmul-world2"), "collective_matmul-world2"),
+    ("grouped_matmul", "The products alone.", benched("grouped_matmul"), "grouped_matmul"),
+    ("grouped_matmul in JAX", "", benched("grouped_matmul-jax"), "grouped_matmul-jax"),
+    ("Two or more GPUs", "The vocabulary shared by ranks.", benched("linear_cross_entropy-world?"),
+     "linear_cross_entropy-world?"),
+    ("collective_matmul", "", benched("collective_matmul-world?"), "collective_matmul-world?"),
 )  # fmt: skip
 
 
@@ -470,60 +496,13 @@ files in `results/`; [all files](results.md), [how they were measured](benchmark
 
 # ------------------------------------------------------------------------------------------------------ what is checked
 
-# A table of predictions, which tools/parallelism.py makes, is between marks of its own.
-_CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\$[^$\n]+\$|^<!-- table -->.*?^<!-- end -->", re.MULTILINE | re.DOTALL)
-_FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)[ \xa0]?(ms|µs|MiB|GiB|KiB|%|TFLOP/s|TB/s)(?![\w/])")
-# What a unit's figures are in files.
-_SCALES = {
-    "ms": (1, 1000), "µs": (1e-3, 1), "MiB": (1 << 20, 1, 2**-10), "GiB": (1 << 30, 1, 1 << 10), "KiB": (1 << 10, 1),
-    "TFLOP/s": (1, 1e12), "TB/s": (1, 1e3),
-}  # fmt: skip
-
-
-def numbers_in(x: Any) -> list[float]:
-    """All that a document holds, in texts too."""
-    if isinstance(x, bool):
-        return []
-    if isinstance(x, int | float):
-        return [float(x)]
-    if isinstance(x, str):
-        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", x)]
-    inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else ()
-    return [number for part in inner for number in numbers_in(part)]
-
-
-def from_files(figure: str, unit: str, known: Sequence[float]) -> bool:
-    """Whether a number of the files rounds to the figure."""
-    number, digits = float(figure.replace(",", "")), len(figure.partition(".")[2])
-    half = 0.5 * 10**-digits
-    for scale in _SCALES[unit]:
-        i = bisect_left(known, (number - half) * scale * (1 - 1e-9))
-        if i < len(known) and known[i] <= (number + half) * scale * (1 + 1e-9):
-            return True
-    return False
-
-
-def is_a_setting(figure: str, unit: str) -> bool:
-    """A budget or another size that one chooses: a power of two."""
-    return unit.endswith("iB") and float(figure.replace(",", "")).hex().startswith("0x1.0000000000000p")
-
 
 def strangers(page: str, text: str) -> list[str]:
-    """The figures in prose and tables that come from no file: of `OWN_WORDS` those outside of marks, of other pages
-    those that no linked file has.  Shares and ratios are checked in the former alone.
+    """The figures that come from no file: of `OWN_WORDS` those outside of marks, of other pages those that no file has
+    which they link to.
     """
-    prose = _CODE.sub(" ", text)
-    if page in OWN_WORDS:
-        outside = _CODE.sub(" ", _BLOCK.sub(" ", text))
-        return [" ".join(found) for found in _FIGURE.findall(outside) if not is_a_setting(*found)]
-    files = sorted(set(re.findall(r"(\d{4}-\d\d-\d\d-[\w.-]+?)\.(?:json|html)", text)))
-    there = [RESULTS / f"{name}.json" for name in files if (RESULTS / f"{name}.json").exists()]
-    known = sorted({number for path in there for number in numbers_in(json.loads(path.read_text()))})
-    return [
-        " ".join(found)
-        for found in _FIGURE.findall(prose)
-        if found[1] != "%" and not is_a_setting(*found) and not from_files(*found, known)
-    ]
+    found = figures(_BLOCK.sub(" ", text)) if page in OWN_WORDS else without_a_file(text, RESULTS)
+    return [" ".join(one) for one in found]
 
 
 def made_anew() -> dict[str, str]:
