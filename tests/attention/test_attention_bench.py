@@ -3,6 +3,7 @@
 import pytest
 
 from onchip.attention.problem import AttentionProblem, scratch_parts
+from onchip.attention.triton.problem import memory_parts
 from onchip.ops.attention.bench import JAX, TORCH
 from onchip.ops.attention.cases import SUITES, AttentionBenchCase
 from onchip.plan import plan
@@ -56,15 +57,20 @@ def test_cases():
 
 
 def test_plan():
-    made = plan("attention", tokens=4096, heads=32, key_heads=8, head_size=128)
-    row = made.row("default")
-    parts = scratch_parts(
-        AttentionProblem(1, 4096, 4096, 32, 8, 128, 128), 2, row.chunk["queries"], backward=True, softcap=False
-    )
-    assert row.memory_parts == parts
+    sizes = {"tokens": 4096, "heads": 32, "key_heads": 8, "head_size": 128}
+    p = AttentionProblem(1, 4096, 4096, 32, 8, 128, 128)
+    made = plan("attention", **sizes)
+    assert made.backend == "triton"
+    assert made.sizes == sizes
+    assert made.row("default").memory_parts == memory_parts(p, 1, backward=True, sinks=False)
+    for gpu, dtype, size in (("a100", "bfloat16", 128), ("h100", "float32", 128), ("h100", "bfloat16", 160)):
+        other = plan("attention", **{**sizes, "head_size": size}, gpu=gpu, dtype=dtype)
+        assert other.backend == "plain"
+    plain = plan("attention", **sizes, backend="plain")
+    row = plain.row("default")
+    assert row.memory_parts == scratch_parts(p, 2, row.chunk["queries"], backward=True, softcap=False)
     assert row.ms is None
-    assert made.sizes == {"tokens": 4096, "heads": 32, "key_heads": 8, "head_size": 128}
-    forward = plan("attention", tokens=4096, heads=32, key_heads=8, head_size=128, gradients=False)
+    forward = plan("attention", **sizes, backend="plain", gradients=False)
     assert forward.row("default").chunk["queries"] >= row.chunk["queries"]
     for wrong, message in (
         ({"heads": 32}, "give heads, key_heads, head_size"),

@@ -88,7 +88,7 @@ def _largest_stop(stops, of_mask, keys, j, KEYS: gl.constexpr):
 
 @gluon.jit
 def seen_blocks(stops, of_mask, keys, first, last, row, KEYS: gl.constexpr):
-    """Of a range of blocks the first that a tile of queries from this row on sees, and how many it does, 1 or more."""
+    """Of a range of blocks the first that a tile from this row on sees, and how many it sees, one or more."""
     begin, count = first, last - first
     if stops is not None:
         begin, count = last - 1, 0

@@ -52,7 +52,20 @@ def plain_refusals(
     device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
 ) -> dict[str, str | None]:
     """As `kernel_refusals`, of the op's own backends."""
-    return {"xla" if framework == "jax" else "plain": None}
+    if framework == "jax":
+        return {"xla": None}
+    import torch
+
+    from onchip.attention.problem import AttentionOptions, AttentionProblem
+    from onchip.ops.attention import torch_op
+
+    names = "batch", "queries", "keys", "heads", "key_heads", "size", "value_size"
+    p = AttentionProblem(**{name: given.get(name, 64) for name in names})
+    blocked, sinks = given.get("mask") == "blocked", bool(given.get("sinks"))
+    return torch_op.refusals(
+        torch.device(device), getattr(torch, dtype), p, AttentionOptions(), 1.0, blocked=blocked, backward=True,
+        sinks=sinks,
+    )  # fmt: skip
 
 
 def _turned(fw: Any, x: Any) -> Any:
@@ -127,4 +140,5 @@ CHECKER = _OfCase(
     values=("out", "lse"),
     keywords=lambda inputs: {},
     limits=limits,
+    defaults={"torch": {"backend": "plain"}, "jax": {}},
 )
