@@ -85,12 +85,12 @@ def refusal(
 @constant_to_compiler  # it asks the system
 def _device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     reason = device_refusal(device, index, dtype)
-    if (
-        reason is None
-        and (capability := describe(torch.device(device if index is None else f"{device}:{index}")).capability) != 90
-    ):
-        reason = f"it is written for Hopper, compute capability 9.0; this is {capability / 10}; pass backend='plain'"
-    return reason or gluon_refusal()
+    if reason is not None:
+        return reason
+    capability = describe(torch.device(device if index is None else f"{device}:{index}")).capability
+    if capability != 90:
+        return f"it is written for Hopper, compute capability 9.0; this is {capability / 10}; pass backend='plain'"
+    return gluon_refusal()
 
 
 def _fake(call: KernelCall) -> KernelOutputs:
@@ -137,8 +137,8 @@ def _save(call: KernelCall, made: KernelOutputs) -> KernelKept:
     given = call.q, call.k, call.v, call.q if call.sinks is None else call.sinks
     return KernelKept(
         call.cast_q, call.cast_k, call.cast_v, call.sinks, call.start, call.end, call.stop, made.table,
-        made.stops, made.out,
-        made.lse, call.scale, call.problem, call.options, tuple(x.dtype for x in given),
+        None if call.stop is None else made.stops, made.out, made.lse, call.scale, call.problem, call.options,
+        tuple(x.dtype for x in given),
     )  # fmt: skip
 
 
