@@ -8,8 +8,10 @@ import torch
 
 from losses import mixed_plan, plan_in_forward
 from onchip.frontend import torch_builder, torch_prepared
+from onchip.masks import Causal, Documents
 from onchip.torch import (
     TopK,
+    attention,
     cross_entropy,
     fp8_linear,
     grouped_matmul,
@@ -125,6 +127,24 @@ def _rows_of_experts(seed):
     return grouped_matmul(x, weight, sizes, rows=rows, activation="swiglu"), (x, weight)
 
 
+def _attention(mask, **options):
+    def step(seed):
+        shapes = [(2, T, 4, 64), (2, T, 2, 64), (2, T, 2, 64)]
+        q, k, v = _leaves(seed, *([(b, h, t, d) for b, t, h, d in shapes] if options else shapes))
+        (sinks,) = _leaves(seed, (4,), dtype=torch.float32)
+        return attention(q, k, v, mask(seed), sinks=sinks, backend="triton", **options), (q, k, v, sinks)
+
+    return step
+
+
+def _documents(seed):
+    return Documents(torch.arange(T, device="cuda") // (50 + seed)) & Causal()
+
+
+def _lowered(seed):
+    return _documents(seed).lower(2, T, T, torch.empty(0, device="cuda"))
+
+
 STEPS = {
     "linear_cross_entropy": _head(linear_cross_entropy),
     "linear_cross_entropy-none": _head(linear_cross_entropy, reduction="none", z_loss=1e-3, label_smoothing=0.1),
@@ -143,6 +163,10 @@ STEPS = {
     "fp8_linear": _fp8,
     "grouped_matmul": _grouped,
     "grouped_matmul-rows": _rows_of_experts,
+    "attention": _attention(lambda seed: Causal()),
+    "attention-documents": _attention(_documents),
+    "attention-lowered": _attention(_lowered),
+    "attention-bhtd": _attention(_documents, layout="bhtd"),
 }
 
 

@@ -18,8 +18,9 @@ def case_of(mask, size=64, **more):
     return AttentionCase(f"{mask}, {size}", mask, size=size, **given)
 
 
-FEW = (case_of("causal documents", 128, batch=1, sinks=True), case_of("window in documents", 64, batch=1))
+FEW = (case_of("causal documents", 128, batch=1, sinks=True),)
 MANY = (
+    case_of("window in documents", 64, batch=1),
     *(case_of(mask) for mask in KINDS if mask != "blocked"),
     case_of("tree", 128, batch=1, sinks=True, options={"softcap": 5.0}),
     case_of("causal, last sees last", 16, queries=40, keys=290),
@@ -68,10 +69,10 @@ def test_nothing_is_seen():
     assert not any(x.any() for x in gradients)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled(dynamic):
-    given, ids = [*drawn(140, 140, 64), torch.randn(2, requires_grad=True)], torch.arange(140) // 50
+    """What a call hasn't is an empty tensor among a registered operator's results."""
+    given, ids = [*drawn(70, 70, 64), torch.randn(2, requires_grad=True)], torch.arange(70) // 50
 
     def call(q, k, v, sinks, ids):
         return attention(q * 1, k * 1, v * 1, Documents(ids) & Causal(), sinks=sinks, backend="triton")

@@ -107,7 +107,6 @@ def _finish(acc, most, total, out, lse, staged, plane, heads, first_row, queries
 def _attend(
     rings, out, lse, mask, sinks, scale, softcap, sizes,
     W: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of a program are one walk: a tile's first block is multiplied beside the last one of that before."""
     of_q, of_k, of_v, staged, turns = rings
@@ -164,13 +163,11 @@ def _attend(
             step += 1
             now = step % STAGES
             mbarrier.wait(k_full.index(now), (step // STAGES) & 1)
-            if TURNS:
-                mbarrier.wait(turns.index(W), (turn & 1) ^ (W == 0))  # the first group begins
+            mbarrier.wait(turns.index(W), (turn & 1) ^ (W == 0))  # the first group begins
             s = warpgroup_mma(q, matrix(ks.index(now)).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), phase)
             sums = warpgroup_mma(factors, matrix(vs.index(before)), acc, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turns.index((W + 1) % GROUPS), count=1)
+            mbarrier.arrive(turns.index((W + 1) % GROUPS), count=1)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_empty.index(now), count=1)
             mbarrier.arrive(q_empty.index(GROUPS * ((count + 1) % 2) + W), count=1, pred=is_first)
@@ -215,8 +212,7 @@ def _rows(start_p, end_p, of_mask, first_row, queries, keys, rows: gl.constexpr)
 def attend(
     q, k, v, out, lse, start, end, stop, table, stops, sinks, scale, softcap,
     queries, keys, heads, group, planes, tiles, entries, own, section,
-    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     of_q = new_ring(q, 2 * GROUPS, 1)
     of_k = new_ring(k, STAGES, GROUPS)
@@ -236,11 +232,8 @@ def attend(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS, TURNS)),
-                (
-                    _attend,
-                    (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS, TURNS),
-                ),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS)),
                 (_copy, (rings, q, k, v, mask, sizes, D, KEYS, STAGES, GROUPS)),
             ],
             [4, 1],
@@ -249,12 +242,9 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS, TURNS)),
-                (
-                    _attend,
-                    (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS, TURNS),
-                ),
-                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, THIRD, D, KEYS, STAGES, GROUPS, TURNS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, FIRST, D, KEYS, STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, SECOND, D, KEYS, STAGES, GROUPS)),
+                (_attend, (rings, out, lse, mask, sinks, scale, softcap, sizes, THIRD, D, KEYS, STAGES, GROUPS)),
                 (_copy, (rings, q, k, v, mask, sizes, D, KEYS, STAGES, GROUPS)),
             ],
             [4, 4, 1],

@@ -18,12 +18,11 @@ from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, describe, shared
 HALF = TILE // 2
 # Queries of a block of which the gradients of keys are made.
 ROWS = 64
-KEY_STAGES = 2
-PERSISTENT = True
-TURNS = True
-# By the width of a head.
+# Of forward by the width of a head: groups of warps that multiply, and blocks of keys, and of values, on their way.
 GROUPS = {64: 3, 128: 2}
 STAGES = {64: 3, 128: 2}
+# Registers of a thread that multiplies, and of all on average, by the number of groups.
+REGISTERS = {2: (240, ALL_REGISTERS), 3: (160, 128)}
 # Bytes of keys and values that are to stay in L2 while all tiles that read them are computed.
 _L2 = 32 << 20
 
@@ -66,15 +65,14 @@ def forward(
     """out [B, Tq, Hq, Dv], and lse [B, Hq, Tq] contiguous."""
     d = width(p)
     groups = GROUPS[d]
+    registers, on_average = REGISTERS[groups]
     tiles = -(-p.queries // (HALF * groups))
     arguments = {
         "q": by_head(q, HALF, d), "k": by_head(k, TILE, d), "v": by_head(v, TILE, d), "out": by_head(out, HALF, d),
-        "lse": lse, "sinks": sinks, "TURNS": TURNS, "GROUPS": groups,
-        "REGISTERS": 240 if groups == 2 else 160,
-        **_walk(p, m, scale, softcap, d), "tiles": tiles, "STAGES": STAGES[d],
+        "lse": lse, "sinks": sinks, **_walk(p, m, scale, softcap, d),
+        "tiles": tiles, "STAGES": STAGES[d], "GROUPS": groups, "REGISTERS": registers,
     }  # fmt: skip
-    registers = ALL_REGISTERS if groups == 2 else 128
-    return Launch(attend, (_programs(p, q, tiles),), arguments, registers=registers)
+    return Launch(attend, (_programs(p, q, tiles),), arguments, registers=on_average)
 
 
 def gradient_rows(
@@ -120,7 +118,7 @@ def gradient_of_keys(
         "of_rows": shared_descriptor(of_rows, (planes, tokens), (tokens, 1), (1, ROWS), swizzle=0),
         "start": m.start, "end": m.end, "stop": m.stop, "table": table, "scale": scale, "softcap": softcap,
         "queries": p.queries, "keys": p.keys, "heads": p.heads, "group": p.group, "tiles": tiles_of(p.keys),
-        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "STAGES": KEY_STAGES,
+        "own": int(len(m.start) > 1), "D": d, "ROWS": ROWS, "STAGES": 2,
     }  # fmt: skip
     grid = (tiles_of(p.keys) * p.batch * p.key_heads,)
     return Launch(key_gradient, grid, arguments, registers=ALL_REGISTERS)
@@ -152,6 +150,5 @@ def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d
 
 
 def _programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
-    """Of a kernel that stays."""
-    tiles *= p.batch * p.heads
-    return min(describe(x.device).programs, tiles) if PERSISTENT else tiles
+    """One for each multiprocessor, which takes tile after tile."""
+    return min(describe(x.device).programs, tiles * p.batch * p.heads)
