@@ -39,9 +39,12 @@ def test_steps_of_pytorch(case):
 def test_steps_of_jax():
     problem = JAX.make_problem(SMALL[0], "cpu", "float32")
     reference = JAX.reference(problem)
-    for impl in JAX.IMPLEMENTATIONS:
+    own, plain, cudnn = JAX.IMPLEMENTATIONS
+    for impl in (own, plain):
         made = JAX.steps(problem, impl)["forward+backward"]()
         assert all(error <= bound for error, bound in JAX.check(reference, "forward+backward", made).values())
+    with pytest.raises(ValueError, match="its mask is causal, full or a window"):
+        JAX.steps(JAX.make_problem(SMALL[-1], "cpu", "float32"), cudnn)
 
 
 def test_cases():

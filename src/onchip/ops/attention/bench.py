@@ -281,11 +281,28 @@ def _dot_product(problem: AttentionBenchProblem) -> Callable[..., Any]:
     return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=seen)
 
 
+def _cudnn(problem: AttentionBenchProblem) -> Callable[..., Any]:
+    import jax
+
+    _refuse_sinks(problem, "cuDNN")
+    case = problem.case
+    if case.mask not in ("causal", "full", "window"):
+        raise ValueError("its mask is causal, full or a window")
+    how = {"is_causal": case.mask != "full", "implementation": "cudnn"}
+    window = {"local_window_size": (case.length - 1, 0)} if case.mask == "window" else {}
+    return partial(jax.nn.dot_product_attention, **how, **window)
+
+
 def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
-    plain = Implementation(
-        "jax.nn.dot_product_attention", lambda: _jax_implementations, package="jax", steps=_steps_with(_dot_product)
+    def unloaded() -> Callable[..., Any]:
+        return _jax_implementations
+
+    name, on_gpu = "jax.nn.dot_product_attention", gpu_only("jax", NARROW, "jax")
+    return (
+        *_own(fw),
+        Implementation(name, unloaded, package="jax", steps=_steps_with(_dot_product)),
+        Implementation(f"{name}, cuDNN", unloaded, on_gpu, package="jax", steps=_steps_with(_cudnn)),
     )
-    return (*_own(fw), plain)
 
 
 TORCH, JAX = (
