@@ -6,6 +6,7 @@ Tiles of keys sum up the queries of all heads that share them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,7 @@ class GradientInputs(NamedTuple):
 class _Gradient:
     """What both kernels are made of."""
 
+    name: str
     own: tuple[str, ...]
     """What a tile has, and what its blocks have."""
     met: tuple[str, ...]
@@ -80,12 +82,12 @@ class _Gradient:
 
         def body(refs: Refs, *more: Any) -> None:
             kernel = cls({**refs, **dict(zip(shared, more, strict=True))}, config, layout, heads, scores, interpret)
-            run = lambda do: each_item(refs, of_items, together, programs, do, jnp.int32(0))  # noqa: E731
+            run = partial(each_item, refs, of_items, together, programs)
             lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
 
         return launch(
             body, {**given._asdict(), "items": items}, outputs, [*shared.values()], grid={"program": programs},
-            warpgroups=3, name=cls.__name__, interpret=interpret,
+            warpgroups=3, name=cls.name, interpret=interpret,
         )  # fmt: skip
 
     @classmethod
@@ -128,7 +130,7 @@ class _Gradient:
 
     def copy(self, run: Any) -> None:
         plgpu.set_max_registers(self.c.registers[1], action="decrease")
-        run(self.copy_tile)
+        run(self.copy_tile, jnp.int32(0))
         self.each_free(plgpu.barrier_wait)  # until the last products have read theirs
 
     def copy_tile(self, item: TileWork, turn: Any, before: Any) -> Any:
@@ -160,7 +162,7 @@ class _Gradient:
     def multiply(self, run: Any) -> None:
         plgpu.set_max_registers(self.c.registers[0], action="increase")
         self.each_free(plgpu.barrier_arrive)
-        run(self.tile)
+        run(self.tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def tile(self, item: TileWork, turn: Any, before: Any) -> Any:
@@ -185,10 +187,12 @@ class _Gradient:
         """Of a block: what `between` makes of the probabilities, while the second product runs, and the gradient of the
         products but for the scale."""
         sums, refs = self.sums, self.refs
-        for total, (own, met) in zip((s, d), pairs, strict=True):
+
+        def product(total: Any, own: str, met: str) -> Any:
             plgpu.barrier_wait(refs[f"{met}_full"].at[slot])
-            made = sums.add(total, self.mine(own), sums.block(refs[f"{met}_block"].at[slot]).T)
-            s, d = (made, d) if total is s else (s, made)
+            return sums.add(total, self.mine(own), sums.block(refs[f"{met}_block"].at[slot]).T)
+
+        s, d = (product(total, *pair) for total, pair in zip((s, d), pairs, strict=True))
         x, slope = self.scores.of(sums.value(s, running=1))
         p = masked(jnp.exp2(x * self.scores.factor - log_sum()))
         found = between(p)
@@ -200,6 +204,7 @@ class _Gradient:
 class ByQuery(_Gradient):
     """Of queries: tiles of these, with blocks of keys."""
 
+    name = "attention_queries_gradient"
     own, met = ("q", "grad_out"), ("k", "v")
 
     def of_step(self, item: TileWork, i: Any) -> tuple[Any, Any]:
@@ -247,6 +252,7 @@ class ByQuery(_Gradient):
 class ByKey(_Gradient):
     """Of keys and values: tiles of these, with blocks of the queries of all heads that share them."""
 
+    name = "attention_keys_gradient"
     own, met = ("k", "v"), ("q", "grad_out")
 
     @classmethod

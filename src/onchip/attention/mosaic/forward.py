@@ -7,6 +7,7 @@ products run: they take turns.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -78,8 +79,8 @@ def forward(
 
     def body(refs: Refs, *more: Any) -> None:
         refs = {**refs, **dict(zip(shared, more, strict=True))}
-        kernel = _Forward(refs, c, layout, size, of_q, of_q // of_k, scores, interpret)
-        run = lambda do, state: each_item(refs, of_q, together, programs, do, state)  # noqa: E731
+        kernel = _Forward(refs, c, layout, size, of_q // of_k, scores, interpret)
+        run = partial(each_item, refs, of_q, together, programs)
         lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
 
     inputs = {"q": q, "k": k, "v": v, "start": start, "end": end, "stop": stop, "sinks": sinks, "items": items}
@@ -98,10 +99,10 @@ class _Forward:
     """What the warpgroups of a program do: `copy`, or `multiply`."""
 
     def __init__(
-        self, refs: Refs, config: ForwardConfig, layout: str, size: int, heads: int, group: int, scores: Scores,
+        self, refs: Refs, config: ForwardConfig, layout: str, size: int, group: int, scores: Scores,
         interpret: Any,
     ) -> None:  # fmt: skip
-        self.refs, self.c, self.layout, self.size, self.heads, self.group = refs, config, layout, size, heads, group
+        self.refs, self.c, self.layout, self.size, self.group = refs, config, layout, size, group
         self.scores, self.sums, self.registers = scores, ProductSums(interpret), Registers(interpret)
         self.warpgroup = lax.axis_index("warpgroup")
 

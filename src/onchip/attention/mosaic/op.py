@@ -184,8 +184,10 @@ def gradients(
     log_sum = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     numbers = jnp.stack([_filled(log_sum, -1, _up(tokens), jnp.inf), _filled(more, -1, _up(tokens))], 2)
     wanted = bool(needs.q), bool(needs.k or needs.v)
-    run = _folded(partial(_backward_kernels, static, wanted, interpret))
-    grads = run(ForwardInputs(given.q, given.k, given.v, mask, None), grad_out, numbers)
+    grads: tuple[Any, Any, Any] = None, None, None
+    if any(wanted):
+        run = _folded(partial(_backward_kernels, static, wanted, interpret))
+        grads = run(ForwardInputs(given.q, given.k, given.v, mask, None), grad_out, numbers)
     sinks = None
     if given.sinks is not None and needs.sinks:
         by_sink = jnp.exp(given.sinks.astype(jnp.float32)[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
