@@ -190,7 +190,7 @@ def gradients(
         grads = run(ForwardInputs(given.q, given.k, given.v, mask, None), grad_out, numbers)
     sinks = None
     if given.sinks is not None and needs.sinks:
-        by_sink = jnp.exp(given.sinks.astype(jnp.float32)[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+        by_sink = jnp.exp(given.sinks.astype(jnp.float32)[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
         sinks = -(by_sink * more).sum((0, 2))
     return Parameters(*(x if need else None for x, need in zip((*grads, sinks), needs, strict=True)))
 
