@@ -17,9 +17,11 @@ from onchip.kernels.mosaic.launch import Refs, multiprocessors
 Array = jax.Array
 
 TILE = 128
-"""Tokens of a tile: of queries in forward and for their gradient, of keys for theirs."""
+"""Tokens of a tile: of queries and of keys, for their gradients."""
 HALF = TILE // 2
-"""Those of one warpgroup of the two that multiply."""
+"""Those of one warpgroup."""
+ALL_TILES = 3 * TILE
+"""A multiple of every tile."""
 L2_BYTES = 32 << 20
 """What is read at a time should fit: of an H100's 50 MiB."""
 
@@ -37,9 +39,9 @@ class TileWork(NamedTuple):
     head: Any
 
 
-def query_items(mask: Intervals, keys: int, block: int) -> Array:
+def query_items(mask: Intervals, keys: int, block: int, tile: int = TILE) -> Array:
     """[B * tiles, 6] int32: tiles of queries with blocks of so many keys, one at least."""
-    meet, full = _pairs(mask, keys, TILE, block)
+    meet, full = _pairs(mask, keys, tile, block)
     # Keys that aren't there must be masked.
     return _in_blocks(meet, full.at[..., keys // block :].set(False), block, least=1)
 
