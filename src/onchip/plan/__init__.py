@@ -210,7 +210,7 @@ def plan(
         product = product_ms(tokens * problem.hidden * of_rank) if asked.measured else None
         sent = exchanges(
             tokens, problem.hidden, DTYPE_BYTES[dtype], known.numbers + entropy, tensor_parallel, link, product,
-            gradients=gradients, sequence=sequence_parallel,
+            gradients=gradients, sequence=sequence_parallel, rounded=chosen == "triton" and precision == "full",
         )  # fmt: skip
         said.append(note_of_exchanges(sent, link, next(row.ms for row in few if row.name == "default")))
     if choices > 1:

@@ -49,8 +49,10 @@ def exchanges(
     *,
     gradients: bool,
     sequence: bool,
+    rounded: bool,
 ) -> list[Exchange]:
-    """Those of a loss: `numbers` float32 a token in forward, and, if it has hidden states, their gradient in float32.
+    """Those of a loss: `numbers` float32 a token in forward, and, if it has hidden states, their gradient, in float32 or,
+    with `rounded`, in their own dtype.
 
     With `sequence`, each rank has the hidden states of its part of the tokens.
     """
@@ -61,5 +63,7 @@ def exchanges(
         under = "weight's gradient", weight_product_ms
         kind = "reduce-scatter" if sequence else "all-reduce"
         made += [msgspec.structs.replace(gathered, name="hidden, again")] if sequence else []
-        made.append(exchange("hidden's gradient", kind, 4 * tokens * hidden, ranks, rate, under))
+        made.append(
+            exchange("hidden's gradient", kind, (itemsize if rounded else 4) * tokens * hidden, ranks, rate, under)
+        )
     return made
