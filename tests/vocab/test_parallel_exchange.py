@@ -90,6 +90,31 @@ def test_kernels(tmp_path, monkeypatch):
     spawn(tmp_path, 2, {"every_option": every_option, "a_longer_first_chunk": a_longer_first_chunk}, timeout=200)
 
 
+def compiled_in_forward(rank, ranks):
+    """torch.compile gives the same bits."""
+    hidden, weight, target, _ = layer(130, 64, 260, torch.float16)
+
+    def loss(h, w):
+        given = {"vocab_group": dist.group.WORLD, "backend": "triton", "scratch_bytes": "1GiB"}
+        return linear_cross_entropy(h, w, target, **given)
+
+    made = []
+    with plan_in_forward(128):
+        for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            h, w = leaf(hidden), leaf(weight.chunk(ranks)[rank])
+            out = call(h, w)
+            out.backward()
+            made.append((out, h.grad, w.grad))
+    for a, b in zip(*made, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+def test_compiled_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spawn(tmp_path, 2, {"compiled_in_forward": compiled_in_forward}, timeout=300)
+
+
 # ------------------------------------------------------------------------------------------------- on several GPUs
 
 

@@ -195,7 +195,7 @@ def collect(kept: Any, made: Made, wanted: Wanted) -> Sequence[Tensor | None]:
     if not kept.call.shards.there:
         return setup.collect(kept, made, wanted)
     hidden, weight, bias = made
-    if hidden is None and kept.config.in_forward:
+    if kept.config.in_forward:
         hidden = kept.saved.hidden_memory
     if _in_memory(kept.call, kept.saved):
         weight = kept.saved.weight_memory[: len(kept.call.weight)]
