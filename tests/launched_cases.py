@@ -183,9 +183,9 @@ def group_of(ranks):
         dist.destroy_process_group()
 
 
-def sharded(tokens, *, call, vocab, ranks=1, **options):
+def sharded(tokens, *, call, vocab, ranks=1, start=0, **options):
     with group_of(ranks) as group:
-        whole = {"vocab_group": group, "vocab_start": 0, "vocab_size": vocab}
+        whole = {"vocab_group": group, "vocab_start": start, "vocab_size": vocab}
         return call(tokens, vocab=vocab // ranks, **whole, **options)
 
 
@@ -323,6 +323,11 @@ def _sharded():
         for name, options in rows.items():
             run = partial(sharded, 4096, call=of_logits, ranks=ranks, vocab=128256)
             yield f"logits {name}, {ranks} ranks: 4096", partial(run, **options)
+    # Where every rank knows the others' rows.
+    even = partial(sharded, call=head, ranks=2, hidden=2048, vocab=128256, start=None)
+    yield "head even, 2 ranks: 1024", partial(even, 1024)
+    yield "head even, 2 ranks: 8192", partial(even, 8192)
+    yield "head even everything, 2 ranks: 8192", partial(even, 8192, **OPTIONS["everything"])
     both = partial(sharded, 4096, ranks=2, vocab=128256)
     for beta in (0.0, 0.5):
         run = partial(both, call=two_heads, hidden=2048, hard=True, hard_weight=0.3, beta=beta)
