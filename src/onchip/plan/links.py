@@ -51,8 +51,8 @@ def exchanges(
     sequence: bool,
     rounded: bool,
 ) -> list[Exchange]:
-    """Those of a loss: `numbers` float32 a token in forward, and, if it has hidden states, their gradient, in float32 or,
-    with `rounded`, in their own dtype.
+    """Those of a loss: `numbers` float32 a token in forward, and the gradient of hidden states, if it has any: in
+    float32 or, if it is `rounded`, in their dtype.
 
     With `sequence`, each rank has the hidden states of its part of the tokens.
     """
