@@ -109,7 +109,8 @@ def cross_entropy(
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
     the mean of `optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), target)`, without a float32
-    copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
+    copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`;
+    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry

@@ -143,7 +143,8 @@ def linear_cross_entropy(
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
     the mean of `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T + bias, target)`, with float32 logits
-    whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
+    whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`; of arrays that are sharded
+    each device computes its own tokens, and entries of the vocabulary.
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
@@ -217,6 +218,7 @@ def linear_cross_entropy(
     Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.vocab.xla.memory`
     ("xla") and `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
     4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
+    Of a call that is spread over devices it is that of a device's tokens and entries, as is scratch_bytes.
     Under vmap each of its arrays gets the mapped dimension: give a batch as leading dimensions instead where you can.
 
     Example:

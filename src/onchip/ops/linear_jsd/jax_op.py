@@ -97,7 +97,8 @@ def linear_jsd(
     where cross_entropy is the student's with `target`, at temperature 1, and `jsd` is multiplied by temperature**2 if
     `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is 0 or more, and exactly 0 with
     exactly zero gradients where both models' logits are the same numbers.  No model's [tokens, V] logits are stored.
-    It works under jit, grad, vmap, scan and `jax.checkpoint`.
+    It works under jit, grad, vmap, scan and `jax.checkpoint`;
+    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
 
     Args:
         student_hidden: [..., Hs] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's

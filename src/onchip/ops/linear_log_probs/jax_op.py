@@ -195,7 +195,8 @@ def linear_log_probs(
 
     So log_prob is `jnp.take_along_axis(jax.nn.log_softmax(hidden @ weight.T + bias), ids[..., None], -1)[..., 0]`, with
     float32 logits whatever the inputs' dtype.  log_prob, entropy and lse are differentiable with respect to hidden,
-    weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
+    weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`;
+    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.

@@ -102,7 +102,8 @@ def log_probs(
 
     So log_prob is `jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), ids[..., None], -1)[..., 0]`,
     without a float32 copy of the logits or a matrix of their softmax.  log_prob, entropy and lse are differentiable
-    with respect to the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
+    with respect to the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`;
+    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
