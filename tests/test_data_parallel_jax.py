@@ -11,17 +11,21 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from linear_cross_entropy import plain_kernels
 from on_devices import report_checks, run_checks
 from onchip.jax import (
     TopK,
     attention,
     cross_entropy,
     fp8_linear,
+    grouped_matmul,
+    init_moe,
     jsd,
     linear_cross_entropy,
     linear_jsd,
     linear_log_probs,
     log_probs,
+    moe,
 )
 from onchip.masks import Causal, Window
 from shared_jax import AS_USERS_COMPILE, assert_same
@@ -308,6 +312,58 @@ def gradients_of_16_bits():
         for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
             x, y = np.float32(x), np.float32(y)
             assert np.linalg.norm(x - y) <= 4 * float(jnp.finfo(dtype).eps) * np.linalg.norm(y)
+
+
+@check
+def kernels():
+    """Stand-ins for those of Mosaic: what a device keeps, and the plan of its tokens, are its own."""
+    rng = np.random.default_rng(0)
+    h, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((4, 96, 128), (1088, 128)))
+    y = rng.integers(1088, size=(4, 96)).astype(np.int32)
+    y[0, :90] = -100
+    for options in ({}, {"reduction": "none"}):
+
+        def op(h, w, y, options=options, **which):
+            return linear_cross_entropy(h, w / 4, y, z_loss=1e-3, **options, **which).sum()
+
+        wanted = jax.device_get(gradients(op)(h.astype(jnp.float32), w.astype(jnp.float32), y))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            plain_kernels.stand_in(monkeypatch)
+            given = placed(mesh_of("dp"), (("dp",), (), ("dp",)), (h, w, y))
+            made = gradients(partial(op, backend="mosaic_gpu"))(*given)
+        for x, expected in zip(jax.tree.leaves(jax.device_get(made)), jax.tree.leaves(wanted), strict=True):
+            assert np.linalg.norm(np.float32(x) - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+@check
+def rows_of_groups():
+    """Rows that are gathered and added up, of devices in the order of the rows; and a mixture of experts."""
+    rng = np.random.default_rng(0)
+    x, w = (np.float32(rng.standard_normal(shape)) for shape in ((64, 16), (4, 24, 16)))
+    rows = rng.integers(64, size=128).astype(np.int32)
+    scale = np.float32(rng.random(128))
+    params = init_moe(jax.random.key(0), 16, 8, 4, bias=True)
+
+    def plain(x, w):
+        return jnp.square(grouped_matmul(x, w, jnp.array([9, 0, 40, 11]), bias=w[:, :, 0], activation="swiglu")).sum()
+
+    def by_rows(x, w):
+        sizes = jnp.array([20, 70, 0, 30])
+        inner = grouped_matmul(x, w, sizes, rows=rows, row_scale=jnp.square(scale))
+        back = {"scatter_rows": rows, "num_rows": 64, "weight_layout": "gkn"}
+        return jnp.square(x + grouped_matmul(inner, w, sizes, **back)).sum()
+
+    def of_experts(x, w):
+        y, stats = moe(params._replace(down=params.down + w.sum()), x.reshape(8, 8, 16), top_k=2)
+        return jnp.square(y).sum() + stats.aux_loss
+
+    for op in (plain, by_rows, of_experts):
+        wanted = jax.device_get(gradients(op)(x, w))
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            mesh = mesh_of("dp", "tp", kind=kind)
+            with jax.set_mesh(mesh):
+                made = jax.device_get(gradients(op)(*placed(mesh, (("dp",), ()), (x, w))))
+            assert_same(made, wanted, scale=4)
 
 
 @check
