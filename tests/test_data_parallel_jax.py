@@ -28,14 +28,20 @@ from onchip.jax import (
     moe,
 )
 from onchip.masks import Causal, Window
-from shared_jax import AS_USERS_COMPILE, assert_same
+from shared_jax import assert_same
 
 B, S, H, V = 4, 8, 16, 72
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 CHECKS, SLOW = {}, {}
 
 
 def check(function):
     CHECKS[function.__name__] = function
+    return function
+
+
+def slow(function):
+    SLOW[function.__name__] = function
     return function
 
 
@@ -134,15 +140,19 @@ def same_as_one_device(op, kind, layouts=("replicated weight", "fsdp", "vocabula
 
 
 for _name, _op in OPS.items():
-    CHECKS[f"{_name}, auto"] = partial(same_as_one_device, _op, AxisType.Auto)
-    CHECKS[f"{_name}, explicit"] = partial(same_as_one_device, _op, AxisType.Explicit, ("replicated weight",))
-CHECKS["linear_cross_entropy, every layout"] = partial(same_as_one_device, linear_cross_entropy, AxisType.Auto, LAYOUTS)
-CHECKS["linear_cross_entropy, every explicit layout"] = partial(
+    SLOW[f"{_name}, auto"] = partial(same_as_one_device, _op, AxisType.Auto)
+    SLOW[f"{_name}, explicit"] = partial(same_as_one_device, _op, AxisType.Explicit, ("replicated weight",))
+SLOW["linear_cross_entropy, every layout"] = partial(same_as_one_device, linear_cross_entropy, AxisType.Auto, LAYOUTS)
+SLOW["linear_cross_entropy, every explicit layout"] = partial(
     same_as_one_device, linear_cross_entropy, AxisType.Explicit, LAYOUTS
+)
+CHECKS["linear_cross_entropy, fsdp"] = partial(same_as_one_device, linear_cross_entropy, AxisType.Auto, ("fsdp",))
+CHECKS["linear_log_probs, vocabulary, explicit"] = partial(
+    same_as_one_device, all_of, AxisType.Explicit, ("vocabulary",)
 )
 
 
-@check
+@slow
 def tokens_that_devices_cannot_share_evenly():
     """An array in a jit may be so; each device then has all of its tokens."""
     mesh = mesh_of("dp")
@@ -154,7 +164,7 @@ def tokens_that_devices_cannot_share_evenly():
     assert_same(made, expected(op))
 
 
-@check
+@slow
 def attention_of_sharded_sequences_and_heads():
     """Left to the compiler under automatic axes, a sequence too; under explicit ones that raises."""
     given = [np.float32(np.random.default_rng(i).standard_normal((4, 24, 4, 8))) for i in range(3)]
@@ -177,7 +187,7 @@ def attention_of_sharded_sequences_and_heads():
                 assert_same(jax.device_get(step(*placed(mesh, [("dp", "tp")] * 3, given))), wanted, scale=4)
 
 
-@check
+@slow
 def fp8_linear_and_its_gradients():
     """Products of a device's rows; rows of 128 share scales in the weight's gradient."""
     rng = np.random.default_rng(0)
@@ -198,7 +208,7 @@ def fp8_linear_and_its_gradients():
 
 def cost(op, *given):
     """FLOPs, temporary memory and collectives of a step, as users compile it."""
-    compiled = gradients(op).lower(*given).compile(AS_USERS_COMPILE)
+    compiled = gradients(op).lower(*given).compile(OPTIMISED)
     found = re.findall(
         r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", compiled.as_text()
     )
@@ -231,13 +241,16 @@ WIDE = {
     "jsd": lambda h, w, y: jsd(logits(h, w), logits(2 * h, w)),
 }
 for _name, _op in WIDE.items():
-    CHECKS[f"{_name}, cost"] = partial(costs_a_device_its_own_tokens, _op)
+    SLOW[f"{_name}, cost"] = partial(costs_a_device_its_own_tokens, _op)
+
+
+CHECKS["linear_cross_entropy, cost"] = SLOW.pop("linear_cross_entropy, cost")
 
 
 # ------------------------------------------------------------------------------------------------------ transformations
 
 
-@check
+@slow
 def vmap_scan_and_checkpoint():
     h, w, y = arrays()
     mesh = mesh_of("dp")
@@ -275,7 +288,7 @@ def a_model_with_the_batch_sharded():
     assert_same(step(*given), wanted)
 
 
-@check
+@slow
 def a_frozen_weight_and_no_gradients():
     mesh = mesh_of("dp")
     given = placed(mesh, (("dp",), ("dp",), ("dp",)), arrays())
@@ -284,7 +297,7 @@ def a_frozen_weight_and_no_gradients():
     assert_same(jax.jit(jax.grad(linear_cross_entropy))(*given), jax.jit(jax.grad(linear_cross_entropy))(h, w, y))
 
 
-@check
+@slow
 def inside_of_shard_map():
     mesh = mesh_of("dp")
     h, w, y = arrays()
@@ -296,7 +309,7 @@ def inside_of_shard_map():
     assert_same(gradients(mapped)(h, w, y), gradients(partial(linear_cross_entropy, reduction="sum"))(h, w, y))
 
 
-@check
+@slow
 def gradients_of_16_bits():
     """An upstream gradient scales what forward made; of float16 the gradients are made in backward, where they don't
     vanish."""
@@ -314,7 +327,7 @@ def gradients_of_16_bits():
             assert np.linalg.norm(x - y) <= 4 * float(jnp.finfo(dtype).eps) * np.linalg.norm(y)
 
 
-@check
+@slow
 def kernels():
     """Stand-ins for those of Mosaic: what a device keeps, and the plan of its tokens, are its own."""
     rng = np.random.default_rng(0)
@@ -335,7 +348,7 @@ def kernels():
             assert np.linalg.norm(np.float32(x) - expected) <= 1e-2 * np.linalg.norm(expected)
 
 
-@check
+@slow
 def rows_of_groups():
     """Rows that are gathered and added up, of devices in the order of the rows; and a mixture of experts."""
     rng = np.random.default_rng(0)
@@ -380,8 +393,9 @@ def what_cannot_be_split():
         )
 
 
-def test_data_parallel():
-    run_checks(__file__, "checks", CHECKS)
+@pytest.mark.parametrize("which", ["checks", pytest.param("slow", marks=pytest.mark.slow)])
+def test_data_parallel(which):
+    run_checks(__file__, which, {"checks": CHECKS, "slow": SLOW}[which])
 
 
 if __name__ == "__main__":
