@@ -90,12 +90,12 @@ def test_shard_map_over_batch_and_heads():
     assert_same(jax.jit(run)(*given, IDS), jax.value_and_grad(loss, (0, 1, 2))(*given, IDS))
 
 
-def test_a_sharded_type_outside_of_a_shard_map_raises():
+def test_a_sequence_that_is_sharded_by_its_type_raises():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     P = jax.sharding.PartitionSpec
     with jax.set_mesh(mesh):
-        given = [jax.device_put(x, P("data")) for x in drawn()]
-        with pytest.raises(ValueError, match=r"q is sharded as \('data', None, None, None\); call it inside"):
+        given = [jax.device_put(x, P(None, "data")) for x in drawn()]
+        with pytest.raises(ValueError, match="the tokens of q are sharded over 'data', by its type"):
             jax.jit(attention)(*given)
 
 

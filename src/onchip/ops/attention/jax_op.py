@@ -98,9 +98,9 @@ def attention(
     for name in ("k", "v"):
         if dtype_of(arrays[name]) != dtype_of(q):
             raise TypeError(f"{OP}: q is {dtype_of(q)} but {name} is {dtype_of(arrays[name])}; cast one of them")
-    _check_shardings(arrays)
     options = AttentionOptions(scale, softcap, layout, None, check_inputs, return_lse)
     p = check_shapes(layout, {name: x.shape for name, x in arrays.items()})
+    _check_shardings(layout, arrays)
     if check_inputs or jax.default_backend() == "cpu":
         check_mask_values(mask)
     given = {name: jnp.asarray(x) for name, x in arrays.items()}
@@ -117,13 +117,6 @@ def attention(
     rows: list[Any] = [None if x is None else jnp.broadcast_to(x, (p.batch, *x.shape[1:])) for x in ranges]
     parameters = Parameters(whole["q"], whole["k"], whole["v"], whole.get("sinks"))
     heads = 1 if layout == "bhtd" and not turned else 2
-    for name, x in zip(("q", "k", "v"), parameters, strict=False):
-        spec = jax.typeof(x).sharding.spec
-        if spec[3 - heads] is not None:
-            raise ValueError(
-                f"{OP}: the tokens of {name} are sharded over {spec[3 - heads]!r}, by its type; each device must have "
-                f"whole sequences: pass jax.sharding.reshard({name}, ...), with sequences or heads split"
-            )
     roles, plain = roles_of(parameters, heads), chosen == "xla"
     out, lse = by_tokens(_engine(chosen), static, roles, parameters, Ranges(*rows), plain=plain)
     if turned:
@@ -133,13 +126,15 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _check_shardings(arrays: Mapping[str, Any]) -> None:
-    """Raise for arrays whose types say that devices share them: a kernel would gather them without a word."""
-    for name, x in arrays.items():
-        spec = tuple(jax.typeof(x).sharding.spec)
-        if any(axis is not None for axis in spec):
+def _check_shardings(layout: Layout, arrays: Mapping[str, Any]) -> None:
+    """Raise for sequences that devices share, by their types."""
+    for name in ("q", "k", "v"):
+        spec = jax.typeof(arrays[name]).sharding.spec
+        over = spec[-3 if layout == "bthd" else -2]
+        if over is not None:
             raise ValueError(
-                f"{OP}: {name} is sharded as {spec}; call it inside of a jax.shard_map over the batch and the heads"
+                f"{OP}: the tokens of {name} are sharded over {over!r}, by its type; each device must have whole "
+                f"sequences: pass jax.sharding.reshard({name}, ...), with sequences or heads split"
             )
 
 
