@@ -1,8 +1,8 @@
 """The kernel of forward: tiles of queries, each with its blocks of keys and a running softmax.
 
-Warpgroups have 64 queries each, two or three of them, and one more copies.  A warpgroup multiplies its queries with a
-block of keys while the probabilities of the block before are multiplied with values, and makes the softmax of one while
-the others' products run: they take turns.
+Two warpgroups have 64 queries each, and a third copies.  A warpgroup multiplies its queries with a block of keys while
+the probabilities of the block before are multiplied with values, and makes the softmax of one while the other's
+products run: they take turns.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.attention.mosaic.products import LOWEST, ProductSums, Scores, Seen, rows_of, where_seen
-from onchip.attention.mosaic.work import HALF, L2_BYTES, TileWork, each_item, heads_together, programs_of
+from onchip.attention.mosaic.work import HALF, L2_BYTES, TILE, TileWork, each_item, heads_together, programs_of
 from onchip.kernels.mosaic.launch import Refs, launch
 from onchip.kernels.mosaic.maths import LN2, LOG2E
 from onchip.kernels.mosaic.product import swizzled
@@ -36,23 +36,16 @@ class ForwardConfig:
     """Blocks that are in shared memory at a time."""
     turns: bool = True
     """Whether the warpgroups take turns."""
-    warpgroups: int = 2
-    """That multiply, each for 64 queries of a tile."""
     registers: tuple[int, int] = (240, 24)
     """Of the threads that multiply, and of those that copy."""
     l2_bytes: int = L2_BYTES
-
-    @property
-    def tile(self) -> int:
-        """Queries of a tile."""
-        return self.warpgroups * HALF
 
 
 def forward(
     q: Array,  # [B, Tq, Hq, D] or [B, Hq, Tq, D]
     k: Array,  # likewise, Tk and Hk
     v: Array,
-    start: Array,  # [B, Tq rounded up to a multiple of all tiles] int32
+    start: Array,  # [B, Tq rounded up to 128] int32
     end: Array,
     stop: Array | None,  # [B, Tk rounded up] int32
     sinks: Array | None,  # [B, Hq] float32
@@ -64,31 +57,31 @@ def forward(
     config: ForwardConfig,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """out, as q, and lse [B, Hq, Tq rounded up] float32."""
+    """out, as q, and lse [B, Hq, Tq rounded up to 128] float32."""
     c, size, dtype = config, q.shape[-1], q.dtype
     (of_q, of_k), batch = heads, q.shape[0]
     programs = programs_of(len(items) * of_q, interpret)
     together = heads_together(of_k, 2 * k.nbytes // of_k, c.l2_bytes) * (of_q // of_k)
     barrier = plgpu.Barrier
     shared: dict[str, Any] = {
-        "q_block": swizzled((2, c.tile, size), dtype),
+        "q_block": swizzled((2, TILE, size), dtype),
         "k_block": swizzled((c.stages, c.block, size), dtype),
         "v_block": swizzled((c.stages, c.block, size), dtype),
-        "staging": swizzled((c.warpgroups, HALF, size), dtype),
+        "staging": swizzled((2, HALF, size), dtype),
         "q_full": barrier(num_arrivals=1, num_barriers=2),
-        "q_free": barrier(num_arrivals=c.warpgroups, num_barriers=2),
+        "q_free": barrier(num_arrivals=2, num_barriers=2),
         "k_full": barrier(num_arrivals=1, num_barriers=c.stages),
-        "k_free": barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "k_free": barrier(num_arrivals=2, num_barriers=c.stages),
         "v_full": barrier(num_arrivals=1, num_barriers=c.stages),
-        "v_free": barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
-        "turn": barrier(num_arrivals=1, num_barriers=c.warpgroups),
+        "v_free": barrier(num_arrivals=2, num_barriers=c.stages),
+        "turn": barrier(num_arrivals=1, num_barriers=2),
     }
 
     def body(refs: Refs, *more: Any) -> None:
         refs = {**refs, **dict(zip(shared, more, strict=True))}
         kernel = _Forward(refs, c, layout, size, of_q // of_k, scores, interpret)
         run = partial(each_item, refs, of_q, together, programs)
-        lax.cond(lax.axis_index("warpgroup") == c.warpgroups, lambda: kernel.copy(run), lambda: kernel.multiply(run))
+        lax.cond(lax.axis_index("warpgroup") == 2, lambda: kernel.copy(run), lambda: kernel.multiply(run))
 
     inputs = {"q": q, "k": k, "v": v, "start": start, "end": end, "stop": stop, "sinks": sinks, "items": items}
     outputs = {
@@ -96,8 +89,8 @@ def forward(
         "lse": jax.ShapeDtypeStruct((batch, of_q, start.shape[1]), jnp.float32),
     }
     made = launch(
-        body, inputs, outputs, [*shared.values()], grid={"program": programs}, warpgroups=c.warpgroups + 1,
-        name="attention", interpret=interpret,
+        body, inputs, outputs, [*shared.values()], grid={"program": programs}, warpgroups=3, name="attention",
+        interpret=interpret,
     )  # fmt: skip
     return made["out"], made["lse"]
 
@@ -134,7 +127,7 @@ class _Forward:
     def copy_tile(self, item: TileWork, turn: Any, before: Any) -> Any:
         refs, c, slot = self.refs, self.c, self.q_slot(turn)
         plgpu.barrier_wait(refs["q_free"].at[slot])
-        source = rows_of(refs["q"], self.layout, item.batch, item.tile * c.tile, c.tile, item.head)
+        source = rows_of(refs["q"], self.layout, item.batch, item.tile * TILE, TILE, item.head)
         plgpu.copy_gmem_to_smem(source, refs["q_block"].at[slot], refs["q_full"].at[slot])
         of_keys = lax.div(item.head, jnp.int32(self.group))
 
@@ -155,7 +148,7 @@ class _Forward:
         first = self.refs["turn"].at[0]
         self.each_free(plgpu.barrier_arrive)
         if self.c.turns:
-            pl.when(self.warpgroup == self.c.warpgroups - 1)(lambda: plgpu.barrier_arrive(first))
+            pl.when(self.warpgroup == 1)(lambda: plgpu.barrier_arrive(first))
         run(self.tile, jnp.int32(0))
         if self.c.turns:
             pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(first))
@@ -165,7 +158,7 @@ class _Forward:
         slot = self.q_slot(turn)
         plgpu.barrier_wait(self.refs["q_full"].at[slot])
         q = self.refs["q_block"].at[slot, pl.ds(self.warpgroup * HALF, HALF)]
-        row = item.tile * self.c.tile + self.warpgroup * HALF
+        row = item.tile * TILE + self.warpgroup * HALF
         acc, most, total = self.sums.begin(lambda out: self.softmax(item, before, row, q, slot, out), (HALF, self.size))
         self.store(item, row, acc, most, total)
         return before + item.last - item.first
@@ -189,7 +182,7 @@ class _Forward:
                 s = sums.add(s, q, sums.block(refs["k_block"].at[slot]).T)
                 made = beside()
                 if c.turns:
-                    plgpu.barrier_arrive(refs["turn"].at[lax.rem(self.warpgroup + 1, jnp.int32(c.warpgroups))])
+                    plgpu.barrier_arrive(refs["turn"].at[1 - self.warpgroup])
                 x = sums.value(s, running=0 if made is None else 1)
                 plgpu.barrier_arrive(refs["k_free"].at[slot])
                 x, _ = self.scores.of(x)

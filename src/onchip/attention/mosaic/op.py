@@ -13,7 +13,7 @@ from onchip.attention.mosaic import backward, forward
 from onchip.attention.mosaic.backward import BY_KEY, BY_QUERY, GradientInputs
 from onchip.attention.mosaic.forward import ForwardConfig
 from onchip.attention.mosaic.products import Scores
-from onchip.attention.mosaic.work import ALL_TILES, key_items, query_items
+from onchip.attention.mosaic.work import TILE, key_items, query_items
 from onchip.attention.xla.plain import AttentionStatic, Parameters, Ranges, on_device
 from onchip.frontend.jax_spread import Between, with_gradients_on_mesh
 from onchip.kernels.mosaic.maths import LOG2E
@@ -67,7 +67,7 @@ def _filled(x: Array, axis: int, size: int, value: Any = 0) -> Array:
     return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
 
 
-def _up(tokens: int, to: int = ALL_TILES) -> int:
+def _up(tokens: int, to: int = TILE) -> int:
     return -(-tokens // to) * to
 
 
@@ -75,7 +75,7 @@ def _for_copies(static: AttentionStatic, interpret: Any, x: Array) -> Array:
     """Heads of a size that kernels have, and tokens by eights, as Mosaic cuts them; the CPU interpreter writes no part
     of a block."""
     axis = _token_axis(static)
-    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else ALL_TILES))
+    return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else TILE))
 
 
 def _cut(static: AttentionStatic, x: Array, tokens: int, size: int) -> Array:
@@ -116,7 +116,7 @@ def _forward_kernel(
     p = static.problem
     q, k, v = (_for_copies(static, interpret, a) for a in (x.q, x.k, x.v))
     mask, start, end, stop = _limits(static, x.mask)
-    items = query_items(mask, p.keys, config.block, config.tile)
+    items = query_items(mask, static.problem.keys, config.block)
     out, lse = forward.forward(
         q, k, v, start, end, stop, x.sinks, items, **_how(static), config=config, interpret=interpret
     )

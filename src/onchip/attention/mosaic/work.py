@@ -17,11 +17,9 @@ from onchip.kernels.mosaic.launch import Refs, multiprocessors
 Array = jax.Array
 
 TILE = 128
-"""Tokens of a tile: of queries and of keys, for their gradients."""
+"""Tokens of a tile: of queries in forward and for their gradient, of keys for theirs."""
 HALF = TILE // 2
-"""Those of one warpgroup."""
-ALL_TILES = 3 * TILE
-"""A multiple of every tile."""
+"""Those of one warpgroup of the two that multiply."""
 L2_BYTES = 32 << 20
 """What is read at a time should fit: of an H100's 50 MiB."""
 
@@ -39,9 +37,9 @@ class TileWork(NamedTuple):
     head: Any
 
 
-def query_items(mask: Intervals, keys: int, block: int, tile: int = TILE) -> Array:
+def query_items(mask: Intervals, keys: int, block: int) -> Array:
     """[B * tiles, 6] int32: tiles of queries with blocks of so many keys, one at least."""
-    meet, full = _pairs(mask, keys, tile, block)
+    meet, full = _pairs(mask, keys, TILE, block)
     # Keys that aren't there must be masked.
     return _in_blocks(meet, full.at[..., keys // block :].set(False), block, least=1)
 
