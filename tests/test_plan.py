@@ -297,13 +297,13 @@ def test_the_plan_of_collective_matmul():
     """What test_cm_torch measures, of the layers of a block; and the buffers of those that map each other's memory."""
     sizes = {"tokens": 8192, "model": "llama-3.1-8b", "tensor_parallel": 4}
     block = 2048 * 4096
-    rows = {row.name: row for row in plan("collective_matmul", **sizes).rows}
+    rows = {row.name: row for row in plan("collective_matmul", **sizes, backend="symmetric").rows}
     # Of sums in float32 and of x, in a power of two; and two sums that leave.
     parts = {"a buffer of the group": 8 * 4 * block, "sums of blocks that leave": 2 * 4 * block}
     assert rows["qkv"].memory_parts == parts
     assert rows["down"].memory_parts == parts
     assert rows["qkv"].sent_bytes == 3 * block * (2 + 4 + 2)
-    rows = {row.name: row for row in plan("collective_matmul", **sizes, backend="collective").rows}
+    rows = {row.name: row for row in plan("collective_matmul", **sizes).rows}
     assert rows["qkv"].memory_parts == {"sums of all ranks' rows": 5 * 4 * block, "rows of all ranks": 8 * block}
     rows = {row.name: row for row in plan("collective_matmul", **sizes, backend="ring").rows}
     assert rows["qkv"].memory_parts == {"sums of blocks in float32": 12 * block}

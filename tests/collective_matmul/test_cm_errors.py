@@ -33,7 +33,7 @@ def one_rank(tmp_path_factory):
         ((X, W, 0), {}, TypeError, "group must be a torch.distributed.ProcessGroup, or None for all processes; got int"),
         # options
         ((X, W, None), {"check_inputs": 1}, TypeError, "check_inputs must be True or False; got int"),
-        ((X, W, None), {"backend": "nccl"}, ValueError, "backend must be one of 'auto', 'ring', 'collective', 'symmetric'; got 'nccl'"),
+        ((X, W, None), {"backend": "nccl"}, ValueError, "backend must be one of 'auto', 'ring', 'symmetric', 'collective'; got 'nccl'"),
         ((X, W, None), {"reduce_dtype": "bf16"}, TypeError, "reduce_dtype must be a torch.dtype, or None; got str"),
         ((X, W, None), {"reduce_dtype": torch.half}, ValueError, "reduce_dtype must be None, torch.float32 or x's dtype, torch.float32; got torch.float16"),
         # kinds
@@ -82,7 +82,7 @@ def test_groups_that_have_nothing_for_a_device():
         (lambda layer: layer(8, 4.0, None), TypeError, "{}: out_features must be an int; got float"),
         (lambda layer: layer(8, 4, None, bias=1), TypeError, "{}: bias must be True or False; got int"),
         (lambda layer: layer(8, 4, None, main_grad=1), TypeError, "{}: main_grad must be True or False; got int"),
-        (lambda layer: layer(8, 4, None, backend="nccl"), ValueError, "{}: backend must be one of 'auto', 'symmetric', 'collective', 'ring'; got 'nccl'"),
+        (lambda layer: layer(8, 4, None, backend="nccl"), ValueError, "{}: backend must be one of 'auto', 'collective', 'symmetric', 'ring'; got 'nccl'"),
         (lambda layer: layer(8, 4, None, reduce_dtype="bf16"), TypeError, "{}: reduce_dtype must be a torch.dtype, or None; got str"),
         (lambda layer: layer(8, 4, "tp"), TypeError, "{}: group must be a torch.distributed.ProcessGroup, or None"),
         (lambda layer: layer.from_linear(torch.nn.ReLU(), None), TypeError, "{}.from_linear: it takes a torch.nn.Linear; got ReLU"),

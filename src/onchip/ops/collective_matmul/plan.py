@@ -59,8 +59,8 @@ def _gpu_refusal(asked: PlannedCall) -> str | None:
 PLAN = PlannedOp(
     backends={
         ("torch", "full"): {
-            "symmetric": Backend(_mapped_refusal),
             "collective": Backend(_gpu_refusal),
+            "symmetric": Backend(_mapped_refusal),
             "ring": Backend(never),
         },
         ("torch", "fp8"): {"ring": Backend(never)},

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Best first on GPUs: the order in which "auto" asks them.  On the CPU it takes the ring.
-BACKENDS = ("symmetric", "collective", "ring")
+BACKENDS = ("collective", "symmetric", "ring")
 Backend = Literal["auto", "symmetric", "collective", "ring"]
 Precision = Literal["full", "fp8"]
 
@@ -72,7 +72,7 @@ def all_gather_matmul(
             its own.  For a main gradient that is kept in float32 over micro-batches.
         check_inputs: compare shapes, dtypes and options between ranks on the GPU too, forward and backward, which
             waits for the device; and of `matmul_reduce_scatter` the bias.  On the CPU they always are.
-        backend: "auto" takes on GPUs "symmetric" if it can, else "collective", and on the CPU and in FP8 "ring".
+        backend: "auto" takes "collective" on GPUs, and on the CPU and in FP8 "ring".
             "symmetric" is for bfloat16 and float16 on GPUs of one host that map each other's memory: copy engines push
             pieces of blocks, and a Triton kernel's tiles begin when their rows are there.  "collective" is one
             all-gather or reduce-scatter of the group's and one product, "ring" an exchange for each block.
@@ -231,10 +231,7 @@ def _chosen(op: str, backend: str, ring: ProcessRing, device: torch.device, dtyp
         refusals_of = dict.fromkeys(BACKENDS, of_ring_alone) | {"ring": refusal(ring, device)}
         return choose_backend(op, backend, refusals_of)
     of_symmetric, of_group = symmetric.refusal(ring, device, dtype), refusal(ring, device)
-    if backend == "auto" and of_symmetric is None:
-        # Of one rank nothing travels.
-        of_symmetric = "one rank" if ring.ranks == 1 else symmetric.mapping_refusal(ring, device.index)
-    found = {"symmetric": of_symmetric, "collective": of_group, "ring": of_group}
+    found = {"collective": of_group, "symmetric": of_symmetric, "ring": of_group}
     return choose_backend(op, backend, found if device.type == "cuda" else dict(reversed(found.items())))
 
 
