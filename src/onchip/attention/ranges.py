@@ -1,4 +1,4 @@
-"""What kernels need of a lowered mask: which queries see a key, and which keys a tile of queries."""
+"""Of a lowered mask which queries see a key, and which keys a tile of queries: what kernels find on the device."""
 
 from typing import NamedTuple
 
