@@ -1,0 +1,78 @@
+"""Lowered masks against what is seen pair by pair, and the tables that kernels make of them, in the emulator."""
+
+import numpy as np
+import pytest
+import torch
+
+from emulated import emulating
+from onchip.attention.problem import AttentionProblem
+from onchip.attention.triton import launches
+from onchip.attention.triton.problem import TILE, entries_of, tiles_of
+from onchip.ops.attention import reference
+from onchip.ops.attention.cases import KINDS, Drawn
+
+TOKENS, HALF = 300, TILE // 2
+# Starts or ends of which fall from one query to the next.
+FALLING = ("rows that see nothing",)
+
+
+def lowered(kind, drawn):
+    return KINDS[kind].make(torch.as_tensor, drawn).lower(drawn.batch, drawn.queries, drawn.keys, torch.zeros(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_normal_form_is_what_is_meant(kind):
+    drawn = Drawn(2, 90, 90)
+    low, right = lowered(kind, drawn), KINDS[kind].seen(drawn)
+    made = reference.dense(low.start, low.end, low.stop, 90, low.blocks, low.tile)
+    right = np.broadcast_to(right, (2, 90, 90))
+    assert np.array_equal(np.broadcast_to(made, right.shape), right)
+
+
+def tables(kind):
+    """What is seen with and without a stop, and both tables with the stops of each tile."""
+    low = lowered(kind, Drawn(2, TOKENS, TOKENS))
+    start, end = (x.expand(2, -1).contiguous() for x in (low.start, low.end))
+    stop = None if low.stop is None else low.stop.expand(2, -1).contiguous()
+
+    def numbers(*shape):
+        return torch.full(shape, -7, dtype=torch.int32)
+
+    stops = None if stop is None else numbers(2, tiles_of(TOKENS), 2)
+    mask = launches.Masked(start, end, stop, numbers(2, entries_of(TOKENS), 8), stops)
+    p, of_keys = AttentionProblem(2, TOKENS, TOKENS, 1, 1, 64, 64), numbers(2, tiles_of(TOKENS), 4)
+    with emulating():
+        launches.query_table(p, mask).run()
+        launches.key_table(p, mask, of_keys).run()
+    seen = [reference.dense(start, end, x, TOKENS) for x in (stop, None)]
+    return *seen, mask, of_keys
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "blocked"])
+def test_tables(kind):
+    """All that a tile sees is in its range, and all see what is in the full one."""
+    seen, without_stop, mask, of_keys = tables(kind)
+    at = np.arange(TOKENS)
+    for b in range(2):
+        for n, (first, last, full_first, full_last, *_) in enumerate(mask.table[b].tolist()):
+            rows = without_stop[b, n * HALF : (n + 1) * HALF]
+            there = (first * TILE <= at) & (at < last * TILE)
+            full = (full_first * TILE <= at) & (at < full_last * TILE)
+            assert not rows[:, ~there].any()
+            assert rows[:, full].all()
+            if rows.any():
+                assert np.flatnonzero(rows.any(0))[[0, -1]].tolist() == [
+                    mask.table[b, n, 4], mask.table[b, n, 5] - 1
+                ]  # fmt: skip
+        for n, (first, last, full_first, full_last) in enumerate(of_keys[b].tolist()):
+            columns = seen[b, :, n * TILE : (n + 1) * TILE]
+            there = (first * HALF <= at) & (at < last * HALF)
+            full = (full_first * HALF <= at) & (at < full_last * HALF)
+            assert not columns[~there].any()
+            assert columns[full].all()
+            sees = np.add.reduceat(columns.any(1), np.arange(0, TOKENS, HALF)) > 0
+            if mask.stop is None and kind not in FALLING and sees.any():
+                assert [first, last - 1] == np.flatnonzero(sees)[[0, -1]].tolist()
+        if mask.stops is not None:
+            parts = [mask.stop[b, n * TILE : (n + 1) * TILE] for n in range(tiles_of(TOKENS))]
+            assert mask.stops[b].tolist() == [[int(x.min()), int(x.max())] for x in parts]
