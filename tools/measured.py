@@ -190,7 +190,7 @@ LINES = (
     ),
     Shown(
         "on two GPUs", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-world2", "llama3.1-8b-t8192",
-        plain=("torch",),
+        plain=("torch.compile",),
     ),
     Shown("a small model", "Qwen3 0.6B, 8192 tokens", "linear_cross_entropy-hopper-peers", "qwen3-0.6b-t8192"),
     Shown("in JAX", "Llama 3.1 8B, 8192 tokens", "linear_cross_entropy-jax", "llama3.1-8b-t8192", plain=("XLA",)),
@@ -220,7 +220,7 @@ def few_rows(page: str) -> str:
         lines.append([line.who, line.what, cell(ours, best), cell(plain, best), cell(other, best, name=name)])
         files[file.path] = file
     heads = ["you train", "head and tokens", "onchip", "compiled", "best other"]
-    named = ", ".join(file.link(page, str(i)) for i, file in enumerate(files.values(), 1))
+    named = ", ".join(f"{file.link(page, str(i))} on an {file.card}" for i, file in enumerate(files.values(), 1))
     return f"{table(heads, lines)}\n\n{filled(f'Files: {named}.')}"
 
 
