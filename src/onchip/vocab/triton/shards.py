@@ -157,12 +157,13 @@ def gradients(
     """Those of this rank's tensors that are in no memory of forward's: see `collect`."""
     from onchip.vocab.triton import walks
     from onchip.vocab.triton.exchange import HiddenSum
+    from onchip.vocab.triton.token_launches import scale_rounded
 
     shards, hidden, hidden_sum = call.shards, None, None
     if config.in_forward:
         if wanted[0]:
             assert scale is not None
-            stated.call(Tensor.mul_, saved.hidden_memory, scale)
+            scale_rounded(saved.hidden_memory, scale).run()
         if not wanted[1]:
             return None, None, None
         wanted = False, *wanted[1:]

@@ -123,6 +123,16 @@ def shard_rows(
         tl.store(out + token * H + c, value * tl.load(factor), mask=c < H)
 
 
+@triton.jit(do_not_specialize=["N"])
+def scale_rounded(x, factor, N, BLOCK: tl.constexpr):
+    """Multiply N numbers by a factor, [] float32, in float32; one of 1 leaves them."""
+    scale = tl.load(factor).to(tl.float32)
+    for block in range(tl.program_id(0), tl.where(scale == 1, 0, tl.cdiv(N, BLOCK)), tl.num_programs(0)):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < N, other=0).to(tl.float32) * scale
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=at < N)
+
+
 @triton.jit
 def _store_scaled(at, value, there, ADD: tl.constexpr):
     if ADD:

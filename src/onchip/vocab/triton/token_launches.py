@@ -99,6 +99,12 @@ def finish_hidden(
     return _hidden_rows(run, weight, run.tokens, terms, **memory, **cut, ids=ids, weight_sum=weight_sum)
 
 
+def scale_rounded(x: Tensor, factor: Tensor) -> Launch:
+    """Multiply it by a factor, [] float32, which PyTorch's operators would round to the dtype of x."""
+    arguments = {"x": x, "factor": factor, "N": x.numel(), "BLOCK": BLOCK}
+    return Launch(sum_kernels.scale_rounded, (max(1, min(4096, -(-x.numel() // BLOCK))),), arguments)
+
+
 def shard_rows(
     run: Run,
     weight: Tensor,  # the caller's
