@@ -13,7 +13,7 @@ from onchip.jax import attention
 from onchip.masks import Causal, Documents, Window
 from onchip.ops.attention.cases import KINDS, AttentionCase
 from onchip.ops.attention.checks import CHECKER
-from shared import assert_within_bounds
+from shared import alternating, assert_within_bounds
 
 pytestmark = pytest.mark.gpu
 op = partial(attention, backend="mosaic_gpu")
@@ -27,10 +27,8 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_cases(case, dtype):
-    layout = ("bthd", "bhtd")[CASES.index(case) % 2]
+@alternating(case=CASES, dtype=["bfloat16", "float16"], layout=["bthd", "bhtd"])
+def test_cases(case, dtype, layout):
     assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", layout=layout, backend="mosaic_gpu"))
 
 
