@@ -139,7 +139,7 @@ def _made(ring: ProcessRing, device: torch.device, size: int, of_group: _Of) -> 
         head.zero_()
         head[-1] = 1
         if of_group.lost is None:
-            of_group.lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            of_group.lost = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         # PyTorch clears new memory and doesn't wait.  What a peer wrote before that was done would be gone.
         torch.cuda.synchronize(device)
         with _no_multicast(), registered(name, store, ring):

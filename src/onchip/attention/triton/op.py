@@ -12,7 +12,7 @@ from onchip.attention.triton import problem
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.kernels.triton.launch import constant_to_compiler, describe, device_refusal
+from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 from onchip.kernels.triton.versions import gluon_refusal
 
 
@@ -85,11 +85,11 @@ def refusal(
 @constant_to_compiler  # it asks the system
 def _device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     reason = device_refusal(device, index, dtype)
-    if reason is not None:
+    if reason is not None or device != "cuda":
         return reason
-    capability = describe(torch.device(device if index is None else f"{device}:{index}")).capability
-    if capability != 90:
-        return f"it is written for Hopper, compute capability 9.0; this is {capability / 10}; pass backend='plain'"
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) != (9, 0):
+        return f"it is written for Hopper, compute capability 9.0; this is {major}.{minor}; pass backend='plain'"
     return gluon_refusal()
 
 
