@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 SCRIPT = "plotly.min.js"
 _DASH = "–"
 # What a row has at least; a file of other rows gets no page.
-_NEEDED = {"op", "case", "dtype", "mode", "impl", "median_ms", "extra_bytes"}
+_NEEDED = {"op", "case", "dtype", "mode", "impl", "median_ms", "extra_bytes", "error_bounds"}
 # Of each of the plots' markers plotly's name, and an SVG path in a square of 12 by 12.
 SYMBOLS = {
     "o": ("circle", "M6 1.5a4.5 4.5 0 1 0 .01 0z"),

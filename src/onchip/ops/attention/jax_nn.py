@@ -1,6 +1,7 @@
 """attention with the arguments of `jax.nn.dot_product_attention`."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,42 @@ from onchip.ops.attention.jax_op import attention
 OP = "dot_product_attention"
 
 
+@overload
+def dot_product_attention(
+    query: Array,  # [B, T, N, H], or [T, N, H]
+    key: Array,  # [B, S, K, H]
+    value: Array,  # [B, S, K, H]
+    bias: None = None,
+    mask: Mask | Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,  # [B]
+    key_value_seq_lengths: Array | None = None,  # [B]
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["auto", "mosaic_gpu", "xla"] | None = None,
+    return_residual: Literal[False] = False,
+    softcap: float | None = None,
+    sinks: Array | None = None,  # [N]
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: Array,  # [B, T, N, H], or [T, N, H]
+    key: Array,  # [B, S, K, H]
+    value: Array,  # [B, S, K, H]
+    bias: None = None,
+    mask: Mask | Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,  # [B]
+    key_value_seq_lengths: Array | None = None,  # [B]
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["auto", "mosaic_gpu", "xla"] | None = None,
+    return_residual: Literal[True],
+    softcap: float | None = None,
+    sinks: Array | None = None,  # [N]
+) -> tuple[jax.Array, jax.Array]: ...
 def dot_product_attention(
     query: Array,  # [B, T, N, H], or [T, N, H]
     key: Array,  # [B, S, K, H]
@@ -80,7 +117,8 @@ def dot_product_attention(
         made = made & _window(local_window_size)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         made = made & _lengths(query, key, query_seq_lengths, key_value_seq_lengths)
-    return attention(
+    call: Callable[..., jax.Array | tuple[jax.Array, jax.Array]] = attention
+    return call(
         query,
         key,
         value,

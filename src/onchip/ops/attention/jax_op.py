@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,36 @@ for _mask in MASKS:
     jax.tree_util.register_dataclass(_mask, [x for x in _names if x not in STATIC], [x for x in _names if x in STATIC])
 
 
+@overload
+def attention(
+    q: Array,  # [B, Tq, Hq, D]
+    k: Array,  # [B, Tk, Hk, D]
+    v: Array,  # [B, Tk, Hk, Dv]
+    mask: Mask = _CAUSAL,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,  # [Hq]
+    layout: Layout = "bthd",
+    return_lse: Literal[False] = False,
+    check_inputs: bool = False,
+    backend: Backend = "auto",
+) -> jax.Array: ...
+@overload
+def attention(
+    q: Array,  # [B, Tq, Hq, D]
+    k: Array,  # [B, Tk, Hk, D]
+    v: Array,  # [B, Tk, Hk, Dv]
+    mask: Mask = _CAUSAL,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,  # [Hq]
+    layout: Layout = "bthd",
+    return_lse: Literal[True],
+    check_inputs: bool = False,
+    backend: Backend = "auto",
+) -> tuple[jax.Array, jax.Array]: ...
 def attention(
     q: Array,  # [B, Tq, Hq, D]
     k: Array,  # [B, Tk, Hk, D]
