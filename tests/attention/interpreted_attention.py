@@ -46,4 +46,5 @@ def main(tokens=150, heads=2, size=64, softcap=3.0):
     print(json.dumps(errors))
 
 
-main()
+if __name__ == "__main__":
+    main()
