@@ -295,10 +295,17 @@ def test_softmax_all_kept_in_scratch(interpreter):
 
 def test_rooms():
     """In a process of its own: the interpreter's threads wait for each other in XLA's, of which a process that ran
-    other tests may have too few left."""
+    other tests may have too few left; and on two cores now and then another one too, which is ended."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
     command = [sys.executable, "-c", "import test_mosaic_kernels; test_mosaic_kernels.check_rooms()"]
-    subprocess.run(command, check=True, env=environment, timeout=200)
+    for attempt in range(3):
+        try:
+            subprocess.run(command, check=True, env=environment, timeout=60)
+        except subprocess.TimeoutExpired:
+            if attempt == 2:
+                raise
+        else:
+            break
 
 
 def check_rooms():
