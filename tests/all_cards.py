@@ -27,18 +27,35 @@ def count():
 
 
 @contextlib.contextmanager
-def all_cards():
-    """What is started here sees all cards; one test at a time, over all workers."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with open(Path(tempfile.gettempdir()) / f"onchip-cards-{os.getuid()}", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def all_cards(ranks=None):
+    """What is started here sees as many cards as it has ranks, if there are so many, else all; no others' are those."""
+    every = os.environ.get("EVERY_CARD", "").split(",")
+    size = min(ranks or len(every), len(every))
+    groups = [every[i : i + size] for i in range(0, len(every) - size + 1, size)]
+    with contextlib.ExitStack() as taken:
+        while not (mine := next((group for group in groups if _take(group, taken)), None)):
+            time.sleep(0.2)
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
         if "EVERY_CARD" in os.environ:
-            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["EVERY_CARD"]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         try:
             yield
         finally:
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _take(cards, taken):
+    """Whether these cards were free; then they are locked until the stack is left."""
+    with contextlib.ExitStack() as mine:
+        for card in cards:
+            lock = mine.enter_context(open(Path(tempfile.gettempdir()) / f"onchip-card{card}-{os.getuid()}", "w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        taken.push(mine.pop_all())
+    return True
 
 
 def named(check):
@@ -70,7 +87,7 @@ def _run(rank, ranks, meeting, checks):
 
 def spawned(ranks, meeting, checks):
     """Run checks in as many processes; one that waits for ever is ended."""
-    with all_cards():
+    with all_cards(ranks):
         processes = torch.multiprocessing.spawn(_run, (ranks, str(meeting), checks), nprocs=ranks, join=False)
         deadline = time.monotonic() + TIME * len(checks)
         try:
@@ -90,7 +107,7 @@ def environment(**more):
 def torchrun(ranks, *command, seconds=TIME, **more):
     """What `torchrun` made of a script or module in as many processes."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
-    with all_cards():
+    with all_cards(ranks):
         return subprocess.run(
             launch, env=environment(**more), capture_output=True, text=True, timeout=seconds, check=False
         )

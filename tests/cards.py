@@ -14,3 +14,8 @@ if len(cards) > 1 and worker and "CUDA_VISIBLE_DEVICES" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % len(cards))
 if worker:  # Threads of as many as there are cores, in every worker, wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items):
+    """What starts several ranks waits for cards, so it comes first; other workers take the rest."""
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)

@@ -40,7 +40,9 @@ def drawn(batch=2, tokens=1000, heads=4, key_heads=2, size=128):
 
 def loss(q, k, v, mask, sinks, op=op):
     out, lse = op(q, k, v, mask, sinks=sinks, softcap=20.0, return_lse=True)
-    return (out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum() + (lse**2).sum()
+    # Numbers that no compiler rounds in its own way: wholes of 32.
+    weights = (jnp.arange(out.size).reshape(out.shape) * 5 % 67 - 33) / 32
+    return (out.astype(jnp.float32) * weights).sum() + (lse**2).sum()
 
 
 def test_runs_and_transformations_agree():

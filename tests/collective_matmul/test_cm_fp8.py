@@ -59,6 +59,7 @@ def over_nccl(rank, ranks):
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 def test_every_gpu_is_a_rank(tmp_path):
     with all_cards():
         spawn(tmp_path, count(), {"over_nccl": over_nccl}, timeout=300)

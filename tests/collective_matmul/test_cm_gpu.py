@@ -11,6 +11,7 @@ from onchip.ops.collective_matmul.cases import RANKS
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_every_gpu_is_a_rank(framework):
     ranks = max(n for n in RANKS if n <= count())
@@ -26,6 +27,7 @@ def test_every_gpu_is_a_rank(framework):
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["symmetric", "collective", "linear_cross_entropy"])
 def test_a_rank_that_fails_ends_all(how):
     """At once, though the others wait on their GPUs; and what it said is told."""

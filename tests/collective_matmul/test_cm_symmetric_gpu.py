@@ -405,15 +405,18 @@ CHECKS = (
 )  # fmt: skip
 
 
+@pytest.mark.ranks
 def test_two_processes(tmp_path):
     spawned(2, tmp_path / "meeting", CHECKS)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_three_processes(tmp_path):
     spawned(3, tmp_path / "meeting", CHECKS)
 
 
+@pytest.mark.ranks
 def test_every_gpu_is_a_rank(tmp_path):
     if count() < 3:
         pytest.skip("two processes are tested in any case")

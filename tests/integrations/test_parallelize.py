@@ -153,6 +153,7 @@ def test_fsdp2(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @pytest.mark.parametrize("check", [one_mesh, fsdp2], ids=lambda check: check.__name__)
 def test_gpus(check, tmp_path):
     """Over NCCL: two, and with FSDP2 four if there are."""

@@ -16,7 +16,7 @@ from all_cards import count, spawned, torchrun
 from onchip.integrations.transformers import patch
 from sharded import close
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 def test_trainer_with_fsdp2():

@@ -183,6 +183,6 @@ def compiled(rank, ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", [over_nccl, without_waiting, compiled])
-def test_on_gpus(tmp_path, check):
-    spawn_on_gpus(tmp_path, {check.__name__: check}, timeout=300)
+@pytest.mark.ranks
+def test_on_gpus(tmp_path):
+    spawn_on_gpus(tmp_path, {check.__name__: check for check in (over_nccl, without_waiting, compiled)}, timeout=300)

@@ -11,7 +11,7 @@ from onchip.torch import TopK, cross_entropy, jsd, linear_cross_entropy, linear_
 from sharded import cut, leaf, same_bits, spawn
 from shared import capture, without_synchronisation
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 TOKENS, HIDDEN, VOCAB = 700, 256, 5003
 RESTS = ("tail", "truncated", "renormalised")
 OPTIONS = {
