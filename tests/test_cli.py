@@ -75,7 +75,10 @@ def test_the_shell_completes_words(monkeypatch):
     assert completed("onchip plan --gpu h", 3) == ["h100", "h200"]
     assert completed("onchip check linear_l", 2) == ["linear_log_probs"]
     assert completed("onchip plan --model mistralai/Mix", 3) == ["mistralai/Mixtral-8x7B-v0.1"]
+    assert completed("onchip plan --model Mix", 3) == ["Mixtral-8x7B-v0.1"]
+    assert completed("onchip warm-up --model mix", 3) == ["mixtral-8x7b-v0.1"]
     assert completed("onchip bench linear_cross_entropy --case gpt-oss", 4) == ["gpt-oss-120b"]
+    assert completed("onchip bench linear_cross_entropy --suite us", 4) == ["users"]
 
 
 def interrupted(*, console):

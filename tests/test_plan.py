@@ -443,6 +443,21 @@ def test_torch_compile_takes_what_was_measured(mode):
     assert plan(**SIZES, precision="fp8").compiled is plan(**SIZES, framework="jax").compiled is None
 
 
+@pytest.mark.parametrize("mode", ["forward", "forward+backward"])
+@pytest.mark.parametrize("op", ["linear_log_probs", "cross_entropy"])
+def test_torch_compile_takes_what_was_measured_of_other_losses(op, mode):
+    gradients = mode != "forward"
+    for case, (sizes, ms, size) in measured(f"2026-11-22-h100-{op}.json", "torch.compile", mode).items():
+        if sizes["V"] < 8192:
+            continue
+        given = {"tokens": sizes["T"], "hidden": sizes.get("H"), "vocab": sizes["V"]}
+        more = {"entropy": True} if case.endswith("entropy") else {}
+        compiled = plan(op, **given, **more, gradients=gradients).compiled
+        assert compiled.memory_bytes == pytest.approx(size, rel=0.03)
+        assert compiled.ms == pytest.approx(ms, rel=0.08)
+    assert plan(op, **given, framework="jax").compiled is plan(op, **given, device="cpu").compiled is None
+
+
 # Cases of other losses than the plain one that is planned here.
 APART = ("ignored", "autocast", "softcap", "z-loss", "per-token")
 

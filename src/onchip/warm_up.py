@@ -7,10 +7,10 @@ import typer
 from rich.console import Console
 
 from onchip.core.machine import require_packages
-from onchip.core.names import completion, known_op, listed, naming_options, operands, words
+from onchip.core.names import known_op, listed, naming_options, operands, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.warm_up import calls
-from onchip.plan.models import MODELS, model_of_config, named_model
+from onchip.plan.models import completed_model, model_of_config, named_model
 
 _CALLS = calls()
 OPS = tuple(_CALLS)
@@ -26,7 +26,7 @@ def run_warm_up(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model's name on the Hugging Face Hub, such as llama-3.1-8b.", autocompletion=completion(MODELS)
+            help="A model's name on the Hugging Face Hub, such as llama-3.1-8b.", autocompletion=completed_model
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A model's config.json, or its folder.", metavar="FILE")] = None,

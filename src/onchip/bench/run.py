@@ -1,7 +1,7 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -13,7 +13,7 @@ from onchip.bench import environment, harness, lengths, report
 from onchip.bench.page import html_page
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
-from onchip.core.names import Device, Framework, known_op, matching, operands, words
+from onchip.core.names import Device, Framework, completion, known_op, matching, operands, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.registry import OPS
 
@@ -52,13 +52,19 @@ def benchmark_named(op: str, name: str) -> harness.BenchedOp | None:
     return made
 
 
-def _complete_case(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The cases of the op before it; read without a framework."""
+def _suites(ctx: typer.Context) -> Mapping[str, Sequence[Any]]:
+    """Those of the op before what is completed; read without a framework."""
     # An option without its value keeps the parser from handing the op over.
     op = next((word for word in (ctx.params.get("op"), *ctx.args) if word in OPS), None)
-    suites = OPS[op].entry("cases:SUITES") if op else {}
-    names = dict.fromkeys(case.name for suite in suites.values() for case in suite)
-    return [name for name in names if name.startswith(incomplete)]
+    return OPS[op].entry("cases:SUITES") if op else {}
+
+
+def _complete_suite(ctx: typer.Context, incomplete: str) -> list[str]:
+    return completion(_suites(ctx))(incomplete)
+
+
+def _complete_case(ctx: typer.Context, incomplete: str) -> list[str]:
+    return completion(dict.fromkeys(case.name for suite in _suites(ctx).values() for case in suite))(incomplete)
 
 
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -72,7 +78,10 @@ def run_bench(
         list[str] | None,
         typer.Option("--case", help="A case's name, or a pattern. Repeat it for more.", autocompletion=_complete_case),
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="A named set of cases, such as fp8_linear's primus.")] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="A named set of cases, such as fp8_linear's primus.", autocompletion=_complete_suite),
+    ] = None,
     impls: Annotated[
         list[str] | None, typer.Option("--impl", help="An implementation's name, or a pattern. Repeat it for more.")
     ] = None,

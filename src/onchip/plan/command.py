@@ -10,12 +10,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from onchip.core.names import completion, flag, listed, naming_options, operands, words
+from onchip.core.names import flag, listed, naming_options, operands, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan import PRECISIONS, plan
 from onchip.plan.asked import planned_op
 from onchip.plan.gpus import GPUS
-from onchip.plan.models import MODELS
+from onchip.plan.models import completed_model
 from onchip.plan.show import show
 from onchip.registry import OPS
 
@@ -93,7 +93,7 @@ def _options() -> Iterator[inspect.Parameter]:
             if having:
                 said += f" For {listed(having)}."
             flags = (flag(name),) if kind is bool else ()
-            offered = completion(MODELS) if name == "model" else None
+            offered = completed_model if name == "model" else None
             option = (
                 words(said, *_WORDS[name])
                 if name in _WORDS

@@ -101,6 +101,13 @@ def named_model(name: str) -> ModelSizes:
     )
 
 
+def completed_model(incomplete: str) -> list[str]:
+    """What the shell offers: names as on the Hub, or where none begins so, without the organisation."""
+    short = [name.rpartition("/")[2] for name in MODELS]
+    begun = [name for name in MODELS if name.startswith(incomplete)]
+    return begun or [name for name in dict.fromkeys((*short, *map(str.lower, short))) if name.startswith(incomplete)]
+
+
 # Names of one thing in the config files of different models.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 _VOCAB = ("vocab_size", "padded_vocab_size", "n_vocab")

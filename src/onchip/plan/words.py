@@ -70,8 +70,10 @@ def _verdict_of_layers(asked: PlannedCall, plain: Baseline, rows: Sequence[Row])
     kept = sum(size for row in rows for name, size in (row.memory_parts or {}).items() if name.startswith("kept"))
     keeps = f"keeps {memory_text(kept)} until backward" if kept else ""
     if all(row.sent_bytes is not None for row in rows):
-        sent = sum(row.sent_bytes or 0 for row in rows)
-        return f"For these layers each rank sends {memory_text(sent)}, under the products of {asked.ranks} blocks each."
+        if asked.ranks == 1:
+            return "One rank sends nothing: say how many ranks share the layers (tp)."
+        sent = memory_text(sum(row.sent_bytes or 0 for row in rows))
+        return f"For these layers each rank sends {sent}, while it multiplies {asked.ranks} blocks of each."
     if plain.ms is None or len(times) < len(rows):
         return f"For {layers}, {asked.op} {keeps or 'keeps nothing'}."
     faster = 100 * (plain.ms / sum(times) - 1)

@@ -5,8 +5,8 @@ from functools import partial
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, Way
 from onchip.plan.document import Baseline
-from onchip.plan.gpus import faster_memory
-from onchip.plan.plain import EAGER, JIT, Measured
+from onchip.plan.gpus import faster_memory, rates
+from onchip.plan.plain import EAGER, JIT, Measured, was_measured
 from onchip.plan.ways import Said, never, planned, triton_refusal
 from onchip.vocab.rows import memory
 
@@ -37,6 +37,17 @@ def _plain(asked: PlannedCall) -> Baseline:
     return _CROSS_ENTROPY.plain(asked, 0, after_peak=asked.gradients * DTYPE_BYTES[p.dtype] * p.tokens * p.vocab)
 
 
+def _compiled(asked: PlannedCall) -> Baseline | None:
+    """Its kernels keep two numbers of a token; four launches are what few tokens take."""
+    if asked.framework == "jax" or not was_measured(asked):
+        return None
+    p, ms = asked.problem, None
+    if asked.has_rates:
+        ps = 2.67 if asked.gradients else 1.24
+        ms = 1e-9 * ps * p.tokens * p.vocab / faster_memory(asked.gpu) + 4e-3 * rates(asked.gpu).launch
+    return Baseline("torch.compile", "the same, compiled", 8 * p.tokens + 1024, ms)
+
+
 PLAN = PlannedOp(
     backends={
         ("torch", "full"): {
@@ -46,5 +57,6 @@ PLAN = PlannedOp(
         ("jax", "full"): {"xla": Backend(never, partial(_rows_way, xla=True))},
     },
     plain=_plain,
+    compiled=_compiled,
     needs=("vocab",),
 )

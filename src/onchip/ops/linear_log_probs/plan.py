@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
-from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight
+from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight, was_measured
 from onchip.plan.ways import never, of_config, triton_refusal, triton_way
 from onchip.vocab import memory
 from onchip.vocab.chunks import ChunkConfig, Planner
@@ -14,6 +14,8 @@ _LOG_PROBS = Measured(EAGER, "F.linear(hidden, weight).float().log_softmax(-1).g
 _ENTROPY = _LOG_PROBS._replace(
     expression=f"{_LOG_PROBS.expression}, and the entropy", step_bytes=20, step_ps=42.3, bytes=14, ps=16.4
 )
+_COMPILED = Measured("torch.compile", "the same, compiled", 6, 6.9, 2, 0.9)
+_COMPILED_ENTROPY = Measured("torch.compile", "the same, compiled", 10, 8.6, 2, 1.3)
 
 
 def _of_products(planner: Planner[ChunkConfig], *, both_walks: bool) -> Callable[[PlannedCall], Way]:
@@ -42,6 +44,12 @@ def _plain(asked: PlannedCall) -> Baseline:
     return known(asked, _ENTROPY if asked.entropy else _LOG_PROBS, of_hidden(asked) + of_weight(asked))
 
 
+def _compiled(asked: PlannedCall) -> Baseline | None:
+    if asked.framework == "jax" or not was_measured(asked):
+        return None
+    return known(asked, _COMPILED_ENTROPY if asked.entropy else _COMPILED, of_hidden(asked) + of_weight(asked))
+
+
 PLAN = PlannedOp(
     backends={
         ("torch", "full"): {
@@ -51,6 +59,7 @@ PLAN = PlannedOp(
         ("jax", "full"): {"xla": Backend(never, _of_products(xla_memory.PLANNER, both_walks=False))},
     },
     plain=_plain,
+    compiled=_compiled,
     takes=("entropy", "frozen"),
     ids=1,
 )
