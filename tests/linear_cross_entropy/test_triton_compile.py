@@ -42,6 +42,9 @@ OPTIONS = {
     "in forward, added": {"plan": triton_spec.TritonPlan(128, in_forward=True), "weight_grad_out": True},
 }  # fmt: skip
 
+# "all of labels" has the kernels with more in their epilogues.
+LIKE_OTHERS = ("labels", "statistics of labels")
+
 
 def assert_fits(found, limit):
     for k in found:
@@ -63,10 +66,9 @@ def products(found):
 @pytest.mark.parametrize(
     ("options", "columns"),
     [
-        *((name, False) for name in OPTIONS if name != "labels"),
-        pytest.param("labels", False, marks=pytest.mark.slow),
+        *(pytest.param(name, False, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in OPTIONS),
         ("mixed", True),
-        ("everything", True),
+        pytest.param("everything", True, marks=pytest.mark.slow),
     ],
 )
 def test_hopper(options, columns):
@@ -114,12 +116,17 @@ def test_narrow_tiles():
 
 
 SMOOTHED, FLOAT16 = {"label_smoothing": 0.1, "reduction": "sum"}, {"dtype": torch.float16}
-SIZES = [(520, 20001), (576, 300), (576, 20001), (640, 1000), (896, 20001), (1152, 20001)]
+SIZES = [(520, 20001), (576, 20001), (640, 1000), (896, 20001), (1152, 20001)]
 
 
 @pytest.mark.parametrize(
     ("hidden", "vocab", "options"),
-    [*((*sizes, {}) for sizes in SIZES), (640, 1000, SMOOTHED), (576, 20001, FLOAT16), (896, 20001, FLOAT16)],
+    [
+        *((*sizes, {}) for sizes in SIZES),
+        (640, 1000, SMOOTHED),
+        pytest.param(576, 20001, FLOAT16, marks=pytest.mark.slow),
+        (896, 20001, FLOAT16),
+    ],
     ids=str,
 )
 def test_in_turns(hidden, vocab, options):
@@ -141,10 +148,10 @@ def test_in_turns(hidden, vocab, options):
     ("hidden", "vocab", "options", "parameters"),
     [
         (520, 20001, {}, None),
-        (520, 20001, FLOAT16, torch.float32),
         (576, 300, SMOOTHED, torch.float32),
         (576, 300, FLOAT16, None),
-        (2048, 20001, SMOOTHED, None),
+        pytest.param(520, 20001, FLOAT16, torch.float32, marks=pytest.mark.slow),
+        pytest.param(2048, 20001, SMOOTHED, None, marks=pytest.mark.slow),
         (2048, 20001, {}, torch.float32),
     ],
     ids=str,
@@ -236,7 +243,12 @@ def test_what_hidden_apart_does_not_take():
 
 @pytest.mark.parametrize(
     ("device", "hidden", "options"),
-    [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (AMPERE, 512, "in forward"), (CONSUMER, 512, "everything")],
+    [
+        (HOPPER, 515, "everything"),
+        pytest.param(AMPERE, 512, "held", marks=pytest.mark.slow),
+        (AMPERE, 512, "in forward"),
+        (CONSUMER, 512, "everything"),
+    ],
     ids=str,
 )
 def test_pointers(device, hidden, options):
@@ -248,7 +260,11 @@ def test_pointers(device, hidden, options):
         assert ("wgmma" if device == HOPPER else "mma.sync") in k.ptx
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"parameters": torch.float32}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"dtype": torch.float16}, marks=pytest.mark.slow), {"parameters": torch.float32}],
+    ids=str,
+)
 def test_other_dtypes(options):
     """float16, and float32 parameters under autocast, whose gradients leave in twice the bytes."""
     found = compile_all(launches(HOPPER, **options, **OPTIONS["mixed"]), HOPPER[0])
@@ -279,7 +295,9 @@ OF_IDS = {
 launches_of_ids = partial(launches, op=linear_log_probs, lse=True)
 
 
-@pytest.mark.parametrize("options", OF_IDS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(x, marks=[pytest.mark.slow] if x == "entropy" else []) for x in OF_IDS]
+)
 def test_hopper_of_ids(options):
     """What differs from linear_cross_entropy's launches."""
     own = {"gather_tokens", "gradient_tiles", "position_terms", "add_targets", "hidden_rows", *OF_LOG_PROBS}
