@@ -14,7 +14,7 @@ from onchip.registry import OPS
 
 
 def run_info(console: Console) -> dict[str, Any]:
-    """Versions, devices, and which backends are usable here and why the others are not."""
+    """Show versions, devices, which backends can run here, and why the others can't."""
     packages = ("torch", "triton", "jax", "jaxlib", "numpy")
     versions = {"python": platform.python_version(), **{name: package_version(name) for name in packages}}
     machine = {"system": platform.platform(), "processor": platform.processor() or platform.machine()}

@@ -74,7 +74,7 @@ def assert_near(given, options, rank, ranks, what, bound=2e-3, *, times=1):
 
 def every_option(rank, ranks):
     given = layer(132, 64, 260, torch.float16)
-    for name, options in OPTIONS.items():
+    for name, options in list(OPTIONS.items())[1:]:  # plain ones are below
         with plan_in_forward(128):
             assert_near(given, options, rank, ranks, name)
 

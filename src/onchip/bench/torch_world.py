@@ -132,7 +132,7 @@ def _as_rank(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _own_signals_and_no_logs() -> Iterator[None]:
-    """The launcher puts handlers of signals in the place of others, and logs what it raises."""
+    """The launcher puts handlers of signals in place of others, and logs what it raises."""
     handlers = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }

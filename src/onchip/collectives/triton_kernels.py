@@ -195,7 +195,7 @@ def gated_product(
     out,  # [ranks * rows, N] out
     head,  # [HEAD] int32
     flags,  # [ranks, PIECES] int32: not 0 when that piece of a rank's block is there
-    addresses,  # as of `meet`
+    addresses,  # as in `meet`
     patience,
     own_stride,
     weight_stride,
@@ -297,7 +297,7 @@ def adding_product(
     out,  # [rows, N] out
     head,  # [HEAD] int32
     flags,  # [ranks, PIECES] int32: the first not 0 when a rank's addend is there
-    addresses,  # as of `meet`
+    addresses,  # as in `meet`
     patience,
     own_stride,
     weight_stride,

@@ -20,7 +20,7 @@ def check_writable(option: str, *paths: Path) -> None:
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file of this content in the place of one that may be there; the folder is made if need be.
+    """Write a file of this content in place of one that may be there; the folder is made if need be.
 
     A reader, also after a crash, sees the old file or the new one.  Of two that write at once, one loses.
     """

@@ -156,7 +156,7 @@ def take_target(op: str, given: dict[str, Any], *, needed: bool = True) -> tuple
 def check_arrays(op: str, given: Mapping[str, Any], soft: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Raise for arguments of a vocabulary's loss that are no arrays, or whose dtypes are wrong or don't fit together.
 
-    Return the arrays.  A temperature may also be a number.  `soft` are labels by their names, in the place of targets.
+    Return the arrays.  A temperature may also be a number.  `soft` are labels by their names, in place of targets.
     """
     named = {name: x for name, x in given.items() if name in _ARRAYS and (name != "temperature" or is_array(x))}
     integers: tuple[str, ...] = ("target", "labels", "ids")

@@ -173,8 +173,8 @@ def by_tokens(
     """What a function that `with_gradients_on_mesh` made returns of arrays [..., n], each device doing what is due to
     the tokens, and entries of the vocabulary, that it has.
 
-    Inside of a `jax.shard_map` all of what a device has is its own; `but` as of `vary_alike`.  Outputs by token may
-    have one dimension for all tokens.  by_share: as of `OnMesh`.  plain: the compiler spreads it well by itself.
+    Inside of a `jax.shard_map` all of what a device has is its own; `but` as in `vary_alike`.  Outputs by token may
+    have one dimension for all tokens.  by_share: as in `OnMesh`.  plain: the compiler spreads it well by itself.
     """
     given = parameters, constants
     if _dimensions(roles, parameters) and not jax.sharding.get_abstract_mesh().manual_axes:

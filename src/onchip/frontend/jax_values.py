@@ -51,7 +51,7 @@ def plain_labels(
     that can be read.
 
     name: of the argument.  unused: the dimension along which the first label isn't used, where they will be shifted.
-    kept: as of `kept_tokens`, of labels [..., K].
+    kept: as in `kept_tokens`, of labels [..., K].
     """
     values = read(op, name, labels, check_inputs)
     if values is not None and kept is not None:
@@ -102,7 +102,7 @@ def kept_tokens(op: str, plain: jax.Array | None, *, check_inputs: bool) -> Any:
 
 
 def check_distinct(op: str, name: str, indices: Any, *, check_inputs: bool, kept: Any = True) -> None:
-    """Raise for indices [..., K] of which a token has one twice, where they can be read; `kept` as of `kept_tokens`."""
+    """Raise for indices [..., K] of which a token has one twice, where they can be read; `kept` as in `kept_tokens`."""
     values = read(op, name, indices, check_inputs)
     if values is not None and kept is not None:
         ordered = np.sort(values, -1)
@@ -113,7 +113,7 @@ def check_distinct(op: str, name: str, indices: Any, *, check_inputs: bool, kept
 
 def check_factors(op: str, given: Mapping[str, Any], kept: Any, *, check_inputs: bool) -> None:
     """Raise for a normalizer, weights of classes or temperatures of tokens, among the arguments of a public function,
-    that are wrong, where they can be read; `kept` as of `kept_tokens`, where ignored tokens may have any temperature,
+    that are wrong, where they can be read; `kept` as in `kept_tokens`, where ignored tokens may have any temperature,
     and without others the normalizer may be any."""
     some = kept is not None and (kept is True or kept.any())
     counts: dict[str, Any] = {"normalizer": some, "class_weight": True, "temperature": True if kept is None else kept}
@@ -136,7 +136,7 @@ def check_factors(op: str, given: Mapping[str, Any], kept: Any, *, check_inputs:
 
 def log_probs_or_nan(op: str, name: str, values: Any, *, check_inputs: bool, kept: Any = True) -> jax.Array:
     """Log-probabilities [..., K] as they are, of a `TopK` called `name`, and NaN for what can't be one; raise for
-    one that can be read.  `kept` as of `kept_tokens`."""
+    one that can be read.  `kept` as in `kept_tokens`."""
     eps = float(jnp.finfo(values.dtype).eps)
     most = most_log_prob(eps)
     known = read(op, f"{name}.values", values, check_inputs)

@@ -20,16 +20,16 @@ class TopK(NamedTuple, Generic[A_co]):
 
     - "tail": all other tokens are one more outcome, of probability 1 - sum(t_k) for the teacher and 1 - sum(s_k) for
       the student.  A lower bound of the full divergence.
-    - "truncated": the loss's sum runs over the K entries alone, with probabilities as they are.  Of a divergence that
-      is none: with beta 0 or 1 it can be negative, and where it is least the models need not agree.
-    - "renormalised": both models given that the token is one of the K: s_k / sum(s), t_k / sum(t).  The mass that the
-      student puts elsewhere costs nothing.
+    - "truncated": the loss's sum runs over the K entries only, with probabilities as they are.  It is no
+      divergence: with beta 0 or 1 it can be negative, and its minimum need not be where the models agree.
+    - "renormalised": both models given that the token is one of the K: s_k / sum(s), t_k / sum(t).  Probability that
+      the student puts elsewhere costs nothing.
 
     As the target of `linear_cross_entropy` or `cross_entropy` it has rest="truncated".
 
-    Raises ValueError for another word than these when it is made.  The functions that take it raise for what they can't
-    use; a log-probability above 0 can't be one, but for rounding: up to 1e-3 in float32 and float64, 1/16 in float16
-    and 1/2 in bfloat16 are let pass.
+    Making one with another word than these raises ValueError.  The functions that take it raise for what they can't
+    use, such as a log-probability above 0; for rounding, up to 1e-3 in float32 and float64, 1/16 in float16 and 1/2 in
+    bfloat16 are allowed.
     """
 
     indices: A_co

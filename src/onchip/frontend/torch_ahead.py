@@ -57,7 +57,7 @@ def lengths(tokens: int, hidden: int) -> list[int]:
 
 
 def gathered() -> list[Any] | None:
-    """Where a launch goes during a rehearsal, in the place of the device."""
+    """Where a launch goes during a rehearsal, in place of the device."""
     return getattr(_thread, "gathered", None)
 
 
@@ -76,7 +76,7 @@ def rehearsed() -> list[Any]:
 
 
 def without_memory(x: Tensor | None, lead: Sequence[int] = (), tokens: int | None = None) -> Tensor | None:
-    """A tensor like this one without memory; with `tokens`, so many in the place of the leading dimensions `lead`."""
+    """A tensor like this one without memory; with `tokens`, so many in place of the leading dimensions `lead`."""
     if x is None:
         return None
     if tokens is None or x.ndim < len(lead) or tuple(x.shape[: len(lead)]) != tuple(lead):

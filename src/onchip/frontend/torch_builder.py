@@ -416,7 +416,7 @@ def _sending(
 
 
 def _tensors_of(made: Any) -> list[Tensor | None]:
-    """What an operator made: a tensor or several, with None in the place of all else."""
+    """What an operator made: a tensor or several, with None in place of all else."""
     return [x if isinstance(x, Tensor) else None for x in (made if isinstance(made, tuple | list) else [made])]
 
 

@@ -1,4 +1,4 @@
-"""Modules of PyTorch: a loss, and a layer in the place of an nn.Linear."""
+"""Modules of PyTorch: a loss, and a layer in place of an nn.Linear."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -34,7 +34,7 @@ def require_linear(name: str, linear: Module) -> None:
         raise TypeError(f"{name}: it takes a torch.nn.Linear; got {described(linear)}")
     if "forward" in vars(linear):
         raise TypeError(
-            f"{name}: linear.forward was replaced, and would run in the place of this class's; convert before it is"
+            f"{name}: linear.forward was replaced, and would run in place of this class's; convert before it is"
         )
 
 

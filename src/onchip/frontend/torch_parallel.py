@@ -118,7 +118,7 @@ class Shards:
 
 
 WHOLE = Shards("", 1, 0, 0, 0, -1, False, 0)
-"""What a call of a whole vocabulary has in the place of a rank's part."""
+"""What a call of a whole vocabulary has in place of a rank's part."""
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

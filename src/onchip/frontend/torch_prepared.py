@@ -83,7 +83,7 @@ def call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def converted(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """`make(x)`, which is often x itself or a view of it, as of `contiguous`."""
+    """`make(x)`, which is often x itself or a view of it, as in `contiguous`."""
     made, told = make(x), builder()
     if told is not None and made.untyped_storage()._cdata != x.untyped_storage()._cdata:
         told.call(make, (x,), {}, made)

@@ -224,7 +224,7 @@ def attention_fn(
 ) -> jax.Array:
     r"""`onchip.jax.attention` as `attention_fn=` of `nnx.MultiHeadAttention` and of linen's, which calls it.
 
-    A mask of `onchip.masks` is passed to the layer in the place of an array.  Options that Flax doesn't know are given
+    A mask of `onchip.masks` is passed to the layer in place of an array.  Options that Flax doesn't know are given
     by `functools.partial(attention_fn, softcap=30.0)`.
 
     Args:
@@ -242,7 +242,7 @@ def attention_fn(
         precision: not used: sums are in float32.
         module: None: probabilities are never in memory, and so can't be kept.
         is_causal: whether query i sees the keys up to i alone, of those that the mask lets it see.
-        scale: as of `onchip.jax.attention`.
+        scale: as in `onchip.jax.attention`.
         softcap: the same.
         sinks: the same.
         backend: the same.

@@ -217,7 +217,7 @@ def install() -> Installed:
         RuntimeError: MaxText's version isn't 0.2.5, or its function isn't what onchip knows, or was replaced by
             something else.  Then nothing is replaced.
 
-    Memory: as of `linear_cross_entropy`, with the whole head on each device.
+    Memory: as in `linear_cross_entropy`, with the whole head on each device.
 
     Example, a script that trains with the arguments of `maxtext.trainers.pre_train.train`::
 

@@ -33,7 +33,7 @@ class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
     cast it, as for that; it has no chunks.  A softcap in the model's config is applied.
 
     Args:
-        ignore_index, reduction: as of `linear_cross_entropy`; reduction must be "sum" where a recipe gives the number
+        ignore_index, reduction: as in `linear_cross_entropy`; reduction must be "sum" where a recipe gives the number
             of tokens, as all do.
         options: of `linear_cross_entropy`: the terms that it adds to a loss, such as label_smoothing, scratch_bytes,
             backend and precision.

@@ -26,7 +26,7 @@ class HeadParallel(ColwiseParallel):
     Args:
         input_layouts: of hidden states that are plain tensors: `Replicate()`, the default, or `Shard` of a dimension of
             tokens.  A DTensor has its own.
-        output_layouts, use_local_output: of the logits, as of `ColwiseParallel`.
+        output_layouts, use_local_output: of the logits, as in `ColwiseParallel`.
 
     Raises:
         TypeError: the module is no `LMHead`, when the plan is applied.

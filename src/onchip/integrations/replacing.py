@@ -1,4 +1,4 @@
-"""onchip's functions in the place of a library's: in each of its loaded modules that holds them, and back."""
+"""onchip's functions in place of a library's: in each of its loaded modules that holds them, and back."""
 
 import importlib
 import inspect

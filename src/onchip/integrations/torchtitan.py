@@ -286,7 +286,7 @@ def _put(made: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
 
 
 class GroupedMatmulConverter(ModelConfigConverter):  # type: ignore[misc]
-    """Compute the products of a model's experts by `grouped_matmul`, in the place of `torch._grouped_mm`.
+    """Compute the products of a model's experts by `grouped_matmul`, in place of `torch._grouped_mm`.
 
     It overrides `_grouped_mm` of each `GroupedExperts`, and of its subclasses as gpt-oss's: what else they do, their
     parameters and checkpoints stay the same.  Weights are read as they lie, and rows past the last expert's are 0 in

@@ -92,7 +92,7 @@ def patch(
         label_smoothing, z_loss: added to the model's own loss, of a call with labels in training mode; see
             `linear_cross_entropy`.  A loss that is computed outside of the model's forward doesn't get them: leave
             Trainer's `label_smoothing_factor` at 0 and pass label_smoothing here.
-        scratch_bytes, backend, precision: as of `linear_cross_entropy`.
+        scratch_bytes, backend, precision: as in `linear_cross_entropy`.
         skip_logits: whether `outputs.logits` of a call with labels are left out: a `SkippedLogits`, which raises an
             error that says so if something reads it.  None: in training mode with gradients enabled, as Liger does it.
             True: in evaluation too, which then stores no logits either.  False: never; the loss stays fused.

@@ -11,7 +11,7 @@ from onchip.integrations.patched_classes import own_class
 from onchip.ops.linear_cross_entropy.torch_module import PLAN, active_module, lora_operands
 from onchip.torch import LMHead
 
-# What PEFT may have put in the place of a head.
+# What PEFT may have put in place of a head.
 OF_PEFT = (
     "peft.tuners.lora.layer.Linear",
     "peft.utils.other.ModulesToSaveWrapper",

@@ -1,6 +1,6 @@
 """TRL's trainers through onchip's ops.
 
-`install()` puts onchip in the place of the two functions that TRL 1.16 computes losses of hidden states with: its
+`install()` puts onchip in place of the two functions that TRL 1.16 computes losses of hidden states with: its
 chunked log-probabilities (SFT, DPO, KTO, GRPO, RLOO and what is made of them) and its chunked divergence
 (distillation).  `uninstall()` puts TRL's own back.  Trainers need no change, and those that exist already take part.
 

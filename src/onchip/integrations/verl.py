@@ -1,6 +1,6 @@
 """verl's fused log-probabilities through `linear_log_probs`.
 
-`install()` puts onchip in the place of the two things that verl 0.9 computes log-probabilities of hidden states with,
+`install()` puts onchip in place of the two things that verl 0.9 computes log-probabilities of hidden states with,
 where `use_fused_kernels` is set: `linear_cross_entropy` (the 'triton' backend, and Megatron's) and `FusedLinearForPPO`
 (the 'torch' and 'liger' backends).  `uninstall()` puts verl's own back.  Call it in each worker: it changes the process
 that it runs in.

@@ -70,7 +70,7 @@ def plan(
     Args:
         op: the op's name, as `onchip plan --help` lists them.  A size or an option that the op doesn't have raises.
         tokens: how many tokens there are, counting all sequences.
-        batch: how many sequences there are; give it with `sequence` in the place of `tokens`.
+        batch: how many sequences there are; give it with `sequence` in place of `tokens`.
         sequence: how many tokens a sequence has; alone it means one sequence.
         model: a model's name on the Hugging Face Hub, in any case, with or without its organisation.
         config: the path of a model's config.json, or of the folder it is in.

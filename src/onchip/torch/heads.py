@@ -87,7 +87,7 @@ def lm_log_probs(
     Args:
         head: what `lm_loss` takes: an `LMHead`, a `torch.nn.Linear`, PEFT's layer of one of these, or a whole model,
             also inside of what wraps it.  The scale and the softcap that a model has after its head enter the result.
-        hidden: [..., S, H], what the head would be called with: of a model `last_hidden_state` of its body, as
+        hidden: [..., S, H], what the head would be called with: for a model the `last_hidden_state` of its body, as in
             `model.get_decoder()(input_ids).last_hidden_state`.
         ids: [..., S] or [..., S, K] of any integer dtype, the tokens as they are: place i of the result is of the id at
             i + 1, and the last place holds 0.  With shift=False place i is of the id at i.
@@ -150,7 +150,7 @@ def lm_jsd(
     Args:
         student, teacher: each what `lm_loss` takes: an `LMHead`, a `torch.nn.Linear`, PEFT's layer of one of these, or
             a whole model.  They are taken as they are at this call, adapters that are disabled or not among it.
-        student_hidden: [..., S, Hs], what the student's head would be called with, as of `lm_loss`.
+        student_hidden: [..., S, Hs], what the student's head would be called with, as in `lm_loss`.
         teacher_hidden: [..., S, Ht], of the same tokens.  In place of teacher and teacher_hidden teacher_logits or
             teacher_topk may be given, which are by position of hidden.
         target: [..., S] of any integer dtype, the labels as the data has them: position i is compared with the teacher
@@ -170,9 +170,9 @@ def lm_jsd(
     Raises:
         ValueError: a model or an LMHead with a softcap, as Gemma 2 has, which `linear_jsd` can't compute: take `jsd` of
             the logits.
-        Else as `lm_loss`, and as `linear_jsd`.
+        Otherwise as `lm_loss`, and as `linear_jsd`.
 
-    Memory: `linear_jsd`'s.  Of a head with a logit scale also its hidden states, multiplied by it; under LoRA on a
+    Memory: `linear_jsd`'s.  For a head with a logit scale also its hidden states, multiplied by it; under LoRA on a
     head, with adapters of rank r in all, also a weight [V, H + r], and the student's gradient of it.
 
     Example:

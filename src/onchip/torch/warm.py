@@ -62,7 +62,7 @@ def warm_up(
         tokens: T of the call, or rows.
         dtype: of the inputs.
         weight_dtype: of the weight, where it is another, as in mixed precision.
-        gradients: False for forward alone, under `torch.no_grad`.
+        gradients: False for the forward pass only, under `torch.no_grad`.
         frozen: the weight gets no gradient, as under LoRA.
         device: a CUDA device.  Default: the current one.
         options: what the op is called with beside: `softcap=30.0`, `reduction="none"`, `strategy="recompute"`.

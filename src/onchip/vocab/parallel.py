@@ -242,7 +242,7 @@ def uniform_over(found: Gathered, sums: Tensor, lse: Tensor, log_share: Tensor) 
 
 
 def bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers in the place of floats."""
+    """Integers in place of floats."""
     return x.to(torch.int64 if dtype == torch.float64 else torch.int32).view(dtype)
 
 

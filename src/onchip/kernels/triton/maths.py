@@ -132,7 +132,7 @@ def soft_loss(loss_terms, top, total, below, mass, cost):
     """The loss of a token whose entries all have a label: mass log(total) + cost, and its z-loss.  With it lse, and the
     largest p - 1 where that p is above LEADING.
 
-    `top`: the largest logit.  `total` and `below`: as of `log_of_total`.  `mass`: the sum of the labels q.  `cost`:
+    `top`: the largest logit.  `total` and `below`: as in `log_of_total`.  `mass`: the sum of the labels q.  `cost`:
     sum(q (top - z)).
     """
     log_total, leads = log_of_total(total, below)
@@ -143,7 +143,7 @@ def soft_loss(loss_terms, top, total, below, mass, cost):
 
 @triton.jit
 def soft_gradient(p, q, mass, less, more):
-    """The gradient of that loss by a logit of probability p and label q; `less` as of `soft_loss`, `more` is the
+    """The gradient of that loss by a logit of probability p and label q; `less` as in `soft_loss`, `more` is the
     derivative of its z-loss by lse.  -1 added to a rounded p would lose all digits of a p near 1."""
     return tl.where(p > LEADING, mass * less + (mass - q) + more * p, p * (mass + more) - q)
 

@@ -73,7 +73,7 @@ class _Recorder:
 def direct_refusal() -> str | None:
     """Why `Launch.run` can't call what was compiled by itself, or None.  It asks the GPU's driver.
 
-    Triton is let launch a kernel, with a recorder in the place of what it would compile: it has to call that as
+    Triton is let launch a kernel, with a recorder in place of what it would compile: it has to call that as
     `Launch.run` does, but for its hooks.
     """
 
@@ -120,7 +120,7 @@ def gluon_refusal() -> str | None:
 def _tried(trial: Callable[[], str | None]) -> str | None:
     try:
         return trial()
-    except Exception as error:  # whatever another version has in the place of what is looked for
+    except Exception as error:  # whatever another version has in place of what is looked for
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

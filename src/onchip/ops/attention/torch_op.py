@@ -110,7 +110,7 @@ def attention(
             scaled nor capped.
         layout: "bthd", or "bhtd" for q [B, Hq, Tq, D] and likewise k, v and the results.
         return_lse: also return each query's log-sum-exp, which is differentiable.
-        scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, a text like "1GiB"
+        scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, text like "1GiB"
             or "300 MiB".  Kernels take what the sizes say, and refuse a budget below it.  Default of "plain": 256 MiB,
             or what 16 queries need.
         check_inputs: check the mask's numbers on the GPU too, which synchronises.  On the CPU they always are.

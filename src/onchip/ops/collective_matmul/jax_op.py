@@ -98,7 +98,7 @@ def matmul_reduce_scatter(
     Args:
         x: [T, K], all tokens, with this device's features: float32, bfloat16, float16, or float64.  T is a multiple of
             n.  Of [T, ..., K] the first dimension is the one that is split.
-        weight, axis_name, weight_layout, reduce_dtype: as of `all_gather_matmul`.
+        weight, axis_name, weight_layout, reduce_dtype: as in `all_gather_matmul`.
         bias: [N] of x's dtype, added once, to the sum.  If it is the same on all devices (not split over the axis), JAX
             sums up its gradient over them, as it does for any such array.  With check_vma=False it does so where
             shard_map is differentiated; a gradient that is taken inside is of this device's tokens.

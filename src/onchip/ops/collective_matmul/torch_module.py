@@ -125,9 +125,9 @@ class ColumnParallelLinear(_ParallelLinear):
     """This rank's columns of an nn.Linear, behind a sequence-parallel layer: `all_gather_matmul` with its own weight.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of the whole `torch.nn.Linear`.
+        in_features, out_features, bias, device, dtype: as for the whole `torch.nn.Linear`.
         group: the ranks, which share out_features evenly; None for all processes.
-        keep_gathered, backend, precision, reduce_dtype: as of `all_gather_matmul`.
+        keep_gathered, backend, precision, reduce_dtype: as in `all_gather_matmul`.
         main_grad: backward adds the weight's gradient to `weight.main_grad`, a float32 tensor of its shape that you
             attach, and leaves `weight.grad` alone.
 
@@ -190,7 +190,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
         Args:
             linear: a plain `torch.nn.Linear`, with the same parameters on every rank.
-            group, keep_gathered, main_grad, backend, precision, reduce_dtype: as of the class.
+            group, keep_gathered, main_grad, backend, precision, reduce_dtype: as in the class.
 
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
@@ -213,9 +213,9 @@ class RowParallelLinear(_ParallelLinear):
     """This rank's rows of an nn.Linear, in front of a sequence-parallel layer: `matmul_reduce_scatter` with its weight.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of the whole `torch.nn.Linear`.
+        in_features, out_features, bias, device, dtype: as for the whole `torch.nn.Linear`.
         group: the ranks, which share in_features evenly; None for all processes.
-        main_grad, backend, precision, reduce_dtype: as of `ColumnParallelLinear`.
+        main_grad, backend, precision, reduce_dtype: as in `ColumnParallelLinear`.
 
     Parameters are this rank's weight [out_features, in_features / n], columns r * in_features / n on, and the whole
     bias [out_features], the same on every rank; and so is the state_dict, under nn.Linear's names.  The ranks' weights

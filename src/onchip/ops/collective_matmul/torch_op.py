@@ -77,7 +77,7 @@ def all_gather_matmul(
             pieces of blocks, and a Triton kernel's tiles begin when their rows are there.  "collective" is one
             all-gather or reduce-scatter of the group's and one product, "ring" an exchange for each block.
         precision: "full", or "fp8": products of blockwise FP8 numbers, each rank's those of `fp8_linear`.  x and the
-            output's gradient travel quantised, with their scales, and partial sums in float32.  Of several ranks T/n,
+            output's gradient travel quantised, with their scales, and partial sums in float32.  With several ranks T/n,
             with all leading dimensions, is a multiple of 128.  On the ring, and not with keep_gathered or float64.
         reduce_dtype: in what sums over ranks travel: None, float32, or x's dtype, which halves their bytes for 16 bits
             and rounds each rank's addend once more.  With precision="fp8" it is float32.
@@ -97,7 +97,7 @@ def all_gather_matmul(
 
     Memory of backend "ring", in numbers of x's dtype: two blocks of T/n * K (one of two ranks; none of one).  Kept for
     backward are x_shard and the weight, with keep_gathered T * K of the gathered x.  Backward has the larger of three
-    float32 blocks of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.  Of the others see
+    float32 blocks of T/n * K, and two blocks of x with the weight's gradient in float32, N * K.  For the others see
     docs/ops/collective_matmul.md.
 
     Example:
@@ -146,7 +146,7 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's own, of x's dtype, any strides.  K may differ from rank to rank.
         group: the ranks, in whose order tokens are split; None for all processes.
         bias: [N] of x's dtype, the same on every rank: it is added once, to the sum.
-        weight_grad_out, check_inputs, backend, precision, reduce_dtype: as of `all_gather_matmul`.
+        weight_grad_out, check_inputs, backend, precision, reduce_dtype: as in `all_gather_matmul`.
 
     Returns:
         [T/n, N], or [T/n, ..., N], of x's dtype, under autocast of autocast's.  The sum over ranks is in float32 and
@@ -159,7 +159,7 @@ def matmul_reduce_scatter(
         TypeError, ValueError, RuntimeError: as `all_gather_matmul`; ValueError also for a T that isn't a multiple of n.
 
     Memory of backend "ring": three float32 blocks of T/n * N numbers (one of one rank).  Kept for backward are x and
-    the weight.  Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.  Of the
+    the weight.  Backward has two blocks of T/n * N of x's dtype, and the weight's gradient in float32, N * K.  For the
     others see docs/ops/collective_matmul.md.
 
     Example:

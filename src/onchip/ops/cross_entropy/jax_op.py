@@ -125,7 +125,7 @@ def cross_entropy(
         axis_name, vocab_size: as in `linear_cross_entropy`: inside of `jax.shard_map` logits are this device's
             [..., V / n], and so are soft labels of every entry; their gradient is that of these.
         shift: as in `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
-            costs nothing; logits aren't copied.  Of targets that are ids.
+            costs nothing; logits aren't copied.  For targets that are ids.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
             `check_inputs` and `return_stats`: as in `linear_cross_entropy`.
@@ -137,7 +137,7 @@ def cross_entropy(
     What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        The loss in float32 (float64 for float64 inputs), 0-d or of target's shape; with return_stats `(loss,
         CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  Under jit, or on a GPU
         without check_inputs, a target that is neither ignore_index nor in [0, V), or a log-probability above 0, makes
         its token's loss and gradient NaN.

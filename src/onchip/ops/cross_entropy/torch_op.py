@@ -132,11 +132,11 @@ def cross_entropy(
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward.
         labels: another name of target, by keyword.
-        shift: as of `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
-            costs nothing; logits aren't copied.  Of targets that are ids.
+        shift: as in `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
+            costs nothing; logits aren't copied.  For targets that are ids.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
-            `check_inputs` and `return_stats`: as of `linear_cross_entropy`.
+            `check_inputs` and `return_stats`: as in `linear_cross_entropy`.
         inplace_backward: let backward write the gradient over the logits: **after it they are gone**.  The logits must
             be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
@@ -151,7 +151,7 @@ def cross_entropy(
             and the same of all else.  DTensors with Shard(-1) need none.  "plain" runs labels for every entry.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        The loss in float32 (float64 for float64 inputs), 0-d or of target's shape; with return_stats `(loss,
         CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
 
     Raises:
@@ -257,7 +257,7 @@ def _refusal(logits: Tensor, numbers: Tensor | None, kind: str, shards: Shards) 
 
 
 class CrossEntropyLoss(LossModule[Result]):
-    """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
+    """`cross_entropy` as a module, in place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
     Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
     `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights go to `forward`, and the mean of
@@ -320,7 +320,7 @@ class CrossEntropyLoss(LossModule[Result]):
         vocab_start: int | None = None,
         vocab_size: int | None = None,
     ) -> Result:
-        """The loss, or `(loss, stats)`; arguments as of `cross_entropy`, these overriding the module's."""
+        """The loss, or `(loss, stats)`; arguments as in `cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
             normalizer=normalizer,
             token_weight=token_weight,

@@ -40,8 +40,8 @@ class Fp8Linear(torch.nn.Linear):
     checkpoint of one is one of the other.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of `torch.nn.Linear`.
-        grad_dtype, scale, backend: as of `fp8_linear`.
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`.
+        grad_dtype, scale, backend: as in `fp8_linear`.
         main_grad: backward adds the weight's gradient to `weight.main_grad`, a float32 tensor of its shape that you
             attach, and leaves `weight.grad` alone.
 
@@ -91,7 +91,7 @@ class Fp8Linear(torch.nn.Linear):
 
         Args:
             linear: the layer to stand in for; a plain `torch.nn.Linear`.
-            grad_dtype, scale, backend, main_grad: as of the class.
+            grad_dtype, scale, backend, main_grad: as in the class.
 
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
@@ -151,16 +151,16 @@ def convert_linears(
     backend: Backend = "auto",
     main_grad: bool = False,
 ) -> list[str]:
-    """Put an `Fp8Linear` with the same parameters in the place of each `torch.nn.Linear` of `model`.
+    """Put an `Fp8Linear` with the same parameters in place of each `torch.nn.Linear` of `model`.
 
-    The usual recipe leaves the output head, routers and other small layers as they are: pass a filter.  Optimizers and
+    The usual recipe leaves out the output head, routers and other small layers: pass a filter.  Optimizers and
     names of parameters stay valid.  Subclasses of nn.Linear are left alone, and so are layers whose forward another
     library has replaced.  A layer that is used in several places stays one layer.
 
     Args:
         model: changed in place; must not be an nn.Linear itself.
         filter: called with each layer's name and the layer; it is replaced where that returns True.  None: all are.
-        grad_dtype, scale, backend, main_grad: as of `Fp8Linear`.
+        grad_dtype, scale, backend, main_grad: as in `Fp8Linear`.
 
     Returns:
         The names of the layers that were replaced.

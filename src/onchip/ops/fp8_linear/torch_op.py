@@ -127,8 +127,8 @@ def quantize_activation(x: Tensor, *, scale: Scale = "float32", backend: Backend
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
-        scale: "float32" or "power_of_two", the same as of the layers that will use it.
-        backend: as of `fp8_linear`; how it is quantised, to the same bits by each.
+        scale: "float32" or "power_of_two", the same as in the layers that will use it.
+        backend: as in `fp8_linear`; how it is quantised, to the same bits by each.
 
     Returns:
         What `fp8_linear` takes in place of x.  It holds x itself: keep it no longer than needed.
@@ -166,8 +166,8 @@ def quantize_weight(weight: Tensor, *, scale: Scale = "float32", backend: Backen
 
     Args:
         weight: [N, K] float32, bfloat16 or float16.
-        scale: "float32" or "power_of_two", the same as of the calls that will use it.
-        backend: as of `fp8_linear`; how it is quantised, to the same bits by each.
+        scale: "float32" or "power_of_two", the same as in the calls that will use it.
+        backend: as in `fp8_linear`; how it is quantised, to the same bits by each.
 
     Returns:
         What `fp8_linear` takes in place of weight.

@@ -105,7 +105,7 @@ def moe(
         y = sum over e of w_e * expert_e(x) + shared(x)
         w_e = scaling_factor * s_e / (sum of s over these) # norm_topk=False: scaling_factor * s_e
 
-    With a correction bias b the experts are those of largest s + b; the weights are of s alone.
+    With a correction bias b the experts are those of largest s + b; the weights come from s only.
 
     Args:
         params: of `init_moe`, or a model's.  The router's bias is added to its logits, those of the experts to the
@@ -206,7 +206,7 @@ def update_correction_bias(
     counts: Array,  # [E]
     rate: float = 0.001,
 ) -> jax.Array:
-    """The correction bias of `moe` after a step: correction_bias + rate * sign(mean(counts) - counts).
+    """The correction bias in `moe` after a step: correction_bias + rate * sign(mean(counts) - counts).
 
     Experts with too many tokens get fewer.
 

@@ -137,7 +137,7 @@ class Router(nn.Linear):
 
 
 class MoE(nn.Module):
-    r"""A mixture of experts with SwiGLU, in the place of a transformer's MLP.
+    r"""A mixture of experts with SwiGLU, in place of a transformer's MLP.
 
     Each token goes to the `top_k` experts of largest score, all of them: there is no capacity, and none is dropped.
     With scores s = softmax(router x), or their sigmoid, and the set C of a token's chosen experts::
@@ -146,7 +146,7 @@ class MoE(nn.Module):
         y = sum over e in C of w_e * expert_e(x) + shared(x)
         w_e = scaling_factor * s_e / (sum of s over C)       # norm_topk=False: scaling_factor * s_e
 
-    With a correction bias b, C are those of largest s + b; the weights are of s alone.
+    With a correction bias b, C are those of largest s + b; the weights come from s only.
 
     Args:
         hidden: H, of a token.
@@ -162,7 +162,7 @@ class MoE(nn.Module):
         n_group, topk_group: the experts are n_group groups of neighbours, and a token's are in its topk_group best, by
             the sum of a group's two largest scores (DeepSeek-V3: 8 and 4).
         bias: the router and all experts add biases.
-        device, dtype: as of `torch.nn.Linear`; the router is in float32, and so is what it computes.
+        device, dtype: as in `torch.nn.Linear`; the router is in float32, and so is what it computes.
         backend: of `grouped_matmul`.
 
     Parameters are gate_up [E, 2 F, H], whose first F rows are the gate's, and down [E, H, F], with bias gate_up_bias

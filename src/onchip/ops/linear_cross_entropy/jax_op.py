@@ -204,7 +204,7 @@ def linear_cross_entropy(
     class_weight are constants to autodiff.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        The loss in float32 (float64 for float64 inputs), 0-d or of target's shape; with return_stats `(loss,
         LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  Under jit, or on a
         GPU without check_inputs, a target that is neither ignore_index nor in [0, V), or a log-probability above 0,
         makes its token's loss, and the gradients that it enters, NaN.

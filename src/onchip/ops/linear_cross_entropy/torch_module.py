@@ -57,9 +57,9 @@ class LMHead(Linear, Generic[Result]):
     shifted already, so that position i is to predict label i, pass shift=False, here or with each call.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of `torch.nn.Linear`: H, V, and whether there is a bias.
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`: H, V, and whether there is a bias.
         options: those of `LinearCrossEntropyLoss`, as defaults of each call, but for shift, which is True here.  They
-            make nothing of the logits that `head(hidden)` gives: softcap and logit_scale enter the loss alone.
+            don't change the logits that `head(hidden)` gives: softcap and logit_scale affect only the loss.
 
     Raises:
         TypeError, ValueError: an option that there isn't, or a wrong one.
@@ -153,7 +153,7 @@ class LMHead(Linear, Generic[Result]):
         Args:
             linear: the layer to stand in for; a plain `torch.nn.Linear`.  Hooks that gather its weight (DeepSpeed's)
                 go with it.
-            options: as of the class.
+            options: as in the class.
 
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
@@ -210,7 +210,7 @@ class LMHead(Linear, Generic[Result]):
                 arguments make it.
             RuntimeError: the weight isn't here as a whole, a plan has the head as PyTorch's `ColwiseParallel`, or the
                 head has hooks, which would be given the loss for logits.
-            Else as `linear_cross_entropy`.
+            Otherwise as `linear_cross_entropy`.
 
         Warns:
             UserWarning: labels look shifted already, and shift is given neither here nor to the module (on the CPU).
@@ -301,7 +301,7 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
               a scale (Cohere, Granite) or a softcap (Gemma 2), enters the loss: it is found by running the model's own
               forward without its layers, on the CPU, in each call (some milliseconds); torch.compile does it
               once.
-        hidden: [..., S, H], what the head would be called with: of a model `last_hidden_state` of its body, as
+        hidden: [..., S, H], what the head would be called with: for a model the `last_hidden_state` of its body, as in
             `model.get_decoder()(input_ids).last_hidden_state`.
         labels: [..., S] of any integer dtype, as the data has them: position i is compared with label i + 1.  With
             shift=False those that each position is to predict.
@@ -313,15 +313,15 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
         What `linear_cross_entropy` returns: the loss, or with return_stats `(loss, LinearCrossEntropyStats)`.
 
     Raises:
-        TypeError: a head of another class, or an adapter of another kind; a model whose logits are something else than
-            scaled or capped ones of its head, or that isn't to be understood: pass its head.
+        TypeError: a head of another class, or an adapter of another kind; a model whose logits are anything but its
+            head's, scaled or capped, or whose forward can't be followed: pass its head.
         ValueError: a softcap or logit_scale that isn't the model's.
         RuntimeError: the head's weight isn't here as a whole, or the head has hooks, which must run: make it an
             `LMHead`.  PEFT's adapters are merged and disabled.
-        Else as `linear_cross_entropy`.
+        Otherwise as `linear_cross_entropy`.
 
     Memory: `linear_cross_entropy`'s.  Under LoRA, with adapters of rank r in all, also a weight [V, H + r] and its
-    gradient, though the head's own be frozen.
+    gradient, even if the head's own weight is frozen.
 
     Example:
         >>> import torch
@@ -418,7 +418,7 @@ class HeadOperands(NamedTuple):
 
 
 def linear_operands(op: str, head: Module, hidden: Tensor) -> HeadOperands:
-    """What a loss of a linear layer takes for `head`, in the place of `head(hidden)`; raises what `lm_loss` does.
+    """What a loss of a linear layer takes for `head`, in place of `head(hidden)`; raises what `lm_loss` does.
 
     K is H, and under LoRA H and the ranks of the active adapters: hidden beside s A d(hidden), weight beside B, for a
     scale s and a dropout d.  That is exact, with dropout and for small adapters too, whose sum with a weight of 16 bits

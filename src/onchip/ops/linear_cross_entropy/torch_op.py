@@ -183,7 +183,7 @@ def linear_cross_entropy(
         temperature: above 0: divides the logits after softcap; a number, or a constant [...] tensor.
         check_inputs: check values on the GPU too, including a quantised weight's copies.  This waits for the device.
             On the CPU values are always checked.
-        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB" or
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, text like "1GiB" or
             "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default: 256 MiB or an
             eighth of the float32 logits, whichever is more, and at least what one chunk needs; without gradients
             "triton" takes 64 MiB, and precision="fp8" what chunks of 2048 tokens need.
@@ -204,22 +204,22 @@ def linear_cross_entropy(
             any device by products of the dequantised numbers.
         vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
             its rows of weight, bias and weight_grad_out.  Everything else, including targets and class_weight, is for
-            the whole vocabulary and the same on each rank; so is the loss, to the bit.  Of soft labels for every
+            the whole vocabulary and the same on each rank; so is the loss, to the bit.  With soft labels for every
             entry a rank passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.
             DTensors on a mesh of one dimension need no group: a weight with Shard(0), such labels with Shard(-1),
             hidden states with Replicate() or Shard of tokens.  strategy="stash" with precision="full" raises.  The
             guide docs/guides/vocab_parallel.md has more.
         vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
             rows; shards may be uneven and empty.
-        vocab_size: of the whole vocabulary, without padding; rows from there on are left out, with gradients of 0.
-            Default: that of all ranks' rows, which are then as many on each.
+        vocab_size: size of the whole vocabulary, without padding; later rows are left out and get gradients of 0.
+            Default: the number of all ranks' rows, which must then be the same on each.
         hidden_layout: "replicated": each rank has all tokens.  "sequence": each has a part of the tokens, in one
             dimension of hidden, in the order of ranks; the targets are those of all.
-        reduce_hidden_grad: False leaves hidden's gradient the part that comes of this rank's rows: the caller adds
-            those of all ranks.
+        reduce_hidden_grad: False leaves hidden's gradient as the part that comes from this rank's rows: the caller adds
+            up those of all ranks.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        The loss in float32 (float64 for float64 inputs), 0-d or of target's shape; with return_stats `(loss,
         LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
 
     Raises:
@@ -467,7 +467,7 @@ class LinearCrossEntropyLoss(LossModule[Result]):
         hidden_layout: HiddenLayout = "replicated",
         reduce_hidden_grad: bool = True,
     ) -> Result:
-        """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
+        """The loss, or `(loss, stats)`; arguments as in `linear_cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
             normalizer=normalizer,
             token_weight=token_weight,

@@ -119,7 +119,7 @@ def linear_jsd(
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
         labels: another name of target.
-        ignore_index, token_weight, reduction, normalizer: as of `linear_cross_entropy`; the arrays are constants.
+        ignore_index, token_weight, reduction, normalizer: as in `linear_cross_entropy`; the arrays are constants.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
@@ -127,7 +127,7 @@ def linear_jsd(
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's arrays too.  Otherwise the teacher is a constant.
         check_inputs: as in `linear_cross_entropy`: raise for targets and a top-k teacher that are wrong on a GPU too.
-        scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
+        scratch_bytes: bound on the temporary memory: bytes, text like "1GiB", or a float in (0, 1], that part of both
             models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
             chunk needs.
         backend: "xla" (plain JAX, on any device) or "auto".
@@ -135,7 +135,7 @@ def linear_jsd(
     The numbers (beta, temperature, hard_weight) are Python's: another value compiles anew.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
+        The loss in float32 (float64 for float64 inputs), 0-d or [...].  If every token is ignored, "mean" is 0 with
         zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
         with beta 1 the reverse (and the gradients there are not finite).  A target that is neither ignore_index nor in
         [0, V), a top-k index outside of it or a log-probability above 0, makes its token's loss and the gradients that

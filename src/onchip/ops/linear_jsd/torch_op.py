@@ -87,7 +87,7 @@ def linear_jsd(
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
         labels: another name of target.
-        ignore_index, token_weight, reduction, normalizer, check_inputs: as of `linear_cross_entropy`.
+        ignore_index, token_weight, reduction, normalizer, check_inputs: as in `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
@@ -95,20 +95,20 @@ def linear_jsd(
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's tensors too, where they require them.  Otherwise the teacher is a
             constant.
-        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB", or
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, text like "1GiB", or
             a float in (0, 1], that part of both models' float32 logits.  Default: 256 MiB or an eighth of those,
             whichever is more, and at least what one chunk needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
             gradient of teacher_logits), "plain" (the framework's own operations, on any device) or "auto": the first of
             these that can run the call.
         vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
-            ranks of a process group, as of `linear_cross_entropy`: each rank passes its rows of both models' weights
+            ranks of a process group, as in `linear_cross_entropy`: each rank passes its rows of both models' weights
             and biases, or its columns of teacher_logits; teacher_topk has ids of the whole vocabulary, the same on
             each.  hidden_layout is that of both models' hidden states; without a target and teacher_topk, "sequence" is
             of their first dimension.  vocab_size stands for `vocab`.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
+        The loss in float32 (float64 for float64 inputs), 0-d or [...].  If every token is ignored, "mean" is 0 with
         zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
         with beta 1 the reverse (and the gradients there are not finite).  Between them it is finite for any logits,
         -inf among them.

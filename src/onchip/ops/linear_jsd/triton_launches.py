@@ -182,7 +182,7 @@ def divergence(
     row_scale: Tensor | None = None,  # [T] float32, by position
     **more: Any,
 ) -> Launch:
-    """Losses of some positions, and their logits' gradients; `more` are arguments in the place of the call's."""
+    """Losses of some positions, and their logits' gradients; `more` are arguments in place of the call's."""
     call, options, beta = pair.call, pair.call.options, pair.call.options.beta
     models = {**pair.given, **made}
     arguments: dict[str, Any] = {}

@@ -229,7 +229,7 @@ def linear_log_probs(
         backend: "xla" (plain JAX, on any device), or "auto": the first backend that can run.
 
     Returns:
-        log_prob of ids' shape in float32, of float64 inputs in float64.  If anything else is asked for,
+        log_prob in ids' shape, in float32 (float64 for float64 inputs).  If anything else is asked for,
         `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
         Under jit, or on a GPU without check_inputs, an id that is neither ignore_index nor in [0, V) has log_prob NaN,
         and so are the gradients that its token enters.

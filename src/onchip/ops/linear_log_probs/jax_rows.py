@@ -117,7 +117,7 @@ def log_probs(
         backend: "xla" (plain JAX, on any device) or "auto".
 
     Returns:
-        log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as in `linear_log_probs`.  Under
+        log_prob of ids' shape in float32 (float64 for float64 inputs), or `LogProbs`, as in `linear_log_probs`.  Under
         jit, or on a GPU without check_inputs, an id that is neither ignore_index nor in [0, V) has log_prob NaN, and so
         is its token's gradient.
 

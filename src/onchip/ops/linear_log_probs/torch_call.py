@@ -112,7 +112,7 @@ class LogProbsPlainOutputs(NamedTuple):
 
     @staticmethod
     def empty(options: LogProbsOptions, like: Tensor, shape: Sequence[int], ids: Tensor) -> "LogProbsPlainOutputs":
-        """Not yet filled; arguments as of `LogProbsOutputs.empty`."""
+        """Not yet filled; arguments as in `LogProbsOutputs.empty`."""
         out = LogProbsOutputs.empty(options, like, shape, ids)
         return LogProbsPlainOutputs(out, None if out.entropy is None else stated.empty_like(out.entropy))
 
@@ -127,7 +127,7 @@ def gradient_by_outputs(
 ) -> tuple[TokenGradient, Tensor | None]:
     """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing).
 
-    `kept` is a `Kept`, of this op or of log_probs; `shares` as of `token_gradient`.
+    `kept` is a `Kept`, of this op or of log_probs; `shares` as in `token_gradient`.
     """
     ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
 

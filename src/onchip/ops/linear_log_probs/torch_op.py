@@ -195,11 +195,11 @@ def linear_log_probs(
 
     So log_prob is `F.linear(hidden, weight, bias).log_softmax(-1).gather(-1, ids[..., None])[..., 0]`, with float32
     logits whatever the inputs' dtype.  log_prob, entropy and lse are differentiable with respect to hidden, weight and
-    bias, with any upstream gradient for each number of theirs.
+    bias, with any upstream gradient for each of their numbers.
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T tokens.
-        weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as of `linear_cross_entropy`.
+        weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as in `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         labels: another name of ids, by keyword.
@@ -207,7 +207,7 @@ def linear_log_probs(
             position i + 1, and the last one has none, as if they were ignored.  ids are copied, hidden isn't.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
             on the CPU, leaves exact zeros (top1: -1) and may hold anything.
-        softcap, logit_scale, temperature, check_inputs, backend: as of `linear_cross_entropy`.
+        softcap, logit_scale, temperature, check_inputs, backend: as in `linear_cross_entropy`.
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
@@ -218,11 +218,11 @@ def linear_log_probs(
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what one chunk needs; without gradients "triton" takes 64 MiB.
         vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
-            ranks of a process group, as of `linear_cross_entropy`; ids are those of the whole vocabulary and of all
+            ranks of a process group, as in `linear_cross_entropy`; ids are those of the whole vocabulary and of all
             tokens, and each rank returns the same.
 
     Returns:
-        log_prob of ids' shape in float32, of float64 inputs in float64.  If anything else is asked for,
+        log_prob in ids' shape, in float32 (float64 for float64 inputs).  If anything else is asked for,
         `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
 
     Raises:

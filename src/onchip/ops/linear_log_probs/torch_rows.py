@@ -74,14 +74,14 @@ def log_probs(
 
     So log_prob is `logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]`, without a float32 copy of the
     logits or a matrix of their softmax.  log_prob, entropy and lse are differentiable with respect to the logits, with
-    any upstream gradient for each number of theirs.
+    any upstream gradient for each of their numbers.
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
             dimensions hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it
             -softcap).
         ids: and `labels`, `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`,
-            `lse`, `top1`, `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as of `linear_log_probs`.
+            `lse`, `top1`, `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as in `linear_log_probs`.
         scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
@@ -92,7 +92,7 @@ def log_probs(
             with Shard(-1) needs none.
 
     Returns:
-        log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as of `linear_log_probs`.
+        log_prob of ids' shape in float32 (float64 for float64 inputs), or `LogProbs`, as in `linear_log_probs`.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -103,8 +103,8 @@ def log_probs(
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
     Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, with `ids` = K: 4 * rows * V bytes for chunks
-    of so many rows, as much again with entropy and in backward with softcap; with "triton" numbers of tokens and ids
-    alone.  Between forward and backward the op keeps
+    of so many rows, as much again with entropy and in backward with softcap; with "triton" a few numbers per
+    token and id.  Between forward and backward the op keeps
     logits and ids by reference, log_prob, lse and with entropy=True two more floats per token.  The gradient is one
     tensor of logits' dtype.
 

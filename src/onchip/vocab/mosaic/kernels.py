@@ -122,7 +122,7 @@ def softmax_tiles(
     exponential_scale: float = 1.0,
     begin: Array | None = None,  # [1] int32: the position of the first of the operands' rows, where those aren't all;
     # they are multiples of 128, and so are rooms
-    labels: MosaicLabels | None = None,  # soft ones, in the place of `operands.label`
+    labels: MosaicLabels | None = None,  # soft ones, in place of `operands.label`
     config: MosaicConfig,
     interpret: Any = None,
 ) -> MosaicPartials | None:

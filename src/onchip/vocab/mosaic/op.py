@@ -125,7 +125,7 @@ def _keeping(
 ) -> tuple[XlaTokenStats, None, MosaicSaved]:
     """As `forward`, with exponentials kept: in the plan's rooms, from position `begin` of those on.
 
-    memory: as of `rooms_of`.
+    memory: as in `rooms_of`.
     """
     from onchip.kernels.mosaic.launch import written
     from onchip.vocab.mosaic import kernels, rebase
@@ -334,7 +334,7 @@ def gradients(
 ) -> XlaProjection:
     """The gradients, of each position's factors.
 
-    by_logits: of a chunk of the vocabulary, in the place of `gradient_tiles`: of the operands, the chunk's first entry
+    by_logits: of a chunk of the vocabulary, in place of `gradient_tiles`: of the operands, the chunk's first entry
         [1] and its size.
     """
     from jax.experimental.pallas import run_state

@@ -53,7 +53,7 @@ class MosaicPartials(NamedTuple):
     """Of each part of the vocabulary and position, [parts, P]: what the softmax kernels leave; None: not wanted.
 
     Those of positions past the last tile that counts are left unwritten.  With soft labels q for every entry, what is
-    left out in the place of the label is each part's largest logit.
+    left out in place of the label is each part's largest logit.
     """
 
     maximum: Any  # float32: of z

@@ -32,8 +32,8 @@ _AHEAD = 8  # rows of hidden that are on their way at a time
 
 
 def rebase_exponentials(
-    rooms: Sequence[KeptBlocks],  # references, as of `softmax_tiles`
-    maximum: Array,  # [parts, T] float32: of z, as of `softmax_tiles` with the same config
+    rooms: Sequence[KeptBlocks],  # references, as in `softmax_tiles`
+    maximum: Array,  # [parts, T] float32: of z, as in `softmax_tiles` with the same config
     before: Array,  # [T] float32: what the exponentials are relative to
     after: Array,  # [T] float32: what they are to be relative to
     count: Array,  # [1] int32

@@ -109,7 +109,7 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, half: An
 
 
 def as_stored(blocks: list[Any], dtype: Any, half: Any = None) -> list[Any]:
-    """The first 16 bits of each of the blocks of float32 whose digits share words, and these; `half` as of `split`."""
+    """The first 16 bits of each of the blocks of float32 whose digits share words, and these; `half` as in `split`."""
     bits = bits_of(dtype)
     firsts, digits = zip(*(split(x, dtype, bits, half) for x in blocks), strict=True)
     word = digits[0]

@@ -27,7 +27,7 @@ def statistics(op: str, call: RowsCall, asked: Asked, *, uniform: bool = False) 
     """Those of every token over the whole vocabulary, which `asked` has the class weights of; and the tokens, or None
     where kernels took all T and wrote what ignored ones have.
 
-    `uniform`: the mean of lse - z is asked for in the place of the logits' mean.
+    `uniform`: the mean of lse - z is asked for in place of the logits' mean.
     """
     options, shards = call.options, call.shards
     refuse_to_state(call)

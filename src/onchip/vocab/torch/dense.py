@@ -1,4 +1,4 @@
-"""Cross-entropy with a label for every entry of the vocabulary, by the formulas of `vocab.loss`.
+"""Cross-entropy with a label for every entry of the vocabulary, by the formulas in `vocab.loss`.
 
 Rows of the whole vocabulary are taken, a chunk of tokens at a time.  Of a vocabulary that is sharded over ranks, each
 has the labels of its shard.  With the names of `parallel` and a token's labels q, Q_r being their sum over shard r,
@@ -189,7 +189,7 @@ def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Ten
 def dense_sums(
     source: Any, options: Any, tokens: Ids, config: ChunkConfig, probs: Tensor, class_weight: Tensor | None
 ) -> DenseSums:
-    """Arguments as of `dense_stats`, or a part of the vocabulary's, which may be empty; the softmax's `log_prob` is
+    """Arguments as in `dense_stats`, or a part of the vocabulary's, which may be empty; the softmax's `log_prob` is
     that of the largest logit."""
     vocab, asked = source.vocab, options.return_stats
     n = tokens.number if vocab > 0 else 0

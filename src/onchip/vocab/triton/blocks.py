@@ -154,7 +154,7 @@ def read_labels(labels, class_weight, t, v0, n, V, RAGGED: tl.constexpr, FEW: tl
     on 0.  Of tokens from n on, anything.
 
     `labels`: Labels; the tokens are in `labels.rows` of an outer row, which is `odd`.  FEW: a thread gets several
-    entries of few tokens in the place of one entry of many, each of whose addresses takes two registers.
+    entries of few tokens in place of one entry of many, each of whose addresses takes two registers.
     """
     rows = row_number(labels.rows)
     t = tl.minimum(t, tl.maximum(n, 1) - 1)

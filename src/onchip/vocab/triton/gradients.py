@@ -296,7 +296,7 @@ def write_entries(
     buffer,
     BLOCK: tl.constexpr,
 ):
-    """Put the ids' entries in the place of what is there, for positions in [first, last) and a chunk of tiles."""
+    """Put the ids' entries in place of what is there, for positions in [first, last) and a chunk of tiles."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     t = (i // K).to(tl.int32)
     inside = (t >= first) & (t < tl.minimum(tl.load(count), last))

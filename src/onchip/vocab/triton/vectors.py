@@ -1,4 +1,4 @@
-"""Kernels over the numbers of each token or id, each in the place of several of the framework's operations.
+"""Kernels over the numbers of each token or id, each in place of several of the framework's operations.
 
 None as an argument: it is not wanted.
 """

@@ -79,7 +79,7 @@ def select(plan: ChunkConfig, labels: Array) -> CountedTokens:
 def forward(
     plan: ChunkConfig, wanted: Wanted, needs: Any, call: LossCall
 ) -> tuple[XlaTokenStats, LabelSums | None, Any]:
-    """With 'stash' the gradients are saved, else what they are made from; `needs` as of `gradients`."""
+    """With 'stash' the gradients are saved, else what they are made from; `needs` as in `gradients`."""
     sums = None
     if call.entries is not None:
         stats, sums, call = of_every_entry(plan, wanted, call)
