@@ -1,6 +1,6 @@
 """Modules of PyTorch: a loss, and a layer in place of an nn.Linear."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +13,12 @@ from onchip.frontend.options import require_positive, scratch_in_bytes
 from onchip.frontend.torch_types import Result
 
 L = TypeVar("L", bound=Linear)
+F = TypeVar("F")
+
+
+def typed_as(of: F) -> Callable[[Any], F]:
+    """A decorator: what it is put on has the types of `of`."""
+    return lambda _: of
 
 
 def stand_in(cls: type[L], linear: Module) -> L:

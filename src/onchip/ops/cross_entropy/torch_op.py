@@ -20,7 +20,7 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import check_label_tensors, is_soft
-from onchip.frontend.torch_module import LossModule
+from onchip.frontend.torch_module import LossModule, typed_as
 from onchip.frontend.torch_parallel import WHOLE, OfShardedLogits, Sharding, Shards, localized
 from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
@@ -43,13 +43,6 @@ class LogitsModuleKeywords(LossKeywords, total=False):
     shift: bool
     temperature: float
     inplace_backward: bool
-
-
-class LogitsCallKeywords(OfToken, OfShardedLogits, total=False):
-    """What the module's forward takes by keyword, but for labels."""
-
-    normalizer: float | Tensor | None
-    temperature: float | Tensor | None
 
 
 class LogitsKeywords(LossKeywords, OfToken, OfShardedLogits, total=False):
@@ -335,11 +328,5 @@ class CrossEntropyLoss(LossModule[Result]):
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 
-        def __call__(
-            self,
-            logits: Tensor,
-            target: Tensor | TopK[Tensor] | None = None,
-            *,
-            labels: Tensor | TopK[Tensor] | None = None,
-            **options: Unpack[LogitsCallKeywords],
-        ) -> Result: ...
+        @typed_as(forward)
+        def __call__(self, *given: Any, **options: Any) -> Any: ...

@@ -14,7 +14,7 @@ from torch.types import Device
 
 from onchip.frontend.torch_inputs import dtype_name, is_dtensor, refuse_transforms, require_tensor
 from onchip.frontend.torch_model import WRAPPERS, inner_model, own_logits
-from onchip.frontend.torch_module import described, stand_in
+from onchip.frontend.torch_module import described, stand_in, typed_as
 from onchip.frontend.torch_types import Result, WithStats
 from onchip.ops.linear_cross_entropy.torch_op import (
     HeadKeywords,
@@ -243,21 +243,7 @@ class LMHead(Linear, Generic[Result]):
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 
-        @overload
-        def __call__(self, input: Tensor, labels: None = None) -> Tensor: ...
-        @overload
-        def __call__(self, input: Tensor, labels: Tensor, **options: Unpack[HeadKeywords]) -> Result: ...
-        @overload
-        def __call__(
-            self, input: Tensor, labels: Tensor, *, return_stats: Literal[False], **options: Unpack[HeadKeywords]
-        ) -> Tensor: ...
-        @overload
-        def __call__(
-            self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[HeadKeywords]
-        ) -> WithStats: ...
-        @overload
-        def __call__(self, input: Tensor, *, compute: Compute[Made]) -> Made: ...
-
+        @typed_as(forward)
         def __call__(self, *given: Any, **options: Any) -> Any: ...
 
     def extra_repr(self) -> str:

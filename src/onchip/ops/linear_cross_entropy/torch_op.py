@@ -29,7 +29,7 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import check_label_tensors, is_soft
-from onchip.frontend.torch_module import LossModule
+from onchip.frontend.torch_module import LossModule, typed_as
 from onchip.frontend.torch_parallel import WHOLE, HiddenLayout, OfShards, Sharding, Shards, localized
 from onchip.frontend.torch_register import Operator, inside_operator, needed
 from onchip.frontend.torch_repeat import repeatable
@@ -54,14 +54,6 @@ class HeadModuleKeywords(LossKeywords, total=False):
     strategy: Strategy
     precision: Precision
     temperature: float
-
-
-class HeadCallKeywords(OfToken, OfShards, total=False):
-    """What the module's forward takes by keyword, but for labels."""
-
-    normalizer: float | Tensor | None
-    temperature: float | Tensor | None
-    weight_grad_out: Tensor | None
 
 
 class HeadKeywords(LossKeywords, OfToken, OfShards, total=False):
@@ -485,13 +477,5 @@ class LinearCrossEntropyLoss(LossModule[Result]):
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 
-        def __call__(
-            self,
-            hidden: Tensor,
-            weight: Tensor | QuantizedWeight,
-            target: Tensor | TopK[Tensor] | None = None,
-            bias: Tensor | None = None,
-            *,
-            labels: Tensor | TopK[Tensor] | None = None,
-            **options: Unpack[HeadCallKeywords],
-        ) -> Result: ...
+        @typed_as(forward)
+        def __call__(self, *given: Any, **options: Any) -> Any: ...
