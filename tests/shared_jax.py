@@ -16,6 +16,18 @@ def temporary_bytes(step, *arguments):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def small_problem(tokens=24, hidden=16, vocab=70, dtype="float32", seed=0, ids=None):
+    """(hidden [2, T/2, H], weight [V, H], labels [2, T/2] or of so many `ids` each [2, T/2, K], bias [V])."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    shape = (2, tokens // 2) if ids is None else (2, tokens // 2, ids)
+    labels = jnp.asarray(rng.integers(vocab, size=shape), jnp.int32)
+    return normal(2, tokens // 2, hidden), normal(vocab, hidden), labels, normal(vocab)
+
+
 def assert_same(a, b, scale=1.0):
     """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||.  Infinities must agree."""
     a, b = jax.tree.leaves(a), jax.tree.leaves(b)

@@ -4,66 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common_llp_jax import small_problem
 
 from onchip.jax import LogProbs, linear_log_probs, log_probs
 from onchip.ops.linear_log_probs import reference
-from onchip.ops.linear_log_probs.cases import CHECK_CASES, LogProbsCase
-from onchip.ops.linear_log_probs.checks import CHECKER
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
-from shared import assert_within_bounds
-from shared_jax import assert_same, temporary_bytes
+from shared_jax import assert_same, small_problem, temporary_bytes
 
 MORE = {"mean_logits": True, "log_sum_sq_probs": True}
 
 
-def assert_right(case, dtype="float32", **how):
-    """The op on `case` is within its bounds of the oracle, for every quantity."""
-    assert_within_bounds(CHECKER.check_case(case, dtype, **how))
-
-
-# Compiling takes nearly all of the time: `onchip check` runs all cases in all dtypes.
-@pytest.mark.parametrize(
-    ("name", "dtype", "entropy"),
-    [
-        ("small logits", "float32", True),
-        ("peaked among several", "float32", True),
-        ("all ignored", "float32", True),
-        ("everything", "float32", True),
-        ("top-32", "float32", False),
-        ("everything", "bfloat16", True),
-        ("peaked, logits", "float32", True),
-        ("everything, logits", "bfloat16", True),
-    ],
-    ids=str,
-)
-def test_check_cases(name, dtype, entropy):
-    assert_right(next(c for c in CHECK_CASES if c.name == name), dtype, entropy=entropy)
-
-
-@pytest.mark.parametrize("size", [(4097, 31, 123), (1, 31, 50257)], ids=str)
-def test_sizes(size):
-    assert_right(LogProbsCase("size", *size))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "dtype"), [("hv", "float16")])
-def test_many_chunks(layout, dtype):
-    """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
-    case = LogProbsCase(
-        "chunks", 333, 40, 2500, bias=True, ignored=0.2, ids=3, ignored_ids=0.2, options={"softcap": 5.0}
-    )
-    problem = Problem(333, 40, 2500, dtype, grad_bias=True, softcap=True, stats=True, compacted=True, ids=3)
-    budget = memory.scratch_at_least(problem, "recompute")
-    config = memory.plan(problem, "recompute", budget)
-    assert config.token_chunk < 333 / 2
-    assert config.vocab_chunk < 2500 / 2
-    assert_right(case, dtype, scratch_bytes=budget, weight_layout=layout)
-
-
 def test_nothing_leaks_from_ignored_tokens_and_bad_ids_give_nan():
-    h, w, ids, b = small_problem(2)
+    h, w, ids, b = small_problem(ids=2)
     ids = ids.at[0, 3].set(-100).at[1, 5].set(-100).at[0, 4, 0].set(-100)
     dirty, tau = h.at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf), jnp.ones((2, 12)).at[0, 3].set(jnp.nan)
 
@@ -88,24 +40,8 @@ def test_nothing_leaks_from_ignored_tokens_and_bad_ids_give_nan():
     assert np.argwhere(np.isnan(oracle.grad_hidden).any(-1)).tolist() == [[1, 7]]
 
 
-@pytest.mark.parametrize("several", [1, 3])
-def test_ids_of_the_next_position(several):
-    h, w, ids, b = small_problem(several)
-    moved = jnp.concatenate([ids[:, 1:], jnp.full_like(ids[:, :1], -100)], 1)
-
-    def run(h, ids, **options):
-        out = linear_log_probs(h, w, ids, b, entropy=True, lse=True, top1=True, **options)
-        return (out.log_prob.sum() + out.entropy.sum() + out.lse.sum()), out
-
-    dirty = h.at[:, -1].set(jnp.nan)
-    made = jax.value_and_grad(run, has_aux=True)(dirty, ids, shift=True)
-    assert_same(made, jax.value_and_grad(run, has_aux=True)(dirty, moved))
-    assert made[0][1].top1[:, -1].tolist() == [-1, -1]
-    assert linear_log_probs(h[:, :0], w, ids[:, :0], shift=True).shape == (2, 0, several)
-
-
 def test_what_is_returned():
-    h, w, ids, _ = small_problem(3)
+    h, w, ids, _ = small_problem(ids=3)
     assert linear_log_probs(h, w, ids).shape == (2, 12, 3)
     out = linear_log_probs(h, w, np.asarray(ids, np.int64), top1=True)
     assert isinstance(out, LogProbs)
