@@ -4,6 +4,7 @@ Each backend declares its memory formula, the plans that it can run and what the
 refusal of a budget that is too small are the same for all.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -85,11 +86,36 @@ class Planner(Generic[Plan]):
     def compare(self, p: Any, strategy: str, budget: int) -> Plan | None:
         """The best of the candidates that fit."""
         assert self.candidates is not None
-        sized = [(self.scratch_bytes(p, c), c) for c in self.candidates(p, strategy, budget)]
-        fitting = [(size, self.cost(p, c), c) for size, c in sized if size <= budget]
-        fastest = min((cost for _, cost, _ in fitting), default=0.0)
-        equal = [x for x in fitting if x[1] <= self.slack * fastest]
-        return min(equal, key=lambda x: x[:2])[2] if equal else None
+        made = Fastest[Plan](self.slack)
+        for c in self.candidates(p, strategy, budget):
+            if (size := self.scratch_bytes(p, c)) <= budget:
+                cost = self.cost(p, c)
+                made.add(cost, (size, cost), c)
+        return made.best()
+
+
+class Fastest(Generic[Plan]):
+    """Of plans that fit a budget those that are among the fastest, for a search that has a bound of what a plan may
+    cost, soon computed: of those beyond it neither cost nor memory is.
+    """
+
+    def __init__(self, slack: float) -> None:
+        self._slack, self._found = slack, list[tuple[float, tuple[Any, ...], Plan]]()
+        self.bound = math.inf
+
+    def add(self, cost: float, order: tuple[Any, ...], plan: Plan) -> None:
+        """`order`: of equally fast ones the least is taken."""
+        if cost <= self.bound:
+            self._found.append((cost, order, plan))
+            self.bound = min(self.bound, self._slack * cost)
+
+    def best(self) -> Plan | None:
+        equal = [x for x in self._found if x[0] <= self.bound]
+        return min(equal, key=lambda x: x[1])[2] if equal else None
+
+    def soonest(self) -> Plan | None:
+        """The fastest itself."""
+        return min(self._found, key=lambda x: x[:2])[2] if self._found else None
 
 
 def default_scratch(logits_bytes: int, useful: int = 0) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.ops.linear_jsd.memory import Head, JsdProblem, logits_bytes
 from onchip.vocab import chunks
-from onchip.vocab.chunks import Planner, largest_within
+from onchip.vocab.chunks import Fastest, Planner, largest_within
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton.costs import RATES, Rates
 from onchip.vocab.triton.search import SLACK
@@ -212,15 +212,14 @@ def _config(p: JsdProblem, kept: int, tokens: int, vocab_tiles: int, weight_tile
     return JsdPlan(min(p.tokens, tokens), kept, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE)
 
 
-class JsdSearch:
+class JsdSearch(Fastest[JsdPlan]):
     """Plans that fit a budget and may be among the fastest: what surely takes longer is not looked at."""
 
     def __init__(self, p: JsdProblem, budget: int) -> None:
+        super().__init__(SLACK)
         self.problem, self.sizes, self.costs = p, JsdSizes(p), JsdCosts(p, RATES["h100"])
         self.budget = budget - self.sizes.casts - p.copied - self.sizes.vectors - self.sizes.hidden_rows - p.sent
         self.rows, self.tiles = self.sizes.rows, self.costs.tiles
-        self.found: list[tuple[int, float, JsdPlan]] = []
-        self.bound = math.inf  # of what a plan may cost
         self._beyond: dict[tuple[bool, int], int] = {}
         # At least: of one chunk of tokens, with tiles that fill whole waves.
         self.floor = 5 * self.costs.launch + self.costs.product + self.costs.hidden
@@ -248,15 +247,9 @@ class JsdSearch:
         for tokens in sorted(size for size in tried if size <= most):
             cost = time + self.costs.forward(tokens)
             if cost <= self.bound and (forward := sizes.forward(tokens)) <= room:
-                self.found.append(
-                    (fixed + max(forward, backward), cost, _config(self.problem, kept, tokens, vocab, weight))
-                )
-                self.bound = min(self.bound, SLACK * cost)
-
-    def best(self) -> JsdPlan | None:
-        """The smallest of equally fast ones."""
-        equal = [x for x in self.found if x[1] <= self.bound]
-        return min(equal, key=lambda x: (x[0], round(x[1], 9), x[2].kept, -x[2].token_chunk))[2] if equal else None
+                plan = _config(self.problem, kept, tokens, vocab, weight)
+                order = fixed + max(forward, backward), round(cost, 9), kept, -plan.token_chunk
+                self.add(cost, order, plan)
 
     def kept(self, weight: int) -> list[int]:
         """Tokens that can be kept beside a useful chunk of tokens or the smallest, whatever is recomputed beside."""

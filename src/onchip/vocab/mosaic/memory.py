@@ -17,7 +17,7 @@ from functools import lru_cache
 from onchip.core.sizes import MIB
 from onchip.core.sizes import up as up
 from onchip.vocab import chunks
-from onchip.vocab.chunks import Planner, even_chunk, in_chunks, largest, waves
+from onchip.vocab.chunks import Fastest, Planner, even_chunk, in_chunks, largest, waves
 from onchip.vocab.memory import Problem, digit_bits, logits_bytes, needs
 
 TOKEN_TILE, VOCAB_TILE = 128, 256
@@ -427,16 +427,12 @@ def _in_scratch(p: Problem) -> MosaicPlan:
 SLACK = 1.002
 
 
-class MosaicSearch:
-    """Plans of a problem with gradients that fit a budget, and may be among the fastest.
-
-    A bound that is soon computed tells which could be; of the others neither cost nor memory is.
-    """
+class MosaicSearch(Fastest[MosaicPlan]):
+    """Plans of a problem with gradients."""
 
     def __init__(self, p: Problem, budget: int) -> None:
+        super().__init__(SLACK)
         self.problem, self.budget, self.rows = p, budget, up(p.tokens, TOKEN_TILE)
-        self.found: list[tuple[int, float, MosaicPlan]] = []
-        self.bound = math.inf  # of what a plan may cost
         tile, tiles = hidden_tile(p.hidden), self.rows // TOKEN_TILE
         self.columns, self.depth = -(-p.hidden // tile), _DEPTH * VOCAB_TILE / tile
         # Milliseconds of products whose tiles fill whole waves.
@@ -450,15 +446,9 @@ class MosaicSearch:
         """Whether it does; if it may be among the fastest, it is noted."""
         if (size := scratch_bytes(self.problem, c)) > self.budget:
             return False
-        if (cost := predict(self.problem, c)) <= self.bound:
-            self.found.append((size, cost, c))
-            self.bound = min(self.bound, SLACK * cost)
+        cost = predict(self.problem, c)
+        self.add(cost, (size, cost), c)
         return True
-
-    def best(self) -> MosaicPlan | None:
-        """The smallest of equally fast ones."""
-        equal = [x for x in self.found if x[1] <= self.bound]
-        return min(equal, key=lambda x: x[:2])[2] if equal else None
 
     def by_tokens_bound(self, number: int, size: int) -> float:
         """With gradients in forward, in so many chunks of tokens, no plan takes less."""

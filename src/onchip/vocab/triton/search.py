@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from onchip.core.sizes import up
-from onchip.vocab.chunks import largest, largest_within
+from onchip.vocab.chunks import Fastest, largest, largest_within
 from onchip.vocab.memory import Problem
 from onchip.vocab.triton.costs import costs_of
 from onchip.vocab.triton.memory import TritonPlan, hidden_digits, id_bytes, may_hold, may_run_in_forward, sizes_of
@@ -47,46 +47,27 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
     some()
     # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
     made.keep_alike(kept)
-    return made.best()
+    return made.plan()
 
 
-class Found(NamedTuple):
-    """A plan that fits; of equally fast ones the least is taken."""
-
-    late: bool
-    """It keeps the host busy."""
-    size: int  # bytes
-    cost: float  # ms
-    order: tuple[int, ...]  # of otherwise equal ones
-    fields: dict[str, Any]  # of the plan
-
-
-class TritonSearch:
-    """Plans of a problem with gradients that fit a budget, and may be among the fastest.
-
-    A bound that is soon computed tells which could be; of the others neither cost nor memory is.
+class TritonSearch(Fastest[dict[str, Any]]):
+    """Plans of a problem with gradients, as their fields; of equally fast ones those that keep the host busy come last,
+    then the larger ones.
     """
 
     def __init__(self, p: Problem, budget: int) -> None:
+        super().__init__(SLACK)
         self.problem, self.costs, self.sizes = p, costs_of(p), sizes_of(p)
         self.tokens, self.rows, self.columns = p.tokens, up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE)
         self.budget = budget - self.sizes.cast - p.copied - id_bytes(p)
-        self.found: list[Found] = []
-        self.bound = math.inf  # of what a plan may cost
 
-    def add(self, found: Found) -> None:
-        self.found.append(found)
-        self.bound = min(self.bound, SLACK * found.cost)
-
-    def best(self) -> TritonPlan | None:
-        equal = [x for x in self.found if x.cost <= self.bound]
-        if not equal:
+    def plan(self) -> TritonPlan | None:
+        """The best."""
+        if (best := self.best()) is None:
             return None
-        soonest = TritonPlan(**min(equal, key=lambda x: (x.cost, x[:4])).fields)
-        if self.problem.even and soonest.in_forward:
-            # A chunk less saves more than the model says: hidden's gradient of 512 tokens took half as long again.
-            return soonest
-        return TritonPlan(**min(equal, key=lambda x: x[:4]).fields)
+        soonest = self.soonest()
+        # A chunk less saves more than the model says: hidden's gradient of 512 tokens took half as long again.
+        return TritonPlan(**(soonest if self.problem.even and soonest and "in_forward" in soonest else best))
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 
@@ -125,7 +106,7 @@ class TritonSearch:
             "kept_in_scratch": kept[1],
             "halves": halves,
         }
-        self.add(Found(self.is_late(weight), size, cost, (0, vocab, halves), fields))
+        self.add(cost, (self.is_late(weight), size, cost, 0, vocab, halves), fields)
 
     def is_late(self, weight: int) -> bool:
         return self.problem.grad_weight and weight * MOST_WEIGHT_CHUNKS < self.problem.vocab
@@ -236,7 +217,7 @@ class TritonSearch:
                 break
             if (chunk := taken(size)) <= room:
                 cost = self.costs.in_forward(self.tokens, size)
-                self.add(Found(False, fixed + chunk, cost, (1, size), {"token_chunk": size, "in_forward": True}))
+                self.add(cost, (False, fixed + chunk, cost, 1, size), {"token_chunk": size, "in_forward": True})
         if p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype:
             self.longer_first(fixed)
 
@@ -283,7 +264,7 @@ class TritonSearch:
                 chunk = max(self.first_size(first, weight), self.other_size(size, weight, first))
                 if chunk <= room:
                     fields = {"token_chunk": size, "weight_chunk": weight, "in_forward": True, "first_chunk": first}
-                    self.add(Found(False, fixed + chunk, cost, (2, weight, size), fields))
+                    self.add(cost, (False, fixed + chunk, cost, 2, weight, size), fields)
 
 
 # ------------------------------------------------------------------------------------------------------ sizes of a head
