@@ -1,7 +1,7 @@
 """attention's operator on the kernels, forward and backward.  Triton is imported there."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from onchip.attention.triton import problem
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_register import Made, Operator, Wanted
-from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
-from onchip.kernels.triton.versions import gluon_refusal
+from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 
 
 class KernelCall(NamedTuple):
@@ -76,21 +75,16 @@ def refusal(
     sinks: bool,
 ) -> str | None:
     """Why the kernels can't serve a call, or None."""
-    reason = _device_refusal(device.type, device.index, dtype)
-    return reason or problem.refusal(
+    return device_refusal(device.type, device.index, dtype) or problem.refusal(
         p, scale, dtype_name(dtype), options.scratch_bytes, blocked=blocked, backward=backward, sinks=sinks
     )
 
 
-@constant_to_compiler  # it asks the system
-def _device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
-    reason = device_refusal(device, index, dtype)
-    if reason is not None or device != "cuda":
-        return reason
-    major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) != (9, 0):
-        return f"it is written for Hopper, compute capability 9.0; this is {major}.{minor}; pass backend='plain'"
-    return gluon_refusal()
+def _kernels(x: Tensor) -> Any:
+    """The launches of the kernels for x's device."""
+    from onchip.attention.triton import launches, portable_launches
+
+    return launches if has_gluon(describe(x.device).capability) else portable_launches
 
 
 def _fake(call: KernelCall) -> KernelOutputs:
@@ -112,7 +106,7 @@ def _forward(call: KernelCall) -> KernelOutputs:
     launches.query_table(p, mask).run()
     options = call.options
     q, k, v, out = (_by_token(x, options) for x in (call.cast_q, call.cast_k, call.cast_v, made.out))
-    launches.forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse).run()
+    _kernels(q).forward(p, q, k, v, call.sinks, mask, call.scale, options.softcap, out, made.lse).run()
     return made
 
 
@@ -164,12 +158,12 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
     of_q, of_k, of_v = (None if x is None else _by_token(x, options) for x in made[:3])
     softcap = options.softcap
     if of_q is not None:
-        launches.gradient_of_queries(p, q, grad_out, k, v, mask, scale, softcap, of_rows, of_q).run()
+        _kernels(q).gradient_of_queries(p, q, grad_out, k, v, mask, scale, softcap, of_rows, of_q).run()
     if of_k is not None or of_v is not None:
         table = stated.empty((kept.table.shape[0], problem.tiles_of(p.keys), 4), torch.int32, device)
         launches.key_table(p, mask, table).run()
         of_k, of_v = (stated.empty(x.shape, dtype, device) if of is None else of for of, x in ((of_k, k), (of_v, v)))
-        launches.gradient_of_keys(p, q, grad_out, k, v, mask, scale, softcap, of_rows, table, of_k, of_v).run()
+        _kernels(q).gradient_of_keys(p, q, grad_out, k, v, mask, scale, softcap, of_rows, table, of_k, of_v).run()
     if of_sinks is not None:
         made[3] = stated.call(torch.sum, of_sinks, 1)
     return [
