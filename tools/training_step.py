@@ -4,6 +4,8 @@ python tools/training_step.py [--model PATTERN] [--loss PATTERN] [--rounds N] [-
 Random models, bfloat16, gradient checkpointing, AdamW; some with PEFT's LoRA, of rank 16.  The losses are transformers'
 own, Liger's patch of the loss alone, and onchip's patch with its default scratch memory and with less, one after the
 other from the same weights with the same batch: their losses after as many steps stand beside their times.
+
+A packed run has documents of mixed lengths, others in each step, and onchip's patch with several ways of attention.
 """
 
 import argparse
@@ -14,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +29,28 @@ LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rope_theta": 500000.0}
 QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936}
 QWEN3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-# Name, transformers' model type, its config, batch and sequence, LoRA's layers (None: all weights train), timed steps.
 BODY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Run(NamedTuple):
+    """A model and what it is trained on."""
+
+    name: str
+    kind: str  # transformers' type of model
+    sizes: Mapping[str, Any]  # of its config
+    shape: tuple[int, int]  # batch and sequence
+    steps: int  # that are timed
+    lora: list[str] | None = None  # its layers; None: all weights train
+    length: int | None = None  # of documents on average; None: a row is one
+
+
 RUNS = (
-    ("Llama 1B, 4 x 4096", "llama", LLAMA, (4, 4096), None, 6),
-    ("Qwen3 0.6B, 4 x 4096", "qwen3", QWEN3, (4, 4096), None, 6),
-    ("Qwen3 0.6B, 8 x 8192", "qwen3", QWEN3, (8, 8192), None, 3),
-    ("Llama 1B, 4 x 4096, LoRA", "llama", LLAMA, (4, 4096), BODY, 6),
-    ("Llama 1B, 4 x 4096, LoRA with the head", "llama", LLAMA, (4, 4096), [*BODY, "lm_head"], 6),
+    Run("Llama 1B, 4 x 4096", "llama", LLAMA, (4, 4096), 6),
+    Run("Qwen3 0.6B, 4 x 4096", "qwen3", QWEN3, (4, 4096), 6),
+    Run("Qwen3 0.6B, 8 x 8192", "qwen3", QWEN3, (8, 8192), 3),
+    Run("Llama 1B, 4 x 4096, LoRA", "llama", LLAMA, (4, 4096), 6, BODY),
+    Run("Llama 1B, 4 x 4096, LoRA with the head", "llama", LLAMA, (4, 4096), 6, [*BODY, "lm_head"]),
+    Run("Llama 1B, packed, 1 x 16384", "llama", LLAMA, (1, 16384), 4, length=1024),
 )
 
 
@@ -54,24 +71,50 @@ def by_liger(model: Any) -> None:
     patch(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True, model=model)
 
 
+def with_attention(model: Any, name: str) -> None:
+    by_onchip(model)
+    onchip_transformers.register_attention()
+    model.set_attn_implementation(name)
+
+
 LOSSES: dict[str, Callable[[Any], None]] = {
     "onchip's patch": by_onchip,
     "onchip's patch, 256 MiB": partial(by_onchip, scratch="256MiB"),
     "Liger's patch": by_liger,
     "default loss": default,
 }
+ATTENTIONS: dict[str, Callable[[Any], None]] = {
+    f"onchip's patch, {name}": partial(with_attention, name=name) for name in ("onchip", "flex_attention", "sdpa")
+}
 
 
-def measured(model: Any, ids: Tensor, steps: int) -> dict[str, Any]:
+def batch(run: Run, step: int) -> dict[str, Tensor]:
+    """What a model is called with.  Labels of a document's first token are ignored: no other document predicts it."""
+    rng = torch.Generator().manual_seed(step if run.length else 0)
+    rows, tokens = run.shape
+    ids = torch.randint(run.sizes["vocab_size"], run.shape, generator=rng)
+    given = {"input_ids": ids, "labels": ids}
+    if run.length:
+        lengths = torch.randn(rows, tokens, generator=rng).mul(1.2).exp() * (run.length / 2)
+        begins = torch.zeros(rows, tokens + 1, dtype=torch.bool)
+        begins.scatter_(1, lengths.long().add(1).cumsum(1).clamp(max=tokens), True)[:, 0] = True
+        at = torch.arange(tokens)
+        first = torch.where(begins[:, :-1], at, 0).cummax(1).values
+        given |= {"position_ids": at - first, "labels": ids.masked_fill(first == at, -100)}
+    return {name: x.cuda() for name, x in given.items()}
+
+
+def measured(model: Any, run: Run) -> dict[str, Any]:
     """Milliseconds of a step, GiB of the peak, and the last loss; the first two steps are left out of the times."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
     times = []
-    for i in range(2 + steps):
+    for i in range(2 + run.steps):
+        given = batch(run, i)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if i == 1:
             torch.cuda.reset_peak_memory_stats()
         begin.record()
-        value = model(input_ids=ids, labels=ids, use_cache=False).loss
+        value = model(**given, use_cache=False).loss
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,25 +144,25 @@ def made(kind: str, sizes: Mapping[str, Any], lora: list[str] | None) -> Any:
 
 def rows(models: str, losses: str, rounds: int) -> Iterator[dict[str, Any]]:
     """In each round all losses of a model, one after the other."""
-    for name, kind, sizes, shape, lora, steps in (run for run in RUNS if fnmatch(run[0], models)):
-        for loss_name, patch in rounds * [pair for pair in LOSSES.items() if fnmatch(pair[0], losses)]:
-            model = made(kind, sizes, lora)
-            ids = torch.randint(sizes["vocab_size"], shape, device="cuda")
+    for run in (run for run in RUNS if fnmatch(run.name, models)):
+        ways = ATTENTIONS if run.length else LOSSES
+        for loss_name, patch in rounds * [pair for pair in ways.items() if fnmatch(pair[0], losses)]:
+            model = made(run.kind, run.sizes, run.lora)
             try:
                 patch(model)
-                found = measured(model, ids, steps)
+                found = measured(model, run)
             except Exception as error:  # out of memory, mostly
                 found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             del model
             gc.collect()
             torch.cuda.empty_cache()
-            yield {"model": name, "loss": loss_name, **found}
+            yield {"model": run.name, "loss": loss_name, **found}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="*", help="of the names in RUNS")
-    parser.add_argument("--loss", default="*", help="of the names in LOSSES")
+    parser.add_argument("--loss", default="*", help="of the names in LOSSES, of a packed run in ATTENTIONS")
     parser.add_argument("--rounds", type=int, default=1, help="times that each loss is run")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -128,7 +171,8 @@ if __name__ == "__main__":
         found.append(row)
         print(json.dumps(row), flush=True)
         if given.out is not None:
-            versions = {name: version(name) for name in ("torch", "transformers", "liger_kernel", "peft")}
+            names = [x for x in ("torch", "transformers", "liger_kernel", "peft") if find_spec(x)]
+            versions = {name: version(name) for name in names}
             environment = {"gpu": torch.cuda.get_device_name(), **versions}
             document = {"environment": environment, "rows": found}
             given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
