@@ -9,7 +9,7 @@ import interpreted_losses
 from interpreter import run_all
 
 FOLDERS = {"linear_jsd": "jsd_interpreted", "fp8_linear": "fp8_interpreted", "grouped_matmul": "grouped_interpreted",
-           "collective_matmul": "cm_interpreted"}  # fmt: skip
+           "collective_matmul": "cm_interpreted", "attention": "attention_interpreted"}  # fmt: skip
 for folder in FOLDERS:  # whose scripts share what lies beside them
     sys.path.append(str(Path(__file__).parent / folder))
 SCRIPTS = {"losses": interpreted_losses} | {script: __import__(script) for script in FOLDERS.values()}

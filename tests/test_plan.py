@@ -70,6 +70,7 @@ def total(row):
         (("cross_entropy", *LLAMA[1:]), ["onchip by default 0.8 MiB"]),
         (("fp8_linear", *LLAMA[1:]), ["gate and up", "nn.Linear", "more speed, and keeps"]),
         (("grouped_matmul", *EXPERTS, "--rows", "8192"), ["rows 8192", "F.grouped_mm", "an H100", "leave out"]),
+        (("attention", *LLAMA[1:], "--framework", "jax"), ["backend mosaic_gpu", "onchip by default 135 MiB"]),
         (("collective_matmul", *LLAMA[1:], "--tp", "4"), ["each rank sends", "attention out", "one of 4 ranks"]),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple | list) else "",
@@ -513,8 +514,7 @@ def test_gpus_that_nothing_was_measured_on_have_no_times(gpu, op):
         return
     sizes = {
         "grouped_matmul": {"in_features": 2048, "out_features": 768, "experts": 8},
-        # By kernels on Hopper alone.
-        "attention": {"heads": 32, "key_heads": 8, "head_size": 128, "backend": "plain"},
+        "attention": {"heads": 32, "key_heads": 8, "head_size": 128},
     }
     more = sizes.get(op, {"model": "llama-3.1-8b"})
     made, h100 = (plan(op, tokens=8192, **more, gpu=gpu) for gpu in (gpu, "h100"))

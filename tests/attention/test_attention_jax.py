@@ -9,6 +9,7 @@ from onchip.jax import attention
 from onchip.masks import Blocks, Causal, Documents, Tree, Window
 from onchip.ops.attention.cases import CHECK_CASES
 from onchip.ops.attention.checks import CHECKER
+from onchip.plan import plan
 from shared_jax import assert_same
 
 QUICK = ("causal documents", "no keys", "many tiles", "everything", "shared prompt", "blocked", "sinks alone")
@@ -147,3 +148,23 @@ def test_a_gradient_of_rows_that_see_nothing_may_be_anything():
 def test_what_is_wrong_raises(error, message, call):
     with pytest.raises(error, match=message):
         call(*drawn())
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(8, 2, 64), (4, 4, 128), (6, 2, 24)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_memory_is_what_the_plan_says(heads, key_heads, size, gradients):
+    def call(q, k, v):
+        return attention(q, k, v, backend="xla")
+
+    def grads(q, k, v, upstream):
+        return jax.vjp(call, q, k, v)[1](upstream)
+
+    shapes = [(2, 2048, n, size) for n in (heads, key_heads, key_heads, heads)]
+    given = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
+    lowered = jax.jit(grads).lower(*given) if gradients else jax.jit(call).lower(*given[:3])
+    known = lowered.compile().memory_analysis().temp_size_in_bytes
+    more = {"framework": "jax", "device": "cpu", "gradients": gradients}
+    made = plan("attention", batch=2, sequence=2048, heads=heads, key_heads=key_heads, head_size=size, **more)
+    (row,) = made.rows
+    assert row.budget_bytes is None
+    assert 0.85 <= row.memory_bytes / known <= 1.3

@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper, fit shared memory, spill next to nothing and know no length, without a GPU."""
+"""The kernels compile, fit shared memory, spill next to nothing and know no length, without a GPU."""
 
 from unittest import mock
 
@@ -8,7 +8,7 @@ import torch
 from launched import H100
 from linear_cross_entropy.ahead_of_time import compile_all, is_serialized, source_of
 from onchip.attention.problem import AttentionProblem
-from onchip.attention.triton import launches
+from onchip.attention.triton import launches, portable_launches
 from onchip.attention.triton.problem import FEW_ROWS, entries_of, padded, tiles_of
 
 GLUON = ("attend", "query_gradient", "key_gradient")
@@ -23,7 +23,14 @@ VARIANTS = {
 }
 
 
-def of_call(size, *, tokens=300, batch=2, stop=False, sinks=False, softcap=None, dtype=torch.bfloat16):
+PORTABLE = ("attend_by_tiles", "query_gradient_by_tiles", "key_gradient_by_tiles")
+# Of GPUs without kernels of their own, and of a Hopper whose Triton has no Gluon: bytes of shared memory.
+OTHERS = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
+def of_call(
+    size, *, tokens=300, batch=2, stop=False, sinks=False, softcap=None, dtype=torch.bfloat16, kernels=launches
+):
     """All launches of a call, forward and backward."""
     p = AttentionProblem(batch, tokens, tokens, 4, 2, size, size)
     q, d_out, out, grad_q = (torch.empty(batch, tokens, 4, size, dtype=dtype) for _ in range(4))
@@ -45,10 +52,10 @@ def of_call(size, *, tokens=300, batch=2, stop=False, sinks=False, softcap=None,
         return [
             launches.query_table(p, mask),
             launches.key_table(p, mask, table),
-            launches.forward(p, q, k, v, sink, *how, out, lse),
+            kernels.forward(p, q, k, v, sink, *how, out, lse),
             launches.gradient_rows(p, out, d_out, lse, lse.transpose(1, 2), sink, of_rows, of_sinks),
-            launches.gradient_of_queries(p, q, d_out, k, v, *how, of_rows, grad_q),
-            launches.gradient_of_keys(p, q, d_out, k, v, *how, of_rows, table, grad_k, grad_v),
+            kernels.gradient_of_queries(p, q, d_out, k, v, *how, of_rows, grad_q),
+            kernels.gradient_of_keys(p, q, d_out, k, v, *how, of_rows, table, grad_k, grad_v),
         ]
 
 
@@ -64,14 +71,33 @@ def test_kernels(name):
             assert not is_serialized(found.ptx), found.kernel
 
 
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        pytest.param(capability, name, marks=[pytest.mark.slow] * (name != "128" and capability != 80))
+        for capability in OTHERS
+        for name in VARIANTS
+    ],
+)
+def test_kernels_for_other_gpus(capability, name):
+    size, options = VARIANTS[name]
+    for found in compile_all(of_call(size, **options, kernels=portable_launches), capability):
+        assert found.shared <= OTHERS[capability]
+        assert found.spilled <= 128, (found.kernel, found.spilled)
+        if found.kernel in PORTABLE and "stop" not in options:
+            assert "cp.async.c" in found.ptx, f"{found.kernel} waits for each block"
+
+
+@pytest.mark.parametrize("kernels", [launches, portable_launches], ids=["gluon", "portable"])
 @pytest.mark.parametrize("size", [8, 64, 72, 128])
-def test_another_length_is_no_other_kernel(size):
+def test_another_length_is_no_other_kernel(size, kernels):
     """Nor is another batch, and heads of up to 64 numbers have one, larger ones another."""
+    of_size = ("gradient_rows", *PORTABLE)
 
     def kinds(tokens, batch, size):
-        sources = [source_of(x) for x in of_call(size, tokens=tokens, batch=batch)]
+        sources = [source_of(x) for x in of_call(size, tokens=tokens, batch=batch, kernels=kernels)]
         made = [(x.fn.__name__, str(x.signature), str(x.constants), str(x.attrs)) for x in sources]
-        return [x for x in made if x[0] != "gradient_rows"] if size % 64 else made
+        return [x for x in made if x[0] not in of_size] if size % 64 else made
 
     expected = kinds(2048, 1, 64 if size <= 64 else 128)
     for tokens, batch in ((1, 1), (16, 3), (333, 16), (4096, 2)):

@@ -201,8 +201,11 @@ def plan(
         budgets = [size for value in scratch if (size := in_bytes(op, value, logits)) is not None]
         make = backends[chosen].way
         assert make is not None
-        few = few_rows(make(asked), budgets)
-        made = many_rows(make(asked), budgets, 4 * logits) if every_budget else few
+        way = make(asked)
+        if scratch and not way.has_budgets:
+            raise ValueError(f"plan: {op} has no scratch_bytes in {FRAMEWORKS[framework]}; leave scratch out")
+        few = few_rows(way, budgets)
+        made = many_rows(way, budgets, 4 * logits) if every_budget and way.has_budgets else few
     sent: list[Exchange] = []
     plain, compiled = known.plain(asked), known.compiled(asked)
     said = notes(asked, chosen, made, plain, vocab, tensor_parallel, found)

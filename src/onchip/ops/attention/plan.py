@@ -1,9 +1,11 @@
 """What `onchip plan` says of the op.  No framework."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from onchip.attention.problem import DEFAULT_SCRATCH, AttentionProblem, least_scratch, rows_of_block, scratch_parts
-from onchip.attention.triton.problem import TILE, memory_parts, refusal
+from onchip.attention.triton.problem import TILE, memory_parts, padded, refusal, tiles_of
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
@@ -31,22 +33,69 @@ def _way(asked: PlannedCall) -> Way:
 
 
 def _refusal(asked: PlannedCall) -> str | None:
-    reason = cuda_refusal(asked) or hopper_refusal(asked)
     p = _problem(asked)
-    return reason or refusal(p, 1.0, asked.problem.dtype, None, blocked=False, backward=True, sinks=False)
+    return cuda_refusal(asked) or refusal(
+        p, 1.0, asked.problem.dtype, None, blocked=False, backward=True, sinks=False
+    )  # fmt: skip
 
 
 def _kernels(asked: PlannedCall) -> Way:
     """What they take is known from the sizes alone."""
-    parts = memory_parts(_problem(asked), 1, backward=asked.gradients, sinks=False)
+    return _fixed(memory_parts(_problem(asked), 1, backward=asked.gradients, sinks=False), TILE)
+
+
+def _fixed(parts: Mapping[str, int], rows: int) -> Way:
+    """Of what takes the same memory in every budget."""
     least = sum(parts.values())
 
     def step(strategy: str, budget: int | None) -> StepPlan:
         if budget is not None and budget < least:
             raise ValueError(f"attention: scratch_bytes={budget} is too little; it takes {least}")
-        return StepPlan(parts, 0, 0, {"queries": TILE}, None)
+        return StepPlan(dict(parts), 0, 0, {"queries": rows}, None)
 
     return Way(step, lambda strategy: least, lambda strategy: least)
+
+
+def _mosaic_refusal(asked: PlannedCall) -> str | None:
+    if asked.problem.dtype == "float32":
+        return "it is for bfloat16 and float16, not float32"
+    if asked.head_size > MOSAIC_SIZES[-1]:
+        return f"heads have at most {MOSAIC_SIZES[-1]} numbers, not {asked.head_size}"
+    return cuda_refusal(asked) or hopper_refusal(asked)
+
+
+def _mosaic(asked: PlannedCall) -> Way:
+    p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
+    planes, kept = p.batch * p.heads, "kept until backward: " if asked.gradients else ""
+    blocks = p.batch * tiles_of(p.queries) * tiles_of(p.keys)
+    parts = {
+        f"{kept}lse": 4 * planes * padded(p.queries),
+        "ranges, and lists of tiles": 8 * p.batch * padded(p.queries) + 24 * p.batch * tiles_of(p.queries) + 4 * blocks,
+    }
+    if asked.gradients:
+        parts["lse and delta of queries"] = 8 * planes * padded(p.queries)
+        parts["out's gradient, copied"] = size * planes * p.queries * p.value_size
+    width = next(x for x in MOSAIC_SIZES if x >= p.size)
+    if p.size != width or p.queries % 8:
+        of_all = size * width * p.batch * (p.queries * p.heads + p.keys * p.key_heads)
+        parts["what isn't of whole blocks, copied"] = 2 * of_all * (1 + asked.gradients)
+    return replace(_fixed(parts, TILE), has_budgets=False)
+
+
+def _xla(asked: PlannedCall) -> Way:
+    """On the CPU within 10% of what XLA says, or half above it where the gradients that come are constant."""
+    p, rows, columns = _problem(asked), min(XLA_ROWS, asked.problem.tokens), min(XLA_COLUMNS, asked.problem.tokens)
+    queries, scores = p.batch * p.queries * p.heads, 4 * p.batch * p.heads * rows * columns
+    every = queries * p.size + p.batch * p.keys * p.key_heads * (p.size + p.value_size)
+    parts = {
+        "lse": 4 * queries,
+        "q, k and v without what isn't finite": 4 * every,
+        "a tile's scores": (5 if asked.gradients else 3) * scores,
+        "a tile's rows": 8 * p.batch * p.heads * rows * (p.size + p.value_size),
+    }
+    if asked.gradients:
+        parts |= {"gradients in float32": 4 * every, "out and its gradient in float32": 8 * queries * p.value_size}
+    return replace(_fixed(parts, rows), has_budgets=False)
 
 
 def _plain(asked: PlannedCall) -> Baseline:
@@ -56,8 +105,15 @@ def _plain(asked: PlannedCall) -> Baseline:
     return Baseline("eager", "softmax(scale * q @ k.mT + mask) @ v", scores * size * (3 if asked.gradients else 2))
 
 
+# Of xla.plain, and sizes of heads of mosaic.op, which import JAX.
+XLA_ROWS, XLA_COLUMNS = 128, 256
+MOSAIC_SIZES = 64, 128
+
 PLAN = PlannedOp(
-    backends={("torch", "full"): {"triton": Backend(_refusal, _kernels), "plain": Backend(never, _way)}},
+    backends={
+        ("torch", "full"): {"triton": Backend(_refusal, _kernels), "plain": Backend(never, _way)},
+        ("jax", "full"): {"mosaic_gpu": Backend(_mosaic_refusal, _mosaic), "xla": Backend(never, _xla)},
+    },
     plain=_plain,
     needs=("heads", "key_heads", "head_size"),
     softcap=False,
