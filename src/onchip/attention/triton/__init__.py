@@ -1,1 +1,1 @@
-"""Attention's kernels: for Hopper, in Gluon, with two of Triton's around them."""
+"""Attention's kernels: for Hopper in Gluon, for other GPUs in plain Triton, with what both need around them."""
