@@ -198,6 +198,8 @@ def softmax_tiles(
                 add("moment", jnp.sum(e * jnp.maximum(below, -1e30), axis=1))
             e = jnp.where(column == registers.spread(y - p.n - n, narrow, 1), 0.0, e)
             add("others", jnp.sum(e, axis=1))
+            if wanted.sum_sq:
+                add("squares", jnp.sum(e * e, axis=1))
             return e
 
         if not rooms:
@@ -283,6 +285,8 @@ def gradient_tiles(
     labels: MosaicLabels
     | None = None,  # soft ones: taken, times `by_labels` and the class's weight, from the others too
     by_labels: Array | None = None,  # [T] float32
+    entropy: Array | None = None,  # [T] float32: of p (z - mean), which is added
+    mean: Array | None = None,  # [T] float32, with it
     first_row: int = 0,  # of the first token's hidden state, in `operands`
     config: MosaicConfig,
     interpret: Any = None,
@@ -304,12 +308,19 @@ def gradient_tiles(
         evenly = None if even is None else registers.load(refs["even"].at[over], 1)
         soft_labels = None if labels is None else label_strips(refs, p, v, c, registers)
         of_labels = None if labels is None else registers.load(refs["by_labels"].at[over], 1)
+        b, middle = (None if entropy is None else registers.load(refs[x].at[over], 1) for x in ("entropy", "mean"))
 
         def gradient(n: int, width: int) -> Any:
             narrow = (c.part_m, width)
             x_n, column = x[:, n : n + width], registers.columns(narrow)
             g = jnp.exp2(x_n * registers.spread(k * LOG2E, narrow, 1) - registers.spread(log_sum * LOG2E, narrow, 1))
-            g = g * registers.spread(s, narrow, 1)
+            if b is None:
+                g = g * registers.spread(s, narrow, 1)
+            else:
+                offset = x_n * registers.spread(k, narrow, 1) - registers.spread(middle, narrow, 1)
+                # p log p is 0 at p = 0, and 0 * -inf is not.
+                offset = jnp.maximum(offset, -1e30)
+                g = g * (registers.spread(s, narrow, 1) + registers.spread(b, narrow, 1) * offset)
             if evenly is not None:
                 part = registers.spread(evenly, narrow, 1)
                 if operands.class_weight is not None:
@@ -335,6 +346,7 @@ def gradient_tiles(
         epilogue,
         vocab_major=vocab_major,
         inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even}
+        | {"entropy": entropy, "mean": mean}
         | ({} if labels is None else {"by_labels": by_labels}),
         outputs={"out": jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), dtype)},
         stores=True,

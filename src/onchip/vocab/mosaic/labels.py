@@ -28,13 +28,18 @@ from onchip.vocab.mosaic.positions import (
 )
 from onchip.vocab.mosaic.rooms import tiles_of
 from onchip.vocab.xla.loss import LabelSums, LossCall
-from onchip.vocab.xla.tiles import Wanted, XlaTokenStats, float16_scale
+from onchip.vocab.xla.tiles import Wanted, XlaTokenStats
 from onchip.vocab.xla.walk import expected_of
 
 Array = jax.Array
 BOX = 64  # rows and columns of the blocks that gradients of logits are kept in
 ByLogits = Callable[[Operands, Array, int], Array]
 """The gradient of a chunk's logits, of the operands, the chunk's first entry [1] and its size."""
+
+
+def several(call: LossCall) -> bool:
+    """Whether a token may have more than one label."""
+    return call.probs is not None or call.entries is not None or call.ids.shape[1] > 1
 
 
 def statistics(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[XlaTokenStats, LabelSums | None, LossCall]:
@@ -44,25 +49,11 @@ def statistics(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[XlaTok
     return _of_every_entry(plan, wanted, call)
 
 
-def by_labels(call: LossCall, stats: XlaTokenStats, upstream: Array) -> tuple[Positions, Upstream, ByLogits]:
-    """What gradients are made of."""
-    at, gradient = _positions(call), call.gradient(stats, call.reduction.row_scale(upstream, call.tokens))
-    gradient = gradient.times(call.transform.factor())
-    grad_scale = float16_scale(gradient.size(call.mass), call.source.hidden.dtype)
-    gradient = gradient.times(grad_scale)
-    of_labels = of_ids = jnp.zeros_like(gradient.factor)
-    if gradient.labels is not None:
-        of_labels, of_ids = gradient.labels, gradient.at_ids[:, 0]
-
-    def masked(x: Array) -> Array:
-        return jnp.where(at.there, x, 0)
-
-    even, lse = None if gradient.even is None else masked(gradient.even), jnp.where(at.there, stats.lse, jnp.inf)
-    inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
-    above = Upstream(masked(of_labels), masked(gradient.factor), masked(of_ids), even, lse, inverse)
-    if gradient.labels is None:
-        return at, above, _with_ids(at, stats, above, gradient.at_ids)
-    return at, above, _with_entries(call, above)
+def by_logits(at: Positions, stats: XlaTokenStats, above: Upstream, at_ids: Array) -> ByLogits | None:
+    """What makes the gradient of a chunk's logits; None: of one id `gradient_tiles` does."""
+    if above.labels is not None:
+        return _with_entries(at.call, above)
+    return _with_ids(at, stats, above, at_ids) if several(at.call) else None
 
 
 def _launched(plan: MosaicPlan, at: Positions, softmax_tiles: Any) -> Any:
@@ -115,7 +106,7 @@ def _with_ids(at: Positions, stats: XlaTokenStats, above: Upstream, entries: Arr
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(
             operands._replace(label=jnp.full_like(operands.label, IGNORED)), above.lse, above.factor, above.at_target,
-            even=above.even, first=begin, size=size, vocab_major=major, config=config,
+            even=above.even, first=begin, size=size, vocab_major=major, config=config, **above.of_entropy(slice(None)),
         )  # fmt: skip
         return _written(made, ids - begin[0], entries, major)
 
@@ -140,7 +131,7 @@ def _written(gradient: Array, column: Array, entries: Array, major: bool) -> Arr
 # -------------------------------------------------------------------------------------------------------- every entry
 
 
-def _positions(call: LossCall) -> Positions:
+def positions(call: LossCall) -> Positions:
     """With the weights of classes where labels of every entry are multiplied by them."""
     at = Positions.of(call)
     if call.class_weight is None or call.entries is None:
@@ -157,7 +148,7 @@ def _config() -> Any:
 def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
     from onchip.vocab.mosaic import kernels
 
-    at, entries = _positions(call), call.entries
+    at, entries = positions(call), call.entries
     kernel: Any = partial(
         kernels.softmax_tiles, None, vocab_major=at.layer.vocab_axis == 0, wanted=wanted._replace(argmax=True),
         config=_config(),
@@ -205,7 +196,7 @@ def _with_entries(call: LossCall, above: Upstream) -> ByLogits:
     def by_logits(operands: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(
             operands, above.lse, above.factor, above.at_target, even=above.even, first=begin, size=size,
-            labels=labels, by_labels=above.row_scale, vocab_major=call.source.vocab_axis == 0, config=_config(),
+            labels=labels, by_labels=above.labels, vocab_major=call.source.vocab_axis == 0, config=_config(),
         )  # fmt: skip
         return made
 

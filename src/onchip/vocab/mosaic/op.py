@@ -55,7 +55,7 @@ from onchip.vocab.mosaic.rooms import (
     tiles_of,
 )
 from onchip.vocab.xla.loss import LabelSums, LossCall
-from onchip.vocab.xla.tiles import Wanted, XlaProjection, XlaTokenStats, cut, write_rows
+from onchip.vocab.xla.tiles import Wanted, XlaProjection, XlaTokenGradient, XlaTokenStats, cut, write_rows
 
 Array = jax.Array
 SEQUENTIAL = True
@@ -95,7 +95,7 @@ def forward(
     """The statistics of each position, the sums of labels of every entry, and what backward needs."""
     from onchip.vocab.mosaic import kernels  # Pallas takes a second to import
 
-    if call.probs is not None or call.entries is not None:
+    if labels.several(call):
         stats, sums, call = labels.statistics(plan, wanted, call)
         return stats, sums, _recomputed(plan, call, stats)
     if plan.by_tokens:
@@ -117,7 +117,7 @@ def forward(
 
 
 def _recomputed(plan: MosaicPlan, call: LossCall, stats: XlaTokenStats) -> MosaicSaved | None:
-    return None if plan.strategy == "forward" else MosaicSaved(call, XlaTokenStats(stats.lse, stats.log_prob))
+    return None if plan.strategy == "forward" else MosaicSaved(call, stats.known)
 
 
 def _keeping(
@@ -185,7 +185,7 @@ def _keeping(
     moved = (in_rooms(x, 0) for x in (shift, base))
     rooms = written(rebase.rebase_exponentials, static, rooms, partials.maximum, *moved, whole.number)
     saved = unfused((base, Exponentials.of(rooms, plan)))
-    return stats, None, MosaicSaved(call, XlaTokenStats(stats.lse, stats.log_prob), *saved)
+    return stats, None, MosaicSaved(call, stats.known, *saved)
 
 
 def _forward_by_tokens(
@@ -203,9 +203,11 @@ def _forward_by_tokens(
 
     at, tiles = Positions.of(call), tiles_of(call)
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
-    row_scale, grad_scale = call.scaled_rows(jnp.ones(()))
-    even = call.even(row_scale)
-    even_rows = _even_rows(at, None if even is None else jnp.where(at.there, even, 0)) if needs.weight else None
+    row_scale = grad_scale = even_rows = None
+    if needs.weight:  # so that the upstream gradient is one number
+        row_scale, grad_scale = call.scaled_rows(jnp.ones(()))
+        even = call.even(row_scale)
+        even_rows = _even_rows(at, None if even is None else jnp.where(at.there, even, 0))
     others = replace(plan, kept_in_gradient=0, kept_in_digits=0, kept_in_scratch=plan.token_chunk,
                      chunk=up(layer.vocab, VOCAB_TILE))  # fmt: skip
     in_memory = plan.kept_in_gradient + plan.kept_in_digits
@@ -226,6 +228,7 @@ def _forward_by_tokens(
             kept, written = _hidden_of_chunk(here, one, kept, relative, sums.hidden, begin)
             sums = sums._replace(hidden=written)
         if needs.weight:
+            assert row_scale is not None
             scale = cut(row_scale, start, size)
             factor = mine.gradient(found, scale).factor
             factor = relative * jnp.where(here.there, factor, 0)
@@ -272,7 +275,7 @@ def _forward_by_tokens(
     stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(done + i * size, size, rooms, begin, carry), carry)
     inverse = None if grad_scale is None else (1 / grad_scale).reshape(1)
     saved = unfused(sums._replace(inverse_grad_scale=inverse))
-    return stats, None, MosaicSaved(call, XlaTokenStats(stats.lse, stats.log_prob), sums=saved)
+    return stats, None, MosaicSaved(call, stats.known, sums=saved)
 
 
 def _hidden_of_chunk(
@@ -314,23 +317,35 @@ def _hidden_of_chunk(
 
 
 def backward(plan: MosaicPlan, needs: XlaProjection, saved: MosaicSaved, grad_loss: Array) -> XlaProjection:
-    """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
-    if plan.by_tokens:
-        return _backward_by_tokens(needs, saved, grad_loss)
-    if saved.call.probs is not None:
-        return gradients(plan, needs, saved, *labels.by_labels(saved.call, saved.stats, grad_loss))
-    at = Positions.of(saved.call)
-    above = Upstream.of(at, saved.stats, grad_loss)
-    return gradients(plan, needs, saved, at, above.apart(at, saved.stats) if plan.kept else above)
+    """Those of a loss."""
+    call = saved.call
+    gradient = call.gradient(saved.stats, call.reduction.row_scale(grad_loss, call.tokens))
+    return gradients(plan, needs, saved, gradient, grad_loss)
 
 
 def gradients(
     plan: MosaicPlan,
     needs: XlaProjection,
     saved: MosaicSaved,
+    gradient: XlaTokenGradient,  # by the final logits
+    grad_loss: Array | None = None,  # that of the loss, where forward may have made the weight's
+) -> XlaProjection:
+    """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
+    at = labels.positions(saved.call)
+    above, at_ids = Upstream.of(at, saved.stats, gradient)
+    if plan.by_tokens:
+        return _backward_by_tokens(needs, saved, at, above.apart(at, saved.stats), grad_loss)
+    by_logits = labels.by_logits(at, saved.stats, above, at_ids)
+    return _walk(plan, needs, saved, at, above.apart(at, saved.stats) if plan.kept else above, by_logits)
+
+
+def _walk(
+    plan: MosaicPlan,
+    needs: XlaProjection,
+    saved: MosaicSaved,
     at: Positions,
     above: Upstream,
-    by_logits: Callable[[Operands, Array, int], Array] | None = None,
+    by_logits: labels.ByLogits | None,
 ) -> XlaProjection:
     """The gradients, of each position's factors.
 
@@ -353,7 +368,11 @@ def gradients(
     if kept:
         assert saved.base is not None
         from_base = jnp.where(at.there[:kept], jnp.exp(saved.base - above.lse[:kept]), 0)
-        relative = above.factor[:kept] * from_base / exponential_scale(weight.dtype)
+        relative = from_base / exponential_scale(weight.dtype)
+        if above.entropy is None:
+            relative *= above.factor[:kept]
+        else:
+            exponentials = _with_entropy(plan, exponentials, saved.base, at, above)
         row_factor = row_factor.at[:kept].set(relative)
     if kept and needs.hidden:
         if exponentials.gradient is None:  # all in scratch
@@ -382,7 +401,7 @@ def gradients(
     def of_targets(rest: Operands, begin: Array, size: int) -> Array:
         made: Array = kernels.gradient_tiles(
             rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size,
-            first_row=kept, vocab_major=major, config=tiles["gradient_tiles"],
+            first_row=kept, vocab_major=major, config=tiles["gradient_tiles"], **above.of_entropy(tail),
         )  # fmt: skip
         return made
 
@@ -444,18 +463,39 @@ def gradients(
     return XlaProjection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
 
 
-def _backward_by_tokens(needs: XlaProjection, saved: MosaicSaved, grad_loss: Array) -> XlaProjection:
+def _with_entropy(
+    plan: MosaicPlan, kept: Exponentials, base: Array, at: Positions, above: Upstream
+) -> Exponentials:
+    """With the gradient of logits, but for a factor of each token, in the place of exponentials."""
+    from onchip.kernels.mosaic.launch import written
+    from onchip.vocab.mosaic import rebase
+
+    assert above.entropy is not None
+    assert above.mean is not None
+    size, layer = len(base), at.layer
+    static = {"vocab_major": layer.vocab_axis == 0, "vocab": layer.vocab}
+    vectors = (jnp.pad(x, (0, plan.kept - size)) for x in (
+        above.factor[:size], above.entropy[:size], jnp.where(at.there[:size], base - above.mean[:size], 0)
+    ))  # fmt: skip
+    rooms = [x for x in kept if x is not None]
+    rooms = written(rebase.gradient_with_entropy, static, rooms, *vectors, at.number_in(slice(0, size)))
+    return Exponentials.of(rooms, plan)
+
+
+def _backward_by_tokens(
+    needs: XlaProjection, saved: MosaicSaved, at: Positions, above: Upstream, grad_loss: Array | None
+) -> XlaProjection:
     """Of the sums that forward has made."""
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import rebase
     from onchip.vocab.mosaic.sums import rounds_in_forward
 
-    at, sums = Positions.of(saved.call), saved.sums
-    above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
+    sums = saved.sums
     grad_hidden = gradient_of_sums(at, above, *sums.hidden) if needs.hidden else None
     grad_weight = None
     if needs.weight:
+        assert grad_loss is not None
         term, config = above.unscaled(above.at_target), tiles_of(saved.call)["weight_product"]
         total, rounded = unfused(sums.weight), rounds_in_forward(at.layer.weight.dtype)
         if rounded:

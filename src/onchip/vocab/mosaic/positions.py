@@ -16,7 +16,17 @@ from jax import lax
 from onchip.vocab.mosaic.bits import join
 from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import LossCall
-from onchip.vocab.xla.tiles import CountedTokens, Softmax, Wanted, XlaProjection, XlaTokenStats, cut_rows, select_tokens
+from onchip.vocab.xla.tiles import (
+    CountedTokens,
+    Softmax,
+    Wanted,
+    XlaProjection,
+    XlaTokenGradient,
+    XlaTokenStats,
+    cut_rows,
+    float16_scale,
+    select_tokens,
+)
 
 Array = jax.Array
 # The kernels' maximum where every logit is -inf: finite, even times a scale, so that no difference of two is NaN.
@@ -65,6 +75,7 @@ class MosaicPartials(NamedTuple):
     mass: Any = None  # float32: sum of q, weighed by class
     plain_cost: Any = None  # float32: the same two of q as it is, where that isn't the same
     plain_mass: Any = None
+    squares: Any = None  # float32: sum of exp(z - maximum)**2 over all but the label
 
     @staticmethod
     def empty(
@@ -77,7 +88,7 @@ class MosaicPartials(NamedTuple):
 
         known = some(), some(), some(wanted.even), some(wanted.entropy), some(wanted.argmax, jnp.int32)
         plain = labels and weighed and wanted.entropy
-        return MosaicPartials(*known, some(labels), some(labels), some(plain), some(plain))
+        return MosaicPartials(*known, some(labels), some(labels), some(plain), some(plain), some(wanted.sum_sq))
 
 
 class Positions(NamedTuple):
@@ -99,7 +110,7 @@ class Positions(NamedTuple):
     def of(call: LossCall, least: Array | int = 1) -> "Positions":
         """least: 1 where the kernels must write something even if no position is there, else 0."""
         transform, bias, there, ids = call.transform, call.source.bias, call.tokens.there(), call.ids
-        each = None if call.terms.label_smoothing is None else call.class_weight
+        each = None if call.terms is None or call.terms.label_smoothing is None else call.class_weight
         if call.shard is not None:
             each = None if each is None else call.shard.entries(each)
             ids = call.shard.local_ids(ids)
@@ -241,17 +252,23 @@ class Positions(NamedTuple):
             own = (label[None] >= first) & (label[None] < first + width)
             total = partials.others + jnp.where(own, jnp.exp((target - top)[None] - drop), 0)
             moment = sums_where_there(jnp.where(decay > 0, decay * (partials.moment + total * drop), 0))
+        if partials.argmax is not None:
             best = jnp.argmax(maximum, 0)
             argmax = jnp.take_along_axis(partials.argmax, best[None], 0)[0]
         top, others = jnp.where(there, top, LOWEST), sums_where_there(partials.others * decay)
         total = others + jnp.exp(target - top)
         # log1p where the label leads: there the loss is small, and 1 + others would round it away.
         log_total = jnp.where(target == top, jnp.log1p(others), jnp.log(total))
+        leads, more = target == top, {"weight": weight}
+        if partials.squares is not None:
+            squares = sums_where_there(partials.squares * decay * decay)
+            whole = squares + jnp.square(jnp.exp(target - top))
+            more |= {"squares": whole, "squares_below": jnp.where(leads, squares, whole - 1)}
         if self.call.shard is not None:
             # Another's label isn't in the sum of the others: there the largest is.
-            below, picked = jnp.where(target == top, others, total - 1), jnp.where(label >= 0, target, 0)[:, None]
-            return Softmax(top, total, below, picked, offset_sum, moment, argmax, weight=weight)
-        softmax = Softmax(top, total, others, picked, offset_sum, moment, argmax, weight=weight)
+            below, picked = jnp.where(leads, others, total - 1), jnp.where(label >= 0, target, 0)[:, None]
+            return Softmax(top, total, below, picked, offset_sum, moment, argmax, **more)
+        softmax = Softmax(top, total, others, picked, offset_sum, moment, argmax, **more)
         return softmax.complete(self.call.ids[part], vocab, log_total)
 
 
@@ -288,30 +305,37 @@ def unfused(arrays: Any) -> Any:
 class Upstream(NamedTuple):
     """What backward knows of each position, [P] float32; 0 beyond the last token."""
 
-    row_scale: Array  # factor of the position's row of the gradient; where labels are of every entry, of those
-    factor: Array  # the same times what p is multiplied by
-    at_target: Array  # the target's entry of the gradient, but for softcap's derivative
-    even: Array | None  # label smoothing's part of each entry, but for the class's weight
+    factor: Array  # of p
+    at_target: Array  # the target's entry of the gradient, but for softcap's derivative; of several ids the first's
     lse: Array  # inf beyond the last token
+    even: Array | None  # label smoothing's part of each entry, but for the class's weight
+    labels: Array | None  # of soft labels of every entry
+    entropy: Array | None  # of p (z - mean)
+    mean: Array | None  # of the logits under their softmax, with it
     inverse_grad_scale: Array | None  # [1]: what products are multiplied by, where rows were scaled up for float16
 
     @staticmethod
-    def of(positions: Positions, stats: XlaTokenStats, grad_loss: Array) -> "Upstream":
+    def of(positions: Positions, stats: XlaTokenStats, gradient: XlaTokenGradient) -> tuple["Upstream", Array]:
+        """Of the gradient by the final logits; and what it is, by the linear layer's, at each of the ids, [P, K]."""
         call, there = positions.call, positions.there
-        row_scale, grad_scale = call.scaled_rows(grad_loss)
-        gradient = call.gradient(stats, row_scale)
+        gradient = gradient.times(call.transform.factor())
+        grad_scale = float16_scale(gradient.size(call.mass), call.source.hidden.dtype)
+        gradient = gradient.times(grad_scale)
 
-        def masked(x: Array) -> Array:
-            return jnp.where(there, x, 0)
+        def masked(x: Array | None) -> Any:
+            return None if x is None else jnp.where(there, x, 0)
 
-        return Upstream(
-            masked(row_scale),
+        above = Upstream(
             masked(gradient.factor),
-            jnp.where(there & (positions.label >= 0), gradient.at_ids[:, 0], 0),
-            None if gradient.even is None else masked(gradient.even),
+            jnp.where(positions.label >= 0, masked(gradient.at_ids[:, 0]), 0),
             jnp.where(there, stats.lse, jnp.inf),
+            masked(gradient.even),
+            masked(gradient.labels),
+            masked(gradient.entropy),
+            None if gradient.entropy is None else masked(stats.mean),
             None if grad_scale is None else (1 / grad_scale).reshape(1),
         )
+        return above, gradient.at_ids
 
     def apart(self, positions: Positions, stats: XlaTokenStats) -> "Upstream":
         """Where targets' terms are added to products of all other entries: with softcap's derivative.  Label
@@ -324,6 +348,12 @@ class Upstream(NamedTuple):
         if self.even is not None:
             at_target += jnp.where(positions.label >= 0, self.even, 0)
         return self._replace(at_target=at_target)
+
+    def of_entropy(self, part: slice) -> dict[str, Array]:
+        """What kernels take of it, for these positions."""
+        if self.entropy is None or self.mean is None:
+            return {}
+        return {"entropy": self.entropy[part], "mean": self.mean[part]}
 
     def unscaled(self, x: Array) -> Array:
         return x if self.inverse_grad_scale is None else x * self.inverse_grad_scale[0]

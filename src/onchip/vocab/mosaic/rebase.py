@@ -5,7 +5,7 @@ are bound by device memory, with one warpgroup per program and several programs 
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,29 +48,103 @@ def rebase_exponentials(
     It costs next to nothing for 128 tokens of which none has moved.
     """
     (tokens,) = before.shape
-    registers = Registers(interpret)
-    assert tokens % _TOKENS == 0
+    registers, shape = Registers(interpret), (BOX, BOX)
     assert config.part_n % BOX == 0
-    ends = list(itertools.accumulate(tokens_of(room.spare, vocab_major) for room in rooms))
-    assert all(end % _TOKENS == 0 for end in ends[:-1])
-    assert ends[-1] >= tokens
     # Of others 0 and 0: what is there past the last token may be anything.
     moved = (before != after) & (jnp.arange(tokens) < count[0])
     before, after = jnp.where(moved, before, 0), jnp.where(moved, after, 0)
-    any_moved = jnp.any(moved.reshape(-1, _TOKENS), axis=1).astype(jnp.int32)
+
+    def of_tokens(refs: Refs, parts: Callable[[Any], list[Any]]) -> Callable[[Any], Callable[[Any, int], Any]]:
+        old, new = parts(refs["before"]), parts(refs["after"])
+
+        def of_entries(v: Any) -> Callable[[Any, int], Any]:
+            top = parts(refs["maximum"].at[lax.div(v, jnp.int32(config.part_n))])
+
+            def rebased(e: Any, b: int) -> Any:
+                used = jnp.where(top[b] - old[b] > REACH, top[b], old[b])
+                f = jnp.where(old[b] != new[b], jnp.exp2((used - new[b]) * LOG2E), 1.0)
+                return e * registers.spread(f, shape, 1)
+
+            return rebased
+
+        return of_entries
+
+    inputs = {"maximum": maximum, "before": before, "after": after}
+    _change_kept(
+        rooms, moved, of_tokens, inputs, vocab_major=vocab_major, vocab=vocab, name="rebase_exponentials",
+        interpret=interpret,
+    )  # fmt: skip
+
+
+def gradient_with_entropy(
+    rooms: Sequence[KeptBlocks],  # references, as of `softmax_tiles`, to what isn't multiplied by softcap's derivative
+    factor: Array,  # [T] float32: of p
+    entropy: Array,  # [T] float32: of p (z - mean)
+    middle: Array,  # [T] float32: what the exponentials are relative to, less the mean
+    count: Array,  # [1] int32
+    *,
+    vocab_major: bool,
+    vocab: int,
+    interpret: Any = None,
+) -> None:
+    """Make e, which is p but for a factor of each token, e (factor + entropy (z - mean)).
+
+    z comes from the logarithm of what was kept: a relative error of that is as large an absolute one of z, and moves
+    the gradient about as far as its own rounding does.
+    """
+    registers, shape = Registers(interpret), (BOX, BOX)
+    names = ("factor", "entropy", "middle")
+
+    def of_tokens(refs: Refs, parts: Callable[[Any], list[Any]]) -> Callable[[Any], Callable[[Any, int], Any]]:
+        vectors = [parts(refs[name]) for name in names]
+
+        def made(e: Any, b: int) -> Any:
+            a, c, m = (registers.spread(x[b], shape, 1) for x in vectors)
+            # p log p is 0 at p = 0.
+            return jnp.where(e > 0, e * (a + c * (jnp.log(e) + m)), 0.0)
+
+        return lambda _: made
+
+    _change_kept(
+        rooms, jnp.arange(len(factor)) < count[0], of_tokens, dict(zip(names, (factor, entropy, middle), strict=True)),
+        vocab_major=vocab_major, vocab=vocab, name="gradient_with_entropy", interpret=interpret,
+    )  # fmt: skip
+
+
+def _change_kept(
+    rooms: Sequence[KeptBlocks],
+    which: Array,  # [T] bool: the tokens that change
+    of_tokens: Callable[..., Callable[[Any], Callable[[Any, int], Any]]],
+    inputs: Mapping[str, Any],
+    *,
+    vocab_major: bool,
+    vocab: int,
+    name: str,
+    interpret: Any,
+) -> None:
+    """Replace what is kept of tokens, where some of 128 change, box by box.
+
+    of_tokens(refs, parts)(entry)(box, number) is the new value of one; `parts` loads those tokens' part of a vector.
+    """
+    (tokens,) = which.shape
+    registers = Registers(interpret)
+    assert tokens % _TOKENS == 0
+    ends = list(itertools.accumulate(tokens_of(room.spare, vocab_major) for room in rooms))
+    assert all(end % _TOKENS == 0 for end in ends[:-1])
+    assert ends[-1] >= tokens
+    any_changes = jnp.any(which.reshape(-1, _TOKENS), axis=1).astype(jnp.int32)
     programs = 4 * multiprocessors() if interpret is None else 2
     boxes = _TOKENS // BOX
-    shape = (BOX, BOX)
 
     def body(refs: Refs, shared: Any, full: Any) -> None:
         program = lax.axis_index("program")
         mine = ceil_div(-(-vocab // BOX) - program, programs)
 
-        def parts(ref: Any, t: Any) -> list[Any]:
+        def parts(t: Any, ref: Any) -> list[Any]:
             return [registers.load(ref.at[pl.ds(t + b * BOX, BOX)], 1) for b in range(boxes)]
 
-        def rebase(t: Any) -> None:
-            old, new = parts(refs["before"], t), parts(refs["after"], t)
+        def change(t: Any) -> None:
+            of_entries = of_tokens(refs, partial(parts, t))
 
             def entries(number: Any, _: None) -> None:
                 v = (program + number * programs) * BOX
@@ -105,13 +179,11 @@ def rebase_exponentials(
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
-                top = parts(refs["maximum"].at[lax.div(v, jnp.int32(config.part_n))], t)
+                new = of_entries(v)
                 plgpu.barrier_wait(full)
                 for b in range(boxes):
-                    used = jnp.where(top[b] - old[b] > REACH, top[b], old[b])
-                    f = jnp.where(old[b] != new[b], jnp.exp2((used - new[b]) * LOG2E), 1.0)
                     e = registers.load_box(shared.at[b])
-                    shared[b] = (e.astype(jnp.float32) * registers.spread(f, shape, 1)).astype(e.dtype)
+                    shared[b] = new(e.astype(jnp.float32), b).astype(e.dtype)
                 plgpu.commit_smem()
                 where_kept(send)
                 plgpu.commit_smem_to_gmem_group()
@@ -119,18 +191,17 @@ def rebase_exponentials(
             lax.fori_loop(0, mine, entries, None)
 
         def tokens_from(block: Any, _: None) -> None:
-            pl.when(refs["any_moved"][block] != 0)(lambda: rebase(block * _TOKENS))
+            pl.when(refs["any_changes"][block] != 0)(lambda: change(block * _TOKENS))
 
         lax.fori_loop(0, tokens // _TOKENS, tokens_from, None)
         plgpu.wait_smem_to_gmem(0)
 
     scratch = [swizzled((boxes, BOX, BOX), rooms[0].spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
-    inputs: dict[str, Any] = {}
+    where: dict[str, Any] = {}
     for i, room in enumerate(rooms):
-        inputs |= {f"in_weight_grad {i}": room.in_weight_grad, f"spare {i}": room.spare}
-    inputs |= {"maximum": maximum, "before": before, "after": after, "any_moved": any_moved}
-    grid = {"program": programs}
-    launch(body, inputs, {}, scratch, grid=grid, warpgroups=1, name="rebase_exponentials", interpret=interpret)
+        where |= {f"in_weight_grad {i}": room.in_weight_grad, f"spare {i}": room.spare}
+    given = {**where, **inputs, "any_changes": any_changes}
+    launch(body, given, {}, scratch, grid={"program": programs}, warpgroups=1, name=name, interpret=interpret)
 
 
 def scale_sum(

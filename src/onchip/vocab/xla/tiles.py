@@ -371,6 +371,11 @@ class XlaTokenStats(NamedTuple):
         made = jax.eval_shape(lambda: Softmax.empty(ids, wanted, dtype).complete(ids, 1))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)  # type: ignore[no-any-return]
 
+    @property
+    def known(self) -> "XlaTokenStats":
+        """What gradients need of them."""
+        return XlaTokenStats(self.lse, self.log_prob, self.entropy, self.mean)
+
     def by_token(self, tokens: CountedTokens) -> "XlaTokenStats":
         return jax.tree.map(tokens.spread, self)  # type: ignore[no-any-return]
 
