@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from linear_cross_entropy import plain_kernels
+import plain_kernels
 from on_devices import report_checks, run_checks
 from onchip.jax import (
     TopK,

@@ -21,6 +21,7 @@ class Static(NamedTuple):
     backend: str = "xla"
     shard: Any = None  # of the vocabulary
     mesh: Any = None  # an `OnMesh` of a call that spreads itself
+    recompute: bool = False  # backward has the arguments and numbers of tokens alone
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])

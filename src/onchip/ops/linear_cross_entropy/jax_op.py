@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from onchip.core.backends import choose_backend
 from onchip.frontend import topk
-from onchip.frontend.jax_call import Planned, Static, is_tracked
+from onchip.frontend.jax_call import Planned, Static
 from onchip.frontend.jax_inputs import (
     accumulator,
     check_layout,
@@ -35,19 +35,14 @@ from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WeightLayo
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Strategy
+from onchip.vocab.jax_ways import MODULES, Backend, each, refusals
 from onchip.vocab.memory import Problem
-from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.xla import parallel
-from onchip.vocab.xla import walk as jax_xla
 from onchip.vocab.xla.loss import Constants, Given, LossCall, XlaLossOutputs
 from onchip.vocab.xla.parallel import Shard
 from onchip.vocab.xla.tiles import XlaProjection, XlaTokenStats
 
 ON_MESH = f"sharded_{OP}"
-# Best first, by platform.
-BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
-Backend = Literal["auto", "mosaic_gpu", "xla"]
-MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
 
 
 class OfWeight(JaxLossKeywords, total=False):
@@ -435,36 +430,6 @@ def on_device(static: Static, layer: XlaProjection, given: Given) -> tuple[Stati
     return static._replace(backend=choose_backend(OP, static.backend, refused)), projection, constants
 
 
-def refusals(
-    problem: Problem,
-    platform: str,
-    weight_layout: WeightLayout = "vh",
-    strategy: Strategy = "auto",
-    shard: Shard | None = None,
-) -> dict[str, str | None]:
-    """Why each backend of the platform, best first, can't serve a call, or None; `problem` is this device's."""
-    names = BACKENDS.get(platform, ("xla",))
-    made = {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
-    if shard is None:
-        return made
-    split: dict[str, str] = {}
-    if strategy == "stash":
-        split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
-    if problem.ids or problem.labels:
-        split["mosaic_gpu"] = "of a split vocabulary it takes targets that are ids alone; pass backend='xla'"
-    elif is_tracked(shard.axis):
-        split["mosaic_gpu"] = (
-            "it doesn't take a split vocabulary inside of a jax.shard_map with check_vma, which gradients need; call "
-            f"{ON_MESH} outside of it, or pass backend='xla'"
-        )
-    elif shard.padded and (problem.softcap or problem.smoothing):
-        split["mosaic_gpu"] = (
-            "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass "
-            "backend='xla'"
-        )
-    return {name: split.get(name, reason) for name, reason in made.items()}
-
-
 def problem_of(static: Static, projection: XlaProjection, constants: Constants, needs: XlaProjection) -> Problem:
     """What plans and refusals depend on, where these gradients are needed."""
     return projection.problem(
@@ -484,7 +449,7 @@ def forward(
         static.shard.refuse_untracked(OP, needs)
     backend, plan, call = _planned(static, needs, projection, constants)
     run = partial(backend.forward, plan, constants.wanted(static.options.return_stats), needs)
-    stats, sums, saved = _each(backend, run)(call)
+    stats, sums, saved = each(backend, run)(call)
     return call.outputs(static.options.reduction, stats, sums), Planned(saved, plan)
 
 
@@ -504,7 +469,7 @@ def _planned(
 def backward(static: Static, needs: XlaProjection, saved: Planned, cotangents: XlaLossOutputs) -> XlaProjection:
     backend = MODULES[static.backend]
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    return _each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]
+    return each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]
 
 
 def at_once(static: Static, needs: XlaProjection) -> bool:
@@ -525,17 +490,11 @@ def resume(
     if kept is None:
         return None
     _, plan, call = _planned(static, needs, projection, constants)
-    saved = jax_xla.XlaSaved if static.backend == "xla" else mosaic_op.MosaicSaved
-    return Planned(saved(call, kept.by_row(call.tokens)), plan)
+    return Planned(MODULES[static.backend].Saved(call, kept.by_row(call.tokens)), plan)
 
 
 def recomputing(static: Static) -> Static:
     return static._replace(options=replace(static.options, strategy="recompute"))
-
-
-def _each(backend: ModuleType, run: Any) -> Any:
-    """Under vmap kernels serve one element after the other."""
-    return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
 
 
 _op = with_gradients_on_mesh(OP, forward, backward, on_device, Between(at_once, recomputing, keep, resume))

@@ -1,11 +1,13 @@
 """linear_log_probs for JAX: the public functions, and the gradients of their results by each token's logits.
 
 The public functions, and log_probs of jax_rows.py, call `OPERATOR`, to which `with_gradients_on_mesh` gives its
-derivatives; it spreads calls over devices.  The walks over the logits are those of
-`onchip.vocab.xla.walk`, the maths is in the package's docstring.
+derivatives; it spreads calls over devices.  What computes them is in `onchip.vocab.jax_ways`, the maths in the
+package's docstring.
 """
 
 import math
+from functools import partial
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -33,9 +35,12 @@ from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, check_shift, one_target, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions, WantedOutputs
+from onchip.vocab import jax_ways
 from onchip.vocab.chunks import ChunkConfig
+from onchip.vocab.jax_ways import MODULES, Backend
+from onchip.vocab.memory import Problem
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.xla import memory, parallel, walk
+from onchip.vocab.xla import parallel
 from onchip.vocab.xla.loss import LossCall
 from onchip.vocab.xla.parallel import check_axis
 from onchip.vocab.xla.tiles import (
@@ -47,13 +52,10 @@ from onchip.vocab.xla.tiles import (
     XlaProjection,
     XlaTokenGradient,
     XlaTokenStats,
-    select_tokens,
     shares,
 )
 
 ON_MESH = f"sharded_{OP}"
-BACKENDS = ("xla",)
-Backend = Literal["auto", "xla"]
 
 
 class LogProbs(NamedTuple):
@@ -388,7 +390,6 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     tokens, dtype = math.prod(leading), accumulator(dtype_of(hidden))
     options: LogProbsOptions = options_of(OP, LogProbsOptions, given, tokens * layer.vocab)
     numbers = checked_numbers(OP, options, given, dtype)
-    choose_backend(OP, given["backend"], dict.fromkeys(BACKENDS))
     of_layer, shard = parallel.roles_of(layer), None
     if on_mesh:
         spread, shard = parallel.on_mesh(ON_MESH, given, layer, "hidden", leading)
@@ -404,7 +405,8 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     plain = following(plain, IGNORED, len(leading) - 1) if options.shift else plain
     numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
     constants = GivenToLogProbs(plain, temperature, numbers)
-    static, roles = Static(options, platform(), shard=shard), Roles(of_layer, OF_GIVEN, BY_TOKEN)
+    static = Static(options, platform(), given["backend"], shard)
+    roles = Roles(of_layer, OF_GIVEN, BY_TOKEN)
     if tokens == 0:
         made = of_no_tokens(dtype)
     elif on_mesh:
@@ -437,8 +439,11 @@ OF_GIVEN = GivenToLogProbs(BY_TOKEN, BY_TOKEN, WHOLE)
 def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogProbs) -> tuple[Static, Any, Any]:
     """What `forward` takes, of a layer with hidden [..., H], or of logits [..., V]."""
     if isinstance(of, XlaProjection):
-        layer = of.flat()
-        return parallel.split_as(static, layer.vocab), layer, given.by_token(len(layer.hidden))
+        static, layer = parallel.split_as(static, of.vocab), of.flat()
+        constants = given.by_token(len(layer.hidden))
+        problem = problem_of(static, layer, constants, XlaProjection(True, True, layer.bias is not None))
+        refused = jax_ways.refusals(problem, static.platform, layer.layout, shard=static.shard)
+        return static._replace(backend=choose_backend(OP, static.backend, refused)), layer, constants
     tokens, vocab = math.prod(of.shape[:-1]), of.shape[-1]
     return parallel.split_as(static, vocab), of.reshape(tokens, vocab), given.by_token(tokens)
 
@@ -461,57 +466,74 @@ def forward(
     """Of a layer, or of logits [T, V]."""
     if static.shard is not None:
         static.shard.refuse_untracked(OP if isinstance(of, XlaProjection) else spec.LOGITS_OP, needs)
-    plan, call = _planned(static, needs, of, constants)
-    stats = walk.statistics(plan, wanted_of(static.options), call)
+    backend, plan, call = _planned(static, needs, of, constants)
+    stats, _, saved = jax_ways.each(backend, partial(backend.forward, plan, wanted_of(static.options), needs))(call)
     # XlaLogits as they came: of 16-bit ones `call.source` may be a copy.
-    saved = walk.XlaSaved(call._replace(source=None), known_of(stats))
-    return outputs_of(stats, call.tokens), Planned((of, saved), plan) if any(jax.tree.leaves(needs)) else None
+    return outputs_of(stats, call.tokens), None if saved is None else _saved(of, saved, plan)
 
 
-def _planned(
-    static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
-) -> tuple[ChunkConfig, LossCall]:
-    (ids, transform), options = constants, static.options
-    needed = any(jax.tree.leaves(needs))
-    asked: dict[str, Any] = {
+def _saved(of: Any, saved: Any, plan: Any) -> Planned:
+    return Planned((of, saved._replace(call=saved.call._replace(source=None))), plan)
+
+
+def problem_of(
+    static: Static, layer: XlaProjection, constants: tuple[jax.Array, Transform], needs: XlaProjection
+) -> Problem:
+    """What plans and refusals depend on, where these gradients are needed."""
+    asked = {"per_token_loss": True, "split": static.shard is not None} | _asked(static.options, constants)
+    asked["stats"] = static.options.entropy or static.options.top1
+    return layer.problem(needs, static.platform, op=OP, **asked)
+
+
+def _asked(options: LogProbsOptions, constants: tuple[jax.Array, Transform]) -> dict[str, Any]:
+    ids, transform = constants
+    return {
         "ids": ids.shape[1],
         "stats": options.entropy,
         "more_stats": options.mean_logits + options.log_sum_sq_probs,
         "softcap": transform.softcap is not None,
     }
+
+
+def _planned(
+    static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
+) -> tuple[ModuleType, Any, LossCall]:
+    """The backend, its plan, and the call as it takes it."""
+    (ids, transform), options, backend = constants, static.options, MODULES[static.backend]
+    plan: Any
     if isinstance(of, XlaProjection):
-        problem = of.problem(needs, static.platform, op=OP, **asked)
-        plan = memory.plan(problem, "recompute" if needed else "forward", options.scratch_bytes)
+        strategy = "recompute" if static.recompute else "auto"
+        plan = backend.plan(problem_of(static, of, constants, needs), strategy, options.scratch_bytes)
     else:
-        on = "cpu" if static.platform == "cpu" else "cuda"
-        tokens, vocab = of.shape
+        on, needed = "cpu" if static.platform == "cpu" else "cuda", any(jax.tree.leaves(needs))
+        asked, (tokens, vocab) = _asked(options, constants), of.shape
         rows = row_memory.RowsProblem(tokens, vocab, of.dtype.name, on, needed, xla=True, op=spec.LOGITS_OP, **asked)
         plan = ChunkConfig("forward", row_memory.plan(rows, "", options.scratch_bytes), rows.vocab)
-    selected = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
-    source = of if isinstance(of, XlaProjection) else XlaLogits.of(of)
-    return plan, LossCall(source, transform.by_row(selected), selected, selected.take(ids, IGNORED), shard=static.shard)
+    one = ids.shape[1] == 1
+    selected = backend.select(plan, ids[:, 0] if one else jnp.where((ids != IGNORED).any(1), 0, IGNORED))
+    source, own = of if isinstance(of, XlaProjection) else XlaLogits.of(of), selected.take(ids, IGNORED)
+    return backend, plan, LossCall(source, transform.by_row(selected), selected, own, shard=static.shard)
 
 
 def backward(static: Static, needs: Any, saved: Planned, upstream: WantedOutputs) -> Any:
-    of, (call, stats) = saved.arrays
-    call = call._replace(source=of if isinstance(of, XlaProjection) else XlaLogits.of(of))
-    gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
-    return walk.gradients(saved.plan, needs, call, stats, gradient)
+    (of, known), backend = saved.arrays, MODULES[static.backend]
+    known = known._replace(call=known.call._replace(source=of if isinstance(of, XlaProjection) else XlaLogits.of(of)))
+    gradient = gradient_by_outputs(known.call.tokens, known.call.ids, known.stats, upstream)
+    return jax_ways.each(backend, partial(backend.gradients, saved.plan, needs))(known, gradient)
 
 
 def keep(static: Static, saved: Planned, *_: Any) -> XlaTokenStats:
-    _, (call, stats) = saved.arrays
-    return stats.by_token(call.tokens)  # type: ignore[no-any-return]
+    _, known = saved.arrays
+    return known.stats.by_token(known.call.tokens)  # type: ignore[no-any-return]
 
 
 def resume(static: Static, needs: Any, kept: XlaTokenStats, of: Any, constants: Any) -> Planned:
-    plan, call = _planned(static, needs, of, constants)
-    return Planned((of, walk.XlaSaved(call._replace(source=None), kept.by_row(call.tokens))), plan)
+    backend, plan, call = _planned(static, needs, of, constants)
+    return _saved(of, backend.Saved(call, kept.by_row(call.tokens)), plan)
 
 
-OPERATOR = with_gradients_on_mesh(
-    f"{OP}, {spec.LOGITS_OP}", forward, backward, on_device, Between(keep=keep, resume=resume)
-)
+BETWEEN = Between(resumable=lambda static: static._replace(recompute=True), keep=keep, resume=resume)
+OPERATOR = with_gradients_on_mesh(f"{OP}, {spec.LOGITS_OP}", forward, backward, on_device, BETWEEN)
 
 
 def of_no_tokens(dtype: Any) -> WantedOutputs:
@@ -537,11 +559,6 @@ def outputs_of(stats: XlaTokenStats, tokens: CountedTokens) -> WantedOutputs:
         spread(lax.stop_gradient(stats.mean_logits)),
         spread(lax.stop_gradient(stats.log_sum_sq)),
     )
-
-
-def known_of(stats: XlaTokenStats) -> XlaTokenStats:
-    """What gradients need of them."""
-    return XlaTokenStats(stats.lse, stats.log_prob, stats.entropy, stats.mean)
 
 
 def gradient_by_outputs(

@@ -24,10 +24,8 @@ from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, one_target, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
-    BACKENDS,
     OF_GIVEN,
     OPERATOR,
-    Backend,
     GivenToLogProbs,
     JaxEither,
     JaxJustLogProb,
@@ -37,6 +35,7 @@ from onchip.ops.linear_log_probs.jax_op import (
     returned,
 )
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
+from onchip.vocab.jax_ways import Backend
 from onchip.vocab.xla.parallel import check_axis, shard_of
 
 Axis = str | None
@@ -152,7 +151,7 @@ def log_probs(
     shard = shard_of(LOGITS_OP, given, vocab)
     vocab = vocab if shard is None else shard.vocab
     plain = checked_labels(LOGITS_OP, given, "ids", vocab, options)
-    choose_backend(LOGITS_OP, backend, dict.fromkeys(BACKENDS))
+    choose_backend(LOGITS_OP, backend, {"xla": None})
     if math.prod(shape) == 0:
         return returned(options, of_no_tokens(dtype), ids.shape, shape)
     numbers, temperature = token_temperature(numbers, given["temperature"], dtype)

@@ -228,7 +228,16 @@ def _keeps(p: Problem) -> bool:
     """Whether gradients can be made of exponentials that are kept."""
     # The bias's gradient would be another pass over all of them.  What label smoothing adds is the same for all
     # entries, unless softcap's derivative or class weights multiply it.
-    return not (p.grad_bias or (p.smoothing and (p.softcap or p.class_weight)))
+    if p.grad_bias or (p.smoothing and (p.softcap or p.class_weight)):
+        return False
+    # Of several ids, or labels of every entry, too many would be added apart.  The gradient of an entropy reads logits
+    # off the exponentials, as far as float16's exponents don't reach.
+    return not (p.ids > 1 or p.labels or (_of_entropy(p) and (p.softcap or p.dtype == "float16")))
+
+
+def _of_entropy(p: Problem) -> bool:
+    """Whether the entropy may have an upstream gradient."""
+    return p.ids > 0 and p.stats
 
 
 def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
@@ -277,7 +286,7 @@ def _softmax_bytes(p: Problem, rows: int) -> int:
     """Of what the softmax of so many tokens leaves for each tile."""
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics; with labels of every entry
     # always argmax, and two sums of those, with and without weights of classes
-    partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats)
+    partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats
     if p.labels:
         partials += 2 + (2 * int(p.class_weight) if p.stats else 1)
     return 4 * -(-p.vocab // VOCAB_TILE) * rows * partials
@@ -410,7 +419,8 @@ def _smallest(p: Problem, strategy: str) -> Iterator[MosaicPlan]:
 def _goes_by_tokens(p: Problem, strategy: str) -> bool:
     # In forward nobody knows what a gradient by each token's loss is: hidden's can be multiplied by it later.
     # And where the vocabulary is split over devices no chunk's softmax is known before all are.
-    return strategy == "stash" and _keeps(p) and not p.split and not (p.grad_weight and p.per_token_loss)
+    later = p.split or (p.grad_weight and p.per_token_loss) or _of_entropy(p)
+    return strategy == "stash" and _keeps(p) and not later
 
 
 def _by_tokens(p: Problem, size: int) -> MosaicPlan:

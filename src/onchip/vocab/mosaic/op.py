@@ -78,6 +78,9 @@ class MosaicSaved(NamedTuple):
     sums: Any = None  # `MosaicSums`: gradients themselves, and nothing that is kept
 
 
+Saved = MosaicSaved
+
+
 class MosaicSums(NamedTuple):
     """Gradients that are made in forward, chunk by chunk of tokens, in 20 or 24 bits; None is what isn't wanted."""
 
@@ -95,6 +98,8 @@ def forward(
     """The statistics of each position, the sums of labels of every entry, and what backward needs."""
     from onchip.vocab.mosaic import kernels  # Pallas takes a second to import
 
+    # Where the likeliest entry is, says whether it is the target, whose logit is computed apart.
+    wanted = wanted._replace(argmax=wanted.argmax or wanted.entropy)
     if labels.several(call):
         stats, sums, call = labels.statistics(plan, wanted, call)
         return stats, sums, _recomputed(plan, call, stats)
@@ -463,9 +468,7 @@ def _walk(
     return XlaProjection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
 
 
-def _with_entropy(
-    plan: MosaicPlan, kept: Exponentials, base: Array, at: Positions, above: Upstream
-) -> Exponentials:
+def _with_entropy(plan: MosaicPlan, kept: Exponentials, base: Array, at: Positions, above: Upstream) -> Exponentials:
     """With the gradient of logits, but for a factor of each token, in the place of exponentials."""
     from onchip.kernels.mosaic.launch import written
     from onchip.vocab.mosaic import rebase

@@ -2,19 +2,8 @@
 
 `statistics` has no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `by_rows` makes
 numbers of tokens and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
-front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
-
-A backend of linear_cross_entropy is a module with these functions and flags::
-
-    refusal(problem, platform, weight_layout, strategy)     why it can't serve a call, or None
-    plan(problem, strategy, budget)     hashable, with a field `strategy`; raises ValueError
-    select(plan, labels)           the rows that tokens are put in
-    forward(plan, wanted, needs, call) -> (TokenStats, LabelSums, saved)    sums where labels are of every entry
-    backward(plan, needs, saved, upstream) -> Projection of gradients
-    SEQUENTIAL                     whether vmap has to call it one by one
-
-`needs` says which gradients are wanted; where none is, `plan.strategy` is 'forward' and nothing is saved.  Gradients of
-ignored tokens are exact zeros.  Both functions run under jit, vmap and scan; T, H and V are at least 1.
+front (as a list of row numbers; no tensor is copied for it), and the loops end after them.  What a backend's functions
+are is said in `onchip.vocab.jax_ways`.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +77,7 @@ def forward(
         return stats, None, stashed
     else:
         stats = statistics(plan, wanted, call)
-    saved = XlaSaved(call, XlaTokenStats(stats.lse, stats.log_prob))
+    saved = XlaSaved(call, stats.known)
     return stats, sums, saved if any(jax.tree.leaves(needs)) else None
 
 
@@ -99,13 +88,15 @@ class XlaSaved(NamedTuple):
     stats: XlaTokenStats
 
 
+Saved = XlaSaved
+
+
 def backward(plan: ChunkConfig, needs: Any, saved: Any, upstream: Array) -> Any:
     """The gradients of the source; what isn't needed is None."""
     if isinstance(saved, Stashed):
         return saved.scaled(upstream)
     call, stats = saved
-    gradient = call.gradient(stats, call.reduction.row_scale(upstream, call.tokens))
-    return gradients(plan, needs, call, stats, gradient)
+    return gradients(plan, needs, saved, call.gradient(stats, call.reduction.row_scale(upstream, call.tokens)))
 
 
 # --------------------------------------------------------------------------------------------------------- the walks
@@ -232,12 +223,12 @@ def expected_of(sums: Array, masses: Array, maximum: Array, top: Array, log_prob
 def gradients(
     plan: ChunkConfig,
     needs: Any,
-    call: LossCall,
-    stats: XlaTokenStats,
+    saved: XlaSaved,
     gradient: XlaTokenGradient,  # by the final logits
 ) -> Any:
     """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed; of logits
     that exist theirs, and where labels are of every entry all, chunk by chunk of tokens."""
+    call, stats = saved
     if call.entries is not None or isinstance(call.source, XlaLogits):
         return _gradients_by_rows(plan.token_chunk, needs, call, stats, gradient)
     shard, end = call.shard, None

@@ -9,6 +9,7 @@ from jax import lax
 
 from onchip.kernels.mosaic.product import BOX
 from onchip.ops.linear_cross_entropy import jax_op
+from onchip.ops.linear_log_probs import jax_op as llp_jax_op
 from onchip.vocab.mosaic import kernels, products, rebase, sums
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.blocks import REACH
@@ -124,6 +125,7 @@ def softmax_tiles(
         part(x.argmax(2).astype(jnp.int32) + config.part_n * jnp.arange(x.shape[1], dtype=jnp.int32)[None])
         if wanted.argmax
         else None,
+        squares=part((e * e).sum(2)) if wanted.sum_sq else None,
     )
     if labels is not None:
         q, weight = labels_of(labels, tokens, padded).reshape(x.shape), operands.class_weight
@@ -146,15 +148,17 @@ def offset_sum(below, inside, class_weight):
 
 
 def gradient_tiles(
-    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, first_row=0,
-    config=None,
+    operands, lse, scale, at_target, *, vocab_major, first, size, even=None, labels=None, by_labels=None, entropy=None,
+    mean=None, first_row=0, config=None,
 ):  # fmt: skip
     operands = operands._replace(rows=operands.rows[first_row:])
     rows, weight, label, factor, count, _, inner_scale, class_weight = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
     x = unscaled(operands, vocab_major, padded)
-    g = jnp.exp(x * factor[:, None] - lse[:, None]) * scale[:, None]
+    g = jnp.exp(x * factor[:, None] - lse[:, None])
+    more = 0 if entropy is None else entropy[:, None] * jnp.maximum(x * factor[:, None] - mean[:, None], -1e30)
+    g *= scale[:, None] + more
     if even is not None:
         g -= even[:, None] * (1.0 if class_weight is None else class_weight[None])
     if labels is not None:
@@ -310,20 +314,36 @@ def rebase_exponentials(rooms, maximum, before, after, count, *, vocab_major, vo
     used = jnp.where(top - before[:, None] > REACH, top, before[:, None])
     factors = jnp.where(moved[:, None], jnp.exp(used - after[:, None]), 1)
 
-    def rebased(ref, first, f):
-        tokens, size = f.shape
-        value = entries(ref[...], first, size, vocab_major, tokens).astype(jnp.float32)
-        value = turned(jnp.where(f == 1, value, value * f).astype(ref.dtype), vocab_major)
-        at = slice(first, first + size)
-        ref[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = value
+    def rebased(value, tokens, of):
+        f = factors[tokens, of]
+        return jnp.where(f == 1, value, value * f)
+
+    change_kept(rooms, all_tokens, factors.shape[1], rebased, vocab_major)
+
+
+def gradient_with_entropy(rooms, factor, entropy, middle, count, *, vocab_major, vocab):
+    def made(value, tokens, of):
+        a, b, m = (x[tokens, None] for x in (factor, entropy, middle))
+        there = (value > 0) & (jnp.arange(len(factor)) < count[0])[tokens, None]
+        return jnp.where(there, value * (a + b * (jnp.log(value) + m)), value)
+
+    change_kept(rooms, len(factor), -(-vocab // WIDE) * WIDE, made, vocab_major)
+
+
+def change_kept(rooms, all_tokens, padded, new, vocab_major):
+    def change(ref, first, tokens, of):
+        value = entries(ref[...], first, of.stop - of.start, vocab_major, tokens.stop - tokens.start)
+        value = turned(new(value.astype(jnp.float32), tokens, of).astype(ref.dtype), vocab_major)
+        at, to = slice(first, first + of.stop - of.start), slice(0, tokens.stop - tokens.start)
+        ref[(at, to) if vocab_major else (to, at)] = value
 
     start = 0
     for kept in rooms:
-        f = factors[start : start + tokens_of(kept.spare, vocab_major)]
-        start += len(f)
+        tokens = slice(start, min(start + tokens_of(kept.spare, vocab_major), all_tokens))
+        start = tokens.stop
         if kept.in_weight_grad is not None and kept.split:
-            rebased(kept.in_weight_grad, kept.shift, f[:, : kept.split])
-        rebased(kept.spare, 0, f[:, kept.split :])
+            change(kept.in_weight_grad, kept.shift, tokens, slice(0, kept.split))
+        change(kept.spare, 0, tokens, slice(kept.split, padded))
 
 
 def scale_sum(out, digits, factor, *, config):
@@ -346,18 +366,19 @@ def add_targets(out, hidden, token, label, term, *, vocab_major):
 
 def forget():
     """What was compiled for other kernels, or other plans."""
-    for function in jax_op._op.jitted:
+    for function in (*jax_op._op.jitted, *llp_jax_op.OPERATOR.jitted):
         function.clear_cache()
 
 
 def stand_in(monkeypatch):
     """Let the 'mosaic_gpu' backend run on the CPU, with these in the place of its kernels."""
-    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
+    for op in (jax_op, llp_jax_op):
+        monkeypatch.setattr(op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
     for module, names in (
         (kernels, ("softmax_tiles", "gradient_tiles")),
         (products, ("hidden_product", "weight_product")),
-        (rebase, ("rebase_exponentials", "scale_sum", "add_targets")),
+        (rebase, ("rebase_exponentials", "gradient_with_entropy", "scale_sum", "add_targets")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, globals()[name])

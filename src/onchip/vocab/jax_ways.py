@@ -1,0 +1,68 @@
+"""Which way computes a head's loss in JAX: the backends of each platform, best first, and why one can't serve a call.
+
+A way is a module with these functions and names::
+
+    refusal(problem, platform, weight_layout, strategy)     why it can't serve a call, or None
+    plan(problem, strategy, budget)     hashable, with a field `strategy`; raises ValueError
+    select(plan, labels)           the rows that tokens are put in
+    forward(plan, wanted, needs, call) -> (TokenStats, LabelSums, saved)    sums where labels are of every entry
+    backward(plan, needs, saved, upstream) -> Projection of gradients    those of a loss
+    gradients(plan, needs, saved, gradient) -> the same    of a `TokenGradient` by the final logits
+    Saved(call, stats)             of what forward saves that which gradients can be made of alone
+    SEQUENTIAL                     whether vmap has to call it one by one
+
+`needs` says which gradients are wanted; where none is, `plan.strategy` is 'forward' and nothing is saved.  Gradients of
+ignored tokens are exact zeros.  They run under jit, vmap and scan; T, H and V are at least 1.
+"""
+
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+
+from onchip.frontend.jax_call import is_tracked
+from onchip.frontend.jax_types import WeightLayout
+from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import op as mosaic
+from onchip.vocab.xla import walk as xla
+from onchip.vocab.xla.parallel import Shard
+
+# Best first, by platform.
+BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
+Backend = Literal["auto", "mosaic_gpu", "xla"]
+MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic}
+
+
+def refusals(
+    problem: Problem,
+    platform: str,
+    weight_layout: WeightLayout = "vh",
+    strategy: str = "auto",
+    shard: Shard | None = None,
+) -> dict[str, str | None]:
+    """Why each backend of the platform, best first, can't serve a call, or None; `problem` is this device's."""
+    names = BACKENDS.get(platform, ("xla",))
+    made = {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
+    if shard is None:
+        return made
+    split: dict[str, str] = {}
+    if strategy == "stash":
+        split["xla"] = "strategy='stash' needs the softmax of a whole vocabulary at once; pass strategy='recompute'"
+    if problem.ids or problem.labels:
+        split["mosaic_gpu"] = "of a split vocabulary it takes targets that are ids alone; pass backend='xla'"
+    elif is_tracked(shard.axis):
+        split["mosaic_gpu"] = (
+            "it doesn't take a split vocabulary inside of a jax.shard_map with check_vma, which gradients need; call "
+            f"sharded_{problem.op} outside of it, or pass backend='xla'"
+        )
+    elif shard.padded and (problem.softcap or problem.smoothing):
+        split["mosaic_gpu"] = (
+            "it takes padding of a split vocabulary only without softcap and label_smoothing; leave those out, or pass "
+            "backend='xla'"
+        )
+    return {name: split.get(name, reason) for name, reason in made.items()}
+
+
+def each(backend: ModuleType, run: Any) -> Any:
+    """Under vmap kernels serve one element after the other."""
+    return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
