@@ -25,7 +25,7 @@ from onchip.core.sizes import DTYPE_BYTES
 from onchip.core.tables import print_table
 from onchip.kernels.triton import launch as triton_calls
 from onchip.kernels.triton import packed, versions
-from onchip.ops.linear_cross_entropy import checks, jax_op
+from onchip.ops.linear_cross_entropy import checks
 from onchip.oracle.checks import Check, Checker
 from onchip.registry import OPS
 from shared import run_cli, run_json
@@ -174,7 +174,7 @@ def test_info():
         ("torch", "ring", "cpu"), ("torch", "ring", "cuda"), ("torch", "symmetric", "cuda"),
         ("torch", "collective", "cpu"), ("torch", "collective", "cuda"),
         ("torch", "dequantize", "cpu"), ("torch", "dequantize", "cuda"), ("torch", "scaled_mm", "cuda"),
-        ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
+        ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_ways.BACKENDS["gpu"]),
     }  # fmt: skip
     assert {(b["framework"], b["op"]) for b in document["backends"]} == {
         (framework, op) for framework in ("torch", "jax") for op in OPS

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_jsd import memory as jsd_memory
 from onchip.ops.linear_jsd import triton_memory as jsd_triton
 from onchip.plan import plan
@@ -17,7 +16,7 @@ from onchip.plan.gpus import GPUS
 from onchip.plan.models import MODELS, named_model
 from onchip.plan.words import budget_text, memory_text
 from onchip.registry import OPS
-from onchip.vocab import memory
+from onchip.vocab import jax_ways, memory
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.rows import memory as row_memory
@@ -159,7 +158,7 @@ def test_the_ops_and_their_backends_are_those_that_there_are():
         backends = entry.entry("torch_op:BACKENDS")
         known = tuple(planned_op(op).backends["torch", "full"])
         assert known == backends[: len(known)]
-    assert tuple(planned_op("linear_cross_entropy").backends["jax", "full"]) == jax_op.BACKENDS["gpu"][:2]
+    assert tuple(planned_op("linear_cross_entropy").backends["jax", "full"]) == jax_ways.BACKENDS["gpu"][:2]
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "triton"), ("jax", "mosaic_gpu")])

@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_kernels
 import pytest
 from common_jax import assert_right, plain, small_problem
 
+import plain_kernels
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.vocab.mosaic import kernels, rebase

@@ -197,11 +197,12 @@ def test_softmax(vocab_major, weighed, interpreter):
         spare = reference_to(jnp.full((PADDED - SPLIT, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
         made = kernels.softmax_tiles(
             ([KeptBlocks(stash, spare, SHIFT, SPLIT)], None), operands, vocab_major=vocab_major, shift=s.shift,
-            wanted=Wanted(True, True, True), config=CONFIG, interpret=interpreter,
+            wanted=Wanted(True, True, True, True), config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return made, jax.freeze(stash), jax.freeze(spare)
 
     made, stash, spare = run()
+    squares = np.asarray(made.squares)[:, : s.n].T
     made = [np.asarray(x)[:, : s.n].T for x in made[:5]]
     z = s.z.reshape(s.n, -1, CONFIG.part_n)
     top = z.max(2)
@@ -210,6 +211,7 @@ def test_softmax(vocab_major, weighed, interpreter):
     own = (np.arange(PADDED) == s.label[: s.n, None]).reshape(z.shape)
     np.testing.assert_allclose(made[0], top, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(made[1], np.where(own, 0, e).sum(2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(squares, np.where(own, 0, e * e).sum(2), rtol=1e-4, atol=1e-5)
     inside = np.where(np.isinf(below), 0, below) * (s.class_weight.reshape(z.shape[1:]) if weighed else 1)
     np.testing.assert_allclose(made[2], inside.sum(2), rtol=1e-5)
     np.testing.assert_allclose(made[3], (e * np.maximum(below, -1e30)).sum(2), rtol=1e-4, atol=1e-5)
@@ -545,7 +547,7 @@ def test_sums_lower(vocab_major, hidden, tile_n, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [False], ids=["HV"])
 def test_gradient_again(vocab_major, interpreter):
-    """With bias, softcap, smoothing weighed by class, of rows behind others.
+    """With bias, softcap, smoothing weighed by class and the entropy's part, of rows behind others.
 
     Half of the tokens' weight gradient is from kept exponentials.
     """
@@ -555,7 +557,9 @@ def test_gradient_again(vocab_major, interpreter):
     x = np.tanh((s.x + s.bias[: s.vocab]) * inner)
     lse = np.log(np.exp(x * s.factor[: s.n, None]).sum(1))
     at_target, even = rng.normal(size=s.n), rng.uniform(0, 0.01, s.n)
-    g = np.exp(x * s.factor[: s.n, None] - lse[:, None]) * s.scale[: s.n, None]
+    entropy, mean = rng.normal(size=s.n), rng.normal(size=s.n)
+    z = x * s.factor[: s.n, None]
+    g = np.exp(z - lse[:, None]) * (s.scale[: s.n, None] + entropy[:, None] * (z - mean[:, None]))
     g -= even[:, None] * s.class_weight[: s.vocab]
     g[np.arange(s.n), s.label[: s.n]] = at_target
     g = np.pad(g * (1 - x * x), ((0, 0), (0, PADDED - s.vocab)))[:, first:]
@@ -574,7 +578,8 @@ def test_gradient_again(vocab_major, interpreter):
                 rows=jnp.pad(s.rows, ((kept, 0), (0, 0)), constant_values=jnp.nan), bias=s.bias,
                 inner_scale=jnp.full(1, inner), class_weight=s.class_weight,
             ),
-            padded(lse, np.inf), s.scale, padded(at_target), size=size, even=padded(even), first_row=kept, **common,
+            padded(lse, np.inf), s.scale, padded(at_target), size=size, even=padded(even), first_row=kept,
+            entropy=padded(entropy), mean=padded(mean), **common,
         )  # fmt: skip
         hidden = products.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
         others = again[:, kept:] if vocab_major else again[kept:]
@@ -632,6 +637,33 @@ def test_rebasing(vocab_major, interpreter):
     assert (got[n:] == 0).all()
     for x, y in zip(run(before), (stash, spare), strict=True):  # where none has moved
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_the_gradient_with_an_entropy(interpreter):
+    """In the place of exponentials; what is past the last token that counts may be anything."""
+    s, room = Small(vocab_major=True, vocab=448), 128
+    n, rng = room - 10, np.random.default_rng(3)
+    factor, entropy, middle = rng.normal(size=(3, room)).astype(np.float32)
+    factor[n:] = entropy[n:] = middle[n:] = 0
+    values = np.exp(3 * rng.normal(size=(room, PADDED)))
+    values[n:] = values[:, s.vocab :] = values[:, ::7] = 0
+    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), SHIFT)
+    spare = s.matrix(values[:, SPLIT:], (PADDED - SPLIT, TOKENS), 0)
+
+    @jax.jit
+    def run():
+        refs = reference_to(stash), reference_to(spare)
+        rebase.gradient_with_entropy(
+            [KeptBlocks(*refs, SHIFT, SPLIT)], factor, entropy, middle, jnp.asarray([n]), vocab_major=True,
+            vocab=s.vocab, interpret=interpreter,
+        )  # fmt: skip
+        return [jax.freeze(x) for x in refs]
+
+    got, e = s.kept(*run())[:room], s.kept(stash, spare)[:room]
+    logarithm = np.log(np.where(e > 0, e, 1))
+    expected = e * (factor[:, None] + entropy[:, None] * (logarithm + middle[:, None]))
+    assert relative(got[:n], expected[:n]) < 2**-8
+    assert (got[n:] == 0).all()
 
 
 @LAYOUTS

@@ -7,7 +7,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from plain_kernels import forget
 
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op
@@ -15,6 +14,7 @@ from onchip.ops.linear_cross_entropy.cases import MODELS
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import op as mosaic_op
+from plain_kernels import forget
 from shard_map_lowering import kernels
 
 MIB = 1 << 20

@@ -5,10 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_kernels
 import pytest
 from soft_cases import ALL, CASES, assert_right, inputs
 
+import plain_kernels
 from onchip.jax import TopK, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.vocab.memory import Problem

@@ -2,23 +2,16 @@
 CUDA."""
 
 from dataclasses import replace
-from functools import partial
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import plain_kernels
 import pytest
 
-from onchip.jax import linear_log_probs
+import plain_kernels
 from onchip.ops.linear_log_probs import jax_op
 from onchip.ops.linear_log_probs.cases import LogProbsCase
 from onchip.ops.linear_log_probs.checks import CHECKER
-from onchip.vocab.memory import Problem
-from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
-from shared import assert_refused, assert_within_bounds
+from shared import assert_within_bounds
 
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = LogProbsCase("long", 500, 128, 2112, zipf=True, ignored=0.3)

@@ -1,12 +1,14 @@
 """What the plans of several ops are made of: why a backend refuses, and what a planner says.  No framework."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from onchip.plan.asked import PlannedCall, StepPlan, Way
 from onchip.plan.gpus import GPUS, rates
 from onchip.vocab.chunks import ChunkConfig, Planner
+from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.triton import planner as triton_planner
 
 # ---------------------------------------------------------------------------------------------- what backends refuse
@@ -26,6 +28,12 @@ def triton_refusal(asked: PlannedCall) -> str | None:
 
 def fp8_triton_refusal(asked: PlannedCall) -> str | None:
     return cuda_refusal(asked) or hopper_refusal(asked)
+
+
+def mosaic_refusal(asked: PlannedCall) -> str | None:
+    p = asked.problem
+    refusal = mosaic_memory.refusal(p, "gpu" if p.device == "cuda" else p.device, weight_layout="vh")
+    return refusal or hopper_refusal(asked)
 
 
 def hopper_refusal(asked: PlannedCall) -> str | None:
@@ -97,6 +105,18 @@ def triton_way(asked: PlannedCall) -> Way:
     strategies = ("auto", "stash", "recompute") if asked.gradients and not p.ids else ("auto",)
     predict = partial(triton_planner.predict, rates=rates(asked.gpu)) if asked.measured else None
     return kernels(triton_planner.PLANNER, p, (asked.products, 1), predict, of_weight_chunks, strategies)
+
+
+def mosaic_way(asked: PlannedCall, **of_op: Any) -> Way:
+    """`of_op` are fields of the problem that are the same of every call of an op."""
+    p = replace(asked.wanted, **of_op)
+    strategies = ("auto", "stash", "recompute") if asked.gradients and not p.ids else ("auto",)
+    predict = mosaic_memory.predict if asked.measured else None
+    return kernels(mosaic_memory.PLANNER, p, (asked.products, 1), predict, _of_blocks, strategies)
+
+
+def _of_blocks(c: mosaic_memory.MosaicPlan) -> dict[str, int]:
+    return {"tokens": c.token_chunk, "vocab": c.recompute_chunks * c.chunk, "weight_gradient_rows": c.chunk}
 
 
 def of_products(module: Any) -> Callable[[PlannedCall], Way]:

@@ -15,6 +15,7 @@ A way is a module with these functions and names::
 ignored tokens are exact zeros.  They run under jit, vmap and scan; T, H and V are at least 1.
 """
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Literal
 
@@ -61,6 +62,15 @@ def refusals(
             "backend='xla'"
         )
     return {name: split.get(name, reason) for name, reason in made.items()}
+
+
+def refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[str, str | None]:
+    """The same of a head of this device, of what is known of it."""
+    from onchip.oracle.jax import platform_of
+
+    given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
+    problem = Problem(1, given["hidden"], given["vocab"], dtype=dtype, device=device, compacted=True)
+    return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
 
 
 def each(backend: ModuleType, run: Any) -> Any:

@@ -12,13 +12,9 @@ def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, 
     """As `kernel_refusals`; in JAX they depend on the sizes, the layout and the strategy."""
     if framework == "torch":
         return kernel_refusals("onchip.vocab.triton.setup:refusal", device, dtype, framework)
-    from onchip.ops.linear_cross_entropy.jax_op import refusals
-    from onchip.oracle.jax import platform_of
-    from onchip.vocab.memory import Problem
+    from onchip.vocab.jax_ways import refusals_of
 
-    given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
-    problem = Problem(1, given["hidden"], given["vocab"], dtype=dtype, device=device, compacted=True)
-    return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
+    return refusals_of(device, dtype, given)
 
 
 def _call(

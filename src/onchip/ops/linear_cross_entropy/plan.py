@@ -8,31 +8,22 @@ from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
 from onchip.plan.gpus import fp8_ms
 from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight, was_measured
-from onchip.plan.ways import fp8_triton_refusal, hopper_refusal, kernels, never, of_products, triton_refusal, triton_way
+from onchip.plan.ways import (
+    fp8_triton_refusal,
+    mosaic_refusal,
+    mosaic_way,
+    never,
+    of_products,
+    triton_refusal,
+    triton_way,
+)
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
-from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.xla import memory as xla_memory
 
 _LOSS = Measured(EAGER, "F.cross_entropy(F.linear(hidden, weight).float(), target)", 12, 17.0, 8, 8.4)
 _COMPILED = Measured("torch.compile", "the same, compiled, with logits in 16 bits", 2, 2.7, 2, 1.0)
 _XLA = Measured(JIT, "the loss of hidden @ weight.T in 16 bits, under jax.jit", 6, 5.2, 2, 1.5)
-
-
-def _mosaic(asked: PlannedCall) -> str | None:
-    p = asked.problem
-    refusal = mosaic_memory.refusal(p, "gpu" if p.device == "cuda" else p.device, weight_layout="vh")
-    return refusal or hopper_refusal(asked)
-
-
-def _of_blocks(c: mosaic_memory.MosaicPlan) -> dict[str, int]:
-    return {"tokens": c.token_chunk, "vocab": c.recompute_chunks * c.chunk, "weight_gradient_rows": c.chunk}
-
-
-def _mosaic_way(asked: PlannedCall) -> Way:
-    strategies = ("auto", "stash", "recompute") if asked.gradients else ("auto",)
-    predict = mosaic_memory.predict if asked.measured else None
-    return kernels(mosaic_memory.PLANNER, asked.wanted, (asked.products, 1), predict, _of_blocks, strategies)
 
 
 def _fp8_way(asked: PlannedCall, *, triton: bool) -> Way:
@@ -82,7 +73,7 @@ PLAN = PlannedOp(
             "plain": Backend(never, _fp8_torch_way),
         },
         ("jax", "full"): {
-            "mosaic_gpu": Backend(_mosaic, _mosaic_way),
+            "mosaic_gpu": Backend(mosaic_refusal, mosaic_way),
             "xla": Backend(never, of_products(xla_memory)),
         },
     },

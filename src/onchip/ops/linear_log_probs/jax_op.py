@@ -227,8 +227,9 @@ def linear_log_probs(
         check_inputs: as in `linear_cross_entropy`: raise for ids and temperatures that are wrong on a GPU too.
         scratch_bytes: bound on the temporary memory, results and gradients in their parameters' dtypes not counted,
             given as in `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more,
-            and at least what one chunk needs.
-        backend: "xla" (plain JAX, on any device), or "auto": the first backend that can run.
+            and at least what one chunk needs; without gradients "mosaic_gpu" takes 64 MiB.
+        backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
+            the first of these that can run.
 
     Returns:
         log_prob in ids' shape, in float32 (float64 for float64 inputs).  If anything else is asked for,
@@ -242,8 +243,8 @@ def linear_log_probs(
             values are known, an id out of range, which it names.
         NotImplementedError: differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.vocab.xla.memory` is the formula, for a jitted step.  In float32 on a
-    CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and a chunk's weight gradient twice.
+    Memory: `scratch_parts` of `onchip.vocab.xla.memory` ("xla") and `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the
+    formulas, for a jitted step.  In float32 on a CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and a chunk's weight gradient twice.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from onchip.plan.asked import Backend, PlannedCall, PlannedOp, StepPlan, Way
 from onchip.plan.document import Baseline
 from onchip.plan.plain import EAGER, JIT, Measured, known, of_hidden, of_weight, was_measured
-from onchip.plan.ways import never, of_config, triton_refusal, triton_way
+from onchip.plan.ways import mosaic_refusal, mosaic_way, never, of_config, triton_refusal, triton_way
 from onchip.vocab import memory
 from onchip.vocab.chunks import ChunkConfig, Planner
 from onchip.vocab.xla import memory as xla_memory
@@ -56,7 +56,10 @@ PLAN = PlannedOp(
             "triton": Backend(triton_refusal, triton_way),
             "plain": Backend(never, _of_products(memory.PLANNER, both_walks=True)),
         },
-        ("jax", "full"): {"xla": Backend(never, _of_products(xla_memory.PLANNER, both_walks=False))},
+        ("jax", "full"): {
+            "mosaic_gpu": Backend(mosaic_refusal, lambda asked: mosaic_way(asked, per_token_loss=True)),
+            "xla": Backend(never, _of_products(xla_memory.PLANNER, both_walks=False)),
+        },
     },
     plain=_plain,
     compiled=_compiled,
