@@ -28,6 +28,7 @@ from onchip.kernels.triton import packed, versions
 from onchip.ops.linear_cross_entropy import checks
 from onchip.oracle.checks import Check, Checker
 from onchip.registry import OPS
+from onchip.vocab import jax_ways
 from shared import run_cli, run_json
 
 

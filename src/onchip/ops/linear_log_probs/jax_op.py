@@ -244,7 +244,8 @@ def linear_log_probs(
         NotImplementedError: differentiated twice.
 
     Memory: `scratch_parts` of `onchip.vocab.xla.memory` ("xla") and `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the
-    formulas, for a jitted step.  In float32 on a CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and a chunk's weight gradient twice.
+    formulas, for a jitted step.  In float32 on a CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and a
+    chunk's weight gradient twice.
 
     Example:
         >>> import jax, jax.numpy as jnp
