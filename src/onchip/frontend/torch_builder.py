@@ -315,7 +315,7 @@ class Builder:
     def _share(self, small: Sequence[int], born: dict[int, int], last: dict[int, int]) -> Step:
         """Allocate all of this memory at once."""
         sizes, lives = [self._memory[i].storage_bytes for i in small], [(born[i], last[i]) for i in small]
-        starts, size = _starts(sizes, lives)
+        starts, size = placed(sizes, lives)
         whole, device = self._new(), self._device
         self._shares = {place: (whole, start) for place, start in zip(small, starts, strict=True)}
 
@@ -429,7 +429,7 @@ def versions(tensors: Tensors) -> list[int | None]:
     return [None if x is None or x.is_inference() else x._version for x in tensors]
 
 
-def _starts(sizes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+def placed(sizes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
     """Where memory of these sizes, needed from a first step to a last one, begins in one allocation, and its size.
 
     What is needed at once doesn't overlap.  The largest first, each at the lowest place that is free.

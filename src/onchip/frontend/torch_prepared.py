@@ -41,6 +41,11 @@ def builder() -> Builder | None:
     return getattr(THREAD, "builder", None)
 
 
+def listed_device() -> Any:
+    """What stands for the device where this thread's call is listed for another framework (torch_listed.py)."""
+    return getattr(builder(), "device", None)
+
+
 def empty(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """New memory."""
     made = torch.empty(shape, dtype=dtype, device=device)
@@ -74,7 +79,7 @@ def call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     Tensors are arguments themselves, and what is made is a tensor or several.
     """
     told = builder()
-    if told is None:
+    if told is None or listed_device() is not None:
         return function(*args, **kwargs)
     with unstated():
         made = function(*args, **kwargs)

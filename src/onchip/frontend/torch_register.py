@@ -418,8 +418,10 @@ class _Node(torch.autograd.Function):
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether nothing watches operators, and all are plain tensors with storage."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling():
         return False
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return torch_prepared.listed_device() is not None
     for x in tensors:  # noqa: SIM110 - half the time of all()
         if x is not None and (type(x) not in (Tensor, Parameter) or x.is_meta):
             return False
@@ -434,7 +436,7 @@ def inside_operator(x: Tensor) -> AbstractContextManager[Any]:
     """
     device, below = x.device, torch._C._AutoDispatchBelowADInplaceOrView()
     kind = device.type  # which is made anew each time: 0.2 us
-    cast = torch.is_autocast_enabled(kind)
+    cast = kind != "meta" and torch.is_autocast_enabled(kind)
     elsewhere = kind == "cuda" and device.index != torch.cuda.current_device()
     if not cast and not elsewhere:
         return below  # 1.7 us in place of 2.0 with a stack around it

@@ -83,6 +83,9 @@ class Launch(NamedTuple):
         if coming is not None:
             coming.append(self)
             return
+        if torch_prepared.listed_device() is not None:
+            torch_prepared.builder().launch(self)  # type: ignore[union-attr]
+            return
         triton = _unwatched()
         if triton is None or self.kernel.pre_run_hooks:
             if (told := torch_prepared.builder()) is not None:
@@ -136,7 +139,7 @@ class Launch(NamedTuple):
         """Whether a thread has more than so many bytes in memory for want of registers, as it is compiled for the
         current device.
         """
-        if interpreted():
+        if interpreted() or torch_prepared.listed_device() is not None:
             return False
         compiled, device = _Compiled.of(self.kernel), settings().driver.active.get_current_device()
         key = self._key(compiled, device, self._values(compiled))
@@ -297,6 +300,8 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
         return "it takes no float64; pass backend='plain', or 'auto'"
     if find_spec("triton") is None:
         return "Triton is not installed"
+    if torch_prepared.listed_device() is not None:
+        return None
     if interpreted():
         return "Triton's interpreter computes bfloat16 wrongly" if dtype == torch.bfloat16 else None
     if device != "cuda":
@@ -328,6 +333,8 @@ class Device(NamedTuple):
 
 def describe(device: torch.device) -> Device:
     """A GPU; what runs on the CPU, under the interpreter, is launched as on a small Hopper."""
+    if (listed := torch_prepared.listed_device()) is not None:
+        return listed  # type: ignore[no-any-return]
     if torch_ahead.gathered() is not None and torch.cuda.is_available():
         return _describe(torch.cuda.current_device())
     return _describe(device.index) if device.type == "cuda" else Device(90, 4, 232448)
