@@ -193,9 +193,7 @@ def listed(
                 gradients[i] = told.view(x)
             told.steps = steps
     spannings = tuple(told.spannings)
-    return Listed(
-        forward, told.steps, tuple(told.memory), spannings, places, results, upstream, gradients
-    ), made
+    return Listed(forward, told.steps, tuple(told.memory), spannings, places, results, upstream, gradients), made
 
 
 def _numbered(x: Any, found: list[Tensor]) -> Any:

@@ -30,7 +30,7 @@ from onchip.vocab.xla.parallel import Shard
 
 # Best first, by platform.
 BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
-Backend = Literal["auto", "mosaic_gpu", "xla"]
+Backend = Literal["auto", "mosaic_gpu", "triton", "xla"]
 MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic_gpu": mosaic}
 
 

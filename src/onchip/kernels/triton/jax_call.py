@@ -155,7 +155,9 @@ def _config(
 ) -> bytes:
     """What XLA's call is told of a launch."""
     used = library()
-    ptx = of_arrays(code, [(k, x.offset) if isinstance(x, Pointer) else None for k, x in zip(places, flat, strict=True)], arrays)
+    ptx = of_arrays(
+        code, [(k, x.offset) if isinstance(x, Pointer) else None for k, x in zip(places, flat, strict=True)], arrays
+    )
     kernel = used.TritonKernel(code.name, warps, 1, code.shared, ptx, code.ttir, capability)
     made = [used.create_array_parameter(0, 0)] * arrays
     made += [used.create_scalar_parameter(x, _kind(x)) for x in flat if not isinstance(x, Pointer)]

@@ -293,6 +293,12 @@ def _sorted(x: Array, stable: bool = True, dim: int = -1, descending: bool = Fal
     return jnp.take_along_axis(x, by, dim), by
 
 
+def _pad(x: Array, widths: Sequence[int], mode: str = "constant", value: float = 0.0) -> Array:
+    assert mode == "constant"
+    pairs = [tuple(widths[i : i + 2]) for i in range(0, len(widths), 2)][::-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value or 0)
+
+
 # ATen's operators that the walks call between kernels.
 _ATEN: dict[str, Callable[..., Any]] = {
     "full": lambda shape, value, dtype=None: jnp.full(shape, value),
@@ -321,5 +327,8 @@ _ATEN: dict[str, Callable[..., Any]] = {
     "gather": lambda x, dim, index: jnp.take_along_axis(x, index, dim),
     "index": lambda x, index: x[tuple(slice(None) if i is None else i for i in index)],
     "pow": jnp.power, "sqrt": jnp.sqrt, "mean": lambda x, dim=None, keepdim=False, **_: jnp.mean(x, _dims(dim)),
+    "masked_fill": lambda x, mask, value: jnp.where(mask, value, x), "__or__": jnp.bitwise_or,
+    "__and__": jnp.bitwise_and, "where_": jnp.where, "expm1": jnp.expm1, "log1p": jnp.log1p, "tanh": jnp.tanh,
+    "full_like": lambda x, value, **_: jnp.full_like(x, value), "pad": _pad, "constant_pad_nd": _pad,
     "scalar_tensor": lambda x, **_: jnp.asarray(x), "isnan": jnp.isnan,
 }  # fmt: skip

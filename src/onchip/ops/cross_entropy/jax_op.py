@@ -28,6 +28,7 @@ from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mes
 from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
+from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory as row_memory
@@ -38,7 +39,7 @@ from onchip.vocab.xla.parallel import check_axis, shard_of, split_as
 from onchip.vocab.xla.tiles import XlaLogits, XlaTokenStats, select_tokens
 
 BACKENDS = ("xla",)
-Backend = Literal["auto", "xla"]
+Backend = Literal["auto", "triton", "xla"]
 
 
 class JaxLogitsKeywords(JaxLossKeywords, total=False):
@@ -77,6 +78,7 @@ def cross_entropy(
     return_stats: bool,
     **options: Unpack[JaxLogitsKeywords],
 ) -> jax.Array | WithStats: ...
+@by_torch("onchip.ops.cross_entropy.torch_op:cross_entropy", "logits")
 def cross_entropy(
     logits: Array,  # [..., V]
     target: Array | TopK[Array] | None = None,  # [...], or probabilities

@@ -34,6 +34,7 @@ from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mes
 from onchip.frontend.jax_types import Array, JaxLossKeywords, Number, WeightLayout, WithStats
 from onchip.frontend.options import Reduction, ScratchBytes, check_class_weight, check_shift, shapes_of
 from onchip.frontend.topk import TopK
+from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Strategy
 from onchip.vocab.jax_ways import MODULES, Backend, each, refusals
 from onchip.vocab.memory import Problem
@@ -102,6 +103,7 @@ def linear_cross_entropy(
     return_stats: bool,
     **options: Unpack[JaxHeadKeywords],
 ) -> jax.Array | WithStats: ...
+@by_torch("onchip.ops.linear_cross_entropy.torch_op:linear_cross_entropy", "hidden", "weight", "bias")
 def linear_cross_entropy(
     hidden: Array,  # [..., H]
     weight: Array,  # [V, H], or [H, V] with weight_layout="hv"

@@ -47,6 +47,7 @@ from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import check_distinct, check_factors, kept_tokens, log_probs_or_nan, plain_labels
 from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
+from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_jsd.jax_walk import JsdConstants, JsdStatic, backward, forward, none_of, plan, stashes
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, JsdOptions, check_shapes, named_arrays
 from onchip.vocab.xla import parallel
@@ -55,9 +56,19 @@ from onchip.vocab.xla.tiles import Columns, XlaProjection, cut
 
 ON_MESH = f"sharded_{OP}"
 BACKENDS = ("xla",)
-Backend = Literal["auto", "xla"]
+Backend = Literal["auto", "triton", "xla"]
 
 
+@by_torch(
+    "onchip.ops.linear_jsd.torch_op:linear_jsd",
+    "student_hidden",
+    "student_weight",
+    "student_bias",
+    "teacher_hidden",
+    "teacher_weight",
+    "teacher_bias",
+    "teacher_logits",
+)
 def linear_jsd(
     student_hidden: Array,  # [..., Hs]
     student_weight: Array,  # [V, Hs], or [Hs, V] with weight_layout="hv"
@@ -242,6 +253,7 @@ def sharded_linear_jsd(
     return _call(ON_MESH, locals())
 
 
+@by_torch("onchip.ops.linear_jsd.torch_op:jsd", "student_logits", "teacher_logits")
 def jsd(
     student_logits: Array,  # [..., V]
     teacher_logits: Array | None = None,  # [..., V]

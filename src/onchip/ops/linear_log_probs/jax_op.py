@@ -33,6 +33,7 @@ from onchip.frontend.jax_spread import Between, by_tokens, with_gradients_on_mes
 from onchip.frontend.jax_types import Array, Number, WeightLayout
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, check_shift, one_target, shapes_of
+from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions, WantedOutputs
 from onchip.vocab import jax_ways
@@ -164,6 +165,7 @@ def linear_log_probs(
     shift: bool = False,
     **options: Unpack[JaxEither],
 ) -> jax.Array | LogProbs: ...
+@by_torch("onchip.ops.linear_log_probs.torch_op:linear_log_probs", "hidden", "weight", "bias")
 def linear_log_probs(
     hidden: Array,  # [..., H]
     weight: Array,  # [V, H], or [H, V] with weight_layout="hv"

@@ -22,6 +22,7 @@ from onchip.frontend.jax_spread import by_tokens
 from onchip.frontend.jax_types import Array, Number
 from onchip.frontend.jax_values import checked_labels
 from onchip.frontend.options import ScratchBytes, one_target, shapes_of
+from onchip.kernels.triton.jax_front import by_torch
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
     OF_GIVEN,
@@ -72,6 +73,7 @@ def log_probs(
     vocab_size: Size = None,
     **options: Unpack[JaxEither],
 ) -> jax.Array | LogProbs: ...
+@by_torch("onchip.ops.linear_log_probs.torch_rows:log_probs", "logits")
 def log_probs(
     logits: Array,  # [..., V]
     ids: Array | None = None,  # [...] or [..., K]
