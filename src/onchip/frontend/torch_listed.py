@@ -105,10 +105,12 @@ class List(TorchDispatchMode):
         kwargs = kwargs or {}
         known = len(self.memory)
         made = func(*args, **kwargs)
+        tensors = [x for x in (made if isinstance(made, tuple | list) else (made,)) if isinstance(x, Tensor)]
         returns = func._schema.returns
-        if returns and all(x.alias_info is not None and not x.alias_info.is_write for x in returns):  # a view
+        aliases = returns and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+        if aliases and all(x.untyped_storage()._cdata in self._places for x in tensors):  # views
             return made
-        views = tuple([self.view(x) for x in (made if isinstance(made, tuple | list) else (made,))])
+        views = tuple([self.view(x) for x in tensors])
         name = func._schema.name.removeprefix("aten::")
         if not name.startswith(("empty", "new_empty")):
             options = {k: dtype_name(x) if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}

@@ -1,0 +1,142 @@
+"""JAX's backend 'triton' with Triton's interpreter in the place of XLA's call: what test_jax_kernels.py starts.
+
+TRITON_INTERPRET=1 python jax_kernels_interpreted.py NAME ...     prints a line of JSON for each check
+"""
+
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from interpreter import main, registering
+from onchip.frontend.topk import TopK
+from onchip.jax import cross_entropy, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
+from onchip.kernels.triton import jax_call, jax_front
+from onchip.kernels.triton.jax_call import Pointer
+
+CHECKS = {}
+check = registering(CHECKS)
+T, H, V, HALF = 37, 64, 300, jnp.float16
+
+
+def _tensor(x, memory):
+    """A pointer as a tensor that begins there."""
+    if isinstance(x, Pointer):
+        dtype, flat = getattr(torch, x.dtype), memory[x.array]
+        more = flat[x.offset :]
+        return more[: len(more) // dtype.itemsize * dtype.itemsize].view(dtype)
+    if isinstance(x, tuple):
+        parts = [_tensor(y, memory) for y in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
+
+
+def interpreted(kernel, grid, arguments, options, capability, arrays, written):
+    """As `jax_call.call`; memory that is new holds NaN."""
+    given = [not isinstance(x, jax.ShapeDtypeStruct) for x in arrays]
+
+    def run(*values):
+        values, memory = iter(values), []
+        for x, there in zip(arrays, given, strict=True):
+            size = x.size * x.dtype.itemsize
+            whole = torch.full((size + 512,), 255, dtype=torch.uint8)
+            flat = whole[-whole.data_ptr() % 512 :][:size]
+            if there:
+                flat.copy_(torch.from_numpy(np.array(next(values)).reshape(-1).view(np.uint8)))
+            memory.append(flat)
+        kernel[grid](**{name: _tensor(x, memory) for name, x in arguments.items()})
+        return [
+            m.numpy().view(x.dtype).reshape(x.shape)
+            for m, x, wrote in zip(memory, arrays, written, strict=True)
+            if wrote
+        ]
+
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, wrote in zip(arrays, written, strict=True) if wrote]
+    return jax.pure_callback(run, like, *[x for x, there in zip(arrays, given, strict=True) if there])
+
+
+def draw(i, *shape, scale=1.0, dtype=HALF):
+    return (jax.random.normal(jax.random.key(i), shape) * scale).astype(dtype)
+
+
+def target(ids=None):
+    shape = (T,) if ids is None else (T, ids)
+    return jax.random.randint(jax.random.key(9), shape, 0, V).at[::7].set(-100)
+
+
+def weights(*shape):
+    return jax.random.uniform(jax.random.key(8), shape, minval=0.1)
+
+
+def head(f, *, layout="vh"):
+    weight = draw(1, V, H, scale=0.2)
+    return f, (draw(0, T, H), weight.T if layout == "hv" else weight)
+
+
+def logits(f):
+    return f, (draw(0, T, V, scale=2.0),)
+
+
+def every(found):
+    parts = found if isinstance(found, tuple) else (found,)
+    return sum((x * jnp.linspace(0.5, 2, T)).sum() for x in parts if x is not None)
+
+
+def teacher():
+    return draw(2, T, 32), draw(3, V, 32, scale=0.2)
+
+
+TOPK = TopK(jnp.arange(8) + 20 * jnp.arange(T)[:, None] % (V - 8), jnp.full((T, 8), 0.1), "probs", "truncated")
+EVERYTHING = {
+    "label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 20.0, "class_weight": weights(V), "token_weight": weights(T),
+    "temperature": weights(T), "normalizer": jnp.asarray(3.0),
+}  # fmt: skip
+CASES = {
+    "linear_cross_entropy": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), **o)),
+    "turned weight": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), weight_layout="hv", **o), layout="hv"),
+    "each token": head(lambda h, w, **o: every(linear_cross_entropy(h, w, target(), reduction="none", **o))),
+    "shifted": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), shift=True, **o)),
+    "statistics": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), return_stats=True, **o)[0]),
+    "everything": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), **EVERYTHING, **o)),
+    "recompute": head(lambda h, w, **o: linear_cross_entropy(h, w, target(), strategy="recompute", **o)),
+    "top-k labels": head(lambda h, w, **o: linear_cross_entropy(h, w, TOPK, **o)),
+    "labels of every entry": head(
+        lambda h, w, **o: linear_cross_entropy(h, w, jax.nn.softmax(draw(5, T, V, dtype=jnp.float32)), **o)
+    ),
+    "linear_log_probs": head(lambda h, w, **o: every(linear_log_probs(h, w, target(), **o))),
+    "entropy": head(lambda h, w, **o: every(linear_log_probs(h, w, target(), entropy=True, lse=True, **o))),
+    "several ids": head(lambda h, w, **o: linear_log_probs(h, w, target(3), **o).sum()),
+    "linear_jsd": head(lambda h, w, **o: linear_jsd(h, w, *teacher(), **o)),
+    "forward KL": head(lambda h, w, **o: linear_jsd(h, w, *teacher(), beta=0.0, **o)),
+    "cross_entropy": logits(lambda z, **o: cross_entropy(z, target(), **o)),
+    "log_probs": logits(lambda z, **o: every(log_probs(z, target(), entropy=True, **o))),
+    "jsd": logits(lambda z, **o: jsd(z, draw(4, T, V), **o)),
+}
+
+
+@check(*CASES)
+def right(name):
+    function, arrays = CASES[name]
+    wanted = tuple(range(len(arrays)))
+    with (
+        mock.patch.object(jax_call, "call", interpreted),
+        mock.patch.object(jax_front, "refusal", lambda: None),
+        mock.patch.object(jax_front, "gpu", lambda: jax_front.Gpu(80, 3)),
+    ):
+        made = jax.jit(jax.value_and_grad(lambda *a: function(*a, backend="triton"), argnums=wanted))(*arrays)
+    wide = [x.astype(jnp.float32) for x in arrays]
+    expected = jax.jit(jax.value_and_grad(lambda *a: function(*a, backend="xla"), argnums=wanted))(*wide)
+    errors = [distance(*both) for both in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True)]
+    assert max(errors) < 3e-3, errors
+
+
+def distance(x, y):
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    return np.linalg.norm(x - y) / np.linalg.norm(y)
+
+
+if __name__ == "__main__":
+    main(CHECKS, sys.argv[1:])
