@@ -14,7 +14,7 @@ import torch
 from interpreter import main, registering
 from onchip.frontend.topk import TopK
 from onchip.jax import cross_entropy, jsd, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
-from onchip.kernels.triton import jax_call, jax_front
+from onchip.kernels.triton import jax_call, jax_front, jax_listed
 from onchip.kernels.triton.jax_call import Pointer
 
 CHECKS = {}
@@ -123,8 +123,10 @@ def right(name):
     wanted = tuple(range(len(arrays)))
     with (
         mock.patch.object(jax_call, "call", interpreted),
-        mock.patch.object(jax_front, "refusal", lambda: None),
-        mock.patch.object(jax_front, "gpu", lambda: jax_front.Gpu(80, 3)),
+        mock.patch.object(jax_call, "stack", return_value=0),
+        mock.patch.object(jax_listed.Program, "compile"),
+        mock.patch.object(jax_front, "refusal", return_value=None),
+        mock.patch.object(jax_front, "gpu", return_value=jax_front.Gpu(80, 3)),
     ):
         made = jax.jit(jax.value_and_grad(lambda *a: function(*a, backend="triton"), argnums=wanted))(*arrays)
     wide = [x.astype(jnp.float32) for x in arrays]

@@ -81,11 +81,14 @@ class Listed(NamedTuple):
 
 
 class List(TorchDispatchMode):
-    """Takes down what this thread does with tensors without memory while it lasts, as on a device like `device`."""
+    """Takes down what this thread does with tensors without memory while it lasts, as on a device like `device`.
 
-    def __init__(self, device: Any) -> None:
+    `stack` tells of a launch how many bytes a thread has in memory for want of registers.
+    """
+
+    def __init__(self, device: Any, stack: Callable[[Any], int]) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.stack = device, stack
         self.steps: list[Step] = []
         self.memory: list[Memory] = []
         self.spannings: list[Spanning] = []
@@ -165,14 +168,18 @@ class List(TorchDispatchMode):
 
 
 def listed(
-    device: Any, function: Callable[..., Any], given: Sequence[Tensor], of_gradients: Sequence[bool]
+    device: Any,
+    stack: Callable[[Any], int],
+    function: Callable[..., Any],
+    given: Sequence[Tensor],
+    of_gradients: Sequence[bool],
 ) -> tuple[Listed, Any]:
     """What `function(*given)` does and its backward, and what it returns, with numbers in the place of tensors: the
     outputs' places.
 
     given: tensors without memory.  of_gradients: which of them need one.
     """
-    told = List(device)
+    told = List(device, stack)
     tensors = [x.detach().requires_grad_(needed) for x, needed in zip(given, of_gradients, strict=True)]
     outputs: list[Tensor] = []
     with told:

@@ -22,7 +22,8 @@ class Job(NamedTuple):
     source: Any
     target: Any
     options: dict[str, Any]
-    environment: dict[str, str]
+    environment: dict[str, str] | None
+    """None: that of the process that compiles."""
 
 
 class _Pickler(pickle.Pickler):

@@ -80,6 +80,26 @@ def compile_all(asked: Sequence[Ask]) -> None:
     _tell([x.name for x in found.missing], found.names)
 
 
+def compile_jobs(jobs: Sequence[Job]) -> None:
+    """Leave in Triton's cache what it lacks of these, several at a time."""
+    from triton.compiler.compiler import make_backend  # type: ignore[import-untyped]
+
+    found: dict[str, Job] = {}
+    for job in jobs:
+        options = make_backend(job.target).parse_options(dict(job.options))
+        found.setdefault(f"{job.source.hash()}-{options.hash()}-{job.target}", job)
+    missing = [job for key, job in found.items() if key not in _DONE]
+    _DONE.update(found)
+    if len(missing) > 1:
+        with _Process() as process, _patience(len(missing)):
+            if process.started is not None:
+                with suppress(PicklingError, AttributeError, TypeError):
+                    process.started.communicate(dumps(missing))
+
+
+_DONE: set[str] = set()  # what this process has asked for
+
+
 def _tell(compiled: Sequence[str], found: Sequence[str]) -> None:
     for x in _told:
         x.compiled.extend(compiled)

@@ -6,12 +6,18 @@ is added to the address where the kernel's machine code reads it.
 """
 
 import re
+import subprocess
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import jax
+
+from onchip.kernels.triton.compile_process import Job
+from onchip.kernels.triton.keys import settle
 
 TARGET = "triton_kernel_call"  # XLA's name of the call
 _TYPES = {
@@ -54,9 +60,8 @@ class Compiled(NamedTuple):
     """Bytes of shared memory that a block takes."""
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Compiled:
-    """By Triton, or from its cache, for a GPU that need not be there; 80 is compute capability 8.0."""
-    import triton  # type: ignore[import-untyped]
+def job(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Job:
+    """What Triton compiles for these arguments, for a GPU that need not be there; 80 is compute capability 8.0."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
@@ -66,9 +71,33 @@ def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], ca
     for i, p in enumerate(kernel.params):
         constant, fixed = p.is_constexpr, p.do_not_specialize
         signature[p.name] = _type((i,), arguments[p.name], constants, attributes, constant=constant, fixed=fixed)
-    source = ASTSource(kernel, signature, constants, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    settle(kernel)
+    return Job(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", capability, 32), options, None)
+
+
+def _compiled(made: Job) -> Any:
+    import triton  # type: ignore[import-untyped]
+
+    return triton.compile(made.source, target=made.target, options=made.options)
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Compiled:
+    """By Triton, or from its cache."""
+    made = _compiled(job(kernel, arguments, options, capability))
     return Compiled(made.metadata.name, made.asm["ptx"], str(made.asm["ttir"]), made.metadata.shared)
+
+
+def stack(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> int:
+    """Bytes that a thread has in memory for want of registers."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(_compiled(job(kernel, arguments, options, capability)).asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", said.stdout + said.stderr)
+    return 0 if found is None else int(found[1])
 
 
 def _type(

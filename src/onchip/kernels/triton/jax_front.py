@@ -6,7 +6,7 @@ for CPUs is enough.  JAX's own function checks the arguments and says what is re
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import Signature, signature
@@ -192,8 +192,26 @@ def _program(call: _Call, needs: tuple[bool, ...]) -> Any:
 
     shared = _SHARED.get(call.gpu.capability, _LEAST_SHARED)
     # Without descriptors, which XLA's call doesn't make: as on a GPU of compute capability 8.0.
-    found, _ = listed(Device(80, call.gpu.programs, shared), run, [x.tensor() for x in call.arrays], needs)
-    return Program(found, call.gpu.capability)
+    device, tensors = Device(80, call.gpu.programs, shared), [x.tensor() for x in call.arrays]
+    found, _ = listed(device, partial(_stack, call.gpu.capability), run, tensors, needs)
+    program = Program(found, call.gpu.capability)
+    program.compile()
+    return program
+
+
+def _stack(capability: int, launch: Any) -> int:
+    arguments = {name: _pointers(x) for name, x in launch.arguments.items()}
+    return jax_call.stack(launch.kernel, arguments, launch.options, capability)
+
+
+def _pointers(x: Any) -> Any:
+    """With pointers in the place of tensors."""
+    if hasattr(x, "untyped_storage"):
+        return jax_call.Pointer(str(x.dtype).removeprefix("torch."), 0, x.storage_offset() * x.element_size())
+    if isinstance(x, tuple):
+        parts = [_pointers(y) for y in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
 
 
 @lru_cache(maxsize=16)

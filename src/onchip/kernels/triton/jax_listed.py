@@ -7,7 +7,7 @@ matrix spans are one array, since XLA alone knows where arrays are.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from onchip.core.sizes import up
 from onchip.frontend.torch_builder import ALIGNED, placed
 from onchip.frontend.torch_listed import Computed, Launched, Listed, Part, View, parts_of, views_of
 from onchip.kernels.triton import jax_call
+from onchip.kernels.triton.compiling import compile_jobs
 from onchip.kernels.triton.jax_call import Pointer
 
 Array = jax.Array
@@ -128,6 +129,10 @@ class Program:
             self._zero(arrays, step.made[0])
         else:
             self._compute(arrays, step)
+
+    def compile(self) -> None:
+        """Have all kernels in Triton's cache, several compiled at a time."""
+        compile_jobs([jax_call.job(*launch, self.capability) for launch in self.launches()])
 
     def launches(self) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
         """Kernels, arguments and options of all."""

@@ -139,7 +139,9 @@ class Launch(NamedTuple):
         """Whether a thread has more than so many bytes in memory for want of registers, as it is compiled for the
         current device.
         """
-        if interpreted() or torch_prepared.listed_device() is not None:
+        if torch_prepared.listed_device() is not None:
+            return torch_prepared.builder().stack(self) > most  # type: ignore[no-any-return, union-attr]
+        if interpreted():
             return False
         compiled, device = _Compiled.of(self.kernel), settings().driver.active.get_current_device()
         key = self._key(compiled, device, self._values(compiled))
