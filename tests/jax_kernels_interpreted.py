@@ -126,7 +126,7 @@ def right(name):
         mock.patch.object(jax_call, "stack", return_value=0),
         mock.patch.object(jax_listed.Program, "compile"),
         mock.patch.object(jax_front, "refusal", return_value=None),
-        mock.patch.object(jax_front, "gpu", return_value=jax_front.Gpu(80, 3)),
+        mock.patch.object(jax_front, "gpu", return_value=jax_front.JaxGpu(80, 3)),
     ):
         made = jax.jit(jax.value_and_grad(lambda *a: function(*a, backend="triton"), argnums=wanted))(*arrays)
     wide = [x.astype(jnp.float32) for x in arrays]

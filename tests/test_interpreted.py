@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 import interpreted_losses
+import jax_kernels_interpreted
 from interpreter import run_all
 
 FOLDERS = {"linear_jsd": "jsd_interpreted", "fp8_linear": "fp8_interpreted", "grouped_matmul": "grouped_interpreted",
            "collective_matmul": "cm_interpreted", "attention": "attention_interpreted"}  # fmt: skip
 for folder in FOLDERS:  # whose scripts share what lies beside them
     sys.path.append(str(Path(__file__).parent / folder))
-SCRIPTS = {"losses": interpreted_losses} | {script: __import__(script) for script in FOLDERS.values()}
+SCRIPTS = {"losses": interpreted_losses, "jax": jax_kernels_interpreted} | {
+    script: __import__(script) for script in FOLDERS.values()
+}
 
 
 @pytest.fixture(scope="module")

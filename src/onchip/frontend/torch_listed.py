@@ -25,7 +25,7 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class SpanPart(NamedTuple):
     """An argument that depends on where several pieces of memory are: a matrix that spans them, or which rows of it are
     whose."""
 
@@ -62,17 +62,17 @@ class Computed(NamedTuple):
 Step = Launched | Computed
 
 
-class Memory(NamedTuple):
+class ListedMemory(NamedTuple):
     size: int  # bytes
     dtype: str  # that it was made for
 
 
 class Listed(NamedTuple):
-    """A call, forward and backward.  The first memory is that of the given tensors; then come the upstream gradients."""
+    """A call, forward and backward."""
 
     forward: Sequence[Step]
     backward: Sequence[Step]
-    memory: Sequence[Memory]
+    memory: Sequence[ListedMemory]
     spannings: Sequence[Spanning]
     given: Sequence[View]
     outputs: Sequence[View]
@@ -90,7 +90,7 @@ class List(TorchDispatchMode):
         super().__init__()
         self.device, self.stack = device, stack
         self.steps: list[Step] = []
-        self.memory: list[Memory] = []
+        self.memory: list[ListedMemory] = []
         self.spannings: list[Spanning] = []
         self._places: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no other storage gets one's place
@@ -126,20 +126,20 @@ class List(TorchDispatchMode):
         place = self._places.get(storage._cdata)
         if place is None:
             place = self._places[storage._cdata] = len(self.memory)
-            self.memory.append(Memory(storage.nbytes(), dtype_name(x.dtype)))
+            self.memory.append(ListedMemory(storage.nbytes(), dtype_name(x.dtype)))
             self._alive.append(storage)
-        offset = x.storage_offset() * x.element_size()
+        offset = int(x.storage_offset()) * x.element_size()
         return View(place, offset, dtype_name(x.dtype), tuple(x.shape), x.stride())
 
     def _replaced(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             for i, (matrix, _) in enumerate(self._parts):
                 if x is matrix:
-                    return Part(i, self.view(x))
+                    return SpanPart(i, self.view(x))
             return self.view(x)
         for i, (_, rows) in enumerate(self._parts):
             if x is rows:
-                return Part(i, None)
+                return SpanPart(i, None)
         if isinstance(x, dict):
             return {name: self._replaced(y) for name, y in x.items()}
         if isinstance(x, tuple | list):
@@ -219,7 +219,7 @@ def views_of(x: Any) -> Iterator[View]:
     """All views in an argument."""
     if isinstance(x, View):
         yield x
-    elif isinstance(x, Part):
+    elif isinstance(x, SpanPart):
         return
     elif isinstance(x, tuple):
         for y in x:
@@ -229,8 +229,8 @@ def views_of(x: Any) -> Iterator[View]:
             yield from views_of(y)
 
 
-def parts_of(x: Any) -> Iterator[Part]:
-    if isinstance(x, Part):
+def parts_of(x: Any) -> Iterator[SpanPart]:
+    if isinstance(x, SpanPart):
         yield x
     elif isinstance(x, tuple) and not isinstance(x, View):
         for y in x:

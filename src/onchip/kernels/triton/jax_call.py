@@ -151,7 +151,7 @@ def call(
     x, y, z = (*grid, 1, 1)[:3]
     config = _config(code, flat, places, (x, y, z), options["num_warps"], capability, len(given) + len(made))
     results = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in made]
-    ask = jax.ffi.ffi_call(
+    ask: Any = jax.ffi.ffi_call(  # type: ignore[call-overload]
         TARGET, results, input_output_aliases=aliases, custom_call_api_version=2, legacy_backend_config=config
     )
     return list(ask(*[x for _, x in given]))

@@ -30,7 +30,7 @@ _LEAST_SHARED = 101376
 _OURS = ("weight_layout", "axis_name", "check_inputs", "backend")
 
 
-class Gpu(NamedTuple):
+class JaxGpu(NamedTuple):
     capability: int  # 80 is 8.0
     programs: int  # multiprocessors
 
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
     arrays: tuple[_Array, ...]
     options: tuple[tuple[str, Any], ...]
     kinds: tuple[tuple[str, str, str], ...]  # of each TopK: its name and its words
-    gpu: Gpu
+    gpu: JaxGpu
 
 
 def refusal() -> str | None:
@@ -77,10 +77,10 @@ def refusal() -> str | None:
     return None
 
 
-def gpu() -> Gpu:
+def gpu() -> JaxGpu:
     """JAX's default GPU."""
     device: Any = jax.devices()[0]
-    return Gpu(round(10 * float(device.compute_capability)), device.core_count)
+    return JaxGpu(round(10 * float(device.compute_capability)), device.core_count)
 
 
 @lru_cache(maxsize=1)
@@ -164,10 +164,10 @@ def _order(differentiable: Sequence[str]) -> Callable[[str], int]:
 
 
 def _as_taken(name: str, x: Any, differentiable: Sequence[str]) -> jax.Array:
-    x = jnp.asarray(x)
+    made: jax.Array = jnp.asarray(x)
     if name in differentiable or name.startswith(("target", "labels", "teacher")):
-        return x
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return made
+    return made.astype(jnp.float32) if jnp.issubdtype(made.dtype, jnp.floating) else made
 
 
 def _array(name: str, x: jax.Array, turned: bool) -> _Array:
@@ -183,7 +183,8 @@ def _program(call: _Call, needs: tuple[bool, ...]) -> Any:
     from onchip.kernels.triton.launch import Device
 
     module, _, name = call.function.partition(":")
-    function, kinds = getattr(import_module(module), name), {name: words for name, *words in call.kinds}
+    function = getattr(import_module(module), name)
+    kinds: dict[str, Any] = {name: words for name, *words in call.kinds}
 
     def run(*tensors: Any) -> Any:
         given = dict(zip([x.name for x in call.arrays], tensors, strict=True))
@@ -236,4 +237,5 @@ def _backward(static: _Call, needs: Any, saved: Planned, cotangents: Any) -> Any
     program = _program(*saved.plan)
     made = jax.custom_batching.sequential_vmap(program.backward)(saved.arrays, cotangents)
     turned = [x.turned for x in static.arrays]
-    return tuple(g if g is None or not t else g.T for g, t, _ in zip(made, turned, needs))
+    made = [g if g is None or not t else g.T for g, t in zip(made, turned, strict=True)]
+    return tuple(made[: len(needs)])

@@ -17,7 +17,7 @@ from jax import lax
 
 from onchip.core.sizes import up
 from onchip.frontend.torch_builder import ALIGNED, placed
-from onchip.frontend.torch_listed import Computed, Launched, Listed, Part, View, parts_of, views_of
+from onchip.frontend.torch_listed import Computed, Launched, Listed, SpanPart, View, parts_of, views_of
 from onchip.kernels.triton import jax_call
 from onchip.kernels.triton.compiling import compile_jobs
 from onchip.kernels.triton.jax_call import Pointer
@@ -144,7 +144,7 @@ class Program:
         return {name: self._argument(x) for name, x in arguments.items()}
 
     def _argument(self, x: Any) -> Any:
-        if isinstance(x, Part):
+        if isinstance(x, SpanPart):
             array, first, rows = self.parts[x.spanning]
             return rows if x.matrix is None else Pointer(x.matrix.dtype, array, first)
         if isinstance(x, View):
@@ -300,7 +300,7 @@ def _sorted(x: Array, stable: bool = True, dim: int = -1, descending: bool = Fal
 
 def _pad(x: Array, widths: Sequence[int], mode: str = "constant", value: float = 0.0) -> Array:
     assert mode == "constant"
-    pairs = [tuple(widths[i : i + 2]) for i in range(0, len(widths), 2)][::-1]
+    pairs: Any = [tuple(widths[i : i + 2]) for i in range(0, len(widths), 2)][::-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value or 0)
 
 
