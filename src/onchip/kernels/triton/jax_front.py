@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from onchip.frontend.jax_call import Planned, with_gradients
+from onchip.frontend.jax_call import Planned, callable_here, varies_over, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import hopper_refusal, platform
 from onchip.frontend.topk import TopK
 from onchip.kernels.triton import jax_call
@@ -154,7 +155,8 @@ def _run(function: str, ours: Callable[..., Any], given: Mapping[str, Any], diff
     constant = [name not in differentiable or name in fixed for name in arrays]
     values = [jax.lax.stop_gradient(x) if fixed else x for x, fixed in zip(arrays.values(), constant, strict=True)]
     count = constant.index(True) if True in constant else len(constant)  # arguments with gradients come first
-    made = _differentiated(op)(static, tuple(values[:count]), tuple(values[count:]))
+    values = vary_alike(values)
+    made = callable_here(_differentiated(op))(static, tuple(values[:count]), tuple(values[count:]))
     leaves, tree = jax.tree.flatten(like)
     return jax.tree.unflatten(tree, [x.reshape(y.shape).astype(y.dtype) for x, y in zip(made, leaves, strict=True)])
 
@@ -229,13 +231,22 @@ def _forward(static: _Call, needs: Any, parameters: Any, constants: Any) -> tupl
     def run(*arrays: jax.Array) -> Any:
         return program.forward([words(x) if jnp.issubdtype(x.dtype, jnp.integer) else x for x in arrays])
 
-    outputs, kept = jax.custom_batching.sequential_vmap(run)(*parameters, *constants)
+    outputs, kept = _untracked(jax.custom_batching.sequential_vmap(run), *parameters, *constants)
     return outputs, Planned(kept if any(wanted) else None, (static, wanted))
 
 
 def _backward(static: _Call, needs: Any, saved: Planned, cotangents: Any) -> Any:
     program = _program(*saved.plan)
-    made = jax.custom_batching.sequential_vmap(program.backward)(saved.arrays, cotangents)
+    made = _untracked(jax.custom_batching.sequential_vmap(program.backward), saved.arrays, cotangents)
     turned = [x.turned for x in static.arrays]
     made = [g if g is None or not t else g.T for g, t in zip(made, turned, strict=True)]
     return tuple(made[: len(needs)])
+
+
+def _untracked(run: Callable[..., Any], *arrays: Any) -> Any:
+    """What this makes of the arrays; inside of a `jax.shard_map` with check_vma it need not say what varies."""
+    axes = frozenset[str]().union(*map(varies_over, jax.tree.leaves(arrays)))
+    if not axes:
+        return run(*arrays)
+    made = jax.shard_map(run, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=False)(*arrays)
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(sorted(axes)), to="varying"), made)

@@ -1,0 +1,245 @@
+"""JAX's backend 'triton' without a GPU: what XLA is told, what is launched, machine code for several GPUs, and refusals.
+
+That results are right shows under Triton's interpreter: jax_kernels_interpreted.py.
+"""
+
+import re
+import subprocess
+import tempfile
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from triton.backends.nvidia.compiler import get_ptxas
+
+from launched import recorded
+from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
+from onchip.kernels.triton import jax_call, jax_front, jax_listed, launch
+from onchip.kernels.triton.jax_call import Compiled, Pointer
+from onchip.torch import linear_cross_entropy as of_torch
+
+T, H, V, BF16 = 300, 512, 2000, jnp.bfloat16
+LIKE = jax.ShapeDtypeStruct((T, H), BF16), jax.ShapeDtypeStruct((V, H), BF16), jax.ShapeDtypeStruct((T,), jnp.int32)
+LOGITS = jax.ShapeDtypeStruct((T, V), BF16)
+
+
+class Told:
+    """In the place of what JAX for CUDA makes calls with."""
+
+    def __init__(self, *told):
+        self.told = told
+
+    def to_proto(self, *_):
+        return repr(self.told).encode()
+
+
+@pytest.fixture
+def gpu():
+    """Stands for a GPU of this compute capability."""
+    with ExitStack() as stack:
+
+        def of(capability, *, compiles=False):
+            library = SimpleNamespace(
+                TritonKernel=lambda *x: x,
+                TritonKernelCall=Told,
+                create_array_parameter=lambda *x: x,
+                create_scalar_parameter=lambda *x: x,
+            )
+            patches = [
+                mock.patch.object(jax_call, "library", return_value=library),
+                mock.patch.object(jax_front, "gpu", return_value=jax_front.JaxGpu(capability, 108)),
+                mock.patch.object(jax_front, "refusal", return_value=None),
+            ]
+            if not compiles:
+                patches += [
+                    mock.patch.object(jax_call, "compiled", lambda kernel, *_: Compiled(kernel.__name__, "", "", 0)),
+                    mock.patch.object(jax_call, "of_arrays", return_value=""),
+                    mock.patch.object(jax_call, "stack", return_value=0),
+                    mock.patch.object(jax_listed.Program, "compile"),
+                ]
+            _forget()
+            for x in patches:
+                stack.enter_context(x)
+
+        yield of
+    _forget()
+
+
+def _forget():
+    jax_front._program.cache_clear()
+    jax_front._differentiated.cache_clear()
+
+
+def lowered(function, *like, argnums=(0, 1)):
+    step = jax.jit(jax.value_and_grad(function, argnums=argnums))
+    return step.trace(*like).lower(lowering_platforms=("cuda",))
+
+
+def test_what_is_launched_is_what_pytorch_launches(gpu):
+    gpu(80)
+    seen = []
+
+    def call(kernel, grid, arguments, options, capability, arrays, written):
+        seen.append((kernel.__name__, "x".join(map(str, grid))))
+        return [jnp.zeros(x.shape, x.dtype) for x, wrote in zip(arrays, written, strict=True) if wrote]
+
+    with mock.patch.object(jax_call, "call", call):
+        lowered(lambda h, w, y: linear_cross_entropy(h, w, y, backend="triton"), *LIKE)
+    given = {
+        "hidden": torch.empty(T, H, dtype=torch.bfloat16, device="meta", requires_grad=True),
+        "weight": torch.empty(V, H, dtype=torch.bfloat16, device="meta", requires_grad=True),
+        "target": torch.empty(T, dtype=torch.int64, device="meta"),
+    }
+    ampere = launch.Device(80, 108, 166912)
+    with mock.patch("launched.H100", ampere):
+        lines = recorded(of_torch, given, given | {"backend": "triton"})
+    theirs = [re.match(r"(\w+) (?:again )?([\dx]+),", x) for x in lines]
+    assert [x for x in seen if x[0] != "fill_zeros"] == [x.groups() for x in theirs if x]
+
+
+def test_memory_is_written_in_place(gpu):
+    gpu(80)
+    text = lowered(lambda h, w, y: linear_cross_entropy(h, w, y, backend="triton"), *LIKE).as_text()
+    calls = [x for x in text.splitlines() if f"@{jax_call.TARGET}" in x]
+    assert len(calls) == 14
+    assert all("output_operand_alias" in x for x in calls[2:])
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_inside_of_shard_map(gpu, tracked):
+    gpu(80)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(h, w, y):
+        def own(h, w, y):
+            return jax.lax.pmean(linear_cross_entropy(h, w, y, backend="triton"), "d")
+
+        specs = P("d"), P(), P("d")
+        return jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=tracked)(h, w, y)
+
+    assert jax_call.TARGET in lowered(loss, *LIKE).as_text()
+
+
+@pytest.mark.parametrize("capability", [80, 89, 100])
+def test_machine_code_for_gpus_that_are_not_there(gpu, capability):
+    """The kernels that work on rows of logits, which compile fast."""
+    gpu(capability, compiles=True)
+    codes, of_arrays = [], jax_call.of_arrays
+
+    def kept(*x):
+        codes.append(of_arrays(*x))
+        return codes[-1]
+
+    with mock.patch.object(jax_call, "of_arrays", kept):
+        lowered(lambda z, y: cross_entropy(z, y, backend="triton"), LOGITS, LIKE[2], argnums=(0,))
+    assert codes
+    for code in codes:
+        assert f".target sm_{capability}" in code
+        with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+            file.write(code)
+            file.flush()
+            arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
+            subprocess.run([get_ptxas(capability).path, f"-arch={arch}", file.name, "-o", "/dev/null"], check=True)
+
+
+CODE = """.visible .entry f(
+	.param .u64 .ptr .global .align 1 f_param_0,
+	.param .u32 f_param_1,
+	.param .u64 .ptr .global .align 1 f_param_2,
+	.param .u64 .ptr .global .align 1 f_param_3,
+	.param .u64 .ptr .global .align 1 f_param_4
+)
+{
+	ld.param.b64 	%rd1, [f_param_0];
+	ld.param.b32 	%r1, [f_param_1];
+	ld.param.b64 	%rd2, [f_param_2];
+}
+"""
+
+
+def test_an_argument_may_begin_inside_of_an_array():
+    made = jax_call.of_arrays(Compiled("f", CODE, "", 0), [(1, 0), None, (0, 48)], 2)
+    head = re.findall(r"\.param \.(\w+).* (f_\w+)", made)
+    assert head == [("u64", "f_array_0"), ("u64", "f_array_1"), ("u32", "f_param_1"), ("u64", "f_param_3"),
+                    ("u64", "f_param_4")]  # fmt: skip
+    assert "ld.param.b64 \t%rd1, [f_array_1];\n\tld.param.b32" in made
+    assert "ld.param.b64 \t%rd2, [f_array_0];\n\tadd.s64 \t%rd2, %rd2, 48;" in made
+
+
+def test_an_address_that_is_read_in_an_unknown_way():
+    code = CODE.replace("ld.param.b64 \t%rd2, [f_param_2]", "ld.param.v2.b64 {%rd2, %rd3}, [f_param_2]")
+    with pytest.raises(AssertionError, match="f reads the address of parameter 2 in an unknown way"):
+        jax_call.of_arrays(Compiled("f", code, "", 0), [(1, 0), None, (0, 48)], 2)
+
+
+def test_pointers_that_16_divides_are_told():
+    types = {}
+    jax_call._type((0,), Pointer("float32", 0, 64), {}, types)
+    jax_call._type((1,), Pointer("float32", 0, 8), {}, types)
+    assert types == {(0,): [["tt.divisibility", 16]]}
+
+
+# ------------------------------------------------------------------------------------------------------- wrong calls
+
+
+def ones(*like):
+    return [jnp.ones(x.shape, x.dtype) for x in like]
+
+
+def test_on_the_cpu():
+    with pytest.raises(
+        ValueError, match="linear_cross_entropy: backend 'triton' can't run this call: it runs on NVIDIA"
+    ):
+        linear_cross_entropy(*ones(*LIKE), backend="triton")
+
+
+def test_what_is_to_be_installed(monkeypatch):
+    monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax_front, "find_spec", lambda name: None)
+    reason = r"torch and triton are not installed: pip install 'onchip\[jax-triton\]'"
+    with pytest.raises(ValueError, match=f"log_probs: backend 'triton' can't run this call: {reason}"):
+        log_probs(*ones(LOGITS, LIKE[2]), backend="triton")
+    jax_front._tell.cache_clear()
+    with pytest.warns(UserWarning, match=f"cross_entropy: no kernels run on this GPU, but plain JAX: {reason}"):
+        cross_entropy(*ones(LOGITS, LIKE[2]))
+
+
+def test_auto_takes_the_kernels_where_there_are_no_others(gpu, monkeypatch):
+    gpu(89)
+    monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
+    text = lowered(lambda h, w, y: linear_log_probs(h, w, y).sum(), *LIKE).as_text()
+    assert jax_call.TARGET in text
+    with pytest.raises(ValueError, match="hidden has H"):  # as ever
+        linear_log_probs(jnp.ones((T, 3)), *ones(*LIKE[1:]))
+
+
+def test_a_number_that_is_traced(gpu):
+    gpu(80)
+    with pytest.raises(ValueError, match="linear_cross_entropy: backend 'triton' needs to know softcap; pass a number"):
+        jax.jit(lambda c: linear_cross_entropy(*ones(*LIKE), softcap=c, backend="triton"))(30.0)
+
+
+def test_a_split_vocabulary(gpu):
+    gpu(80)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(h, w, y):
+        return linear_cross_entropy(h, w, y, axis_name="d", backend="triton")
+
+    split = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("d"), P()), out_specs=P())
+    with pytest.raises(ValueError, match="backend 'triton' takes no split vocabulary; pass backend='auto'"):
+        split(*ones(*LIKE))
+
+
+def test_several_devices_outside_of_shard_map(monkeypatch):
+    monkeypatch.setattr(jax_front, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax_front, "gpu", lambda: jax_front.JaxGpu(80, 108))
+    monkeypatch.setattr(jax_call, "refusal", lambda: None)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"of several devices it runs inside of jax\.shard_map alone"):
+        linear_cross_entropy(*ones(*LIKE), backend="triton")
