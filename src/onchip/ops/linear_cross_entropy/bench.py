@@ -414,7 +414,14 @@ def _sharded_implementations(fw: Any) -> Sequence[Implementation]:
             steps=_sequence_steps,
             check=_check_sequence,
         ),
-        Implementation("onchip auto, 2 GiB", partial(_of_whole_tokens, fw, scratch_bytes="2GiB"), package="onchip"),
+        Implementation("onchip auto, 1 GiB", partial(_of_whole_tokens, fw, scratch_bytes="1GiB"), package="onchip"),
+        Implementation(
+            "onchip fp8, approximate",
+            partial(_of_whole_tokens, fw, precision="fp8"),
+            cuda("onchip"),
+            package="onchip",
+            error_bounds=FP8_BOUNDS,
+        ),
         Implementation("onchip cross_entropy in place", partial(peers.of_own_logits, fw), package="onchip"),
         Implementation("torch, three all-reduces, float32 logits", peers.three_reductions),
         Implementation(
