@@ -120,6 +120,8 @@ def arrive():
     rows = torch.ones(2, 1500).half()
     at.flags(1)[0, :2] = at.flags(1)[2, :2] = 1
     launches.arrive(at, at.flags(1), rows[0], 2).run()
+    at.flags(1)[2, 2] = 1
+    launches.arrive(at, at.flags(1), rows[0], 3, 2).run()  # of that rank alone
     assert not rows.isnan().any()
     assert not lost(heads, host)
     launches.arrive(at, at.flags(1), rows[0], 3).run()

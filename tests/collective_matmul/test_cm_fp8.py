@@ -33,12 +33,12 @@ def drawn(op, ranks, dtype=torch.float32):
     return [a.to(dtype) for a in (numbers(t, 2, k, spread=2.0), weight, bias, up)]
 
 
-def the_dense_layers_oracle(rank, ranks, group=None, device="cpu"):
+def the_dense_layers_oracle(rank, ranks, group=None, device="cpu", backend="ring"):
     """All three products, of all dtypes, as one rank with fp8_linear would have them."""
     for op in OPS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x, weight, bias, up = (leaf(a.to(device)) for a in drawn(op, ranks, dtype))
-            out = whole(x, weight, bias, op=op, backend="ring", group=group, precision="fp8")
+            out = whole(x, weight, bias, op=op, backend=backend, group=group, precision="fp8")
             assert out.dtype == dtype
             out.backward(up.detach())
             given = [a.detach().float().cpu().numpy() for a in (x, weight, bias, up)]
@@ -55,7 +55,9 @@ def the_dense_layers_oracle(rank, ranks, group=None, device="cpu"):
 
 def over_nccl(rank, ranks):
     torch.cuda.set_device(rank)
-    the_dense_layers_oracle(rank, ranks, dist.new_group(backend="nccl"), "cuda")
+    group = dist.new_group(backend="nccl")
+    for backend in ("ring", "symmetric"):
+        the_dense_layers_oracle(rank, ranks, group, "cuda", backend)
 
 
 @pytest.mark.gpu
@@ -116,6 +118,8 @@ def refusals(rank, ranks):
             ((x[: 2 * ranks], weight), {}, ValueError, r"128 tokens share a scale .* ranks has \d+; pad .* by 12"),
             ((x.double(), weight.double()), {}, TypeError, "precision='fp8' takes float32, .* float16; got float64"),
             ((x.bfloat16(), weight.bfloat16()), {"reduce_dtype": torch.bfloat16}, ValueError, "leave reduce_dtype out"),
+            ((x, weight), {"backend": "collective"}, ValueError, "it has no precision='fp8'; pass backend='ring' or"),
+            ((x, weight), {"backend": "symmetric"}, ValueError, "it runs on CUDA tensors, not on 'cpu'"),
             ((x, weight), {"precision": "e4m3"}, ValueError, "precision must be one of 'full', 'fp8'; got 'e4m3'"),
             ((x, weight), {"precision": "fp8" if rank else "full"}, ValueError, "called it differently: .*, fp8"),
         ):  # fmt: skip

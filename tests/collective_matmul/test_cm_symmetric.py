@@ -61,8 +61,8 @@ def kernels(meeting):
     def others(at):
         return [(at.rank + step) % at.ranks for step in range(1, at.ranks)]
 
-    def arrive(at, flags, row, pieces):
-        for sender in others(at):
+    def arrive(at, flags, row, pieces, sender=None):
+        for sender in others(at) if sender is None else [sender]:
             for piece in range(pieces):
                 wait(flags[sender, piece])
 
@@ -157,6 +157,33 @@ def test_walks_one_after_the_other(monkeypatch):
             torch.testing.assert_close(total, right)
             assert all(torch.equal(rows, x[:, 2]) for rows in seen)
         assert [len(of_call[-1]) for of_call in of_rank] == [0, 1, 0, 1]
+
+
+def test_blocks_that_come_one_by_one(monkeypatch):
+    """As the ring has them: one's own first, then that of the rank before; and sums, whose last addend is one's own."""
+    g = torch.Generator().manual_seed(SEED)
+    calls = [torch.randn(RANKS, RANKS, rows, generator=g) for rows in (5, 1000, 3)]
+
+    def walk(ring):
+        made, order = [], []
+        for x in calls:
+            seen = [(rank, block.clone()) for rank, block in symmetric.blocks(ring, x[ring.rank, 0])]
+
+            def addend(rank, out, x=x):
+                order.append(rank)
+                out.copy_(x[ring.rank, rank])
+
+            made.append((seen, symmetric.reduced(ring, addend, torch.empty(x.shape[2]))))
+        return made, order
+
+    with threads_for_ranks(monkeypatch) as (run, _):
+        every = run(walk)
+    for rank, (made, order) in enumerate(every):
+        assert order == [(rank + step) % RANKS for step in (1, 2, 0)] * len(calls)
+        for (seen, total), x in zip(made, calls, strict=True):
+            assert [of for of, _ in seen] == [(rank - step) % RANKS for step in range(RANKS)]
+            assert all(torch.equal(block, x[of, 0]) for of, block in seen)
+            torch.testing.assert_close(total, x[:, rank].sum(0))
 
 
 def test_ranks_push_to_different_peers(monkeypatch):

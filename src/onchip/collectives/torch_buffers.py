@@ -181,11 +181,11 @@ def _no_multicast() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------- the checks
 
 
-def refusal(ring: ProcessRing, device: torch.device, dtype: torch.dtype) -> str | None:
+def refusal(ring: ProcessRing, device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> str | None:
     """Why this can't serve a call, or None.  Whether ranks map each other's memory `mapping_refusal` says."""
     if device.type != "cuda":
         return f"it runs on CUDA tensors, not on {device.type!r}"
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16) and not fp8:
         return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}; pass backend='collective'"
     if ring.ranks > _MOST_RANKS:
         return f"it takes up to {_MOST_RANKS} ranks, not {ring.ranks}"

@@ -27,7 +27,7 @@ from onchip.kernels.triton.launch import device_of
 if TYPE_CHECKING:
     from onchip.collectives.triton_launches import Cut
 
-__all__ = ["free_buffers", "gathered", "linear_of_all", "mapping_refusal", "refusal", "summed"]
+__all__ = ["blocks", "free_buffers", "gathered", "linear_of_all", "mapping_refusal", "reduced", "refusal", "summed"]
 
 
 def linear_of_all(
@@ -101,23 +101,75 @@ def summed(
     with device_of(x):
         launches.meet(buffer.at, clear=True).run()
     rows = None if other is None else _gathered(ring, buffer, other, 1, begin)
-    # A product is computed while the one before it leaves.
-    leaving = [out.new_empty(out.shape, dtype=dtype) for _ in range(min(2, ring.ranks - 1))]
-    left: list[torch.cuda.Event] = []
-    for step in range(1, ring.ranks):
-        block = leaving[(step - 1) % 2]
-        if step > 2:
-            torch.cuda.current_stream(out.device).wait_event(left[step - 3])
-        product(block, widen(xs[(ring.rank + step) % ring.ranks]), weight)
-        with _aside(buffer):
-            _push(ring, buffer, step, block, 0)
-            left.append(buffer.side.record_event())
+    leaving = _sent(ring, buffer, out, dtype, lambda rank, block: product(block, widen(xs[rank]), weight))
     if meanwhile is not None and rows is not None:
         meanwhile[1](rows())
     addends = buffer.blocks(ring.rank, numbers, dtype)
     with device_of(x):
         launches.adding_product(buffer.at, xs[ring.rank].contiguous(), weight, bias, addends, out).run()
     _join(buffer)
+    del leaving
+
+
+def blocks(ring: ProcessRing, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """As the ring's, of bytes: all blocks are on their way while one's own is worked on.
+
+    A block of a rank that doesn't come is NaN, in 16 bits, in 32 bits and in FP8.
+    """
+    from onchip.collectives import triton_launches as launches
+
+    x = x.contiguous()
+    buffer = opened(ring, x.device, ring.ranks * x.nbytes)
+    arriving = buffer.blocks(ring.rank, (ring.ranks, *x.shape), x.dtype)
+    with device_of(x):
+        launches.meet(buffer.at, clear=True).run()
+    with _aside(buffer):
+        for step in range(1, ring.ranks):
+            _push(ring, buffer, step, x, 0)
+    yield ring.rank, x
+    for step in range(1, ring.ranks):
+        sender = (ring.rank - step) % ring.ranks
+        with device_of(x):
+            launches.arrive(buffer.at, buffer.at.flags(), arriving[sender], 1, sender).run()
+        yield sender, arriving[sender]
+    _join(buffer)
+
+
+def reduced(ring: ProcessRing, addend: Callable[[int, Tensor], None], like: Tensor) -> Tensor:
+    """As the ring's: an addend leaves while the next one is computed; one's own is the last, and first in the sum."""
+    from onchip.collectives import triton_launches as launches
+
+    buffer = opened(ring, like.device, ring.ranks * like.nbytes)
+    with device_of(like):
+        launches.meet(buffer.at, clear=True).run()
+    leaving = _sent(ring, buffer, like, like.dtype, addend)
+    addend(ring.rank, like)
+    addends = buffer.blocks(ring.rank, (ring.ranks, *like.shape), like.dtype)
+    with device_of(like):
+        launches.arrive(buffer.at, buffer.at.flags(), addends[(ring.rank + 1) % ring.ranks], 1).run()
+    for step in range(1, ring.ranks):
+        like += addends[(ring.rank + step) % ring.ranks]
+    _join(buffer)
+    del leaving
+    return like
+
+
+def _sent(
+    ring: ProcessRing, buffer: Buffer, like: Tensor, dtype: torch.dtype, addend: Callable[[int, Tensor], None]
+) -> list[Tensor]:
+    """Compute this rank's addends for others, each while the one before leaves; from memory that has to live until the
+    current stream has waited for pushes."""
+    leaving = [torch.empty_like(like, dtype=dtype) for _ in range(min(2, ring.ranks - 1))]
+    left: list[torch.cuda.Event] = []
+    for step in range(1, ring.ranks):
+        block = leaving[(step - 1) % 2]
+        if step > 2:
+            torch.cuda.current_stream(like.device).wait_event(left[step - 3])
+        addend((ring.rank + step) % ring.ranks, block)
+        with _aside(buffer):
+            _push(ring, buffer, step, block, 0)
+            left.append(buffer.side.record_event())
+    return leaving
 
 
 def _gathered(ring: ProcessRing, buffer: Buffer, x: Tensor, which: int, begin: int = 0) -> Callable[[], Tensor]:

@@ -135,16 +135,17 @@ def meet(
         give_up(addresses, ranks, LANES)  # this rank's host doesn't know of it where another rank told
 
 
-@triton.jit(do_not_specialize=["patience", "numbers"])
+@triton.jit(do_not_specialize=["patience", "first", "last", "numbers"])
 def arrive(
     addresses, head, flags, rank, ranks, patience,
+    first, last,  # of whose blocks are waited for, this rank's left out
     row,  # [numbers] int16, which are made NaN if somebody is lost
     numbers,
-    pieces,  # of each other rank's block; 0: nothing is waited for
+    pieces,  # of each block; 0: nothing is waited for
     PIECES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Wait until all other ranks' blocks are there: of the product that follows, all numbers have one of this row."""
-    for i in range(ranks * pieces):
+    """Wait until these ranks' blocks are there: of what follows, all numbers have one of this row."""
+    for i in range(first * pieces, last * pieces):
         if i // pieces != rank:
             wait_for(flags + i // pieces * PIECES + i % pieces, head, addresses, ranks, patience, False, LANES)
     if is_set(head + LOST, False) != 0:

@@ -66,10 +66,12 @@ def meet(at: Meeting, *, clear: bool = False) -> Launch:
     return Launch(kernels.meet, (1,), {**at.arguments, "CLEAR": clear}, warps=1)
 
 
-def arrive(at: Meeting, flags: Tensor, row: Tensor, pieces: int) -> Launch:
-    """Wait until all other ranks' blocks of so many pieces are there, and make a row NaN if they aren't."""
+def arrive(at: Meeting, flags: Tensor, row: Tensor, pieces: int, sender: int | None = None) -> Launch:
+    """Wait until a sender's block, or all other ranks', of so many pieces is there, and make a row NaN if not."""
     numbers = row.view(torch.int16)
-    arguments = {"flags": flags, "row": numbers, "numbers": numbers.numel(), "pieces": pieces}
+    first, last = (0, at.ranks) if sender is None else (sender, sender + 1)
+    arguments = {"first": first, "last": last, "flags": flags, "row": numbers, "numbers": numbers.numel()}
+    arguments |= {"pieces": pieces}
     return Launch(kernels.arrive, (1,), {**at.arguments, **arguments, "PIECES": PIECES, "BLOCK": _BLOCK})
 
 

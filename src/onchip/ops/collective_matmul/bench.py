@@ -144,12 +144,15 @@ def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
         made("onchip symmetric, 16-bit sums", partial(own, narrow=True, backend="symmetric"), narrow, package="onchip"),
         made("onchip collective", partial(own, backend="collective"), cuda, package="onchip"),
         made("onchip ring", partial(own, backend="ring"), cuda, package="onchip"),
-        made(
-            "onchip ring, fp8",
-            partial(own, backend="ring", precision="fp8"),
-            narrow,
-            package="onchip",
-            error_bounds=dict.fromkeys(RETURNED, 0.06),
+        *(
+            made(
+                f"onchip {backend}, fp8",
+                partial(own, backend=backend, precision="fp8"),
+                narrow,
+                package="onchip",
+                error_bounds=dict.fromkeys(RETURNED, 0.06),
+            )
+            for backend in ("symmetric", "ring")
         ),
         made("torch, symmetric memory", _symmetric_memory, cuda),
         made("the collective alone", lambda: _moved, steps=_collective_steps, check=_check_collective),

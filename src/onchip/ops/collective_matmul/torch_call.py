@@ -10,9 +10,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from onchip.collectives import torch_collective, torch_symmetric
+from onchip.collectives import torch_collective, torch_ring, torch_symmetric
 from onchip.collectives.problem import GATHER, SCATTER
-from onchip.collectives.torch_ring import ProcessRing, blocks, check_alike, reduced
+from onchip.collectives.torch_ring import ProcessRing, check_alike
 from onchip.frontend.torch_inputs import accumulator, dtype_name
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.torch_products import product, widen
@@ -153,11 +153,20 @@ def _save(call: CollectiveCall, outputs: CollectiveOutputs) -> CollectiveKept:
     )
 
 
-def _at_once(ring: ProcessRing, x: Tensor) -> Any:
-    """What moves blocks as `x`, or None for the ring.  Of one rank, and without a number, nothing is mapped."""
-    if ring.backend == "symmetric" and (ring.ranks == 1 or x.numel() == 0):
+def _maps(ring: ProcessRing, x: Tensor) -> bool:
+    """Whether blocks as `x` move through mapped memory.  Of one rank, and without a number, nothing is mapped."""
+    return ring.backend == "symmetric" and ring.ranks > 1 and x.numel() > 0
+
+
+def _at_once(ring: ProcessRing, by: FullProducts | InFp8, x: Tensor) -> Any:
+    """What moves all blocks as `x` by one plan, or None: FP8's move one by one."""
+    if isinstance(by, InFp8) or (ring.backend == "symmetric" and not _maps(ring, x)):
         return None
     return _AT_ONCE.get(ring.backend)
+
+
+def _one_by_one(ring: ProcessRing, x: Tensor) -> Any:
+    return torch_symmetric if _maps(ring, x) else torch_ring
 
 
 def _travelling(
@@ -165,13 +174,15 @@ def _travelling(
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """As `blocks`, of tensors that travel as one: bytes of FP8 numbers come before float32's, so all are aligned."""
     if len(parts) == 1 or ring.ranks == 1:
-        for rank, block in blocks(ring, parts[0], into):
+        for rank, block in torch_ring.blocks(ring, parts[0], into):
             yield rank, [block, *parts[1:]]
         return
-    packed = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-    sizes = [part.numel() * part.element_size() for part in parts]
-    for rank, block in blocks(ring, packed):
-        pieces = block.split(sizes)
+    flat_parts = [part.reshape(-1).view(torch.uint8) for part in parts]
+    if missing := -sum(map(len, flat_parts)) % 16:  # then blocks that follow each other are aligned too
+        flat_parts.append(flat_parts[0].new_zeros(missing))
+    packed, sizes = torch.cat(flat_parts), [len(part) for part in flat_parts]
+    for rank, block in _one_by_one(ring, packed).blocks(ring, packed):
+        pieces = block.split(sizes)[: len(parts)]
         yield rank, [x.view(part.dtype).view(part.shape) for x, part in zip(pieces, parts, strict=True)]
 
 
@@ -181,11 +192,8 @@ def _summed(
 ) -> Tensor:  # fmt: skip
     """The sum over ranks of x @ weight for this rank's tokens, and bias, in `dtype`; of ranks' x this one has `xs`."""
     first = xs[0][0]
-    sums = reduced(
-        ring,
-        lambda rank, into: by.addend(into, xs[rank], weight),
-        first.new_empty((len(first), columns), dtype=dtype),
-    )
+    sums = first.new_empty((len(first), columns), dtype=dtype)
+    sums = _one_by_one(ring, sums).reduced(ring, lambda rank, into: by.addend(into, xs[rank], weight), sums)
     if bias is not None:
         sums += bias
     return sums
@@ -195,7 +203,7 @@ def _forward(call: CollectiveCall) -> CollectiveOutputs:
     _agree(call)
     made, ring, by = _fake(call), call.ring, products_of(call.products)
     x, weight, out = call.of_x.operand, by.weight(call.of_weight.operand, turned=False), flat(made.out)
-    at_once = _at_once(ring, x[0])
+    at_once = _at_once(ring, by, x[0])
     if call.op == SCATTER and at_once is None:
         xs = by.rows(x, ring.ranks)
         out.copy_(_summed(ring, by, xs, weight, call.of_bias, out.shape[1], call.reduce_dtype))
@@ -235,7 +243,7 @@ def _gather_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out: 
     asked = by_x, by_weight, False
     grad_x = grad_weight = None
     weight = by.weight(_there(kept.weight, kept.weight_scales), turned=True) if by_x else None
-    if (at_once := _at_once(ring, grad_out)) is not None:
+    if (at_once := _at_once(ring, by, grad_out)) is not None:
         grad_x, grad_weight = _gradients_at_once(kept, at_once, weight, flat(grad_out), asked)
     else:
         grads = [by.arrived(by.sent(g, asked), asked) for g in flat(grad_out).chunk(ring.ranks)]
@@ -298,7 +306,7 @@ def _scatter_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out:
         grad_x = grad_out.new_empty(_exchanged(grad_out.shape, kept.k, ring.ranks, gathers=True), dtype=dtype)
     # Added up in the order of the ranks, not of the ring: so every rank has the same bits.
     sums = g.new_empty((ring.ranks, n), dtype=total) if by_bias else None
-    if (at_once := _at_once(ring, g)) is not None:
+    if (at_once := _at_once(ring, by, g)) is not None:
         if grad_x is None:
             rows = at_once.gathered(ring, g)
         else:

@@ -73,12 +73,12 @@ def all_gather_matmul(
         check_inputs: compare shapes, dtypes and options between ranks on the GPU too, forward and backward, which
             waits for the device; and of `matmul_reduce_scatter` the bias.  On the CPU they always are.
         backend: "auto" takes "collective" on GPUs, and on the CPU and in FP8 "ring".
-            "symmetric" is for bfloat16 and float16 on GPUs of one host that map each other's memory: copy engines push
+            "symmetric" is for bfloat16, float16 and FP8 on GPUs of one host that map each other's memory: copy engines push
             pieces of blocks, and a Triton kernel's tiles begin when their rows are there.  "collective" is one
             all-gather or reduce-scatter of the group's and one product, "ring" an exchange for each block.
         precision: "full", or "fp8": products of blockwise FP8 numbers, each rank's those of `fp8_linear`.  x and the
             output's gradient travel quantised, with their scales, and partial sums in float32.  With several ranks T/n,
-            with all leading dimensions, is a multiple of 128.  On the ring, and not with keep_gathered or float64.
+            with all leading dimensions, is a multiple of 128.  Not by "collective", with keep_gathered or in float64.
         reduce_dtype: in what sums over ranks travel: None, float32, or x's dtype, which halves their bytes for 16 bits
             and rounds each rank's addend once more.  With precision="fp8" it is float32.
 
@@ -226,11 +226,11 @@ def _run(
 
 def _chosen(op: str, backend: str, ring: ProcessRing, device: torch.device, dtype: torch.dtype, precision: str) -> str:
     """The backend of a call."""
-    if precision != "full":
-        of_ring_alone = f"precision={precision!r} has the ring alone; pass backend='ring'"
-        refusals_of = dict.fromkeys(BACKENDS, of_ring_alone) | {"ring": refusal(ring, device)}
-        return choose_backend(op, backend, refusals_of)
-    of_symmetric, of_group = symmetric.refusal(ring, device, dtype), refusal(ring, device)
+    fp8 = precision != "full"
+    of_symmetric, of_group = symmetric.refusal(ring, device, dtype, fp8=fp8), refusal(ring, device)
+    if fp8:
+        of_none = f"it has no precision={precision!r}; pass backend='ring' or, on GPUs of one host, 'symmetric'"
+        return choose_backend(op, backend, {"ring": of_group, "symmetric": of_symmetric, "collective": of_none})
     found = {"collective": of_group, "symmetric": of_symmetric, "ring": of_group}
     return choose_backend(op, backend, found if device.type == "cuda" else dict(reversed(found.items())))
 
