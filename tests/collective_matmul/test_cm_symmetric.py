@@ -62,9 +62,9 @@ def kernels(meeting):
         return [(at.rank + step) % at.ranks for step in range(1, at.ranks)]
 
     def arrive(at, flags, row, pieces, sender=None):
-        for sender in others(at) if sender is None else [sender]:
+        for other in others(at) if sender is None else [sender]:
             for piece in range(pieces):
-                wait(flags[sender, piece])
+                wait(flags[other, piece])
 
     def gated_product(at, own, blocks, weight, bias, out):
         outs = out.view(len(blocks), len(own), -1)

@@ -73,9 +73,10 @@ def all_gather_matmul(
         check_inputs: compare shapes, dtypes and options between ranks on the GPU too, forward and backward, which
             waits for the device; and of `matmul_reduce_scatter` the bias.  On the CPU they always are.
         backend: "auto" takes "collective" on GPUs, and on the CPU and in FP8 "ring".
-            "symmetric" is for bfloat16, float16 and FP8 on GPUs of one host that map each other's memory: copy engines push
-            pieces of blocks, and a Triton kernel's tiles begin when their rows are there.  "collective" is one
-            all-gather or reduce-scatter of the group's and one product, "ring" an exchange for each block.
+            "symmetric" is for bfloat16, float16 and FP8 on GPUs of one host that map each other's memory: copy engines
+            push pieces of blocks, and a Triton kernel's tiles begin when their rows are there; in FP8 a block's product
+            begins when the block is there.  "collective" is one all-gather or reduce-scatter of the group's and one
+            product, "ring" an exchange for each block.
         precision: "full", or "fp8": products of blockwise FP8 numbers, each rank's those of `fp8_linear`.  x and the
             output's gradient travel quantised, with their scales, and partial sums in float32.  With several ranks T/n,
             with all leading dimensions, is a multiple of 128.  Not by "collective", with keep_gathered or in float64.
