@@ -1,4 +1,4 @@
-"""Heads of models over two processes and gloo: the same steps as one process takes of both halves of the batch."""
+"""Heads of models over processes and gloo, or GPUs: the same steps as one process takes of all parts of the batch."""
 
 import copy
 import os
@@ -16,10 +16,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from all_cards import count, spawned
 from onchip.torch import LMHead, lm_jsd, lm_log_probs, lm_loss
 
-RANKS, VOCAB, HIDDEN = 2, 61, 16
-fsdp1 = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+VOCAB, HIDDEN = 61, 16
+
+
+def device():
+    """Where this process group's tensors are."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def fsdp1(model, **how):
+    here = torch.device("cpu") if device() == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return FullyShardedDataParallel(model, device_id=here, **how)
 
 
 class Model(nn.Module):
@@ -30,6 +40,7 @@ class Model(nn.Module):
         torch.manual_seed(1)
         self.embedding, self.norm = nn.Embedding(VOCAB, HIDDEN), nn.LayerNorm(HIDDEN)
         self.lm_head, self.outside = head(HIDDEN, VOCAB, bias=False), outside
+        self.to(device())
 
     def forward(self, ids, **options):
         hidden = self.norm(self.embedding(ids))
@@ -67,11 +78,11 @@ IN_THE_ROOT = {
 
 def batches():
     """Steps of micro-batches of ranks of sequences, some of whose labels are ignored."""
-    ids = torch.randint(VOCAB, (2, 2, RANKS, 3, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCAB, (2, 2, dist.get_world_size(), 3, 8), generator=torch.Generator().manual_seed(0))
     ignored = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < torch.tensor([0.1, 0.6]).view(
         2, 1, 1, 1
     )
-    return ids, ids.masked_fill(ignored, -100)
+    return ids.to(device()), ids.masked_fill(ignored, -100).to(device())
 
 
 def parameters(model):
@@ -86,12 +97,12 @@ def parameters(model):
 
 def assert_same_steps(rank, model, inner):
     """Two steps of one micro-batch each, outside of forward or in it."""
-    alone, (ids, _) = Model(), batches()
+    alone, (ids, _), ranks = Model(), batches(), dist.get_world_size()
     optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (alone, model)]
     for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (sum(alone(ids[step, 0, r], softcap=3.0) for r in range(RANKS)) / RANKS).backward()
+        (sum(alone(ids[step, 0, r], softcap=3.0) for r in range(ranks)) / ranks).backward()
         if inner.outside:
             loss = lm_loss(inner.lm_head, model(ids[step, 0, rank]), ids[step, 0, rank], softcap=3.0)
         else:
@@ -154,7 +165,7 @@ def a_plain_layer_that_must_be_called_is_refused(rank):
 
 
 def weights_that_are_sharded_are_refused(rank):
-    ids, hidden = batches()[0][0, 0, rank], torch.randn(3, 8, HIDDEN)
+    ids, hidden = batches()[0][0, 0, rank], torch.randn(3, 8, HIDDEN, device=device())
     for head in (nn.Linear, LMHead):
         for wrap in (fsdp1, IN_THE_ROOT["FSDP1, its own parameters"], fsdp2):
             model = wrap(inner := Model(head))
@@ -176,7 +187,7 @@ def gradient_accumulation(rank):
         count = (labels[0, :, rank, :, 1:] != -100).sum()
         dist.all_reduce(count)
         for micro_batch, mine in zip(ids[0, :, rank], labels[0, :, rank], strict=True):
-            (RANKS * inner.lm_head(model(micro_batch), mine, normalizer=count)).backward()
+            (dist.get_world_size() * inner.lm_head(model(micro_batch), mine, normalizer=count)).backward()
         grads = {
             name: p.grad.full_tensor() if isinstance(p, DTensor) else p.grad for name, p in inner.named_parameters()
         }
@@ -185,31 +196,47 @@ def gradient_accumulation(rank):
 
 def a_count_that_mixed_precision_would_round(rank):
     """FSDP2 casts the floats among a module's arguments, not its integers."""
-    head = fully_shard(LMHead(HIDDEN, VOCAB), mesh=MESH[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    hidden, ids = torch.randn(3, 8, HIDDEN), batches()[0][0, 0, rank]
+    head = fully_shard(
+        LMHead(HIDDEN, VOCAB).to(device()), mesh=MESH[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
+    hidden, ids = torch.randn(3, 8, HIDDEN, device=device()), batches()[0][0, 0, rank]
     with pytest.raises(TypeError, match="LMHead: normalizer is bfloat16, which holds no large count"):
         head(hidden, ids, normalizer=torch.tensor(2049.0))
     assert torch.equal(head(hidden, ids, normalizer=torch.tensor(2049)), head(hidden, ids, normalizer=2049))
 
 
-def run(rank, meeting):
+CHECKS = (
+    every_way_to_wrap_it,
+    log_probs_and_divergences,
+    a_plain_layer_that_must_be_called_is_refused,
+    weights_that_are_sharded_are_refused,
+    gradient_accumulation,
+    a_count_that_mixed_precision_would_round,
+)
+
+
+def check_of_ranks(check):
     warnings.simplefilter("ignore")
+    if not MESH:
+        MESH.append(init_device_mesh(device(), (dist.get_world_size(),)))
+    check(dist.get_rank())
+
+
+def run(rank, meeting):
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", f"file://{meeting}", timeout, world_size=RANKS, rank=rank)
-    MESH.append(init_device_mesh("cpu", (RANKS,)))
-    for check in (
-        every_way_to_wrap_it,
-        log_probs_and_divergences,
-        a_plain_layer_that_must_be_called_is_refused,
-        weights_that_are_sharded_are_refused,
-        gradient_accumulation,
-        a_count_that_mixed_precision_would_round,
-    ):
-        check(rank)
+    dist.init_process_group("gloo", f"file://{meeting}", timedelta(seconds=120), world_size=2, rank=rank)
+    for check in CHECKS:
+        check_of_ranks(check)
     dist.barrier()
     os._exit(0)  # where interpreter and process group end in an orderly way, gloo's threads abort now and then
 
 
 def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=RANKS)
+    torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=2)
+
+
+@pytest.mark.gpu
+def test_gpus(tmp_path):
+    if count() < 2:
+        pytest.skip("NCCL gives no two ranks one GPU")
+    spawned(count(), tmp_path / "meeting", [partial(check_of_ranks, check) for check in CHECKS])
