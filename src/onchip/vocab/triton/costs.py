@@ -41,6 +41,15 @@ RATES = {
 }
 
 
+class BesideCuts(NamedTuple):
+    """Of a plan that keeps exponentials."""
+
+    time: float  # ms
+    left: int  # rows of tiles whose logits are computed again
+    product: float  # ms of that product, spread evenly
+    more: float  # ms of each chunk of these
+
+
 class Costs:
     """Milliseconds that plans of a problem take by these rates, whatever its tokens."""
 
@@ -131,27 +140,37 @@ class Costs:
         """With gradients in backward, of `kept` tokens from exponentials, of the others from logits that are computed
         again.
         """
-        p, launch, programs, hidden = self.problem, self.launch, self.rates.programs, self.hidden
+        beside = self.beside_cuts(tokens, kept, halves)
+        return beside.time + self.of_cuts(beside, tokens, vocab_chunk, weight_chunk)
+
+    def beside_cuts(self, tokens: int, kept: int, halves: bool) -> "BesideCuts":
+        """What doesn't depend on the chunks of such a plan."""
+        launch, programs, hidden = self.launch, self.rates.programs, self.hidden
         share, rows = min(1.0, kept / max(1, tokens)), -(-tokens // TOKEN_TILE)
         held = min(rows, kept // TOKEN_TILE)
-        left, product = rows - held, tokens * self.product
-        again = (1 - share) * tokens
-        time = tokens * self.token + 8 * launch + share * tokens * self.keep
-        number = -(-self.columns // vocab_chunk)
+        left, product, again = rows - held, tokens * self.product, (1 - share) * tokens
+        time, more = tokens * self.token + 8 * launch + share * tokens * self.keep, 0.0
         if left:
-            uneven = cut_evenness(self.columns, vocab_chunk, left / VOCAB_TILE, programs)
-            time += again * (self.product * uneven + self.again) + launch * number
-        if p.grad_weight:
-            uneven, launches = nested_evenness(self.columns, vocab_chunk, weight_chunk, self.units, programs)
-            time += product * self.padding * uneven + launch * launches
-        if p.grad_hidden:
-            apart = self.apart
-            if held:
-                time += share * product * hidden_evenness(held, hidden, apart, 2, programs) + launch
-            if left:
-                uneven = hidden_evenness(left, hidden, apart, 2 if halves else 1, programs)
-                time += again * (self.product * uneven + number * self.add) + launch * number
+            time, more = time + again * self.again, launch
+        if self.problem.grad_hidden:
             time += tokens * self.add + launch
+            if held:
+                time += share * product * hidden_evenness(held, hidden, self.apart, 2, programs) + launch
+            if left:
+                uneven = hidden_evenness(left, hidden, self.apart, 2 if halves else 1, programs)
+                time += again * self.product * uneven
+                more += again * self.add + launch
+        return BesideCuts(time, left, again * self.product, more)
+
+    def of_cuts(self, beside: "BesideCuts", tokens: int, vocab_chunk: int, weight_chunk: int) -> float:
+        """What depends on the chunks, with what is `beside` them."""
+        programs, columns, time = self.rates.programs, self.columns, 0.0
+        if beside.left:
+            uneven = cut_evenness(columns, vocab_chunk, beside.left / VOCAB_TILE, programs)
+            time += beside.product * uneven + beside.more * -(-columns // vocab_chunk)
+        if self.problem.grad_weight:
+            uneven, launches = nested_evenness(columns, vocab_chunk, weight_chunk, self.units, programs)
+            time += tokens * self.product * self.padding * uneven + self.launch * launches
         return time
 
     def weight(self, tokens: int, chunk: int) -> float:

@@ -179,7 +179,7 @@ class TritonSizes:
         """Of what the softmax of a chunk leaves for each tile, and later, in the same memory, of the sums of hidden's
         gradient in float32.  `size`: tokens of all chunks but a longer first one; the last has as many.
         """
-        if not self.problem.grad_hidden:
+        if not self.grad_hidden:
             sums = 0
         elif longer:  # of some positions at a time
             sums = max(lent, 4 * up(min(tokens, SMALLEST_STEP), TOKEN_TILE) * self.hidden)

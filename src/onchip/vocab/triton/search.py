@@ -8,12 +8,14 @@ from typing import Any
 from onchip.core.sizes import up
 from onchip.vocab.chunks import Fastest, largest, largest_within
 from onchip.vocab.memory import Problem
-from onchip.vocab.triton.costs import costs_of
+from onchip.vocab.triton.costs import BesideCuts, costs_of
 from onchip.vocab.triton.memory import TritonPlan, hidden_digits, id_bytes, may_hold, may_run_in_forward, sizes_of
 from onchip.vocab.triton.tiling import PROGRAMS, TOKEN_TILE, VOCAB_TILE, hidden_apart, hidden_units
 
 # Plans that take up to so many times the least pass for equally fast: no model is better than that.
 SLACK = 1.007
+# A bound that is a sum in another order may be above what it bounds by a rounding.
+LEAST = 1 + 1e-12
 # Launches of weight's product: with more the host is kept busy, and the GPU is no faster.
 MOST_WEIGHT_CHUNKS = 11
 # Tokens of the smallest chunk whose product is added to the weight's sum.
@@ -60,6 +62,21 @@ class TritonSearch(Fastest[dict[str, Any]]):
         self.problem, self.costs, self.sizes = p, costs_of(p), sizes_of(p)
         self.tokens, self.rows, self.columns = p.tokens, up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE)
         self.budget = budget - self.sizes.cast - p.copied - id_bytes(p)
+        # Of `what_fits`, with chunks of nothing: tokens that the weight's gradient holds, and others; without and with
+        # halves room, and what the softmax has above what comes later; and bytes of a token that is kept.
+        sizes, tokens = self.sizes, p.tokens
+        self.in_gradient = min(self.rows, sizes.capacity)
+        self.left, held = self.rows - self.in_gradient, self.in_gradient > 0
+        vectors = sizes.of_tokens(tokens, sorted_by_target=held)
+        of_none = [sizes.kept(tokens, self.in_gradient, 0, 0, 0, halves=halves) for halves in (False, True)]
+        self.room = [self.budget - vectors - sum(parts[:-1]) for parts in of_none]
+        self.short = [sizes.of_softmax(tokens) - parts[-2] - sizes.bias for parts in of_none]
+        more = sizes.of_tokens(tokens, sorted_by_target=True) - vectors
+        self.each = TOKEN_TILE * sizes.exponentials + more, 4 * TOKEN_TILE * sizes.hidden
+        self.again, self.by_weight = sizes.element * self.left, sizes.weight_row if held else 0
+        self.by_vocab = TOKEN_TILE * sizes.element
+        self.bounds: dict[int, tuple[float, float]] = {}
+        self.beside: dict[tuple[int, bool], BesideCuts] = {}
 
     def plan(self) -> TritonPlan | None:
         """The best."""
@@ -77,23 +94,20 @@ class TritonSearch(Fastest[dict[str, Any]]):
 
     def what_fits(self, vocab: int, weight: int, halves: bool) -> tuple[int, int] | None:
         """As `Kept`, as many as fit."""
-        sizes, in_gradient = self.sizes, min(self.rows, self.sizes.capacity)
-        vectors = sizes.of_tokens(self.tokens, sorted_by_target=in_gradient > 0)
-        parts = sizes.kept(self.tokens, in_gradient, 0, vocab, weight, halves=halves)
-        room = self.budget - vectors - sum(parts)
+        again = self.again * vocab
+        short, room = self.short[halves] - again, self.room[halves] - again - self.by_weight * weight
+        each, in_halves = self.each
+        if short > 0:
+            room -= short
+        else:  # what is kept of a token isn't computed again, nor summed in two halves; else the softmax needs that
+            each -= self.by_vocab * vocab + (in_halves if halves else 0)
         if room < 0:
             return None
-        # What is kept of a token isn't computed again, nor summed in two halves; the softmax may need that memory.
-        each = sizes.exponentials
-        if parts[-1] == 0:
-            each -= sizes.element * vocab + (4 * sizes.hidden if halves else 0)
-        each *= TOKEN_TILE
-        if not in_gradient:
-            each += sizes.of_tokens(self.tokens, sorted_by_target=True) - vectors
-        return in_gradient, min(self.rows - in_gradient, room // max(1, each) * TOKEN_TILE)
+        return self.in_gradient, min(self.left, room // max(1, each) * TOKEN_TILE)
 
     def try_kept(self, kept: tuple[int, int], vocab: int, weight: int, *, halves: bool) -> None:
-        cost = self.costs.kept(self.tokens, sum(kept), vocab, weight, halves=halves)
+        beside = self.beside_cuts(sum(kept), halves)
+        cost = beside.time + self.costs.of_cuts(beside, self.tokens, vocab, weight)
         if cost > self.bound or (size := self.kept_size(kept, vocab, weight, halves=halves)) > self.budget:
             return
         if not self.problem.grad_weight:
@@ -107,6 +121,18 @@ class TritonSearch(Fastest[dict[str, Any]]):
             "halves": halves,
         }
         self.add(cost, (self.is_late(weight), size, cost, 0, vocab, halves), fields)
+
+    def beside_cuts(self, kept: int, halves: bool) -> BesideCuts:
+        made = self.beside.get((kept, halves))
+        if made is None:
+            made = self.beside[kept, halves] = self.costs.beside_cuts(self.tokens, kept, halves)
+        return made
+
+    def kept_bound(self, kept: int) -> tuple[float, float]:
+        made = self.bounds.get(kept)
+        if made is None:
+            made = self.bounds[kept] = self.costs.kept_bound(self.tokens, kept)
+        return made
 
     def is_late(self, weight: int) -> bool:
         return self.problem.grad_weight and weight * MOST_WEIGHT_CHUNKS < self.problem.vocab
@@ -132,7 +158,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
             if sum(held) >= self.rows:  # the size of the other chunks doesn't matter
                 self.try_kept(held, sizes[0], weight, halves=False)
             else:
-                bound, more = self.costs.kept_bound(self.tokens, sum(held))
+                bound, more = self.kept_bound(sum(held))
                 some.append((bound + time, more, weight, sizes))
 
         def keep_some() -> None:
@@ -147,16 +173,22 @@ class TritonSearch(Fastest[dict[str, Any]]):
         logits but one, `more`.
         """
         time, listed, lefts = self.costs.weight(self.tokens, weight), [], set()
+        ways = (False, True) if self.problem.grad_hidden else (False,)
 
         def consider(size: int) -> None:
-            for halves in (False, True) if self.problem.grad_hidden else (False,):
+            number = -(-self.columns // size)
+            for halves in ways:
                 if (held := kept(size, weight, halves)) is None:
                     break
-                lefts.add(self.rows - sum(held))
-                bound, more = self.costs.kept_bound(self.tokens, sum(held))
-                if (bound := bound + time + more * (-(-self.columns // size) - 1)) > self.bound:
+                all_held = held[0] + held[1]
+                lefts.add(self.rows - all_held)
+                bound, more = self.kept_bound(all_held)
+                if bound + time + more * (number - 1) > self.bound:
                     break
-                listed.append((bound, size, halves, held))
+                beside = self.beside_cuts(all_held, halves)
+                least = beside.time + beside.product + beside.more * number + time
+                if least <= LEAST * self.bound:
+                    listed.append((least, size, halves, held))
 
         for size in reversed(sizes):  # the fewest launches first
             if bound + more * (-(-self.columns // size) - 1) > self.bound:
@@ -168,12 +200,12 @@ class TritonSearch(Fastest[dict[str, Any]]):
         for size in filling.difference(sizes, (0,)):
             consider(size)
         for least, size, halves, held in sorted(listed):
-            if least <= self.bound:
+            if least <= LEAST * self.bound:
                 self.try_kept(held, size, weight, halves=halves)
 
     def keep_alike(self, kept: tuple[int, int]) -> None:
         """Plans whose chunks of logits and of the weight's gradient are the same."""
-        bound, more = self.costs.kept_bound(self.tokens, sum(kept))
+        bound, more = self.kept_bound(sum(kept))
         if bound > self.bound:
             return
         sizes = set(_alike(self.problem.hidden, self.problem.vocab))
