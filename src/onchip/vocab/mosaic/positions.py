@@ -349,7 +349,7 @@ class Upstream(NamedTuple):
             at_target += jnp.where(positions.label >= 0, self.even, 0)
         return self._replace(at_target=at_target)
 
-    def of_entropy(self, part: slice) -> dict[str, Array]:
+    def of_entropy(self, part: slice) -> dict[str, Any]:
         """What kernels take of it, for these positions."""
         if self.entropy is None or self.mean is None:
             return {}
