@@ -115,7 +115,14 @@ def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     ("dtype", "layout", "size", "first", "changes"),
     [
         ("bfloat16", "vh", 128, 256, {"vocab": 2368, "options": {"z_loss": 1e-3, "label_smoothing": 0.1}}),
-        ("float16", "hv", 128, 256, {"vocab": 2368, "token_weight": True, "token_temperature": True}),
+        pytest.param(
+            "float16",
+            "hv",
+            128,
+            256,
+            {"vocab": 2368, "token_weight": True, "token_temperature": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("bfloat16", "hv", 256, 384, {"options": {"softcap": 5.0}}, marks=pytest.mark.slow),
         pytest.param("float16", "vh", 128, 384, {"logit_std": 60.0}, marks=pytest.mark.slow),
         # All of its exponentials are in the gradient's memory.
@@ -151,8 +158,18 @@ def test_exponentials_with_the_digits(dtype, first, in_digits, changes, monkeypa
     assert_right(replace(LONG, hidden=512, **changes), dtype, backend="mosaic_gpu")
 
 
-@pytest.mark.parametrize(("dtype", "first"), [("bfloat16", 384), ("bfloat16", 0), ("float16", 384)])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "dtype", "first"),
+    [
+        ({"label_smoothing": 0.1}, "bfloat16", 384),
+        ({}, "bfloat16", 0),
+        ({}, "float16", 384),
+        pytest.param({}, "bfloat16", 384, marks=pytest.mark.slow),
+        pytest.param({"label_smoothing": 0.1}, "bfloat16", 0, marks=pytest.mark.slow),
+        pytest.param({"label_smoothing": 0.1}, "float16", 384, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_another_upstream_gradient_than_1(options, dtype, first, monkeypatch):
     """The weight's gradient that forward rounded is made anew of all digits: as exact as the one it left."""
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(256, first=first))
