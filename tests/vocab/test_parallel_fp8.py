@@ -1,11 +1,14 @@
 """precision='fp8' with a vocabulary that is sharded over two processes, against the same loss in one: where shards
 begin at multiples of 128, both quantise the same blocks."""
 
+from functools import partial
 from unittest import mock
 
+import parts
 import pytest
 import torch
 import torch.distributed as dist
+from parts import dense, topk
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -19,7 +22,7 @@ from onchip.vocab import parallel
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.memory import Problem
 from onchip.vocab.torch.dense import SENT
-from sharded import cut, leaf, same_bits, spawn
+from sharded import cut, leaf, spawn
 
 TOKENS, HIDDEN, VOCAB = (2, 150), 40, 300
 LAYOUTS = ([128, 172], [256, 44], [0, 300])
@@ -60,47 +63,23 @@ def near(got, expected, what, bound=3e-3):
     assert error <= bound * expected.double().norm(), (what, float(error / expected.double().norm()))
 
 
-def soft_labels(kind):
-    """Of K ids, one of them twice, or of every entry."""
-    g = torch.Generator().manual_seed(1)
-    if kind == "dense":
-        return torch.rand(*TOKENS, VOCAB, generator=g) / VOCAB
-    ids = torch.randint(VOCAB, (*TOKENS, 5), generator=g)
-    ids[..., 1] = ids[..., 0]
-    return TopK(ids, torch.rand(ids.shape, generator=g).log(), "log_probs", "truncated")
+def of_both(got, expected, what, *_):
+    """Outputs are those of the same numbers."""
+    if got.is_floating_point():
+        near(got, expected, what, 2e-5 if what.startswith("output") else 3e-3)
+    else:
+        assert torch.equal(got, expected), what
 
 
-def compare(sizes, rank, options, how=None, labels=None, **more):
-    """Everything of the shards against the whole; `how` is of the sharded call, `more` of both."""
-    *tensors, target = layer(**more)
+def compare(sizes, rank, options, labels=None, dtype=torch.float32, **more):
+    """Everything of the shards against the whole; `more` is of the sharded call."""
+    given = dict(zip(("hidden", "weight", "bias", "target"), layer(dtype), strict=True))
     if options.get("reduction") == "none":
-        tensors[2] = None
-    own, how = cut(sizes, rank), taken(sizes, rank, **(how or {}))
-    part = target
+        del given["bias"]
     if labels is not None:
-        tensors[0], target = tensors[0].nan_to_num(), soft_labels(labels)
-        part = target[..., own] if labels == "dense" else target
-    whole = [leaf(x) for x in tensors]
-    mine = [leaf(tensors[0]), *(x if x is None else leaf(x[own]) for x in tensors[1:])]
-    loss, stats = in_fp8(whole[0], whole[1], target, whole[2], return_stats=True, **options)
-    got, found = in_fp8(mine[0], mine[1], part, mine[2], return_stats=True, **options, **how)
-    same_bits(got, *found)
-    for name, a, b in zip(("loss", *found._fields), (got, *found), (loss, *stats), strict=True):
-        if a.is_floating_point():
-            near(a, b, name, 2e-5)
-        else:
-            assert torch.equal(a, b), name
-    upstream = torch.linspace(0.1, 1, loss.numel()).view(loss.shape)
-    loss.backward(upstream)
-    for _ in range(2):  # of a retained graph
-        for x in mine:
-            if x is not None:
-                x.grad = None
-        got.backward(upstream, retain_graph=True)
-        near(mine[0].grad, whole[0].grad, "hidden")
-        for name, a, b in zip(("weight", "bias"), mine[1:], whole[1:], strict=True):
-            if a is not None:
-                near(a.grad, b.grad[own], name)
+        given |= {"hidden": given["hidden"].nan_to_num(), "target": labels(vocab=VOCAB, shape=TOKENS)}
+    how = options | {"precision": "fp8", "return_stats": True}
+    parts.compare(linear_cross_entropy, given, how, sizes, rank, near=of_both, **more)
 
 
 def every_option(rank, ranks):
@@ -109,11 +88,11 @@ def every_option(rank, ranks):
             compare(sizes, rank, options)
     compare(LAYOUTS[0], rank, {"reduction": "none", "z_loss": 1e-2})
     compare(LAYOUTS[0], rank, {}, dtype=torch.bfloat16)
-    for labels in ("topk", "dense"):
+    for labels in (partial(topk, "log_probs"), dense):
         for sizes in LAYOUTS:
-            compare(sizes, rank, OPTIONS["everything"], labels=labels)
+            compare(sizes, rank, OPTIONS["everything"], labels)
         with mock.patch.object(memory, "DEFAULT_CHUNK", 128):
-            compare(LAYOUTS[0], rank, {"reduction": "none"}, labels=labels)
+            compare(LAYOUTS[0], rank, {"reduction": "none"}, labels)
 
 
 def chunks_and_one_exchange(rank, ranks):
@@ -250,8 +229,8 @@ def kernels(rank, ranks):
         mock.patch.object(fp8_op, "refusals", return_value={"plain": None, "triton": None}),
         mock.patch.object(walk, "LOGITS", torch.float32),
     ):
-        for labels in (None, "topk"):
-            compare(LAYOUTS[0], rank, OPTIONS["everything"], {"backend": "triton"}, labels)
+        for labels in (None, topk):
+            compare(LAYOUTS[0], rank, OPTIONS["everything"], labels, backend="triton")
 
 
 @pytest.mark.slow
