@@ -131,7 +131,7 @@ def cross_entropy(
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
             `check_inputs` and `return_stats`: as in `linear_cross_entropy`.
-        backend: "xla" (plain JAX, on any device) or "auto".
+        backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
         scratch_bytes: bound on the temporary memory, the gradient not counted, given as in `linear_cross_entropy`.
             Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at least what a useful chunk of
             rows needs.

@@ -189,7 +189,8 @@ def linear_cross_entropy(
             the faster first.  With "xla" and reduction="none" a gradient of weight or bias is always made by
             "recompute".
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
-            the first of these that can run.
+            the first of these that can run.  "triton" is PyTorch's kernels, for NVIDIA GPUs of compute capability 8.0
+            or later with `onchip[jax-triton]`, which "auto" takes on those that aren't Hopper.
         check_inputs: check values on a GPU too, and raise for wrong labels, temperatures, class weights and numbers.
             This waits for the device.  On a CPU, and in NumPy arrays, values are always checked.  Under jit they can't
             be, and check_inputs=True raises.

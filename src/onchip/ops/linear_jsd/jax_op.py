@@ -141,7 +141,7 @@ def linear_jsd(
         scratch_bytes: bound on the temporary memory: bytes, text like "1GiB", or a float in (0, 1], that part of both
             models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
             chunk needs.
-        backend: "xla" (plain JAX, on any device) or "auto".
+        backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
 
     The numbers (beta, temperature, hard_weight) are Python's: another value compiles anew.
 

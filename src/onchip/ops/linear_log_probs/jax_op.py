@@ -231,7 +231,7 @@ def linear_log_probs(
             given as in `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more,
             and at least what one chunk needs; without gradients "mosaic_gpu" takes 64 MiB.
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
-            the first of these that can run.
+            the first of these that can run.  "triton" is as in `linear_cross_entropy`.
 
     Returns:
         log_prob in ids' shape, in float32 (float64 for float64 inputs).  If anything else is asked for,

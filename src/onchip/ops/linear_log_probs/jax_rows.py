@@ -115,7 +115,7 @@ def log_probs(
         scratch_bytes: bound on the temporary memory, results and gradient not counted, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
-        backend: "xla" (plain JAX, on any device) or "auto".
+        backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
 
     Returns:
         log_prob of ids' shape in float32 (float64 for float64 inputs), or `LogProbs`, as in `linear_log_probs`.  Under
