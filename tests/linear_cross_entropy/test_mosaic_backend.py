@@ -276,7 +276,7 @@ def test_functions_from_the_public_one_to_a_kernel(differentiate, monkeypatch):
     assert found
     # Where exponentials are kept, a fifth, which a chunk of tokens shares, and what traces a kernel once.
     keeping = ("_keeping", "written", "_written", "<lambda>") if differentiate else ()
-    functions = "linear_cross_entropy", "_call", "by_tokens", rule, "forward", "forward", *keeping
+    functions = "with_kernels", "linear_cross_entropy", "_call", "by_tokens", rule, "forward", "forward", *keeping
     assert {tuple(x) for x in found} == {functions}
 
 

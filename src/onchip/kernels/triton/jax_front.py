@@ -97,7 +97,7 @@ def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
         op, parameters = ours.__name__, signature(ours)
 
         @wraps(ours)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def with_kernels(*args: Any, **kwargs: Any) -> Any:
             backend = kwargs.get("backend", "auto")
             if backend == "auto" and platform() == "gpu" and hopper_refusal():
                 return _where_possible(op, function, ours, parameters, differentiable, args, kwargs)
@@ -107,7 +107,7 @@ def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
                 raise ValueError(f"{op}: backend 'triton' can't run this call: {reason}")
             return _run(function, ours, parameters.bind(*args, **kwargs).arguments, differentiable)
 
-        return call  # type: ignore[return-value]
+        return with_kernels  # type: ignore[return-value]
 
     return decorate
 
