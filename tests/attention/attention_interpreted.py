@@ -1,6 +1,6 @@
 """attention's kernels in plain Triton under Triton's interpreter, on the CPU: what test_interpreted.py starts.
 
-    TRITON_INTERPRET=1 python attention_interpreted.py NAME ...     prints a line of JSON for each check
+TRITON_INTERPRET=1 python attention_interpreted.py NAME ...     prints a line of JSON for each check
 """
 
 import sys

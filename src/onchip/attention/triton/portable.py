@@ -173,9 +173,7 @@ def query_gradient_by_tiles(
                 p = tl.where(
                     _seen(row_start[:, None], row_end[:, None], stop, row[:, None], key[None, :], of_mask, keys), p, 0.0
                 )
-            d_scores = p * (
-                tl.dot(upstream, _block(values_at, key, keys, 8 * v_row, VALUE_SIZE, D).T) - delta[:, None]
-            )
+            d_scores = p * (tl.dot(upstream, _block(values_at, key, keys, 8 * v_row, VALUE_SIZE, D).T) - delta[:, None])
             if softcap is not None:
                 d_scores = d_scores * (1 - z * z)
             acc = tl.dot(d_scores.to(of_keys.dtype), of_keys, acc)
@@ -215,7 +213,7 @@ def key_gradient_by_tiles(
     factor = (scale if softcap is None else softcap) * LOG2E
     sum_k, sum_v = tl.zeros([KEYS, D], tl.float32), tl.zeros([KEYS, D], tl.float32)
     many = tl.maximum(last - first, 0)
-    for i in range(0, group * many):
+    for i in range(group * many):
         head, j = h * group + i // many, first + i % many
         row = j * ROWS + tl.arange(0, ROWS)
         rows = _block(q + 8 * (b * q_batch + head * q_head), row, queries, 8 * q_row, SIZE, D)

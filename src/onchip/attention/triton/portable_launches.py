@@ -11,7 +11,7 @@ from onchip.attention.triton.problem import padded, tiles_of
 from onchip.kernels.triton.launch import Launch
 
 
-class Tile(NamedTuple):
+class PortableConfig(NamedTuple):
     """Queries and keys of a block, and how it is launched."""
 
     rows: int
@@ -21,9 +21,9 @@ class Tile(NamedTuple):
 
 
 # By the width of a head.  They fit the 99 KiB of shared memory of an Ada.
-FORWARD = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2)}
-OF_QUERIES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)}
-OF_KEYS = {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2)}
+FORWARD = {64: PortableConfig(128, 64, 4, 3), 128: PortableConfig(128, 64, 8, 2)}
+OF_QUERIES = {64: PortableConfig(64, 64, 4, 2), 128: PortableConfig(64, 32, 4, 2)}
+OF_KEYS = {64: PortableConfig(32, 64, 4, 2), 128: PortableConfig(32, 64, 4, 2)}
 
 
 def forward(
@@ -67,7 +67,7 @@ def gradient_of_keys(
 
 
 def _alike(
-    p: AttentionProblem, m: Masked, tile: Tile, scale: float, softcap: float | None, given: dict[str, Tensor]
+    p: AttentionProblem, m: Masked, tile: PortableConfig, scale: float, softcap: float | None, given: dict[str, Tensor]
 ) -> dict[str, Any]:
     """What all of them take, of tensors [B, T, H, D]."""
     strides = {
@@ -83,5 +83,5 @@ def _alike(
     }  # fmt: skip
 
 
-def _by_queries(p: AttentionProblem, tile: Tile) -> tuple[int]:
+def _by_queries(p: AttentionProblem, tile: PortableConfig) -> tuple[int]:
     return (-(-p.queries // tile.rows) * p.batch * p.heads,)

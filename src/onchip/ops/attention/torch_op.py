@@ -114,9 +114,10 @@ def attention(
             or "300 MiB".  Kernels take what the sizes say, and refuse a budget below it.  Default of "plain": 256 MiB,
             or what 16 queries need.
         check_inputs: check the mask's numbers on the GPU too, which synchronises.  On the CPU they always are.
-        backend: "triton" (kernels for NVIDIA GPUs from compute capability 8.0 on, written for Hopper: bfloat16 or float16, D
-            and Dv multiples of 8 up to 128, a scale above 0, any mask but `Blocked`), "plain" (the framework's own products, on any device, where on a GPU every block of
-            queries reads all keys) or "auto": the first of these that can run the call.
+        backend: "triton" (kernels for NVIDIA GPUs from compute capability 8.0 on, written for Hopper: bfloat16 or
+            float16, D and Dv multiples of 8 up to 128, a scale above 0, any mask but `Blocked`), "plain" (the
+            framework's own products, on any device, where on a GPU every block of queries reads all keys) or "auto":
+            the first of these that can run the call.
 
     Returns:
         [B, Tq, Hq, Dv] of q's dtype, under autocast of autocast's; with return_lse `(out, lse)`, lse [B, Tq, Hq] in

@@ -4,7 +4,7 @@ What is gathered travels as it is multiplied, in FP8 quantised with its scales; 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -193,7 +193,9 @@ def _summed(
     """The sum over ranks of x @ weight for this rank's tokens, and bias, in `dtype`; of ranks' x this one has `xs`."""
     first = xs[0][0]
     sums = first.new_empty((len(first), columns), dtype=dtype)
-    sums = _one_by_one(ring, sums).reduced(ring, lambda rank, into: by.addend(into, xs[rank], weight), sums)
+    sums = cast(
+        Tensor, _one_by_one(ring, sums).reduced(ring, lambda rank, into: by.addend(into, xs[rank], weight), sums)
+    )
     if bias is not None:
         sums += bias
     return sums
