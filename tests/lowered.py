@@ -208,8 +208,9 @@ def _cases():
         yield f"cross_entropy {labels}", partial(of_logits, 1024, 32768, labels=labels)
     for name, options in {"plain": {}, "entropy": {"entropy": True}, "four ids": {"ids": 4}}.items():
         yield f"log_probs {name}", partial(of_logits, 1024, 32768, op=log_probs, **options)
-        of_head = partial(head, 1024, 512, 32768, op=linear_log_probs, backend="xla", **options)
-        yield f"linear_log_probs {name}", of_head
+        for backend in ("mosaic_gpu", "xla"):
+            of_head = partial(head, 1024, 512, 32768, op=linear_log_probs, backend=backend, **options)
+            yield f"linear_log_probs {backend} {name}", of_head
     for beta in (0.0, 0.5, 1.0):
         yield f"jsd {beta}", partial(of_logits, 1024, 32768, op=jsd, beta=beta)
         yield f"linear_jsd {beta}", partial(two_heads, 512, 256, 8192, beta=beta)

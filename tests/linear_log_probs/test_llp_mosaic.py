@@ -2,16 +2,23 @@
 CUDA."""
 
 from dataclasses import replace
+from functools import partial
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import plain_kernels
+from onchip.jax import linear_log_probs, log_probs
 from onchip.ops.linear_log_probs import jax_op
 from onchip.ops.linear_log_probs.cases import LogProbsCase
 from onchip.ops.linear_log_probs.checks import CHECKER
+from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
-from shared import assert_within_bounds
+from shared import assert_refused, assert_within_bounds
 
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = LogProbsCase("long", 500, 128, 2112, zipf=True, ignored=0.3)
@@ -63,3 +70,100 @@ def test_values(plan, dtype, layout, entropy, changes, on_the_cpu, monkeypatch):
 def test_of_its_own_plans(on_the_cpu):
     for entropy in (False, True):
         assert_right(replace(LONG, ids=int(entropy)), entropy=entropy)
+
+
+def test_all_outputs_without_gradients(on_the_cpu):
+    """Of several ids, in chunks of tokens; the same as plain JAX's."""
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in ((300, 128), (1088, 128)))
+    ids = jnp.asarray(rng.integers(1088, size=(300, 3))).at[5].set(-100).at[7, 1].set(-100)
+    asked = dict.fromkeys(("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
+    found, expected = (linear_log_probs(hidden, weight, ids, **asked, backend=x) for x in ("mosaic_gpu", "xla"))
+    for name, x, y in zip(found._fields, found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_one_statistic_alone(on_the_cpu):
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in ((150, 128), (1088, 128)))
+    ids = jnp.asarray(rng.integers(1088, size=150))
+    whole = linear_log_probs(hidden, weight, ids, top1=True, entropy=True, backend="mosaic_gpu")
+    for name in ("top1", "entropy"):
+        alone = linear_log_probs(hidden, weight, ids, **{name: True}, backend="mosaic_gpu")
+        np.testing.assert_allclose(getattr(alone, name), getattr(whole, name), rtol=1e-6)
+
+
+def test_under_vmap_and_a_bad_id(on_the_cpu):
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in ((2, 130, 128), (1088, 128)))
+    ids = jnp.asarray(rng.integers(1088, size=(2, 130))).at[1, 3].set(1088)
+
+    def step(backend):
+        def values(hidden, ids):
+            return linear_log_probs(hidden, weight, ids, entropy=True, backend=backend)[:2]
+
+        def both(hidden, ids):
+            out, pullback = jax.vjp(lambda x: values(x, ids), hidden)
+            return out, pullback(jax.tree.map(jnp.ones_like, out))[0]
+
+        return jax.jit(jax.vmap(both))(hidden, ids)
+
+    for x, y in zip(*(jax.tree.leaves(step(x)) for x in ("mosaic_gpu", "xla")), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert (np.isnan(x) == np.isnan(y)).all()
+        x, y = np.nan_to_num(x), np.nan_to_num(y)
+        assert np.linalg.norm(x - y) <= 6e-3 * np.linalg.norm(y)
+
+
+def lowered(tokens, hidden, vocab, *, ids=(), layout="vh", dtype=jnp.bfloat16, **options):
+    shapes = (tokens, hidden), (vocab, hidden) if layout == "vh" else (hidden, vocab), (tokens, *ids)
+    arguments = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dtype, dtype, jnp.int32), strict=True)]
+
+    def total(*given):
+        made = linear_log_probs(*given, weight_layout=layout, backend="mosaic_gpu", **options)
+        return sum(x.sum() for x in jax.tree.leaves(made) if jnp.issubdtype(x.dtype, jnp.floating))
+
+    return jax.jit(jax.grad(total, (0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "launches"),
+    [
+        # Softmax, rebase, hidden's product, weight's, the targets' terms; and what the entropy does to exponentials.
+        ((1024, 1024, 32768), {}, 5),
+        ((1024, 1024, 32768), {"entropy": True}, 6),
+        # Softmax, logits again, both products.
+        ((300, 192, 1088), {"ids": (3,), "entropy": True, "log_sum_sq_probs": True, "top1": True}, 4),
+        ((300, 192, 1088), {"entropy": True, "softcap": 5.0, "layout": "hv", "dtype": jnp.float16}, 4),
+    ],
+    ids=str,
+)
+def test_the_op_lowers_and_nothing_is_copied(sizes, options, launches, as_on_hopper):
+    text = lowered(*sizes, **options)
+    assert text.count("custom_call @mosaic_gpu") == launches
+    assert "stablehlo.copy" not in text
+
+
+def test_what_is_kept():
+    """Exponentials of one id's tokens, but where an entropy's gradient can't be read off them; and none of several."""
+    p = Problem(4096, 4096, 128256, "bfloat16", device="cuda", ids=1, per_token_loss=True)
+    entropy = replace(p, stats=True)
+    assert mosaic_memory.plan(p, "auto").kept == mosaic_memory.plan(entropy, "auto").kept == 4096
+    for other in (replace(p, ids=2), replace(entropy, softcap=True), replace(entropy, dtype="float16")):
+        assert mosaic_memory.plan(other, "auto").kept == 0
+    frozen = replace(p, grad_weight=False)
+    assert mosaic_memory.plan(frozen, "auto").by_tokens
+    assert not mosaic_memory.plan(replace(frozen, stats=True), "auto", 4 << 30).by_tokens
+    more = mosaic_memory.plan(replace(p, grad_hidden=False, grad_weight=False), "auto")
+    taken = [mosaic_memory.scratch_bytes(replace(p, more_stats=n), more) for n in (0, 2)]
+    assert taken[1] - taken[0] == 2 * 4 * 501 * more.token_chunk
+
+
+def test_refusals():
+    h, w, y = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros(8, jnp.int32)
+    run = partial(linear_log_probs, h, w, y)
+    message = "backend 'mosaic_gpu' can't run this call: it runs on NVIDIA GPUs, not on 'cpu'"
+    assert_refused("linear_log_probs", partial(run, backend="mosaic_gpu"), ValueError, message)
+    message = "backend must be one of 'auto', 'xla', 'mosaic_gpu'"
+    assert_refused("linear_log_probs", partial(run, backend="tpu"), ValueError, message)
+    assert_refused("log_probs", partial(log_probs, h, y, backend="mosaic_gpu"), ValueError, "backend must be one of")
