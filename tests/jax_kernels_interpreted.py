@@ -89,7 +89,7 @@ def teacher():
     return draw(2, T, 32), draw(3, V, 32, scale=0.2)
 
 
-TOPK = TopK(jnp.arange(8) + 20 * jnp.arange(T)[:, None] % (V - 8), jnp.full((T, 8), 0.1), "probs", "truncated")
+TOPK = TopK(jnp.arange(8)[None] + 20 * jnp.arange(T)[:, None] % (V - 8), jnp.full((T, 8), 0.1), "probs", "truncated")
 EVERYTHING = {
     "label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 20.0, "class_weight": weights(V), "token_weight": weights(T),
     "temperature": weights(T), "normalizer": jnp.asarray(3.0),
