@@ -9,8 +9,8 @@ from onchip import jax as in_jax
 from onchip import torch as in_torch
 from onchip.ops.cross_entropy import torch_op as ce
 from onchip.ops.fp8_linear import torch_op as fp8
-from onchip.ops.linear_cross_entropy import jax_op as jax_lce
 from onchip.ops.linear_cross_entropy import torch_op as lce
+from onchip.vocab import jax_ways
 
 NAMES = ("cross_entropy", "linear_cross_entropy", "linear_log_probs", "log_probs")
 FUNCTIONS = [getattr(framework, name) for framework in (in_torch, in_jax) for name in NAMES]
@@ -61,5 +61,5 @@ def test_backends_are_the_words_of_their_type():
     assert get_args(lce.Backend) == get_args(ce.Backend) == ("auto", *lce.BACKENDS, "torch")
     assert lce.BACKENDS == ce.BACKENDS
     assert get_args(fp8.Backend) == ("auto", *fp8.BACKENDS)
-    for names in jax_lce.BACKENDS.values():
-        assert {*get_args(jax_lce.Backend)} == {"auto", *names}
+    for names in jax_ways.BACKENDS.values():
+        assert {*get_args(jax_ways.Backend)} == {"auto", "triton", *names}
