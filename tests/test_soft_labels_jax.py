@@ -178,7 +178,7 @@ OWN = {
     LCE: {
         "stash": ({"labels": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
         "nothing to shift along": ({"hidden": jnp.ones(16), "labels": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
-        "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend must be one of 'auto', 'xla', 'mosaic_gpu'; got 'triton'"),
+        "backend": ({"labels": K, "backend": "plain"}, ValueError, "backend must be one of 'auto', 'xla', 'mosaic_gpu', 'triton'; got 'plain'"),
         "dtypes differ": ({"labels": K, "hidden": jnp.ones((2, 12, 16), "float16"), "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float16 but weight is bfloat16"),
     },
     CE: {

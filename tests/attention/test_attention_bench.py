@@ -66,7 +66,13 @@ def test_plan():
     assert made.backend == "triton"
     assert made.sizes == sizes
     assert made.row("default").memory_parts == memory_parts(p, 1, backward=True, sinks=False)
-    for gpu, dtype, size in (("a100", "bfloat16", 128), ("h100", "float32", 128), ("h100", "bfloat16", 160)):
+    assert plan("attention", **sizes, gpu="a100").backend == "triton"
+    for gpu, dtype, size in (
+        ("a100", "bfloat16", 160),
+        ("a100", "float32", 128),
+        ("h100", "float32", 128),
+        ("h100", "bfloat16", 160),
+    ):
         other = plan("attention", **{**sizes, "head_size": size}, gpu=gpu, dtype=dtype)
         assert other.backend == "plain"
     plain = plan("attention", **sizes, backend="plain")

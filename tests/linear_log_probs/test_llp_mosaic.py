@@ -164,6 +164,6 @@ def test_refusals():
     run = partial(linear_log_probs, h, w, y)
     message = "backend 'mosaic_gpu' can't run this call: it runs on NVIDIA GPUs, not on 'cpu'"
     assert_refused("linear_log_probs", partial(run, backend="mosaic_gpu"), ValueError, message)
-    message = "backend must be one of 'auto', 'xla', 'mosaic_gpu'"
+    message = "backend must be one of 'auto', 'xla', 'mosaic_gpu', 'triton'; got 'tpu'"
     assert_refused("linear_log_probs", partial(run, backend="tpu"), ValueError, message)
     assert_refused("log_probs", partial(log_probs, h, y, backend="mosaic_gpu"), ValueError, "backend must be one of")

@@ -1,14 +1,15 @@
 """Choosing a backend: the caller's word is law, and a refusal always says why."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _OTHER_NAMES = {"torch": "plain"}
 
 
-def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) -> str:
+def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None], elsewhere: Sequence[str] = ()) -> str:
     """The backend to run: `requested`, or for "auto" the first that refuses nothing.
 
     `refusals` maps each backend, best first, to the reason why it can't serve this call, or to None if it can.
+    `elsewhere` are names that the op takes before it asks here.
     A backend that was named never falls back to another.  "torch" is another name of "plain".
 
     Raises:
@@ -22,7 +23,7 @@ def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) 
         raise ValueError(f"{op}: no backend can run this call ({reasons})")
     requested = named_backend(requested)
     if not isinstance(requested, str) or requested not in refusals:
-        known = ", ".join(repr(name) for name in ("auto", *refusals))
+        known = ", ".join(repr(name) for name in ("auto", *refusals, *elsewhere))
         raise ValueError(f"{op}: backend must be one of {known}; got {requested!r}")
     reason = refusals[requested]
     if reason is not None:

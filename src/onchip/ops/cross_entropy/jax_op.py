@@ -179,7 +179,7 @@ def cross_entropy(
     check_shift(OP, options.shift, leading, f"{name} of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given, total)
-    choose_backend(OP, backend, dict.fromkeys(BACKENDS))
+    choose_backend(OP, backend, dict.fromkeys(BACKENDS), ("triton",))
     shard = shard_of(OP, given, own_vocab)
     vocab = own_vocab if shard is None else shard.vocab
     check_class_weight(OP, shapes_of({} if class_weight is None else {"class_weight": class_weight}), vocab)

@@ -430,7 +430,8 @@ def on_device(static: Static, layer: XlaProjection, given: Given) -> tuple[Stati
     constants = Constants.of(given, static.options, projection.accumulator, axes)
     problem = problem_of(static, projection, constants, XlaProjection(True, True, projection.bias is not None))
     refused = refusals(problem, static.platform, projection.layout, static.options.strategy, static.shard)
-    return static._replace(backend=choose_backend(OP, static.backend, refused)), projection, constants
+    elsewhere = () if static.shard else ("triton",)
+    return static._replace(backend=choose_backend(OP, static.backend, refused, elsewhere)), projection, constants
 
 
 def problem_of(static: Static, projection: XlaProjection, constants: Constants, needs: XlaProjection) -> Problem:

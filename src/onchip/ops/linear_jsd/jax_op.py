@@ -449,7 +449,7 @@ def checked(
     for whose in ("student_", "teacher_"):
         check_product_dtype(op, arrays, whose)
     check_normalizer(op, given["normalizer"], options.reduction)
-    choose_backend(op, given["backend"], dict.fromkeys(BACKENDS))
+    choose_backend(op, given["backend"], dict.fromkeys(BACKENDS), ("triton",))
     return options, shape, size, accumulator(dtype_of(next(iter(arrays.values()))))
 
 

@@ -447,7 +447,8 @@ def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogPr
         constants = given.by_token(len(layer.hidden))
         problem = problem_of(static, layer, constants, XlaProjection(True, True, layer.bias is not None))
         refused = jax_ways.refusals(problem, static.platform, layer.layout, shard=static.shard)
-        return static._replace(backend=choose_backend(OP, static.backend, refused)), layer, constants
+        elsewhere = () if static.shard else ("triton",)
+        return static._replace(backend=choose_backend(OP, static.backend, refused, elsewhere)), layer, constants
     tokens, vocab = math.prod(of.shape[:-1]), of.shape[-1]
     return parallel.split_as(static, vocab), of.reshape(tokens, vocab), given.by_token(tokens)
 

@@ -153,7 +153,7 @@ def log_probs(
     shard = shard_of(LOGITS_OP, given, vocab)
     vocab = vocab if shard is None else shard.vocab
     plain = checked_labels(LOGITS_OP, given, "ids", vocab, options)
-    choose_backend(LOGITS_OP, backend, {"xla": None})
+    choose_backend(LOGITS_OP, backend, {"xla": None}, ("triton",))
     if math.prod(shape) == 0:
         return returned(options, of_no_tokens(dtype), ids.shape, shape)
     numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
