@@ -451,7 +451,9 @@ def _walk(
         state["out"] = out
     if recomputed_rows and needs.hidden:
         names = ("sums", "second sums") if plan.halves else ("sums",)
-        state |= dict.fromkeys(names, jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32))
+        zeros = jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32)
+        # XLA gives equal constants one buffer, and in vmap's loop made no copy for kernels that add in place to both.
+        state |= {name: zeros if name == "sums" else zeros + jnp.where(at.number[0] < 0, 1.0, 0.0) for name in names}
     if needs.bias:
         state["bias"] = jnp.zeros(up(layer.vocab, VOCAB_TILE), jnp.float32)
     state = run_state(walk)(vary_alike(state, at.number))
