@@ -453,7 +453,9 @@ def _walk(
         names = ("sums", "second sums") if plan.halves else ("sums",)
         zeros = jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32)
         # XLA gives equal constants one buffer, and in vmap's loop made no copy for kernels that add in place to both.
-        state |= {name: zeros if name == "sums" else zeros + jnp.where(at.number[0] < 0, 1.0, 0.0) for name in names}
+        # It knows that `number` isn't below 0, but not that it is never -1.
+        other = zeros + jnp.where(at.number[0] == -1, 1.0, 0.0)
+        state |= dict(zip(names, (zeros, other), strict=False))
     if needs.bias:
         state["bias"] = jnp.zeros(up(layer.vocab, VOCAB_TILE), jnp.float32)
     state = run_state(walk)(vary_alike(state, at.number))
