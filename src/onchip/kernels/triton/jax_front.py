@@ -84,9 +84,9 @@ def gpu() -> JaxGpu:
     return JaxGpu(round(10 * float(device.compute_capability)), device.core_count)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=64)
 def _tell(op: str, reason: str) -> None:
-    warnings.warn(f"{op}: no kernels run on this GPU, but plain JAX: {reason}", stacklevel=4)
+    warnings.warn(f"{op}: plain JAX runs on this GPU, not kernels: {reason}", stacklevel=4)
 
 
 def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
@@ -120,8 +120,10 @@ def _where_possible(
         return ours(*args, **kwargs)
     try:
         return _run(function, ours, parameters.bind(*args, **kwargs).arguments, differentiable)
-    except (ValueError, TypeError, NotImplementedError):  # what is wrong with the arguments it says too
-        return ours(*args, **kwargs)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        made = ours(*args, **kwargs)  # which raises where the arguments are wrong
+        _tell(op, str(error).removeprefix(f"{op}: "))
+        return made
 
 
 def _run(function: str, ours: Callable[..., Any], given: Mapping[str, Any], differentiable: Sequence[str]) -> Any:
