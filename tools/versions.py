@@ -38,6 +38,8 @@ LOWERED = (
     "tests/linear_cross_entropy/test_mosaic_*.py",
     "tests/grouped_matmul/test_gm_mosaic.py",
     "tests/fp8_linear/test_fp8_jax.py",
+    "tests/linear_log_probs/test_llp_mosaic.py",
+    "tests/attention/test_attention_mosaic.py",
 )
 
 
