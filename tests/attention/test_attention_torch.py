@@ -131,6 +131,11 @@ def test_documents_from_lengths_some_of_them_zero():
     assert torch.equal(attention(q, k, v, mask)[:, 9:], torch.zeros(1, 3, 4, 8, dtype=q.dtype))
 
 
+def test_documents_of_no_tokens():
+    q, k, v = drawn(queries=0)
+    assert attention(q, k, v, Documents(torch.zeros(0, dtype=torch.int64)) & Causal()).shape == q.shape
+
+
 def test_both_is_and():
     for a, b in ((Window(5), Blocks(torch.tensor([0] * 6 + [1] * 10 + [-1] * 8))), (Causal(), Window(3, 9))):
         q, k, v = drawn()

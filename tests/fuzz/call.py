@@ -17,7 +17,7 @@ from onchip.oracle.checks import Check, adapter
 # Options that the oracle doesn't know.
 _OWN_OPTIONS = (
     "return_stats", "strategy", "check_inputs", "inplace_backward", "weight_layout", "weight_grad_out", "precision",
-    "entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs", "teacher_grad",
+    "entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs", "teacher_grad", "layout",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def run(call: Call) -> list[Check]:
     kind = type(cases.CHECK_CASES[0])
     first, of_case = _simplest(call), kind.__dataclass_fields__
     changed = {name: value for name, value in call.items() if name in first and value != first[name]}
-    if "softcap" in changed:
+    if "softcap" in changed and "logit_std" in first:
         changed["softcap"] = call["softcap"] * 4 * call["logit_std"] * call["logit_scale"]
     own = {name: changed[name] for name in _OWN_OPTIONS if name in changed}
     known = signature(of).parameters.keys() - of_case.keys() - own.keys()
@@ -62,6 +62,10 @@ def run(call: Call) -> list[Check]:
         made = made._replace(**unread(made._asdict(), call, np.float32(np.nan)))
     if call.get("offsets"):
         of = partial(_by_offsets, of)
+    oracle_of = getattr(reference, op)
+    if family == "attention":
+        mask = case.make_mask(lambda x: fw.constant(x, device))
+        of, oracle_of = partial(_attention, of, mask), partial(oracle_of, seen=case.seen())
 
     with fw.default_device(device):
         given = _shaped(made, call, calls.array)
@@ -71,7 +75,7 @@ def run(call: Call) -> list[Check]:
             parts = [fw.as_array(x) for x in topk[:2]]
             numbers["teacher_topk"] = (*parts, *topk[2:])
             flat["teacher_topk"] = (*(x.reshape(-1, x.shape[-1]) for x in parts), *topk[2:])
-        oracle = getattr(reference, op)(**numbers, **options)
+        oracle = oracle_of(**numbers, **options)
         leaves = [name for name in given if _gets_gradient(name, call)]
         results = calls.results(of, given, {**options, **own, "backend": call["backend"]}, call, leaves)
     checks = compare(
@@ -128,6 +132,18 @@ def _by_offsets(op: Callable[..., Any], *, group_sizes: Any, **more: Any) -> Any
     return op(group_offsets=group_sizes.cumsum(0, dtype=group_sizes.dtype), **more)
 
 
+def _attention(
+    op: Callable[..., Any], mask: Any, *, q: Any, k: Any, v: Any, layout: str = "bthd", lse: bool = False, **more: Any
+) -> dict[str, Any]:
+    """What the op returns, by name and in the layout of its arguments here, which is [B, T, H, D]."""
+
+    def turned(x: Any) -> Any:
+        return x.swapaxes(1, 2) if layout == "bhtd" else x
+
+    made = op(turned(q), turned(k), turned(v), mask, layout=layout, return_lse=lse, **more)
+    return dict(zip(("out", "lse"), map(turned, made if lse else (made,)), strict=False))
+
+
 def _shaped(made: Any, call: Call, array: Callable[[str, Any, str | None, Call], Any]) -> dict[str, Any]:
     """The arrays of the inputs of a case with the call's shape for their tokens, upstream gradients among them."""
     shape: Any = call.get("shape")
@@ -165,5 +181,5 @@ def _gets_gradient(name: str, call: Call) -> bool:
         return False
     if who == "teacher":
         return bool(call["teacher_grad"])
-    order = {"logits": 0, "hidden": 0, "x": 0, "weight": 1, "bias": 2, "scale": 3}
+    order = {"logits": 0, "hidden": 0, "x": 0, "weight": 1, "bias": 2, "scale": 3, "q": 0, "k": 1, "v": 2, "sinks": 3}
     return not call["frozen"] >> order[part] & 1

@@ -10,6 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from onchip.ops.attention.cases import KINDS
+
 Call = Mapping[str, Any]
 Table = Mapping[str, Sequence[Any]]
 
@@ -57,6 +59,10 @@ _LOSS: Table = {**_REDUCED, "label_smoothing": (0.0, 0.1, 0.6), "z_loss": (0.0, 
                 "class_weight": _NO}  # fmt: skip
 _HEAD: Table = {"hidden": _SIZES, "vocab": _VOCABS, "bias": _NO}
 
+# Masks that have a meaning where there are not as many queries as keys; and all.
+_ANY_SIZES = ("full", "causal", "causal, last sees last", "window of both sides")
+MASKS = (*_ANY_SIZES, *(x for x in KINDS if x not in _ANY_SIZES))
+
 TABLES: Mapping[str, Table] = {
     "linear_cross_entropy": {
         **_EVERY, **_HEAD, **_LABELS, **_LOGITS, **_LOSS, "strategy": ("auto", "stash", "recompute")
@@ -84,6 +90,12 @@ TABLES: Mapping[str, Table] = {
         "gate_up": ("concatenated", "interleaved"), "source_rows": (None, 1, 5, 40), "num_rows": (None, 1, 9, 300),
         "poison": _NO,
     },
+    "attention": {
+        **_ANY, "frozen": range(16), "mask": MASKS, "batch": (1, 2, 3), "queries": (5, 1, 0, 16, 33, 70, 129),
+        "keys": (None, 1, 0, 5, 40, 130), "key_heads": (1, 2, 3), "group": (1, 2, 3, 7), "size": (8, 1, 16, 31, 64),
+        "value_size": (8, 1, 16, 24), "std": (1.0, 0.1, 4.0), "sinks": _NO, "softcap": (None, 5.0, 50.0),
+        "scale": (None, 1.0, 0.05), "layout": ("bthd", "bhtd"), "lse": _NO,
+    },
 }  # fmt: skip
 _TORCH: Table = {
     "strides": _STRIDES, "weight_strides": _STRIDES, "constant_strides": ("plain", "strided"),
@@ -96,6 +108,7 @@ _MORE: Mapping[tuple[str, str], Table] = {
     ("torch", "cross_entropy"): {"inplace_backward": _NO},
     ("torch", "fp8_linear"): {"weight_grad_out": _NO},
     ("torch", "grouped_matmul"): {"weight_grad_out": _NO},
+    ("torch", "attention"): {"scratch": _REDUCED["scratch"]},
     ("jax", "linear_cross_entropy"): {"weight_layout": ("vh", "hv")},
     ("jax", "linear_log_probs"): {"weight_layout": ("vh", "hv")},
     ("jax", "linear_jsd"): {"weight_layout": ("vh", "hv")},
@@ -108,7 +121,7 @@ def table(framework: str, op: str) -> Table:
     return {**TABLES[op], **(_TORCH if framework == "torch" else _JAX), **_MORE.get((framework, op), {})}
 
 
-_ALWAYS = ("shape", "hidden", "vocab", "seed", "sizes", "n", "k")
+_ALWAYS = ("shape", "hidden", "vocab", "seed", "sizes", "n", "k", "mask", "queries", "size")
 
 
 @st.composite
@@ -138,6 +151,8 @@ def legal(call: Call) -> Call:
         c.update({name: table(c["framework"], c["op"])[name][0] for name in names if name in c})
 
     vocab, op = c.get("vocab", 0), c["op"]
+    if op == "attention":
+        return _legal_attention(c, without)
     tokens = sum(c["sizes"]) + c["tail"] if op == "grouped_matmul" else math.prod(c["shape"])
     if c.get("reduction") != "mean":
         without("normalizer")
@@ -179,6 +194,18 @@ def legal(call: Call) -> Call:
         if c.get("upstream_strides") == "expanded":
             without("poison")  # it would be everywhere
     if tokens == 0:  # a gradient of nothing depends on nothing
+        without("twice")
+    return c
+
+
+def _legal_attention(c: dict[str, Any], without: Any) -> Call:
+    if c["keys"] is None or c["mask"] not in _ANY_SIZES:
+        c["keys"] = c["queries"]
+    c["heads"] = c["key_heads"] * c["group"]
+    without("traced")  # its numbers are Python's
+    if c.get("autocast"):  # to bfloat16
+        c["dtype"] = "bfloat16"
+    if 0 in (c["queries"], c["keys"]):  # a gradient of nothing depends on nothing
         without("twice")
     return c
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from onchip.ops.attention import checks as attention_checks
 from onchip.ops.cross_entropy import reference as ce_reference
 from onchip.ops.fp8_linear import checks as fp8_checks
 from onchip.ops.grouped_matmul import checks as grouped_checks
@@ -76,6 +77,8 @@ def compare(
             if index in given:  # addends may be the same, and their roundings then too
                 most = np.bincount(given[index][: given["group_sizes"].sum()]).max(initial=0)
                 limits[name] += EPS * float(most)
+    elif "q" in given:
+        limits, terms = _attention(case, dtype, oracle, given, options)
     elif "x" in given:
         limits, terms = _linear(case, dtype, given, tensor_cores=tensor_cores)
     else:
@@ -158,9 +161,37 @@ Limits = tuple[dict[str, float], dict[str, tuple[float, float]]]
 def _linear(case: Any, dtype: str, given: Arrays, *, tensor_cores: bool) -> Limits:
     x, g, w, bias = given["x"], given["grad_out"], given["weight"], given.get("bias", 0.0)
     limits = fp8_checks.bounds(case, dtype, tensor_cores=tensor_cores)
-    sizes = {"out": _size(x, w.T) + float(np.linalg.norm(bias + np.zeros((case.m, case.n))))}
-    sizes |= {"grad_x": _size(g, w), "grad_weight": _size(g.T, x), "grad_bias": float(np.linalg.norm(g))}
+    sizes = {"out": _norm(x, w.T) + float(np.linalg.norm(bias + np.zeros((case.m, case.n))))}
+    sizes |= {"grad_x": _norm(g, w), "grad_weight": _norm(g.T, x), "grad_bias": float(np.linalg.norm(g))}
     return limits, {name: (size, 0.0) for name, size in sizes.items()}
+
+
+def _attention(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping[str, Any]) -> Limits:
+    """A score's gradient is a difference: the terms are what it would be if they were added."""
+    how = {"backend": "triton"}  # whose `out` has one rounding more
+    limits = {name: limit for name, (_, limit) in attention_checks.limits(case, dtype, how, oracle, given).items()}
+    q, k, v, grad_out = (np.moveaxis(given[name], 2, 1) for name in ("q", "k", "v", "grad_out"))  # [B, H, T, D]
+    k, v = (np.repeat(x, case.heads // case.key_heads, 1) for x in (k, v))
+    scale = options.get("scale", case.size**-0.5)
+    z = scale * q @ k.mT
+    if (cap := options.get("softcap")) is not None:  # 1 - tanh**2 has an ulp of 1
+        steep = DEVIATIONS * EPS * float(np.cosh(min(np.abs(z).max(initial=0) / cap, 20.0))) ** 2
+        limits = {name: limit + steep * name.startswith("grad_") for name, limit in limits.items()}
+        z = cap * np.tanh(z / cap)
+    lse = np.moveaxis(oracle.lse, 2, 1)[..., None]
+    there = case.seen()[:, None] & np.isfinite(lse)
+    p = np.exp(np.where(there, z - np.where(np.isfinite(lse), lse, 0), -np.inf))
+    products = np.sqrt(grad_out**2 @ (v**2).mT)
+    mean = np.sqrt((p**2 * products**2).sum(-1, keepdims=True))
+    more = np.abs(np.moveaxis(given["grad_lse"], 2, 1)[..., None]) if "grad_lse" in given else 0.0
+    slopes = p * (products + mean + more)
+    sizes = {"out": _norm(p, v), "grad_q": scale * _norm(slopes, k), "grad_k": scale * _norm(slopes.mT, q)}
+    sizes |= {"grad_v": _norm(p.mT, grad_out), "grad_sinks": float(np.linalg.norm(mean + more))}
+    return limits, {name: (size, 0.0) for name, size in sizes.items()}
+
+
+def _norm(a: Array, b: Array) -> float:
+    return float(np.sqrt((a**2 @ b**2).sum()))
 
 
 def _grouped_squares(dtype: str, given: Arrays, options: Mapping[str, Any]) -> dict[str, Array]:
@@ -190,10 +221,6 @@ def _grouped_squares(dtype: str, given: Arrays, options: Mapping[str, Any]) -> d
     of_scale = np.append((g2 * a2).sum(1), tail)
     made = {"out": out, "grad_row_scale": of_scale}
     return made | {name: getattr(gradients, name) for name in ("grad_x", "grad_weight", "grad_bias")}
-
-
-def _size(a: Array, b: Array) -> float:
-    return float(np.sqrt((a**2 @ b**2).sum()))
 
 
 def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping[str, Any]) -> Limits:
@@ -231,8 +258,8 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
         terms[f"grad_{who}logits"] = 0.0, float(np.linalg.norm(error))
         if f"{who}hidden" in given:
             h, w = given[f"{who}hidden"], given[f"{who}weight"]
-            terms[f"grad_{who}hidden"] = _size(dz, w), _size(error, w)
-            terms[f"grad_{who}weight"] = _size(dz.T, h), _size(error.T, h)
+            terms[f"grad_{who}hidden"] = _norm(dz, w), _norm(error, w)
+            terms[f"grad_{who}weight"] = _norm(dz.T, h), _norm(error.T, h)
             terms[f"grad_{who}bias"] = float(np.linalg.norm(dz)), float(np.linalg.norm(error))
     return limits, terms
 

@@ -404,7 +404,7 @@ def check_mask_values(mask: Mask) -> None:
     if not isinstance(mask, Documents):
         return
     ids = arrays_of(mask.ids).values(mask.ids)
-    for row in () if ids is None else ids.reshape(-1, ids.shape[-1]):
+    for row in () if ids is None or not ids.size else ids.reshape(-1, ids.shape[-1]):
         firsts = [*row[:1].tolist(), *row[1:][row[1:] != row[:-1]].tolist()]
         known: set[int] = set()
         for x in firsts:

@@ -50,7 +50,7 @@ def _fixed(parts: Mapping[str, int], rows: int) -> Way:
 
     def step(strategy: str, budget: int | None) -> StepPlan:
         if budget is not None and budget < least:
-            raise ValueError(f"attention: scratch_bytes={budget} is too little; it takes {least}")
+            raise ValueError(f"attention: scratch_bytes={budget} is too small: it needs {least} bytes")
         return StepPlan(dict(parts), 0, 0, {"queries": rows}, None)
 
     return Way(step, lambda strategy: least, lambda strategy: least)
