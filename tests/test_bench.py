@@ -182,7 +182,7 @@ def test_a_case_is_shown_when_it_is_done_and_modes_can_be_chosen(bench, no_page)
     ]
     assert "size-10, float32, forward" in printed[-1]
     assert "size-20, float32, forward" not in printed[-1]
-    with pytest.raises(ValueError, match=r"--mode 'backward' matches nothing; there is: forward, forward\+backward"):
+    with pytest.raises(ValueError, match=r"--mode 'backward' matches nothing; choose from: forward, forward\+backward"):
         bench(GOOD, modes=["backward"])
 
 
@@ -302,7 +302,7 @@ def test_patterns_and_suites_choose(bench, no_page):
     assert [report.short_name(impl) for impl in impls] == ["onchip good", "peer nan"]
     assert ran(GOOD, suite="sizes")[0] == ["size-10", "size-20"]
     assert ran(GOOD, suite="sizes", cases=["*10"])[0] == ["size-10"]
-    with pytest.raises(ValueError, match=re.escape("--case 'other' matches nothing; there is: size-10, size-20")):
+    with pytest.raises(ValueError, match=re.escape("--case 'other' matches nothing; choose from: size-10, size-20")):
         ran(GOOD, suite="sizes", cases=["other"])
     with pytest.raises(ValueError, match=r"--suite must name a set .*; got 'all', and there is: sizes, cpu, broken"):
         ran(GOOD, suite="all")
@@ -311,8 +311,8 @@ def test_patterns_and_suites_choose(bench, no_page):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cases": ["other", "sise-*"]}, "--case 'sise-*' matches nothing; there is: size-10, size-20, other"),
-        ({"impls": ["liger"]}, "--impl 'liger' matches nothing; there is: onchip good"),
+        ({"cases": ["other", "sise-*"]}, "--case 'sise-*' matches nothing; choose from: size-10, size-20, other"),
+        ({"impls": ["liger"]}, "--impl 'liger' matches nothing; choose from: onchip good"),
         ({"device": "tpu"}, "--device must be auto, cpu or cuda; got 'tpu'"),
         ({"device": "cuda"}, "--device is cuda"),
         ({"dtype": "float8"}, "--dtype must be one of float32, float64; got 'float8'"),
@@ -519,5 +519,5 @@ def test_what_can_not_be_added_to_is_refused_before_anything_runs(bench, monkeyp
             bench(GOOD, cases=["size-10"], add=True)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ValueError, match=r"--out must be a folder .*\.json is a folder where a file goes"):
+    with pytest.raises(ValueError, match=r"--out must be a folder .*\.json is a folder where a file should go"):
         bench(GOOD, cases=["size-10"])

@@ -15,7 +15,7 @@ from shared import run_cli
         (["collective_matmul"], "onchip bench collective_matmul needs --world 2 or more"),
         (["fp8_linear", "--world", "2"], "--world: the cases of fp8_linear run in one process; those of these can be shared: linear_cross_entropy, collective_matmul"),
         (["linear_cross_entropy", "--world", "2", "--framework", "jax"], "--world is of PyTorch; in JAX one process has all devices, so leave it out"),
-        (["linear_cross_entropy", "--world", "2", "--case", "cpu"], "--case 'cpu' matches nothing; there is: cpu-world, llama3.1-8b-t8192"),
+        (["linear_cross_entropy", "--world", "2", "--case", "cpu"], "--case 'cpu' matches nothing; choose from: cpu-world, llama3.1-8b-t8192"),
         (["linear_cross_entropy", "--world", "2", "--suite", "users"], "--suite must name a set of the op's cases; got 'users', and there is: cpu, world"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -96,9 +96,9 @@ def test_ctrl_c_is_a_message_and_exit_code_130(command, monkeypatch):
 
 
 def test_names_with_commas_are_listed_apart():
-    with pytest.raises(ValueError, match=r"there is:\n  eager, float32\n  onchip$"):
+    with pytest.raises(ValueError, match=r"choose from:\n  eager, float32\n  onchip$"):
         matching("--impl", ["liger"], ["eager, float32", "onchip"])
-    with pytest.raises(ValueError, match=r"there is: a, b$"):
+    with pytest.raises(ValueError, match=r"choose from: a, b$"):
         matching("--case", ["c"], ["a", "b"])
 
 
@@ -115,13 +115,13 @@ def test_a_table_cuts_no_word(columns):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["check", "softmax"], "no op 'softmax'; there is: linear_cross_entropy, linear_log_probs, "),
+        (["check", "softmax"], "no op 'softmax'; choose from: linear_cross_entropy, linear_log_probs, "),
         (["check", "--device", "tpu"], "--device must be auto, cpu or cuda; got 'tpu'"),
         (["check", "--framework", "tf"], "--framework must be torch, jax or all; got 'tf'"),
         (["plna"], "No such command 'plna'. Did you mean 'plan'?"),
         (["bench", "linear_cross_entropy", "--framework", "all"], "--framework must be torch or jax; got 'all'"),
         (["bench", "linear_cross_entropy", "--framework", "jax", "--dtype", "int8"], "--dtype must be one of float32"),
-        (["bench", "softmax"], "no op 'softmax'; there is: linear_cross_entropy"),
+        (["bench", "softmax"], "no op 'softmax'; choose from: linear_cross_entropy"),
         (["bench", "linear_cross_entropy", "--case", "nope"], "--case 'nope' matches nothing"),
         (["demo", "--steps", "0"], "steps"),
     ],
@@ -196,7 +196,7 @@ def test_info_on_what_stands_on_a_version_of_triton(monkeypatch):
     gluon, direct, prepared = info._triton(None)
     assert gluon == {"part": "kernels in Gluon", "on": True, "why": "tried, and it works"}
     assert not direct["on"]
-    assert "to what it compiled; so the host takes several times as long" in direct["why"]
+    assert "to what it compiled; so each launch takes the CPU several times as long" in direct["why"]
     assert not prepared["on"]
     assert "older than 12.4; so each call is checked" in prepared["why"]
 

@@ -31,6 +31,6 @@ def test_a_thread_that_has_not_used_the_device_gets_its_context():
 @pytest.mark.parametrize("said", [[700], [201, 700]])
 def test_an_error_says_what_was_refused(said):
     driver, calls = made_up(said)
-    with pytest.raises(RuntimeError, match="zeros: CUDA's driver refused it with error 700"):
+    with pytest.raises(RuntimeError, match="zeros: CUDA's driver refused the call with error 700"):
         driver.checked("zeros", 0, driver.fill, ctypes.c_void_p())
     assert [name for name, *_ in calls].count("fill") == len(said)

@@ -23,7 +23,7 @@ def test_out_is_refused_in_a_line_before_any_work(command, below, tmp_path, monk
     assert result.exit_code == 2, result.output
     reason = "Read-only file system" if below.startswith("nothing") else "a file is in its place"
     (line,) = result.output.strip().splitlines()
-    assert line == f"onchip: --out must be a folder to write to; {tmp_path / below} is none ({reason}): name another"
+    assert line == f"onchip: --out must be a folder to write to; {tmp_path / below} isn't ({reason}): name another"
     assert (tmp_path / "file").read_text() == "mine"
 
 

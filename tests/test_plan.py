@@ -63,11 +63,11 @@ def total(row):
         ),
         ((*LLAMA[1:], "--device", "cpu"), ["on the CPU", "onchip's time is not predicted on the CPU"]),
         (("--tokens", "8192", "--model", "gemma-2-9b"), ["pass softcap=30"]),
-        (("linear_log_probs", *LLAMA[1:], "--entropy", "--forward"), ["forward alone"]),
+        (("linear_log_probs", *LLAMA[1:], "--entropy", "--forward"), ["forward only"]),
         (("linear_jsd", *LLAMA[1:], "--teacher-hidden", "8192"), ["the teacher's hidden 8192", "torch.compile needs"]),
         (("linear_jsd", "--tokens", "8192", "--model", "gemma-2-9b"), ["and linear_jsd has no softcap"]),
         (("cross_entropy", *LLAMA[1:]), ["onchip by default 0.8 MiB"]),
-        (("fp8_linear", *LLAMA[1:]), ["gate and up", "nn.Linear", "more speed, and keeps"]),
+        (("fp8_linear", *LLAMA[1:]), ["gate and up", "nn.Linear", "faster) and keeps"]),
         (("grouped_matmul", *EXPERTS, "--rows", "8192"), ["rows 8192", "F.grouped_mm", "an H100", "leave out"]),
         (("attention", *LLAMA[1:], "--framework", "jax"), ["backend mosaic_gpu", "onchip by default 135 MiB"]),
         (("collective_matmul", *LLAMA[1:], "--tp", "4"), ["each rank sends", "attention out", "one of 4 ranks"]),
@@ -136,7 +136,7 @@ def test_what_ranks_exchange():
     assert {(x.ms, x.exposed_ms) for x in without.exchanges} == {(None, None)}
     of_jsd = plan("linear_jsd", **sizes)
     assert not of_jsd.exchanges
-    assert "not modelled" in " ".join(of_jsd.notes)
+    assert "not predicted" in " ".join(of_jsd.notes)
 
 
 def test_the_function_needs_no_package_of_the_command_line():
@@ -603,7 +603,7 @@ def test_a_config_that_lacks_a_size_takes_it_from_the_call(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ('{"model_type": "vit", "image_size": 224}', "it is no config of a language model; give --hidden and --vocab"),
+        ('{"model_type": "vit", "image_size": 224}', "so it isn't a language model's config; give --hidden and --vocab"),
         ('{"hidden_size": "4096"}', "hidden_size must be a number above 0; got '4096'"),
         ('{"hidden_size": 64.5}', "must be a whole number"),
         (None, "can't be read (No such file or directory); give a model's config.json"),

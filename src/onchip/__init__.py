@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Raise, and say where a name of the public API is."""
+    """Raise for a missing name; if it is in the public API, say where to import it from."""
     here = Path(__file__).parent
     places = [x for x in ("torch", "jax") if f'\n    "{name}",\n' in (here / x / "__init__.py").read_text("utf-8")]
     if places:

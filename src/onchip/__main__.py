@@ -1,4 +1,4 @@
-"""The command `onchip`, and `python -m onchip`."""
+"""The command `onchip`, which is also `python -m onchip`."""
 
 import sys
 

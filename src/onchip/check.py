@@ -1,4 +1,4 @@
-"""`onchip check`: every op's correctness cases on this machine, against the float64 oracle."""
+"""`onchip check`: runs the ops' correctness cases on this machine and compares them with the float64 oracle."""
 
 from dataclasses import asdict
 from itertools import product
@@ -15,8 +15,8 @@ from onchip.core.names import Device, known_op, operands, words
 from onchip.core.tables import print_table
 from onchip.registry import OPS
 
-# Without `full`, one check in so many, backwards from the last: compiling takes JAX seconds for each.  These are prime,
-# so that a case, a dtype and a variant each get their turn.
+# Without `full`, every 11th or 29th check runs, counted from the last: JAX takes seconds to compile each.  The numbers
+# are prime, so that every case, dtype and variant gets its turn.
 _ONE_IN = {"torch": 11, "jax": 29}
 _COLUMNS = ("case", "dtype", "implementation", "worst of", "error", "bound", "")
 
@@ -24,24 +24,27 @@ _COLUMNS = ("case", "dtype", "implementation", "worst of", "error", "bound", "")
 def run_check(
     ops: Annotated[list[str] | None, operands(tuple(OPS), " Default: all.")] = None,
     *,
-    framework: Annotated[str | None, words("Default: those that are installed.", "torch", "jax", "all")] = None,
+    framework: Annotated[
+        str | None, words("The framework to check. Default: all that are installed.", "torch", "jax", "all")
+    ] = None,
     device: Device = "auto",
     full: Annotated[
-        bool, typer.Option("--full", help="Run all cases in all dtypes; it takes minutes instead of one.")
+        bool, typer.Option("--full", help="Run all cases in all dtypes, which takes several minutes instead of one.")
     ] = False,
     console: Console,
 ) -> dict[str, Any]:
-    """Run the ops' correctness cases on this machine against float64 oracles.
+    """Run the ops' correctness cases on this machine and compare them with float64 oracles.
 
-    It is a sample of each op's cases, the same one every time, or with `full` all of them.  A table for each framework
-    and op has a row per case, dtype and implementation: the quantity that comes nearest its bound.
+    By default it runs a sample of each op's cases, the same one every time; with `full`, all of them.  It prints a
+    table for each framework and op, with a row per case, dtype and implementation: the quantity that comes nearest its
+    bound.
 
     Returns:
         All comparisons, as a document.
 
     Raises:
         ImportError: the framework is not installed.
-        ValueError: an option that can't be served, such as "cuda" where a framework sees no such device.
+        ValueError: an option can't be served, such as "cuda" where a framework sees no such device.
     """
     for op in ops or ():
         known_op(op, OPS)
@@ -80,6 +83,6 @@ def run_check(
     console.print(
         f"[red bold]{bad} of {len(rows)} comparisons are out of bounds[/]"
         if bad
-        else f"[green]all {len(rows)} comparisons are within their bounds[/]"
+        else f"[green]All {len(rows)} comparisons are within their bounds.[/]"
     )
     return {"ok": not bad, "rows": rows}

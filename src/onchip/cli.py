@@ -1,4 +1,4 @@
-"""The `onchip` command: demo, plan, check, bench, warm-up, info.  A command's module is imported when it runs."""
+"""The `onchip` command: demo, plan, check, bench, warm-up, info.  Each one's module is imported when it runs."""
 
 import functools
 import inspect
@@ -20,18 +20,18 @@ import onchip
 
 class _Entry(NamedTuple):
     run: str
-    """Where the function is."""
+    """Where its function is: "module:name"."""
     help: str
-    """In the list of commands: short enough for 60 columns."""
+    """What the list of commands says, short enough for 60 columns."""
     shows_progress: bool = True
-    """Whether it says something beside its --json."""
+    """Whether it prints progress (on standard error) with --json too."""
 
 
 COMMANDS = {
     "demo": _Entry("onchip.demo.run:run_demo", "Train a small model with and without onchip."),
     "plan": _Entry("onchip.plan.command:run_plan", "Predict an op's memory and time.", shows_progress=False),
     "check": _Entry("onchip.check:run_check", "Compare the ops with float64 on this machine."),
-    "bench": _Entry("onchip.bench.run:run_bench", "Time an op beside its competitors."),
+    "bench": _Entry("onchip.bench.run:run_bench", "Time an op and its competitors."),
     "warm-up": _Entry("onchip.warm_up:run_warm_up", "Compile an op's kernels before they are needed."),
     "info": _Entry("onchip.info:run_info", "Show versions, devices and backends.", shows_progress=False),
 }
@@ -40,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 
 
 class _Commands(TyperGroup):
-    """The commands by name and help alone, until one of them runs."""
+    """The commands, with only name and help until one of them runs."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -61,9 +61,9 @@ class _Commands(TyperGroup):
 
 
 def _loaded(name: str) -> Any:
-    """The command whose options are the parameters of its function, but for `console`.
+    """The command, whose options are the parameters of its function, except `console`.
 
-    --json prints the document that it returns; what a user did wrong is a message.
+    --json prints the document that the function returns; a ValueError or ImportError ends it with a message.
     """
     entry = COMMANDS[name]
     run: Callable[..., dict[str, Any]] = resolve_name(entry.run)
@@ -92,7 +92,7 @@ def _loaded(name: str) -> Any:
 
 @contextmanager
 def _ended_by_a_signal_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM, which `timeout` and batch systems send, raises KeyboardInterrupt too: what is measured gets written."""
+    """Let SIGTERM, which `timeout` and batch systems send, raise KeyboardInterrupt, so that results are written."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

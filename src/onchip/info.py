@@ -1,4 +1,4 @@
-"""`onchip info`: what is here."""
+"""`onchip info`: shows versions, devices and backends on this machine."""
 
 import platform
 import textwrap
@@ -61,13 +61,13 @@ def _show(document: Mapping[str, Any], console: Console) -> None:
         _say(f"{name}: {value or 'not installed'}", console)
     _show_backends(document["backends"], console)
     if document["triton"]:
-        console.print("\nbeyond Triton's interface", style="bold")
+        console.print("\nUses of Triton beyond its documented interface", style="bold")
         for row in document["triton"]:
             _say(f"{row['part']}: {'yes' if row['on'] else 'no'}, {row['why']}", console)
 
 
 def _show_backends(backends: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """For each framework and device its backends, with their ops; where none can run, why, once."""
+    """Print the backends of each framework and device with their ops; if none can run, say why once."""
     places: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in backends:
         places.setdefault((row["framework"], row["device"]), []).append(row)
@@ -86,7 +86,7 @@ def _show_backends(backends: Sequence[Mapping[str, Any]], console: Console) -> N
 
 
 def _say(text: str, console: Console) -> None:
-    """A line, folded between words."""
+    """Print a line, folded between words."""
     folded = textwrap.fill(
         text, console.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False,
         break_long_words=False,
@@ -95,20 +95,20 @@ def _say(text: str, console: Console) -> None:
 
 
 def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
-    """What stands on more of Triton than its documented interface, whether it is on, and what it costs if not."""
+    """The parts that use more of Triton than its documented interface: whether each is on, and what it costs if not."""
     versions, packed = (import_module(f"onchip.kernels.triton.{name}") for name in ("versions", "packed"))
     parts = {
         "kernels in Gluon": (
             versions.gluon_refusal,
-            "on Hopper a linear loss takes up to a fifth longer, the more the smaller H is",
+            "on Hopper, linear losses take up to a fifth longer, most at small hidden sizes",
         ),
         "launches without Triton's search": (
             versions.direct_refusal,
-            "the host takes several times as long for each launch",
+            "each launch takes the CPU several times as long",
         ),
         "launches of prepared calls": (
             packed.refusal,
-            "each call is checked, planned and launched anew, which takes the host several times as long",
+            "each call is checked, planned and launched anew, which takes the CPU several times as long",
         ),
     }
 
@@ -128,16 +128,16 @@ def _triton(no_cuda: str | None) -> list[dict[str, Any]]:
 _BACKENDS = {
     "plain": "the framework's own operations",
     "xla": "matrix products and loops of XLA",
-    "collective": "the framework's own products, and one exchange between ranks for each",
-    "ring": "the framework's own products and exchanges between ranks",
-    "symmetric": "copies into the memory of GPUs that map each other's, and kernels for this device",
+    "collective": "the framework's own products, each with one collective operation",
+    "ring": "the framework's own products, with exchanges around a ring of ranks",
+    "symmetric": "kernels for this device, and copies between GPUs that map each other's memory",
     "dequantize": "the framework's own operations, in float32",
     "scaled_mm": "cuBLAS's blockwise FP8 products",
 }
 
 
 def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None) -> list[dict[str, Any]]:
-    """The backends that can run a plain call in bfloat16 on the CPU, and all of those for a CUDA device."""
+    """The backends that can run a plain bfloat16 call on the CPU, and all the backends for a CUDA device."""
     reasons: dict[str, Mapping[str, str | None]]
     if missing is not None:
         plain = {"plain" if framework == "torch" else "xla": missing}

@@ -1,4 +1,4 @@
-"""Masks of attention, for PyTorch and JAX: what each query sees, as a few integers a token."""
+"""Attention masks for PyTorch and JAX: what each query sees, as a few integers per token."""
 
 from onchip.attention.masks import (
     Blocked,

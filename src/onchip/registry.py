@@ -1,12 +1,12 @@
-"""The ops, each registered once: one line here, and entries in its folder that commands, tests and docs walk over.
+"""The ops, each registered once: a line here, and entries in its folder that commands, tests and docs go through.
 
-The folder `onchip/ops/<name>/` has, each imported when it is asked for and none of them a framework:
+The folder `onchip/ops/<name>/` has these modules.  Each is imported when it is asked for, and none imports a framework:
 
-- `checks.py`: `CHECKER`, the cases beside the float64 oracle, and `plain_refusals`, why a backend can't run;
-- `bench.py`: `TORCH` and `JAX`, the benchmark with its steps and peers, and `WORLD`, that of several processes, of
-  those that there are;
+- `checks.py`: `CHECKER`, the cases and their float64 oracle, and `plain_refusals`, why a backend can't run;
+- `bench.py`: `TORCH` and `JAX`, the benchmark with its steps and peers, and `WORLD`, its version for several
+  processes; an op may lack some of these;
 - `plan.py`: `PLAN`, the backends and costs that `onchip plan` shows;
-- `warm_up.py`: `CALLS`, functions of `onchip.torch` with inputs that make them compile their kernels.
+- `warm_up.py`: `CALLS`, functions of `onchip.torch`, with inputs for which they compile their kernels.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class Op:
 
     name: str
     loss: bool = False
-    """Whether it is one over a vocabulary."""
+    """Whether it is a loss over a vocabulary."""
     warms_up: bool = True
     """Whether it has a `warm_up.py`."""
 
     def entry(self, path: str) -> Any:
-        """What is at "module:name", or "module", in its folder."""
+        """The object at "module:name", or the module "module", in the op's folder."""
         return resolve_name(f"onchip.ops.{self.name}.{path}")
 
 

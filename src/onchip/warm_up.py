@@ -1,4 +1,4 @@
-"""`onchip warm-up`: compiles an op's kernels for the GPU that is here."""
+"""`onchip warm-up`: compiles an op's kernels for this machine's GPU."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,9 @@ def run_warm_up(
             help="A model's name on the Hugging Face Hub, such as llama-3.1-8b.", autocompletion=completed_model
         ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A model's config.json, or its folder.", metavar="FILE")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A model's config.json, or the folder that holds it.", metavar="FILE")
+    ] = None,
     hidden: Annotated[int | None, typer.Option(help="The hidden size, if not the model's.")] = None,
     vocab: Annotated[int | None, typer.Option(help="The size of the vocabulary, if not the model's.")] = None,
     teacher_hidden: Annotated[
@@ -39,24 +41,26 @@ def run_warm_up(
     out_features: Annotated[int | None, typer.Option(help="Output features, for the same ops.")] = None,
     experts: Annotated[int | None, typer.Option(help=f"The number of experts, {_of('experts')}")] = None,
     tokens: Annotated[
-        int, typer.Option(help="How many tokens or rows a call has; the kernels are the same for any number.")
+        int, typer.Option(help="How many tokens or rows the call has; the kernels are the same for any number.")
     ] = 8192,
     dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
-    weight_dtype: Annotated[str | None, words("The weight's dtype, if it is another.", *DTYPE_BYTES)] = None,
+    weight_dtype: Annotated[str | None, words("The weight's dtype, if it differs.", *DTYPE_BYTES)] = None,
     forward: Annotated[bool, typer.Option("--forward", help="Compile for the forward pass only.")] = False,
     frozen: Annotated[bool, typer.Option("--frozen", help="Compile for a weight that needs no gradient.")] = False,
     options: Annotated[
         list[str] | None,
         typer.Option(
-            "--option", help="An argument of the op, such as softcap=30. Repeat it for more.", metavar="NAME=VALUE"
+            "--option",
+            help="An argument to pass to the op, such as softcap=30. Repeat it for more.",
+            metavar="NAME=VALUE",
         ),
     ] = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Compile an op's kernels before they are needed, for the GPU that is here.
+    """Compile an op's kernels for this machine's GPU before they are needed.
 
     Returns:
-        The GPU's name, the kernels that were compiled, how many were found, and the seconds.
+        The GPU's name, the kernels that were compiled, how many were found in Triton's cache, and the seconds it took.
 
     Raises:
         ImportError: PyTorch is missing.
@@ -91,7 +95,8 @@ def run_warm_up(
     except TypeError as error:
         raise ValueError(f"--option: {error}") from error
     console.print(
-        f"{op} on {made.device}: {len(made.compiled)} kernels compiled, {made.found} found, {made.seconds:.1f} s",
+        f"{op} on {made.device}: {len(made.compiled)} kernels compiled, {made.found} found in the cache, "
+        f"{made.seconds:.1f} s",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     if made.compiled:
@@ -100,7 +105,7 @@ def run_warm_up(
 
 
 def _options(given: list[str]) -> dict[str, Any]:
-    """Numbers, true, false and none as what they are, and all else as words."""
+    """The options by name: numbers, true, false and none as Python values, everything else as text."""
     found = {}
     for text in given:
         name, equals, value = text.partition("=")

@@ -1,1 +1,1 @@
-"""What every op and command shares and none owns: choosing a backend, and what is here to run on."""
+"""Helpers that ops and commands share: the choice of a backend, and what this machine has to run on."""

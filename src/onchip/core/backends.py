@@ -1,4 +1,4 @@
-"""Choosing a backend: the caller's word is law, and a refusal always says why."""
+"""The choice of a backend: one that the caller names is never replaced, and a refusal always says why."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,14 +6,14 @@ _OTHER_NAMES = {"torch": "plain"}
 
 
 def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None], elsewhere: Sequence[str] = ()) -> str:
-    """The backend to run: `requested`, or for "auto" the first that refuses nothing.
+    """The backend to run: `requested`, or for "auto" the first that doesn't refuse the call.
 
     `refusals` maps each backend, best first, to the reason why it can't serve this call, or to None if it can.
-    `elsewhere` are names that the op takes before it asks here.
-    A backend that was named never falls back to another.  "torch" is another name of "plain".
+    `elsewhere` are names that the op handles itself before it asks here; they appear in the error message.
+    A backend that was named never falls back to another.  "torch" is another name for "plain".
 
     Raises:
-        ValueError: the name is unknown, the named backend refuses, or with "auto" all of them do.
+        ValueError: the name is unknown, the named backend refuses, or the name is "auto" and all of them refuse.
     """
     if isinstance(requested, str) and requested == "auto":
         for name, reason in refusals.items():
@@ -32,5 +32,5 @@ def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None], 
 
 
 def named_backend(requested: str) -> str:
-    """The backend of this name."""
+    """The backend that goes by this name."""
     return _OTHER_NAMES.get(requested, requested) if isinstance(requested, str) else requested

@@ -1,6 +1,6 @@
-"""CUDA's driver: what a launch that was prepared is made of, called without Triton and PyTorch.
+"""The functions of CUDA's driver that prepared launches call, without Triton and PyTorch.
 
-Names are those of cuda.h: https://docs.nvidia.com/cuda/cuda-driver-api.
+The names are those of cuda.h: https://docs.nvidia.com/cuda/cuda-driver-api.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Driver(NamedTuple):
-    """Functions that return an error's number; 0: there was none."""
+    """Functions that return the number of an error, or 0 if there was none."""
 
     launch: Function  # cuLaunchKernelEx
     encode: Function  # cuTensorMapEncodeTiled
@@ -36,18 +36,18 @@ class Driver(NamedTuple):
     version: int  # 13010 is 13.1
 
     def checked(self, what: str, device: int, function: Function, *args: Any) -> None:
-        """Raise for an error of a function, which is called again where this thread hasn't used the device before."""
+        """Call a function and raise if it fails; it is called again if this thread hadn't used the device before."""
         failed = function(*args)
         if failed == _INVALID_CONTEXT:
             context = ctypes.c_void_p()
             failed = self.retain(ctypes.addressof(context), device) or self.use(context.value) or function(*args)
         if failed:
-            raise RuntimeError(f"{what}: CUDA's driver refused it with error {failed}")
+            raise RuntimeError(f"{what}: CUDA's driver refused the call with error {failed}")
 
 
 @lru_cache(maxsize=1)
 def driver() -> Driver | None:
-    """None where there is none, or one older than 12.4."""
+    """CUDA's driver; None where there is none, or one older than CUDA 12.4."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     kinds: dict[str, list[Any]] = {
         "cuLaunchKernelEx": [pointer] * 4,

@@ -1,4 +1,4 @@
-"""Files that commands write: looked at before the work, and put in place as a whole after it."""
+"""Files that commands write: checked before the work, and put in place as a whole after it."""
 
 import os
 import tempfile
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def check_writable(option: str, *paths: Path) -> None:
-    """Make the folder of these files; raise ValueError, which names the option, where one of them can't be written."""
+    """Make the folder for these files; raise a ValueError that names the option if one of them can't be written."""
     folder = paths[0].parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -14,15 +14,17 @@ def check_writable(option: str, *paths: Path) -> None:
         taken = next((path for path in paths if path.is_dir()), None)
     except OSError as error:
         reason = "a file is in its place" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
-        raise ValueError(f"{option} must be a folder to write to; {folder} is none ({reason}): name another") from error
+        raise ValueError(f"{option} must be a folder to write to; {folder} isn't ({reason}): name another") from error
     if taken is not None:
-        raise ValueError(f"{option} must be a folder to write to; {taken} is a folder where a file goes: name another")
+        raise ValueError(
+            f"{option} must be a folder to write to; {taken} is a folder where a file should go: name another"
+        )
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file of this content in place of one that may be there; the folder is made if need be.
+    """Write a file with this content, in place of one that may be there; make the folder if needed.
 
-    A reader, also after a crash, sees the old file or the new one.  Of two that write at once, one loses.
+    A reader sees the old file or the new one, even after a crash.  If two processes write at once, one of them wins.
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)

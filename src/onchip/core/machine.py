@@ -1,4 +1,4 @@
-"""What is here: installed packages and devices.  Commands ask before they start work."""
+"""What this machine has: installed packages and devices.  Commands ask before they start work."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 
 
 def require_packages(command: str, packages: Sequence[str], extras: str) -> None:
-    """Raise ImportError naming the extras to install unless all `packages` are there."""
+    """Raise an ImportError that names the extras to install, unless all `packages` are installed."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(
@@ -22,7 +22,7 @@ def require_packages(command: str, packages: Sequence[str], extras: str) -> None
 
 @contextmanager
 def naming_extra(module: str, extra: str) -> Iterator[None]:
-    """Imports inside that fail for want of a package say which extra of onchip brings it."""
+    """If an import inside fails for want of a package, say which extra of onchip installs it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -32,7 +32,7 @@ def naming_extra(module: str, extra: str) -> Iterator[None]:
 
 
 def package_version(package: str) -> str | None:
-    """Its version; None where it is not installed."""
+    """The package's version; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -40,15 +40,15 @@ def package_version(package: str) -> str | None:
 
 
 def installed_frameworks() -> list[str]:
-    """Those of "torch" and "jax" that are here."""
+    """Those of "torch" and "jax" that are installed."""
     return [name for name in FRAMEWORKS if find_spec(name) is not None]
 
 
 def choose_framework(framework: str | None) -> str:
-    """The framework that `--framework` was given: for None the first that is installed.
+    """The framework that `--framework` names; for None, the first one that is installed.
 
     Raises:
-        ValueError: another word.
+        ValueError: it names no framework.
     """
     if framework is not None and framework not in FRAMEWORKS:
         raise ValueError(f"--framework must be {' or '.join(FRAMEWORKS)}; got {framework!r}")
@@ -56,10 +56,10 @@ def choose_framework(framework: str | None) -> str:
 
 
 def resolve_device(device: str, framework: str = "torch") -> str:
-    """ "cpu" or "cuda" for what `--device` was given: for "auto", cuda where the framework sees a device.
+    """The device that `--device` names, "cpu" or "cuda"; for "auto", "cuda" if the framework sees such a device.
 
     Raises:
-        ValueError: another word, or "cuda" where there is none.
+        ValueError: it names no device, or "cuda" where the framework sees none.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda; got {device!r}")

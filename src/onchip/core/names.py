@@ -1,4 +1,4 @@
-"""What several commands let a user choose, and names that are looked up."""
+"""Options that several commands share, and the look-up of names."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,30 +15,32 @@ def words(help: str, *choices: str) -> Any:
 
 
 def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """What the shell offers: those that begin as what is typed."""
+    """What the shell offers: the choices that begin with what is typed."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
 
 
 def operands(choices: Sequence[str], more: str = "") -> Any:
-    """An argument that is one or several of these names."""
+    """An argument that takes one or several of these names."""
     return typer.Argument(help=f"One of {', '.join(choices)}.{more}", metavar="OP", autocompletion=completion(choices))
 
 
-Device = Annotated[str, words("auto takes cuda if available.", "auto", "cpu", "cuda")]
-Framework = Annotated[str | None, words("Default: torch if it is installed.", "torch", "jax")]
+Device = Annotated[str, words("The device to run on; auto takes cuda if available.", "auto", "cpu", "cuda")]
+Framework = Annotated[str | None, words("The framework to run in. Default: torch if it is installed.", "torch", "jax")]
 
 
 def flag(name: str) -> str:
-    """The option of an argument."""
+    """The option for an argument of this name."""
     return f"--{name.replace('_', '-')}"
 
 
 @contextmanager
 def naming_options(*arguments: str, **flags: str) -> Iterator[None]:
-    """A ValueError of a function is one of the command around it: it names arguments as options."""
+    """Raise a function's ValueError again as one of the command that calls it, with arguments named as options."""
     known = {name: flag(name) for name in arguments} | flags
     names = "|".join(sorted(known, key=len, reverse=True))
-    before = "|".join(f"(?<={words} )" for words in (":", ",", "give", "leave", "and", "or", "no", "but", "as"))
+    before = "|".join(
+        f"(?<={words} )" for words in (":", ",", ";", "give", "leave", "needs", "and", "or", "no", "but", "as")
+    )
     pattern = rf"(?:{before})({names})(?=,|;|=|$| (?:must|is|are|and|or|out)\b)"
     try:
         yield
@@ -63,11 +65,11 @@ def matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list
         if not any(fnmatchcase(name, pattern) for name in names):
             commas = any("," in name for name in names)
             there = "".join(f"\n  {name}" for name in names) if commas else f" {', '.join(names)}"
-            raise ValueError(f"{option} {pattern!r} matches nothing; there is:{there}")
+            raise ValueError(f"{option} {pattern!r} matches nothing; choose from:{there}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def known_op(op: str, known: Collection[str]) -> None:
-    """Raise ValueError for an op that is not among those `known`."""
+    """Raise ValueError for an op that is not among the `known` ones."""
     if op not in known:
-        raise ValueError(f"no op {op!r}; there is: {', '.join(known)}")
+        raise ValueError(f"no op {op!r}; choose from: {', '.join(known)}")

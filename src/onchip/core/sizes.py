@@ -1,4 +1,4 @@
-"""Sizes that every part counts in."""
+"""Sizes of dtypes, and units of memory."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The losses take float64 too, by the framework's own operations.
@@ -8,10 +8,10 @@ UNITS = {"KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30}
 
 
 def accumulator(dtype: str) -> str:
-    """What sums over numbers of `dtype` are kept in, and losses: float64 for float64, float32 for all others."""
+    """The dtype of losses and of sums over numbers in `dtype`: float64 for float64, float32 for all others."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def up(size: int, multiple: int) -> int:
-    """`size` rounded up to a multiple."""
+    """`size` rounded up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple

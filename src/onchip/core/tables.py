@@ -1,4 +1,4 @@
-"""Tables that fit the terminal: cells wrap between words, and where a word doesn't fit, rows become lines of text."""
+"""Tables that fit the terminal: cells wrap between words, and if a word doesn't fit, rows become lines of text."""
 
 import textwrap
 from collections.abc import Collection, Sequence
@@ -20,7 +20,7 @@ def print_table(
     title: str = "",
     right: Collection[str] = (),
 ) -> None:
-    """Print a table; no word of it is cut, however narrow the terminal.  `right`: columns of numbers."""
+    """Print a table and cut no word, however narrow the terminal is.  `right`: columns of numbers, aligned right."""
     if title:
         console.print(f"\n{title}", style="bold", highlight=False, markup=False)
     texts = [[cell.plain if isinstance(cell, Text) else cell for cell in row] for row in rows]

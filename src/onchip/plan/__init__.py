@@ -1,6 +1,6 @@
-"""What an op will cost, from the shapes alone: memory, matrix products, and time where it was measured.  No framework.
+"""Predicts from the shapes alone what an op will cost: memory, matrix products, and time where it was measured.
 
-`onchip plan` prints what `plan` returns.
+`onchip plan` prints what `plan` returns.  This package imports no framework.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,57 +63,56 @@ def plan(
     scratch: Sequence[int | float | str] = (),
     every_budget: bool = False,
 ) -> Plan:
-    """What a call of an op will cost: the plan that the op itself will make, and a prediction of its time.
+    """Predict what a call of an op will cost: the plan that the op itself will make, and the time that it will take.
 
     It needs no device and no framework.
 
     Args:
-        op: the op's name, as `onchip plan --help` lists them.  A size or an option that the op doesn't have raises.
+        op: the op's name, one of those that `onchip plan --help` lists.
         tokens: how many tokens there are, counting all sequences.
-        batch: how many sequences there are; give it with `sequence` in place of `tokens`.
-        sequence: how many tokens a sequence has; alone it means one sequence.
+        batch: how many sequences there are; give it with `sequence` instead of `tokens`.
+        sequence: how many tokens a sequence has; without `batch` there is one sequence.
         model: a model's name on the Hugging Face Hub, in any case, with or without its organisation.
-        config: the path of a model's config.json, or of the folder it is in.
+        config: the path of a model's config.json, or of the folder that holds it.
         hidden: the hidden size, if not the model's.
         vocab: the size of the vocabulary, if not the model's.
-        teacher_hidden: the hidden size of the teacher; by default that of the student.
+        teacher_hidden: the teacher's hidden size; by default the student's.
         in_features: the layer's input features, before ranks share it; give it with `out_features` or give a model.
         out_features: the layer's output features.
         experts: the number of experts, if not the model's.  `tokens` then counts each token once for each of its
-            experts; with a model it doesn't.
+            experts; with a model it counts each token once.
         rows: how many rows x has, where the product reads them by an index.
-        heads: heads of queries, if not the model's; give all three sizes of heads.
-        key_heads: heads of keys and values.
+        heads: the number of query heads, if not the model's; give it with `key_heads` and `head_size`.
+        key_heads: the number of heads for keys and values.
         head_size: the size of a head.
-        dtype: what the inputs are in: "float32", "bfloat16" or "float16".
-        weight_dtype: what the weight is in, where autocast casts it; by default as `dtype`.
+        dtype: the inputs' dtype: "float32", "bfloat16" or "float16".
+        weight_dtype: the weight's dtype, where autocast casts it; by default `dtype`.
         gradients: whether to plan forward and backward; False plans the forward pass only.
         frozen: plan for a weight that needs no gradient.
-        weight_grad_out: plan for a backward pass that adds the weight's gradient to a tensor of yours, in PyTorch.
+        weight_grad_out: plan for a backward pass that adds the weight's gradient to a tensor of yours (PyTorch only).
         entropy: plan for the entropy too.
-        device: the device to plan for, "cuda" or "cpu"; it need not be here.
+        device: the device to plan for, "cuda" or "cpu"; this machine need not have it.
         gpu: the GPU to plan for: "h100" (the default), "h200", "a100", "l40s", "4090" or "b200".  Times are predicted
-            for the first two, where they were measured.
+            for the first two only.
         framework: the framework to plan for, "torch" or "jax"; it need not be installed.
-        backend: the backend to plan for; "auto" is the one that the op would take.
-        precision: "full", or "fp8" where the op has that.
+        backend: the backend to plan for; "auto" is the one that the op would choose.
+        precision: the products' precision: "full", or "fp8" where the op has it.
         tensor_parallel: how many ranks share the vocabulary or the layers; the plan is for one of them.
-        sequence_parallel: plan for ranks that each have the hidden states of a part of the tokens, and gather all of
-            them.
-        link: GB/s that a rank sends to another while it receives as much; without it what ranks exchange is told in
-            bytes alone.
-        scratch: budgets to compare, as `scratch_bytes` takes them: bytes, a text such as "512MiB", or a float, a part
-            of the float32 logits.
+        sequence_parallel: plan for ranks that each hold the hidden states of a part of the tokens and gather the rest.
+        link: the rate in GB/s at which a rank sends to another while it receives as much; without it, the plan tells
+            how many bytes ranks exchange, but not how long that takes.
+        scratch: budgets to compare, as `scratch_bytes` takes them: bytes, a text such as "512MiB", or a float, which is
+            a fraction of the float32 logits.
         every_budget: show many budgets and all strategies.
 
     Returns:
-        A `Plan`.  Its rows are the smallest budget, the default one and the fastest; with `scratch` the default one and
-        those.
+        A `Plan`.  Its rows are the smallest budget, the default one and the fastest; with `scratch`, they are the
+        default one and those given.
 
     Raises:
-        TypeError: a size or budget of the wrong type.
-        ValueError: an unknown word, a size below 1, sizes that are missing or that the op doesn't have, a model that
-            isn't known, a config that can't be read, or a backend that can't run the call.
+        TypeError: a size or budget has the wrong type.
+        ValueError: a word or a model is unknown, a size is below 1 or missing, the op doesn't have a size or an option,
+            the config can't be read, or the backend can't run the call.
 
     >>> made = plan(tokens=16384, hidden=4096, vocab=128256)
     >>> made.row("default").memory_bytes // 2**20
@@ -147,7 +146,7 @@ def plan(
     _refuse(
         {
             "give tokens, or batch and sequence": not tokens and not sequence,
-            "give tokens, or batch and sequence, not all": bool(tokens and (batch or sequence)),
+            "give tokens, or batch and sequence, not both": bool(tokens and (batch or sequence)),
         }
     )
     found = _found(model, config)
@@ -265,7 +264,7 @@ def _check_words(known: PlannedOp, given: Mapping[str, Any]) -> None:
     if (framework, precision) not in known.backends:
         there = ", ".join(named(*one) for one in known.backends)
         asked = named(framework, precision)
-        raise ValueError(f"plan: of {given['op']} in {asked} there is no plan; there is one in {there}")
+        raise ValueError(f"plan: there is no plan for {given['op']} in {asked}; there is one for {there}")
     of_weight = given["weight_dtype"]
     _refuse(
         {
@@ -293,7 +292,7 @@ def _check_ranks(known: PlannedOp, given: Mapping[str, Any], vocab: int) -> None
     _refuse(
         {
             f"tensor_parallel is {ranks}, but there are {vocab} entries to share": shares and ranks > vocab,
-            f"tensor_parallel shares a vocabulary, which {op} has none of; leave it out": not shares
+            f"tensor_parallel shares a vocabulary, which {op} doesn't have; leave it out": not shares
             and ranks > 1
             and "tensor_parallel" not in known.takes,
             "sequence_parallel and link are for ranks that share a vocabulary; leave them out or give "
@@ -325,7 +324,7 @@ def _linears(
     out_features: int | None,
     experts: int | None,
 ) -> dict[str, tuple[int, int]]:
-    """Of an op that has them, the linear layers by name."""
+    """The linear layers by name, for an op that has them."""
     if "in_features" not in takes:
         return {}
     if "experts" in takes and not (in_features and out_features and experts):

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and what an op says of it.  No framework."""
+"""What a plan is asked for, and what an op answers.  Imports no framework."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,11 +12,11 @@ from onchip.vocab.memory import Problem
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """The call that is planned; of a tensor-parallel one, what one rank does."""
+    """The call that is planned; of a tensor-parallel call, one rank's part."""
 
     op: str
     problem: Problem
-    """`hidden` 0 for an op that has none; with all gradients that there are."""
+    """Its `hidden` is 0 for an op that has none; it asks for every gradient that the op has."""
     framework: str
     precision: str
     gpu: str
@@ -24,39 +24,39 @@ class PlannedCall:
     entropy: bool = False
     teacher_hidden: int = 0
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """In and out features of the linear layers."""
+    """The linear layers' input and output features, by name."""
     experts: int = 0
-    """Groups of rows, each with a weight of its own; or 0."""
+    """How many groups of rows there are, each with a weight of its own; or 0."""
     rows: int = 0
-    """Of x, where the product reads them by an index; or 0."""
+    """How many rows x has, where the product reads them by an index; or 0."""
     ranks: int = 1
-    """That share a layer."""
+    """How many ranks share a layer."""
     batch: int = 1
-    """Sequences that the tokens are of."""
+    """How many sequences the tokens belong to."""
     heads: int = 0
-    """Of attention, of queries."""
+    """Attention's query heads."""
     key_heads: int = 0
     head_size: int = 0
 
     @property
     def measured(self) -> bool:
-        """Whether it runs where times were measured."""
+        """Whether it runs on a device with measured times."""
         return self.problem.device == "cuda" and GPUS[self.gpu].faster_memory is not None
 
     @property
     def has_rates(self) -> bool:
-        """Whether rates of its products are known."""
+        """Whether the rates of its products are known."""
         return self.measured and self.problem.dtype != "float32"
 
     @property
     def wanted(self) -> Problem:
-        """The problem with no gradients where none are wanted."""
+        """The problem, without its gradients if they aren't wanted."""
         p = self.problem
         return p if self.gradients else replace(p, grad_hidden=False, grad_weight=False)
 
     @property
     def products(self) -> int:
-        """That a loss can't do without: the logits', hidden's gradient and the weight's."""
+        """How many products a loss can't do without: those of the logits, hidden's gradient and the weight's."""
         return 2 + self.problem.grad_weight if self.gradients else 1
 
 
@@ -70,19 +70,19 @@ class StepPlan(NamedTuple):
     recomputed_tokens: int
     """Tokens whose logits backward computes again."""
     chunk: dict[str, int]
-    """Tokens, and entries of the vocabulary, that are worked on at a time."""
+    """How many tokens and entries of the vocabulary are worked on at a time."""
     ms: float | None
-    """None where there is no model of the backend's time."""
+    """Predicted time; None where there is no model of the backend's time."""
     sent_bytes: int | None = None
-    """Bytes that a rank sends; None for an op of one."""
+    """Bytes that a rank sends; None for an op that one rank runs alone."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a backend runs the call: all that a plan says of it is made of these."""
+    """How a backend runs the call: everything that a plan says about it comes from these."""
 
     step: Callable[[str, int | None], StepPlan]
-    """What a strategy does in a budget, by default its own; raises ValueError where that is too small."""
+    """What a strategy does in a budget (None: its default one); raises ValueError if the budget is too small."""
     least: Callable[[str], int]
     """Bytes of the smallest budget that a strategy runs in."""
     default: Callable[[str], int]
@@ -95,17 +95,17 @@ class Way:
 
 
 class LayerPlan(NamedTuple):
-    """How an op without budgets runs a linear layer of those that are asked for."""
+    """How an op without budgets runs each linear layer that is asked for."""
 
     step: Callable[[PlannedCall, str, str], StepPlan]
-    """What it does for the layer of a name, by a backend."""
+    """`step(asked, name, backend)`: what the op does for the layer of that name."""
     plain: tuple[str, str]
     """Name and expression of what it replaces."""
     plain_ms: Callable[[PlannedCall, tuple[int, int]], float | None] = lambda asked, features: None
-    """The predicted time of that, of so many in and out features; None where there is no model of it."""
+    """`plain_ms(asked, (in, out))`: that expression's predicted time; None where there is no model of it."""
 
     def replaced(self, asked: PlannedCall) -> Baseline:
-        """What all layers replace."""
+        """What all the layers together replace."""
         times = [self.plain_ms(asked, features) for features in asked.linears.values()]
         known = [ms for ms in times if ms is not None]
         name, expression = (text.format(dtype=asked.problem.dtype) for text in self.plain)
@@ -113,11 +113,11 @@ class LayerPlan(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """A backend of an op; of several the first that refuses nothing is the one that the op takes."""
+    """A backend of an op.  The op takes the first of its backends that doesn't refuse the call."""
 
     refusal: Callable[[PlannedCall], str | None]
     way: Callable[[PlannedCall], Way] | None = None
-    """None of an op that has a `LayerPlan`."""
+    """None for an op that has a `LayerPlan`."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,18 @@ class PlannedOp:
     """One op, as `onchip plan` knows it."""
 
     backends: Mapping[tuple[str, str], Mapping[str, Backend]]
-    """By framework and precision, and by name in the order in which the op tries them."""
+    """By framework and precision, then by name, in the order in which the op tries them."""
     plain: Callable[[PlannedCall], Baseline]
     compiled: Callable[[PlannedCall], Baseline | None] = lambda asked: None
-    """The same by a compiler, where that was measured."""
+    """The same, compiled by torch.compile, where that was measured."""
     needs: tuple[str, ...] = ("hidden", "vocab")
+    """Sizes that it can't do without."""
     takes: tuple[str, ...] = ()
-    """Sizes and options that it knows besides."""
+    """Other sizes and options that it knows."""
     layer: LayerPlan | None = None
-    """Of an op that has a row for each layer."""
+    """For an op that has a row for each layer."""
     source: str = ""
-    """Where its times come from, if not from what its GPU says."""
+    """Where its times come from, if not from the GPU's own `source`."""
     logits: int = 1
     """Logits per token and entry of the vocabulary."""
     softcap: bool = True
@@ -143,10 +144,10 @@ class PlannedOp:
     fp8: bool = False
     """Whether its products are in FP8 at every precision."""
     ids: int = 0
-    """Ids per token, of log-probabilities."""
+    """Ids per token, for log-probabilities."""
     numbers: int = 3
-    """Float32 a token that ranks which share the vocabulary gather: lse, what it was rounded by, and the target's
-    log-probability; 0 where that is not known."""
+    """How many float32 numbers per token ranks gather if they share the vocabulary: lse, its rounding error, and the
+    target's log-probability; 0 where that is not known."""
 
 
 def planned_op(name: str) -> PlannedOp:

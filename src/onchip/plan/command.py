@@ -28,7 +28,7 @@ _WORDS: Mapping[str, Iterable[str]] = {
     "backend": ("auto", *dict.fromkeys(name for op in OPS for of in planned_op(op).backends.values() for name in of)),
     "precision": PRECISIONS,
 }
-# Arguments that the command has otherwise.
+# Arguments that are another option in the command.
 _FORWARD = Annotated[bool, typer.Option("--forward", help="Plan the forward pass only.")]
 _RANKS = Annotated[int, typer.Option("--tp", help="How many ranks share the vocabulary or the layers.", metavar="N")]
 _ALL = Annotated[
@@ -37,8 +37,8 @@ _ALL = Annotated[
 _SCRATCH = Annotated[
     list[str] | None,
     typer.Option(
-        help="A budget to compare: 512MiB, 1.5GiB, bytes, or a part of the float32 logits such as 0.125. Repeat it "
-        "for more.",
+        help="A budget to compare: 512MiB, 1.5GiB, a number of bytes, or a fraction of the float32 logits such as "
+        "0.125. Repeat it for more.",
         metavar="SIZE",
     ),
 ]
@@ -47,7 +47,7 @@ _SCRATCH = Annotated[
 def run_plan(
     *, console: Console, forward: bool, scratch: list[str] | None, every_budget: bool, **asked: Any
 ) -> dict[str, Any]:
-    """Predict the memory and time of an op, beside what it replaces.
+    """Predict an op's memory and time, and those of what it replaces.
 
     Returns:
         The `Plan` as a document.
@@ -69,7 +69,7 @@ def run_plan(
 
 
 def _options() -> Iterator[inspect.Parameter]:
-    """Those of the command: each argument of `plan`, with what its docstring says of it."""
+    """The command's options: each argument of `plan`, with what the docstring says about it."""
     arguments = str(plan.__doc__).partition("    Args:")[2].partition("    Returns:")[0]
     described = re.split(r"\n {8}(\w+): ", arguments)
     helps = dict(zip(described[1::2], map(" ".join, map(str.split, described[2::2])), strict=True))
@@ -107,7 +107,7 @@ run_plan.__signature__ = inspect.Signature([*_options()])  # type: ignore[attr-d
 
 
 def _number(text: str) -> int | float | str:
-    """A budget as scratch_bytes takes it: a text with a unit stays one."""
+    """A budget as scratch_bytes takes it: a text with a unit stays a text."""
     if text.isdecimal():
         return int(text)
     return float(text) if text.replace(".", "", 1).isdecimal() else text

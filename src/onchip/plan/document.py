@@ -1,4 +1,4 @@
-"""What `onchip plan` says, as data.  No framework."""
+"""What `onchip plan` says, as data.  Imports no framework."""
 
 import msgspec
 
@@ -6,43 +6,43 @@ from onchip.plan.links import Exchange
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to run the op: in one budget, or of an op without budgets one layer."""
+    """One way to run the op: in one budget or, for an op without budgets, one layer."""
 
     name: str
-    """ "smallest", "default", "fastest", or the budget; of an op without budgets the layer."""
+    """ "smallest", "default", "fastest", or the budget; for an op without budgets, the layer's name."""
     strategy: str
-    """What strategy= it is the plan of."""
+    """The `strategy` argument that it is planned for."""
     scratch_bytes: int | None
     """What to pass as scratch_bytes; None to leave it out."""
     budget_bytes: int | None
-    """The bound on memory, also the default one; None where there is none."""
+    """The bound on memory, given or by default; None where there is none."""
     fits: bool
-    """Whether it runs; if not, the rest is null, but for `needs_bytes`."""
+    """Whether it runs in the budget; if not, everything below `needs_bytes` is null."""
     needs_bytes: int
     """The smallest scratch_bytes that this strategy runs in."""
     memory_bytes: int | None = None
     """Peak memory above inputs, results and returned gradients."""
     memory_parts: dict[str, int] | None = None
-    """What it consists of."""
+    """What the memory consists of, in bytes."""
     products: float | None = None
-    """Matrix products of tokens x hidden x vocab, those of a pass that runs again in part counted in part."""
+    """Matrix products of tokens x hidden x vocab; a pass that is partly repeated counts in part."""
     recomputed_tokens: int | None = None
     """Tokens whose logits backward computes a second time."""
     chunk: dict[str, int] | None = None
-    """What is worked on at a time."""
+    """How many elements are worked on at a time."""
     ms: float | None = None
     """Predicted time; None where there is no model of it."""
     sent_bytes: int | None = None
-    """Of layers that ranks share: what this rank sends to others."""
+    """For layers that ranks share: what this rank sends to others."""
     plain_ms: float | None = None
-    """What the baseline is predicted to take for the layer, of an op without budgets."""
+    """For an op without budgets: the baseline's predicted time for the layer."""
 
 
 class Baseline(msgspec.Struct, frozen=True):
     """What the op replaces: its expression in the framework's own functions."""
 
     name: str
-    """A word for it."""
+    """What people call it."""
     expression: str
     """What it computes."""
     memory_bytes: int | None = None
@@ -57,47 +57,47 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     """The plan in a sentence or two."""
     op: str
-    """Its name."""
+    """The op's name."""
     framework: str
     """ "torch" or "jax"."""
     backend: str
-    """The one that the op takes, or that was asked for."""
+    """The backend that was asked for, or the one that the op takes."""
     precision: str
     """ "full" or "fp8"."""
     device: str
     """ "cuda" or "cpu"."""
     gpu: str | None
-    """What it is for; None on the CPU."""
+    """The GPU that it is for; None on the CPU."""
     model: str | None
-    """Its name, where the sizes are a model's."""
+    """The model's name, if the sizes are a model's."""
     sizes: dict[str, int]
-    """The op's own, of one rank, by name."""
+    """The op's sizes on one rank, by name."""
     dtype: str
-    """The inputs'."""
+    """The inputs' dtype."""
     weight_dtype: str
-    """The weight's."""
+    """The weight's dtype."""
     gradients: bool
-    """Whether it is of forward and backward, or of forward alone."""
+    """True for forward and backward, False for forward only."""
     frozen: bool
     """Whether the weight needs no gradient."""
     weight_grad_out: bool
     """Whether its gradient is added to a tensor of the caller's."""
     tensor_parallel: int
-    """Ranks that share the vocabulary or the layers."""
+    """How many ranks share the vocabulary or the layers."""
     sequence_parallel: bool
-    """Whether each of them has the hidden states of its part of the tokens."""
+    """Whether each rank holds the hidden states of only its part of the tokens."""
     link: float | None
     """GB/s between two ranks, as given."""
     exchanges: list[Exchange]
     """What a rank sends to the others, in the order of the call."""
     logits_bytes: int | None
-    """Of the float32 logits, which the op doesn't store."""
+    """The size of the float32 logits, which the op doesn't store."""
     baseline: Baseline
     """What the op replaces."""
     compiled: Baseline | None
     """The same under torch.compile; None where that wasn't measured."""
     rows: list[Row]
-    """Ways to run it; of several of one name the first is what the op takes."""
+    """Ways to run it; of several with one name, the first is the one that the op takes."""
     notes: list[str]
     """What the numbers leave out, and where the times come from."""
 

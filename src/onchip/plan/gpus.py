@@ -1,4 +1,4 @@
-"""GPUs to plan for, and the times that were measured on an H100 and an H200.  No framework."""
+"""GPUs to plan for, and the times that were measured on an H100 and an H200.  Imports no framework."""
 
 from typing import NamedTuple
 
@@ -34,27 +34,29 @@ GPUS = {
 
 
 def faster_memory(gpu: str) -> float:
-    """Of a GPU with times."""
+    """`Gpu.faster_memory` of a GPU that has measured times."""
     faster = GPUS[gpu].faster_memory
     assert faster is not None
     return faster
 
 
 def rates(gpu: str) -> Rates:
-    """The rates of the Triton kernels' cost model: storing goes by the memory's."""
+    """The rates of the Triton kernels' cost model; those of stores scale with the memory's."""
     measured, memory = RATES["h100"], faster_memory(gpu)
     keep, add, accumulate = (rate / memory for rate in (measured.keep, measured.add, measured.accumulate))
     return measured._replace(keep=keep, add=add, accumulate=accumulate)
 
 
 def product_ms(multiplications: int) -> float:
-    """Of a product in bfloat16 or float16, with so many multiplications."""
+    """The time of a product in bfloat16 or float16, with so many multiplications."""
     return 2e-9 * multiplications / RATES["h100"].product
 
 
 def fp8_ms(gpu: str, outputs: int, weights: int, quantised: int) -> float:
-    """Of FP8 products with so many multiplications, those of a weight's gradient apart, and of so many bytes that are
-    read or written beside them.
+    """The time of FP8 products and of the quantiser.
+
+    `outputs` and `weights` are multiplications: those of outputs and input's gradient, and those of a weight's
+    gradient.  `quantised` is how many bytes the quantiser reads and writes.
     """
     moved = quantised / (_FP8_QUANTISED * faster_memory(gpu))
     return 2e-9 * (outputs / _FP8_PRODUCT + weights / _FP8_WEIGHT_PRODUCT) + 1e-9 * moved

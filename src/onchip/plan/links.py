@@ -1,8 +1,11 @@
-"""What ranks that share a vocabulary tell each other, and what that takes over a given link.  No framework."""
+"""What ranks that share a vocabulary send each other, and how long that takes over a given link.
+
+Imports no framework.
+"""
 
 import msgspec
 
-# What each exchange takes beside.
+# What each exchange takes in addition, whatever its size.
 _START_MS = 0.01
 
 
@@ -18,18 +21,18 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     ms: float | None
     """Predicted time; None where no rate was given."""
     hidden_under: str | None
-    """What is computed meanwhile; None: nothing."""
+    """What is computed meanwhile; None if nothing is."""
     exposed_ms: float | None
-    """What of the time remains beside that; None where one of both is not known."""
+    """The part of the time that this computation doesn't hide; None where either time is not known."""
 
 
 def exchange(
     name: str, kind: str, whole: int, ranks: int, rate: float | None, under: tuple[str, float | None] | None = None
 ) -> Exchange:
-    """Of a tensor that has `whole` bytes after an all-gather, or before it is reduced; `rate` in GB/s.
+    """The exchange of a tensor that has `whole` bytes after an all-gather, or before it is reduced; `rate` in GB/s.
 
-    A ring sends the part (n - 1) / n of them; an all-reduce twice as much.  `under`: what is computed
-    meanwhile, and its time in ms.
+    In a ring of n ranks each sends (n - 1) / n of the tensor, and twice as much in an all-reduce.  `under`: what is
+    computed meanwhile, and its time in ms.
     """
     sent = (2 if kind == "all-reduce" else 1) * whole * (ranks - 1) // ranks
     ms = None if rate is None else _START_MS + 1e-6 * sent / rate
@@ -51,10 +54,11 @@ def exchanges(
     sequence: bool,
     rounded: bool,
 ) -> list[Exchange]:
-    """Those of a loss: `numbers` float32 a token in forward, and the gradient of hidden states, if it has any: in
-    float32 or, if it is `rounded`, in their dtype.
+    """What ranks exchange in a loss.
 
-    With `sequence`, each rank has the hidden states of its part of the tokens.
+    In forward they gather `numbers` float32 per token.  In backward they sum the gradient of hidden states, if there is
+    one: in float32 or, if `rounded`, in the dtype of hidden states.  With `sequence`, each rank holds the hidden
+    states of only its part of the tokens.
     """
     gathered = exchange("hidden", "all-gather", tokens * hidden * itemsize, ranks, rate)
     made = [gathered] if sequence else []

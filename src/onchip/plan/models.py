@@ -1,4 +1,7 @@
-"""Sizes of models: by the names that they have on the Hugging Face Hub, and from their config files.  No framework."""
+"""Sizes of models: by the names that they have on the Hugging Face Hub, and from their config files.
+
+Imports no framework.
+"""
 
 import csv
 import json
@@ -13,30 +16,30 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a plan needs to know of a model.  Sizes in elements; None is what isn't known."""
+    """What a plan needs to know about a model.  Sizes are in elements; None stands for what isn't known."""
 
     name: str
     hidden: int | None
     vocab: int | None
     softcap: float | None = None
-    """The final logits'."""
+    """Softcap of the final logits."""
     feed_forward: int | None = None
-    """Of a gated layer; None where a block has none, as with experts."""
+    """Width of a gated layer; None where a block has none, as with experts."""
     heads: int | None = None
-    """Of queries; None where attention isn't of heads that all have keys and values of their size."""
+    """Query heads; None where the keys and values of attention don't have the queries' head size."""
     key_heads: int | None = None
     head_size: int | None = None
     experts: int | None = None
-    """Of a layer of experts; None where there is none."""
+    """Experts in a layer; None where there are none."""
     expert_choices: int | None = None
-    """Experts of each token."""
+    """How many experts each token goes to."""
     expert_features: int | None = None
-    """Between an expert's two products."""
+    """Features between an expert's two products."""
     tied: bool = False
-    """Whether the head's weight is the embedding's too."""
+    """Whether the head shares its weight with the embedding."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """In and out features of a block's linear layers, as they are mostly fused; empty where they aren't known."""
+        """Input and output features of a block's linear layers, fused as is usual; empty where they aren't known."""
         hidden, wide, heads, key_heads, size = (
             self.hidden, self.feed_forward, self.heads, self.key_heads, self.head_size
         )  # fmt: skip
@@ -51,7 +54,7 @@ class ModelSizes:
         }
 
     def expert_linears(self) -> dict[str, tuple[int, int]]:
-        """In and out features of an expert's two products; empty where there are no experts."""
+        """Input and output features of an expert's two products; empty where there are no experts."""
         hidden, wide = self.hidden, self.expert_features
         if hidden is None or wide is None:
             return {}
@@ -59,7 +62,7 @@ class ModelSizes:
 
 
 def _model(name: str, tied: str, softcap: str, **sizes: str) -> ModelSizes:
-    """Of a line of models.csv; `feed_forward` is there where all blocks are alike and gated."""
+    """The model in a line of models.csv, which has `feed_forward` only where all blocks are alike and gated."""
     known: dict[str, Any] = {of: int(size) if size else None for of, size in sizes.items()}
     return ModelSizes(name=name, softcap=float(softcap) if softcap else None, tied=bool(tied), **known)
 
@@ -75,18 +78,19 @@ _ENDINGS = r"([-_.](hf|base|instruct|chat|it|pt|\d{4}))+$"
 
 
 def _plain(name: str) -> str:
-    """The words and numbers of a name, without what people leave out: of "meta-llama/Meta-Llama-3.1-8B-Instruct"
-    "llama-3-1-8-b", and of "llama3.1-8b" too.
+    """The words and numbers of a name, without what people leave out.
+
+    Both "meta-llama/Meta-Llama-3.1-8B-Instruct" and "llama3.1-8b" give "llama-3-1-8-b".
     """
     short = re.sub(_ENDINGS, "", name.strip().lower().rpartition("/")[2]).removeprefix("meta-")
     return "-".join(re.findall(r"[a-z]+|\d+", short))
 
 
 def named_model(name: str) -> ModelSizes:
-    """The model of a name, written as on the Hub or shorter, in any case.
+    """The model with this name, written as on the Hub or shorter, in any case.
 
     Raises:
-        ValueError: none is called so; the message names those that are nearest, or that it is a path.
+        ValueError: there is none; the message names the nearest ones, or says that it is a path.
     """
     by_name = {_plain(known): model for known, model in MODELS.items()}
     if model := by_name.get(_plain(name)):
@@ -94,7 +98,7 @@ def named_model(name: str) -> ModelSizes:
     if name.startswith((".", "/", "~")) or name.endswith(".json") or Path(name).exists():
         raise ValueError(f"plan: model is {name!r}, a path and not a name; give it as config")
     near = [by_name[plain].name for plain in get_close_matches(_plain(name), by_name, n=3, cutoff=0.6)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(MODELS)}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the known ones are {', '.join(MODELS)}."
     raise ValueError(
         f"plan: no sizes are known for model {name!r}; {hint} For any other model give its config.json as config, or "
         "hidden and vocab"
@@ -102,13 +106,13 @@ def named_model(name: str) -> ModelSizes:
 
 
 def completed_model(incomplete: str) -> list[str]:
-    """What the shell offers: names as on the Hub, or where none begins so, without the organisation."""
+    """What the shell offers: names as on the Hub or, if none of those matches, without the organisation."""
     short = [name.rpartition("/")[2] for name in MODELS]
     begun = [name for name in MODELS if name.startswith(incomplete)]
     return begun or [name for name in dict.fromkeys((*short, *map(str.lower, short))) if name.startswith(incomplete)]
 
 
-# Names of one thing in the config files of different models.
+# Each size or setting has several names in the config files of different models.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 _VOCAB = ("vocab_size", "padded_vocab_size", "n_vocab")
 _SOFTCAP = ("final_logit_softcapping", "final_logit_softcap", "logits_soft_cap")
@@ -126,7 +130,7 @@ def model_of_config(path: Path) -> ModelSizes:
     """The model of a config.json as transformers writes it, or of the folder that holds one.
 
     Raises:
-        ValueError: there is no such file, it isn't JSON, or it has no sizes in it.
+        ValueError: there is no such file, it isn't JSON, or it holds no sizes.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -144,8 +148,8 @@ def model_of_config(path: Path) -> ModelSizes:
     hidden, vocab = _size(file, merged, _HIDDEN), _size(file, merged, _VOCAB)
     if hidden is None and vocab is None:
         raise ValueError(
-            f"plan: config {file} has none of {', '.join((*_HIDDEN, *_VOCAB))}: it is no config of a language "
-            "model; give hidden and vocab"
+            f"plan: config {file} has none of {', '.join((*_HIDDEN, *_VOCAB))}, so it isn't a language model's config; "
+            "give hidden and vocab"
         )
     softcap = _number(file, merged, _SOFTCAP)
     name = config.get("_name_or_path") or " ".join(map(str, config.get("architectures") or ())) or str(file)
@@ -166,7 +170,7 @@ def model_of_config(path: Path) -> ModelSizes:
 
 
 def _number(file: Path, config: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
-    """The first of these that the config has; ValueError where that is no number above 0."""
+    """The first of these that the config has; raises ValueError if that is not a number above 0."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is None:
         return None

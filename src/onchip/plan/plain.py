@@ -1,4 +1,7 @@
-"""What the losses replace: expressions of the framework's own functions, by measurements on an H100.  No framework."""
+"""What the losses replace: expressions of the framework's own functions, as they were measured on an H100.
+
+Imports no framework.
+"""
 
 from typing import NamedTuple
 
@@ -7,14 +10,14 @@ from onchip.plan.asked import PlannedCall
 from onchip.plan.document import Baseline
 from onchip.plan.gpus import faster_memory, product_ms, rates
 
-# Launches of a plain step, and of its forward alone: what few tokens take.
+# How many kernels a plain step launches, and its forward alone: with few tokens, launches take most of the time.
 _STEP_KERNELS, _KERNELS = 8, 4
 
 
 class Measured(NamedTuple):
-    """What an expression was measured to take for each logit, of a step and of forward alone.
+    """What an expression takes for each logit: bytes and picoseconds, for a whole step and for its forward alone.
 
-    Bytes follow from what autograd keeps.  Times are those of results/2026-11-2[12]-h100-*.json.
+    The bytes follow from what autograd keeps.  The times are from results/2026-11-2[12]-h100-*.json.
     """
 
     name: str
@@ -25,13 +28,15 @@ class Measured(NamedTuple):
     ps: float
 
     def plain(self, asked: PlannedCall, products: int, *, after_peak: int) -> Baseline:
-        """`products`: hidden sizes summed over all products.  `after_peak`: bytes of gradients that are not there yet
-        at the peak.
+        """The expression's memory and time.
+
+        `products`: the hidden size, summed over all products.  `after_peak`: bytes of gradients that don't exist yet at
+        the peak.
         """
         p = asked.problem
         logits = p.tokens * p.vocab
         per_logit, ps = (self.step_bytes, self.step_ps) if asked.gradients else (self.bytes, self.ps)
-        # Behind the peak there are the logits' gradient in its dtype, and what is made of it.
+        # After the peak, the logits' gradient in the inputs' dtype and the gradients made from it are in memory.
         size = max(per_logit * logits - after_peak, DTYPE_BYTES[p.dtype] * logits)
         ms = None
         if asked.has_rates:
@@ -55,7 +60,7 @@ def of_weight(asked: PlannedCall) -> int:
 
 
 def was_measured(asked: PlannedCall) -> bool:
-    """Whether memory was, of what XLA or TorchInductor compiles."""
+    """Whether the memory of what XLA or TorchInductor compiles was measured."""
     return asked.problem.device == "cuda" and asked.problem.dtype != "float32"
 
 

@@ -1,4 +1,4 @@
-"""The rows of a plan: what a call does in each budget, or for each layer.  No framework."""
+"""The rows of a plan: what a call does in each budget, or for each layer.  Imports no framework."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _NO_BOUND = 1 << 62
 
 
 def in_bytes(op: str, value: float | str, logits: int) -> int | None:
-    """A budget as an op's scratch_bytes takes it; None, the default, is a part of less than a byte."""
+    """The bytes of a budget, given as an op's scratch_bytes takes it; None for a fraction of less than a byte."""
     budget = scratch_in_bytes(op, value, logits)
     if value is None or budget is not None:
         require_int(op, "scratch_bytes", budget)
@@ -23,7 +23,7 @@ def in_bytes(op: str, value: float | str, logits: int) -> int | None:
 
 
 def few_rows(way: Way, asked: Sequence[int]) -> list[Row]:
-    """The default budget and those that are asked for; or else the smallest, the default one and the fastest."""
+    """The default budget and those that are asked for; if none are, the smallest, the default one and the fastest."""
     default = _row(way, "default", None)
     if asked:
         return [default, *(_row(way, budget_text(size), size) for size in asked)]
@@ -37,7 +37,7 @@ def few_rows(way: Way, asked: Sequence[int]) -> list[Row]:
 
 
 def many_rows(way: Way, asked: Sequence[int], logits_bytes: int) -> list[Row]:
-    """Those of many budgets and all strategies."""
+    """Rows for many budgets and all strategies."""
     least = min(way.least(strategy) for strategy in way.strategies)
     sizes = {_rounded(least), *(mib * MIB for mib in _BUDGETS_MIB), _rounded(logits_bytes // 8), *asked}
     budgets = [("default", None), *((budget_text(size), size) for size in sorted(sizes)), ("no bound", _NO_BOUND)]
@@ -45,7 +45,7 @@ def many_rows(way: Way, asked: Sequence[int], logits_bytes: int) -> list[Row]:
 
 
 def _chosen_first(way: Way, budget: int | None) -> list[str]:
-    """All strategies, that one first which the op takes in this budget."""
+    """All strategies; the one that the op takes in this budget comes first."""
     try:
         chosen = way.chosen(budget)
     except ValueError:
@@ -54,7 +54,7 @@ def _chosen_first(way: Way, budget: int | None) -> list[str]:
 
 
 def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -> Row:
-    """The plan in a budget; by default of the strategy that the op takes."""
+    """The row for a budget and a strategy, by default the one that the op takes."""
     shown = None if budget == _NO_BOUND else budget
     try:
         strategy = strategy or way.chosen(budget)
@@ -69,7 +69,7 @@ def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -
 
 
 def layer_row(asked: PlannedCall, layer: LayerPlan, name: str, backend: str) -> Row:
-    """Of the layer of a name."""
+    """The row for the layer of that name."""
     step, plain_ms = layer.step(asked, name, backend), layer.plain_ms(asked, asked.linears[name])
     return _fitting(step, name, plain_ms=plain_ms)
 
@@ -81,6 +81,6 @@ def _fitting(step: StepPlan, name: str, **more: Any) -> Row:
 
 
 def _rounded(size: int) -> int:
-    """A budget that people can read: up to a MiB, from 128 MiB on to 16, from a GiB on to a quarter of one."""
+    """A size rounded up to what people can read: whole MiB, from 128 MiB on multiples of 16, then quarters of a GiB."""
     unit = UNITS["GiB"] // 4 if size >= UNITS["GiB"] else 16 * MIB if size >= 128 * MIB else MIB
     return -(-size // unit) * unit

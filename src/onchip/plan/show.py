@@ -43,11 +43,11 @@ def _of_chunk(name: str) -> _Cell:
 _BUDGETS: dict[str, tuple[str, _Cell]] = {
     "": ("", lambda plan, row: row.name),
     "strategy": ("what to pass as strategy.", lambda plan, row: row.strategy),
-    "budget": ("what to pass as scratch_bytes; 'default' is without.", _budget),
+    "budget": ("what to pass as scratch_bytes; for 'default', nothing.", _budget),
     "memory": ("at the peak, above inputs, results and returned gradients.", _memory),
-    "time": ("predicted, of {passes}.", lambda plan, row: time_text(row.ms)),
+    "time": ("predicted, for {passes}.", lambda plan, row: time_text(row.ms)),
     "products": ("matrix products of tokens x hidden x vocab.", _products),
-    "recomputed": ("tokens whose logits backward computes once more.", _again),
+    "recomputed": ("tokens whose logits backward computes again.", _again),
 }
 _LAYERS: dict[str, tuple[str, _Cell]] = {
     "layer": ("", lambda plan, row: row.name),
@@ -55,16 +55,16 @@ _LAYERS: dict[str, tuple[str, _Cell]] = {
     "out": ("", _of_chunk("out_features")),
     "memory": ("at the peak, above inputs, results and returned gradients.", _memory),
     "sent": (
-        "by each rank, {passes}.",
+        "by each rank, in {passes}.",
         lambda plan, row: "" if row.sent_bytes is None else memory_text(row.sent_bytes),
     ),
-    "time": ("predicted, of {passes}.", lambda plan, row: time_text(row.ms)),
+    "time": ("predicted, for {passes}.", lambda plan, row: time_text(row.ms)),
     "plain": ("its predicted time, in the same dtype.", lambda plan, row: time_text(row.plain_ms)),
 }
 _NAMES = {
     "teacher_hidden": "the teacher's hidden",
     "vocab": "vocabulary",
-    "key_heads": "heads of keys",
+    "key_heads": "key heads",
     "head_size": "head size",
 }
 
@@ -75,7 +75,7 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(_folded(text, console.width), style=style, highlight=False, markup=False)
 
-    passes = "forward and backward" if plan.gradients else "forward alone"
+    passes = "forward and backward" if plan.gradients else "forward only"
     sizes = ", ".join(
         f"{size} tokens" if name == "tokens" else f"{_NAMES.get(name, name)} {size}"
         for name, size in plan.sizes.items()
@@ -110,7 +110,7 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
         if meaning:
             say(f"{name}: {meaning.format(passes=passes)}")
     if not all(row.fits for row in plan.rows):
-        say("*: the budget is too small, it needs so much.")
+        say("*: the budget is too small; the call needs this much.")
     if plan.exchanges:
         say("")
         _show_exchanges(plan, console)
@@ -130,15 +130,15 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
 
 
 def _show_exchanges(plan: Plan, console: Console) -> None:
-    """What ranks tell each other."""
+    """What ranks send each other."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    for name in ("ranks exchange", "by", "sent", "time", "beside"):
+    for name in ("ranks exchange", "by", "sent", "time", "exposed"):
         table.add_column(name, justify="left" if name in ("ranks exchange", "by") else "right", no_wrap=True)
     for x in plan.exchanges:
         table.add_row(x.name, x.kind, memory_text(x.bytes), time_text(x.ms), time_text(x.exposed_ms))
     console.print(table)
-    hidden = " ".join(f"{x.name} goes while {x.hidden_under} is computed." for x in plan.exchanges if x.hidden_under)
-    text = f"sent: by each rank.\nbeside: what the computation doesn't hide. {hidden}"
+    hidden = " ".join(f"{x.name} is sent while {x.hidden_under} is computed." for x in plan.exchanges if x.hidden_under)
+    text = f"sent: by each rank.\nexposed: the time that no computation hides. {hidden}"
     for line in text.splitlines():
         console.print(_folded(line, console.width), highlight=False, markup=False)
 

@@ -1,4 +1,4 @@
-"""What the plans of several ops are made of: why a backend refuses, and what a planner says.  No framework."""
+"""Parts that the plans of several ops share: why a backend refuses, and what a planner says.  Imports no framework."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ def hopper_refusal(asked: PlannedCall) -> str | None:
     gpu = GPUS[asked.gpu]
     if gpu.capability == (9, 0):
         return None
-    return f"it needs compute capability 9.0 (Hopper), and a {gpu.title} has {gpu.capability[0]}.{gpu.capability[1]}"
+    return f"it needs compute capability 9.0 (Hopper), and the {gpu.title} has {gpu.capability[0]}.{gpu.capability[1]}"
 
 
 def cuda_refusal(asked: PlannedCall) -> str | None:
@@ -50,7 +50,7 @@ def cuda_refusal(asked: PlannedCall) -> str | None:
 # ---------------------------------------------------------------------------------------------------- how they run it
 
 Said = tuple[float, int, dict[str, int], float | None]
-"""The fields of `StepPlan` behind its memory."""
+"""The fields of `StepPlan` after its memory."""
 
 
 def planned(
@@ -60,7 +60,7 @@ def planned(
     strategies: tuple[str, ...] = ("auto",),
     chosen: Callable[[int | None], str] = lambda budget: "auto",
 ) -> Way:
-    """What a planner of a problem says; `say` of a plan."""
+    """What a planner says of a problem; `say` gives what its plan costs."""
 
     def step(strategy: str, budget: int | None) -> StepPlan:
         c = planner.plan(p, strategy, budget)
@@ -79,7 +79,7 @@ def kernels(
 ) -> Way:
     """A backend that keeps as many tokens' logits as the budget allows.
 
-    `products`: of the call, and how many more where all tokens' logits are recomputed.
+    `products`: how many the call takes, and how many more if the logits of all tokens are recomputed.
     """
     needed, again = products
 
@@ -108,7 +108,7 @@ def triton_way(asked: PlannedCall) -> Way:
 
 
 def mosaic_way(asked: PlannedCall, **of_op: Any) -> Way:
-    """`of_op` are fields of the problem that are the same of every call of an op."""
+    """The Mosaic GPU backend; `of_op` are fields of the problem that are the same for every call of an op."""
     p = replace(asked.wanted, **of_op)
     strategies = ("auto", "stash", "recompute") if asked.gradients and not p.ids else ("auto",)
     predict = mosaic_memory.predict if asked.measured else None
@@ -120,7 +120,7 @@ def _of_blocks(c: mosaic_memory.MosaicPlan) -> dict[str, int]:
 
 
 def of_products(module: Any) -> Callable[[PlannedCall], Way]:
-    """A backend of the framework's own products; `module` has its planner and its choice of a strategy."""
+    """A backend made of the framework's own products; `module` has its planner and its choice of a strategy."""
 
     def way(asked: PlannedCall) -> Way:
         p = asked.wanted
@@ -138,11 +138,11 @@ def of_products(module: Any) -> Callable[[PlannedCall], Way]:
 def of_layer(
     asked: PlannedCall, features: tuple[int, int], parts: dict[str, int], ms: float | None, sent: int | None = None
 ) -> StepPlan:
-    """Of a linear layer: an op without budgets has a row for each."""
+    """The step of one linear layer, for an op without budgets."""
     sizes = {"tokens": asked.problem.tokens, "in_features": features[0], "out_features": features[1]}
     return StepPlan(parts, 3 if asked.gradients else 1, 0, sizes, ms, sent)
 
 
 def larger(*phases: dict[str, int]) -> dict[str, int]:
-    """What is there at the peak of these, one after the other."""
+    """What is in memory at the peak of these phases, which follow each other."""
     return max(phases, key=lambda phase: sum(phase.values()))

@@ -1,4 +1,4 @@
-"""A plan in sentences.  No framework."""
+"""A plan in sentences.  Imports no framework."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ def verdict(asked: PlannedCall, plain: Baseline, compiled: Baseline | None, rows
     last = rows[-1]
     if any(row.name not in ("smallest", "default", "fastest", "largest") for row in rows):
         fitting = [f"With {row.name}: {_needs(row.memory_bytes, row.ms)}." for row in rows[1:] if row.fits]
-        small = [f"{row.name} is too small." for row in rows[1:] if not row.fits]
+        small = [f"A budget of {row.name} is too small." for row in rows[1:] if not row.fits]
         return " ".join([said, *fitting, *small])
     if default.ms is None:
         return said
@@ -71,15 +71,15 @@ def _verdict_of_layers(asked: PlannedCall, plain: Baseline, rows: Sequence[Row])
     keeps = f"keeps {memory_text(kept)} until backward" if kept else ""
     if all(row.sent_bytes is not None for row in rows):
         if asked.ranks == 1:
-            return "One rank sends nothing: say how many ranks share the layers (tp)."
+            return "One rank sends nothing: say how many ranks share the layers (tensor_parallel, --tp)."
         sent = memory_text(sum(row.sent_bytes or 0 for row in rows))
         return f"For these layers each rank sends {sent}, while it multiplies {asked.ranks} blocks of each."
     if plain.ms is None or len(times) < len(rows):
         return f"For {layers}, {asked.op} {keeps or 'keeps nothing'}."
     faster = 100 * (plain.ms / sum(times) - 1)
-    said = f"For {layers}, {plain.name} needs {time_text(plain.ms)}; {asked.op} {time_text(sum(times))}, "
-    said += f"{faster:.0f}% more speed" if faster >= 0 else f"{-faster:.0f}% less speed"
-    return f"{said}, and {keeps}." if keeps else f"{said}."
+    said = f"For {layers}, {plain.name} takes {time_text(plain.ms)}; {asked.op} takes {time_text(sum(times))} "
+    said += f"({faster:.0f}% faster)" if faster >= 0 else f"({-faster:.0f}% slower)"
+    return f"{said} and {keeps}." if keeps else f"{said}."
 
 
 def notes(
@@ -91,32 +91,32 @@ def notes(
     ranks: int,
     found: ModelSizes | None,
 ) -> list[str]:
-    """What the numbers leave out, and where the times come from; `vocab` of all `ranks`."""
+    """What the numbers leave out, and where the times come from; `vocab` is the whole one, which `ranks` share."""
     p, gpu, op = asked.problem, GPUS[asked.gpu], planned_op(asked.op)
     softcap = found.softcap if found is not None else None
     timed = any(row.ms is not None for row in rows)
     lacking = (
         "on the CPU"
         if p.device == "cpu"
-        else f"for the {gpu.title}: none was measured"
+        else f"for the {gpu.title}, where none was measured"
         if gpu.faster_memory is None
         else "for float32 products"
         if p.dtype == "float32"
         else f"for backend {backend}"
     )
     shared = (
-        f"with {p.vocab} of the {vocab} entries of the vocabulary. Times and memory are without what ranks exchange"
+        f"with {p.vocab} of the {vocab} entries of the vocabulary. Times and memory leave out what ranks exchange"
     )
-    shared += "." if op.numbers else ", which is not modelled."
+    shared += "." if op.numbers else ", which is not predicted."
     layers, of_ranks = bool(asked.linears), f"This is one of {ranks} ranks"
-    capped = f"pass softcap={softcap or 0:g}. What {plain.name} takes is without the cap."
+    capped = f"pass softcap={softcap or 0:g}. The prediction for {plain.name} leaves the cap out."
     said = {
         op.source or gpu.source: timed or plain.ms is not None,
         f"onchip's time is not predicted {lacking}.": not timed,
         "Memory and products are the same on every GPU.": p.device == "cuda" and asked.gpu != "h100" and not layers,
         f"{of_ranks}. Sums travel in float32.": ranks > 1 and layers,
         f"{of_ranks}, {shared}": ranks > 1 and not layers,
-        "The times leave out what it takes to read x by rows and to sum up its gradient.": timed and asked.rows > 0,
+        "The times leave out reading x by rows and summing its gradient.": timed and asked.rows > 0,
         "FP8 products are an approximation.": asked.precision == "fp8" or op.fp8,
         "The model's head shares its weight with the embedding.": found is not None and found.tied and p.hidden > 0,
         f"The model caps its logits, and {asked.op} has no softcap.": bool(softcap) and not layers and not p.softcap,
@@ -126,13 +126,13 @@ def notes(
 
 
 def note_of_exchanges(sent: Sequence[Exchange], link: float | None, ms: float | None) -> str:
-    """What ranks exchange, beside a call of so many ms."""
-    said = f"Ranks exchange {memory_text(sum(x.bytes for x in sent))} each"
+    """What ranks exchange in a call that takes `ms` without it."""
+    said = f"Each rank sends {memory_text(sum(x.bytes for x in sent))}"
     exposed = [x.exposed_ms for x in sent if x.exposed_ms is not None]
     if link is None:
-        return f"{said}. Give link, GB/s from one to another, for what that takes."
+        return f"{said}. Give link, the GB/s from one rank to another, to predict how long that takes."
     if len(exposed) < len(sent):
         return f"{said} at {link:g} GB/s."
     total = sum(exposed)
     part = f", {100 * total / (total + ms):.0f}% of the call by default" if ms else ""
-    return f"{said} at {link:g} GB/s. {time_text(total)} of it are beside the computation{part}."
+    return f"{said} at {link:g} GB/s. {time_text(total)} of that are exposed{part}."

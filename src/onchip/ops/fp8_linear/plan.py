@@ -9,7 +9,7 @@ from onchip.plan.ways import cuda_refusal, fp8_triton_refusal, larger, of_layer
 
 def _fp8_capable(asked: PlannedCall) -> str | None:
     gpu = GPUS[asked.gpu]
-    lacks = None if gpu.capability >= (8, 9) else f"FP8 needs compute capability 8.9, and a {gpu.title} has 8.0"
+    lacks = None if gpu.capability >= (8, 9) else f"FP8 needs compute capability 8.9, and the {gpu.title} has 8.0"
     return cuda_refusal(asked) or lacks
 
 
