@@ -304,7 +304,7 @@ def test_patterns_and_suites_choose(bench, no_page):
     assert ran(GOOD, suite="sizes", cases=["*10"])[0] == ["size-10"]
     with pytest.raises(ValueError, match=re.escape("--case 'other' matches nothing; choose from: size-10, size-20")):
         ran(GOOD, suite="sizes", cases=["other"])
-    with pytest.raises(ValueError, match=r"--suite must name a set .*; got 'all', and there is: sizes, cpu, broken"):
+    with pytest.raises(ValueError, match=r"--suite must be one of the op's: sizes, cpu, broken; got 'all'"):
         ran(GOOD, suite="all")
 
 
@@ -515,7 +515,7 @@ def test_what_can_not_be_added_to_is_refused_before_anything_runs(bench, monkeyp
     del without_impl["rows"][0]["impl"]
     for broken in ("[]", "{}", json.dumps(without_impl), "[" * 100_000):
         path.write_text(broken)
-        with pytest.raises(ValueError, match="is no result of onchip bench"):
+        with pytest.raises(ValueError, match="onchip bench didn.t write"):
             bench(GOOD, cases=["size-10"], add=True)
     path.unlink()
     path.mkdir()

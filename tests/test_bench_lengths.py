@@ -123,7 +123,7 @@ def test_what_fails_in_its_process_is_told():
 @pytest.mark.parametrize("given", [{"framework": "jax"}, {"world": 2}])
 def test_it_is_of_pytorch_in_one_process(given, monkeypatch):
     options = {"framework": "torch", "suite": "lengths", "device": "cpu"} | given
-    with pytest.raises(ValueError, match="--suite lengths is of PyTorch, in one process"):
+    with pytest.raises(ValueError, match="--suite lengths is for PyTorch in one process"):
         run_bench("linear_cross_entropy", console=Console(quiet=True), **options)
 
 

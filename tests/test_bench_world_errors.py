@@ -12,11 +12,11 @@ from shared import run_cli
     ("arguments", "message"),
     [
         (["linear_cross_entropy", "--world", "1"], "--world must be 2 or more; got 1"),
-        (["collective_matmul"], "onchip bench collective_matmul needs --world 2 or more"),
-        (["fp8_linear", "--world", "2"], "--world: the cases of fp8_linear run in one process; those of these can be shared: linear_cross_entropy, collective_matmul"),
-        (["linear_cross_entropy", "--world", "2", "--framework", "jax"], "--world is of PyTorch; in JAX one process has all devices, so leave it out"),
+        (["collective_matmul"], "collective_matmul needs --world 2 or more: that many processes, each with a GPU, share a case"),
+        (["fp8_linear", "--world", "2"], "--world is for ops whose cases processes can share, which are linear_cross_entropy, collective_matmul; fp8_linear isn't one"),
+        (["linear_cross_entropy", "--world", "2", "--framework", "jax"], "--world is for PyTorch; in JAX one process has all devices, so leave it out"),
         (["linear_cross_entropy", "--world", "2", "--case", "cpu"], "--case 'cpu' matches nothing; choose from: cpu-world, llama3.1-8b-t8192"),
-        (["linear_cross_entropy", "--world", "2", "--suite", "users"], "--suite must name a set of the op's cases; got 'users', and there is: cpu, world"),
+        (["linear_cross_entropy", "--world", "2", "--suite", "users"], "--suite must be one of the op's: cpu, world; got 'users'"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )  # fmt: skip
@@ -31,7 +31,7 @@ def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     result = run_cli("bench", "linear_cross_entropy", "--framework", "torch", "--world", 4)
     assert result.exit_code == 2
-    assert "--world is 4, and there are 3 GPUs; take fewer, or --device cpu" in result.stderr
+    assert "--world is 4, but there are only 3 GPUs; pass a smaller N, or --device cpu" in result.stderr
 
 
 def test_peers_say_why_they_do_not_run(monkeypatch):

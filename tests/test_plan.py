@@ -603,7 +603,10 @@ def test_a_config_that_lacks_a_size_takes_it_from_the_call(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ('{"model_type": "vit", "image_size": 224}', "so it isn't a language model's config; give --hidden and --vocab"),
+        (
+            '{"model_type": "vit", "image_size": 224}',
+            "so it isn't a language model's config; give --hidden and --vocab",
+        ),
         ('{"hidden_size": "4096"}', "hidden_size must be a number above 0; got '4096'"),
         ('{"hidden_size": 64.5}', "must be a whole number"),
         (None, "can't be read (No such file or directory); give a model's config.json"),

@@ -1,1 +1,1 @@
-"""Benchmarks: timing, peak memory, correctness gate and reports.  Knows no op by name."""
+"""Benchmarks: timing, peak memory, checks of results, and reports.  Nothing here knows an op by name."""

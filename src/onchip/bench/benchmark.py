@@ -25,36 +25,36 @@ class BenchProblem:
     case: Any
     device: str
     arrays: tuple[Any, ...]
-    """The op's arguments: hidden [T, H] and weight [V, H], or logits [T, V]; then what gets no gradient, the first of
-    which has a row for each token."""
+    """The op's arguments: hidden [T, H] and weight [V, H], or logits [T, V]; then the arguments that get no gradient,
+    the first of which has a row for each token."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of every implementation."""
+    """Keyword arguments for every implementation."""
     columns: int | None = None
     """The columns of the logits that count, where the others only pad memory."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a step should return in 'forward+backward', by name, and how far from it each may be."""
+    """What a step should return in 'forward+backward', by name, and how far from it each result may be."""
 
     values: Mapping[str, Any]
     bounds: Mapping[str, float]
     forward: int
-    """The number of them that 'forward' returns."""
+    """How many of these results 'forward' returns."""
 
 
 @dataclass
 class Benchmark(BenchedOp):
-    """Of a loss in one framework; `fw` stands for the framework's adapter, `make` for a `BenchProblem`."""
+    """The benchmark of a loss in one framework; `fw` is that framework's adapter, `make` returns a `BenchProblem`."""
 
     rows: Callable[..., tuple[Any, ...]]
-    """`rows(fw, logits, *others, **options)`: the values of each token, of which the loss is the sum."""
+    """`rows(fw, logits, *others, **options)`: a value for each token; the loss is their sum."""
     leaves: Sequence[str] = ("hidden", "weight")
     forward: Callable[[BenchProblem], Sequence[str]] = lambda problem: ("loss",)
-    """The names of what 'forward' returns: a mean loss, or values of each token."""
+    """The names of what 'forward' returns: a mean loss, or values for each token."""
 
     def leaves_of(self, problem: BenchProblem) -> Sequence[str]:
-        """The names of the arrays that get a gradient: of a frozen layer hidden alone."""
+        """The names of the arrays that get a gradient; for a frozen layer, hidden alone."""
         return self.leaves[:1] if getattr(problem.case, "frozen", False) else self.leaves
 
     @property
@@ -62,7 +62,7 @@ class Benchmark(BenchedOp):
         return tuple(self.leaves) == ("logits",)
 
     def plain_steps(self, problem: BenchProblem, function: Function) -> Mapping[str, Step]:
-        """The steps of a function of the problem's arrays and options."""
+        """The steps of a function that takes the problem's arrays and options."""
 
         def of_columns(logits: Any, *others: Any) -> Any:
             return function(logits[:, : problem.columns], *others)
@@ -74,8 +74,9 @@ class Benchmark(BenchedOp):
         return steps
 
     def floor(self, problem: BenchProblem, mode: str) -> Step:
-        """The matrix products alone, of the tokens that count.  For logits, a copy that moves the same bytes: the loss
-        reads them once, and in 'forward+backward' writes them once."""
+        """The matrix products alone, for the tokens that count.  For logits, a copy that moves as many bytes: the loss
+        reads them once and, in 'forward+backward', writes them once.
+        """
         first, second, *others = problem.arrays
         step: Step
         if self.of_logits:
@@ -90,10 +91,10 @@ class Benchmark(BenchedOp):
         return step
 
     def reference(self, problem: BenchProblem) -> Reference:
-        """In the framework's float64, by its derivative of the definition.
+        """The right results, which the framework computes in float64 by differentiating the definition.
 
-        Bounds are in float32 those of a random walk of rounding errors over the sums, in 16 bits twice the errors of
-        the framework's plain expression.
+        In float32 the bounds are those of a random walk of rounding errors over the sums; in 16 bits they are twice the
+        errors of the framework's plain expression.
         """
         fw, forward = self.fw, tuple(self.forward(problem))
         names = (*forward, *(f"grad_{name}" for name in self.leaves_of(problem)))
@@ -117,7 +118,7 @@ class Benchmark(BenchedOp):
         return Reference(values, limits, len(forward))
 
     def _values(self, problem: BenchProblem) -> list[Any]:
-        """The values of 'forward' and the gradients of the leaves, a chunk of tokens at a time."""
+        """The values of 'forward' and the gradients of the leaves, computed for a chunk of tokens at a time."""
         fw, (first, *others) = self.fw, problem.arrays  # hidden or logits
         weight = None if self.of_logits else fw.wide(others.pop(0))
         of_token, *constants = others
@@ -147,7 +148,7 @@ class Benchmark(BenchedOp):
         return [*values, gradient, *([grad_weight] if trained else [])]
 
     def check(self, reference: Reference, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
-        """Relative error and bound of each result of a step; the gradient of a weight [H, V] is [H, V]."""
+        """Relative error and bound for each result of a step; the gradient of a weight [H, V] is [H, V]."""
         names = list(reference.values)[: reference.forward if mode == "forward" else None]
         checked = {}
         for name, out in zip(names, returned, strict=True):
@@ -158,7 +159,7 @@ class Benchmark(BenchedOp):
 
 
 def chunks(rows: int, columns: int) -> list[slice]:
-    """Rows of a matrix that are widened at a time."""
+    """Slices of a matrix's rows that are widened at a time."""
     size = max(1, CHUNK // columns)
     return [slice(i, i + size) for i in range(0, rows, size)]
 
@@ -178,12 +179,12 @@ def relative_error(fw: Any, out: Any, ref: Any) -> float:
 
 
 def draw_layer(normal: Callable[..., Any], case: Any, hidden: int) -> tuple[Any, Any]:
-    """float32 hidden [T, H] ~ N(0, 1), and weight [V, H] that makes logits ~ N(0, logit_std) of it."""
+    """float32 hidden [T, H] ~ N(0, 1), and a weight [V, H] with which logits are ~ N(0, logit_std)."""
     return normal(case.tokens, hidden), normal(case.vocab, hidden, case.logit_std / hidden**0.5)
 
 
 def draw_linear(fw: Any, case: Any, device: str, dtype: str) -> tuple[Any, Any, Any]:
-    """Hidden, weight and labels as the case says, distributed as `onchip.oracle.cases.make_inputs` has them."""
+    """Hidden, weight and labels for a case, distributed as in `onchip.oracle.cases.make_inputs`."""
     rng = np.random.default_rng(0)
     hidden, weight = draw_layer(fw.drawer(device), case, case.hidden)
     labels = draw_target(case, rng)
@@ -198,5 +199,5 @@ def draw_linear(fw: Any, case: Any, device: str, dtype: str) -> tuple[Any, Any, 
 
 
 def cross_entropies(fw: Any, z: Any, labels: Any, **options: Any) -> tuple[Any]:
-    """[T], 0 where the label is IGNORED."""
+    """The cross-entropies [T], 0 where the label is IGNORED."""
     return (plain_cross_entropy(z, labels, **options | {"reduction": "none"}),)

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, for the record and for the names of files."""
+"""What a benchmark ran on: recorded in results, and part of their file names."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""Static pictures, in one look: those of results, of the docs and of the demo."""
+"""Static pictures, all in one style: for results, the docs and the demo."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ def picture(
 ) -> bytes:
     """The figure that `draw` fills, `width` by `height` inches, as a file of this kind.
 
-    `size`: of its letters, in points; `how`: more that matplotlib's Figure takes.
+    `size`: the font size in points; `how`: further arguments for matplotlib's Figure.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -51,7 +51,10 @@ def picture(
 
 
 def styles_of(rows: Sequence[Mapping[str, Any]]) -> Styles:
-    """The same in every plot of the same rows.  The first of each family has a broad line, which shows under others."""
+    """A style for each implementation, the same in every plot of the same rows.
+
+    The first of each family has a broad line, so that it shows under the others.
+    """
     impls = list(dict.fromkeys(r["impl"] for r in rows))
     own = [impl for impl in impls if re.match(r"onchip\b", impl)]
     peers = [impl for impl in impls if impl not in own]

@@ -1,4 +1,4 @@
-"""Runs cases x implementations x modes: every result is checked first, and only right ones are timed."""
+"""Runs cases x implementations x modes: every result is checked, and only right ones are timed."""
 
 import gc
 import math
@@ -27,13 +27,13 @@ def adapter(framework: str) -> Any:
 
 @dataclass
 class BenchedOp(ABC):
-    """The benchmark of an op in one framework, which is imported when an attribute needs it."""
+    """The benchmark of an op in one framework, which is imported only when an attribute needs it."""
 
     framework: str
     SUITES: Mapping[str, Sequence[Any]]
-    """Cases by the suite's name; "cpu" and "cuda" run on these devices unless told otherwise."""
+    """Cases by the suite's name; "cpu" and "cuda" are the ones that run on these devices by default."""
     implementations: Callable[[Any], Sequence[Implementation]]
-    """`implementations(fw)`: what is timed, by the framework's adapter."""
+    """`implementations(fw)`: what is timed, given the framework's adapter."""
     make: Callable[[Any, Any, str, str], Any]
     """`make(fw, case, device, dtype)`: the inputs of a case on the device."""
 
@@ -64,7 +64,7 @@ class BenchedOp(ABC):
 
     @abstractmethod
     def plain_steps(self, problem: Any, function: Function) -> Mapping[str, Step]:
-        """The steps of an implementation that makes none of its own."""
+        """The steps of an implementation that defines none of its own."""
 
     @abstractmethod
     def reference(self, problem: Any) -> Any:
@@ -72,7 +72,7 @@ class BenchedOp(ABC):
 
     @abstractmethod
     def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> Mapping[str, tuple[float, float]]:
-        """Error of each result of a step, by its name, and the bound that it must not pass."""
+        """The error of each result of a step, by name, and the bound that it must not pass."""
 
     @abstractmethod
     def floor(self, problem: Any, mode: str) -> Step | None:
@@ -94,7 +94,7 @@ _SIZES = {
 
 
 def sizes_of(case: Any) -> dict[str, int]:
-    """The sizes of a case by the names that docs have for them."""
+    """The sizes of a case, by the names that the docs use for them."""
     return {name: size for field, name in _SIZES.items() if (size := getattr(case, field, 0))}
 
 
@@ -107,7 +107,7 @@ class BenchRow:
     sizes: Mapping[str, int] | None = None
     dtype: str
     date: str | None = None
-    """Of the run that measured it: with `--add` a file has rows of several."""
+    """The date of the run that measured it; with `--add` a file has rows from several runs."""
     mode: str
     impl: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -121,13 +121,13 @@ class BenchRow:
     host_ms: float | None = None
     kernels: int | None = None
     error: float | None
-    """The one of `errors` nearest its bound, or furthest past it; None for NaN and infinity, which JSON lacks."""
+    """Of `errors`, the one nearest its bound or furthest past it; None for NaN and infinity, which JSON lacks."""
     error_bound: float
     error_name: str | None = None
-    """The name of `error` among `errors`."""
+    """The name of that error."""
     errors: Mapping[str, float | None] = field(default_factory=dict)
     error_bounds: Mapping[str, float] = field(default_factory=dict)
-    """The bound of each of `errors`; one past its bound is wrong."""
+    """The bound for each of `errors`; a result whose error is past its bound is wrong."""
     ok: bool
 
 
@@ -148,12 +148,12 @@ class Outcome:
     rows: list[BenchRow] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
     interrupted: bool = False
-    """Before the last case was done, by the user or by `failure`."""
+    """Whether the run ended before the last case was done, by the user or by `failure`."""
     failure: str | None = None
     """What ended the run, where that wasn't the user."""
 
     def stop(self, left: Sequence[str]) -> None:
-        """End in the first of the cases that are `left`, or after all."""
+        """End the run in the first of the cases that are `left`, or after all."""
         self.interrupted = True
         self.not_run.append(NotRun("the rest", left[0] if left else None, None, self.failure or "interrupted"))
         self.not_run.extend(NotRun("all", case, None, "interrupted") for case in left[1:])
@@ -177,8 +177,10 @@ def run_cases(
     show: Callable[[Sequence[BenchRow], Outcome], None] = lambda rows, outcome: None,
     world: Alone = ALONE,
 ) -> Outcome:
-    """Run `implementations` of the op called `name` on its `cases`, one case after the other; `show` gets the rows of
-    each as soon as it is done, and all that was found.  `date` goes into every row."""
+    """Run `implementations` of the op called `name` on its `cases`, one case after the other.
+
+    When a case is done, `show` is called with its rows and with everything found so far.  `date` goes into every row.
+    """
     outcome = Outcome()
     modes = [mode for mode in op.MODES if modes is None or mode in modes]
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
@@ -212,7 +214,7 @@ def run_cases(
 
 
 def progress_bar(console: Console, *last: ProgressColumn) -> Progress:
-    """With no refreshing thread: it would take time from the steps."""
+    """A progress bar without a refreshing thread, which would take time from the steps."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     last = last or (TimeRemainingColumn(elapsed_when_finished=True),)
     return Progress(*columns, *last, console=console, auto_refresh=False)
@@ -234,7 +236,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _CaseRun:
-    """One case: what it is run with, and where its rows go."""
+    """A case that runs: what it runs with, and where its rows go."""
 
     name: str
     op: BenchedOp
@@ -299,13 +301,13 @@ class _CaseRun:
         return checked
 
     def errors(self, reference: Any, impl: Implementation, mode: str, step: Step) -> dict[str, tuple[float, float]]:
-        """Error and bound of each result of a step, of the rank that is nearest its bound."""
+        """Error and bound for each result of a step, on the rank where the error is nearest its bound."""
         check = impl.check or self.op.check
         every = self.world.every(self.world.together(lambda: check(reference, mode, step())))
         return {name: worst(each[name] for each in every) for name in every[0]}
 
     def measure(self, problem: Any, mode: str, checked: Sequence[_Checked]) -> None:
-        """Time and peak memory of what is right, and a row for each."""
+        """Measure time and peak memory of the right results, and add a row for each."""
         failed: dict[str, str] = {}
         timings = self.time(problem, mode, {c.impl.name: c.step for c in checked if c.ok}, failed)
         floor = timings.get(_FLOOR)
@@ -343,13 +345,13 @@ class _CaseRun:
             self.outcome.rows.append(row)
 
     def memory_and_kernels(self, step: Step) -> tuple[int, int | None]:
-        """Peak extra memory, of the rank that needs most, and how many kernels were launched."""
+        """Peak extra memory on the rank that needs most, and how many kernels were launched."""
         fw, device = self.op.fw, self.device
         mine = self.world.together(lambda: (fw.peak_extra_bytes(step, device=device), fw.kernels(step, device)))
         return max(extra for extra, _ in self.world.every(mine)), mine[1]
 
     def time(self, problem: Any, mode: str, steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Timing]:
-        """Timings of the steps and of the floor, whose buffers are freed at the end."""
+        """Time the steps and the floor, whose buffers are freed at the end."""
         floor: dict[str, Step] = {}
         with suppress(Exception):  # too big for this device: then there is no ratio to it
             if step := self.world.together(lambda: self.op.floor(problem, mode)):
@@ -388,7 +390,7 @@ def judged(errors: Errors) -> dict[str, Any]:
 
 
 def worst(errors: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Error and bound of the result nearest its bound, or furthest past it."""
+    """Error and bound for the result nearest its bound, or furthest past it."""
     return max(errors, key=_closeness)
 
 
@@ -399,6 +401,6 @@ def _closeness(pair: tuple[float, float]) -> float:
 
 
 def one_line(e: Exception) -> str:
-    """What was raised, in one line; the advice that follows in some messages is left out."""
+    """An error in one line, without the advice that follows in some messages."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__

@@ -1,6 +1,6 @@
 """JAX's part of all benchmarks.  `onchip.bench.torch_steps` has the same names.
 
-Products of float32 inputs are exact to float32 for all implementations: by default JAX rounds them to tf32 on a GPU.
+All implementations multiply float32 inputs in full float32: by default JAX rounds them to tf32 on a GPU.
 """
 
 import gc
@@ -56,7 +56,7 @@ def constant(x: Array, dtype: str) -> Array:
 
 
 def leaf(x: Array, dtype: str, columns: int | None = None) -> Array:
-    """`x` in `dtype`, with all of its columns: a step that wants fewer slices inside."""
+    """`x` in `dtype`, with all of its columns; a step that wants fewer slices them itself."""
     return x.astype(dtype)
 
 
@@ -79,7 +79,7 @@ class JaxStep:
 
     @cached_property
     def compilation(self) -> tuple[jax.stages.Compiled, float]:
-        """The compiled function, and the seconds that tracing and compiling took."""
+        """The compiled function, and how many seconds tracing and compiling took."""
         first = jax.tree.leaves(self.arguments)[0]
         device = min(first.devices(), key=lambda device: device.id)  # several may share an array
         precision = "highest" if first.dtype == jnp.float32 else None
@@ -108,7 +108,7 @@ def steps(
 
 
 def gradient_alone(function: Callable[..., Any], arguments: tuple[Array, ...], which: int, upstream: Array) -> JaxStep:
-    """As PyTorch's: what this gradient doesn't need, forward included, XLA leaves out."""
+    """As PyTorch's; XLA leaves out what this gradient doesn't need, including forward."""
 
     def alone(arguments: tuple[Array, ...], upstream: Array) -> list[Array]:
         before, own, after = arguments[:which], arguments[which], arguments[which + 1 :]
@@ -126,7 +126,7 @@ def without_gradients(function: Callable[..., list[Array]], *arguments: Array) -
 def products(
     mode: str, hidden: Array, weight: Array, *constants: tuple[Array, Array], frozen: bool = False
 ) -> Callable[[], Sequence[Array]]:
-    """As PyTorch's, each compiled by itself."""
+    """As PyTorch's, each product compiled by itself."""
     logits, *others = (JaxStep(lambda h, w: h @ w.T, pair) for pair in ((hidden, weight), *constants))
     if mode == "forward":
         return lambda: [logits(), *(other() for other in others)]
@@ -147,9 +147,9 @@ _IN_A_ROW, _FEWEST = 30.0, 3  # milliseconds of steps, and how many at least
 
 
 def time_once(step: timing.Step, device: str) -> float:
-    """Milliseconds of one run, from the call until all that it returns is there.
+    """Milliseconds of one run, from the call until everything that it returns is there.
 
-    On a GPU of one of several in a row: the host is ahead of it then, as in training.
+    On a GPU it is one of several runs in a row, so that the host is ahead of the device, as in training.
     """
 
     def run(times: int) -> float:
@@ -219,7 +219,7 @@ def wide(x: Array) -> Array:
 
 
 def wide_rows(x: Array, start: int, size: int) -> Array:
-    """As PyTorch's, with rows of zeros up to a power of two: not every group of rows is compiled anew."""
+    """As PyTorch's, padded with rows of zeros to a power of two, so that not every group of rows is compiled anew."""
     rows: Array = _wide_rows(x, start, size, 1 << max(0, size - 1).bit_length())
     return rows
 
@@ -246,13 +246,13 @@ def gradient(function: Callable[..., Sequence[Array]], z: Array, *others: Array)
 
 
 def logits(hidden: Array, weight: Array, wide: bool) -> Array:
-    """[T, V] float32: rounded to hidden's dtype before, unless `wide`."""
+    """Logits [T, V] in float32, first rounded to hidden's dtype unless `wide`."""
     made = jnp.dot(hidden, weight.T, preferred_element_type=jnp.float32 if wide else None)
     return made.astype(jnp.float32)
 
 
 def gathered(logits: Array, labels: Array) -> Array:
-    """[T] cross-entropies, of labels that are all in [0, V)."""
+    """Cross-entropies [T], for labels that are all in [0, V)."""
     return jax.nn.logsumexp(logits, axis=1) - take(logits, labels[:, None])[:, 0]
 
 
@@ -266,8 +266,9 @@ def narrow(
     reduction: str = "mean",
     **of_lse: float,
 ) -> Array:
-    """XLA's best: the label's logit is gathered from the 16-bit logits, whose only reader in float32 is the
-    log-sum-exp."""
+    """The form that XLA compiles best: the label's logit is gathered from the 16-bit logits, and only the log-sum-exp
+    reads them in float32.
+    """
     z = hidden @ weight.T
 
     def capped(z: Array) -> Array:

@@ -1,7 +1,7 @@
-"""`onchip bench --suite lengths`: what a user sees whose steps have another number of tokens each time.
+"""`onchip bench --suite lengths`: what a user sees if every step has another number of tokens.
 
-Each implementation runs in a process of its own, with empty caches of compiled kernels, and its first call once more in
-another process that finds them filled.
+Each implementation runs in a process of its own, which begins with empty caches of compiled kernels.  Its first call
+runs again in another process, which finds these caches filled.
 """
 
 import json
@@ -38,17 +38,17 @@ _STEPS, _FIRST_STEPS = 9, 5
 class LengthsRow(BenchRow):
     """Calls of one kind: `median_ms` and the like are the caller's time, from the call until the device is done.
 
-    `floor_ms` is the mean of the device's time of the same calls, and `ratio_to_floor` that of the means.
+    `floor_ms` is the device's mean time for the same calls, and `ratio_to_floor` the ratio of the two means.
     """
 
     mean_ms: float | None = None
     worst_ms: float | None = None
     worst_ratio: float | None = None
-    """The largest multiple of its own device's time that one of the calls took."""
+    """The largest ratio of a call's time to its own time on the device."""
 
 
 def mode_names(number: int) -> dict[str, str]:
-    """Of what a process measures."""
+    """The names of what a process measures."""
     return {
         "first": "first call, empty cache",
         "filled": "first call, filled cache",
@@ -70,7 +70,7 @@ def run_cases(
     date: str,
     console: Console,
 ) -> Outcome:
-    """Measure these cases with these of the `implementations`."""
+    """Measure these cases with the `chosen` implementations."""
     outcome = Outcome()
     with progress_bar(console, TimeElapsedColumn()) as progress:
         task = progress.add_task("", total=len(cases) * len(chosen) * (_STEPS + _FIRST_STEPS))
@@ -97,7 +97,7 @@ def run_cases(
 
 
 def _measure(asked: AskedLengths, tell: Callable[[str], None]) -> dict[str, Any]:
-    """What the processes found; raises RuntimeError with what one said that failed."""
+    """What the processes found; raises RuntimeError with the message of a process that failed."""
     with tempfile.TemporaryDirectory() as caches:
         found = _in_process(asked, caches, lambda doing: tell(f"empty cache, {doing}"))
         first = replace(asked, number=0)

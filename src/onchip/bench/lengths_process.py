@@ -1,7 +1,7 @@
 """One implementation in a process of its own: its first calls, and then calls of ever new lengths.
 
-Run as a module it takes a pickled `AskedLengths` from its standard input, and prints lines of JSON: what it does,
-and at the end what it found.
+Run as a module, it reads a pickled `AskedLengths` from standard input and prints lines of JSON: what it is doing and,
+at the end, what it found.
 """
 
 import json
@@ -37,11 +37,13 @@ class AskedLengths:
     device: str
     dtype: str
     number: int
-    """Of lengths; 0: the first calls alone."""
+    """How many lengths to measure; 0 for the first calls alone."""
 
 
 def implementations(op: BenchedOp, device: str, dtype: str) -> list[Implementation]:
-    """Ours by its default, the framework's plain expression, the same compiled for any length, and Liger's."""
+    """This package's op with its defaults, the framework's plain expression, the same compiled for any length, and
+    Liger's.
+    """
     by_name = {impl.name: impl for impl in op.IMPLEMENTATIONS}
     found = [by_name[name] for name in ("onchip auto",) if name in by_name]
     eager = [by_name[name] for name in _EAGER if name in by_name]
@@ -66,7 +68,7 @@ def lengths(tokens: int, number: int) -> list[int]:
 
 
 def of_tokens(case: Any, tokens: int) -> Any:
-    """The case with so many tokens; of groups each has its part, drawn anew."""
+    """The case with so many tokens; if it has groups, their sizes are drawn anew."""
     names = {x.name for x in fields(case)}
     if "sizes" in names:
         draw, groups = random.Random(tokens), len(case.sizes)
@@ -81,7 +83,7 @@ def tokens_of(case: Any) -> int:
 
 
 def shortened(op: Any, problem: Any, tokens: int) -> Any:
-    """The problem's first tokens, in its memory."""
+    """The problem with only its first tokens, in the same memory."""
     case = of_tokens(problem.case, tokens) if hasattr(problem, "case") else None
     if hasattr(problem, "arrays"):
         by_token = 0, len(op.leaves)  # beside the first leaf, the first of what gets no gradient
@@ -99,7 +101,7 @@ def _first(x: Any, rows: int) -> Any:
 
 
 def measure(asked: AskedLengths, op: BenchedOp, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Milliseconds of each call by what it stands for, and what the result was found to be."""
+    """Milliseconds of the calls by kind, and whether the result was right."""
     fw, device = op.fw, asked.device
     impl = next(x for x in implementations(op, device, asked.dtype) if x.name == asked.impl)
     tokens = tokens_of(asked.case)

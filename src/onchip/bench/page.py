@@ -49,11 +49,11 @@ class Column:
     title: str
     texts: Sequence[str]
     keys: Sequence[float | str | None]
-    """None where there is nothing, which comes last."""
+    """Sort keys; None where there is nothing, which comes last."""
     words: bool = False
-    """Aligned to the left."""
+    """Whether it is text, aligned to the left."""
     group: str = ""
-    """The heading over several columns."""
+    """The heading that it shares with other columns."""
     wrong: Sequence[bool] = ()
 
 
@@ -68,7 +68,7 @@ def _numbers(title: str, values: Iterable[Any], form: Callable[[Any], str], grou
 
 
 def _aligned(title: str, values: Iterable[float | None], most: int) -> Column:
-    """Numbers with equally many digits after the point: as many as the smallest needs for three digits, or `most`."""
+    """A column of numbers, all with as many decimals as the smallest needs for three digits, but at most `most`."""
     values = list(values)
     positive = [x for x in values if x]
     digits = min(most, max(0, 2 - math.floor(math.log10(min(positive))))) if positive else 0
@@ -76,7 +76,7 @@ def _aligned(title: str, values: Iterable[float | None], most: int) -> Column:
 
 
 def _columns(rows: Sequence[Row], device: str) -> list[Column]:
-    """All columns; those that few runs have are left out where they are empty."""
+    """All columns, without the optional ones that would be empty."""
 
     def of(name: str) -> list[Any]:
         return [row.get(name) for row in rows]
@@ -112,7 +112,7 @@ def _columns(rows: Sequence[Row], device: str) -> list[Column]:
 
 
 def _error_columns(rows: Sequence[Row]) -> list[Column]:
-    """Two columns for each result that was checked: its error and its own bound."""
+    """Two columns for each result that was checked: its error and its bound."""
     errors = [errors_of(row) for row in rows]
     columns = []
     for name in dict.fromkeys(name for x in errors for name in x):
@@ -180,7 +180,7 @@ def _plotted(rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def _sweeps(cases: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """The sets of cases that differ by one size: its name, what they share, and (size, case) of each."""
+    """The sets of cases that differ in one size: the size's name, what they share, and each one's (size, case)."""
     found: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     for i, (name, of_case) in enumerate(cases):
         if point := sweep_point(name):
@@ -226,8 +226,8 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
 
     Args:
         document: what the file holds.
-        name: the file's name; the page links it, beside itself.
-        script: the address of plotly.js; by default it is part of the page, which then is one file of 5 MB.
+        name: the file's name; the page links to it in its own folder.
+        script: the address of plotly.js; by default the script is part of the page, which is then a file of 5 MB.
     """
     import jinja2
 
@@ -261,14 +261,14 @@ def html_page(document: Mapping[str, Any], name: str, script: str | None = None)
 
 
 def _unbroken(text: str) -> Any:
-    """The text as HTML, in which no line ends inside a number such as 1.2e-03."""
+    """The text as HTML that never breaks a line inside a number such as 1.2e-03."""
     import markupsafe
 
     return markupsafe.Markup(re.sub(r"[\d.]+e-\d+", r'<span class="number">\g<0></span>', str(markupsafe.escape(text))))
 
 
 def plotly_js() -> str:
-    """The source of plotly.js, as the package plotly ships it."""
+    """The source of plotly.js, from the package plotly."""
     from plotly.offline import get_plotlyjs
 
     source: str = get_plotlyjs()
@@ -276,7 +276,7 @@ def plotly_js() -> str:
 
 
 def write_pages(results: Iterable[Path], out: Path) -> list[Path]:
-    """Write the pages of the results files that have rows of `onchip bench`, a copy of every file, and plotly.js.
+    """Write a page for each results file that has rows of `onchip bench`, a copy of every file, and plotly.js.
 
     Returns:
         The pages.

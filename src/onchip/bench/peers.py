@@ -1,4 +1,4 @@
-"""What a benchmark compares: functions that are imported when they are asked for, and how close results must be.
+"""What a benchmark compares: functions, each imported when it is needed, and how close results must be.
 
 Imports no framework.
 """
@@ -18,11 +18,11 @@ import onchip
 from onchip.bench.timing import Step
 
 Refusal = Callable[[str, str], str | None]
-"""Why something can't run on (device, dtype) here, or None."""
+"""`refusal(device, dtype)`: why something can't run here, or None."""
 Function = Callable[..., Any]
 Load = Callable[..., Function]
 Steps = Callable[[Any, Function], Mapping[str, Step]]
-"""Steps of a problem, by mode, with a function."""
+"""`steps(problem, function)`: the steps by mode."""
 
 NARROW = ("float16", "bfloat16")
 IGNORED = -100
@@ -46,13 +46,13 @@ class Implementation:
     package: str = "torch"
     """The distribution that it comes with."""
     steps: Steps | None = None
-    """None for those that the benchmark makes of any function."""
+    """None to let the benchmark make them from the function."""
     record: Callable[[Any, str], dict[str, Any]] | None = None
     """The settings for a problem and a mode, where they depend on these."""
     error_bounds: Mapping[str, float] | None = None
-    """Bounds of its own, by the names of the results, where it is meant to be off by more than the others."""
+    """Its own bounds, by the names of the results, if it is meant to be less exact than the others."""
     check: Callable[[Any, str, Sequence[Any]], Mapping[str, tuple[float, float]]] | None = None
-    """In place of the op's, for steps that return something else."""
+    """Replaces the op's `check`, for steps that return something else."""
 
     def version(self) -> str:
         return onchip.__version__ if self.package == "onchip" else metadata.version(self.package).partition("+")[0]
@@ -69,7 +69,7 @@ def optional(
 
 
 def imported(path: str, **options: Any) -> Function:
-    """What `path`, 'module:name', has, with these options."""
+    """A loader for the function at `path`, 'module:name', with these options."""
     return partial(resolve_name(path), **options)
 
 
@@ -83,7 +83,7 @@ def own(load: Load, backends: Sequence[str], suffix: str = "", **options: Any) -
 
 
 def plain_peers(framework: str, load: Callable[[bool], Function]) -> tuple[Implementation, ...]:
-    """The framework's plain expression, loaded with whether its logits are float32 or in the inputs' dtype."""
+    """The framework's plain expression, with logits in float32 and with logits in the inputs' dtype."""
     if framework == "jax":
         return (
             Implementation("XLA, 16-bit logits", lambda: load(False), xla_only_narrow, package="jax"),
@@ -139,7 +139,7 @@ def needs(package: str, install: str = "'onchip[peers-jax]'") -> Refusal:
 
 
 def compiled(function: Function) -> Function:
-    """`function` by torch.compile."""
+    """`function`, compiled by torch.compile."""
     import torch
 
     # Each problem is compiled for its own shapes.  Without the reset the shapes of earlier problems would count towards

@@ -12,9 +12,9 @@ from onchip.core.tables import print_table
 
 Row = Mapping[str, Any]
 Errors = Mapping[str, tuple[float | None, float | None]]
-"""Error and bound by the name of the result; None for what a file lacks, and for an error that is not finite."""
+"""Error and bound by the result's name; None for what a file lacks and for an error that is not finite."""
 
-# Of a row its cells by their headings; the error is the one nearest its bound.
+# The cells of a row by their headings; the error is the one nearest its bound.
 COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "implementation": lambda row: row["impl"],
     "median": lambda row: format_ms(row["median_ms"]) if row["ok"] else "WRONG",
@@ -31,7 +31,7 @@ LENGTHS: Mapping[str, Callable[[Row], str]] = {
     "mean × device": lambda row: format_ratio(row["ratio_to_floor"]),
     "worst × device": lambda row: format_ratio(row["worst_ratio"]),
 }
-"""Those of calls of many lengths."""
+"""The same for calls of many lengths."""
 
 
 def short_name(impl: str) -> str:
@@ -40,7 +40,7 @@ def short_name(impl: str) -> str:
 
 
 def sweep_point(case: str) -> tuple[str, int] | None:
-    """What a case's name says that is swept, and its size: 'tokens-512', 'llama3.1-8b-t1024'."""
+    """What is swept and the size, read from a case's name such as 'tokens-512' or 'llama3.1-8b-t1024'."""
     if found := re.fullmatch(r"([a-z]+)-(\d+)", case):
         return found[1], int(found[2])
     found = re.fullmatch(r"(.+)-t(\d+)", case)
@@ -48,7 +48,7 @@ def sweep_point(case: str) -> tuple[str, int] | None:
 
 
 def readable(name: str) -> str:
-    """The name of a result: 'grad_hidden' is the gradient of hidden."""
+    """A result's name in words: 'grad_hidden' is "gradient of hidden"."""
     return name.removeprefix("grad_") + "'s gradient" if name.startswith("grad_") else name
 
 
@@ -59,7 +59,7 @@ def errors_of(row: Mapping[str, Any]) -> Errors:
 
 
 def wrong_numbers(row: Mapping[str, Any]) -> list[str]:
-    """Which numbers of a wrong row are past their bounds, and by how much."""
+    """The numbers of a wrong row that are past their bounds, and by how much."""
     told = []
     for name, (error, bound) in errors_of(row).items():
         what = readable(name) or "largest error"
@@ -90,7 +90,10 @@ def not_run_line(entry: Mapping[str, Any]) -> str:
 
 
 def print_rows(found: Sequence[Row], console: Console) -> None:
-    """A table for each case and mode, and a line for each wrong result; of calls of many lengths all modes have one."""
+    """Print a table for each case and mode, and a line for each wrong result.
+
+    Calls of many lengths have one line for all modes.
+    """
     for modes in _sections(found).values():
         for mode, rows in modes.items():
             of_lengths = "mean_ms" in rows[0]

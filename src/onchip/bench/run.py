@@ -1,4 +1,4 @@
-"""`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
+"""`onchip bench`: checks the options, runs the harness, and writes the results file and its page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from onchip.registry import OPS
 
 
 class _Document(TypedDict):
-    """What a results file holds, beside what an op adds to it."""
+    """What every results file holds."""
 
     environment: dict[str, Any]
     rows: list[harness.BenchRow]
@@ -35,25 +35,25 @@ def benchmark_of(op: str, framework: str, world: int | None = None) -> harness.B
     if world is None:
         if (made := benchmark_named(op, framework.upper())) is not None:
             return made
-        raise ValueError(f"onchip bench {op} needs --world 2 or more: so many processes, one a GPU, share its cases")
+        raise ValueError(f"{op} needs --world 2 or more: that many processes, each with a GPU, share a case")
     if world < 2:
         raise ValueError(f"--world must be 2 or more; got {world}")
     if framework != "torch":
-        raise ValueError("--world is of PyTorch; in JAX one process has all devices, so leave it out")
+        raise ValueError("--world is for PyTorch; in JAX one process has all devices, so leave it out")
     if (made := benchmark_named(op, "WORLD")) is None:
         there = ", ".join(name for name in OPS if benchmark_named(name, "WORLD") is not None)
-        raise ValueError(f"--world: the cases of {op} run in one process; those of these can be shared: {there}")
+        raise ValueError(f"--world is for ops whose cases processes can share, which are {there}; {op} isn't one")
     return made
 
 
 def benchmark_named(op: str, name: str) -> harness.BenchedOp | None:
-    """Of "TORCH", "JAX" and "WORLD", those that the op has."""
+    """The op's benchmark called "TORCH", "JAX" or "WORLD"; None if it has none."""
     made: harness.BenchedOp | None = getattr(OPS[op].entry("bench"), name, None)
     return made
 
 
 def _suites(ctx: typer.Context) -> Mapping[str, Sequence[Any]]:
-    """Those of the op before what is completed; read without a framework."""
+    """The suites of the op that was typed before; read without a framework."""
     # An option without its value keeps the parser from handing the op over.
     op = next((word for word in (ctx.params.get("op"), *ctx.args) if word in OPS), None)
     return OPS[op].entry("cases:SUITES") if op else {}
@@ -76,32 +76,40 @@ def run_bench(
     *,
     cases: Annotated[
         list[str] | None,
-        typer.Option("--case", help="A case's name, or a pattern. Repeat it for more.", autocompletion=_complete_case),
+        typer.Option(
+            "--case", help="A case to run: its name, or a pattern. Repeat it for more.", autocompletion=_complete_case
+        ),
     ] = None,
     suite: Annotated[
         str | None,
         typer.Option(help="A named set of cases, such as fp8_linear's primus.", autocompletion=_complete_suite),
     ] = None,
     impls: Annotated[
-        list[str] | None, typer.Option("--impl", help="An implementation's name, or a pattern. Repeat it for more.")
+        list[str] | None,
+        typer.Option("--impl", help="An implementation to time: its name, or a pattern. Repeat it for more."),
     ] = None,
     modes: Annotated[
-        list[str] | None, typer.Option("--mode", help="forward, forward+backward, ... Repeat it for more.")
+        list[str] | None,
+        typer.Option("--mode", help="What to time, such as forward or forward+backward. Repeat it for more."),
     ] = None,
     device: Device = "auto",
-    dtype: Annotated[str | None, words("Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)] = None,
-    world: Annotated[
-        int | None, typer.Option(help="How many processes share each case; each takes a GPU.", metavar="N")
+    dtype: Annotated[
+        str | None, words("The inputs' dtype. Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)
     ] = None,
-    repeats: Annotated[int, typer.Option(help="How often each implementation is timed.")] = 7,
+    world: Annotated[
+        int | None, typer.Option(help="How many processes share each case, each with a GPU of its own.", metavar="N")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="How many times each implementation is timed.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
-    add: Annotated[bool, typer.Option("--add", help="Keep the other rows of an earlier run of this day.")] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Add to today's file of results, and replace only the rows measured again.")
+    ] = False,
     console: Console,
 ) -> dict[str, Any]:
-    """Time an op beside its competitors, after checking that each is right.
+    """Time an op and its competitors, after checking that their results are right.
 
-    It writes `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`, with `world` `<op>-world<N>`) over those of
-    the same day.
+    It writes `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`, with `world` `<op>-world<N>`) and replaces
+    those of the same day.
 
     `cases`, `impls` and `modes` hold patterns.
 
@@ -109,11 +117,11 @@ def run_bench(
         What the JSON file holds.
 
     Raises:
-        ImportError: a package is missing that this needs.
-        ValueError: an option that can't be served; nothing has run or been written then.
-        KeyboardInterrupt: the user's.  What was measured is written, and `add` continues from there; where nothing was,
-            an existing file stays as it is.
-        typer.Exit: a process of `world` failed, which is told; what was measured is written likewise.
+        ImportError: a package that this needs is missing.
+        ValueError: an option can't be served; then nothing has run or been written.
+        KeyboardInterrupt: the user ended the run.  What was measured is written, and `add` continues from there; if
+            nothing was measured, an existing file stays as it is.
+        typer.Exit: a process of `world` failed, and the error was shown; what was measured is written too.
     """
     known_op(op, OPS)
     framework = choose_framework(framework)
@@ -123,7 +131,7 @@ def run_bench(
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
     of_lengths = suite == lengths.SUITE
     if of_lengths and (framework != "torch" or world is not None):
-        raise ValueError("--suite lengths is of PyTorch, in one process")
+        raise ValueError("--suite lengths is for PyTorch in one process; leave --framework jax and --world out")
     target = benchmark_of(op, framework, world)
     if world is not None:
         _check_gpus(world, device)
@@ -132,7 +140,7 @@ def run_bench(
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
     if suite is not None and suite not in target.SUITES:
         there = ", ".join(target.SUITES)
-        raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and there is: {there}")
+        raise ValueError(f"--suite must be one of the op's: {there}; got {suite!r}")
     usual = "world" if world is not None and device == "cuda" else device
     if of_lengths and device == "cpu":
         default = [target.SUITES["cpu"][0].name]
@@ -147,7 +155,7 @@ def run_bench(
     described = {"op": op, **environment.describe(device, framework), "repeats": repeats}
     if device == "cpu" and described["busy_cores"] > 0.2:
         console.print(
-            f"[yellow]Other work keeps {described['busy_cores']} cores busy; times will come out too long.[/]"
+            f"[yellow]Other programs keep {described['busy_cores']} cores busy; the times will be too long.[/]"
         )
     name = op if framework == "torch" else f"{op}-{framework}"
     if world is not None:
@@ -183,7 +191,7 @@ def run_bench(
         outcome = torch_world.run_cases(op, world, implementations=names, **options)
     if outcome.interrupted and not outcome.rows and path.exists():
         report.print_not_run(outcome.as_json(), console)
-        console.print(f"nothing was measured; {path} is as it was", highlight=False, soft_wrap=True)
+        console.print(f"nothing was measured; {path} is unchanged", highlight=False, soft_wrap=True)
         raise _ended(outcome)
     found = {"environment": described, **outcome.as_json()}
     document = found if earlier is None else _added(earlier, found)
@@ -197,27 +205,27 @@ def run_bench(
 
 
 def _check_gpus(world: int, device: str) -> None:
-    """Raise ValueError where there are too few."""
+    """Raise ValueError if there are too few."""
     import torch
 
     if device == "cuda" and world > (found := torch.cuda.device_count()):
-        raise ValueError(f"--world is {world}, and there are {found} GPUs; take fewer, or --device cpu")
+        raise ValueError(f"--world is {world}, but there are only {found} GPUs; pass a smaller N, or --device cpu")
 
 
 def _ended(outcome: harness.Outcome) -> BaseException:
-    """What a run raises that ended early."""
+    """What to raise for a run that ended early."""
     return KeyboardInterrupt() if outcome.failure is None else typer.Exit(1)
 
 
 def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The document to add to, if there is one; raises ValueError where it was made with something else."""
+    """The document to add to, if there is one; raises ValueError if it was made with other hardware or versions."""
     if not path.exists():
         return None
     try:
         document: dict[str, Any] = msgspec.json.decode(path.read_bytes())
         before = msgspec.convert(document, _Document)["environment"]
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--add: {path} is no result of onchip bench ({error}); choose another --out") from error
+        raise ValueError(f"--add: onchip bench didn't write {path} ({error}); choose another --out") from error
     for name in ("gpu", "cpu", "torch", "triton", "jax", "jaxlib", "onchip"):
         if (made_with := before.get(name)) != environment.get(name):
             raise ValueError(f"--add: {path} was made with {name} {made_with}; choose another --out")
@@ -225,7 +233,7 @@ def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _added(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The earlier document, with this one's rows in place of those that they repeat."""
+    """The earlier document, in which this one's rows replace those that they repeat."""
 
     names = ("case", "sizes", "dtype", "mode", "impl")
     rows = {str([row.get(name) for name in names]): row for row in (*earlier["rows"], *now["rows"])}

@@ -1,4 +1,4 @@
-"""Times of several steps in turn, whatever the framework.
+"""Times several steps in turn, in any framework.
 
 A step is a callable without arguments that returns the arrays it leaves behind (loss, gradients).
 """
@@ -12,14 +12,14 @@ import numpy as np
 
 Step = Callable[[], Sequence[Any]]
 TimeOnce = Callable[..., float]
-"""Milliseconds that one run of a step takes on "cpu" or "cuda", where ranks of a group begin at once."""
+"""Returns the milliseconds of one run of a step on "cpu" or "cuda"; the ranks of a group begin it together."""
 
 
 T = TypeVar("T")
 
 
 class Alone:
-    """What the processes of a benchmark decide together: of one process nothing, of ranks all that the harness does."""
+    """What the processes of a benchmark decide together: nothing for one process, everything for ranks."""
 
     def every(self, value: T) -> list[T]:
         """The value of each rank, on every rank."""
@@ -30,7 +30,7 @@ class Alone:
         return work()
 
     def time(self, time_once: Callable[..., float], step: Any, device: str) -> float:
-        """Milliseconds of one run of a step: those of the slowest rank, where all begin at once."""
+        """Milliseconds of one run of a step on the slowest rank; all ranks begin it together."""
         return time_once(step, device)
 
 
@@ -67,8 +67,8 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time several steps in rounds, so that a machine that warms up or throttles hits all alike.
 
-    Each round has another, seeded order: a GPU that has cooled down during a slow step runs the next one faster (18.3
-    and 19.9 ms were seen for the same step), so none may always follow the same other.
+    Each round has a different, seeded order.  A GPU that has cooled down during a slow step runs the next one faster
+    (18.3 and 19.9 ms were seen for the same step), so no step may always follow the same other one.
 
     `tick` is called after every run of a step.  A step that raises is reported to `on_error`; if that returns, the step
     is left out of the next rounds and of the result.

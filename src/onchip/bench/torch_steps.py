@@ -43,7 +43,7 @@ _ASKED: "WeakKeyDictionary[Step, list[float]]" = WeakKeyDictionary()
 
 
 def time_once(step: Step, device: str, in_step: Callable[[], None] = lambda: None) -> float:
-    """Milliseconds of one run: on CUDA of the device, with the host ahead of it.  `in_step` waits for other ranks."""
+    """Milliseconds of one run; on CUDA the device's, with the host ahead of it.  `in_step` waits for other ranks."""
     if device == "cpu":
         in_step()
         start = time.perf_counter()
@@ -72,13 +72,13 @@ def time_once(step: Step, device: str, in_step: Callable[[], None] = lambda: Non
 
 @lru_cache
 def _as_large_as_l2(device: int) -> Tensor:
-    """A tensor of twice the size of the device's L2."""
+    """A tensor twice as large as the device's L2 cache."""
     size = torch.cuda.get_device_properties(device).L2_cache_size
     return torch.zeros(2 * size // 4, dtype=torch.float32, device=device)
 
 
 def wait(device: str) -> None:
-    """Until the device is done."""
+    """Wait until the device is done."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -99,7 +99,7 @@ def peak_extra_bytes(step: Step, *, device: str) -> int:
 def _cuda_peak(step: Step) -> tuple[Sequence[Tensor], int]:
     """What the step returns, and how far the memory that it asked for rose above its size at the start.
 
-    Not the blocks that it got: of those that are free the allocator gives some that are up to 1 MiB too large.
+    This counts what was asked for, not what was given: the allocator's free blocks can be up to 1 MiB too large.
     """
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -110,7 +110,7 @@ def _cuda_peak(step: Step) -> tuple[Sequence[Tensor], int]:
 
 
 def _cpu_peak(step: Step) -> tuple[Sequence[Tensor], int]:
-    """The same on the CPU, whose allocator keeps no peak: from the sizes that it reports to the profiler."""
+    """The same on the CPU, from the sizes that the allocator reports to the profiler, since it keeps no peak."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print that it starts and stops
     with profile(profile_memory=True, use_kineto=True) as profiled:
         returned = step()
@@ -120,8 +120,9 @@ def _cpu_peak(step: Step) -> tuple[Sequence[Tensor], int]:
 
 
 def host_ms(step: Step) -> float | None:
-    """The median of what the host took to launch a step while it was timed, its first run left out: it does not wait
-    for the device.  None on the CPU."""
+    """The median time that the host took to launch a step while the step was timed, without its first run.  The host
+    doesn't wait for the device.  None on the CPU.
+    """
     times = _ASKED.get(step, [])[1:]
     return statistics.median(times) if times else None
 
@@ -143,8 +144,9 @@ def compile_seconds(step: Step) -> float | None:
 
 
 def release(device: str) -> None:
-    """Free what steps have left behind: cycles that hold tensors after an error, and the allocator's cache, which only
-    PyTorch's own allocations can reuse."""
+    """Free what steps have left behind: reference cycles that hold tensors after an error, and the allocator's cache,
+    which only PyTorch can reuse.
+    """
     if device == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -192,10 +194,10 @@ def constant(x: Tensor, dtype: str) -> Tensor:
 def steps(
     function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int, upstream: Sequence[Tensor] = ()
 ) -> dict[str, Step]:
-    """The steps of `function`, which returns a loss or several tensors; None among them is dropped.
+    """The steps of `function`, which returns a loss or several tensors; a None among them is dropped.
 
-    'forward' returns these; 'forward+backward' adds the gradients by the first `leaves` arguments, with the `upstream`
-    gradients, or if there are none, of the sum of the means.
+    'forward' returns these.  'forward+backward' adds the gradients of the first `leaves` arguments, for the `upstream`
+    gradients or, if there are none, for the sum of the means.
     """
 
     def made(*arguments: Tensor) -> list[Tensor]:
@@ -220,7 +222,7 @@ def steps(
 
 
 def gradient_alone(function: Callable[..., Tensor], arguments: Sequence[Tensor], which: int, upstream: Tensor) -> Step:
-    """A step that makes the gradient by one argument, of a forward that ran once before."""
+    """A step that computes one argument's gradient, for a forward pass that ran once before."""
     made: list[Tensor] = []
 
     def alone() -> Sequence[Tensor]:
@@ -232,12 +234,12 @@ def gradient_alone(function: Callable[..., Tensor], arguments: Sequence[Tensor],
 
 
 def without_gradients(function: Callable[..., list[Tensor]], *arguments: Tensor) -> Step:
-    """A step that runs `function`, with no graph of it."""
+    """A step that runs `function` without recording a graph."""
     return lambda: function(*(x.detach() for x in arguments))
 
 
 def under_autocast(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """`function`, which casts what its products read to `dtype`."""
+    """`function` under autocast to `dtype`."""
 
     def run(first: Tensor, *others: Any, **options: Any) -> Any:
         with torch.autocast(first.device.type, dtype):
@@ -250,7 +252,8 @@ def products(
     mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor, Tensor], frozen: bool = False
 ) -> Step:
     """The matrix products alone, into existing buffers: the logits of (hidden, weight) and of each pair of `constants`,
-    then the gradients of the first, a `frozen` weight's left out."""
+    then the gradients of hidden and weight; a `frozen` weight has none.
+    """
     hidden, weight = hidden.detach(), weight.detach()
     pairs = [(h, w, h.new_empty(len(h), len(w))) for h, w in ((hidden, weight), *constants)]
     if mode == "forward":
@@ -275,12 +278,12 @@ def copies(x: Tensor, rows: int) -> Step:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float64."""
+    """`x` in float64."""
     return x.detach().double()
 
 
 def wide_rows(x: Tensor, start: int, size: int) -> Tensor:
-    """So many rows of a matrix in float64, and perhaps rows of zeros below."""
+    """So many rows of a matrix in float64; rows of zeros may follow."""
     return wide(x[start : start + size])
 
 
@@ -290,7 +293,7 @@ def wide_matrix(x: Tensor, i: int) -> Tensor:
 
 
 def gradient(function: Callable[..., Sequence[Tensor]], z: Tensor, *others: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-    """What `function(z, *others)` returns, and the gradient of its sum by `z`."""
+    """What `function(z, *others)` returns, and the gradient of its sum with respect to `z`."""
     z = z.detach().requires_grad_()
     with torch.enable_grad():
         values = function(z, *others)
@@ -302,7 +305,7 @@ def gradient(function: Callable[..., Sequence[Tensor]], z: Tensor, *others: Tens
 
 
 def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
-    """[T, V] in hidden's dtype, then widened to float32 if `wide`."""
+    """Logits [T, V] in hidden's dtype, then widened to float32 if `wide`."""
     made = linear(hidden, weight)
     return made.float() if wide else made
 
@@ -315,7 +318,7 @@ def cross_entropy(
     reduction: str = "mean",
     **of_lse: float,
 ) -> Tensor:
-    """The mean over the tokens whose target is not IGNORED, or with reduction="none" what each has."""
+    """The mean over the tokens whose target is not IGNORED; with reduction="none", each token's loss."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     loss: Tensor = functional.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction=reduction)
@@ -332,7 +335,7 @@ def cross_entropy(
 def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Step:
     """A step of 'forward+backward' that writes its gradient over its logits, a copy of the problem's.
 
-    From the second run on it finds the gradient of the run before there: the time depends on no value.
+    From the second run on, it reads the previous run's gradient instead of logits: the time doesn't depend on values.
     """
     anchor = torch.empty(0, requires_grad=True)
     memory: list[Tensor] = []

@@ -1,6 +1,7 @@
-"""The ranks of `onchip bench --world`: started by torchrun's launcher, one process a GPU by NCCL, or gloo's on the CPU.
+"""The ranks of `onchip bench --world`: torchrun's launcher starts them, one process per GPU with NCCL, or with gloo on
+the CPU.
 
-Each rank runs the harness; the first prints what it finds, and hands it to the process that started them.
+Each rank runs the harness; the first prints what it finds and hands it to the process that started them.
 """
 
 import json
@@ -36,17 +37,17 @@ TIMEOUT, LONGER = timedelta(minutes=5), timedelta(minutes=15)
 
 
 class RankFailed(Exception):
-    """A rank has ended with an error, and the others with it."""
+    """A rank has ended with an error, and so the others were ended."""
 
 
 @dataclass(frozen=True)
 class Ranks(Alone):
-    """This rank among others."""
+    """The processes of a benchmark, seen by one of them."""
 
     words: dist.ProcessGroup
-    """A group of its own for what ranks tell each other, which no collective of a step can disturb."""
+    """A separate group for messages between ranks, which a step's collectives can't disturb."""
     token: Tensor
-    """On the device: when all ranks have added it up, all are there."""
+    """A tensor on the device; once all ranks have summed it, all are there."""
 
     def every(self, value: T) -> list[T]:
         said: list[Any] = [None] * dist.get_world_size()
@@ -97,7 +98,7 @@ def joined(device: str) -> Iterator[Ranks]:
 
 
 def launch(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Run work(*arguments), a function of a module, in so many processes, which a process group can be made of.
+    """Run work(*arguments), a function at a module's top level, in so many processes that can form a process group.
 
     Raises:
         RankFailed: a rank has raised or died; the others were ended.
@@ -132,7 +133,7 @@ def _as_rank(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _own_signals_and_no_logs() -> Iterator[None]:
-    """The launcher puts handlers of signals in place of others, and logs what it raises."""
+    """Undo what the launcher does beside its task: it replaces signal handlers and logs what it raises."""
     handlers = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
@@ -147,8 +148,9 @@ def _own_signals_and_no_logs() -> Iterator[None]:
 
 
 def run_cases(op: str, ranks: int, *, implementations: list[str], console: Console, **options: Any) -> harness.Outcome:
-    """As `harness.run_cases`, of the op's `WORLD`, in so many processes; what they had found when they ended early is
-    there too."""
+    """As `harness.run_cases`, for the op's `WORLD` in so many processes; if they end early, what they had found by then
+    is included.
+    """
     with TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         given = {"implementations": implementations, **options}
@@ -166,7 +168,7 @@ def run_cases(op: str, ranks: int, *, implementations: list[str], console: Conso
 
 
 def _run_rank(op: str, options: Mapping[str, Any], stderr: bool, path: str) -> None:
-    """The harness in this rank; the first writes to `path` what is found, case by case."""
+    """Run the harness in this rank; the first rank writes what is found to `path`, case by case."""
     target: harness.BenchedOp = OPS[op].entry("bench:WORLD")
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     device = options["device"]

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats numbers for people to read."""
 
 
 def format_ms(ms: float | None) -> str:

@@ -12,11 +12,11 @@ from onchip.demo import SEQUENCE
 Ids = NDArray[np.int64]
 
 HELD_OUT = 0.05
-"""The last part of the corpus that is kept for the validation loss."""
+"""The fraction of the corpus, at its end, that is kept for the validation loss."""
 
 
 def load_text() -> str:
-    """The prose of what comes with every Python (`help("topics")`), one paragraph a line."""
+    """The prose of the documentation that comes with Python (`help("topics")`), one paragraph per line."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics))
@@ -25,7 +25,7 @@ def load_text() -> str:
 
 
 def train_tokenizer(text: str, vocab: int) -> Tokenizer:
-    """The tokenizer for `text`, in half a second.
+    """Train a tokenizer on `text`, which takes half a second.
 
     It may have fewer entries than `vocab`: the trainer stops when no pair of tokens occurs twice.
     """
@@ -50,13 +50,13 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[Ids, Ids]:
 
 
 def random_batch(ids: Ids, tokens: int, rng: np.random.Generator) -> Ids:
-    """Rows [tokens / SEQUENCE, SEQUENCE + 1], cut from `ids` at random places: each but a row's first id is a label."""
+    """Rows [tokens / SEQUENCE, SEQUENCE + 1], cut from `ids` at random places; each id but a row's first is a label."""
     places = rng.integers(len(ids) - SEQUENCE, size=(tokens // SEQUENCE, 1)) + np.arange(SEQUENCE + 1)
     return ids[places]
 
 
 def batches_in_order(ids: Ids, tokens: int) -> Iterator[Ids]:
-    """Such rows that walk through all of `ids` once, `tokens` labels at a time or less; a last part is dropped."""
+    """Such rows that go through `ids` once, at most `tokens` labels at a time; an incomplete last row is dropped."""
     starts = np.arange(0, len(ids) - SEQUENCE, SEQUENCE)[:, None]
     rows = ids[starts + np.arange(SEQUENCE + 1)]
     at_a_time = tokens // SEQUENCE

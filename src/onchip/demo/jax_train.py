@@ -1,4 +1,4 @@
-"""What the demo does in JAX: the model as functions of its weights, both losses and the optimizer's step."""
+"""What the demo does in JAX: the model as functions of its weights, both losses, and the optimizer's step."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ Loss = Callable[[Array, Array, Array], Array]
 
 
 def hidden_states(config: ModelConfig, weights: Weights, ids: Array) -> Array:
-    """Token ids [S] to the final hidden states [S, H]."""
+    """The final hidden states [S, H] for token ids [S]."""
     x = weights["model.embed_tokens.weight"][ids]
     for i in range(config.layers):
         x = _layer(config, {name: weights[f"model.layers.{i}.{name}.weight"] for name in _NAMES}, x)
@@ -101,7 +101,7 @@ def use_device(device: str, threads: int | None) -> Iterator[None]:
 
 
 def put(array: NDArray[Any], device: str) -> Array:
-    """On the device of `use_device`, ids as int32."""
+    """An array on the device of `use_device`; ids become int32."""
     return jnp.asarray(array, jnp.int32 if array.dtype.kind == "i" else None)
 
 
@@ -149,4 +149,4 @@ def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, JaxTrain
 
 def implementation() -> str:
     """What the model is made of."""
-    return f"a Llama of jax.numpy, jax {jax.__version__}"
+    return f"a Llama in jax.numpy, jax {jax.__version__}"

@@ -1,7 +1,7 @@
 """The model that is trained: its sizes and its initial weights, the same in every framework.
 
 It is a small Llama (https://arxiv.org/abs/2302.13971): RMS norms, rotary positions, a gated MLP, no biases, and a head
-that is not tied to the embedding.  The weights have the names that they have in transformers.
+that is not tied to the embedding.  The weights have the same names as in transformers.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.floa
         return np.float32(std) * rng.standard_normal(shape, dtype=np.float32)
 
     hidden, inner = config.hidden, config.intermediate
-    # Tokens at the size of a normalised vector: what follows a word, the easy part, is then learned soon.  The head is
-    # small, so that the first loss is near log(V).
+    # Embeddings are as large as normalised vectors, so that the model soon learns the easy part: which word follows
+    # another.  The head is small, so that the first loss is near log(V).
     weights = {
         "model.embed_tokens.weight": normal(1.0, config.vocab, hidden),
         "lm_head.weight": normal(0.06, config.vocab, hidden),

@@ -1,4 +1,4 @@
-"""What the demo found: tables on the terminal, a picture, and an HTML page."""
+"""Reports what the demo found: tables on the terminal, a picture, and an HTML page."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,14 @@ _LOOKS: Mapping[str, Mapping[str, Any]] = {
 }
 _MEASURED = ("plain", "onchip")
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
-"""Where they are in a checkout."""
+"""Where the guides are in a checkout."""
 
 
 # ------------------------------------------------------------------------------------------------- tables and words
 
 
 def _tables(document: Document) -> dict[str, list[Sequence[str]]]:
-    """Columns and rows of each table: of the losses, and of head and loss."""
+    """Columns and rows of each table: one of losses, one of the costs of head and loss."""
     losses, held_out = document["losses"], document["held_out_loss"]
     return {
         "losses": [
@@ -75,9 +75,9 @@ def _verdict(document: Document) -> str:
 def _fp8_verdict(fp8: Mapping[str, Any]) -> str:
     """What training in FP8 did to the loss."""
     return (
-        f"With the linear layers in FP8 the loss is {fp8['mean_of_last_steps']:+.4f} from that of {fp8['baseline']} in "
-        f"the mean of the last {fp8['last_steps']} steps, {fp8['held_out']:+.4f} on held-out text, and at most "
-        f"{fp8['largest']:.4f} away on any step."
+        f"With the linear layers in FP8, the loss differs from that of {fp8['baseline']} by "
+        f"{fp8['mean_of_last_steps']:+.4f} in the mean of the last {fp8['last_steps']} steps, by "
+        f"{fp8['held_out']:+.4f} on held-out text, and by at most {fp8['largest']:.4f} in any step."
     )
 
 
@@ -123,13 +123,13 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     compared, bound = difference["compared_steps"], difference["bound"]
     axes.plot([1, compared], [bound] * 2, color="#be123c", linestyle="--", linewidth=1.2)
     _name(axes, f"bound for the first {compared} steps", (1, bound), "#be123c", below=True, ha="left")
-    title = "Difference of the losses (no dot: equal)"
+    title = "Difference of the losses (no dot where equal)"
     axes.set(title=title, xlabel="step", ylabel="|plain − onchip|", yscale="log")
     axes.margins(y=0.15)
 
 
 def _name(axes: "Axes", text: str, at: tuple[float, float], color: str, *, below: bool, ha: Any = "center") -> None:
-    """Write it below or above a point."""
+    """Write a text below or above a point."""
     offset, va = (-7, "top") if below else (6, "bottom")
     axes.annotate(text, at, (0, offset), textcoords="offset points", va=va, ha=ha, color=color)
 
@@ -137,7 +137,7 @@ def _name(axes: "Axes", text: str, at: tuple[float, float], color: str, *, below
 def _draw_growth(
     axes: "Axes", document: Document, *, key: str, unit: int, show: Callable[[Any], str], **words: Any
 ) -> None:
-    """A line for each loss over the vocabularies; the last point of each is named."""
+    """Draw a line for each loss over the size of the vocabulary; the last point of each shows its value."""
     rows = document["head_and_loss"]
     vocabs = [row["vocab"] for row in rows]
     most = max(rows[-1][name][key] for name in _MEASURED)
@@ -164,7 +164,7 @@ _DRAWINGS: tuple[Draw, ...] = (
 
 
 def picture_png(document: Document) -> bytes:
-    """All drawings in one picture."""
+    """All drawings in one picture, as PNG."""
 
     def draw(figure: "Figure") -> None:
         for one, axes in zip(_DRAWINGS, figure.subplots(2, 2).flat, strict=True):
@@ -174,7 +174,7 @@ def picture_png(document: Document) -> bytes:
 
 
 def _drawing(draw: Draw, document: Document) -> str:
-    """One by itself, small enough for the width of a phone, as an address."""
+    """A drawing by itself, as narrow as a phone, as a data URL."""
     svg = picture(lambda figure: draw(figure.subplots(), document), 5.2, 3.6, size=11, layout="constrained")
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
@@ -182,7 +182,7 @@ def _drawing(draw: Draw, document: Document) -> str:
 def html_page(document: Document, folder: Path | None = None) -> str:
     """One self-contained page: drawings, tables, sample, and how to run it again.
 
-    In a checkout, where the guides are, it links to them from the `folder` that it will be in.
+    In a checkout, which has the guides, it links to them from the `folder` that it will be in.
     """
     import jinja2
 

@@ -1,4 +1,4 @@
-"""`onchip demo`: checks the options, trains, measures, writes the files.  Loads the framework only once it runs."""
+"""`onchip demo`: checks the options, trains, measures, and writes the files.  Loads the framework only when it runs."""
 
 import importlib
 import json
@@ -17,29 +17,29 @@ from onchip.demo import EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
 
 def run_demo(
     *,
-    steps: Annotated[int, typer.Option(help="Training steps of each of the two runs.")] = 150,
-    vocab: Annotated[int, typer.Option(help="Entries of the byte-pair tokenizer.")] = 8192,
+    steps: Annotated[int, typer.Option(help="Training steps in each of the two runs.")] = 150,
+    vocab: Annotated[int, typer.Option(help="Entries in the byte-pair tokenizer's vocabulary.")] = 8192,
     tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 1024,
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="Folder for demo.json, demo.png and demo.html.")] = Path("onchip-demo"),
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the weights and the batches.")] = 0,
     framework: Framework = None,
     fp8: Annotated[
-        bool, typer.Option("--fp8", help="Train once more, with the linear layers in blockwise FP8 (torch).")
+        bool, typer.Option("--fp8", help="Train a third time, with the linear layers in blockwise FP8 (torch only).")
     ] = False,
     console: Console,
 ) -> dict[str, Any]:
     """Train a small language model on real English twice, with the framework's loss and with onchip's.
 
-    What came of it is written into `out`.  The tokenizer may have fewer entries than `vocab` on this
-    corpus; the rest of the head's rows are then padding, which no target names.
+    The results are written into `out`.  The tokenizer may have fewer entries than `vocab` on this corpus; the rest of
+    the head's rows are then padding, to which no target points.
 
     Returns:
         What demo.json holds.
 
     Raises:
-        ImportError: a package is missing that this needs.
-        ValueError: an option that can't be served; nothing has run or been written then.
+        ImportError: a package that this needs is missing.
+        ValueError: an option can't be served; then nothing has run or been written.
     """
     framework = choose_framework(framework)
     if fp8 and framework != "torch":
@@ -61,9 +61,9 @@ def run_demo(
     versions = {name: metadata.version(name) for name in (*PACKAGES[framework], "tokenizers")}
     described = {**environment.describe(device, framework), **versions}
     if device == "cpu" and described["busy_cores"] > 0.2:
-        console.print(f"[yellow]Other work keeps {described['busy_cores']} cores busy; this will take longer.[/]")
+        console.print(f"[yellow]Other programs keep {described['busy_cores']} cores busy; this will take longer.[/]")
     if device == "cpu" and described["threads"] is not None:
-        # Threads that wait for one whose core is taken cost far more than they bring: ten times the time was seen.
+        # A thread without a core of its own makes all others wait: steps took ten times as long.
         free = described["cores"] - round(described["busy_cores"])
         described["threads"] = max(1, min(described["threads"], free))
     with made.use_device(device, described["threads"]):

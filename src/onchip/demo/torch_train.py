@@ -23,7 +23,7 @@ from onchip.torch import convert_linears, linear_cross_entropy
 
 def implementation() -> str:
     """What the model is made of."""
-    return f"LlamaForCausalLM of transformers {version('transformers')}"
+    return f"LlamaForCausalLM from transformers {version('transformers')}"
 
 
 def language_model(config: ModelConfig, seed: int) -> nn.Module:
@@ -62,12 +62,12 @@ loss = model(input_ids=ids, labels=ids).loss""",
 }
 """The losses of the two trainings, as the page shows them."""
 MEMORY_SOURCE = "the measured peak above inputs, loss and returned gradients"
-"""Where the bytes of `train.measure_head` are from."""
+"""Where the bytes of `train.measure_head` come from."""
 
 
 @contextlib.contextmanager
 def use_device(device: str, threads: int | None) -> Iterator[None]:
-    """Run what is inside on `device`; on the CPU with so many threads."""
+    """Run what is inside on `device`, on the CPU with `threads` threads."""
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -119,8 +119,8 @@ class TorchTrainer:
 def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTrainer]:
     """The same model with the plain loss and with onchip's, from the same initial weights.
 
-    With `fp8` also that training, and its baseline where that isn't one of the others: on a GPU what is around the
-    linear layers is in bfloat16, as models are trained there.
+    With `fp8` there is that training too, and its baseline if that isn't one of the others: on a GPU everything but the
+    linear layers runs in bfloat16, as is usual in training.
     """
     initial = language_model(model, config.seed).to(config.device)
 
@@ -145,5 +145,5 @@ def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTra
 
 
 def fp8_baseline(device: str) -> str:
-    """The training that the one in FP8 is compared with: alike in all but the linear layers."""
+    """The training that the one in FP8 is compared with; it differs only in its linear layers."""
     return "onchip" if device == "cpu" else "bf16"

@@ -1,4 +1,4 @@
-"""Train the model with each loss, and write text with the result.  What a framework does is behind `Trainer`."""
+"""Trains the model with each loss, and lets it write text.  What depends on the framework is behind `Trainer`."""
 
 import math
 import time
@@ -27,7 +27,7 @@ COMPARED_STEPS = 100
 BOUND = 1e-3
 """In float32 the losses of the two trainings differ by less than this over the first `COMPARED_STEPS` steps."""
 LAST_STEPS = 20
-"""The losses of a training in FP8 and of its baseline are compared over so many, since each step's is noisy."""
+"""The losses in FP8 and of its baseline are compared over this many last steps, since each step's loss is noisy."""
 PROMPT = "The"
 TEMPERATURE = 0.8
 SAMPLE_TOKENS = 120
@@ -40,7 +40,7 @@ class TrainConfig:
     seed: int
     device: str
     fp8: bool = False
-    """Whether the model is trained once more, with its linear layers in FP8."""
+    """Whether the model is trained a third time, with its linear layers in FP8."""
     learning_rate: float = 8e-3
     warmup_steps: int = 10
     weight_decay: float = 0.1
@@ -51,19 +51,19 @@ class Trainer(Protocol):
     """A model with its optimizer and one of the losses, in some framework.  Batches are rows of data.random_batch."""
 
     def step(self, ids: Ids, rate: float) -> float:
-        """Take one step of the optimizer at this learning rate; returns the loss before it."""
+        """Take one step of the optimizer at this learning rate; returns the loss before the step."""
 
     def evaluate(self, ids: Ids) -> float:
-        """The mean loss."""
+        """The mean loss on these ids."""
 
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
-        """What follows ids[last], of one sequence: [V]."""
+        """The logits [V] of the token after ids[last], for one sequence."""
 
 
 def train_and_measure(
     framework: str, made: Any, model: ModelConfig, config: TrainConfig, console: Console
 ) -> dict[str, Any]:
-    """All that takes time, with torch_train.py or jax_train.py for `made`; returns what it adds to the document."""
+    """Do all that takes time; `made` is torch_train.py or jax_train.py.  Returns what it adds to the document."""
     begin = time.perf_counter()
     text = data.load_text()
     tokenizer = data.train_tokenizer(text, model.vocab)
@@ -111,7 +111,7 @@ def train_and_measure(
 def train_in_turn(
     trainers: Mapping[str, Trainer], config: TrainConfig, ids: Ids, console: Console
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Give every training the same batches, in turn: the losses of each, and its seconds."""
+    """Train all of them in turn on the same batches; returns the losses of each, and how many seconds it took."""
     rng = np.random.default_rng(config.seed)
     losses: dict[str, list[float]] = {name: [] for name in trainers}
     seconds = dict.fromkeys(trainers, 0.0)
@@ -144,7 +144,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def mean_loss(trainer: Trainer, config: TrainConfig, ids: Ids) -> float:
-    """Of all of `ids`."""
+    """The mean loss over all of `ids`."""
     total, count = 0.0, 0
     for batch in data.batches_in_order(ids, config.tokens):
         labels = batch[:, 1:].size
@@ -195,7 +195,7 @@ def sample_text(
 
 
 def _difference(plain: list[float], onchip: list[float], *, steps: int) -> dict[str, Any]:
-    """Of the two, by step; the bound is for the first `steps`."""
+    """The difference of the two losses in each step; the bound is for the first `steps`."""
     per_step = [abs(a - b) for a, b in zip(plain, onchip, strict=True)]
     largest = max(per_step[:steps])
     return {
@@ -209,7 +209,7 @@ def _difference(plain: list[float], onchip: list[float], *, steps: int) -> dict[
 
 
 def fp8_difference(losses: Mapping[str, list[float]], held_out: Mapping[str, float], baseline: str) -> dict[str, Any]:
-    """How far the training in FP8 is from its baseline: signed, above 0 where FP8's loss is the higher one."""
+    """How far the training in FP8 is from its baseline; positive where FP8's loss is the higher one."""
     per_step = [a - b for a, b in zip(losses["fp8"], losses[baseline], strict=True)]
     last = per_step[-LAST_STEPS:]
     return {

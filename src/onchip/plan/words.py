@@ -104,9 +104,7 @@ def notes(
         if p.dtype == "float32"
         else f"for backend {backend}"
     )
-    shared = (
-        f"with {p.vocab} of the {vocab} entries of the vocabulary. Times and memory leave out what ranks exchange"
-    )
+    shared = f"with {p.vocab} of the {vocab} entries of the vocabulary. Times and memory leave out what ranks exchange"
     shared += "." if op.numbers else ", which is not predicted."
     layers, of_ranks = bool(asked.linears), f"This is one of {ranks} ranks"
     capped = f"pass softcap={softcap or 0:g}. The prediction for {plain.name} leaves the cap out."
