@@ -515,7 +515,7 @@ def test_what_can_not_be_added_to_is_refused_before_anything_runs(bench, monkeyp
     del without_impl["rows"][0]["impl"]
     for broken in ("[]", "{}", json.dumps(without_impl), "[" * 100_000):
         path.write_text(broken)
-        with pytest.raises(ValueError, match="onchip bench didn.t write"):
+        with pytest.raises(ValueError, match="onchip bench didn't write"):
             bench(GOOD, cases=["size-10"], add=True)
     path.unlink()
     path.mkdir()

@@ -175,7 +175,7 @@ def test_a_gathered_hidden_may_be_split():
 
 
 CALLS = {
-    "vocab_size alone": (linear_cross_entropy, {"vocab_size": 15}, "vocab_size=15 is of a vocabulary that is split over devices; pass axis_name too, or cut the padding off weight and bias"),
+    "vocab_size alone": (linear_cross_entropy, {"vocab_size": 15}, "vocab_size=15 is for a vocabulary that is split over devices; pass axis_name too, or cut the padding off weight and bias"),
     "vocab_size of log-probabilities": (linear_log_probs, {"vocab_size": 15}, "pass axis_name too"),
     "outside of shard_map": (linear_cross_entropy, {"axis_name": "model"}, "axis_name='model' is not an axis of a jax.shard_map around the call ([])"),
     "vocab_size of logits": (cross_entropy, {"vocab_size": 15}, "pass axis_name too, or cut the padding off logits"),

@@ -1,1 +1,1 @@
-"""The engine of every loss over a vocabulary: projection -> per-token statistics -> gradients."""
+"""The engine of every loss over a vocabulary: a projection, statistics per token, and gradients."""

@@ -1,4 +1,4 @@
-"""Whether the ranks that share a vocabulary were given what belongs together, found by comparing it over the ranks."""
+"""Checks that the ranks which share a vocabulary were given matching arguments, by comparing these over the ranks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,11 +26,11 @@ def require_agreement(
     hidden: Mapping[str, Tensor | None] | None = None,
     ids: Tensor | None = None,
 ) -> None:
-    """On the CPU and with check_inputs: raise where the ranks differ in what must be the same, and where they have the
-    same of what each has a part of.
+    """Raise if the ranks differ in what must be the same, or have the same where each must have its own part; this runs
+    on the CPU and with check_inputs.
 
-    sizes: hidden's or the logits', and dtypes.  values: targets, ids and weights.  split: by name what is sharded,
-    weights by their first dimension, logits [..., V] by their last.  hidden: by name the hidden states; those of
+    sizes: those of hidden or the logits, and dtypes.  values: targets, ids and weights.  split: what is sharded, by
+    name; weights by their first dimension, logits [..., V] by their last.  hidden: the hidden states, by name; those of
     tokens whose `ids`, [...] or [..., K], are ignored may be anything.
     """
     options, shards = call.options, call.shards
@@ -66,7 +66,7 @@ def require_agreement(
 
 
 def _require_parts(op: str, name: str, of_ranks: list[int]) -> None:
-    """Raise if two ranks have the same part of what is sharded, by what `_of_shard` made of it."""
+    """Raise if two ranks have the same part of what is sharded, according to `_of_shard`."""
     for rank, x in enumerate(of_ranks):
         first = of_ranks.index(x)
         if x != 0 and first < rank:
@@ -81,7 +81,7 @@ def _require_parts(op: str, name: str, of_ranks: list[int]) -> None:
 def _require_same_hidden(op: str, name: str, hidden: Tensor, ignored: Tensor | None, shards: Any) -> None:
     """Raise for a token whose hidden states differ between ranks by more than rounding.
 
-    Of each token two numbers are compared: its product with a row of signs, and its norm.
+    Two numbers per token are compared: its product with a row of signs, and its norm.
     """
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
@@ -105,14 +105,14 @@ def _require_same_hidden(op: str, name: str, hidden: Tensor, ignored: Tensor | N
 
 
 def _gathered(shards: Any, mine: Tensor) -> Tensor:
-    """[ranks, n] of each rank's [n]."""
+    """[ranks, n]: every rank's `mine` [n]."""
     out = mine.new_empty(shards.ranks, len(mine))
     all_gather(out.view(-1), mine, group=group_of(shards))
     return out
 
 
 def _number(x: Any) -> int:
-    """Of 61 bits, the same in each process."""
+    """A number of 61 bits, the same in each process for equal `x`."""
     made = 0
     for letter in repr(x):
         made = (made * 1000003 + ord(letter)) % (2**61 - 1)
@@ -120,7 +120,9 @@ def _number(x: Any) -> int:
 
 
 def _of_shard(name: str, x: Tensor) -> Tensor:
-    """[1] int64 that tells a shard from others, of a few entries; 0 where these are all the same number, as zeros."""
+    """[1] int64 that tells a shard from others, made of a few entries; 0 if these are all the same number, such as
+    zeros.
+    """
     dim = -1 if name.endswith("logits") else 0
     step = max(1, x.shape[dim] // _SAMPLES)
     few = x.detach()[..., ::step] if dim else x.detach()[::step]
@@ -143,6 +145,6 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[size] of 1 and -1 without an order, the same in each process."""
+    """[size] of 1 and -1 in no order, the same in each process."""
     mixed = torch.arange(size, dtype=torch.int64, device=device) * _ODD
     return ((mixed ^ (mixed >> 32)) & 1).to(dtype) * 2 - 1

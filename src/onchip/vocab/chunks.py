@@ -1,7 +1,7 @@
-"""The planner: how a problem over a vocabulary is cut into chunks that fit a budget.  No framework.
+"""The planner: how a problem over a vocabulary is cut into chunks that fit a budget.  Imports no framework.
 
-Each backend declares its memory formula, the plans that it can run and what they cost; the choice among them and the
-refusal of a budget that is too small are the same for all.
+Each backend declares its memory formula, the plans that it can run, and what they cost.  The choice among them, and the
+refusal of a budget that is too small, are the same for all.
 """
 
 import math
@@ -25,8 +25,9 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """How a [tokens, vocab] problem is cut.  `strategy` is 'forward' where nothing needs a gradient, else how the
-    gradients are made: 'stash' or 'recompute'."""
+    """How a [tokens, vocab] problem is cut.  `strategy` is 'forward' if nothing needs a gradient; otherwise it says how
+    gradients are made: 'stash' or 'recompute'.
+    """
 
     strategy: str
     token_chunk: int
@@ -35,12 +36,12 @@ class ChunkConfig:
 
 @dataclass(frozen=True)
 class Planner(Generic[Plan]):
-    """What a backend declares of its plans.  A problem is hashable and has `op`, what errors speak for."""
+    """What a backend declares about its plans.  A problem is hashable and has `op`, the name that errors begin with."""
 
     parts: Callable[[Any, Plan], dict[str, int]]
     """Peak memory above inputs, results and returned gradients, in bytes, part by part."""
     candidates: Callable[[Any, str, int], Iterable[Plan]] | None
-    """The plans of a strategy to choose among in a budget: few, since each is compared.  They need not fit.  Of equal
+    """The plans of a strategy to choose from in a budget: few, since each is compared.  They need not fit.  Of equal
     ones the first is taken."""
     cost: Callable[[Any, Plan], float]
     """Predicted time, in any unit."""
@@ -49,12 +50,13 @@ class Planner(Generic[Plan]):
     default: Callable[[Any, str], int]
     """The budget of a call that gives none."""
     needs: Callable[[Any, str], str]
-    """How the refusal of a budget goes on: the sizes, and what it is that needs more."""
+    """How the refusal of a budget goes on: the sizes, and what needs more."""
     advice: str = "raise scratch_bytes"
     slack: float = 1.0
-    """Plans that cost up to so many times the least pass for equally fast: no model is better than that."""
+    """Plans that cost up to this many times the least count as equally fast: no model is more exact than that."""
     search: Callable[[Any, str, int], Plan | None] | None = None
-    """In place of `candidates`, where these would be many: the best plan of a strategy that fits, None: none does."""
+    """Replaces `candidates` where these would be many: returns the best plan of a strategy that fits, or None if none
+    does."""
 
     def scratch_bytes(self, p: Any, c: Plan) -> int:
         """Peak memory above inputs, results and returned gradients, in bytes."""
@@ -70,7 +72,7 @@ class Planner(Generic[Plan]):
 
     @lru_cache(maxsize=1024)  # noqa: B019 - planners live as long as their modules
     def plan(self, p: Any, strategy: str = "auto", budget: int | None = None) -> Plan:
-        """The plan of the least cost whose scratch fits the budget; of equally fast ones the smallest.
+        """The cheapest plan whose scratch fits the budget; of equally fast ones, the smallest.
 
         Raises:
             ValueError: nothing fits; the message names the smallest budget that does.
@@ -95,8 +97,8 @@ class Planner(Generic[Plan]):
 
 
 class Fastest(Generic[Plan]):
-    """Of plans that fit a budget those that are among the fastest, for a search that has a bound of what a plan may
-    cost, soon computed: of those beyond it neither cost nor memory is.
+    """The fastest of the plans that fit a budget, for a search that soon knows a bound of what a plan may cost: of
+    plans beyond it, neither cost nor memory is computed.
     """
 
     def __init__(self, slack: float) -> None:
@@ -104,7 +106,7 @@ class Fastest(Generic[Plan]):
         self.bound = math.inf
 
     def add(self, cost: float, order: tuple[Any, ...], plan: Plan) -> None:
-        """`order`: of equally fast ones the least is taken."""
+        """Add a plan.  `order`: of equally fast plans, the one with the least order is taken."""
         if cost <= self.bound:
             self._found.append((cost, order, plan))
             self.bound = min(self.bound, self._slack * cost)
@@ -114,7 +116,7 @@ class Fastest(Generic[Plan]):
         return min(equal, key=lambda x: x[1])[2] if equal else None
 
     def soonest(self) -> Plan | None:
-        """The fastest itself."""
+        """The fastest plan itself."""
         return min(self._found, key=lambda x: x[:2])[2] if self._found else None
 
 
@@ -124,7 +126,9 @@ def default_scratch(logits_bytes: int, useful: int = 0) -> int:
 
 
 def largest(fits: Callable[[int], bool], smallest: int, total: int, unit: int = 64) -> int:
-    """`total`, or the largest multiple of `unit` that fits; at least `smallest`.  What fits at one size fits below."""
+    """`total`, or the largest multiple of `unit` that fits, but at least `smallest`.  If a size fits, so do all below
+    it.
+    """
     if total <= smallest:
         return smallest
     if fits(total):
@@ -137,7 +141,9 @@ def largest(fits: Callable[[int], bool], smallest: int, total: int, unit: int = 
 
 
 def largest_within(size: Callable[[int], int], room: int, smallest: int, total: int, unit: int = 64) -> int:
-    """As `largest`, of what takes no more than `room`.  The more linear a size is, the sooner it is found."""
+    """As `largest`, for a `size` that must not exceed `room`.  The more linear the size is, the sooner this is
+    found.
+    """
     if total <= smallest or (above := size(total)) <= room:
         return max(smallest, total)
     if (below := size(smallest)) > room:  # of few there may be more sums
@@ -152,18 +158,20 @@ def largest_within(size: Callable[[int], int], room: int, smallest: int, total: 
 
 
 def even_chunk(total: int, largest: int, unit: int = 64) -> int:
-    """The size, at most `largest`, of the fewest chunks of `total`, as even as whole multiples of `unit` allow."""
+    """The chunk size, at most `largest`, that cuts `total` into the fewest chunks, as even as multiples of `unit`
+    allow.
+    """
     if largest >= total:
         return max(1, total)
     return min(largest, up(-(-total // -(-total // largest)), unit))
 
 
 def in_chunks(total: int, size: int) -> list[int]:
-    """How large chunks of `total` are: all but the last are whole."""
+    """The sizes of chunks of `total`: all but the last are whole."""
     return [size] * (total // size) + ([total % size] if total % size else [])
 
 
 def waves(tiles: int, programs: int, *, halves: bool = False) -> float:
-    """How often the programs take a tile, where those of the last wave may be cut in halves."""
+    """How often the programs take a tile, if those of the last wave may be cut in halves."""
     whole, rest = divmod(tiles, programs)
     return whole + (0.0 if rest == 0 else 0.5 if halves and 2 * rest <= programs else 1.0)

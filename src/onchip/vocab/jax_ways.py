@@ -1,17 +1,17 @@
-"""Which way computes a head's loss in JAX: the backends of each platform, best first, and why one can't serve a call.
+"""The ways to compute a head's loss in JAX: the backends of each platform, best first, and why one can't serve a call.
 
 A way is a module with these functions and names::
 
     refusal(problem, platform, weight_layout, strategy)     why it can't serve a call, or None
     plan(problem, strategy, budget)     hashable, with a field `strategy`; raises ValueError
     select(plan, labels)           the rows that tokens are put in
-    forward(plan, wanted, needs, call) -> (TokenStats, LabelSums, saved)    sums where labels are of every entry
-    backward(plan, needs, saved, upstream) -> Projection of gradients    those of a loss
-    gradients(plan, needs, saved, gradient) -> the same    of a `TokenGradient` by the final logits
-    Saved(call, stats)             of what forward saves that which gradients can be made of alone
+    forward(plan, wanted, needs, call) -> (TokenStats, LabelSums, saved)    sums if labels are for every entry
+    backward(plan, needs, saved, upstream) -> Projection of gradients    the gradients of a loss
+    gradients(plan, needs, saved, gradient) -> the same    for a `TokenGradient` with respect to the final logits
+    Saved(call, stats)             the part of what forward saves that suffices for gradients
     SEQUENTIAL                     whether vmap has to call it one by one
 
-`needs` says which gradients are wanted; where none is, `plan.strategy` is 'forward' and nothing is saved.  Gradients of
+`needs` says which gradients are wanted; if none is, `plan.strategy` is 'forward' and nothing is saved.  Gradients of
 ignored tokens are exact zeros.  They run under jit, vmap and scan; T, H and V are at least 1.
 """
 
@@ -65,7 +65,7 @@ def refusals(
 
 
 def refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[str, str | None]:
-    """The same of a head of this device, of what is known of it."""
+    """The same for a head on this device, by what is known about it."""
     from onchip.oracle.jax import platform_of
 
     given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
@@ -74,5 +74,5 @@ def refusals_of(device: str, dtype: str, given: Mapping[str, Any]) -> dict[str, 
 
 
 def each(backend: ModuleType, run: Any) -> Any:
-    """Under vmap kernels serve one element after the other."""
+    """Run kernels on one element after the other under vmap."""
     return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run

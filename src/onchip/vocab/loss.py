@@ -1,4 +1,4 @@
-"""The cross-entropy of a token, and its gradient, of its softmax's statistics: once for PyTorch and JAX.
+"""A token's cross-entropy and its gradient, from the statistics of its softmax: written once for PyTorch and JAX.
 
 With p the softmax of a token's final logits z, lse their log-sum-exp, w_v the weights of classes (1 without), q_v the
 token's labels times these, S the sum of q, eps the label smoothing:
@@ -7,8 +7,8 @@ token's labels times these, S the sum of q, eps the label smoothing:
     d loss / d z_v = p_v ((1 - eps) S + eps mean(w) + 2 z_loss lse) - (1 - eps) q_v - eps w_v / V
 
 A label that is an id is K = 1 of K ids, whose q is its class's weight, or 1.  All that isn't an id's own entry has
-q_v = 0.  `xp` is where functions are found that both frameworks call the same: `torch`, or `jax.numpy`.  Of `terms`
-those that are None are left out.
+q_v = 0.  `xp` is the module with the functions that both frameworks have: `torch` or `jax.numpy`.  `terms` that are
+None are left out.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ Array = Any
 
 
 def expected(xp: Any, log_prob: Array, q: Array | None) -> Array:
-    """[n]: sum_k q_k log p_k of ids' log-probabilities [n, K]; without `q` that of one id, whose q is 1.
+    """[n]: sum_k q_k log p_k of ids' log-probabilities [n, K]; without `q` there is one id, whose q is 1.
 
-    What has no probability costs nothing, though its logit be -inf.
+    An id without probability costs nothing, even if its logit is -inf.
     """
     if q is None:
         return log_prob[:, 0]
@@ -29,17 +29,17 @@ def expected(xp: Any, log_prob: Array, q: Array | None) -> Array:
 
 
 def loss_of_lse(xp: Any, terms: LossTerms, lse: Array) -> Array:
-    """[n]: the z-loss, of terms that have one."""
+    """[n]: the z-loss, for terms that have one."""
     return terms.z_loss * xp.square(lse)
 
 
 def slope_of_lse(terms: LossTerms, lse: Array) -> Array:
-    """[n]: the derivative of that."""
+    """[n]: the derivative of the z-loss with respect to lse."""
     return 2 * terms.z_loss * lse
 
 
 def value(xp: Any, terms: LossTerms, cost: Array, lse: Array, uniform: Array | None) -> Array:
-    """[n]: the loss, of `cost`, sum_v q_v log p_v, and with smoothing of `uniform`, mean_v(w_v (lse - z_v))."""
+    """[n]: the loss, from `cost`, sum_v q_v log p_v, and with smoothing from `uniform`, mean_v(w_v (lse - z_v))."""
     loss: Array = -cost
     eps = terms.label_smoothing
     if eps is not None:
@@ -48,14 +48,14 @@ def value(xp: Any, terms: LossTerms, cost: Array, lse: Array, uniform: Array | N
 
 
 def _times(xp: Any, factor: Array, x: Array) -> Array:
-    """A product that is 0 where the factor is: a masked logit's infinite loss is not asked for then."""
+    """A product that is 0 wherever the factor is 0: a masked logit may have an infinite loss."""
     if isinstance(factor, int | float):
         return factor * x if factor > 0 else xp.zeros_like(x)
     return xp.where(factor > 0, factor * x, 0)
 
 
 def of_p(terms: LossTerms, mass: Array | None, lse: Array, share: Array | None) -> Array | float:
-    """[n]: what p is multiplied by, of `mass`, S (None: 1), and `share`, mean(w) (None: 1)."""
+    """[n]: the factor of p, from `mass`, S (None: 1), and `share`, mean(w) (None: 1)."""
     eps: Array = terms.label_smoothing
     made = 1.0 if mass is None else mass
     if eps is not None and not (mass is None and share is None):
@@ -74,10 +74,11 @@ def at_entry(
     own: Array | None,
     share: Array | None,
 ) -> Array:
-    """The gradient by an entry's logit, of its log-probability; all may have further dimensions.
+    """The gradient with respect to an entry's logit, from its log-probability; all arguments may have further
+    dimensions.
 
-    q: its label (None: 1).  others: the sum of all others' (None: 0).  own: its class's weight, share: their mean
-    (None: 1).
+    q: its label (None: 1).  others: the sum of all others' (None: 0).  own: its class's weight; share: the mean weight
+    of the classes (None: 1).
     """
     eps, z_loss = terms.label_smoothing, terms.z_loss
     # p - 1 as expm1(log p): 1 taken from a rounded p would lose all digits of a p near 1.
@@ -97,8 +98,9 @@ def at_entry(
 def by_outputs(
     terms: LossTerms, row: Array, lse: Array, q: Array | None, vocab: int, share: Array | None
 ) -> tuple[Array, Array | None, Array | None]:
-    """`row` [n] times the loss's gradients by the ids' log-probabilities [n, K], and by lse [n]; and what each logit's
-    gradient lacks, times its class's weight, [n]."""
+    """`row` [n] times the loss's gradients by the ids' log-probabilities [n, K] and by lse [n]; and `even` [n], which
+    is to be subtracted from each logit's gradient, times its class's weight.
+    """
     eps, even = terms.label_smoothing, None
     more: Array = None if terms.z_loss is None else slope_of_lse(terms, lse)
     if eps is None:

@@ -1,6 +1,7 @@
-"""Memory and plan of the framework's own products: the problem, its scratch formula, the choice of strategy and chunks.
+"""Memory and plan for the framework's own products: the problem, its scratch formula, and the choice of strategy and
+chunks.
 
-No framework.
+Imports no framework.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ from onchip.vocab.chunks import SMALLEST, USEFUL, ChunkConfig, Planner, even_chu
 
 @dataclass(frozen=True)
 class Problem:
-    """All that memory and work depend on.  Sizes in elements, dtypes by name, `device` 'cpu' or 'cuda'."""
+    """Everything that memory and work depend on.  Sizes are in elements, dtypes are names, `device` is 'cpu' or
+    'cuda'.
+    """
 
     tokens: int
     hidden: int
@@ -32,33 +35,34 @@ class Problem:
     smoothing: float = 0.0
     """The part of the target's probability that is spread evenly."""
     class_weight: bool = False
-    """A smoothed loss, or one with a z-loss, is weighed by class."""
+    """Whether a loss with smoothing or z-loss has class weights."""
     stats: bool = False
-    """Statistics of the softmax that take memory: the entropy, with 'triton' also the likeliest entry."""
+    """Whether statistics of the softmax are wanted that take memory: the entropy, and with 'triton' also the likeliest
+    entry."""
     more_stats: int = 0
     """Further statistics of linear_log_probs, each a sum over the vocabulary."""
     weight_grad_out: bool = False
     """The weight's gradient is added to a tensor of the caller's."""
     op: str = "linear_cross_entropy"
-    """What errors speak for."""
+    """The name that errors begin with."""
     compacted: bool = False
-    """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
+    """Whether some tokens are ignored and left out: on the CPU only, where finding this needs no synchronisation."""
     copied: int = 0
-    """Bytes of the copies that are made of inputs whose strides don't suit."""
+    """Bytes of the copies of inputs whose strides don't suit."""
     ids: int = 0
-    """Of linear_log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
+    """For linear_log_probs or soft labels: K, the ids per token.  0 if each token has one target."""
     labels: str = ""
-    """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
+    """The dtype of soft labels for every entry of the vocabulary; "" if there are none."""
     sharded: bool = False
-    """Other ranks have other parts of the vocabulary, which gradients wait for."""
+    """Whether gradients wait for other ranks, which have other parts of the vocabulary."""
     even: bool = False
-    """With it: each rank knows that all make the same plan, so that they may exchange numbers chunk by chunk."""
+    """With `sharded`: each rank knows that all make the same plan, so that they may exchange numbers chunk by chunk."""
     gathered: bool = False
-    """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
+    """Whether the labels' rows are copied, because their leading dimensions can't be flattened in place."""
     split: bool = False
-    """The vocabulary is split over devices, and this is one's part."""
+    """Whether the vocabulary is split over devices, and this is one device's part."""
     weight_layout: str = "vh"
-    """"hv" where JAX's weight is [H, V]."""
+    """ "hv" if JAX's weight is [H, V]."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):
@@ -70,7 +74,9 @@ class Problem:
 
     @property
     def widened(self) -> bool:
-        """16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their results."""
+        """Whether 16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their
+        results.
+        """
         return self.device == "cpu" and self.dtype != accumulator(self.dtype)
 
     @property
@@ -80,13 +86,14 @@ class Problem:
 
     @property
     def sizes(self) -> str:
-        """As errors say it."""
+        """The sizes, as errors state them."""
         return f"T={self.tokens}, H={self.hidden}, V={self.vocab} in {self.dtype}"
 
 
 def digit_bits(dtype: str) -> int:
-    """Of each number of the weight's sum over chunks of tokens, beyond the first 16 bits of its float32: with them it
-    has 12 binary digits where bfloat16 operands have 8, and 16 where float16's have 11.
+    """For each number of the weight's sum over chunks of tokens, how many bits are kept beyond the first 16 of its
+    float32.  With them the number has 12 binary digits where bfloat16 operands have 8, and 16 where float16 operands
+    have 11.
     """
     return 4 if dtype == "bfloat16" else 8
 
@@ -145,8 +152,9 @@ def scratch_parts(p: Problem, c: ChunkConfig) -> dict[str, int]:
 
 
 def passes(p: Problem, c: ChunkConfig) -> int:
-    """What plans are compared by: each chunk of tokens passes over all of the weight (and its gradient), each chunk of
-    the vocabulary over hidden."""
+    """What plans are compared by: each chunk of tokens passes over the whole weight (and its gradient), each chunk of
+    the vocabulary over hidden.
+    """
     return -(-p.tokens // c.token_chunk) * p.vocab + -(-p.vocab // c.vocab_chunk) * p.tokens
 
 
@@ -157,9 +165,10 @@ def needs(p: Problem, strategy: str) -> str:
 
 
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
-    """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all.
+    """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, what it needs to run
+    at all.
 
-    'recompute' walks forward before, which takes more for the entropy and for class weights.
+    'recompute' runs forward first, which takes more for the entropy and for class weights.
     """
     cut = max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])
     walks = ("forward", strategy) if (p.stats or p.class_weight) and strategy == "recompute" else (strategy,)
@@ -172,7 +181,9 @@ def default_scratch(p: Problem, strategy: str) -> int:
 
 
 def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[ChunkConfig]:
-    """With all of the vocabulary for 'stash', else of several sizes of a chunk of tokens: what fits beside it."""
+    """For 'stash', chunks with the whole vocabulary; otherwise several sizes for a chunk of tokens, with the largest
+    chunk of the vocabulary that fits beside each.
+    """
     least_tokens, least_vocab = max(1, min(p.tokens, SMALLEST[0])), min(p.vocab, SMALLEST[1])
 
     def fits(tokens: int, vocab: int) -> bool:
@@ -193,7 +204,7 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[ChunkConfig]
 
 
 def halved(total: int, smallest: int) -> Iterator[int]:
-    """`total`, a half of it, and so on, down to `smallest`."""
+    """`total`, half of it, and so on, down to `smallest`."""
     parts = 1
     while (size := -(-total // parts)) > smallest:
         yield size

@@ -41,13 +41,13 @@ HEADER = 3
 
 
 def group_of(shards: Shards) -> dist.ProcessGroup:
-    """What ranks exchange over it is stated by who calls this, or the call isn't prepared."""
+    """The process group.  Whoever calls this has to state what ranks exchange over it, or the call isn't prepared."""
     stated.refuse("ranks exchange numbers")
     return _resolve_process_group(shards.group)  # type: ignore[arg-type]  # newer releases have a NewType of str
 
 
 def of_shard(tokens: Ids, shards: Shards) -> Any:
-    """The same tokens, with ids as this shard numbers them: in it, or nowhere."""
+    """The same tokens, with ids as this shard numbers them; an id outside of the shard stands for none."""
     if not shards.there:
         return tokens
     ids = tokens.ids - shards.start
@@ -56,7 +56,7 @@ def of_shard(tokens: Ids, shards: Shards) -> Any:
 
 
 def ids_for_kernels(ids: Tensor, shards: Shards, ignore_index: int) -> Tensor:
-    """Int64, as this shard numbers them."""
+    """Ids as int64, as this shard numbers them."""
     ids = ids.to(torch.int64)
     here = ids - shards.start
     here = here.masked_fill((here < 0) | (here >= shards.rows), ELSEWHERE)
@@ -65,8 +65,9 @@ def ids_for_kernels(ids: Tensor, shards: Shards, ignore_index: int) -> Tensor:
 
 
 def local(call: Any, *, fake: bool = False) -> Any:
-    """The call of this rank's shard: all tokens' hidden states (of a `fake` one not yet filled) and, without padding,
-    the rows of the weight."""
+    """The call on this rank's shard: the hidden states of all tokens (not yet filled for a `fake` call), and the
+    weight's rows without padding.
+    """
     shards: Shards = call.shards
     if not shards.there:
         return call
@@ -83,32 +84,32 @@ def local(call: Any, *, fake: bool = False) -> Any:
 
 
 def class_weight_of_shard(class_weight: Tensor | None, shards: Shards) -> Tensor | None:
-    """[rows] of [V]."""
+    """This rank's [rows] of the class weights [V]."""
     if class_weight is None or not shards.there:
         return class_weight
     return class_weight[shards.start : shards.start + shards.rows]
 
 
 def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int:
-    """Upper bound of what is gathered: statistics, and hidden states whose tokens are sharded."""
+    """Upper bound of the bytes that are gathered: statistics, and hidden states whose tokens are sharded."""
     gathered = 0 if shards.sequence < 0 else 2 * shards.ranks * hidden.numel() * hidden.element_size()
     return gathered + sent_numbers(tokens, several, shards) * accumulator(hidden.dtype).itemsize
 
 
 def sent_numbers(tokens: int, several: int, shards: Shards) -> int:
-    """Upper bound of the statistics that are gathered, and made of them."""
+    """Upper bound of the numbers in the statistics that are gathered, and in what is made from them."""
     return (several + 8) * tokens * (shards.ranks + 1)
 
 
 def gradient_of_shard(gradient: TokenGradient, shards: Shards) -> TokenGradient:
-    """With the class weights of this rank's entries."""
+    """The gradient with the class weights of this rank's entries."""
     if gradient.class_weight is None:
         return gradient
     return replace(gradient, class_weight=class_weight_of_shard(gradient.class_weight, shards))
 
 
 def padded(x: Tensor | None, rows: int) -> Tensor | None:
-    """With zeros for the rows that are padding."""
+    """`x` with zeros for the rows that are padding."""
     return x if x is None or len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
@@ -116,7 +117,7 @@ def padded(x: Tensor | None, rows: int) -> Tensor | None:
 
 
 class Gathered(NamedTuple):
-    """What all ranks know of the tokens."""
+    """What all ranks know about the tokens."""
 
     start: Tensor  # [ranks] int64: where their shards begin
     stop: Tensor  # [ranks] int64: and end
@@ -125,16 +126,17 @@ class Gathered(NamedTuple):
     apart: Tensor  # [] bool: whether the shards don't make up the vocabulary
 
     def sure(self, x: Tensor) -> Tensor:
-        """NaN where the shards don't make up the vocabulary."""
+        """`x`, or NaN if the shards don't make up the vocabulary."""
         return x.masked_fill(self.apart, float("nan"))
 
 
 def gather(
     op: str, shards: Shards, numbers: Sequence[Tensor], class_weight: Tensor | None = None, *, check_values: bool
 ) -> Gathered:
-    """One all-gather of numbers of each token, [n] each, and of where the shards are; class_weight is this shard's.
+    """Gather numbers of each token, [n] each, and where the shards are, in one all-gather; class_weight is this
+    shard's.
 
-    Shards that don't make up the vocabulary raise on the CPU and where `check_values`.
+    Shards that don't make up the vocabulary raise on the CPU and if `check_values`.
     """
     device, dtype, n = numbers[0].device, numbers[0].dtype, len(numbers[0])
     # Not torch.tensor, a copy from the host, for which the device would be waited for.
@@ -162,9 +164,10 @@ def gather(
 
 
 def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked, *, check_values: bool) -> TokenStats:
-    """The statistics of the whole vocabulary, of this rank's and one all-gather; `tokens` have ids of all of it.
+    """The statistics of the whole vocabulary, from this rank's and one all-gather; `tokens` have ids of the whole
+    vocabulary.
 
-    Shards that don't make up the vocabulary raise on the CPU and where `check_values`; else all is NaN.
+    Shards that don't make up the vocabulary raise on the CPU and if `check_values`; otherwise everything is NaN.
     """
     sent: list[Any] = [*of_lse(mine), *mine.log_prob.unbind(1)]
     if asked.top:
@@ -208,14 +211,15 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
 
 
 def mean_of(stats: TokenStats) -> Tensor:
-    """[n]: the mean of the logits, of lse less that of lse - z; -inf where all are."""
+    """[n]: the mean of the logits, which is lse minus the mean of lse - z; -inf if all logits are."""
     assert stats.uniform is not None
     return torch.where(stats.lse == -torch.inf, -torch.inf, stats.lse - stats.uniform)
 
 
 def log_prob_of(ids: Tensor, found: Gathered, parts: Sequence[Tensor], lse: Tensor, log_share: Tensor) -> Tensor:
-    """[n, K]: the ids' log-probabilities, of those that their shards gave them, [ranks, n] for each of the K, 0 for one
-    that no shard has; `lse` and `log_share` are the shards', [ranks, n]."""
+    """[n, K]: the log-probabilities of `ids`.  `parts` [ranks, n], for each of the K ids, are those that the shards
+    gave them, 0 from a shard that doesn't have the id; `lse` and `log_share` [ranks, n] are the shards'.
+    """
     inside = (ids >= found.start[:, None, None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
     log_prob = torch.stack([*parts], -1).add_(log_share[..., None])
     # Where all of a shard is out of the vocabulary, what it says of itself is NaN.
@@ -224,8 +228,9 @@ def log_prob_of(ids: Tensor, found: Gathered, parts: Sequence[Tensor], lse: Tens
 
 
 def place_of_largest(largest: Tensor, at: Tensor, start: Tensor) -> Tensor:
-    """[n] int64, -1 where there is none: where each token has the largest of numbers [ranks, n]; `at` holds where
-    their shards have them, as `bits`."""
+    """[n] int64, -1 where there is none: where the largest of each token's numbers [ranks, n] is; `at` holds where
+    their shards have them, as `bits`.
+    """
     place = integers(at)
     best = (largest == largest.amax(0)) | largest.isnan()
     place = torch.where(best & (place >= 0), place + start, NO_INDEX).amin(0)
@@ -233,8 +238,9 @@ def place_of_largest(largest: Tensor, at: Tensor, start: Tensor) -> Tensor:
 
 
 def uniform_over(found: Gathered, sums: Tensor, lse: Tensor, log_share: Tensor) -> Tensor:
-    """[n]: the sum of lse - z over the vocabulary, weighed by class, of the shards' sums of lse_r - z, [ranks, n];
-    `lse` are the shards' too, and `log_share` how far each lies below the whole's."""
+    """[n]: the sum of lse - z over the vocabulary, weighted by class, from the shards' sums of lse_r - z, [ranks, n];
+    `lse` are the shards' too, and `log_share` is how far each lies below the whole one.
+    """
     # For each of a shard's entries, lse_r lies as much below.
     weight = found.of_classes[:, None]
     below = torch.where(weight == 0, 0, weight * -log_share)
@@ -242,26 +248,27 @@ def uniform_over(found: Gathered, sums: Tensor, lse: Tensor, log_share: Tensor) 
 
 
 def bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers in place of floats."""
+    """Store integers as floats of this dtype, bit by bit."""
     return x.to(torch.int64 if dtype == torch.float64 else torch.int32).view(dtype)
 
 
 def integers(x: Tensor) -> Tensor:
-    """The integers that `bits` was given."""
+    """The integers that were given to `bits`."""
     return x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32).to(torch.int64)
 
 
 def of_lse(mine: TokenStats) -> tuple[Tensor, Tensor]:
-    """What a rank sends of its log-sum-exp, as `log_sum` takes it; kernels of products don't say what it was rounded
-    by, which is no more than the logits were."""
+    """What a rank sends of its log-sum-exp, as `log_sum` takes it.  Kernels of products don't say what it was rounded
+    by, which is no more than the logits were.
+    """
     return mine.lse, torch.zeros_like(mine.lse) if mine.low is None else mine.low
 
 
 def log_sum(x: Tensor, low: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """log(sum(exp(x))) of [ranks, n] over ranks, and what each rank's x lies below it, both to the last digit where
-    one rank has nearly all.
+    """log(sum(exp(x))) of [ranks, n] over ranks, and how far below it each rank's x lies; both are exact to the last
+    digit if one rank has nearly all.
 
-    `low` is what x were rounded by: of large logits that would be most of how probabilities differ.
+    `low` is what x were rounded by: with large logits, that would be most of the error in probabilities.
     """
     top, lead = x.max(0, keepdim=True)
     below = x - top.masked_fill(top == -torch.inf, 0)
@@ -273,7 +280,7 @@ def log_sum(x: Tensor, low: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _apart(start: Tensor, stop: Tensor, vocab: int) -> Tensor:
-    """[] bool: whether the ranges leave out or repeat a part of [0, vocab)."""
+    """[] bool: whether the ranges [start, stop) leave out or repeat a part of [0, vocab)."""
     begins = torch.cat([start, start.new_full((1,), vocab)]).sort().values
     ends = torch.cat([stop, stop.new_zeros(1)]).sort().values
     return (begins != ends).any()
@@ -295,8 +302,9 @@ def whole_hidden(hidden: Tensor, shards: Shards) -> Tensor:
 
 
 def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
-    """Begin to add up the gradients of all tokens' hidden states over the ranks; what is returned waits for the sum of
-    this rank's tokens, and for replicated ones it is `gradient` itself."""
+    """Begin to sum the gradients of all tokens' hidden states over the ranks.  Returns a function that waits for the
+    sum of this rank's tokens; for replicated hidden states the sum is in `gradient` itself.
+    """
     out, work = begin_sum(shards, gradient)
 
     def wait() -> Tensor:
@@ -308,7 +316,7 @@ def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
 
 
 def begin_sum(shards: Shards, gradient: Tensor) -> tuple[Tensor, Any]:
-    """As `start_sum`: the sum, and what to wait for; None: nothing."""
+    """As `start_sum`: returns the sum, and what to wait for (None: nothing)."""
     if not shards.reduce or shards.ranks == 1:
         return gradient, None
     if gradient.numel() == 0 or gradient.is_meta:
@@ -322,5 +330,5 @@ def begin_sum(shards: Shards, gradient: Tensor) -> tuple[Tensor, Any]:
 
 
 def begin_gather(shards: Shards, mine: Tensor, out: Tensor) -> Any:
-    """Begin to fill [ranks, n] with each rank's [n]; returns what to wait for; None: nothing."""
+    """Begin to fill [ranks, n] with each rank's [n]; returns what to wait for (None: nothing)."""
     return None if mine.is_meta else all_gather(out.view(-1), mine, group=group_of(shards), async_op=True)

@@ -1,1 +1,1 @@
-"""The softmax of logits whose products are of FP8 numbers."""
+"""The softmax of logits that are products of FP8 numbers."""

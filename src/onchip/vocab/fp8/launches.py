@@ -1,6 +1,6 @@
-"""The softmax of a chunk's logits by Triton's kernels, and its gradient in FP8, for precision='fp8'.
+"""Launches Triton's kernels for precision='fp8': the softmax of a chunk's logits, and its gradient in FP8.
 
-The functions that torch.py has too do the same.
+Functions that torch.py has too do the same.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ WARPS, REGISTERS = 8, 128
 
 
 def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    """[n] or [n, K] float32: the targets' logits, of numbers that are not quantised."""
+    """[n] or [n, K] float32: the targets' logits, computed from numbers that are not quantised."""
     out = hidden.new_empty(target.shape, dtype=torch.float32)
     arguments = {
         "hidden": hidden,
@@ -50,7 +50,7 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
 def softmax_of_chunk(
     part: LogitsCall, logits: Tensor, of_targets: Tensor | None, out: LossOutputs, into: LogitsGradient
 ) -> None:
-    """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
+    """Compute the loss and the statistics of a chunk's tokens, and the gradient of its logits."""
     with device_of(logits):
         if part.dense:
             _dense_softmax(part, logits, out, into)
@@ -71,7 +71,7 @@ def _numbers(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> T
 
 
 def _softmax_of_ids(part: LogitsCall, logits: Tensor, out: LossOutputs, into: LogitsGradient) -> None:
-    """Of soft labels of K ids."""
+    """The same for soft labels of K ids."""
     vocab, options, tokens = logits.shape[1], part.options, part.tokens(logits.shape[1])
     # No id is ignored: one that looks like it is out of range.
     ids = torch.where(part.ids == options.ignore_index, -1, part.ids)
@@ -120,7 +120,7 @@ def gradient_terms(part: LogitsCall, gradient: TokenGradient, at_target: Tensor 
 
 
 def _terms(part: LogitsCall, lse: Tensor, *others: Tensor | None) -> Tensor:
-    """Those of `kernels._gradient`, from lse on; 0 where there is none."""
+    """The terms of `kernels._gradient`, from lse on; 0 for those that don't exist."""
     k, zero = transform_scales(part.options)["outer_scale"], torch.zeros_like(lse)
     assert k is not None
     scale = zero + k * LOG2E.value if part.temperature is None else k * LOG2E.value / part.temperature
@@ -129,8 +129,9 @@ def _terms(part: LogitsCall, lse: Tensor, *others: Tensor | None) -> Tensor:
 
 
 def ids_in_blocks(ids: Tensor, at_ids: Tensor, vocab: int) -> dict[str, Any]:
-    """Ids [n, K] in ascending order with their entries of the gradient, and where those of each 128 entries of the
-    vocabulary begin among them."""
+    """Ids [n, K] in ascending order with their entries of the gradient, and where the ids of each 128 vocabulary
+    entries begin among them.
+    """
     ids, order = ids.sort(1)
     begins = (
         torch.arange(blocks(vocab) + 1, dtype=torch.int64, device=ids.device)
@@ -143,7 +144,7 @@ def ids_in_blocks(ids: Tensor, at_ids: Tensor, vocab: int) -> dict[str, Any]:
 
 
 def _dense_softmax(part: LogitsCall, logits: Tensor, out: LossOutputs, into: LogitsGradient) -> None:
-    """Of labels of every entry."""
+    """The same for labels of every entry."""
     options, tokens, labels = part.options, part.tokens(logits.shape[1]), part.labels
     assert labels is not None
     launch_soft("soft_losses", logits, labels, None, part.temperature, options, part.class_weight, **out.of_labels)
@@ -169,7 +170,7 @@ def gradient_launch(
     into: LogitsGradient,
     **more: Any,
 ) -> Launch:
-    """The gradient of a chunk's tokens; `more` are fields of `ChunkLogits`."""
+    """The launch for the gradient of a chunk's tokens; `more` are fields of `ChunkLogits`."""
     n, vocab = logits.shape
     given = dict.fromkeys(kernels.ChunkLogits._fields) | more
     given |= {"data": logits, "stride": logits.stride(0), "terms": terms, "class_weight": part.class_weight}

@@ -1,4 +1,4 @@
-"""Chunks and memory of precision='fp8'.  No framework."""
+"""Chunks and memory for precision='fp8'.  Imports no framework."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,14 +8,16 @@ from onchip.vocab.chunks import Planner, even_chunk, largest
 from onchip.vocab.memory import Problem
 
 DEFAULT_CHUNK = 2048
-"""Tokens whose logits exist at once, unless a budget says otherwise: a multiple of 128, which share a scale."""
+"""How many tokens' logits exist at once, unless a budget says otherwise: a multiple of 128, which share a scale."""
 
 TERMS = 6
-"""Numbers of a token that the gradient of its logits is made with."""
+"""How many numbers per token the gradient of its logits is made from."""
 
 
 def kept_parts(p: Problem) -> dict[str, int]:
-    """Bytes that live from forward to backward, part by part, beside hidden, the target and the weight's copies."""
+    """Bytes that live from forward to backward, part by part, in addition to hidden, the target and the weight's
+    copies.
+    """
     return {
         "softmax gradient, transposed, in FP8": quantized_bytes(p.vocab, p.tokens) if p.grad_weight else 0,
         "hidden gradient in float32": 4 * p.tokens * p.hidden if p.grad_hidden else 0,
@@ -50,7 +52,7 @@ def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:
 
 
 def backward_parts(p: Problem) -> dict[str, int]:
-    """Bytes of backward beside what is kept."""
+    """Bytes of backward in addition to what is kept."""
     element = DTYPE_BYTES[p.dtype] + (4 if p.per_token_loss else 0)  # times the upstream gradients, in float32
     added_after = p.weight_grad_out and (p.vocab % 4 or p.hidden % 4)  # of other sizes cuBLAS adds in the product
     parts = {
@@ -74,7 +76,7 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
 
 
 def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[int]:
-    """Tokens of a chunk: the most that fit in even chunks of multiples of 128."""
+    """Tokens in a chunk: the most that fit, in even chunks of multiples of 128."""
     most = max(up(p.tokens), BLOCK)
     yield even_chunk(most, largest(lambda chunk: scratch_bytes(p, chunk) <= budget, BLOCK, most, BLOCK), BLOCK)
 
@@ -92,8 +94,9 @@ scratch_bytes: Callable[[Problem, int], int] = PLANNER.scratch_bytes
 
 
 def plan(p: Problem, budget: int | None, ranks: int = 1) -> int:
-    """Tokens of a chunk: by default 2048 at most, times the ranks over which the vocabulary is sharded, in even chunks.
-    Raises ValueError if the budget is too small."""
+    """Tokens in a chunk: by default at most 2048 times the ranks over which the vocabulary is sharded, in even chunks.
+    Raises ValueError if the budget is too small.
+    """
     if budget is None:
         most = max(up(p.tokens), BLOCK)
         return even_chunk(most, DEFAULT_CHUNK * ranks, BLOCK)

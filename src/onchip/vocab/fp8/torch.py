@@ -1,6 +1,6 @@
-"""The softmax of a chunk's logits with PyTorch's own operations, and its gradient in FP8, for precision='fp8'.
+"""precision='fp8' in PyTorch's own operations: the softmax of a chunk's logits, and its gradient in FP8.
 
-What the Triton kernels make is compared with this.
+The Triton kernels' results are compared with these.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from onchip.vocab.torch.tiles import NOWHERE, Ids, Tokens, apply
 
 
 class LogitsCall(NamedTuple):
-    """What is asked of the logits of some tokens."""
+    """A call on the logits of some tokens."""
 
     ids: Tensor  # [T] int64; of soft labels of K ids [T, K]; of those of every entry [T], and means nothing
     token_weight: Tensor | None  # [T] float32
@@ -38,12 +38,12 @@ class LogitsCall(NamedTuple):
 
     @property
     def number(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return len(self.ids)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of sums."""
+        """The dtype of sums."""
         return torch.float32
 
     @property
@@ -53,21 +53,21 @@ class LogitsCall(NamedTuple):
 
     @property
     def of_ids(self) -> bool:
-        """Whether K ids have one."""
+        """Whether each token has probabilities for K ids."""
         return self.kind == "probs"
 
     @property
     def ignored(self) -> Tensor | None:
-        """[T] bool; None: all tokens count."""
+        """[T] bool; None if all tokens count."""
         return self.ids == self.options.ignore_index if self.kind == "ids" else None
 
     def part(self, start: int, stop: int) -> "LogitsCall":
-        """Of tokens [start, stop)."""
+        """The call on tokens [start, stop)."""
         labels = None if self.labels is None else rows_of(self.labels, start, stop)
         return LogitsCall._make([*(None if x is None else x[start:stop] for x in self[:3]), labels, *self[4:]])
 
     def tokens(self, vocab: int) -> Tokens:
-        """All of them, with what a loss makes of them."""
+        """All the tokens, with what a loss makes of them."""
         ids, ignored = self.ids if self.of_ids else self.ids[:, None], self.ignored
         bad = (ids < 0) | (ids >= vocab)
         bad = bad if ignored is None else bad & ~ignored[:, None]
@@ -88,7 +88,7 @@ class LogitsCall(NamedTuple):
 
 
 class LogitsGradient(NamedTuple):
-    """Where the gradient of a chunk's n logits goes, in E4M3; None is not wanted."""
+    """Memory for the gradient of a chunk's n logits in E4M3; None for what is not wanted."""
 
     rows: TorchQuantized | None  # [n, V], 1x128 scales
     columns: TorchQuantized | None  # [V, n], 1x128 scales; part of what is kept of all chunks
@@ -96,7 +96,7 @@ class LogitsGradient(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """Whether any of it is."""
+        """Whether any of it is wanted."""
         return any(x is not None for x in self)
 
 
@@ -106,7 +106,7 @@ def target_logits(
     bias: Tensor | None,  # [V]
     target: Tensor,  # [n] or [n, K]
 ) -> Tensor:
-    """[n] or [n, K] float32: the targets' logits, of numbers that are not quantised."""
+    """[n] or [n, K] float32: the targets' logits, computed from numbers that are not quantised."""
     y = target.clamp(0, len(weight) - 1)
     columns = [(hidden.float() * weight[ids].float()).sum(1) for ids in y.view(len(y), -1).unbind(1)]
     z = torch.stack(columns, 1).view(y.shape)
@@ -116,10 +116,10 @@ def target_logits(
 def softmax_of_chunk(
     part: LogitsCall, logits: Tensor, of_targets: Tensor | None, out: LossOutputs, into: LogitsGradient
 ) -> None:
-    """Fill `out`, per token and 0 for ignored ones, and `into` for an upstream gradient of 1.
+    """Fill `out` for each token, with 0 for ignored ones, and fill `into` for an upstream gradient of 1.
 
     `logits` [n, V] are products and bias, before scale, softcap and temperature; those of ignored tokens are not NaN.
-    `of_targets` [n] stand in for those of the targets; of soft labels there are none.
+    `of_targets` [n] replace those of the targets; with soft labels there are none.
     """
     tokens, options = part.tokens(logits.shape[1]), part.options
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
@@ -160,21 +160,21 @@ def statistics_of_chunk(part: LogitsCall, logits: Tensor, of_targets: Tensor | N
 def gradient_of_chunk(
     part: LogitsCall, logits: Tensor, of_targets: Tensor | None, gradient: TokenGradient, into: LogitsGradient
 ) -> None:
-    """Fill `into` with a chunk's gradient, given what statistics of the whole vocabulary make of it."""
+    """Fill `into` with a chunk's gradient, given `gradient`, which the statistics of the whole vocabulary lead to."""
     ids = _ids_of_shard(part)
     z, _, slope = _final_logits(part, logits, of_targets, ids)
     _write(gradient.of_logits(z, ids, 0, slope, None), into)
 
 
 def _ids_of_shard(part: LogitsCall) -> Tensor:
-    """[n, K]."""
+    """Ids of the shard, [n, K]."""
     return part.ids.clamp(min=NOWHERE).view(len(part.ids), -1 if part.number else 1)
 
 
 def _final_logits(
     part: LogitsCall, logits: Tensor, of_targets: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor | float, Tensor | None]:
-    """Of a shard; their temperature, and the derivative of the softcap."""
+    """A shard's final logits, their temperature, and the derivative of the softcap."""
     z = logits.float()
     if of_targets is not None:
         column = ids.clamp(min=0)
@@ -188,8 +188,9 @@ def _final_logits(
 def dense_gradient_of_chunk(
     part: LogitsCall, logits: Tensor, whole: dense.Whole, known: tuple[Tensor, ...], into: LogitsGradient
 ) -> None:
-    """Fill `into` with a chunk's gradient of labels of every entry, or of a shard's; `known` are the arguments of
-    `dense_gradient` from `row` on."""
+    """Fill `into` with a chunk's gradient for labels of every entry, or of a shard's; `known` are the arguments of
+    `dense_gradient` from `row` on.
+    """
     assert part.labels is not None
     z, tau = logits.float(), part.tokens(logits.shape[1]).temperature
     slope = None if part.options.softcap is None else torch.empty_like(z)
@@ -198,7 +199,7 @@ def dense_gradient_of_chunk(
 
 
 def fill(out: LossOutputs, made: LossOutputs, names: Sequence[str] = LossOutputs._fields) -> None:
-    """Fill the memory of a chunk's outputs, of these names."""
+    """Fill the memory for a chunk's outputs of these names."""
     for name in names:
         x, value = getattr(out, name), getattr(made, name)
         if x is not None and value is not None:

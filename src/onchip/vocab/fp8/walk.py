@@ -1,11 +1,11 @@
-"""The walk of precision='fp8' over chunks of tokens.
+"""precision='fp8': the walk over chunks of tokens.
 
-The three products are those of fp8_linear: hidden states and the logits' gradient with 1x128 scales along what is
-summed, the weight with 128x128.  For the weight's gradient it is the hidden states that have 128x128 scales.  `forward`
-takes chunks of tokens: the logits of a chunk, their softmax, its gradient in FP8, hidden's gradient.  The target's own
-logit, on which the loss depends most, is made of numbers that are not quantised.  The transposed FP8 gradient of all
-tokens is kept, and backward makes the weight's gradient of it in one product, whose scales carry the upstream gradient:
-so it is rounded once.
+The three products are those of fp8_linear: hidden states and the logits' gradient have 1x128 scales along the summed
+dimension, the weight has 128x128 scales.  In the weight's gradient, the hidden states have the 128x128 scales.  For
+each chunk of tokens `forward` makes the logits, their softmax, its gradient in FP8, and hidden's gradient.  The
+target's own logit, on which the loss depends most, is made from numbers that are not quantised.  The transposed FP8
+gradient of all tokens is kept; from it backward makes the weight's gradient in one product, whose scales carry the
+upstream gradient, so that it is rounded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ SCALE = "float32"
 # What the logits of a chunk are stored in.
 LOGITS = torch.bfloat16
 ChunkLogits = tuple[Tensor, Tensor | None]
-"""The logits of a chunk, and those of its targets where they stand apart."""
+"""The logits of a chunk, and those of its targets if they are computed apart."""
 
 
 class Parts(NamedTuple):
-    """What the gradients are made of, for an upstream gradient of 1; None: not wanted."""
+    """What the gradients are made from, for an upstream gradient of 1; None for what is not wanted."""
 
     grad_hidden: Tensor | None  # [..., H] float32
     columns: Tensor | None  # the logits' gradient, transposed in FP8
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
 
 
 class Source:
-    """What the logits are made of, and their gradient is multiplied with."""
+    """What the logits are made from, and what their gradient is multiplied by."""
 
     def __init__(
         self,
@@ -79,7 +79,9 @@ class Source:
         self._hidden, self._ignored = hidden.reshape(-1, weight.shape[1]), call.ignored
 
     def logits(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Those of tokens [start, stop), and of their targets: where there is one, of numbers that aren't quantised."""
+        """The logits of tokens [start, stop), and of their targets: with one target per token, from numbers that aren't
+        quantised.
+        """
         part, ignored = self.call.part(start, stop), self._ignored
         # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
         h = self._hidden[start:stop]
@@ -98,7 +100,7 @@ class Source:
         return logits, of_targets
 
     def memory(self, kept: Parts, start: int, stop: int) -> LogitsGradient:
-        """Where the gradient of the logits of tokens [start, stop) goes."""
+        """Memory for the gradient of the logits of tokens [start, stop)."""
         n, vocab, columns = stop - start, len(self.weight), operand(kept.columns, kept.column_scales)
         if columns is not None:
             block = slice(start // BLOCK, blocks(stop))
@@ -110,7 +112,7 @@ class Source:
         )
 
     def multiply(self, kept: Parts, into: LogitsGradient, start: int, stop: int) -> None:
-        """Hidden's gradient of tokens [start, stop), and what they add to the bias's."""
+        """Multiply for hidden's gradient of tokens [start, stop), and add these tokens' part of the bias's."""
         if kept.grad_hidden is not None:
             made = multiply(self._products, into.rows, self._transposed, by_block=True, dtype=torch.float32)
             kept.grad_hidden.view(self._hidden.shape)[start:stop] = made
@@ -119,13 +121,13 @@ class Source:
 
 
 class Fp8Logits:
-    """A source's logits as `vocab.torch` reads them."""
+    """A source's logits, in the form that `vocab.torch` reads."""
 
     def __init__(self, source: Source) -> None:
         self._source, self.vocab = source, len(source.weight)
 
     def reader(self, tokens: Ids, start: int, stop: int) -> Callable[[Tensor, int], None]:
-        """As a Projection's; a tile has all of the vocabulary."""
+        """As a Projection's; a tile covers all of the vocabulary."""
         return lambda out, first: _copy(out, self._source.logits(start, stop)[0])
 
 
@@ -134,8 +136,9 @@ def _copy(out: Tensor, logits: Tensor) -> None:
 
 
 def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -> tuple[LossOutputs, Parts]:
-    """Each token's loss and softmax, [T], and what backward needs, so many tokens at a time; `grads` of hidden
-    [..., H], weight and bias."""
+    """Each token's loss and softmax, [T], and what backward needs, `chunk` tokens at a time; `grads`: which of hidden
+    [..., H], weight and bias need a gradient.
+    """
     call = source.call
     softmax = LossOutputs.empty(call, hidden, kernels=True)
     kept = Parts.empty(hidden, source.weight, grads)
@@ -151,8 +154,9 @@ def forward(source: Source, hidden: Tensor, grads: Sequence[bool], chunk: int) -
 
 
 def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, list[ChunkLogits]]:
-    """Of each token over the shard of the vocabulary that the source has; and where all tokens are one chunk, its
-    logits, for `gradients`.  There are tokens, and entries."""
+    """Each token's statistics over the source's shard of the vocabulary; and, if all tokens are one chunk, its logits
+    for `gradients`.  There are tokens and entries.
+    """
     made, held = [], []
     for start, stop in spans(len(source.call.ids), chunk):
         chunk_logits = source.logits(start, stop)
@@ -164,7 +168,7 @@ def statistics(source: Source, asked: Asked, chunk: int) -> tuple[TokenStats, li
 
 
 def gradients(source: Source, kept: Parts, gradient: TokenGradient, held: list[ChunkLogits], chunk: int) -> None:
-    """Fill `kept`, of logits that are `held` or made again."""
+    """Fill `kept` from logits that are `held`, or made again."""
 
     def write(
         part: LogitsCall, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: LogitsGradient
@@ -175,7 +179,9 @@ def gradients(source: Source, kept: Parts, gradient: TokenGradient, held: list[C
 
 
 def dense_gradients(source: Source, kept: Parts, known: tuple[Tensor, ...], whole: Whole, chunk: int) -> None:
-    """The same of labels of every entry; `known` are the arguments of `dense_gradient` from `row` on, of all tokens."""
+    """The same for labels of every entry; `known` are the arguments of `dense_gradient` from `row` on, for all
+    tokens.
+    """
 
     def write(
         part: LogitsCall, logits: Tensor, of_targets: Tensor | None, start: int, stop: int, into: LogitsGradient
@@ -196,5 +202,5 @@ def _gradients(source: Source, kept: Parts, write: Callable[..., None], held: li
 
 
 def products_of(backend: str, like: Tensor) -> str:
-    """Which of fp8_linear's backends multiplies: under Triton's interpreter, on the CPU, there is no cuBLAS."""
+    """The backend of fp8_linear that multiplies: under Triton's interpreter, on the CPU, there is no cuBLAS."""
     return "scaled_mm" if backend == "triton" and like.is_cuda else "dequantize"

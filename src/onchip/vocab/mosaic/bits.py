@@ -1,5 +1,5 @@
-"""float32 numbers in 24 or 20 bits: the first 16 as a number of a dtype that has 16, whatever it is, and the rest as
-digits, of 8 bits or 4.
+"""float32 numbers in 24 or 20 bits: the first 16 are stored as a number of any 16-bit dtype, the rest as digits of 8 or
+4 bits.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def join(first: Any, digits: Any, number: int = 8, *, nearest: bool = False) -> 
 
 
 def split(x: Any, dtype: Any, number: int = 8, half: Any = None) -> tuple[Any, Any]:
-    """x rounded to so many bits more than 16; NaN stays NaN.
+    """x rounded to `number` bits more than 16; NaN stays NaN.
 
     half: HALF_A_PLACE makes the first bits those of the nearest number that has 16, half of the last place rounded up;
         0 or None leaves them.
@@ -35,12 +35,12 @@ def split(x: Any, dtype: Any, number: int = 8, half: Any = None) -> tuple[Any, A
 
 
 def _plus(bits: Any, more: Any, most: int) -> Any:
-    """`more`, which is at most `most`, added to a float's bits: a NaN of all ones would become a zero."""
+    """Add `more`, at most `most`, to a float's bits; without the limit a NaN of all ones would become a zero."""
     return jnp.minimum(bits, 0x7FFFFFFF - most) + more
 
 
 def to_bits(x: Any) -> Any:
-    """Of 16-bit numbers, as uint32."""
+    """The bits of 16-bit numbers, as uint32."""
     return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
 
 

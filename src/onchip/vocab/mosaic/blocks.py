@@ -51,13 +51,13 @@ def vocab_of(weight: Any, vocab_major: bool) -> int:
 
 
 def tokens_of(exponentials: Any, vocab_major: bool) -> int:
-    """For how many tokens a matrix has room."""
+    """How many tokens a matrix has room for."""
     size: int = exponentials.shape[1 if vocab_major else 0]
     return size
 
 
 def unscaled_logits(refs: Refs, x: Any, v: Any, shape: Any, registers: Registers) -> Any:
-    """The logits of entries from v on up to a factor of each token: x with z = x * factor."""
+    """The logits of entries from v on, without a factor for each token: x with z = x * factor."""
     if "bias" in refs:
         x = x + registers.spread(registers.load(refs["bias"].at[pl.ds(v, shape[1])], 0), shape, 0)
     if "inner_scale" in refs:
@@ -71,7 +71,9 @@ def class_weights(refs: Refs, v: Any, shape: tuple[int, int], registers: Registe
 
 
 def beside_labels(labels: MosaicLabels | None, config: MosaicConfig) -> dict[str, Any]:
-    """What `label_strips` needs of a product: shared memory for two strips of each warpgroup, and their barriers."""
+    """What `label_strips` needs beside a product's own memory: shared memory for two strips per warpgroup, and their
+    barriers.
+    """
     if labels is None:
         return {}
     assert config.part_m == BOX
@@ -80,10 +82,10 @@ def beside_labels(labels: MosaicLabels | None, config: MosaicConfig) -> dict[str
 
 
 def label_strips(refs: Refs, p: Part, v: Any, config: MosaicConfig, registers: Registers) -> Callable[[int], Any]:
-    """What returns the labels of a part's columns [n, n + BOX) in float32, to be called for each n in order; the part
-    begins with entry v.
+    """Returns a function that gives the labels of a part's columns [n, n + BOX) in float32, to be called for each n in
+    order; the part begins with entry v.
 
-    They come by way of shared memory: copies fill up with zeros what is outside of the matrix.  The next strip is on
+    The labels come by way of shared memory; copies fill what is outside of the matrix with zeros.  The next strip is on
     its way while one is used.
     """
 
@@ -112,7 +114,9 @@ def label_strips(refs: Refs, p: Part, v: Any, config: MosaicConfig, registers: R
 
 
 def send_exponentials(target: Any, t: Any, v: Any, vocab_major: bool) -> Callable[[Any, int, int], None]:
-    """What copies blocks of a part to `target`, where tokens from t on and entries from v on are kept."""
+    """Returns a function that copies blocks of a part to `target`, where tokens from t on and entries from v on are
+    kept.
+    """
 
     def send(block: Any, m: int, n: int) -> None:
         row, column = (v + n, t + m) if vocab_major else (t + m, v + n)
@@ -122,7 +126,7 @@ def send_exponentials(target: Any, t: Any, v: Any, vocab_major: bool) -> Callabl
 
 
 def by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]]) -> None:
-    """Call what is for token t: the function of the first (end, function) with t < end; empty ranges are left out."""
+    """Call the function for token t: that of the first (end, function) with t < end; empty ranges are left out."""
     used, begin = [], 0
     for end, function in ranges:
         if min(end, tokens) > begin:

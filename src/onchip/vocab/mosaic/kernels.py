@@ -68,10 +68,10 @@ def _logits_tiles(
     interpret: Any,
     first_row: int = 0,
 ) -> dict[str, Array]:
-    """A kernel over the tiles of the logits of so many entries, from that in `first` on if it is among `inputs`; and of
-    the positions of the operands' rows alone, which begin with that in `first_position`, if that is.
+    """A kernel over the tiles of the logits of so many entries, beginning with the one in `first` if that is among
+    `inputs`; if `first_position` is among them, only over the operands' rows that begin with that position.
 
-    The first position's hidden state is in row `first_row`.
+    The hidden state of the first position is in row `first_row`.
     """
     c = config
     tokens, hidden = len(operands.label), operands.rows.shape[1]
@@ -177,7 +177,7 @@ def softmax_tiles(
                 take(q, "plain_cost", "plain_mass")
 
         def exponentials(n: int, width: int) -> Any:
-            """exp(z - maximum) of some columns, and 0 for the label; they enter the sums."""
+            """exp(z - maximum) for some columns, and 0 for the label; they enter the sums."""
             narrow = (c.part_m, width)
             x_n, column = x[:, n : n + width], registers.columns(narrow)
             e = jnp.exp2(x_n * registers.spread(k_2, narrow, 1) - registers.spread(top * k_2, narrow, 1))
@@ -218,7 +218,7 @@ def softmax_tiles(
                 return e.astype(dtype)
 
             def sender(i: int, begin: int) -> Callable[[Any, int, int], None]:
-                """What sends a block to the i-th room, of positions from `begin` on."""
+                """Returns a function that sends a block to the i-th room, for positions from `begin` on."""
                 room, in_room = rooms[i], t - begin if begin else t
                 in_spare = send_exponentials(refs[f"spare {i}"], in_room, p.n - room.split, vocab_major)
                 if room.in_weight_grad is None:
@@ -291,7 +291,7 @@ def gradient_tiles(
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Array:
-    """Recomputed logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
+    """Recompute the logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
     c = config
     dtype, tokens = operands.rows.dtype, len(operands.label)
     vocab = vocab_of(operands.weight, vocab_major)

@@ -34,7 +34,7 @@ from onchip.vocab.xla.walk import expected_of
 Array = jax.Array
 BOX = 64  # rows and columns of the blocks that gradients of logits are kept in
 ByLogits = Callable[[Operands, Array, int], Array]
-"""The gradient of a chunk's logits, of the operands, the chunk's first entry [1] and its size."""
+"""The gradient of a chunk's logits, from the operands, the chunk's first entry [1] and its size."""
 
 
 def several(call: LossCall) -> bool:
@@ -43,21 +43,23 @@ def several(call: LossCall) -> bool:
 
 
 def statistics(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[XlaTokenStats, LabelSums | None, LossCall]:
-    """The statistics of each position, the sums of labels of every entry, and the call with what backward needs."""
+    """The statistics of each position, the sums for labels of every entry, and the call with what backward needs."""
     if call.entries is None:
         return _of_ids(plan, wanted, call), None, call
     return _of_every_entry(plan, wanted, call)
 
 
 def by_logits(at: Positions, stats: XlaTokenStats, above: Upstream, at_ids: Array) -> ByLogits | None:
-    """What makes the gradient of a chunk's logits; None: of one id `gradient_tiles` does."""
+    """Returns the function that makes the gradient of a chunk's logits; None for one id, for which `gradient_tiles`
+    does it.
+    """
     if above.labels is not None:
         return _with_entries(at.call, above)
     return _with_ids(at, stats, above, at_ids) if several(at.call) else None
 
 
 def _launched(plan: MosaicPlan, at: Positions, softmax_tiles: Any) -> Any:
-    """The launcher; where there are several parts, it is traced and lowered once."""
+    """The launcher; if there are several parts, it is traced and lowered only once."""
     return jax.jit(softmax_tiles) if len(at.parts(plan)) > 1 else softmax_tiles
 
 
@@ -65,7 +67,9 @@ def _launched(plan: MosaicPlan, at: Positions, softmax_tiles: Any) -> Any:
 
 
 def _logits(at: Positions, rows: Array, part: slice) -> Array:
-    """[part, K]: of the call's ids, one after the other: all rows of the weight at once would be [part, K, H]."""
+    """[part, K]: the logits of the call's ids, one id after the other: all their rows of the weight at once would be
+    [part, K, H].
+    """
 
     def of_one(ids: Array) -> Array:
         return at.target_logit(rows, part, jnp.maximum(ids, -1))
@@ -75,7 +79,7 @@ def _logits(at: Positions, rows: Array, part: slice) -> Array:
 
 
 def _of_ids(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> XlaTokenStats:
-    """The statistics.  The likeliest of a token's ids has the part of its label."""
+    """The statistics for K ids.  The likeliest of a token's ids has the part of its label."""
     from onchip.vocab.mosaic import kernels
 
     at = Positions.of(call)
@@ -115,7 +119,7 @@ def _with_ids(at: Positions, stats: XlaTokenStats, above: Upstream, entries: Arr
 
 def _written(gradient: Array, column: Array, entries: Array, major: bool) -> Array:
     """The gradient of a chunk's logits, as `gradient_tiles` lays it out, with these entries [P, K] at columns [P, K] of
-    tokens' rows.  Those outside are dropped; a column that occurs twice has the same number twice.
+    tokens' rows.  Entries outside are dropped; a column that occurs twice has the same number both times.
     """
     size = gradient.shape[0 if major else 1]
     token = lax.broadcasted_iota(jnp.int32, column.shape, 0)
@@ -132,7 +136,7 @@ def _written(gradient: Array, column: Array, entries: Array, major: bool) -> Arr
 
 
 def positions(call: LossCall) -> Positions:
-    """With the weights of classes where labels of every entry are multiplied by them."""
+    """The call's positions; labels of every entry are multiplied by the class weights, if there are any."""
     at = Positions.of(call)
     if call.class_weight is None or call.entries is None:
         return at
@@ -166,7 +170,7 @@ def _of_every_entry(plan: MosaicPlan, wanted: Wanted, call: LossCall) -> tuple[X
 
 
 def _merged(at: Positions, partials: MosaicPartials, part: slice) -> tuple[XlaTokenStats, LabelSums, Array, Array]:
-    """Over all parts of the tiles, of the positions of `part`: also labels' sum, weighed by class, and where the
+    """Merge all parts of the tiles for the positions of `part`: also the labels' sum, weighted by class, and where the
     largest logits are."""
     there, maximum = at.there[part], partials.maximum
     best = jnp.argmax(maximum, 0)[None]

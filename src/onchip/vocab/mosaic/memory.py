@@ -1,12 +1,16 @@
-"""How the 'mosaic_gpu' backend cuts a problem: memory formulas and the choice of a plan.  No framework.
+"""How the 'mosaic_gpu' backend cuts a problem: memory formulas and the choice of a plan.  Imports no framework.
 
-The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
-more, as far as there is room; the other tokens' logits are recomputed in backward.  Or tokens go in chunks, whose
-exponentials are in scratch for as long as it takes to make of them hidden's gradient and what they add to the weight's,
-a sum of 20 or 24 bits (sums.py); a frozen weight always goes so.  The first such chunk may have up to H tokens more,
-whose exponentials are in the memory of the weight's gradient until its part of that is computed, and H / 4 or H / 2
-more in the memory of the sum's digits: fewer chunks are left to add.  The formulas are of what XLA allocates for a
-jitted step beyond its arguments and results.
+There are two ways to make gradients.  In the first, the memory of the weight's gradient holds the exponentials of up to
+H tokens until that gradient is computed; scratch holds those of more tokens, as far as there is room; and the other
+tokens' logits are recomputed in backward.
+
+In the second, tokens go in chunks.  A chunk's exponentials are in scratch only until hidden's gradient and the chunk's
+part of the weight's gradient are made from them; the weight's gradient is a sum of 20 or 24 bits (sums.py).  A frozen
+weight always goes this way.  The first chunk may have up to H tokens more, whose exponentials are in the memory of the
+weight's gradient until the chunk's part of it is computed, and H / 4 or H / 2 more in the memory of the sum's digits,
+so that fewer chunks are left to add.
+
+The formulas give what XLA allocates for a jitted step beyond its arguments and results.
 """
 
 import math
@@ -47,40 +51,40 @@ class MosaicPlan:
     """One way to cut a problem."""
 
     strategy: str
-    """'forward' where nothing needs a gradient, 'stash' where exponentials are kept, else 'recompute'."""
+    """'forward' if nothing needs a gradient, 'stash' if exponentials are kept, otherwise 'recompute'."""
     token_chunk: int
     """Tokens whose softmax is taken at a time: all of them, unless no gradient is wanted or it is made `by_tokens`."""
     kept_in_gradient: int = 0
-    """Tokens, a multiple of 128, whose exponentials wait in the memory of the weight's gradient."""
+    """How many tokens' exponentials wait in the memory of the weight's gradient; a multiple of 128."""
     chunk: int = 0
-    """Entries of the vocabulary, a multiple of 256, whose weight gradient is computed at a time."""
+    """For how many vocabulary entries the weight's gradient is computed at a time; a multiple of 256."""
     kept_in_scratch: int = 0
-    """Tokens, a multiple of 128, whose exponentials wait in scratch; with `by_tokens` a chunk of them at a time."""
+    """How many tokens' exponentials wait in scratch, a multiple of 128; with `by_tokens`, a chunk of them at a time."""
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
     recompute_chunks: int = 1
-    """Chunks for which the other tokens' logits are recomputed at a time: those have few tiles."""
+    """For how many chunks the other tokens' logits are recomputed at a time, since one chunk has few tiles."""
     by_tokens: bool = False
-    """Whether gradients are made in forward, a chunk of tokens after the other."""
+    """Whether gradients are made in forward, one chunk of tokens after the other."""
     first_chunk: int = 0
-    """With `by_tokens`, tokens of the first chunk where it is larger, since some of its exponentials are kept in the
-    memory of the weight's gradient; that is then computed for a `chunk` at a time."""
+    """With `by_tokens`, the tokens of the first chunk if it is larger than the others, since some of its exponentials
+    are kept in the memory of the weight's gradient; that is then computed for a `chunk` at a time."""
     kept_in_digits: int = 0
-    """Of the first chunk's tokens those after `kept_in_gradient`, a multiple of 128, whose exponentials wait in the
-    memory of the digits of the weight's sum."""
+    """How many of the first chunk's tokens, those after `kept_in_gradient`, have their exponentials wait in the memory
+    of the digits of the weight's sum; a multiple of 128."""
 
     @property
     def kept(self) -> int:
         return self.kept_in_gradient + self.kept_in_digits + self.kept_in_scratch
 
     def token_chunks(self, tokens: int) -> list[int]:
-        """With `by_tokens`, how many tokens each has."""
+        """With `by_tokens`, the number of tokens in each chunk."""
         first = min(self.first_chunk or self.token_chunk, tokens)
         rest, last = divmod(tokens - first, self.token_chunk)
         return [first, *[self.token_chunk] * rest, *[last] * (last > 0)]
 
     def positions(self, tokens: int) -> int:
-        """Of so many tokens, in whole tiles, or with `by_tokens` in whole chunks."""
+        """The positions for so many tokens, in whole tiles or, with `by_tokens`, in whole chunks."""
         more = max(0, tokens - self.first_chunk)
         return self.first_chunk + up(more, self.token_chunk if self.by_tokens else TOKEN_TILE)
 
@@ -90,7 +94,7 @@ class Group:
     """Neighbouring chunks of the vocabulary, for which logits are recomputed together."""
 
     first: int
-    """The entry that it begins with; where there are several groups, the first one's."""
+    """The entry that it begins with; if there are several groups, the first one's."""
     chunks: tuple[tuple[int, int], ...]
     """Size and number of equal chunks, in order."""
     times: int = 1
@@ -104,7 +108,7 @@ class Group:
 
 
 def groups(vocab: int, c: MosaicPlan, *, recomputed: bool) -> list[Group]:
-    """All of the vocabulary, in order; in as few groups as there can be where no logits are recomputed."""
+    """Groups that cover the vocabulary in order; as few as possible if no logits are recomputed."""
     end = split_at(vocab, c.chunk) if c.kept_in_gradient else up(vocab, VOCAB_TILE)
     number, rest = divmod(end, c.chunk)
     together = c.recompute_chunks if recomputed else max(number, 1)
@@ -120,7 +124,7 @@ def groups(vocab: int, c: MosaicPlan, *, recomputed: bool) -> list[Group]:
 
 
 def hidden_tile(hidden: int) -> int:
-    """Columns of a tile along hidden: 192 where they fill a row, and 256 would leave a tenth and more of it empty."""
+    """Columns of a tile along hidden: 192 if they fill a row and 256 would leave at least a tenth of it empty."""
     narrow = hidden % 192 == 0 and up(hidden, VOCAB_TILE) > 1.1 * hidden
     return 192 if narrow else VOCAB_TILE
 
@@ -173,16 +177,16 @@ def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
 
 
 def split_at(vocab: int, chunk: int) -> int:
-    """The vocabulary entry from which on exponentials are kept in scratch: what is kept in the gradient's memory is
-    a chunk further on than its own gradient.
+    """The vocabulary entry from which exponentials are kept in scratch: in the gradient's memory they lie a chunk
+    further on than their own gradient.
     """
     return max(0, vocab // VOCAB_TILE * VOCAB_TILE - chunk)
 
 
 @lru_cache(maxsize=1 << 12)
 def hidden_slices(tokens: int, hidden: int) -> int:
-    """Of the vocabulary, for the hidden gradient of so many tokens: so many that its tiles fill the device, if that
-    saves 3%.  It takes as long as if all tiles were cut in so many.
+    """In how many slices of the vocabulary the hidden gradient of so many tokens is made: enough for its tiles to fill
+    the device, if that saves 3%.  It takes as long as if all tiles were cut into that many.
     """
     tiles = -(-tokens // TOKEN_TILE) * -(-hidden // hidden_tile(hidden))
     best, least = 1, waves(tiles, _PROGRAMS)
@@ -194,8 +198,8 @@ def hidden_slices(tokens: int, hidden: int) -> int:
 
 
 def hidden_step(hidden: int) -> int:
-    """Tokens whose hidden gradient is made at a time where exponentials are in the memory of the weight's: as many as
-    have tiles that fill the device once.
+    """How many tokens' hidden gradient is made at a time if exponentials are in the memory of the weight's gradient: as
+    many as have tiles that fill the device once.
     """
     return max(1, _PROGRAMS // -(-hidden // hidden_tile(hidden))) * TOKEN_TILE
 
@@ -206,26 +210,26 @@ def _digit_words(p: Problem) -> int:
 
 
 def digits_bytes(p: Problem) -> int:
-    """Of what 16 bits lack of the weight's sum."""
+    """Bytes of the digits: what 16 bits lack of the weight's sum."""
     return 2 * _digit_words(p) * up(p.vocab, VOCAB_TILE)
 
 
 def digits_capacity(p: Problem) -> int:
-    """Tokens whose exponentials can be kept in that memory: none under an [H, V] weight, whose digits aren't cut like
-    exponentials.
+    """How many tokens' exponentials fit in that memory: none under an [H, V] weight, whose digits aren't cut as
+    exponentials are.
     """
     return _digit_words(p) // TOKEN_TILE * TOKEN_TILE if p.weight_layout == "vh" else 0
 
 
 def capacity(p: Problem) -> int:
-    """Tokens whose exponentials can be kept in the memory of the weight's gradient."""
+    """How many tokens' exponentials fit in the memory of the weight's gradient."""
     if not (p.grad_weight and _keeps(p)) or p.vocab < 2 * VOCAB_TILE:
         return 0
     return min(up(p.tokens, TOKEN_TILE), p.hidden // TOKEN_TILE * TOKEN_TILE)
 
 
 def _keeps(p: Problem) -> bool:
-    """Whether gradients can be made of exponentials that are kept."""
+    """Whether gradients can be made from exponentials that are kept."""
     # The bias's gradient would be another pass over all of them.  What label smoothing adds is the same for all
     # entries, unless softcap's derivative or class weights multiply it.
     if p.grad_bias or (p.smoothing and (p.softcap or p.class_weight)):
@@ -283,7 +287,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
 
 
 def _softmax_bytes(p: Problem, rows: int) -> int:
-    """Of what the softmax of so many tokens leaves for each tile."""
+    """Bytes of what the softmax of so many tokens leaves for each tile."""
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics; with labels of every entry
     # always argmax, and two sums of those, with and without weights of classes
     partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats
@@ -293,8 +297,8 @@ def _softmax_bytes(p: Problem, rows: int) -> int:
 
 
 def _scratch_exponentials(p: Problem, c: MosaicPlan, in_scratch: int, *, more: bool = True) -> int:
-    """Bytes of the exponentials in scratch of so many tokens, and with `more` of those for which the gradient's memory
-    has no room.
+    """Bytes of the exponentials in scratch for so many tokens and, with `more`, of those for which the gradient's
+    memory has no room.
     """
     vocab = up(p.vocab, VOCAB_TILE)
     in_memory = c.kept_in_gradient + c.kept_in_digits if more else 0
@@ -302,7 +306,7 @@ def _scratch_exponentials(p: Problem, c: MosaicPlan, in_scratch: int, *, more: b
 
 
 def _token_chunk_parts(p: Problem, c: MosaicPlan, rows: int, *, first: bool) -> dict[str, int]:
-    """Bytes of one chunk of tokens that gradients are made of in forward; `first`: of the larger one."""
+    """Bytes of one chunk of tokens whose gradients are made in forward; `first`: of the larger first chunk."""
     in_memory = c.kept_in_gradient + c.kept_in_digits if first else 0
     at_a_time = max(c.kept_in_gradient, c.kept_in_digits, rows - in_memory) if first else rows
     softmax = {"hidden rows": _ELEMENT * at_a_time * p.hidden, "softmax of each tile": _softmax_bytes(p, rows)}
@@ -363,7 +367,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
 
 
 def _moved_ms(p: Problem, number: int, token_chunk: int) -> float:
-    """Milliseconds that reading and writing the weight's sum takes, of so many chunks of tokens."""
+    """Milliseconds that reading and writing the weight's sum takes, for so many chunks of tokens."""
     of_gradient = _ELEMENT * p.vocab * p.hidden
     of_sum = of_gradient + digits_bytes(p)
     # It is added to, and in float16 read and rounded at the end.
@@ -383,7 +387,7 @@ def default_scratch(p: Problem, strategy: str) -> int:
 
 
 def useful_scratch(p: Problem, strategy: str) -> int:
-    """What gradients need in chunks of a size that costs little time."""
+    """What gradients need with chunks large enough to cost little time."""
     return scratch_bytes(p, _cut(p, strategy, min(16 * VOCAB_TILE, up(p.vocab, VOCAB_TILE))))
 
 
@@ -404,7 +408,7 @@ def _strategies(strategy: str) -> tuple[str, ...]:
 
 
 def _smallest(p: Problem, strategy: str) -> Iterator[MosaicPlan]:
-    """Of plans of one strategy those that may take least."""
+    """The plans of one strategy that may need least memory."""
     rows = up(p.tokens, TOKEN_TILE)
     if not p.any_grad:
         yield MosaicPlan("forward", TOKEN_TILE)
@@ -429,7 +433,7 @@ def _by_tokens(p: Problem, size: int) -> MosaicPlan:
 
 
 def _in_scratch(p: Problem) -> MosaicPlan:
-    """All exponentials: the weight's gradient in one launch."""
+    """The plan that keeps all exponentials in scratch and makes the weight's gradient in one launch."""
     return MosaicPlan("stash", p.tokens, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=up(p.tokens, TOKEN_TILE))
 
 
@@ -453,7 +457,7 @@ class MosaicSearch(Fastest[MosaicPlan]):
         self.weight *= 1 - 1e-9
 
     def fits(self, c: MosaicPlan) -> bool:
-        """Whether it does; if it may be among the fastest, it is noted."""
+        """Whether the plan fits; if it may be among the fastest, it is noted."""
         if (size := scratch_bytes(self.problem, c)) > self.budget:
             return False
         cost = predict(self.problem, c)
@@ -461,12 +465,12 @@ class MosaicSearch(Fastest[MosaicPlan]):
         return True
 
     def by_tokens_bound(self, number: int, size: int) -> float:
-        """With gradients in forward, in so many chunks of tokens, no plan takes less."""
+        """A bound: no plan that makes gradients in forward, in so many chunks of tokens, costs less."""
         moved = _moved_ms(self.problem, number, size) if self.problem.grad_weight else 0.0
         return self.logits + self.hidden + self.weight + 1e-3 * _LAUNCH * 10 * number + moved
 
     def by_tokens(self) -> None:
-        """Chunks of tokens: some small ones, and the fewest even chunks."""
+        """Try chunks of tokens: some small ones, and the fewest even chunks."""
         p = self.problem
         for size in reversed(_token_chunks(self.rows, self.budget // (_ELEMENT * p.vocab))):
             if self.by_tokens_bound(-(-p.tokens // size), size) > self.bound:
@@ -474,7 +478,7 @@ class MosaicSearch(Fastest[MosaicPlan]):
             self.fits(_by_tokens(p, size))
 
     def longer_first(self) -> None:
-        """Chunks of tokens of which the first has so many more that as few others as possible are left."""
+        """Try chunks of tokens of which the first is so much larger that as few others as possible are left."""
         p, rows, kept, digits = self.problem, self.rows, capacity(self.problem), digits_capacity(self.problem)
         if not kept:
             return
@@ -498,8 +502,8 @@ class MosaicSearch(Fastest[MosaicPlan]):
                     break
 
     def keep(self, strategy: str) -> None:
-        """Exponentials that wait for backward, of as many tokens as the gradient's memory has room for and some more,
-        and of the other tokens logits that are computed again.
+        """Try plans that keep exponentials until backward, for as many tokens as the gradient's memory has room for and
+        some more; the other tokens' logits are computed again.
         """
         p, rows, kept = self.problem, self.rows, _cut(self.problem, strategy, VOCAB_TILE).kept_in_gradient
         if kept:
@@ -515,7 +519,7 @@ class MosaicSearch(Fastest[MosaicPlan]):
             self.keep_some(strategy, in_scratch, recomputed, self.logits + self.hidden + again)
 
     def keep_some(self, strategy: str, in_scratch: int, recomputed: int, bound: float) -> None:
-        """Chunks of the vocabulary; `bound` is without the weight's gradient."""
+        """Try several chunks of the vocabulary; `bound` doesn't count the weight's gradient."""
         p, listed = self.problem, []
         for size in _chunk_sizes(p, recomputed):
             chunks, least = -(-p.vocab // size), bound
@@ -543,7 +547,7 @@ class MosaicSearch(Fastest[MosaicPlan]):
 
 
 def _search(p: Problem, strategy: str, budget: int) -> MosaicPlan | None:
-    """Without gradients the fewest even chunks of tokens; else of one strategy, or of both, what is fastest."""
+    """Without gradients, the fewest even chunks of tokens; otherwise the fastest plan of one strategy, or of both."""
     made = MosaicSearch(p, budget)
     if not p.any_grad:
         whole = made.rows
@@ -559,17 +563,17 @@ def _search(p: Problem, strategy: str, budget: int) -> MosaicPlan | None:
 
 
 def _token_chunks(rows: int, most: int) -> list[int]:
-    """Sizes of a chunk of tokens: some small ones, and the fewest even chunks."""
+    """Sizes for a chunk of tokens: some small ones, and those of the fewest even chunks."""
     even = {up(-(-rows // number), TOKEN_TILE) for number in range(1, 65)}
     return sorted(size for size in even | {TOKEN_TILE} if size <= max(most, TOKEN_TILE))
 
 
 def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
-    """How many chunks to recompute logits for at a time, of so many tokens and with so many more bytes."""
+    """For how many chunks to recompute the logits of so many tokens at a time, if so many more bytes are free."""
     launches = 2 * 1e-3 * _LAUNCH / (_STEP * -(-p.hidden // _DEPTH))
 
     def cost(number: int) -> float:
-        """Waves for a chunk."""
+        """How many waves a chunk takes."""
         tiles = recomputed // TOKEN_TILE * (number * chunk // VOCAB_TILE)
         return (waves(tiles, _PROGRAMS) + launches) / number
 
@@ -578,8 +582,8 @@ def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
 
 
 def _chunk_sizes(p: Problem, recomputed: int) -> list[int]:
-    """Sizes of a chunk that leave no wave half empty, of the weight gradient's tiles or of the logits that are
-    recomputed for so many tokens; and some small ones.
+    """Sizes for a chunk that leave no wave half empty, whether of the weight gradient's tiles or of logits recomputed
+    for so many tokens; and some small ones.
     """
     whole = up(p.vocab, VOCAB_TILE)
     columns = -(-p.hidden // hidden_tile(p.hidden))

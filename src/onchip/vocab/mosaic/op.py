@@ -82,7 +82,7 @@ Saved = MosaicSaved
 
 
 class MosaicSums(NamedTuple):
-    """Gradients that are made in forward, chunk by chunk of tokens, in 20 or 24 bits; None is what isn't wanted."""
+    """Gradients made in forward, chunk by chunk of tokens, in 20 or 24 bits; None for what isn't wanted."""
 
     hidden: Any  # by token, the first 16 bits and the next 8: of the softmax alone, without the tokens' factors
     weight: Any  # a `Sum` without the targets' terms, for an upstream gradient of 1; its bfloat16 bits are the nearest
@@ -95,7 +95,7 @@ class MosaicSums(NamedTuple):
 def forward(
     plan: MosaicPlan, wanted: Wanted, needs: XlaProjection, call: LossCall
 ) -> tuple[XlaTokenStats, LabelSums | None, MosaicSaved | None]:
-    """The statistics of each position, the sums of labels of every entry, and what backward needs."""
+    """The statistics of each position, the sums for labels of every entry, and what backward needs."""
     from onchip.vocab.mosaic import kernels  # Pallas takes a second to import
 
     # Where the likeliest entry is, says whether it is the target, whose logit is computed apart.
@@ -153,7 +153,7 @@ def _keeping(
     source = call.tokens.source
 
     def in_rooms(x: Array, beside: float) -> Array:
-        """Of the positions that are kept here, among all that the rooms have."""
+        """Pad a vector of the positions that are kept here to all those that the rooms hold, with `beside`."""
         return jnp.pad(x, (begin, plan.kept - begin - len(x)), constant_values=beside)
 
     whole = at.operands(at.layer.hidden, part)
@@ -196,9 +196,9 @@ def _keeping(
 def _forward_by_tokens(
     plan: MosaicPlan, wanted: Wanted, needs: XlaProjection, call: LossCall
 ) -> tuple[XlaTokenStats, None, MosaicSaved]:
-    """Chunk by chunk of positions, whose exponentials are used up at once.
+    """As `forward`, chunk by chunk of positions, whose exponentials are used up at once.
 
-    Some of the first chunk's may be where the weight's sum will be: its part of that overwrites them.
+    Some of the first chunk's may be where the weight's sum will be: the chunk's part of that sum overwrites them.
     """
     from jax.experimental.pallas import run_state
 
@@ -322,7 +322,7 @@ def _hidden_of_chunk(
 
 
 def backward(plan: MosaicPlan, needs: XlaProjection, saved: MosaicSaved, grad_loss: Array) -> XlaProjection:
-    """Those of a loss."""
+    """The gradients of a loss."""
     call = saved.call
     gradient = call.gradient(saved.stats, call.reduction.row_scale(grad_loss, call.tokens))
     return gradients(plan, needs, saved, gradient, grad_loss)
@@ -352,9 +352,9 @@ def _walk(
     above: Upstream,
     by_logits: labels.ByLogits | None,
 ) -> XlaProjection:
-    """The gradients, of each position's factors.
+    """The gradients, from each position's factors.
 
-    by_logits: of a chunk of the vocabulary, in place of `gradient_tiles`: of the operands, the chunk's first entry
+    by_logits: replaces `gradient_tiles` for a chunk of the vocabulary; takes the operands, the chunk's first entry
         [1] and its size.
     """
     from jax.experimental.pallas import run_state
@@ -473,7 +473,7 @@ def _walk(
 
 
 def _with_entropy(plan: MosaicPlan, kept: Exponentials, base: Array, at: Positions, above: Upstream) -> Exponentials:
-    """With the gradient of logits, but for a factor of each token, in the place of exponentials."""
+    """Replace the kept exponentials by the gradient of logits, up to a factor for each token."""
     from onchip.kernels.mosaic.launch import written
     from onchip.vocab.mosaic import rebase
 
@@ -492,7 +492,7 @@ def _with_entropy(plan: MosaicPlan, kept: Exponentials, base: Array, at: Positio
 def _backward_by_tokens(
     needs: XlaProjection, saved: MosaicSaved, at: Positions, above: Upstream, grad_loss: Array | None
 ) -> XlaProjection:
-    """Of the sums that forward has made."""
+    """The gradients, from the sums that forward has made."""
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import rebase
@@ -524,8 +524,9 @@ def _backward_by_tokens(
 
 
 def _even_rows(at: Positions, even: Array | None) -> Array | None:
-    """[H in whole tiles]: what label smoothing takes from each entry's row of the weight's gradient, of what it takes
-    from each position's logits."""
+    """[H in whole tiles]: what label smoothing takes from each entry's row of the weight's gradient, given what it
+    takes from each position's logits.
+    """
     if even is None:
         return None
     rows = jnp.sum(at.rows(at.call.tokens.source).astype(jnp.float32) * even[:, None], 0)
@@ -537,7 +538,7 @@ def _scaled(rows: Array, factor: Array) -> Array:
 
 
 def _repeat(times: int, do: Callable[..., None]) -> None:
-    """`do` with a `number` of 0, 1, ..., each as [1] int32."""
+    """Call `do` with a `number` of 0, 1, ..., each as [1] int32."""
     if times == 1:
         do(number=jnp.zeros(1, jnp.int32))
     else:
@@ -545,7 +546,7 @@ def _repeat(times: int, do: Callable[..., None]) -> None:
 
 
 def _of_chunks(group: Group, product: Callable[..., None]) -> None:
-    """The product of each chunk of a group."""
+    """The product for each chunk of a group."""
     skip = 0
     for size, times in group.chunks:
         _repeat(times, partial(product, chunks=np.array([skip, size], np.int32)))
@@ -553,9 +554,9 @@ def _of_chunks(group: Group, product: Callable[..., None]) -> None:
 
 
 def _column_sums(recomputed: Array, there: Array, major: bool) -> Array:
-    """Sums over the tokens that are there of gradients of logits as `gradient_tiles` lays them out: [size] float32.
+    """Sums, over the tokens that exist, of the gradients of logits as `gradient_tiles` lays them out: [size] float32.
 
-    Tiles past the last token were left unwritten.
+    Tiles past the last token are unwritten.
     """
     if not major:
         return jnp.sum(jnp.where(there[:, None], recomputed, 0), 0, dtype=jnp.float32)

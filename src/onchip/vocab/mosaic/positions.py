@@ -60,10 +60,10 @@ class MosaicLabels(NamedTuple):
 
 
 class MosaicPartials(NamedTuple):
-    """Of each part of the vocabulary and position, [parts, P]: what the softmax kernels leave; None: not wanted.
+    """What the softmax kernels leave for each part of the vocabulary and each position, [parts, P]; None: not wanted.
 
-    Those of positions past the last tile that counts are left unwritten.  With soft labels q for every entry, what is
-    left out in place of the label is each part's largest logit.
+    Positions past the last tile that counts are left unwritten.  With soft labels q for every entry, each part's
+    largest logit is left out in place of the label.
     """
 
     maximum: Any  # float32: of z
@@ -81,7 +81,7 @@ class MosaicPartials(NamedTuple):
     def empty(
         parts: int, tokens: int, wanted: Wanted, *, labels: bool = False, weighed: bool = False
     ) -> "MosaicPartials":
-        """With soft `labels` for every entry, which may be `weighed` by class."""
+        """For soft `labels` of every entry, which may be `weighed` by class."""
 
         def some(wanted: bool = True, dtype: Any = jnp.float32) -> Any:
             return lax.empty((parts, tokens), dtype) if wanted else None
@@ -143,23 +143,25 @@ class Positions(NamedTuple):
         return self.call.source  # type: ignore[no-any-return]
 
     def operands(self, rows: Array, part: slice) -> Operands:
-        """Of the positions of `part`, with these hidden states."""
+        """The operands for the positions of `part`, with these hidden states."""
         weight, number = self.layer.weight, self.number_in(part)
         label, factor = self.label[part], self.factor[part]
         return Operands(rows, weight, label, factor, number, self.bias, self.inner, self.class_weight)
 
     def rows(self, source: Array) -> Array:
-        """Hidden states of these tokens, 0 beyond the last."""
+        """The hidden states of these tokens, and 0 beyond the last."""
         return self.layer.hidden.at[source].get(mode="fill", fill_value=0)  # type: ignore[no-any-return]
 
     def weight_rows(self, label: Array) -> Array:
-        """[P, H] float32: the weight of each label."""
+        """[P, H] float32: each label's row of the weight."""
         at, weight = jnp.maximum(label, 0), self.layer.weight
         rows = weight.at[at].get(mode="clip") if self.layer.vocab_axis == 0 else weight.at[:, at].get(mode="clip").T
         return rows.astype(jnp.float32)  # type: ignore[no-any-return]
 
     def target_logit(self, rows: Array, part: slice, label: Array | None = None) -> Array:
-        """Of the positions of `part`, with these hidden states; of these labels, if they aren't the call's."""
+        """The targets' logits for the positions of `part`, with these hidden states; of `label`, if those aren't the
+        call's.
+        """
         label = self.label[part] if label is None else label
         x = jnp.sum(rows.astype(jnp.float32) * self.weight_rows(label), 1)
         if self.bias is not None:
@@ -169,7 +171,7 @@ class Positions(NamedTuple):
         return jnp.where(label >= 0, x * self.factor[part], LOWEST)
 
     def number_in(self, part: slice) -> Array:
-        """[1]: how many of these positions are there."""
+        """[1]: how many positions of this part exist."""
         return jnp.clip(self.number - part.start, 0, part.stop - part.start)
 
     def parts(self, plan: MosaicPlan) -> list[slice]:
@@ -180,7 +182,9 @@ class Positions(NamedTuple):
 
     @property
     def sorted_label(self) -> Array:
-        """[P] in ascending order: labels of this device's entries, below 0 those of entries before, NO_LABEL behind."""
+        """[P] in ascending order: the labels if they are this device's entries, below 0 for entries before those,
+        NO_LABEL for entries behind.
+        """
         label = self.call.ids[:, 0]
         known = self.there & (label >= 0)
         if self.call.shard is not None:
@@ -190,17 +194,19 @@ class Positions(NamedTuple):
 
     @property
     def gradient_dtype(self) -> Any:
-        """Of hidden's gradient: before it is summed over devices it isn't rounded."""
+        """The dtype of hidden's gradient, which isn't rounded before it is summed over devices."""
         return self.layer.hidden.dtype if self.call.shard is None else jnp.float32
 
     def in_parts(self, plan: MosaicPlan, made: list[Any]) -> Iterator[tuple[Array, slice]]:
-        """The hidden states of each part of the positions, which are fetched when the last of `made` is there."""
+        """The hidden states of each part of the positions; those of a part are fetched once the last of `made` is
+        there.
+        """
         for part in self.parts(plan):
             done = jax.tree.leaves(made[-1])[0] if made else self.call.tokens.number
             yield self.rows(after(self.call.tokens.source[part], done)), part
 
     def joined(self, made: list[XlaTokenStats] | list[Softmax]) -> XlaTokenStats:
-        """The statistics of all positions, from those of neighbouring parts that `stats` makes."""
+        """The statistics of all positions, joined from those that `stats` makes of neighbouring parts."""
         whole: Any = concatenated(made)
         if self.call.shard is not None:
             whole = self.call.shard.joined(whole).complete(self.call.ids, self.call.vocab)
@@ -214,11 +220,11 @@ class Positions(NamedTuple):
         label: Array | None = None,
         picked: Array | None = None,
     ) -> Any:
-        """The statistics over all parts of the tiles, of the positions of `part`; where the vocabulary is split over
-        devices the `Softmax` of this one's.
+        """The statistics of the positions of `part`, over all parts of the tiles; if the vocabulary is split over
+        devices, the `Softmax` of this device's part.
 
-        label: what the kernel took for labels, where those aren't the call's.
-        picked: logits [part, K] of the call's ids, where the target isn't the only one.
+                label: what the kernel took for labels, if those aren't the call's.
+                picked: logits [part, K] of the call's ids, if the target isn't the only one.
         """
         label = self.label[part] if label is None else label
         there, vocab = self.there[part], self.layer.vocab
@@ -273,12 +279,12 @@ class Positions(NamedTuple):
 
 
 def concatenated(made: list[Any]) -> Any:
-    """Trees of [part, ...] values as one."""
+    """Join trees of [part, ...] values along the first dimension."""
     return made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
 
 
 def rows_from(call: LossCall, start: Array | int, size: int) -> LossCall:
-    """So many rows of a call, from `start` on, but for what its loss is reduced with."""
+    """So many rows of a call, from `start` on, without what its loss is reduced with."""
     tokens, temperature = call.tokens, call.transform.temperature
     by_row = temperature if temperature is not None and temperature.ndim else None
     ids, source, by_row = cut_rows((call.ids, tokens.source, by_row), start, size)
@@ -288,13 +294,13 @@ def rows_from(call: LossCall, start: Array | int, size: int) -> LossCall:
 
 
 def after(x: Any, *what: Any) -> Any:
-    """`x`, but not before `what` is there: so that memory is taken when it is needed."""
+    """`x`, but not before `what` exists, so that memory is taken only when it is needed."""
     return lax.optimization_barrier((x, *what))[0]
 
 
 def unfused(arrays: Any) -> Any:
-    """The arrays, so that XLA doesn't make one operation of a kernel that writes to them in place and a slice that they
-    come from or go to, as in a scan: it then wrote elsewhere (jaxlib 0.11.2, dynamic slice fusion).
+    """The arrays, fenced off: XLA must not fuse a kernel that writes to them in place with a slice that they come from
+    or go to, as in a scan.  It then wrote elsewhere (jaxlib 0.11.2, dynamic slice fusion).
     """
     return lax.optimization_barrier(arrays)
 
@@ -303,7 +309,7 @@ def unfused(arrays: Any) -> Any:
 
 
 class Upstream(NamedTuple):
-    """What backward knows of each position, [P] float32; 0 beyond the last token."""
+    """What backward knows about each position, [P] float32; 0 beyond the last token."""
 
     factor: Array  # of p
     at_target: Array  # the target's entry of the gradient, but for softcap's derivative; of several ids the first's
@@ -316,7 +322,9 @@ class Upstream(NamedTuple):
 
     @staticmethod
     def of(positions: Positions, stats: XlaTokenStats, gradient: XlaTokenGradient) -> tuple["Upstream", Array]:
-        """Of the gradient by the final logits; and what it is, by the linear layer's, at each of the ids, [P, K]."""
+        """From the gradient with respect to the final logits.  Also returns what the gradient with respect to the
+        linear layer's logits is at each of the ids, [P, K].
+        """
         call, there = positions.call, positions.there
         gradient = gradient.times(call.transform.factor())
         grad_scale = float16_scale(gradient.size(call.mass), call.source.hidden.dtype)
@@ -338,8 +346,8 @@ class Upstream(NamedTuple):
         return above, gradient.at_ids
 
     def apart(self, positions: Positions, stats: XlaTokenStats) -> "Upstream":
-        """Where targets' terms are added to products of all other entries: with softcap's derivative.  Label
-        smoothing's part is taken from all entries alike then, and given back to the target's.
+        """The same for targets whose terms are added to products of all other entries, with softcap's derivative.
+        Label smoothing then takes its part from all entries alike, and the target gets its own part back.
         """
         at_target = self.at_target
         if positions.inner is not None:
@@ -350,7 +358,7 @@ class Upstream(NamedTuple):
         return self._replace(at_target=at_target)
 
     def of_entropy(self, part: slice) -> dict[str, Any]:
-        """What kernels take of it, for these positions."""
+        """What kernels take of it for the entropy, for these positions."""
         if self.entropy is None or self.mean is None:
             return {}
         return {"entropy": self.entropy[part], "mean": self.mean[part]}
@@ -360,7 +368,7 @@ class Upstream(NamedTuple):
 
 
 def gradient_of_first(positions: Positions, upstream: Upstream, sums: Array, *, targets: bool) -> Array:
-    """hidden's gradient [T, H]: of the tokens with the first positions from `sums`, of all others 0.
+    """hidden's gradient [T, H]: from `sums` for the tokens with the first positions, 0 for all others.
 
     With `targets` the sums lack the targets' terms.
     """
@@ -374,7 +382,7 @@ def gradient_of_first(positions: Positions, upstream: Upstream, sums: Array, *, 
 
 
 def gradient_of_sums(positions: Positions, upstream: Upstream, first: Array, digits: Array) -> Array:
-    """hidden's gradient [T, H] from that in 24 bits, which lacks the tokens' factors and the targets' terms."""
+    """hidden's gradient [T, H] from sums in 24 bits, which lack the tokens' factors and the targets' terms."""
     tokens, dtype = positions.call.tokens, positions.gradient_dtype
     value = join(first, digits.astype(jnp.uint32)) * upstream.factor.at[tokens.place].get(mode="clip")[:, None]
     value = upstream.unscaled(value + _targets_terms(positions, upstream, tokens.place))
@@ -382,8 +390,8 @@ def gradient_of_sums(positions: Positions, upstream: Upstream, first: Array, dig
 
 
 def gradient_with_last(gradient: Array, positions: Positions, upstream: Upstream, sums: Array) -> Array:
-    """hidden's gradient [T, H] with that of the tokens with the last positions from `sums`, where exponentials are
-    kept of the others.  XLA writes these rows in place.
+    """hidden's gradient [T, H], with that of the tokens in the last positions taken from `sums`; the others'
+    exponentials are kept.  XLA writes these rows in place.
     """
     start = positions.label.shape[0] - sums.shape[0]
     value = sums + _targets_terms(positions, upstream, slice(start, None))
@@ -394,7 +402,7 @@ def gradient_with_last(gradient: Array, positions: Positions, upstream: Upstream
 
 
 def _targets_terms(positions: Positions, upstream: Upstream, at: Any) -> Array:
-    """What hidden's gradient lacks of some positions, with `upstream` as it is `apart`."""
+    """What hidden's gradient lacks at some positions, with `upstream` as `apart` gives it."""
     terms = upstream.at_target[at][:, None] * positions.weight_rows(positions.label[at])
     if upstream.even is None:
         return terms
@@ -403,5 +411,5 @@ def _targets_terms(positions: Positions, upstream: Upstream, at: Any) -> Array:
 
 
 def bias_gradient(sums: Array, positions: Positions, upstream: Upstream) -> Array:
-    """From its sums [V rounded up]."""
+    """The bias's gradient, from its sums [V rounded up]."""
     return upstream.unscaled(sums[: positions.layer.vocab])

@@ -1,7 +1,7 @@
 """Hopper kernels of linear_cross_entropy in Pallas Mosaic GPU that multiply exponentials, or gradients of logits, by
 the weight or by hidden states, with their launchers.
 
-What kernels.py says of sizes, and of what lies beyond the last token, holds here.
+The sizes, and what lies beyond the last token, are explained in kernels.py.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def weight_product(
         return skipped if number is None else skipped + refs["number"][0] * refs["chunks"][1]
 
     def of_digits(column: Any) -> Any:
-        """Where those of a tile begin, of the column that it begins with."""
+        """Where the digits of a tile begin, given the column that the tile begins with."""
         return lax.div(column, jnp.int32(c.tile_n)) * width
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
@@ -153,7 +153,7 @@ def weight_product(
         return registers.spread(taken, shape, over)
 
     def copy_sum(refs: Refs, s: ProductStep, w: int, a: Any, b: Any, barrier: Any) -> None:
-        """A warpgroup's part of a tile of the sum, in the places of the operands."""
+        """Copy a warpgroup's part of a tile of the sum to the places of the operands."""
         v = refs["first"][0] + before(refs)
         row, column = s.i * c.tile_m + w * BOX, s.j * c.tile_n
         row, column = (row + v, column) if vocab_major else (row, column + v)
@@ -244,7 +244,7 @@ def hidden_product(
     assert slices == 1 or tokens % c.tile_m == 0
 
     def tiles_and_steps(refs: Refs) -> tuple[Any, Any]:
-        """Of the rows of one slice; past the last entry operands are 0."""
+        """Tiles and steps for the rows of one slice; past the last entry operands are 0."""
         entries = lax.min(vocab - refs["first"][0], jnp.int32(size))
         number = refs["count"][0]
         if first_token is not None:

@@ -87,10 +87,10 @@ def gradient_with_entropy(
     vocab: int,
     interpret: Any = None,
 ) -> None:
-    """Make e, which is p but for a factor of each token, e (factor + entropy (z - mean)).
+    """Turn e, which is p up to a factor for each token, into e (factor + entropy (z - mean)).
 
-    z comes from the logarithm of what was kept: a relative error of that is as large an absolute one of z, and moves
-    the gradient about as far as its own rounding does.
+    z comes from the logarithm of what was kept: a relative error in that is an equally large absolute error in z, and
+    moves the gradient about as far as its own rounding does.
     """
     registers, shape = Registers(interpret), (BOX, BOX)
     names = ("factor", "entropy", "middle")
@@ -122,7 +122,7 @@ def _change_kept(
     name: str,
     interpret: Any,
 ) -> None:
-    """Replace what is kept of tokens, where some of 128 change, box by box.
+    """Replace what is kept for tokens, box by box, wherever some of 128 tokens change.
 
     of_tokens(refs, parts)(entry)(box, number) is the new value of one; `parts` loads those tokens' part of a vector.
     """
@@ -253,10 +253,10 @@ def scale_sum(
 
 
 def _strips(hidden: int) -> tuple[int, int]:
-    """How a row is cut: the length of programs' shares, and of the strips that those are handled in.
+    """How a row is cut: the length of programs' shares, and of the strips in which they are handled.
 
-    Shares are of the same length.  Strips are multiples of what a warpgroup has threads; so the last one of a share may
-    overlap with the one before.
+    All shares have the same length.  A strip's length is a multiple of a warpgroup's threads, so a share's last strip
+    may overlap with the one before.
     """
 
     def cost(share: int, strip: int) -> tuple[int, int, int]:
@@ -268,7 +268,7 @@ def _strips(hidden: int) -> tuple[int, int]:
 
 
 def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: Any, interpret: Any) -> Array | None:
-    """Each label's sum: added to its row of `out`, or without that at the index of its first position, [T, H]."""
+    """Each label's sum, added to its row of `out`; without `out`, stored at the index of its first position, [T, H]."""
     (tokens,) = label.shape
     rows, size = hidden.shape
     registers = Registers(interpret)
@@ -346,7 +346,7 @@ def add_targets(
 ) -> None:
     """Add the labels' terms to the weight's gradient: for each entry those of its tokens, in order and in float32.
 
-    Columns are too narrow for a kernel to gain anything, so under an [H, V] weight, or with rows shorter than a
+    Under an [H, V] weight, columns are too narrow for a kernel to gain anything.  There, and with rows shorter than a
     warpgroup, the sums come from the kernel and XLA adds them.
     """
     vocab, size = vocab_of(out, vocab_major), hidden.shape[1]

@@ -1,4 +1,4 @@
-"""Where exponentials are kept, and hidden's product of them."""
+"""Where exponentials are kept, and the product that makes hidden's gradient from them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ _FLOAT16_EXPONENTIAL = 32768.0
 
 
 class Exponentials(NamedTuple):
-    """Where those of some positions are, in order: as many as there is room for in each."""
+    """The exponentials of some positions, in order: each place holds as many as it has room for."""
 
     gradient: Any = None  # a `KeptBlocks`, with the weight's gradient
     digits: Any = None  # a `KeptBlocks`, with the digits of the weight's sum
@@ -35,17 +35,17 @@ class Exponentials(NamedTuple):
 
     @property
     def memory(self) -> tuple[Any, Any]:
-        """Of the gradient, and of the digits."""
+        """The memory of the gradient, and of the digits."""
         return tuple(None if x is None else x.in_weight_grad for x in self[:2])  # type: ignore[return-value]
 
     def lying(self, memory: Sequence[Any]) -> "Exponentials":
-        """The same in this memory."""
+        """The same exponentials, in this memory."""
         gradient, digits = (x and replace(x, in_weight_grad=y) for x, y in zip(self[:2], memory, strict=True))
         return self._replace(gradient=gradient, digits=digits)
 
 
 def tiles_of(call: LossCall, tokens: int | None = None) -> dict[str, Any]:
-    """How each kernel is cut, the weight's product of so many tokens."""
+    """The tiles of each kernel, for a weight's product of so many tokens."""
     from onchip.kernels.mosaic.product import MosaicConfig
 
     layer = call.source
@@ -83,7 +83,7 @@ def rooms_of(layer: XlaProjection, plan: MosaicPlan, config: Any, memory: Any) -
 
 
 def hidden_in_slices(at: Positions, in_scratch: Any, scale: Array) -> Array:
-    """Of exponentials that are all in scratch, times each position's `scale`: [those, H] float32."""
+    """hidden's product from exponentials that are all in scratch, times each position's `scale`: [those, H] float32."""
     from onchip.vocab.mosaic import products
 
     layer, tokens = at.layer, len(scale)
@@ -133,7 +133,7 @@ def _add_hidden(
     into: Any, weight: Array, number: Array, beside: Exponentials, scale: Array, begin: Array | None, *, kernel: Any,
     **static: Any,
 ) -> None:  # fmt: skip
-    """hidden's product, of exponentials in memory that is a reference, added to another one."""
+    """Add hidden's product, made from exponentials in memory that is a reference, to another one."""
     kept = beside.lying(into[0])
     kernel(
         weight, number, kept=kept.gradient, in_digits=kept.digits, in_scratch=kept.scratch and kept.scratch.spare,

@@ -1,9 +1,10 @@
 """The weight's gradient as a sum over chunks of tokens, in 20 bits if it is bfloat16, in 24 if it is float16.
 
-The first 16 bits of each float32 are a matrix like the weight, and may be in the memory of its gradient: the last chunk
-of tokens leaves the nearest bfloat16 there, which is that gradient.  The next 4 or 8 are *digits*: in 16-bit words, of
-which one has those of 4 or 2 neighbouring blocks of BOX columns, the first's in its lowest bits.  Both matrices are of
-the weight's dtype, since they come to shared memory in the places of the product's operands, and stand for bits alone.
+The first 16 bits of each float32 form a matrix like the weight, which may be in the memory of its gradient: the last
+chunk of tokens leaves the nearest bfloat16 there, which is that gradient.  The next 4 or 8 bits are *digits*.  They are
+in 16-bit words: one word has the digits of 4 or 2 neighbouring blocks of BOX columns, the first block's in its lowest
+bits.  Both matrices have the weight's dtype, since they come to shared memory in the places of the product's operands,
+but they stand for bits alone.
 """
 
 from collections.abc import Callable
@@ -18,9 +19,9 @@ from onchip.vocab.memory import digit_bits
 from onchip.vocab.mosaic.bits import HALF_A_PLACE, from_bits, join, split, to_bits
 
 Send = Callable[[Any, int, int], None]
-"""What copies a block from shared memory to a place in a matrix."""
+"""Copies a block from shared memory to a place in a matrix."""
 _COLUMNS = 256
-"""Of a tile, at most."""
+"""The most columns that a tile has."""
 
 
 def bits_of(dtype: Any) -> int:
@@ -29,18 +30,21 @@ def bits_of(dtype: Any) -> int:
 
 
 def rounds_in_forward(dtype: Any) -> bool:
-    """Whether the first bits of a sum that is complete are those of the nearest number of that dtype: the gradient for
-    an upstream gradient of 1, where the digits are needed for others alone."""
+    """Whether the first bits of a complete sum are those of the nearest number of that dtype.  That number is the
+    gradient for an upstream gradient of 1; only other upstream gradients then need the digits.
+    """
     return bool(jnp.dtype(dtype) == jnp.bfloat16)
 
 
 def half_a_place(last: Array, dtype: Any) -> Array | None:
-    """[1]: `half` of `split` where the sum rounds in forward: not 0 for the `last` chunk of tokens that has any."""
+    """[1]: the argument `half` of `split` if the sum rounds in forward: not 0 for the `last` chunk that has any
+    tokens.
+    """
     return jnp.where(last, HALF_A_PLACE, 0).reshape(1).astype(jnp.int32) if rounds_in_forward(dtype) else None
 
 
 def word_columns(dtype: Any) -> int:
-    """Of the digits of a tile."""
+    """The columns that a tile's digits take."""
     return _COLUMNS * bits_of(dtype) // 16
 
 
@@ -52,13 +56,13 @@ class MosaicSum(NamedTuple):
 
     @staticmethod
     def empty(like: Array, config: MosaicConfig) -> "MosaicSum":
-        """Of a matrix like this one, not yet written."""
+        """A sum for a matrix like this one, not yet written."""
         rows, columns = like.shape
         digits = rows, -(-columns // config.tile_n) * word_columns(like.dtype)
         return MosaicSum(lax.empty(like.shape, like.dtype), lax.empty(digits, like.dtype))
 
     def value(self, config: MosaicConfig) -> Array:
-        """[rows, columns] float32, of first bits that aren't the nearest."""
+        """[rows, columns] float32, if the first bits aren't those of the nearest number."""
         rows, columns = self.first.shape
         bits = bits_of(self.first.dtype)
         of_words = (
@@ -109,7 +113,9 @@ def store_sum(blocks: list[Any], first: Send, digits: Send, dtype: Any, half: An
 
 
 def as_stored(blocks: list[Any], dtype: Any, half: Any = None) -> list[Any]:
-    """The first 16 bits of each of the blocks of float32 whose digits share words, and these; `half` as in `split`."""
+    """The first 16 bits of each of the float32 blocks whose digits share words, and these words; `half` as in
+    `split`.
+    """
     bits = bits_of(dtype)
     firsts, digits = zip(*(split(x, dtype, bits, half) for x in blocks), strict=True)
     word = digits[0]

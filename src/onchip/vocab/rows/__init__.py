@@ -1,1 +1,1 @@
-"""Losses of logits that exist, a row at a time."""
+"""Losses of logits that exist already, computed a row at a time."""

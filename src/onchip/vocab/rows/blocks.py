@@ -1,7 +1,8 @@
-"""What the kernels of rows of logits have in common: where a row begins, its tiles, and the walk over them.
+"""What the kernels over rows of logits have in common: where a row begins, its tiles, and the walk over them.
 
 A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows are aligned to that; LANES of these, one for
-each thread; and that R times.  Running sums are kept lane by lane, [LANES], so warps meet only at the end of a row.
+each thread; and all that R times.  Running sums are kept lane by lane, [LANES], so that warps meet only at the end of a
+row.
 """
 
 import triton  # type: ignore[import-untyped]

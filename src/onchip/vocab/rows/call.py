@@ -1,4 +1,4 @@
-"""The arguments that the operators of all losses of logits that exist share."""
+"""The arguments that the operators of all losses of existing logits share."""
 
 import math
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from onchip.vocab.torch.tiles import Ids
 
 @dataclass(frozen=True)
 class RowsCall:
-    """Logits and the ids whose probabilities are asked for; an op adds its own arguments.
+    """Logits, and the ids whose probabilities are asked for; an op adds its own arguments.
 
-    Where the vocabulary is sharded over ranks, logits are this rank's columns of it, and all else is of the whole.
+    If the vocabulary is sharded over ranks, the logits are this rank's columns, and everything else is for the whole
+    vocabulary.
     """
 
     logits: Tensor  # [..., V]
@@ -28,24 +29,24 @@ class RowsCall:
     token_temperature: Tensor | None  # [...] or []
     options: Any  # the op's own
     shards: Shards
-    """This rank's part of the vocabulary; `WHOLE`: it has all."""
+    """This rank's part of the vocabulary; `WHOLE` if it has all."""
     kernels: bool
     """Whether ranks run Triton's kernels, which take ignored tokens too."""
     grads: tuple[bool, ...]  # of logits
 
     @property
     def number(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return math.prod(self.logits.shape[:-1])  # (numel() of symbols is a number)
 
     @property
     def several(self) -> int:
-        """K: 1 where ids have no dimension for it."""
+        """K, the ids per token; 1 if ids have no dimension for it."""
         return self.ids.shape[-1] if self.ids.ndim == self.logits.ndim else 1
 
     @property
     def vocab(self) -> int:
-        """V of all ranks, of which ids are."""
+        """V over all ranks, the range of ids."""
         return self.shards.vocab if self.shards.there else self.logits.shape[-1]
 
     @property
@@ -55,12 +56,14 @@ class RowsCall:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without."""
+        """Whether this rank runs them: an empty shard has nothing for kernels, and tells other ranks the same
+        without.
+        """
         return self.kernels and (self.shards.rows > 0 or not self.shards.there)
 
     @property
     def operand(self) -> torch.dtype:
-        """No product reads the gradient."""
+        """The dtype in which products would read the gradient; here there are none."""
         return torch.float32
 
     @property
@@ -70,12 +73,12 @@ class RowsCall:
 
     @property
     def of_targets(self) -> bool:
-        """Whether each token has one id, of which kernels of its own make the statistics."""
+        """Whether each token has one id, whose statistics have kernels of their own."""
         return False
 
     @property
     def of_op(self) -> dict[str, Any]:
-        """The fields of the problem that the op knows."""
+        """The problem's fields that the op knows."""
         raise NotImplementedError
 
     @property
@@ -88,7 +91,7 @@ class RowsCall:
         raise NotImplementedError
 
     def problem(self, tokens: Ids | None = None) -> memory.RowsProblem:
-        """What plans are made for; kernels need no `tokens`."""
+        """The problem that plans are made for; kernels need no `tokens`."""
         mine, of_op = self.mine, dict(self.of_op)
         gathered = of_op.pop("gathered", False) or flatten(mine) is None
         if tokens is not None and tokens.index is not None:
@@ -107,7 +110,7 @@ class RowsCall:
         return memory.RowsProblem(**given, **of_op)
 
     def config(self, tokens: Ids | None = None) -> ChunkConfig:
-        """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
+        """The rows of a chunk, the same in forward and backward, so that forward refuses a budget that is too small."""
         vocab = self.mine.shape[-1]
         if self.shards.there and vocab == 0:
             return ChunkConfig("forward", 1, 1)

@@ -1,4 +1,4 @@
-"""The launches of Triton kernels over rows of logits that exist."""
+"""Launches of the Triton kernels over rows of existing logits."""
 
 import math
 from collections.abc import Sequence
@@ -130,7 +130,9 @@ def _of_rows(
     share: int = 1,
     unit: int = 0,
 ) -> dict[str, Any]:
-    """The arguments that all kernels have; a tile is so small a `share` of the tiles', and divides `unit` if given."""
+    """The arguments that all these kernels have.  A tile is `share` times smaller than in `tiles`, and divides `unit`
+    if given.
+    """
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     inner, rows = _rows(logits, out)
     of_both, strides = _unit([logits] if out is None else [logits, out], rows)
@@ -161,7 +163,7 @@ def _of_rows(
 
 
 def _launch(function: Any, tiles: RowTiles, arguments: dict[str, Any]) -> None:
-    """With as many programs as there are rows, or room for."""
+    """Launch with as many programs as there are rows, or as many as the device has room for."""
     grid = (min(arguments["T"], tiles.programs * describe(arguments["logits"].device).programs),)
     Launch(function, grid, arguments, tiles.warps, registers=tiles.registers).run()
 
@@ -183,7 +185,7 @@ def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit(given: Sequence[Tensor], rows: dict[str, int]) -> tuple[int, list[int]]:
-    """So many elements are read and written at a time, of tensors with rows of these strides; and their columns'."""
+    """How many elements are read and written at a time, given strides of the rows and of their columns."""
     first, vocab = given[0], given[0].shape[-1]
     strides = [x.stride(-1) if vocab > 1 else 1 for x in given]
     whole = set(strides) == {1} and all(x.data_ptr() % 16 == 0 for x in given)
@@ -191,7 +193,7 @@ def _unit(given: Sequence[Tensor], rows: dict[str, int]) -> tuple[int, list[int]
 
 
 def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
-    """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
+    """How many rows lie in an outer one, and the strides of outer and inner rows, for `logits` and `out`."""
     vocab = logits.shape[-1]
     inner, outer, row = rows_of(logits)
     width = vocab if out is None or out.ndim < 2 else out.stride(-2)  # more than V where columns are padding
@@ -200,7 +202,7 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
 
 
 def rows_of(x: Tensor) -> tuple[int, int, int]:
-    """Of [..., V] how many rows lie in an outer one, and the strides of outer and inner rows."""
+    """For [..., V]: how many rows lie in an outer one, and the strides of outer and inner rows."""
     leading = leading_dimensions(x)
     # Of one row its stride says nothing, but the compiler would make another kernel of 0.
     (_, outer), (inner, row) = [(1, 0), (1, x.stride(-2) if x.ndim > 1 else x.shape[-1]), *leading][-2:]
@@ -208,7 +210,7 @@ def rows_of(x: Tensor) -> tuple[int, int, int]:
 
 
 def transform_scales(options: Any) -> dict[str, float | None]:
-    """What logits are multiplied by: in all, without a softcap; after tanh, or without one in all; and before tanh."""
+    """What logits are multiplied by: altogether, if there is no softcap; after tanh, or altogether; and before tanh."""
     scale, softcap, temperature = options.logit_scale, options.softcap, options.temperature
     return {
         "logit_scale": scale / temperature,
@@ -227,7 +229,7 @@ def _flat_numbers(x: Tensor) -> Tensor:
 
 
 def _flat_ids(x: Tensor) -> Tensor:
-    """int64: ignore_index may not fit in its own dtype."""
+    """The ids as int64, since ignore_index may not fit in their own dtype."""
     return stated.converted(x, lambda x: x.reshape(-1).to(torch.int64).contiguous())
 
 
@@ -236,7 +238,7 @@ def _any_counts(ids: Tensor, ignore_index: int) -> Tensor:
 
 
 def count_targets(target: Tensor, ignore_index: int) -> Tensor:
-    """[] float32: how many are not ignored, or 1."""
+    """[] float32: how many tokens are not ignored, but at least 1."""
     from onchip.vocab.rows import triton as triton_rows
 
     target = _flat_ids(target)
@@ -247,7 +249,9 @@ def count_targets(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def reduce_losses(losses: Tensor, number: Tensor | None, divisor: Tensor | None, *, mean: bool) -> Tensor:
-    """[] float32: their sum, or their mean: divided by `divisor`, or else by `number`, [1] int32, if that is not 0."""
+    """[] float32: the sum of losses, or their mean: divided by `divisor` or else by `number`, [1] int32, if that is not
+    0.
+    """
     from onchip.vocab.rows import triton as triton_rows
 
     losses, out = losses.reshape(-1), stated.empty((), torch.float32, losses.device)

@@ -1,4 +1,7 @@
-"""Memory and plan of losses of logits that exist: the problem, its scratch formula, chunks and tiles.  No framework."""
+"""Memory and plan for losses of existing logits: the problem, its scratch formula, chunks and tiles.
+
+Imports no framework.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +17,9 @@ USEFUL = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 @dataclass(frozen=True)
 class RowsProblem:
-    """All that memory depends on.  Sizes in elements, the logits' dtype by name, `device` 'cpu' or 'cuda'."""
+    """Everything that memory depends on.  Sizes are in elements, the logits' dtype is a name, `device` is 'cpu' or
+    'cuda'.
+    """
 
     tokens: int
     vocab: int
@@ -25,24 +30,24 @@ class RowsProblem:
     stats: bool = False
     smoothing: bool = False
     class_weight: bool = False
-    """The loss is weighed by class, and with "plain" smoothed."""
+    """Whether the loss is weighted by class; with "plain" it is smoothed too."""
     gathered: bool = False
     """Rows are copied in their own dtype before they are widened: those of 16-bit logits where some tokens are ignored
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
     xla: bool = False
-    """Compiled by XLA: temporary memory as its compiler for the CPU lays it out."""
+    """Whether XLA compiles it; temporary memory is then as XLA's CPU compiler lays it out."""
     triton: bool = False
-    """Run by the Triton kernels, which hold rows in registers alone."""
+    """Whether the Triton kernels run it, which hold rows in registers alone."""
     op: str = "cross_entropy"
-    """What errors speak for."""
+    """The name that errors begin with."""
     ids: int = 0
-    """Of log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
+    """For log_probs or soft labels: K, the ids per token.  0 if each token has one target."""
     labels: str = ""
-    """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
+    """The dtype of soft labels for every entry of the vocabulary; "" if there are none."""
     more_stats: int = 0
     """Further statistics of log_probs, each a sum over the vocabulary."""
     sent: int = 0
-    """Bytes of what ranks exchange, of a sharded vocabulary."""
+    """Bytes that ranks exchange if the vocabulary is sharded."""
 
 
 def logits_bytes(p: RowsProblem) -> int:
@@ -56,7 +61,7 @@ def scratch_parts(p: RowsProblem, rows: int) -> dict[str, int]:
 
 
 def _parts(p: RowsProblem, rows: int) -> dict[str, int]:
-    """The same of a vocabulary that isn't sharded."""
+    """The same for a vocabulary that isn't sharded."""
     if p.triton:
         return {"vectors": (96 + 80 * p.ids if p.ids or p.labels else 48) * p.tokens + 4 * p.vocab * p.class_weight}
     # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighed by
@@ -124,13 +129,13 @@ class RowTiles:
     """Elements of a row that are read at a time."""
     warps: int
     programs: int
-    """Of one multiprocessor; each takes one row after the other."""
+    """How many programs a multiprocessor runs; each takes one row after the other."""
     stages: int = 1
-    """Tiles that are under way at a time."""
+    """How many tiles are under way at a time."""
 
     @property
     def registers(self) -> int:
-        """Of a thread, so many that all programs of a multiprocessor find room in its 65536."""
+        """Registers for a thread: as many as let all programs of a multiprocessor fit in its 65536."""
         return min(255, 65536 // (32 * self.warps * self.programs) // 8 * 8)
 
 

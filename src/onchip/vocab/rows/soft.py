@@ -1,8 +1,8 @@
 """Triton kernels of cross_entropy with a probability for every entry: each row of logits and of labels is read once.
 
-A label is q = w ((1 - label_smoothing) times the given probability + label_smoothing / V), w being the class's weight;
-`soft_loss` and `soft_gradient` say what is made of these.  Rows and tiles are those of triton.py; running sums are
-kept lane by lane, relative to the lane's largest logit.
+A label is q = w ((1 - label_smoothing) times the given probability + label_smoothing / V), where w is the class's
+weight; `soft_loss` and `soft_gradient` say what is made from these.  Rows and tiles are those of triton.py; running
+sums are kept lane by lane, relative to the lane's largest logit.
 """
 
 import triton  # type: ignore[import-untyped]

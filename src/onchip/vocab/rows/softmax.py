@@ -1,5 +1,5 @@
-"""The running softmax of a row of logits, which its tiles join one after the other: what the kernels of several ids and
-of soft labels have in common.
+"""The running softmax of a row of logits, which its tiles join one after the other; the kernels for several ids and for
+soft labels share it.
 
 Sums are kept lane by lane, [LANES], relative to the lane's largest logit; x, z, k and k2 are those of triton.py.  A
 state is (top, total, below, moments, column): the largest x; the sum of exp(z - z of top); the same without those above

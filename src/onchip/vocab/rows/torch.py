@@ -1,7 +1,7 @@
-"""cross_entropy and log_probs with PyTorch's own operations, a chunk of rows at a time, on CPU and CUDA.
+"""cross_entropy and log_probs in PyTorch's own operations, a chunk of rows at a time, on CPU and CUDA.
 
-The engine's walk makes the softmax statistics of `Rows`, `write_gradient` their gradient.  A walk holds one chunk in
-float32, of float64 logits in float64, and works in it in place.  Nothing here synchronises a GPU.
+The engine's walk computes the softmax statistics of `Rows`, and `write_gradient` the gradient.  A walk holds one chunk
+in float32 (in float64 for float64 logits) and works on it in place.  Nothing here synchronises a GPU.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from onchip.vocab.torch.tiles import Ids, Tile, apply, spans, temperature_of
 
 
 class Rows:
-    """A tensor [..., V] of any strides, read and written as T rows of V without a copy of the whole."""
+    """A tensor [..., V] with any strides, read and written as T rows of V without a copy of the whole."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
@@ -24,11 +24,11 @@ class Rows:
         self.flat = flatten(x)
 
     def reader(self, tokens: Ids, start: int, stop: int) -> Callable[[Tensor, int], None]:
-        """As a Projection's; a tile has all of the vocabulary."""
+        """As a Projection's; a tile covers all of the vocabulary."""
         return lambda out, first: self.read(tokens, start, stop, out)
 
     def read(self, tokens: Ids, start: int, stop: int, into: Tensor) -> None:
-        """The logits of the computed tokens [start, stop), in the dtype of `into`."""
+        """Read the logits of the computed tokens [start, stop), in the dtype of `into`."""
         if self.flat is None:
             into.copy_(self._x[self._places(tokens, start, stop)])
         elif tokens.index is None:
@@ -42,7 +42,7 @@ class Rows:
             into.masked_fill_(~tokens.kept[start:stop, None], 0)
 
     def write(self, tokens: Ids, start: int, stop: int, values: Tensor) -> None:
-        """The reverse, rounded to the tensor's dtype."""
+        """The reverse: write `values`, rounded to the tensor's dtype."""
         if self.flat is None:
             self._x[self._places(tokens, start, stop)] = values.to(self._x.dtype)
         elif tokens.index is None:
@@ -51,7 +51,7 @@ class Rows:
             self.flat.index_copy_(0, tokens.index[start:stop], values.to(self.flat.dtype))
 
     def clear(self, rows: Tensor) -> None:
-        """Zeros in the given [n] rows of the tensor."""
+        """Write zeros to the given [n] rows of the tensor."""
         if self.flat is None:
             self._x[torch.unravel_index(rows, self._leading)] = 0
         else:
@@ -66,7 +66,7 @@ class Rows:
 
 
 def flatten(x: Tensor) -> Tensor | None:
-    """[..., V] as a view [T, V], or None where the strides allow no such view."""
+    """[..., V] as a view [T, V], or None if the strides allow no such view."""
     try:
         return x.view(x.shape[:-1].numel(), x.shape[-1])
     except RuntimeError:

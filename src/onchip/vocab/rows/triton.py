@@ -2,16 +2,16 @@
 
 A program takes whole rows, one after the other: T tokens are shared out among as many programs as the launch has.  A
 row of V logits is walked through in `loops` full tiles and a last one, full or not.  A row of one tile is read once and
-stays in registers; of a longer one, `losses` with `out` goes back over the tiles from the last to the first, while
+stays in registers.  For a longer row, `losses` with `out` goes back over the tiles from the last to the first, while
 they are in the caches, and writes the gradient of the reduced loss.
 
 A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows are aligned to that; LANES of these, one for
-each thread; and that R times.
-Running sums are kept lane by lane, [LANES], so warps meet only at the end of a row.  What runs along is the softmax of
-all logits but the target's, which joins last: then a p near 1 keeps all digits of 1 - p.
+each thread; and all that R times.  Running sums are kept lane by lane, [LANES], so that warps meet only at the end of a
+row.  They are the softmax of all logits but the target's, which joins last, so that a p near 1 keeps all digits of 1 -
+p.
 
-x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 = k * log2(e).  None as an argument:
-there is none, or it is not wanted.
+x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 = k * log2(e).  None as an argument means
+that there is none, or that it is not wanted.
 """
 
 import triton  # type: ignore[import-untyped]

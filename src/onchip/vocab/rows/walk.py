@@ -1,7 +1,7 @@
-"""Each token's statistics of logits that exist, and the logits' gradient, by PyTorch's operations or Triton's kernels.
+"""Statistics of each token from existing logits, and the logits' gradient, by PyTorch's operations or Triton's kernels.
 
-Calls are `RowsCall`s, of a whole vocabulary or of a rank's shard of it: kernels take a shard's own columns, with ids as
-it numbers them, and `vocab.parallel` combines what the ranks know of theirs.
+Calls are `RowsCall`s, on a whole vocabulary or a rank's shard of it.  Kernels take a shard's own columns, with ids as
+it numbers them; `vocab.parallel` combines what the ranks know about their shards.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from onchip.vocab.torch.tiles import Ids
 
 
 def statistics(op: str, call: RowsCall, asked: Asked, *, uniform: bool = False) -> tuple[TokenStats, Any]:
-    """Those of every token over the whole vocabulary, which `asked` has the class weights of; and the tokens, or None
-    where kernels took all T and wrote what ignored ones have.
+    """The statistics of every token over the whole vocabulary, whose class weights `asked` has; and the tokens, or None
+    if kernels took all T and wrote what ignored ones have.
 
-    `uniform`: the mean of lse - z is asked for in place of the logits' mean.
+    `uniform`: the mean of lse - z is wanted instead of the logits' mean.
     """
     options, shards = call.options, call.shards
     refuse_to_state(call)
@@ -46,13 +46,13 @@ def statistics(op: str, call: RowsCall, asked: Asked, *, uniform: bool = False) 
 
 
 def refuse_to_state(call: RowsCall) -> None:
-    """Let no call of this kind be prepared, unless it is kernels' of a whole vocabulary."""
+    """Let no call of this kind be prepared, unless kernels run it on a whole vocabulary."""
     if call.shards.there or not call.kernels:
         stated.refuse("neither PyTorch's walk over rows nor what ranks exchange is stated")
 
 
 def _of_shard(op: str, call: RowsCall, tokens: Ids, asked: Asked, *, uniform: bool) -> TokenStats:
-    """By kernels on this rank's columns."""
+    """The statistics, by kernels on this rank's columns."""
     ids, options = _ids_of_shard(call)
     asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, call.shards))
     given = call.mine, ids, call.token_temperature, options, asked
@@ -64,8 +64,9 @@ def _of_shard(op: str, call: RowsCall, tokens: Ids, asked: Asked, *, uniform: bo
 
 
 def _given_ids(call: RowsCall) -> Tensor:
-    """Ids of the whole vocabulary as kernels take them, of which those that are the options' ignore_index are ignored;
-    where none is, one that looks like it is out of range."""
+    """Ids of the whole vocabulary as kernels take them: those that are the options' ignore_index are ignored.  If none
+    is to be ignored, ids that equal ignore_index become -1, which is out of range.
+    """
     return call.ids if call.ignored else stated.call(_none_ignored, call.ids, call.options.ignore_index)
 
 
@@ -74,7 +75,7 @@ def _none_ignored(ids: Tensor, ignore_index: int) -> Tensor:
 
 
 def _ids_of_shard(call: RowsCall) -> tuple[Tensor, Any]:
-    """Ids as this shard's kernels take them, and the options that say so."""
+    """Ids as this shard's kernels take them, and the options that go with them."""
     ids = parallel.ids_for_kernels(_given_ids(call), call.shards, call.options.ignore_index)
     return ids, replace(call.options, ignore_index=parallel.IGNORED)
 
@@ -90,9 +91,9 @@ def statistics_of_ids(
     of_shard: bool = False,
     into: Mapping[str, Tensor | None] | None = None,
 ) -> TokenStats:
-    """By one launch, those of all T tokens over these logits; `of_shard`: with what ranks exchange beside.
+    """The statistics of all T tokens over these logits, in one launch; `of_shard`: also what ranks exchange.
 
-    `into` has memory for lse, log_prob, entropy and top1, as they are asked for.
+    `into` has memory for those of lse, log_prob, entropy and top1 that are asked for.
     """
     tokens = logits.shape[:-1].numel()
 
@@ -141,7 +142,7 @@ def statistics_of_targets(
     asked: Asked,  # with the shard's class weights
     target_logit: Tensor | None = None,  # [T] float32: what is taken for the targets' logits
 ) -> TokenStats:
-    """The same of one id each, of a shard alone, by cross_entropy's kernel."""
+    """The same for one id each on a shard, by cross_entropy's kernel."""
 
     def empty(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Any:
         return torch.empty(target.numel(), dtype=dtype, device=target.device) if wanted else None
@@ -161,8 +162,9 @@ def statistics_of_targets(
 
 
 def write_gradient(call: RowsCall, tokens: Ids | None, gradient: TokenGradient, out: Tensor) -> None:
-    """Write the gradient of the logits to `out`, which may be the logits, but for columns that are padding; `gradient`
-    is of the whole vocabulary, of the computed tokens, or where kernels run of all T."""
+    """Write the gradient of the logits to `out`, which may be the logits themselves, except for columns that are
+    padding.  `gradient` is for the whole vocabulary and the computed tokens, or for all T if kernels run.
+    """
     out = without_padding(call, out)
     if out.numel() == 0:
         return
@@ -184,11 +186,11 @@ def write_gradient(call: RowsCall, tokens: Ids | None, gradient: TokenGradient, 
 
 
 def without_padding(call: RowsCall, x: Tensor) -> Tensor:
-    """[..., rows] of [..., V]: this rank's columns that are of the vocabulary."""
+    """[..., rows] of [..., V]: this rank's columns without padding."""
     return x[..., : call.shards.rows] if call.shards.there else x
 
 
 def clear_padding(call: RowsCall, out: Tensor) -> None:
-    """Write zeros to the others."""
+    """Write zeros to the columns that are padding."""
     if call.shards.there:
         stated.zero(out[..., call.shards.rows :])

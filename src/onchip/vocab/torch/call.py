@@ -30,28 +30,30 @@ class Layer:
 
     @property
     def number(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return self.hidden.numel() // self.hidden.shape[-1]
 
     @property
     def vocab(self) -> int:
-        """V, of which ids are."""
+        """V, the range of ids."""
         return self.weight.shape[0]
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """What the gradients of hidden, weight and bias are returned in."""
+        """The dtypes in which the gradients of hidden, weight and bias are returned."""
         return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
     @property
     def flops(self) -> int:
-        """Of one product: the logits of all tokens, or the gradient of hidden or of weight."""
+        """Floating-point operations of one product: the logits of all tokens, or the gradient of hidden or of
+        weight.
+        """
         rows, hidden = self.weight.shape
         return 2 * self.number * hidden * rows
 
     @property
     def layer(self) -> Projection:
-        """In the products' dtype."""
+        """The layer, in the products' dtype."""
         return Projection.of(self.hidden, self.weight, self.bias, self.dtype)
 
     @property
@@ -60,7 +62,7 @@ class Layer:
         return "cpu" if self.hidden.device.type == "cpu" else "cuda"
 
     def problem(self, device: str = "", **more: Any) -> Problem:
-        """What plans are made for; `more` are fields that the caller knows."""
+        """The problem that plans are made for; `more` are fields that the caller knows."""
         vocab, hidden = self.weight.shape
         return Problem(
             tokens=self.number,
@@ -78,21 +80,21 @@ class Layer:
 
 
 def gradient_flops(kept: Any, upstream: Sequence[Tensor | None], wanted: Sequence[bool]) -> int:
-    """Of the gradients of hidden and weight, where the call is kept."""
+    """Floating-point operations of the gradients of hidden and weight, for a kept call."""
     flops: int = kept.call.flops * (wanted[0] + wanted[1])
     return flops
 
 
 OF_LAYER: dict[str, Any] = {"flops": attrgetter("flops"), "gradient_flops": gradient_flops}
-"""How an operator of a `LinearCall`, which is kept, registers what its products take."""
+"""How an operator that keeps its `LinearCall` registers the operations of its products."""
 
 
 @dataclass(frozen=True)
 class LinearCall(Layer):
-    """The layer and the ids whose probabilities are asked for; an op adds its own arguments.
+    """The layer, and the ids whose probabilities are asked for; an op adds its own arguments.
 
-    Where the vocabulary is sharded over ranks, layer and hidden states are this rank's, and ids and all else are of the
-    whole vocabulary and of all tokens.
+    If the vocabulary is sharded over ranks, the layer and hidden states are this rank's; ids and everything else are
+    for the whole vocabulary and all tokens.
     """
 
     ids: Tensor  # [...] or [..., K]
@@ -101,25 +103,25 @@ class LinearCall(Layer):
     copied: int
     """Bytes of the copies of inputs whose strides don't suit."""
     compiled: bool
-    """Whether its sizes may have been symbols when it was made."""
+    """Whether its sizes may have been symbols (of torch.compile) when it was made."""
     shards: Shards
-    """This rank's part of the vocabulary; `WHOLE`: it has all."""
+    """This rank's part of the vocabulary; `WHOLE` if it has all."""
     kernels: bool
-    """Whether ranks run kernels, which take ignored tokens too; False of a whole vocabulary."""
+    """Whether ranks run kernels, which take ignored tokens too; False for a whole vocabulary."""
 
     @property
     def vocab(self) -> int:
-        """V of all ranks, of which ids are."""
+        """V over all ranks, the range of ids."""
         return self.shards.vocab if self.shards.there else self.weight.shape[0]
 
     @property
     def number(self) -> int:
-        """T, of all ranks where each has the hidden states of some tokens."""
+        """T, over all ranks if each has the hidden states of some tokens."""
         return math.prod(self.ids.shape[: self.hidden.ndim - 1])  # (numel() of symbols is a number)
 
     @property
     def several(self) -> int:
-        """K: 1 where ids have no dimension for it."""
+        """K, the ids per token; 1 if ids have no dimension for it."""
         return self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
 
     @property
@@ -129,12 +131,12 @@ class LinearCall(Layer):
 
     @property
     def sizes(self) -> Any:
-        """What ranks must have in common."""
+        """The sizes that all ranks must have in common."""
         return self.hidden.shape, self.hidden.dtype, self.weight.dtype
 
     @property
     def budget(self) -> int | None:
-        """scratch_bytes as a number, where it may be a symbol."""
+        """scratch_bytes as a number, also where it is a symbol."""
         scratch_bytes = self.options.scratch_bytes
         return None if scratch_bytes is None else int(scratch_bytes)
 
@@ -145,7 +147,7 @@ class LinearCall(Layer):
 
     @property
     def of_op(self) -> dict[str, Any]:
-        """The fields of the problem that the op knows."""
+        """The problem's fields that the op knows."""
         raise NotImplementedError
 
     def tokens(self, *, check_values: bool, compact: bool = True) -> Any:
@@ -153,17 +155,17 @@ class LinearCall(Layer):
         raise NotImplementedError
 
     def problem(self, device: str = "", **more: Any) -> Problem:
-        """With what the call and its op know."""
+        """The problem, with what the call and its op know."""
         more = {**self.of_op, "sharded": self.shards.there, **more}
         return super().problem(device, softcap=self.options.softcap is not None, copied=self.copied, **more)
 
     def plan(self, strategy: str, tokens: Ids, **more: Any) -> ChunkConfig:
-        """Of PyTorch's own products."""
+        """The plan for PyTorch's own products."""
         problem = self.problem(compacted=tokens.index is not None, **more)
         return memory.plan(problem, strategy, self.budget)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """In their parameters' dtypes, not yet filled."""
+        """Memory for the gradients in their parameters' dtypes, not yet filled."""
         return tuple(
             stated.empty_like(x) if x is not None and want else None
             for x, want in zip((self.hidden, self.weight, self.bias), wanted, strict=True)

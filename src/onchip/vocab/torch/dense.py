@@ -1,12 +1,12 @@
 """Cross-entropy with a label for every entry of the vocabulary, by the formulas in `vocab.loss`.
 
-Rows of the whole vocabulary are taken, a chunk of tokens at a time.  Of a vocabulary that is sharded over ranks, each
-has the labels of its shard.  With the names of `parallel` and a token's labels q, Q_r being their sum over shard r,
-what each rank knows of its own shard's softmax adds up to
+Rows of the whole vocabulary are taken, a chunk of tokens at a time.  If the vocabulary is sharded over ranks, each has
+the labels for its shard.  With the names of `parallel` and a token's labels q, Q_r being their sum over shard r, what
+each rank knows about its own shard's softmax adds up to
 
     sum_v q_v log p_v = sum_r (sum_v q_v log p_v^(r) + Q_r log(w_r)),    sum_v q_v = sum_r Q_r
 
-with and without weights of classes.  One all-gather brings this and all else; backward needs nothing more.
+with and without class weights.  One all-gather brings this and everything else; backward needs nothing more.
 """
 
 import math
@@ -55,7 +55,7 @@ class DenseStats(NamedTuple):
 
 
 def outputs_of(call: Any, made: DenseStats, tokens: Tokens) -> LossOutputs:
-    """What an operator returns, of a call's labels (`labels`)."""
+    """What an operator returns for a call with these labels (`labels`)."""
     shape, of = labels.leading(call), made.stats
 
     def by_token(x: Tensor | None) -> Any:
@@ -69,13 +69,13 @@ def outputs_of(call: Any, made: DenseStats, tokens: Tokens) -> LossOutputs:
 
 
 def known_of(kept: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `dense_gradient` takes of all tokens, of the outputs that are kept: from lse on."""
+    """The arguments of `dense_gradient` from lse on, for all tokens, from the outputs that are kept."""
     lse, log_prob, largest, mass = (x.reshape(-1) for x in (kept.lse, kept.log_prob, kept.largest, kept.mass))
     return lse, log_prob[:, None], largest[:, None], mass
 
 
 def statistics(op: str, call: Any, tokens: Tokens) -> LossOutputs:
-    """What an operator of a layer returns."""
+    """What a layer's operator returns."""
     mine = _local(call)
     config = _plan(mine, tokens)
     given = tokens, config, mine.labels, call.class_weight
@@ -83,13 +83,15 @@ def statistics(op: str, call: Any, tokens: Tokens) -> LossOutputs:
 
 
 def _plan(mine: Any, tokens: Tokens) -> ChunkConfig:
-    """The same in forward and backward."""
+    """The plan, the same in forward and backward."""
     config: ChunkConfig = mine.plan("stash", tokens)
     return config
 
 
 def _local(call: Any) -> Any:
-    """The call of this rank's shard, without padding: as `parallel.local`, and its part of what else is by entry."""
+    """The call on this rank's shard, without padding: as `parallel.local`, with its part of everything else that is per
+    entry.
+    """
     if not call.shards.there:
         return call
     mine, rows, out = parallel.local(call), call.shards.rows, call.weight_grad_out
@@ -102,7 +104,9 @@ def _local(call: Any) -> Any:
 
 
 def gradients(call: Any, tokens: Tokens, kept: Any, grad_loss: Tensor) -> walk.Gradients:
-    """Those of a layer, of what is kept of its `LossOutputs`, and of the upstream gradient of the reduced loss."""
+    """The gradients of a layer, from what is kept of its `LossOutputs` and the upstream gradient of the reduced
+    loss.
+    """
     options, shards, mine, known = call.options, call.shards, _local(call), known_of(kept)
     layer, out, whole = mine.layer, mine.weight_grad_out, Whole.of(call.vocab, call.class_weight)
     each = tokens.upstream(grad_loss, options.reduction)
@@ -139,7 +143,7 @@ def gradients(call: Any, tokens: Tokens, kept: Any, grad_loss: Tensor) -> walk.G
 
 
 class DenseSums(NamedTuple):
-    """What labels q make of the softmax over all of a vocabulary, or over a part of it alone; [n] unless noted."""
+    """Sums of labels q over the softmax of all of a vocabulary, or of a part of it alone; [n] unless noted."""
 
     softmax: TokenStats  # with `uniform` where that is asked for, and the entropy with return_stats
     cost: Tensor  # sum of w q log p, w being the weights of classes
@@ -161,9 +165,9 @@ def dense_stats(
     probs: Tensor,  # [..., V], or [..., rows] of this rank's shard
     class_weight: Tensor | None,  # [V]
 ) -> DenseStats:
-    """The losses of labels, and what their gradient needs; `source` is as `walk.forward` takes it.
+    """The losses of labels, and what their gradient needs; `source` is as in `walk.forward`.
 
-    With shards, what the gradient takes for the largest logit is for that of this rank's.
+    With shards, what the gradient takes for the largest logit is for the largest of this rank's.
     """
     part = parallel.class_weight_of_shard(class_weight, shards)
     sums = mine = dense_sums(source, options, tokens, config, probs, part)
@@ -175,8 +179,9 @@ def dense_stats(
 
 
 def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Tensor) -> DenseStats:
-    """Of sums over all of a vocabulary, and what the gradient takes for the largest logit: its log-probability [n, 1]
-    and its place [n]."""
+    """The statistics, from sums over all of a vocabulary; and what the gradient takes for the largest logit: its
+    log-probability [n, 1] and its place [n].
+    """
     known = sums.softmax
     loss = maths.value(torch, LossTerms.of(options).nonzero, sums.cost, known.lse, known.uniform)
     of = SoftStats()
@@ -189,8 +194,9 @@ def _stats_of_sums(options: Any, sums: DenseSums, log_prob: Tensor, largest: Ten
 def dense_sums(
     source: Any, options: Any, tokens: Ids, config: ChunkConfig, probs: Tensor, class_weight: Tensor | None
 ) -> DenseSums:
-    """Arguments as in `dense_stats`, or a part of the vocabulary's, which may be empty; the softmax's `log_prob` is
-    that of the largest logit."""
+    """The sums, with arguments as in `dense_stats`, or for a part of the vocabulary, which may be empty; the softmax's
+    `log_prob` is that of the largest logit.
+    """
     vocab, asked = source.vocab, options.return_stats
     n = tokens.number if vocab > 0 else 0
     running = Running.empty(tokens.ids, tokens.dtype)
@@ -234,14 +240,14 @@ def dense_sums(
 
 
 def read_logits(source: Any, tokens: Ids, start: int, stop: int, out: Tensor, chunk: int) -> None:
-    """Those of the tokens [start, stop), before their transform, `chunk` columns at a time."""
+    """Read the logits of the tokens [start, stop) before their transform, `chunk` columns at a time."""
     read = source.reader(tokens, start, stop)
     for v0, v1 in spans(source.vocab, chunk):
         read(out[:, v0:v1], v0)
 
 
 def rows_of(probs: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of labels [..., V], as they are."""
+    """Rows of labels [..., V], unchanged."""
     flat = flatten(probs)
     if flat is not None:
         return flat[start:stop]
@@ -250,7 +256,7 @@ def rows_of(probs: Tensor, start: int, stop: int) -> Tensor:
 
 
 class Whole(NamedTuple):
-    """What the gradient of a part of the vocabulary needs of all of it."""
+    """What the gradient on a part of the vocabulary needs from all of it."""
 
     vocab: int
     class_share: Tensor | None  # the mean weight of classes; None: 1
@@ -275,7 +281,7 @@ def dense_gradient(
 ) -> Tensor:
     """Turn final logits in place into the gradient of the logits before softcap and scale.
 
-    They may be a part of the vocabulary: `lse`, `mass`, probabilities and `whole` are then of all of it.
+    They may be a part of the vocabulary: `lse`, `mass`, probabilities and `whole` are then for all of it.
     """
     (vocab, share), terms = whole, LossTerms.of(options).nonzero
     q = probs.to(z.dtype) if class_weight is None else probs * class_weight
@@ -334,7 +340,7 @@ def _exchanged(
 
 
 def _of_labels(costs: Tensor, masses: Tensor, lse: Tensor, log_share: Tensor) -> tuple[Tensor, Tensor]:
-    """[n]: the sums of q log p and of q over the vocabulary, of the shards', [ranks, n]."""
+    """[n]: the sums of q log p and of q over the vocabulary, from the shards' sums, [ranks, n]."""
     # A shard that is all out of the vocabulary has no softmax of its own.
     costs = costs.masked_fill((lse == -torch.inf) & (masses != 0), -torch.inf)
     return (costs + torch.where(masses == 0, 0, masses * log_share)).sum(0), masses.sum(0)

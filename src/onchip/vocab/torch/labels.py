@@ -1,10 +1,10 @@
 """The labels of a cross-entropy, as fields of an operator's call.
 
-ids: [...] or [..., K].  labels: their numbers, [..., K], or those of every entry, [..., V]; None: 1 of one id a token.
-kind: what these are: "ids" where there are none, "probs" or "log_probs" of K ids, "dense": probabilities of every
-entry, and then the ids [...] mean nothing.  The functions take any call with these, and with `token_weight`,
-`normalizer`, `class_weight`, `token_temperature`, `options`, the `dtype` of logits or products, T as `number`, V as
-`vocab`.
+ids: [...] or [..., K].  labels: the probabilities of these ids, [..., K], or of every entry, [..., V]; None: each token
+has one id, with probability 1.  kind: what the labels are: "ids" if there are none, "probs" or "log_probs" of K ids, or
+"dense", probabilities of every entry, with which the ids [...] mean nothing.  The functions take any call with these
+fields and with `token_weight`, `normalizer`, `class_weight`, `token_temperature`, `options`, the `dtype` of logits or
+products, T as `number`, and V as `vocab`.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from onchip.vocab.torch.tiles import Tokens
 def parts_of(
     target: Tensor | TopK[Tensor], leading: Sequence[int], *, soft: bool = True
 ) -> tuple[Tensor, Tensor | None, str]:
-    """The fields, of a target that is ids or `soft` labels."""
+    """The fields, for a target that is ids or `soft` labels."""
     if isinstance(target, TopK):
         return target.indices, target.values, target.kind
     return (stated.zeros(leading, torch.int64, target.device), target, "dense") if soft else (target, None, "ids")
 
 
 def several(call: Any) -> int:
-    """K."""
+    """K, the ids per token."""
     return call.ids.shape[-1] if call.kind in ("probs", "log_probs") else 1
 
 
@@ -43,7 +43,7 @@ def leading(call: Any) -> torch.Size:
 
 
 def tokens(op: str, call: Any, *, check_values: bool, compact: bool = True) -> Tokens:
-    """Which tokens count, and what they weigh: of soft labels all.
+    """Which tokens count, and what they weigh; with soft labels all count.
 
     Values are always checked on the CPU, unless kernels take them, without `compact`.
     """
@@ -66,7 +66,7 @@ def tokens(op: str, call: Any, *, check_values: bool, compact: bool = True) -> T
 
 
 def probs(call: Any, *, weighed: bool = True) -> Tensor:
-    """[T, K]: the probabilities of K ids in the dtype of sums, times the weights of their classes unless without."""
+    """[T, K]: the probabilities of K ids in the dtype of sums; if `weighed`, times the weights of their classes."""
     each, shape = call.class_weight, (call.number, several(call) if call.number else 1)  # as `tiles.select` has it
     values, total = call.labels.reshape(shape), accumulator(call.dtype)
     q: Tensor = log_probs_or_nan(values).to(total).exp() if call.kind == "log_probs" else values.to(total)

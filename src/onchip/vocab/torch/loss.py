@@ -1,4 +1,5 @@
-"""Cross-entropy of ids: its value and its gradient, of each token's softmax statistics, by `vocab.loss`.
+"""Cross-entropy of ids: its value and its gradient from each token's softmax statistics, by the formulas in
+`vocab.loss`.
 
 `options` are an op's, with the fields of `LossTerms` and logit_scale.
 """
@@ -20,9 +21,9 @@ from onchip.vocab.torch.tiles import Ids, Tokens
 
 
 def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[V] in the dtype of sums over inputs of `dtype`, contiguous.
+    """The class weights [V] in the dtype of sums over inputs of `dtype`, contiguous.
 
-    Values that are wrong raise on the CPU, and elsewhere with check_inputs, where they may be read.
+    Wrong values raise on the CPU and, with check_inputs, wherever they may be read.
     """
     total = accumulator(dtype)
     each = stated.converted(class_weight, lambda x: x.to(total).contiguous())
@@ -34,7 +35,7 @@ def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: tor
 
 
 class Weights(NamedTuple):
-    """What a loss is weighed with, as operators take it."""
+    """What a loss is weighted with, as operators take it."""
 
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
@@ -90,13 +91,13 @@ def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
 
 
 def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> Tensor:
-    """Weighted losses [n], reduced, or those of all tokens in `shape`."""
+    """Weighted losses [n], reduced; or the losses of all tokens in `shape`."""
     losses = tokens.spread(losses, shape)
     return losses if options.reduction == "none" else losses.sum() * tokens.inverse_count
 
 
 class LossOutputs(NamedTuple):
-    """What an operator returns of a cross-entropy, by token in the leading dimensions."""
+    """What an operator returns for a cross-entropy; per-token values have the leading dimensions."""
 
     loss: Tensor  # [...] or []
     lse: Tensor
@@ -114,8 +115,10 @@ class LossOutputs(NamedTuple):
 
     @staticmethod
     def empty(call: Any, like: Tensor, *, kernels: bool = False, reduced: bool = True) -> "LossOutputs":
-        """Not yet filled, of a call's labels (`labels`) and of hidden states or logits `like` these; as `kernels` of
-        labels of every entry fill it in, or PyTorch's operations, and with the `reduced` loss or that by token."""
+        """Memory for the outputs of a call with these labels (`labels`), for hidden states or logits `like` these.
+        PyTorch's operations fill it, or the `kernels` for labels of every entry; with the `reduced` loss or the losses
+        per token.
+        """
         options, shape, dense = call.options, labels.leading(call), call.kind == "dense"
         total, stats, soft = accumulator(like.dtype), options.return_stats, options.return_stats and call.kind != "ids"
 
@@ -130,7 +133,7 @@ class LossOutputs(NamedTuple):
 
     @staticmethod
     def of(call: Any, stats: TokenStats, tokens: Tokens) -> "LossOutputs":
-        """Of ids, given the statistics of the whole vocabulary."""
+        """The outputs for ids, given the statistics of the whole vocabulary."""
         options, shape = call.options, labels.leading(call)
 
         def spread(x: Tensor | None, fill: int = 0) -> Any:
@@ -151,17 +154,17 @@ class LossOutputs(NamedTuple):
 
     @property
     def of_id(self) -> dict[str, Tensor | None]:
-        """What kernels fill in by one id each."""
+        """What the kernels for one id per token fill in."""
         return dict(zip(self._fields[:6], self[:6], strict=True))
 
     @property
     def of_labels(self) -> dict[str, Tensor | None]:
-        """What kernels fill in by labels of every entry."""
+        """What the kernels for labels of every entry fill in."""
         more = ("expected", "entropy", "correct", "argmax", "target_logit", "mass")
         return {"loss": self.loss, "lse": self.lse, "less": self.log_prob} | {x: getattr(self, x) for x in more}
 
     def stats(self, kind: str) -> LossStats:
-        """What the caller gets with return_stats, of labels of this kind."""
+        """What the caller gets with return_stats, for labels of this kind."""
         log_prob, logit = self.expected, self.target_logit
         if kind == "ids":
             log_prob, logit = self.log_prob, stated.call(torch.add, self.log_prob, self.lse)
@@ -170,8 +173,9 @@ class LossOutputs(NamedTuple):
 
 
 def returned(out: LossOutputs, options: Any, kind: str, length: int | None = None) -> Tensor | WithStats:
-    """What a public function returns, of labels of this kind; with a sequence's `length`, what is by token is filled
-    up to that with what ignored tokens have."""
+    """What a public function returns, for labels of this kind.  With a sequence's `length`, per-token values are filled
+    up to that with what ignored tokens have.
+    """
     stats = out.stats(kind) if options.return_stats else None
     if length is None:
         return out.loss if stats is None else (out.loss, stats)
@@ -188,10 +192,10 @@ def returned(out: LossOutputs, options: Any, kind: str, length: int | None = Non
 def scaled_rows(
     tokens: Tokens, options: Any, upstream: Tensor, operand: torch.dtype, mass: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """[n]: the upstream gradient of each token's loss times the derivative of the final logits by the product, and the
-    factor that brings it into float16's range, which is included (None: none).
+    """[n]: the upstream gradient of each token's loss, times the derivative of the final logits with respect to the
+    product; and the factor that brings it into float16's range, which is included (None: none).
 
-    `upstream` is that of the reduced loss, 0-d or [n]; `mass` [n] the sum of labels of every entry.
+    `upstream` is that of the reduced loss, 0-d or [n]; `mass` [n] is the sum of labels of every entry.
     """
     row = tokens.weight * upstream * factor_to_product(tokens, options)
     if operand != torch.float16:
@@ -202,7 +206,7 @@ def scaled_rows(
 
 
 def factor_to_product(tokens: Ids, options: Any) -> Tensor | float:
-    """[n], or one number for all: the derivative of final logits by the product, but for the softcap."""
+    """[n], or one number for all: the derivative of final logits with respect to the product, without the softcap."""
     tau, scale = tokens.temperature, float(options.logit_scale)
     return scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
 
@@ -215,7 +219,9 @@ def gradient_of_loss(
     log_prob: Tensor,
     shares: Shares = shares_of_ids,
 ) -> tuple[TokenGradient, Tensor | None]:
-    """The gradient of these tokens' logits for the upstream gradient, and the factor for float16 that is in it."""
+    """The gradient of these tokens' logits for the upstream gradient, and the factor for float16 that is included in
+    it.
+    """
     each = tokens.upstream(grad_loss, call.options.reduction)
     row, grad_scale = scaled_rows(tokens, call.options, each, call.operand)
     known = tokens.take(lse.reshape(-1)), tokens.take(log_prob.reshape(tokens.total, -1 if tokens.total else 1))
@@ -231,9 +237,9 @@ def loss_gradient(
     tokens: Tokens | None = None,
     shares: Shares = shares_of_ids,
 ) -> TokenGradient:
-    """The gradient of the logits of these tokens, for upstream gradients of `row`.
+    """The gradient of the logits of these tokens, for upstream gradients `row`.
 
-    Without `tokens` each has one id, and counts.  `shares` stands for `softmax.shares_of_ids`.
+    Without `tokens`, each token has one id, and all count.  `shares` replaces `softmax.shares_of_ids`.
     """
     terms, center = LossTerms.of(options).nonzero, lse
     each = own = share = q = mass = others = None

@@ -22,7 +22,7 @@ FLOAT16_ROW = 256.0
 
 
 class Asked(NamedTuple):
-    """Which statistics are wanted beside lse, log_prob and argmax."""
+    """Which statistics are wanted, in addition to lse, log_prob and argmax."""
 
     entropy: bool = False
     mean_logits: bool = False
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
     @property
     def spare(self) -> bool:
-        """Whether a tile is needed beside the logits'."""
+        """Whether a second tile is needed."""
         return self.entropy or self.class_weight is not None
 
 
@@ -86,7 +86,7 @@ class Running:
     def absorb(self, z: Tensor, start: int, ids: Tensor, asked: Asked, spare: Tensor | None) -> Tensor:
         """Take in the logits of the vocabulary from `start` on, and return exp(z - max).
 
-        Overwrites `z`.  `spare`, of z's shape, is there where `asked` needs it; with the entropy the result is there.
+        Overwrites `z`.  `spare` has z's shape and is given if `asked` needs it; with the entropy, the result is there.
         """
         column, inside = columns_of(ids, start, z.shape[1])
         self.picked.copy_(torch.where(inside, z.gather(1, column), self.picked))
@@ -142,11 +142,11 @@ class Running:
 
     @property
     def log_prob(self) -> Tensor:
-        """[n, K]: of the ids, whether they count or not."""
+        """[n, K]: the log-probabilities of the ids, whether they count or not."""
         return (self.picked - self.max[:, None]) - self.log_total[:, None]
 
     def stats(self, tokens: Ids, vocab: int, asked: Asked) -> TokenStats:
-        """Where the tokens have seen all of the vocabulary."""
+        """The statistics, once the tokens have seen all of the vocabulary."""
         log_total = self.log_total
         mean_offset = self.moment / self.total if asked.entropy else None
         plain_offset = self.offset_sum / vocab if asked.mean_logits else None
@@ -176,13 +176,13 @@ def rounded_by(a: Tensor, b: Tensor) -> Tensor:
 
 
 def columns_of(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where each id lies in the vocabulary [start, start + width): a legal column, and if it is there; [n, K]."""
+    """Where each id lies in the vocabulary [start, start + width): a legal column, and whether it is there; [n, K]."""
     column = (ids - start).clamp_(0, width - 1)
     return column, column + start == ids
 
 
 def write_at(x: Tensor, ids: Tensor, start: int, values: Tensor) -> None:
-    """Write the ids' values, [n, K], to where they lie in `x`, whose columns are the vocabulary from `start` on."""
+    """Write the ids' values, [n, K], to their places in `x`, whose columns are the vocabulary from `start` on."""
     # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
     # without an id inside writes back the number that is there.
     column, inside = columns_of(ids, start, x.shape[1])
@@ -199,9 +199,9 @@ def write_at(x: Tensor, ids: Tensor, start: int, values: Tensor) -> None:
 class TokenGradient:
     """The gradient of each computed token's final logits; [n], or one number for all.
 
-    With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even * class_weight, and `at_ids` for
-    the ids.  All are multiplied by the derivative of the final logits by the product (scale / temperature), and by
-    `grad_scale`.
+    With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even * class_weight, and `at_ids` at
+    the ids.  All are multiplied by the derivative of the final logits with respect to the product (scale /
+    temperature), and by `grad_scale`.
     """
 
     center: Tensor  # the mean logit where the entropy has a gradient, else the log-sum-exp
@@ -229,7 +229,7 @@ class TokenGradient:
         return self._finished(z, ids, start, slope)
 
     def of_exponentials(self, e: Tensor, factor: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
-        """The same of exponentials, which `factor` makes the factor times p."""
+        """The same from exponentials; `factor` turns them into the gradient's factor times p."""
         return self._finished(e.mul_(factor[:, None]), ids, start, slope)
 
     def _finished(self, g: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
@@ -259,7 +259,7 @@ def token_gradient(
 ) -> TokenGradient:
     """The gradient of each token's logits, given those of its log-probabilities, its log-sum-exp and its entropy.
 
-    `shares` stands for `shares_of_ids`.
+    `shares` replaces `shares_of_ids`.
     """
     same, rest = grad_log_prob, None  # what goes to an id, and to the others of its token
     if ids is not None and ids.shape[1] > 1:
@@ -289,7 +289,7 @@ def token_gradient(
 
 
 def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [n, K] each."""
+    """For each id of a token, the sum of `g` over its occurrences, and the sum over the other ids; [n, K] each."""
     same, rest = torch.empty_like(g), torch.empty_like(g)
     for k in range(g.shape[1]):  # not all at once: that would be [n, K, K]
         equal = ids == ids[:, k : k + 1]
@@ -299,7 +299,7 @@ def shares_of_ids(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def float16_scale(size: Tensor, operand: torch.dtype) -> Tensor | None:
-    """What gradients of these sizes [n] are multiplied by to lie in float16's range; None: they are left."""
+    """The factor that brings gradients of these sizes [n] into float16's range; None if they need none."""
     if operand != torch.float16 or size.numel() == 0:
         return None
     largest = size.abs().nan_to_num(nan=0).amax()

@@ -1,7 +1,7 @@
-"""What walks over the [tokens, vocab] matrix in PyTorch do with one tile of logits, on CPU and CUDA.
+"""Helpers for walks over the [tokens, vocab] matrix in PyTorch, on CPU and CUDA: tiles of logits, the tokens that
+count, and the framework's own matrix products.
 
-Which tokens count, and the framework's own matrix products.  Nothing here synchronises a GPU, unless values are to be
-checked.
+Nothing here synchronises a GPU, unless values are to be checked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,14 +36,16 @@ class Projection:
         return self.weight.shape[0]
 
     def logits(self, out: Tensor, h: Tensor, start: int) -> None:
-        """The logits of rows `h` and of the vocabulary from `start` on, as wide as `out`."""
+        """The logits of rows `h` and of the vocabulary from `start` on, as many columns as `out` has."""
         stop = start + out.shape[1]
         product(out, h, self.weight[start:stop].to(h.dtype).t())
         if self.bias is not None:
             out.add_(self.bias[start:stop])
 
     def reader(self, tokens: "Ids", start: int, stop: int) -> Callable[[Tensor, int], None]:
-        """What fills a tile with logits of the computed tokens [start, stop), given where it is in the vocabulary."""
+        """Returns a function that fills a tile with logits of the computed tokens [start, stop), given the tile's place
+        in the vocabulary.
+        """
         h = tokens.rows(self.hidden, start, stop, masked=False)
         return lambda out, first: self.logits(out, h, first)
 
@@ -54,7 +56,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Ids:
-    """The ids of the n tokens that are computed: on the CPU those with an id that counts, elsewhere all T."""
+    """The ids of the n tokens that are computed: on the CPU those that have an id that counts, elsewhere all T."""
 
     index: Tensor | None  # [n] int64 rows of hidden; None: all of them
     kept: Tensor | None  # [T] bool, False for ignored tokens that are computed all the same
@@ -66,7 +68,7 @@ class Ids:
 
     @property
     def number(self) -> int:
-        """n."""
+        """n, the number of computed tokens."""
         return self.ids.shape[0]
 
     def rows(self, hidden: Tensor, start: int, stop: int, *, masked: bool = True) -> Tensor:
@@ -90,7 +92,7 @@ class Ids:
         return values.masked_fill(~self.kept.view(-1, *[1] * (values.ndim - 1)), fill)
 
     def spread(self, values: Tensor, shape: Sequence[int], fill: int = 0) -> Tensor:
-        """Values [n, ...] of the computed tokens for all of them, in `shape`, with `fill` for ignored tokens."""
+        """Values [n, ...] of the computed tokens, extended to all tokens in `shape`, with `fill` for ignored ones."""
         if self.index is not None:
             out = values.new_full((self.total, *values.shape[1:]), fill)
             return out.index_copy_(0, self.index, values).view(shape)
@@ -99,7 +101,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Tokens(Ids):
-    """Tokens and what a cross-entropy makes of them."""
+    """Tokens, with what a cross-entropy makes of them."""
 
     weight: Tensor  # [n]: 0 for ignored tokens, NaN for bad ones
     inverse_count: Tensor  # 0-d: 1 / what the mean divides by
@@ -108,7 +110,7 @@ class Tokens(Ids):
 
     @property
     def label(self) -> Tensor:
-        """[n] int64: the target, where each token has one id."""
+        """[n] int64: the target, if each token has one id."""
         return self.ids[:, 0]
 
     def part(self, start: int, stop: int) -> "Tokens":
@@ -119,8 +121,9 @@ class Tokens(Ids):
         return replace(self, index=None, kept=None, ids=ids, bad=bad, weight=weight, q=q)
 
     def upstream(self, grad: Tensor, reduction: str) -> Tensor:
-        """The upstream gradients of the computed tokens' weighted losses, [n] or one for all, of the reduced loss's,
-        [...] or []; that of an ignored token is never used."""
+        """The upstream gradients of the computed tokens' weighted losses, [n] or one for all, from that of the reduced
+        loss, [...] or []; that of an ignored token is never used.
+        """
         each = self.mask(self.take(grad.reshape(-1).to(self.dtype))) if reduction == "none" else grad
         return each * self.inverse_count
 
@@ -140,11 +143,11 @@ def select(
     compact: bool = True,
     first: tuple[int, ...] = (),
 ) -> Ids:
-    """Sort out which ids, an argument called `name`, and tokens count: all, without an ignore_index.
+    """Sort out which ids (an argument called `name`) and which tokens count; without an ignore_index all do.
 
     Values are checked on the CPU, and elsewhere if `check_values`.  Without `compact` the CPU, where kernels run under
-    an interpreter, is a device as others.  `dtype` is that of the products, or of the logits given.  `first` is where
-    the caller has the first id, in the last dimensions.
+    an interpreter, is a device like any other.  `dtype` is that of the products, or of the logits given.  `first` is
+    where the caller has the first id, in the last dimensions.
     """
     on_cpu = compact and ids.device.type == "cpu"
     check_values = check_values or on_cpu
@@ -180,7 +183,7 @@ def select(
 def weighed(
     op: str, chosen: Ids, token_weight: Tensor | None, reduction: str, normalizer: Tensor | None, *, check_values: bool
 ) -> Tokens:
-    """Targets with what their losses are multiplied by."""
+    """Targets with the factors of their losses."""
     kept = chosen.kept
     if kept is None:
         kept = torch.full((), chosen.number, dtype=torch.int64, device=chosen.ids.device)
@@ -204,10 +207,10 @@ def divisor(
     dtype: torch.dtype = torch.float32,
     check_values: bool = False,
 ) -> Tensor:
-    """0-d, of `dtype`: what the loss is divided by.  Where no token is kept it is 1, whatever the normalizer.
+    """What the loss is divided by, 0-d, in `dtype`.  If no token is kept it is 1, whatever the normalizer.
 
-    `kept` says which tokens are, or holds their number.  The normalizer's value is checked on the CPU, and elsewhere if
-    `check_values`.
+    `kept` says which tokens are kept, or holds their number.  The normalizer's value is checked on the CPU, and
+    elsewhere if `check_values`.
     """
     if reduction != "mean":
         return stated.call(torch.ones, (), dtype=dtype, device=kept.device)
@@ -232,7 +235,7 @@ def _one_of_none(normalizer: Tensor, number: Tensor, dtype: torch.dtype) -> Tens
 
 
 def check_temperature_values(op: str, temperature: Tensor, kept: Tensor | None) -> None:
-    """Raise if one of the tokens, of those that are `kept`, has a temperature that is not above 0."""
+    """Raise if one of the tokens that are `kept` has a temperature that is not above 0."""
     wrong = ~((temperature > 0) & (temperature < float("inf")))
     wrong = wrong if kept is None else wrong & kept
     if bool(wrong.any()):
@@ -244,7 +247,7 @@ def check_temperature_values(op: str, temperature: Tensor, kept: Tensor | None) 
 
 
 def apply(options: Any, z: Tensor, temperature: Tensor | float, slope: Tensor | None = None) -> None:
-    """Logits to final logits in place; `slope` gets the derivative of the softcap."""
+    """Turn logits into final logits in place; `slope` gets the derivative of the softcap."""
     if options.logit_scale != 1:
         z.mul_(options.logit_scale)
     if options.softcap is not None:
@@ -260,7 +263,7 @@ class Tile:
     """Buffers for one tile, allocated once per walk and handed out in the size that a tile has."""
 
     def __init__(self, size: int, tokens: Ids, *, slope: bool = False, spare: bool = False, like: Tensor | None = None):
-        """`like` is what products read, for a gradient that they read too."""
+        """`like` is a tensor in the dtype that products read, for a gradient that they read too."""
         total = tokens.dtype
 
         def make(wanted: bool, dtype: torch.dtype = total) -> Tensor | None:
@@ -279,7 +282,7 @@ class Tile:
         return logits, slope, spare
 
     def operand(self, gradient: Tensor) -> Tensor:
-        """The gradient as the products read it."""
+        """The gradient in the dtype that the products read."""
         if self._narrow is None:
             return gradient
         return self._narrow[: gradient.numel()].view(gradient.shape).copy_(gradient)

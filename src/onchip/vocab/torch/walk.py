@@ -1,9 +1,9 @@
 """The walk over the [tokens, vocab] matrix with PyTorch's own matrix products, tile by tile, on CPU and CUDA.
 
-`statistics` are each token's over the whole vocabulary, and `gradients` those of hidden, weight and bias, also where
-ranks have a part of the vocabulary each.  Of all that one rank has, `forward` makes the statistics; `stash` with them
-the gradients, for upstream gradients known before; and `recompute` the gradients, of recomputed logits.  A walk holds
-one tile of logits at a time and works in it in place.  Nothing here synchronises a GPU.
+`statistics` are each token's over the whole vocabulary, and `gradients` those of hidden, weight and bias; both also
+work if each rank has a part of the vocabulary.  On one rank's part, `forward` computes the statistics; `stash` computes
+the gradients with them, if upstream gradients are known by then; and `recompute` computes the gradients from recomputed
+logits.  A walk holds one tile of logits at a time and works on it in place.  Nothing here synchronises a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, spans, temperature_of
 
 Gradients = tuple[Tensor | None, ...]
-"""Of hidden, weight and bias; None: not wanted."""
+"""Gradients of hidden, weight and bias; None for those not wanted."""
 
 
 def statistics(op: str, call: LinearCall, tokens: Ids, asked: Asked) -> TokenStats:
-    """Those of every token over the whole vocabulary; `asked` has the class weights of all of it."""
+    """The statistics of every token over the whole vocabulary; `asked` has all of its class weights."""
     mine = parallel.local(call)
     config = mine.plan("forward", parallel.of_shard(tokens, call.shards))
     return statistics_of(op, mine.layer, call.options, call.shards, tokens, config, asked)
@@ -34,7 +34,7 @@ def statistics(op: str, call: LinearCall, tokens: Ids, asked: Asked) -> TokenSta
 def statistics_of(
     op: str, source: Any, options: Any, shards: Shards, tokens: Ids, config: ChunkConfig, asked: Asked
 ) -> TokenStats:
-    """The same of anything that has the logits, or this rank's part of them, as `forward` takes it."""
+    """The same for anything that has the logits, or this rank's part of them, as `forward` takes it."""
     if not shards.there:
         return forward(source, options, tokens, config, asked)
     here = parallel.of_shard(tokens, shards)
@@ -51,8 +51,9 @@ def gradients(
     weight_grad_out: Tensor | None = None,
     **more: Any,
 ) -> Gradients:
-    """As `recompute`, of this rank's tensors, given what statistics of the whole vocabulary make of it; `more` are
-    fields of the problem."""
+    """As `recompute`, for this rank's tensors, given what the statistics of the whole vocabulary lead to; `more` are
+    fields of the problem.
+    """
     shards = call.shards
     here, mine = parallel.of_shard(tokens, shards), parallel.local(call)
     config = mine.plan("recompute", here, **more)
@@ -68,7 +69,7 @@ def gradients(
 
 
 def forward(source: Any, options: Any, tokens: Ids, config: ChunkConfig, asked: Asked) -> TokenStats:
-    """The statistics of every token; one product.
+    """The statistics of every token, which take one product.
 
     `source` has the logits: a Projection, or anything with such a `vocab` and `reader`.
     """
@@ -76,7 +77,7 @@ def forward(source: Any, options: Any, tokens: Ids, config: ChunkConfig, asked: 
 
 
 def softmax(source: Any, options: Any, tokens: Ids, config: ChunkConfig, asked: Asked) -> Running:
-    """The softmax of every token, of the same arguments."""
+    """The softmax of every token, from the same arguments."""
     n = tokens.number
     running = Running.empty(tokens.ids, tokens.dtype)
     tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens, spare=asked.spare)
@@ -102,8 +103,8 @@ def stash(
 ) -> tuple[TokenStats, Gradients]:
     """The statistics, and the gradients in their dtype.
 
-    `gradient` makes that of tokens [t0, t1) from their log-sum-exp and the log-probabilities of their ids, `grad_scale`
-    times too large.
+    `gradient` makes the gradient of the logits of tokens [t0, t1) from their log-sum-exp and the log-probabilities of
+    their ids, `grad_scale` times too large.
     """
     layer, options, n, vocab = call.layer, call.options, tokens.number, call.weight.shape[0]
     running = Running.empty(tokens.ids, tokens.dtype)
@@ -136,11 +137,12 @@ def recompute(
     weight_grad_out: Tensor | None = None,  # [V, H] in the dtype of sums
     start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
 ) -> Gradients:
-    """The gradients in their parameters' dtypes, chunk by chunk of the vocabulary, of `gradient`, `grad_scale` times
+    """The gradients in their parameters' dtypes, chunk by chunk of the vocabulary, from `gradient`, `grad_scale` times
     too large.
 
-    Weight's is added to `weight_grad_out` if that is given.  Where other ranks have other parts of the vocabulary,
-    `start_sum` begins to add up hidden's, in the dtype of sums, under the last product; what it returns waits.
+    The weight's is added to `weight_grad_out` if that is given.  If other ranks have other parts of the vocabulary,
+    `start_sum` begins to sum hidden's, in the dtype of sums, during the last product, and returns a function that
+    waits.
     """
     layer, options, grads, dtypes, n = call.layer, call.options, call.grads, call.dtypes, tokens.number
     vocab, hidden = layer.vocab, layer.hidden
@@ -214,12 +216,13 @@ class Accumulated:
     def add(self, g: Tensor, operand: Tensor, h: Tensor, t0: int, t1: int, v0: int, weight_rows: Tensor | None) -> None:
         """Add the gradients that follow from `g`, that of the logits of tokens [t0, t1) and the vocabulary from v0 on;
         the weight's go to `weight_rows`, which the first tokens overwrite.  `operand` is `g` as products read it, in
-        the dtype of `h`."""
+        the dtype of `h`.
+        """
         self.add_hidden(operand, t0, t1, v0)
         self.add_weight(g, operand, h, t0, v0, weight_rows)
 
     def add_hidden(self, operand: Tensor, t0: int, t1: int, v0: int) -> None:
-        """Hidden's alone."""
+        """Add hidden's alone."""
         if self.hidden is not None:
             index = self._tokens.index
             rows = self.hidden[t0:t1] if index is None else self.hidden.new_zeros(t1 - t0, self.hidden.shape[1])
@@ -230,7 +233,7 @@ class Accumulated:
                 self.hidden.index_add_(0, index[t0:t1], rows)
 
     def add_weight(self, g: Tensor, operand: Tensor, h: Tensor, t0: int, v0: int, weight_rows: Tensor | None) -> None:
-        """The others'."""
+        """Add the weight's and the bias's."""
         if self.bias is not None:
             self.bias[v0 : v0 + g.shape[1]].add_(g.sum(0))
         if weight_rows is not None:

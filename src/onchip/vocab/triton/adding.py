@@ -1,11 +1,11 @@
 """The weight's gradient of a chunk of tokens, added to that of others, in Gluon, for Hopper.
 
-Two groups of warps have one tile of 256 x 128, half of it each and the second one behind, and a third copies:
-`onchip.kernels.triton.staggered` has that.  What a sum has in memory already comes by way of the ring, as one more step
-for each group: the groups' own loads took as long as if there had been no product to hide them.
+Two groups of warps share a tile of 256 x 128; each has a half, and the second runs behind the first.  A third group
+copies: see `onchip.kernels.triton.staggered`.  What a sum has in memory already comes by way of the ring, as one more
+step for each group: loads by the groups themselves took as long as if no product had hidden them.
 
-A thread of a product has pairs of columns, eight columns from one to the next.  Here columns of hidden's rows have been
-swapped, so that it has four pairs in a row: 16 bytes to load and to store.
+In a product a thread has pairs of columns, eight columns apart.  Here the columns of hidden's rows have been swapped,
+so that a thread has four pairs in a row: 16 bytes to load and to store.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -41,7 +41,7 @@ def products_layout():
 
 @gluon.constexpr_function
 def piece_layout():
-    """`products_layout` of PIECE columns, with those that were swapped in their places; a thread has eight in a row."""
+    """`products_layout` for PIECE columns, with the swapped columns in their places; a thread has eight in a row."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [64, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -53,7 +53,7 @@ def piece_layout():
 
 @gluon.constexpr_function
 def half_layout():
-    """`piece_layout` of the first 64 rows; a thread has the same of the other 64."""
+    """`piece_layout` for the first 64 rows; a thread has the same of the other 64."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],

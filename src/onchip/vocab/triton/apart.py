@@ -1,11 +1,12 @@
-"""Hidden's gradient with a warp of its own for copying, in Gluon, for Hopper.
+"""Hidden's gradient, with a warp of its own for copying, in Gluon, for Hopper.
 
 One warp copies blocks of exponentials and of the weight while eight others multiply; programs are persistent.
 
-A unit of work is a pair of products of 128 x 128 that share an operand: *wide* ones have 128 positions and 256 columns,
-and where H leaves 128 columns more, *tall* ones have these for 256 positions.  Each step of either takes three blocks
-of 16 KiB, so all units cost the same, and none computes what is beyond H up to a multiple of 128.  Those of the last
-wave are cut into slices of the vocabulary, as in `hidden_gradient`: into as many as leave few programs idle.
+A unit of work is a pair of products of 128 x 128 that share an operand: *wide* units have 128 positions and 256
+columns; if H leaves 128 columns more, *tall* units have these for 256 positions.  Each step of either takes three
+blocks of 16 KiB, so all units cost the same, and none computes what is beyond H rounded up to a multiple of 128.  Units
+of the last wave are cut into slices of the vocabulary, as in `hidden_gradient`: into as many as leave few programs
+idle.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]

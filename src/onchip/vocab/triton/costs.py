@@ -1,4 +1,4 @@
-"""What a plan will take: the cost model of the Triton backend.  No framework."""
+"""What a plan will take: the cost model of the Triton backend.  Imports no framework."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -42,7 +42,7 @@ RATES = {
 
 
 class BesideCuts(NamedTuple):
-    """Of a plan that keeps exponentials."""
+    """What `Costs.of_cuts` needs to know about a plan that keeps exponentials."""
 
     time: float  # ms
     left: int  # rows of tiles whose logits are computed again
@@ -51,7 +51,7 @@ class BesideCuts(NamedTuple):
 
 
 class Costs:
-    """Milliseconds that plans of a problem take by these rates, whatever its tokens."""
+    """Milliseconds that a problem's plans take by these rates, for any number of tokens."""
 
     def __init__(self, p: Problem, rates: Rates) -> None:
         self.problem, self.rates, self.sizes = p, rates, sizes_of(p)
@@ -79,7 +79,7 @@ class Costs:
     # ------------------------------------------------------------------------------- gradients in forward
 
     def in_forward(self, tokens: int, size: int, first: int = 0, weight_chunk: int = 0) -> float:
-        """With gradients that forward makes, in chunks of so many tokens, of which the first may be longer."""
+        """With gradients made in forward, in chunks of so many tokens, of which the first may be longer."""
         p, launch, programs = self.problem, self.launch, self.rates.programs
         rest, last = divmod(tokens - min(first, tokens), size)
         chunks = [(-(-size // TOKEN_TILE), rest), (-(-last // TOKEN_TILE), int(last > 0))]
@@ -113,7 +113,7 @@ class Costs:
         return time
 
     def _slices(self, rows: int, size: int) -> int:
-        """Sums of hidden's gradient of a chunk of so many rows of tiles; `size`: tokens of the largest."""
+        """Sums of hidden's gradient for a chunk of so many rows of tiles; `size`: tokens of the largest chunk."""
         slices = chunk_hidden(rows * TOKEN_TILE, self.hidden)[1]
         if slices == 1 or rows * TOKEN_TILE == size:
             return slices
@@ -121,7 +121,7 @@ class Costs:
         return max(1, min(slices, room // (rows * TOKEN_TILE)))
 
     def _longer_hidden(self, tokens: int, size: int, rows: int, weight_chunk: int, each: float) -> float:
-        """Of the hidden gradient of a longer first chunk."""
+        """The time of a longer first chunk's hidden gradient."""
         lent = self.sizes.weight_row * weight_chunk
         room = self.sizes.work(rows * TOKEN_TILE, size, lent, longer=True) // (4 * self.hidden)
         step = even_step(rows * TOKEN_TILE, self.hidden, room) // TOKEN_TILE
@@ -137,14 +137,14 @@ class Costs:
     # ------------------------------------------------------------------------------- exponentials that are kept
 
     def kept(self, tokens: int, kept: int, vocab_chunk: int, weight_chunk: int, *, halves: bool) -> float:
-        """With gradients in backward, of `kept` tokens from exponentials, of the others from logits that are computed
-        again.
+        """With gradients made in backward: for `kept` tokens from exponentials, for the others from logits that are
+        computed again.
         """
         beside = self.beside_cuts(tokens, kept, halves)
         return beside.time + self.of_cuts(beside, tokens, vocab_chunk, weight_chunk)
 
     def beside_cuts(self, tokens: int, kept: int, halves: bool) -> "BesideCuts":
-        """What doesn't depend on the chunks of such a plan."""
+        """The part that doesn't depend on the chunks of such a plan."""
         launch, programs, hidden = self.launch, self.rates.programs, self.hidden
         share, rows = min(1.0, kept / max(1, tokens)), -(-tokens // TOKEN_TILE)
         held = min(rows, kept // TOKEN_TILE)
@@ -163,7 +163,7 @@ class Costs:
         return BesideCuts(time, left, again * self.product, more)
 
     def of_cuts(self, beside: "BesideCuts", tokens: int, vocab_chunk: int, weight_chunk: int) -> float:
-        """What depends on the chunks, with what is `beside` them."""
+        """The part that depends on the chunks, given the part `beside` them."""
         programs, columns, time = self.rates.programs, self.columns, 0.0
         if beside.left:
             uneven = cut_evenness(columns, vocab_chunk, beside.left / VOCAB_TILE, programs)
@@ -174,15 +174,15 @@ class Costs:
         return time
 
     def weight(self, tokens: int, chunk: int) -> float:
-        """Of the weight's gradient in backward."""
+        """The time of the weight's gradient in backward."""
         if not self.problem.grad_weight:
             return 0.0
         uneven, launches = nested_evenness(self.columns, chunk, chunk, self.units, self.rates.programs)
         return tokens * self.product * self.padding * uneven + self.launch * launches
 
     def kept_bound(self, tokens: int, kept: int) -> tuple[float, float]:
-        """Beside the weight's gradient no plan that keeps at most so many takes less, with one chunk of logits that are
-        computed again; and with each chunk more it takes so much more.
+        """A bound, without the weight's gradient, for plans that keep at most so many tokens: no plan with one chunk of
+        recomputed logits takes less; and what each further chunk adds.
         """
         p, launch = self.problem, self.launch
         share = min(1.0, kept / max(1, tokens))
@@ -194,8 +194,8 @@ class Costs:
         return time, more
 
     def in_forward_bound(self, tokens: int) -> tuple[float, float]:
-        """No plan with gradients in forward takes less, in one chunk; and with each chunk more it takes so much
-        more.
+        """A bound for plans with gradients made in forward: no plan with one chunk takes less; and what each further
+        chunk adds.
         """
         p, product = self.problem, tokens * self.product
         time, more = tokens * (self.token + self.keep) + 5 * self.launch, self.launch + self.accumulate
@@ -209,8 +209,8 @@ class Costs:
 
 
 def cut_evenness(total: int, size: int, units: float, programs: int) -> float:
-    """Time of a launch for each chunk of so many columns, over that of the same work spread evenly; `units`: of work,
-    in a column.
+    """The time of launches for chunks of so many columns, divided by that of the same work spread evenly; `units`: of
+    work, in a column.
     """
     rest = total % size or min(size, total)
     share, whole = rest / total, evenness(round(min(size, total) * units), programs)
@@ -219,7 +219,7 @@ def cut_evenness(total: int, size: int, units: float, programs: int) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def nested_evenness(total: int, outer: int, inner: int, units: float, programs: int) -> tuple[float, int]:
-    """As `cut_evenness` of chunks that are cut into `inner` ones, and how many these are."""
+    """As `cut_evenness`, for chunks that are cut into `inner` ones; and how many these are."""
     number, rest = divmod(total, outer)
     launches = number * -(-outer // inner) + -(-rest // inner)
     end = (rest or outer) % inner or inner
@@ -239,7 +239,7 @@ def _costs(p: Problem, rates: Rates) -> Costs:
 
 
 def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
-    """Milliseconds of forward, and of backward where gradients are wanted, by the cost model."""
+    """Milliseconds of forward and, if gradients are wanted, of backward, by the cost model."""
     costs = costs_of(p, rates)
     if not p.any_grad:
         return costs.alone(p.tokens, c.token_chunk)

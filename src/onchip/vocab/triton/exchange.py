@@ -1,11 +1,11 @@
 """What ranks that share a vocabulary exchange while forward walks over chunks of tokens.
 
-Forward keeps a chunk's exponentials relative to a shift that this rank chose, so hidden's gradient is right but for a
-factor of each token, this shard's share of its softmax, exp(lse_r - lse).  One all-gather of each token's lse_r and of
-its target's log-probability tells every rank the whole softmax; it runs under the chunk's first product, and before
-the weight's, whose rows have that factor.  So no logits are computed twice, and none are kept until backward.
+Forward keeps a chunk's exponentials relative to a shift that this rank chose, so hidden's gradient is right up to a
+factor for each token: this shard's share of its softmax, exp(lse_r - lse).  One all-gather of each token's lse_r and of
+its target's log-probability tells every rank the whole softmax.  It runs during the chunk's first product and ends
+before the weight's, whose rows have that factor.  So no logits are computed twice, and none are kept until backward.
 
-Every rank must come to each exchange: they all make the same plan (`Shards.most`).
+Every rank must take part in each exchange, so they all make the same plan (`Shards.most`).
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ HEADER = VECTOR
 
 
 class _Collective:
-    """One that was begun.  It holds no tensor: a prepared call begins it again with others."""
+    """A collective that has begun.  It holds no tensor: a prepared call begins it again with others."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -40,15 +40,16 @@ class _Collective:
         return out
 
     def wait(self, *_: Tensor) -> None:
-        """Until it is done; given what it reads and writes, which lives until then."""
+        """Wait until it is done, given what it reads and writes, which lives until then."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
 
 
 class HiddenSum:
-    """The sum over ranks of hidden's gradient, of all tokens, in its own dtype and, if they are replicated, in its own
-    memory: begun while other work goes on."""
+    """The sum over ranks of hidden's gradient, for all tokens, in its own dtype and, if hidden states are replicated,
+    in its own memory; begun while other work goes on.
+    """
 
     def __init__(self, shards: Shards) -> None:
         self._collective = _Collective(shards)
@@ -57,13 +58,15 @@ class HiddenSum:
         self._given, self._out = gradient, stated.call(self._collective.sum, gradient)
 
     def wait(self) -> Tensor:
-        """That of this rank's tokens."""
+        """Wait; returns the sum for this rank's tokens."""
         stated.call(self._collective.wait, self._given, self._out)
         return self._out
 
 
 class ShardExchange:
-    """Of the tokens with these ids, [T] int64, as the whole vocabulary numbers them, and weights [T] float32."""
+    """The exchange about tokens with these ids, [T] int64, as the whole vocabulary numbers them, and weights [T]
+    float32.
+    """
 
     def __init__(self, shards: Shards, ids: Tensor, token_weight: Tensor | None) -> None:
         self._shards, self._ids, self._token_weight = shards, ids, token_weight
@@ -73,10 +76,10 @@ class ShardExchange:
         self._mine = stated.empty(HEADER + 2 * each, torch.float32, device)
         self._all = stated.empty((shards.ranks, HEADER + 2 * each), torch.float32, device)
         self.lse, self.log_prob = (self._mine[HEADER + i * each :][:tokens] for i in (0, 1))
-        """This shard's, [T], which forward fills in."""
+        """This shard's statistics, [T], which forward fills in."""
         lse, log_prob, loss, self.share = (stated.empty(tokens, torch.float32, device) for _ in range(4))
         self.known = TokenSoftmax(lse, log_prob[:, None], loss=loss)
-        """The whole softmax, of the tokens of the chunks that there were; its loss is right without smoothing."""
+        """The whole softmax, for the tokens of the chunks so far; its loss is right if there is no smoothing."""
         # share: [T] float32: of the whole softmax, this shard's
         self.sum = HiddenSum(shards)
         self._weight_sum: Tensor | None = None
@@ -87,11 +90,11 @@ class ShardExchange:
         return self._mine[:2].view(torch.int32)
 
     def begin(self) -> None:
-        """Send what is known of this shard, when a chunk's softmax is made."""
+        """Send what is known about this shard, once a chunk's softmax is made."""
         stated.call(self._collective.gather, self._mine, self._all)
 
     def combine(self, run: Run) -> TokenSoftmax:
-        """What all shards make, once it has come."""
+        """Combine what all shards sent, once it has come."""
         stated.call(self._collective.wait, self._mine, self._all)
         shards, tokens = self._shards, len(self._ids)
         if tokens > 0:

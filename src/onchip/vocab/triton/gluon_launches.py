@@ -1,6 +1,6 @@
-"""Launches of the kernels in Gluon; launches.py decides where they stand in for Triton's.
+"""Launches of the kernels in Gluon; launches.py decides where they replace Triton's.
 
-Imported only where Gluon has what they take: see `launch.has_gluon`.
+Imported only where Gluon has what they need: see `launch.has_gluon`.
 """
 
 from collections.abc import Mapping
@@ -138,7 +138,7 @@ def hidden_apart(run: Run, buffer: LogitBuffer, out: Tensor, common: Mapping[str
 
 
 def _staggered(run: Run, rows: Tensor, exponentials: Tensor | None) -> dict[str, Any]:
-    """What the kernels of staggered.py take alike."""
+    """The arguments that all kernels of staggered.py take."""
     half, step, width = staggered.HALF.value, STEP.value, 128
     return {
         "rows": _blocks(rows, half, step),

@@ -1,8 +1,8 @@
 """The kernels of backward: both gradients, from exponentials that were kept and from logits that are recomputed.
 
-Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument: there is none.
+Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument means: there is none.
 
-The gradient of a position's logits is p * (row_scale + entropy_scale * (z - mean)) - even, but for its ids' entries,
+The gradient of a position's logits is p * (row_scale + entropy_scale * (z - mean)) - even, except at its ids' entries,
 which are given: `position_terms` makes all of these.  Class weights, if there are any, are factors of `even`.
 """
 

@@ -1,7 +1,7 @@
-"""The computation of a head and a cross-entropy with a label for every entry of the vocabulary, by the Triton kernels.
+"""A head and a cross-entropy with a label for every entry of the vocabulary, by the Triton kernels.
 
-Every token counts, and is its own position.  Nothing is kept: backward makes the logits again, a chunk of the
-vocabulary at a time, and reads the labels once more.
+Every token counts, and is its own position.  Nothing is kept: backward computes the logits again, a chunk of the
+vocabulary at a time, and reads the labels again.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from onchip.vocab.triton.token_launches import compact
 
 
 class TritonSoftStats(NamedTuple):
-    """What kernels make of labels as they are given, by the names of `LossOutputs`; None without return_stats."""
+    """What kernels make from labels as they are given, by the names of `LossOutputs`; None without return_stats."""
 
     expected: Tensor | None
     entropy: Tensor | None
@@ -38,7 +38,7 @@ class TritonSoftStats(NamedTuple):
 
 
 class KnownStats(NamedTuple):
-    """What backward is given of forward, [T] float32."""
+    """What forward hands to backward, [T] float32."""
 
     lse: Tensor
     less: Tensor  # the largest p - 1, where that p is above LEADING of kernels/triton/maths.py
@@ -46,7 +46,7 @@ class KnownStats(NamedTuple):
 
 
 def labels_of(values: Tensor | None, smoothing: float) -> Labels:
-    """Of a tensor [..., V] whose leading dimensions reduce to two."""
+    """The labels in a tensor [..., V] whose leading dimensions reduce to two."""
     assert values is not None
     inner, outer, row = rows_of(values)
     return Labels(values, odd(inner), outer, row, values.stride(-1), smoothing)
@@ -55,8 +55,9 @@ def labels_of(values: Tensor | None, smoothing: float) -> Labels:
 def forward(
     run: Run, call: LinearCall, config: TritonPlan, saved: TritonSaved, labels: Labels, out: LossOutputs
 ) -> None:
-    """Fill `out`, which is that of kernels with the loss of each token, without its weight; what backward needs is left
-    in `saved`."""
+    """Fill `out` with the loss of each token, without its weight, and with what kernels make; leave what backward needs
+    in `saved`.
+    """
     run, tokens, device = _cut(run), run.tokens, run.weight.device
     stated.zero(run.vectors.packed)
     if tokens == 0:
@@ -100,7 +101,7 @@ def backward(
     *,
     add_to: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `walks.backward`: turn `saved` into hidden's gradient, and return those of weight and bias."""
+    """As `walks.backward`: turn `saved` into hidden's gradient, and return the gradients of weight and bias."""
     run, grads = _cut(run), Gradients.of(call, saved, wanted, add_to)
     if run.tokens > 0:
         scale = float16_scale(stated.call(_with_mass, row, known.mass), run.vectors, run.dtype)
@@ -136,7 +137,7 @@ def _with_mass(row: Tensor, mass: Tensor) -> Tensor:
 
 
 def _cut(run: Run) -> Run:
-    """With lower tiles of logits: labels take as many registers as logits do."""
+    """The run with lower tiles of logits: labels take as many registers as logits do."""
     tiles = {
         name: replace(run.tiles[name], rows=launches.low_rows(run)) for name in ("softmax_tiles", "gradient_tiles")
     }

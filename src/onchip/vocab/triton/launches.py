@@ -1,4 +1,4 @@
-"""Launches of the kernels of a head and a loss; walks.py has their order, records.py what they take."""
+"""Launches of the kernels of a head and a loss; walks.py has their order, records.py their arguments."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +62,7 @@ def gather(
 
 
 def partial_columns(run: Run, asked: Asked) -> int:
-    """Of the logits in a partial: as many as the kernel takes at a time that makes no more than what is asked for."""
+    """How many logits a partial covers: as many as a kernel takes at a time that makes only what is asked for."""
     plain = not any((asked.entropy, asked.mean_logits, asked.sum_sq))
     return IN_TURNS if plain and run.plain and takes_turns(run.hidden) else VOCAB_TILE
 
@@ -107,13 +107,13 @@ def softmax(
 
 
 def low_rows(run: Run) -> int:
-    """Of a tile of logits with few: no fewer than the weight's product takes in a step."""
+    """Rows of a low tile of logits: no fewer than the weight's product takes in a step."""
     return max(64, run.tiles["weight_gradient"].depth)
 
 
 def spilled_by_labels(run: Run, labels: Labels | None) -> int:
-    """Bytes of a thread's stack beyond which tiles of logits, and of labels, are taken otherwise.  Labels of 16 bits
-    leave room for what follows, but for a softcap.
+    """Bytes of a thread's stack above which tiles of logits, and of labels, are made lower.  Labels of 16 bits leave
+    room for what follows, except for a softcap.
     """
     plain = labels is not None and labels.probs.element_size() == 2 and run.options.softcap is None
     return FEW if plain else SPILLED
@@ -122,10 +122,10 @@ def spilled_by_labels(run: Run, labels: Labels | None) -> int:
 def _in_registers(
     run: Run, name: str, launch: Callable[[Tiles, bool], Launch], *, simple: bool, most: int = SPILLED
 ) -> Launch:
-    """The launch with tiles of this name; where more follows a product than the compiler keeps in registers but for
-    `most` bytes, with lower tiles, and what takes fewer; then by more warps.
+    """The launch with tiles of this name.  If more follows a product than the compiler keeps in registers, apart from
+    `most` bytes, it is launched with lower tiles, and with what takes fewer registers; failing that, by more warps.
 
-    `simple`: nothing follows that could be too much, but for a bias or softcap.
+    `simple`: nothing follows that could be too much, except a bias or softcap.
     """
     tiles = run.tiles[name]
     made = launch(tiles, False)
@@ -138,7 +138,9 @@ def _in_registers(
 
 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
-    """[H] float32: the sum of the rows of the weight, or, with a factor each, of as many positions' as there are."""
+    """[H] float32: the sum of the weight's rows or, with a `factor` for each, of as many rows as there are
+    positions.
+    """
     parts, block = 64, 128
     out = stated.empty((parts, run.hidden), torch.float32, x.device)
     run.launch(
@@ -279,8 +281,8 @@ def add_weight(
     add: bool,
     end: End | None = None,
 ) -> Launch:
-    """A chunk of tokens' part of the weight's sum: added to the chunks' before it, or the first one.  With `end` the
-    last chunk that has tokens leaves the gradient in place of the first 16 bits, as the nearest bfloat16.
+    """A chunk of tokens' part of the weight's sum: the first one, or added to the parts of the chunks before it.  With
+    `end`, the last chunk that has tokens replaces the first 16 bits by the gradient, as the nearest bfloat16.
     """
     if swaps_columns(run):
         from onchip.vocab.triton import gluon_launches
@@ -303,8 +305,8 @@ def hidden_product(
     slices: int = 1,
     positions: tuple[int, int] | None = None,
 ) -> Launch:
-    """Of `positions`, the first, and the last and one, that are kept, times `product_scale`; without them of all that
-    aren't; in `slices` of sums.
+    """hidden's product for `positions` (the first, and one past the last, that are kept), times `product_scale`;
+    without them, for all that aren't kept; in `slices` of sums.
 
     `apart`: whether by the kernel of apart.py, where that can run; None leaves it to H.
     """

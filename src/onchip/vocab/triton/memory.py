@@ -1,18 +1,18 @@
-"""How the Triton backend cuts a problem, and the memory that it takes.  No framework.
+"""How the Triton backend cuts a problem, and the memory that it takes.  Imports no framework.
 
-The weight's gradient is V * H elements that exist anyway: until they are computed, their memory holds the exponentials
-of up to H tokens (two H where a float32 gradient meets 16-bit operands).  More tokens can be kept in scratch, and those
-that aren't have their logits recomputed: so between three products and four there is a plan for every budget.
+The weight's gradient is V * H elements that exist anyway.  Until they are computed, their memory holds the exponentials
+of up to H tokens (two H if a float32 gradient meets 16-bit operands).  The exponentials of more tokens can be kept in
+scratch, and the logits of the others are recomputed.  So there is a plan for every budget, of three to four products.
 
-With more tokens than H it is better that forward takes them in chunks and computes the gradients right away, up to
-factors that backward multiplies by (`in_forward`): each row of hidden's, and the weight's as a sum over the chunks.
-Until the first chunk's part of that sum is made, its memory, that of a 16-bit gradient and of more digits, can hold
-exponentials of the first chunk: so that may have H and a quarter (float16: a half) more tokens than the others, and
-fewer are left to add (`first_chunk`).  Where the head is frozen it takes two products and no sum.
+With more tokens than H it is better if forward takes them in chunks and computes the gradients right away, up to
+factors that backward multiplies by (`in_forward`): each row of hidden's gradient, and the weight's as a sum over the
+chunks.  Until the first chunk's part of that sum is made, the sum's memory (that of a 16-bit gradient and of more
+digits) can hold exponentials of the first chunk.  So the first chunk may have H and a quarter (float16: a half) more
+tokens than the others, and fewer are left to add (`first_chunk`).  A frozen head takes two products and no sum.
 
-The weight's sum has 20 bits where products are of bfloat16, else 24: the first 16 of a float32 in the memory of the
-gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, where the operands have 8 or 11.  What
-float32 would take beyond that is left for larger chunks: of scratch, or of a float32 gradient's own memory.
+The weight's sum has 20 bits for bfloat16 products, otherwise 24: the first 16 of a float32, in the memory of the
+gradient, and 4 or 8 more.  Each addition rounds it to 12 or 16 binary digits, while the operands have 8 or 11.  The
+memory that float32 would take beyond that, scratch or a float32 gradient's own, is left for larger chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -43,46 +43,46 @@ class TritonPlan:
     """One way to cut a problem."""
 
     token_chunk: int
-    """Tokens whose logits are taken at a time in forward: all of them, unless no gradient is wanted or `in_forward`."""
+    """How many tokens' logits forward takes at a time: all of them, unless no gradient is wanted or `in_forward`."""
     vocab_chunk: int = 0
-    """Columns of the logits' gradient that are recomputed at a time, a multiple of 256."""
+    """For how many vocabulary entries the logits' gradient is recomputed at a time; a multiple of 256."""
     weight_chunk: int = 0
-    """Rows of the weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
+    """How many rows of the weight's gradient are computed at a time; a multiple of 256, at most `vocab_chunk`."""
     kept_in_gradient: int = 0
-    """Tokens, rounded up to 128, whose exponentials wait in the memory of the weight's gradient."""
+    """How many tokens' exponentials wait in the memory of the weight's gradient, rounded up to 128."""
     kept_in_scratch: int = 0
-    """Tokens, in multiples of 128, whose exponentials wait in scratch."""
+    """How many tokens' exponentials wait in scratch; a multiple of 128."""
 
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
     in_forward: bool = False
     """Whether forward computes the gradients, up to factors, chunk by chunk of tokens; the fields above are then 0."""
     first_chunk: int = 0
-    """With `in_forward`, tokens of the first chunk where it is larger, since the memory of the weight's sum holds some
-    of its exponentials; its part of that sum is then computed `weight_chunk` rows at a time."""
+    """With `in_forward`, the tokens of the first chunk if it is larger than the others, since the memory of the
+    weight's sum holds some of its exponentials; its part of that sum is then computed `weight_chunk` rows at a time."""
 
     @property
     def kept(self) -> int:
         return self.kept_in_gradient + self.kept_in_scratch
 
     def token_chunks(self, tokens: int) -> list[int]:
-        """How many each has."""
+        """The number of tokens in each chunk."""
         first = min(self.first_chunk or self.token_chunk, tokens)
         return [first, *in_chunks(tokens - first, self.token_chunk)]
 
 
 def vector_elements(tokens: int) -> int:
-    """int32 numbers that forward leaves: six of each token, and one."""
+    """int32 numbers that forward leaves: six for each token, and one more."""
     return 6 * up(tokens, VECTOR) + 1
 
 
 def may_hold(p: Problem) -> bool:
-    """Whether what is kept is all that the gradients need: exponentials, with softcap times its derivative.
+    """Whether the gradients need no more than what may be kept: exponentials, with softcap times its derivative.
 
     Label smoothing adds the same to all entries of a row, which both gradients take apart; with softcap or class
-    weights it isn't the same.  Where it takes most of the probability, or classes are few, the difference of the two is
-    rounded better than each of them.  And the gradient of an entropy reads logits off the exponentials.  Soft labels of
-    every entry would be read again for each of the products.
+    weights it isn't the same.  If smoothing takes most of the probability, or classes are few, the difference of the
+    two is rounded better than each of them.  The gradient of an entropy reads logits off the exponentials.  Soft labels
+    of every entry would be read again for each of the products.
     """
     smoothed = p.smoothing > 0 and (p.smoothing > 0.5 or p.softcap or p.class_weight or p.vocab < VOCAB_TILE)
     return not (smoothed or p.labels or (p.softcap and p.ids and p.stats))
@@ -110,12 +110,12 @@ def capacity(p: Problem) -> int:
 
 
 def id_bytes(p: Problem) -> int:
-    """Where tokens have several ids: bytes of what there is of each token and each id beside the vectors."""
+    """If tokens have several ids: bytes of what exists for each token and each id, in addition to the vectors."""
     return (48 + (80 if p.smoothing else 72) * p.ids) * p.tokens if p.ids else 0
 
 
 class TritonSizes:
-    """What the memory of a problem's plans is made of, but for its tokens: bytes, where nothing else is said."""
+    """What the memory of a problem's plans consists of, whatever the tokens: bytes, unless noted."""
 
     def __init__(self, p: Problem) -> None:
         self.problem = p
@@ -137,7 +137,7 @@ class TritonSizes:
         self.bias = 4 * p.vocab if p.grad_bias else 0
 
     def of_tokens(self, tokens: int, *, sorted_by_target: bool) -> int:
-        """Of the vectors."""
+        """Bytes of the vectors."""
         p = self.problem
         vectors = (160 if sorted_by_target else 96) * tokens + MIB // 64
         if p.labels:
@@ -147,37 +147,40 @@ class TritonSizes:
         return vectors
 
     def of_softmax(self, tokens: int) -> int:
-        """Of what the softmax of so many tokens leaves for each tile."""
+        """Bytes of what the softmax of so many tokens leaves for each tile."""
         return self.softmax * up(tokens, ALIGNED)
 
     def alone(self, tokens: int) -> int:
-        """Of a chunk of tokens without gradients."""
+        """Bytes of a chunk of tokens without gradients."""
         return self.row * tokens + self.of_softmax(tokens)
 
     # ------------------------------------------------------------------------------- gradients in forward
 
     def beyond(self, weight_chunk: int) -> int:
-        """Of the weight gradient's memory beyond its end, where that holds exponentials."""
+        """Bytes of the weight gradient's memory beyond its end, if it holds exponentials."""
         return self.weight_row * (self.padded + weight_chunk)
 
     def in_gradient(self, tokens: int, *, longer: bool) -> int:
-        """Tokens of a chunk whose exponentials are in the memory of the weight's gradient."""
+        """How many of a chunk's tokens have their exponentials in the memory of the weight's gradient."""
         return min(-(-tokens // TOKEN_TILE) * TOKEN_TILE, self.capacity if longer else self.room)
 
     def in_digits(self, tokens: int) -> int:
-        """Tokens of a longer first chunk whose exponentials are where the digits of the weight's sum will be."""
+        """How many tokens of a longer first chunk have their exponentials where the digits of the weight's sum will
+        be.
+        """
         rest = -(-tokens // TOKEN_TILE) * TOKEN_TILE - self.capacity
         return max(0, min(rest, self.in_digits_most)) // TOKEN_TILE * TOKEN_TILE
 
     def digits_beyond(self, first: int, weight_chunk: int) -> int:
-        """As `beyond`, of the memory of those digits."""
+        """As `beyond`, for the memory of those digits."""
         if self.in_digits(first) == 0:
             return 0
         return self.tile_digits * ((self.columns + weight_chunk) // VOCAB_TILE) - self.weight_digits
 
     def work(self, tokens: int, size: int, lent: int, *, longer: bool) -> int:
-        """Of what the softmax of a chunk leaves for each tile, and later, in the same memory, of the sums of hidden's
-        gradient in float32.  `size`: tokens of all chunks but a longer first one; the last has as many.
+        """Bytes of what the softmax of a chunk leaves for each tile and later, in the same memory, of the sums of
+        hidden's gradient in float32.  `size`: tokens in all chunks but a longer first one; the last chunk has room for
+        as many.
         """
         if not self.grad_hidden:
             sums = 0
@@ -188,8 +191,8 @@ class TritonSizes:
         return max(self.of_softmax(tokens), sums)
 
     def chunk(self, tokens: int, size: int, lent: int, *, longer: bool) -> tuple[int, int, int]:
-        """Of one chunk of tokens where forward computes its gradients: rows, exponentials, and `work` unless that much
-        is `lent` of the weight gradient's memory.
+        """Bytes of one chunk of tokens whose gradients forward computes: rows, exponentials, and `work` unless that
+        much is `lent` by the weight gradient's memory.
         """
         rows = -(-tokens // TOKEN_TILE) * TOKEN_TILE - self.in_gradient(tokens, longer=longer)
         if longer:
@@ -198,7 +201,7 @@ class TritonSizes:
         return self.row * tokens, self.exponentials * rows, work if work > lent else 0
 
     def even_chunk(self, tokens: int, size: int) -> int:
-        """Of the largest of chunks of so many tokens, of which none is longer."""
+        """Bytes of the largest of chunks of so many tokens, of which none is longer."""
         size = min(size, tokens)
         return sum(self.chunk(size, size, 0, longer=False))
 
@@ -214,7 +217,7 @@ class TritonSizes:
         *,
         halves: bool,
     ) -> tuple[int, int, int, int, int, int]:
-        """Of a plan that keeps exponentials, beside what every plan takes: `KEPT_PARTS`."""
+        """Bytes of a plan that keeps exponentials, in addition to what every plan takes: `KEPT_PARTS`."""
         rows, kept = -(-tokens // TOKEN_TILE) * TOKEN_TILE, in_gradient + in_scratch
         left = max(0, rows - kept)
         again, hidden_sums = self.element * left * vocab_chunk, 0
@@ -283,7 +286,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
 
 
 def _softmax_bytes(p: Problem) -> int:
-    """Of what the softmax of a token leaves for all tiles."""
+    """Bytes of what the softmax of a token leaves for all tiles."""
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     # three sums for labels, and four numbers more of these
     of_labels = (3 + 4 * int(p.stats)) * int(p.labels != "")
@@ -293,8 +296,8 @@ def _softmax_bytes(p: Problem) -> int:
 
 
 def rows_beyond(p: Problem, c: TritonPlan) -> int:
-    """Of the memory of the weight's gradient, where that holds exponentials: each chunk of the gradient overwrites the
-    previous chunk's exponentials while reading its own.
+    """Rows of the weight gradient's memory beyond its end, if it holds exponentials: each chunk of the gradient
+    overwrites the previous chunk's exponentials while it reads its own.
     """
     return up(p.vocab, VOCAB_TILE) + c.weight_chunk - p.vocab if c.kept_in_gradient or c.first_chunk else 0
 
@@ -304,17 +307,17 @@ def bytes_beyond(p: Problem, c: TritonPlan) -> int:
 
 
 def in_gradient(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Tokens of a chunk whose exponentials are in the memory of the weight's gradient."""
+    """How many of a chunk's tokens have their exponentials in the memory of the weight's gradient."""
     return sizes_of(p).in_gradient(tokens, longer=first and c.first_chunk > 0)
 
 
 def in_digits(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Tokens of a chunk whose exponentials are where the digits of the weight's sum will be: of a longer first one."""
+    """How many tokens of a longer first chunk have their exponentials where the digits of the weight's sum will be."""
     return sizes_of(p).in_digits(tokens) if first and c.first_chunk else 0
 
 
 def digits_beyond(p: Problem, c: TritonPlan) -> int:
-    """As `bytes_beyond`, of the memory of those digits."""
+    """As `rows_beyond`, for the memory of those digits."""
     return sizes_of(p).digits_beyond(c.first_chunk, c.weight_chunk) if c.first_chunk else 0
 
 
@@ -328,13 +331,13 @@ def lent(p: Problem, c: TritonPlan, *, first: bool) -> int:
 
 
 def work_bytes(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """`TritonSizes.work` of a chunk."""
+    """`TritonSizes.work` for a chunk."""
     longer, size = first and c.first_chunk > 0, min(c.token_chunk, p.tokens)
     return sizes_of(p).work(tokens, size, lent(p, c, first=first), longer=longer)
 
 
 def hidden_step(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
-    """Positions of a chunk whose hidden gradient is made at a time."""
+    """For how many positions of a chunk hidden's gradient is made at a time."""
     if not (first and c.first_chunk):
         return tokens
     return even_step(tokens, p.hidden, work_bytes(p, c, tokens, first=True) // (4 * p.hidden))
@@ -346,8 +349,8 @@ def _chunk_parts(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> tupl
 
 
 def hidden_digits(p: Problem) -> int:
-    """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number; in
-    whole rows of exponentials, since the weight's sum follows.  What ranks add up is rounded in forward.
+    """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits for each number,
+    in whole rows of exponentials, since the weight's sum follows.  What ranks sum is rounded in forward.
     """
     if not p.grad_hidden or p.hidden_dtype == "float32" or p.sharded:
         return 0
@@ -355,20 +358,20 @@ def hidden_digits(p: Problem) -> int:
 
 
 def weight_digits(p: Problem) -> int:
-    """Bytes of the digits of the weight's sum; where they are 4 bits, two rows share bytes."""
+    """Bytes of the digits of the weight's sum; if they have 4 bits, two rows share bytes."""
     if not p.grad_weight:
         return 0
     return (p.vocab if digit_bits(p.dtype) == 8 else up(p.vocab, PAIRS) // 2) * p.hidden
 
 
 def sum_bytes(p: Problem) -> int:
-    """Of the weight's sum, with those digits, in whole rows of exponentials."""
+    """Bytes of the weight's sum with those digits, in whole rows of exponentials."""
     return up(2 * p.vocab * p.hidden + weight_digits(p), EXPONENTIALS_ROW) if p.grad_weight else 0
 
 
 def sum_in_scratch(p: Problem) -> int:
-    """Bytes of that sum which aren't in the memory of the gradient: none where that is float32, and all where the
-    gradient will be added to the caller's.
+    """Bytes of that sum which aren't in the memory of the gradient: none if the gradient is float32, and all if it will
+    be added to the caller's.
     """
     if p.weight_grad_out:
         return sum_bytes(p)
@@ -377,13 +380,16 @@ def sum_in_scratch(p: Problem) -> int:
 
 def rounds_in_forward(p: Problem) -> bool:
     """Whether the last chunk that has tokens leaves the weight's gradient itself for an upstream gradient of 1, and
-    digits by which it can be multiplied by another: of a sum whose first 16 bits are as many as the gradient has.
+    digits with which it can be multiplied by another.  This takes a sum whose first 16 bits are as many as the gradient
+    has.
     """
     return p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype == "bfloat16"
 
 
 def _room_in_gradient(p: Problem) -> int:
-    """Tokens of a chunk whose exponentials find room beside the weight's sum, in the memory of a float32 gradient."""
+    """How many of a chunk's tokens have room for their exponentials beside the weight's sum, in the memory of a float32
+    gradient.
+    """
     if not p.grad_weight or p.weight_grad_out or p.weight_dtype != "float32":
         return 0
     each = EXPONENTIALS_ROW * TOKEN_TILE * -(-p.vocab // VOCAB_TILE)

@@ -1,4 +1,4 @@
-"""Plans of the Triton backend: budgets, and the plan that is chosen.  No framework."""
+"""Plans of the Triton backend: budgets, and the plan that is chosen.  Imports no framework."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ FORWARD_SCRATCH = 64 * MIB
 
 def default_scratch(p: Problem, strategy: str = "auto") -> int:
     """256 MiB or an eighth of the float32 logits, whichever is more, and at least what `strategy` needs with one useful
-    chunk; without gradients 64 MiB, above the copies that are made of inputs.
+    chunk; without gradients, 64 MiB in addition to the copies that are made of inputs.
     """
     if not p.any_grad:
         copies = sizes_of(p).cast + p.copied
@@ -28,7 +28,9 @@ def default_scratch(p: Problem, strategy: str = "auto") -> int:
 
 
 def least_scratch(p: Problem, strategy: str = "auto", tiles: int = SMALLEST_CHUNK) -> int:
-    """Bytes of scratch that `strategy` needs with chunks of so many tiles of the vocabulary; by default, at all."""
+    """Bytes of scratch that `strategy` needs with chunks of so many tiles of the vocabulary; by default, to run at
+    all.
+    """
     if not p.any_grad:
         return scratch_bytes(p, TritonPlan(min(p.tokens, TOKEN_TILE)))
     size = min(tiles * VOCAB_TILE, _columns(p))
@@ -40,7 +42,7 @@ def _columns(p: Problem) -> int:
 
 
 def _kept(p: Problem, strategy: str) -> TritonPlan:
-    """'stash': all tokens are kept; 'recompute' (and the least of 'auto'): none."""
+    """The tokens that are kept: all for 'stash', none for 'recompute' (and for the least of 'auto')."""
     if strategy != "stash" or not may_hold(p):
         return TritonPlan(p.tokens)
     tokens = up(p.tokens, TOKEN_TILE)
@@ -49,8 +51,8 @@ def _kept(p: Problem, strategy: str) -> TritonPlan:
 
 
 def plan_for_symbols(p: Problem, strategy: str) -> TritonPlan:
-    """A plan that follows from sizes without comparing them, for torch.compile where they change from call to call: the
-    exponentials of all tokens kept as far as the weight gradient's memory goes.
+    """A plan that follows from sizes without comparing them, for torch.compile when sizes change from call to call: the
+    exponentials of all tokens are kept, as far as the weight gradient's memory goes.
     """
     import torch  # sizes are its symbols: it is loaded
 
@@ -62,7 +64,7 @@ def plan_for_symbols(p: Problem, strategy: str) -> TritonPlan:
 
 
 def _search(p: Problem, strategy: str, budget: int) -> TritonPlan | None:
-    """Without gradients the fewest even chunks of tokens, else what `search` finds."""
+    """Without gradients, the fewest even chunks of tokens; otherwise what `search` finds."""
     if p.any_grad:
         kept = _kept(p, strategy)
         return search(p, (kept.kept_in_gradient, kept.kept_in_scratch), strategy, budget)

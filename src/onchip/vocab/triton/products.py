@@ -1,5 +1,5 @@
-"""The products that make a layer's gradients of its logits' gradient with the Triton kernels: those that the walks of
-several losses share.
+"""The products that make a layer's gradients from its logits' gradient with the Triton kernels; the walks of several
+losses share them.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,9 @@ from onchip.vocab.triton.token_launches import finish_hidden
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
-    """What makes the largest of the positions' rows, of these sizes, suit float16; None: they are left."""
+    """The factor that brings the largest of the positions' rows, of these sizes, into float16's range; None if they
+    need none.
+    """
     if dtype != torch.float16 or size.numel() == 0:
         return None
     return stated.call(_scale_of, size, vectors.number, largest)
@@ -35,13 +37,13 @@ def _scale_of(size: Tensor, number: Tensor, largest: float) -> Tensor:
 
 
 def chunks(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
-    """First and number of each chunk."""
+    """The first number, and how many there are, in each chunk."""
     return ((start, min(size, last - start)) for start in range(first, last, max(1, size)))
 
 
 @dataclass(frozen=True)
 class Products:
-    """The products that make a layer's gradients of its logits' gradient, in `buffer`."""
+    """The products that make a layer's gradients from its logits' gradient, in `buffer`."""
 
     run: Run
     weight: Tensor  # the caller's
@@ -65,7 +67,7 @@ class Products:
         inverse_grad_scale: Tensor | None,
         even: Tensor | None = None,
     ) -> "Products":
-        """Those of what forward left in `saved`, with memory for what is recomputed."""
+        """The products for what forward left in `saved`, with memory for what is recomputed."""
         rows = setup.position_rows(layer, saved)
         recomputed = max(0, up(run.tokens, TOKEN_TILE) - config.kept)
         buffer = setup.logit_buffer(layer, config, saved, recomputed)
@@ -82,13 +84,13 @@ class Products:
 
     @cached_property
     def even_sum(self) -> Tensor | None:
-        """[H] float32: what every row of the weight's gradient lacks; `take_kept` needs it first."""
+        """[H] float32: what every row of the weight's gradient lacks; needed before `take_kept`."""
         if self.even is None or self.grads.weight is None:
             return None
         return launches.column_sums(self.run, self.rows[: self.kept], self.even)
 
     def take_kept(self, *, scale: bool = True) -> None:
-        """What comes before weight's gradient takes the place of what is kept."""
+        """Do what must come before the weight's gradient replaces what is kept."""
         if self.kept > 0 and scale:
             _ = self.even_sum  # of the rows as they are
             self.run.launch(
@@ -103,12 +105,12 @@ class Products:
             product.run()
 
     def take_hidden(self, first: int, tiles: int) -> None:
-        """A chunk of the vocabulary that is recomputed: hidden's part."""
+        """Make hidden's part of a chunk of the vocabulary that is recomputed."""
         if self.kept < self.run.tokens and self.sums is not None:
             self._recomputed_product.again(first_tile=first, chunk_tiles=tiles).run()
 
     def take_chunk(self, first: int, tiles: int) -> None:
-        """A chunk of the vocabulary, with what is recomputed of it: the others' part."""
+        """Make the other gradients' parts of a chunk of the vocabulary, with what is recomputed of it."""
         run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
         if self.grads.bias is not None:
             run.launch(
@@ -129,7 +131,7 @@ class Products:
 
     @cached_property
     def _recomputed_product(self) -> Launch:
-        """For `again`: of no chunk yet."""
+        """A launch for `again`, for no chunk yet."""
         assert self.sums is not None
         return launches.hidden_product(
             self.run, self.buffer, self.product_scale, self.sums, self.config.halves, 0, 0
@@ -137,7 +139,7 @@ class Products:
 
     @cached_property
     def _weight_product(self) -> Launch:
-        """For `again`: of no chunk yet."""
+        """A launch for `again`, for no chunk yet."""
         assert self.grads.weight is not None
         out, inverse = self.grads.weight[: self.run.vocab], self.inverse_grad_scale
         made = launches.weight_product(
@@ -146,7 +148,7 @@ class Products:
         return made.fixed()
 
     def finish(self, terms: PositionTerms | None = None) -> None:
-        """Hidden's gradient of its sums; with `terms` the ids' entries are added, where any are kept."""
+        """Make hidden's gradient from its sums; with `terms`, add the ids' entries if any are kept."""
         if self.sums is None or self.grads.hidden is None:
             return
         finish_hidden(

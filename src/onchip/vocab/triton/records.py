@@ -1,6 +1,7 @@
-"""What launches of the kernels of a head and a loss take: a run, its vectors, and memory.
+"""The arguments for launches of the kernels of a head and a loss: a run, its vectors, and memory.
 
-A kernel's arguments are found by its parameters' names: in what a run knows, and in what a launch adds.
+A kernel's arguments are found by the names of its parameters: among those that a run knows, and those that a launch
+adds.
 """
 
 from collections.abc import Mapping
@@ -41,11 +42,11 @@ class Tiles:
     warps: int
     stages: int
     parts: int
-    """A result leaves in so many pieces, each staged in shared memory."""
+    """In how many pieces a result leaves, each staged in shared memory."""
 
 
 class Vectors(NamedTuple):
-    """What is known of each token; by position where not said otherwise."""
+    """What is known about each token; by position unless noted."""
 
     packed: Tensor  # int32, all that follow in one
     position: Tensor  # [T] int32, by token: -1 for ignored ones
@@ -61,7 +62,9 @@ class Vectors(NamedTuple):
         return {**self._asdict(), "vectors": self, "count": self.number}
 
     def part(self, first: int, last: int, number: Tensor) -> "Vectors":
-        """Those of the positions in [first, last), of which so many are of tokens; `position` is of all tokens."""
+        """The vectors of the positions in [first, last), of which `number` are of tokens; `position` is of all
+        tokens.
+        """
         order, label, factor, shift, base = (
             x[first:last] for x in (self.order, self.label, self.factor, self.shift, self.base)
         )
@@ -77,7 +80,7 @@ class Vectors(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A linear layer and a loss of its logits: sizes, options, the tokens' vectors, and how the kernels are cut."""
+    """A linear layer and a loss on its logits: sizes, options, the tokens' vectors, and the kernels' tiles."""
 
     weight: Tensor  # [V, H] in the products' dtype; without products in another one too
     dtype: torch.dtype  # the products'
@@ -107,17 +110,17 @@ class Run:
         return -(-self.vocab // VOCAB_TILE)
 
     def part(self, first: int, last: int, number: Tensor) -> "Run":
-        """The same of the positions in [first, last), of which so many are of tokens."""
+        """The run on the positions in [first, last), of which `number` are of tokens."""
         return replace(self, tokens=last - first, vectors=self.vectors.part(first, last, number))
 
     @property
     def plain(self) -> bool:
-        """Whether the kernels in Gluon can make its logits and what follows of them."""
+        """Whether the kernels in Gluon can make its logits and what follows from them."""
         return self.gluon and self.bias is None and self.options.softcap is None and self.weight.stride(1) == 1
 
     @property
     def outer_scale(self) -> float:
-        """Of logits after softcap's tanh, or of products without one."""
+        """The scale of logits after softcap's tanh, or of products if there is no softcap."""
         scale: float = self.options.logit_scale if self.options.softcap is None else self.options.softcap
         return scale
 
@@ -141,7 +144,7 @@ class Run:
 
     @cached_property
     def known(self) -> Shared:
-        """Arguments of kernels; the weight by pointer."""
+        """Arguments of kernels that the run knows; the weight by pointer."""
         options = self.options
         known = {
             "weight": self.weight,
@@ -182,11 +185,11 @@ class Run:
         return {"weight": operand, "weight_stride": max(self.weight.stride()), "TURNED": turned}
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *, warps: int = 4, **more: Any) -> Launch:
-        """Of a kernel whose arguments are known, or among `more`."""
+        """A launch of a kernel whose arguments are known, or among `more`."""
         return Launch(kernel, grid, more, warps, shared=self.known)
 
     def product(self, kernel: Any, t: Tiles, arguments: Mapping[str, Any]) -> Launch:
-        """Of a kernel that is cut so."""
+        """A launch of a product kernel that is cut as `t` says."""
         cut = {"BLOCK_K": t.depth, "GROUP": t.group, "PROGRAMS": self.programs, "PARTS": t.parts, "TMA": self.tma}
         return Launch(kernel, (self.programs,), {**cut, **arguments}, t.warps, t.stages, shared=self.known)
 
@@ -198,8 +201,8 @@ class Run:
 class LogitBuffer:
     """Memory for the exponentials of logits, or for their gradient: rows of VOCAB_TILE from one address on.
 
-    The pieces are allocations of their own.  The matrix spans them all and what lies between, of which nothing is ever
-    read or written.
+    The pieces are separate allocations.  The matrix spans them all and what lies between, where nothing is ever read or
+    written.
     """
 
     pieces: tuple[Tensor, ...]  # kept from being freed
@@ -225,7 +228,7 @@ class Sum(NamedTuple):
 
 
 class ChunkSums(NamedTuple):
-    """Sums that make hidden's gradient of some positions of a chunk."""
+    """Sums from which hidden's gradient of some positions of a chunk is made."""
 
     sums: Tensor  # [slices * number, H] float32: of slices of the vocabulary
     first: int
@@ -234,14 +237,14 @@ class ChunkSums(NamedTuple):
 
 
 class End(NamedTuple):
-    """When a sum over chunks of tokens is made the gradient."""
+    """What turns a sum over chunks of tokens into the gradient."""
 
     factor: Tensor | None  # [] float32: what it is multiplied by then
     following: Tensor | None  # [1] int32: tokens of the next chunk; where it has none, that is now
 
 
 class Partials(NamedTuple):
-    """Per tile, of so many `columns` of logits, and position, [tiles, stride]; None: not wanted."""
+    """What the softmax leaves for each position and tile of `columns` logits, [tiles, stride]; None: not wanted."""
 
     maximum: Tensor  # of z
     others: Tensor  # sum of exp(z - maximum) over all but the target
@@ -261,7 +264,7 @@ class Partials(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether they are maxima and sums alone, of exponentials and of logits."""
+        """Whether they are only maxima, and sums of exponentials and of logits."""
         return self.moment is None and self.squares is None and self.below is None
 
     @staticmethod
@@ -319,7 +322,7 @@ class Labels(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """What is known of the ids before the softmax, by position; the latter two where a token has several."""
+    """What is known about the ids before the softmax, by position; the latter two only if a token has several."""
 
     target_logit: Tensor  # [T] float32: the largest of the ids' logits
     logit: Tensor | None  # [T, K] float32: each id's
@@ -343,7 +346,7 @@ class TokenSoftmax(NamedTuple):
 
 
 class PositionTerms(NamedTuple):
-    """What backward knows of each position's gradient, [T] float32; see `position_terms`."""
+    """What backward knows about each position's gradient, [T] float32; see `position_terms`."""
 
     row_scale: Tensor
     even: Tensor | None
@@ -360,5 +363,5 @@ class PositionTerms(NamedTuple):
 
     @property
     def ids(self) -> int:
-        """Of a position."""
+        """The ids per position."""
         return self.entry.numel() // self.lse.numel()

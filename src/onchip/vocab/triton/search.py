@@ -1,4 +1,6 @@
-"""The search for a plan with gradients: which cuts are compared, by bounds of what they take.  No framework."""
+"""The search for a plan with gradients: bounds on what cuts take decide which of them are compared.  Imports no
+framework.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,8 +37,8 @@ Kept = Callable[[int, int, bool], tuple[int, int] | None]
 
 
 def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> TritonPlan | None:
-    """The fastest plan that fits; of equally fast ones the smallest of few launches.  `kept`: by strategies but 'auto',
-    tokens in the memory of the weight's gradient, and in scratch.
+    """The fastest plan that fits; of equally fast ones, the smallest of those with few launches.  `kept`: for each
+    strategy but 'auto', how many tokens are kept in the memory of the weight's gradient, and in scratch.
     """
     made, columns = TritonSearch(p, budget), up(p.vocab, VOCAB_TILE)
     holds = strategy != "recompute" and may_hold(p)
@@ -53,8 +55,8 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
 
 
 class TritonSearch(Fastest[dict[str, Any]]):
-    """Plans of a problem with gradients, as their fields; of equally fast ones those that keep the host busy come last,
-    then the larger ones.
+    """Plans of a problem with gradients, as their fields.  Of equally fast ones, those that keep the host busy come
+    last, then the larger ones.
     """
 
     def __init__(self, p: Problem, budget: int) -> None:
@@ -79,7 +81,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
         self.beside: dict[tuple[int, bool], BesideCuts] = {}
 
     def plan(self) -> TritonPlan | None:
-        """The best."""
+        """The best plan."""
         if (best := self.best()) is None:
             return None
         soonest = self.soonest()
@@ -93,7 +95,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
         return vectors + sum(self.sizes.kept(self.tokens, *kept, vocab, weight, halves=halves))
 
     def what_fits(self, vocab: int, weight: int, halves: bool) -> tuple[int, int] | None:
-        """As `Kept`, as many as fit."""
+        """As `Kept`: as many tokens as fit."""
         again = self.again * vocab
         short, room = self.short[halves] - again, self.room[halves] - again - self.by_weight * weight
         each, in_halves = self.each
@@ -138,7 +140,9 @@ class TritonSearch(Fastest[dict[str, Any]]):
         return self.problem.grad_weight and weight * MOST_WEIGHT_CHUNKS < self.problem.vocab
 
     def cuts(self) -> list[tuple[float, int, tuple[int, ...]]]:
-        """What the weight's gradient takes in chunks of such a size, and the chunks of logits that may go with it."""
+        """The chunk sizes of the weight's gradient, with what it takes in such chunks, and the chunks of logits that
+        may go with each.
+        """
         p, soonest, found = self.problem, {True: math.inf, False: math.inf}, []
         if not p.grad_weight:
             return [(0.0, VOCAB_TILE, _alike(p.hidden, p.vocab))]
@@ -150,7 +154,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
         return found
 
     def keep(self, kept: Kept) -> Callable[[], None]:
-        """Looks at plans that keep all tokens' exponentials; what it returns, at those that keep some."""
+        """Try plans that keep all tokens' exponentials.  Returns a function that tries those that keep some."""
         some = []
         for time, weight, sizes in self.cuts():
             if (held := kept(sizes[0], weight, False)) is None:
@@ -169,8 +173,8 @@ class TritonSearch(Fastest[dict[str, Any]]):
         return keep_some
 
     def keep_some(self, kept: Kept, bound: float, more: float, weight: int, sizes: tuple[int, ...]) -> None:
-        """Plans with this chunk of the weight's gradient; what they take at least is `bound` and, with each chunk of
-        logits but one, `more`.
+        """Try plans with this chunk of the weight's gradient, which take at least `bound` and, for each chunk of logits
+        after the first, `more`.
         """
         time, listed, lefts = self.costs.weight(self.tokens, weight), [], set()
         ways = (False, True) if self.problem.grad_hidden else (False,)
@@ -204,7 +208,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
                 self.try_kept(held, size, weight, halves=halves)
 
     def keep_alike(self, kept: tuple[int, int]) -> None:
-        """Plans whose chunks of logits and of the weight's gradient are the same."""
+        """Try plans whose chunks of logits and of the weight's gradient have the same size."""
         bound, more = self.kept_bound(sum(kept))
         if bound > self.bound:
             return
@@ -228,7 +232,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
     # ------------------------------------------------------------------------------- gradients in forward
 
     def in_forward(self) -> None:
-        """Chunks of tokens: even ones, from the fewest that fit on, the largest, and some that fill whole waves."""
+        """Try chunks of tokens: even ones, from the fewest that fit on; the largest; and some that fill whole waves."""
         p, sizes, rows = self.problem, self.sizes, self.rows
         fixed = sizes.of_tokens(self.tokens, sorted_by_target=True) + hidden_digits(p) + sizes.sum_in_scratch
         room = self.budget - fixed
@@ -254,19 +258,19 @@ class TritonSearch(Fastest[dict[str, Any]]):
             self.longer_first(fixed)
 
     def first_size(self, tokens: int, weight: int) -> int:
-        """Of a longer first chunk, with what is beyond the gradient's memory, and that of digits."""
+        """The size of a longer first chunk, with what is beyond the memory of the gradient and of the digits."""
         sizes = self.sizes
         beyond = sizes.beyond(weight) + sizes.digits_beyond(tokens, weight)
         return beyond + sum(sizes.chunk(tokens, tokens, sizes.weight_row * weight, longer=True))
 
     def other_size(self, tokens: int, weight: int, first: int) -> int:
-        """Of the chunks after that."""
+        """The size of the chunks after that."""
         sizes, beyond = self.sizes, self.sizes.beyond(weight)
         chunk = sizes.chunk(tokens, min(tokens, self.tokens), beyond, longer=False)
         return beyond + sizes.digits_beyond(first, weight) + sum(chunk)
 
     def longer_first(self, fixed: int) -> None:
-        """Chunks of tokens of which the first has as many more as it takes for the others to be even."""
+        """Try chunks of tokens of which the first has as many more as make the others even."""
         costs, sizes, listed = self.costs, self.sizes, []
         rows, room, capacity = self.rows, self.budget - fixed, self.sizes.capacity
         bound, more = costs.in_forward_bound(self.tokens)
@@ -304,7 +308,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
 
 @lru_cache(maxsize=256)
 def _weights(hidden: int, vocab: int) -> frozenset[int]:
-    """Tiles of the vocabulary whose weight gradient fills whole waves, and some that are even."""
+    """Tiles of the vocabulary whose weight gradient fills whole waves, and some even ones."""
     tiles, per_tile = -(-vocab // VOCAB_TILE), VOCAB_TILE // TOKEN_TILE * -(-hidden // 256)
     sizes = {n * PROGRAMS // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
     sizes |= {-(-tiles // n) for n in (1, 2, 4, 8, 16, 32, 64)}
@@ -313,7 +317,7 @@ def _weights(hidden: int, vocab: int) -> frozenset[int]:
 
 @lru_cache(maxsize=256)
 def _again(vocab: int) -> frozenset[int]:
-    """Tiles of the vocabulary whose logits are computed again."""
+    """Tiles of the vocabulary whose logits are computed again together."""
     tiles = -(-vocab // VOCAB_TILE)
     sizes = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
     return frozenset(sizes | {1, min(2, tiles), min(3, tiles)})
@@ -321,13 +325,13 @@ def _again(vocab: int) -> frozenset[int]:
 
 @lru_cache(maxsize=256)
 def _alike(hidden: int, vocab: int) -> tuple[int, ...]:
-    """Entries of the vocabulary whose logits are computed again, and then their weight gradient."""
+    """Entries of the vocabulary whose logits are computed again, followed by their weight gradient."""
     return tuple(sorted(tiles * VOCAB_TILE for tiles in _again(vocab) | _weights(hidden, vocab)))
 
 
 @lru_cache(maxsize=256)
 def _cuts(hidden: int, vocab: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Chunks of the weight's gradient, and the chunks of logits, of whole ones, that may go with each."""
+    """Chunks of the weight's gradient, and for each the chunks of logits, made of whole ones, that may go with it."""
     tiles, made = -(-vocab // VOCAB_TILE), []
     for weight in sorted(_weights(hidden, vocab)):
         sizes = {min(up(x, weight), up(tiles, weight)) * VOCAB_TILE for x in _again(vocab) | {weight}}
@@ -344,7 +348,7 @@ def _filling_weights(hidden: int) -> frozenset[int]:
 
 @lru_cache(maxsize=256)
 def _filling(hidden: int) -> frozenset[int]:
-    """Tokens whose hidden gradient fills whole waves, or halves of these where its units may be cut in two."""
+    """Tokens whose hidden gradient fills whole waves, or halves of these if its units may be cut in two."""
     if not hidden_apart(hidden):
         whole = PROGRAMS // hidden_units(1, hidden, False) * TOKEN_TILE
         return frozenset(n * whole for n in (1, 2, 3, 4, 6, 8))

@@ -1,9 +1,9 @@
 """What operators on the Triton kernels have in common: when they can run, their plan, the memory that forward leaves
 for backward, and the run.
 
-Forward leaves what gradients need in the memory that they will take: exponentials of the logits in the weight's, the
-tokens' hidden states in hidden's; or, by another plan, the gradients up to factors (`Sums`).  Backward turns these into
-the gradients, in place; autograd clones them first where the graph is retained.
+Forward leaves what gradients need in the memory that the gradients will take: exponentials of the logits in the
+weight's, the tokens' hidden states in hidden's; or, by another plan, the gradients up to factors (`Sums`).  Backward
+turns these into the gradients in place; autograd clones them first if the graph is retained.
 """
 
 import math
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 
 
 def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[V, H] in the products' dtype, as kernels can read it."""
+    """The weight [V, H] in the products' dtype, as kernels can read it."""
     if copies_weight(weight, dtype):
         return stated.call(Tensor.to, weight, dtype, memory_format=torch.contiguous_format).contiguous()
     return weight if weight.dtype == dtype else stated.call(Tensor.to, weight, dtype)
@@ -49,10 +49,10 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
 
 
 def plan(call: LinearCall, **more: Any) -> TritonPlan:
-    """The plan of a call, of a fake one too, where sizes may be symbols; `more` are fields of the problem.
+    """The plan for a call, or for a fake one, whose sizes may be symbols; `more` are fields of the problem.
 
-    What torch.compile made without a budget has a plan that needs no numbers; a budget makes numbers of the symbols,
-    and a graph for each.
+    A call that torch.compile traced without a budget gets a plan that needs no numbers; a budget turns the symbols into
+    numbers, and needs a graph for each.
     """
     made: TritonPlan | None = vars(call).get("made_plan")  # what backward keeps of a call is asked for after forward
     if made is None:
@@ -82,7 +82,9 @@ def _plan(call: LinearCall, **more: Any) -> TritonPlan:
 
 
 class TritonSaved(NamedTuple):
-    """What forward leaves for backward; see walks.py.  Where no gradient is wanted, all but the vectors is empty."""
+    """What forward leaves for backward; see walks.py.  If no gradient is wanted, everything but the vectors is
+    empty.
+    """
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
     weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
@@ -92,7 +94,7 @@ class TritonSaved(NamedTuple):
 
 
 def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fake: bool = False) -> TritonSaved:
-    """The tensors of `TritonSaved`; all but the weight's copy not yet filled."""
+    """The tensors of `TritonSaved`; all but the weight's copy are not yet filled."""
     hidden, weight = layer.hidden, layer.weight
     tiles = -(-weight.shape[0] // VOCAB_TILE)
     vectors = stated.empty(triton_spec.vector_elements(layer.number), torch.int32, hidden.device)
@@ -135,12 +137,12 @@ def make_saved(layer: Layer, config: TritonPlan, *, keep_weight: bool = True, fa
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled."""
+    """Memory not yet filled."""
     return stated.empty(shape, dtype, like.device)
 
 
 def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled, from a whole row of exponentials on, 512 bytes, and near the others.
+    """Memory not yet filled, which begins at a whole row of exponentials, 512 bytes, and is near the others.
 
     PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.
     """
@@ -153,7 +155,7 @@ def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled; the CPU's, for the interpreter, are pages of their own."""
+    """Memory not yet filled; on the CPU, for the interpreter, it has pages of its own."""
     if like.device.type != "cpu":
         return stated.empty(shape, dtype, like.device)
     size = math.prod(shape) * dtype.itemsize
@@ -173,7 +175,7 @@ class TokenChunk(NamedTuple):
 
     @staticmethod
     def empty(layer: Layer, config: TritonPlan, saved: TritonSaved, tokens: int, *, first: bool) -> "TokenChunk":
-        """For at most so many tokens; `first`: of all."""
+        """For at most `tokens` tokens; `first`: memory for the first chunk."""
         hidden, size, problem = layer.hidden, layer.hidden.shape[-1], layer.problem("cuda")
         vocab, left = up(layer.weight.shape[0], VOCAB_TILE), Sums.of(layer, saved)
         in_gradient = triton_spec.in_gradient(problem, config, tokens, first=first)
@@ -245,7 +247,7 @@ class Sums(NamedTuple):
 
 
 def position_rows(layer: Layer, saved: TritonSaved) -> Tensor:
-    """[T, H] of the products' dtype in the memory of hidden's gradient."""
+    """[T, H] in the products' dtype, in the memory of hidden's gradient."""
     flat_memory = saved.hidden_memory.view(-1).view(layer.dtype)
     return flat_memory[: layer.hidden.numel()].view(-1, layer.hidden.shape[-1])
 
@@ -269,10 +271,10 @@ def logit_buffer(layer: Layer, config: TritonPlan, saved: TritonSaved, recompute
 def _spanning(
     given: tuple[Tensor, Tensor, Tensor], *, shift: int = 0, stride: int, tiles: tuple[int, int, int], kept: int
 ) -> "records.LogitBuffer":
-    """The buffer in these pieces: of the weight's gradient, of scratch, and the third.
+    """The buffer in these pieces: the weight's gradient, scratch, and a third one.
 
-    shift, stride: in the first, rows before the first tile's, and from one tile to the next.  tiles: tokens in each.
-    kept: of these, what forward fills.
+    shift, stride: in the first piece, rows before the first tile's, and from one tile to the next.  tiles: tokens in
+    each.  kept: how many of these forward fills.
     """
     from onchip.vocab.triton.blocks import BufferRows, odd
     from onchip.vocab.triton.records import LogitBuffer
@@ -307,9 +309,9 @@ def _spread(
     make: "type[BufferRows]",
     odd: "Callable[[int], int]",
 ) -> "tuple[int, int, BufferRows]":
-    """Where the matrix that spans these pieces begins, how many rows it has, and which of them are whose.
+    """Where the matrix that spans these pieces begins, how many rows it has, and which rows belong to which piece.
 
-    Tapes call it too, so that it imports nothing: 3.6 us in place of 5.0.
+    Tapes call it too, so it imports nothing: 3.6 us instead of 5.0.
     """
     there = [piece for piece in zip(addresses, sizes, strict=True) if piece[1] > 0]
     first = min(there)[0]
@@ -337,7 +339,7 @@ def _spread(
 def rows_and_buffer(
     layer: Layer, config: TritonPlan, saved: TritonSaved
 ) -> "tuple[Tensor, records.LogitBuffer | None]":
-    """What forward fills in: hidden states by position, and exponentials, None where none are kept."""
+    """What forward fills in: hidden states by position, and exponentials (None if none are kept)."""
     if any(layer.grads):
         return position_rows(layer, saved), logit_buffer(layer, config, saved) if config.kept > 0 else None
     shape = min(config.token_chunk, layer.number), layer.hidden.shape[-1]
@@ -345,7 +347,7 @@ def rows_and_buffer(
 
 
 class Gradients(NamedTuple):
-    """Where backward puts the gradients; None is not wanted."""
+    """Where backward puts the gradients; None for those not wanted."""
 
     hidden: Tensor | None  # [T, H], what forward left
     weight: Tensor | None  # [V, H], what forward left, the caller's or new
@@ -355,7 +357,7 @@ class Gradients(NamedTuple):
 
     @staticmethod
     def of(layer: Layer, saved: TritonSaved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
-        """Those of `layer`, the weight's added to `add_to` if that is given."""
+        """The gradients of `layer`, with the weight's added to `add_to` if that is given."""
         (vocab, size), weight, new, bias = layer.weight.shape, None, None, None
         if wanted[1]:
             if add_to is None and saved.weight_memory.numel() == 0:
@@ -369,12 +371,14 @@ class Gradients(NamedTuple):
         return Gradients(hidden, weight, new, bias, add_to is not None)
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those of hidden, weight and, in this dtype, bias that are in no memory of forward's or the caller's."""
+        """The gradients of hidden, weight and, in this dtype, bias that are not in memory of forward's or of the
+        caller's.
+        """
         return None, self.new_weight, None if self.bias is None else stated.converted(self.bias, lambda x: x.to(dtype))
 
 
 def in_memory(saved: TritonSaved, weight: Tensor, made: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of hidden and weight; the latter is the one `made` where nothing was kept in its memory."""
+    """The gradients of hidden and weight; the weight's is the one in `made` if nothing was kept in its memory."""
     return saved.hidden_memory, saved.weight_memory[: weight.shape[0]] if saved.weight_memory.numel() > 0 else made
 
 
@@ -389,7 +393,7 @@ def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
 
 
 def clone(memory: Tensor) -> Tensor:
-    """A copy for a backward that uses it up."""
+    """A copy for a backward pass that uses it up."""
     return stated.call(Tensor.copy_, aligned(memory, memory.shape, memory.dtype), memory)
 
 
@@ -410,7 +414,9 @@ IN_PLACE: dict[str, Any] = {
 
 
 def weight_in_backward(layer: Layer, config: TritonPlan, saved: TritonSaved) -> Tensor:
-    """As `make_run` takes it: where forward has computed the gradients, no products are left that need a copy."""
+    """The weight as `make_run` takes it; if forward has computed the gradients, no products are left that need a
+    copy.
+    """
     return layer.weight if config.in_forward else saved.weight
 
 
@@ -425,7 +431,7 @@ def make_run(
 ) -> "records.Run":
     """A linear layer as the walks take it, with its kernels' tiles.
 
-    `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
+    `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: the caller's memory for the weight's gradient.
     `class_weight`: [V] float32, contiguous.  `weight`: that of `TritonSaved`, or of `weight_in_backward`.
     """
     from onchip.vocab.triton import records
@@ -452,7 +458,7 @@ def make_run(
 
 @lru_cache(maxsize=64)
 def _tiles(hidden: int, shared: int, heuristic: Any) -> "dict[str, records.Tiles]":
-    """Those of each kernel, by the function that chooses them."""
+    """The tiles of each kernel, chosen by the function `heuristic`."""
     from onchip.vocab.triton import records
 
     return {kernel: records.Tiles(**numbers) for kernel, numbers in heuristic(shared, hidden).items()}

@@ -1,8 +1,8 @@
-"""The Triton kernels on one shard of a vocabulary, with `vocab.parallel` between the two halves.
+"""The Triton kernels on one shard of a vocabulary, with `vocab.parallel` between forward and backward.
 
-Exponentials are kept as of a whole vocabulary, relative to a shift of each token that this rank chose, of which its
-factor exp(shift - lse) takes account.  Hidden's gradient comes first, and is added up over the ranks while the weight's
-products run.  Where every rank has the same plan, forward may make the gradients chunk by chunk (`exchange`).
+Exponentials are kept as for a whole vocabulary: relative to a shift for each token that this rank chose, which the
+token's factor exp(shift - lse) corrects.  Hidden's gradient comes first, and is summed over the ranks while the
+weight's products run.  If every rank has the same plan, forward may make the gradients chunk by chunk (`exchange`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 
 
 def of_shard(call: Any, header: Tensor | None = None) -> Any:
-    """The call of this rank's shard, with ids as it numbers them; `header`: that of an exchange, to be filled in."""
+    """The call on this rank's shard, with ids as it numbers them; `header`: that of an exchange, to be filled in."""
     from onchip.vocab.triton.token_launches import number_ids
 
     flat = stated.converted(call.ids, lambda ids: ids.reshape(-1).contiguous())
@@ -43,7 +43,7 @@ def _run(
     *,
     weight: Tensor | None = None,  # that of `saved`
 ) -> Any:
-    """Of the shard's own call."""
+    """The run for the shard's own call."""
     shards: Shards = mine.shards
     part = parallel.class_weight_of_shard(class_weight, shards)
     weight = saved.weight if weight is None else weight
@@ -52,7 +52,7 @@ def _run(
 
 
 class Walked(NamedTuple):
-    """What forward made of a shard."""
+    """What forward made from a shard."""
 
     known: TokenStats  # of the shard
     whole: "TokenSoftmax | None"  # lse, log_prob and loss of the whole vocabulary, where ranks exchanged them
@@ -116,25 +116,26 @@ def walk(
 
 
 def combined(op: str, call: Any, known: TokenStats, tokens: Ids, asked: Asked) -> TokenStats:
-    """The statistics of every token over the whole vocabulary, of those of this rank's shard."""
+    """The statistics of every token over the whole vocabulary, from this rank's shard."""
     asked = asked._replace(class_weight=parallel.class_weight_of_shard(asked.class_weight, call.shards))
     return parallel.combine(op, call.shards, known, tokens, asked, check_values=call.options.check_inputs)
 
 
 def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, TritonSaved]:
     """The statistics of every token over the whole vocabulary, and what backward needs; `more` are fields of the
-    problem."""
+    problem.
+    """
     walked = walk(call, asked, **more)
     return combined(op, call, walked.known, tokens, asked), walked.saved
 
 
 def plan(call: Any, **more: Any) -> TritonPlan:
-    """That of `statistics`, also of a fake call."""
+    """The plan of `statistics`, also for a fake call."""
     return setup.plan(parallel.local(call, fake=True), **more)
 
 
 def fake_saved(call: Any, **more: Any) -> TritonSaved:
-    """Not yet filled."""
+    """What `statistics` saves, not yet filled."""
     mine = parallel.local(call, fake=True)
     config = setup.plan(mine, **more)
     saved = setup.make_saved(mine, config, fake=True)
@@ -154,7 +155,7 @@ def gradients(
     weight_grad_out: Tensor | None = None,
     scale: Tensor | None = None,  # of hidden's gradient that forward made
 ) -> tuple[Tensor | None, ...]:
-    """Those of this rank's tensors that are in no memory of forward's: see `collect`."""
+    """The gradients of this rank's tensors that are in no memory of forward's: see `collect`."""
     from onchip.vocab.triton import walks
     from onchip.vocab.triton.exchange import HiddenSum
     from onchip.vocab.triton.token_launches import scale_rounded
@@ -187,12 +188,12 @@ def padded(x: Tensor | None, rows: int) -> Tensor | None:
 
 
 def _in_memory(call: Any, saved: TritonSaved) -> bool:
-    """Whether the weight's gradient is in the memory of forward's, which has no zeros for padding."""
+    """Whether the weight's gradient is in forward's memory, which has no zeros for padding."""
     return saved.weight_memory.numel() > 0 and len(call.weight) == call.shards.rows
 
 
 def collect(kept: Any, made: Made, wanted: Wanted) -> Sequence[Tensor | None]:
-    """The gradients of what `gradients` made, or `walks.backward` of a whole vocabulary."""
+    """The gradients, from what `gradients` made, or `walks.backward` for a whole vocabulary."""
     if not kept.call.shards.there:
         return setup.collect(kept, made, wanted)
     hidden, weight, bias = made
@@ -204,7 +205,7 @@ def collect(kept: Any, made: Made, wanted: Wanted) -> Sequence[Tensor | None]:
 
 
 def fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
-    """Not yet filled."""
+    """The gradients, not yet filled."""
     if not kept.call.shards.there:
         return setup.fake_gradients(kept, upstream, wanted)
     new_weight = wanted[1] and not _in_memory(kept.call, kept.saved)

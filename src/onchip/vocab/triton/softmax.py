@@ -1,6 +1,6 @@
-"""The kernels of forward: the tokens that count, the softmax of their logits, and what is kept of those.
+"""The kernels of forward: the tokens that count, the softmax of their logits, and what is kept of those logits.
 
-Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument: it is not wanted.
+Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument means: not wanted.
 """
 
 import triton  # type: ignore[import-untyped]

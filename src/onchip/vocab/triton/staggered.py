@@ -1,11 +1,11 @@
 """The products that end in a tile of exponentials, with the two halves of a tile apart in time, in Gluon, for Hopper.
 
-A tile's end - exponentials, their sums, and 64 KiB to store - takes as long as an eighth of its product where H is
-1024.  Triton's kernels do one after the other.  Here it runs under the other half's product:
-`onchip.kernels.triton.staggered` has that.  A tile is 128 x 256, and each group has 64 of its rows.
+The end of a tile (exponentials, their sums, and 64 KiB to store) takes as long as an eighth of its product if H is
+1024.  Triton's kernels do one after the other.  Here the end runs during the other half's product: see
+`onchip.kernels.triton.staggered`.  A tile is 128 x 256, and each group has 64 of its rows.
 
-Two groups that take turns with tiles of their own (turns.py) hide all of an end, but read twice as much of L2, which
-pays where H is small.
+Two groups that take turns with tiles of their own (turns.py) hide all of an end, but read twice as much from L2, which
+pays if H is small.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]

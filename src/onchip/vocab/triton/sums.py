@@ -1,6 +1,6 @@
-"""The kernels of gradients that forward computes up to factors: what it leaves, and what backward makes of it.
+"""The kernels of gradients that forward computes up to factors: what it leaves, and what backward makes from that.
 
-None as an argument: there is none.
+None as an argument means: there is none.
 """
 
 import triton  # type: ignore[import-untyped]

@@ -1,4 +1,4 @@
-"""How the Triton backend's kernels cut their products: tiles, and waves of them.  No framework."""
+"""How the Triton backend's kernels cut their products: tiles, and waves of them.  Imports no framework."""
 
 from functools import lru_cache
 
@@ -20,10 +20,10 @@ PROGRAMS = 132
 
 
 def hidden_columns(hidden: int) -> int:
-    """Of a tile of a gradient on Hopper.
+    """Columns of a gradient's tile on Hopper.
 
-    What a tile has beyond H is computed in vain: half as wide ones where they save a tenth.  On an H200, with H from
-    576 to 1152, weight's product took 8 to 15% less so, and hidden's 12 to 19% where T > 4096.
+    Columns beyond H are computed in vain, so tiles are half as wide if that saves a tenth.  On an H200, with H from 576
+    to 1152, weight's product then took 8 to 15% less, and hidden's 12 to 19% less for T > 4096.
     """
     wide, narrow = up(hidden, 256), up(hidden, 128)
     return 128 if 10 * (wide - narrow) >= wide else 256
@@ -36,14 +36,15 @@ def takes_turns(hidden: int) -> bool:
 
 def staggers(hidden: int) -> bool:
     """Whether the softmax and the recomputed gradient of logits are faster by the kernels of staggered.py: on an H100
-    by 8 and 9% with H = 1024, 8 and 5% with 1152, 4 and 2% with 2048, 6 and 4% with 2560, and by 0 to 3% with 4096.
+    they were, by 8 and 9% with H = 1024, 8 and 5% with 1152, 4 and 2% with 2048, 6 and 4% with 2560, and by 0 to 3%
+    with 4096.
     """
     return 896 < hidden <= 4096
 
 
 def hidden_apart(hidden: int) -> bool:
-    """Whether hidden's gradient is made by the kernel of apart.py, where that can run: of an H that tiles of 256
-    columns don't suit.
+    """Whether hidden's gradient is made by the kernel of apart.py, where that can run: if tiles of 256 columns don't
+    suit H.
 
     On an H100 it took a third less with H = 576 and 640, 5% less with 1152, as long with 896, and 1 to 2% more with
     1024 to 4096.
@@ -107,7 +108,7 @@ def hidden_cut(units: int, most: int, programs: int) -> int:
 
 def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[bool, int]:
     """How a chunk's hidden gradient is made: whether by the kernel of apart.py, where that can run, which cuts the last
-    wave better; and in how many sums over slices of the vocabulary, where units don't fill whole waves.
+    wave better; and in how many sums over slices of the vocabulary, if units don't fill whole waves.
 
     `room`: positions that there are sums for; by default as many as it takes.  Two slices need no memory of their own:
     0 + a + b has the same bits in either order.
@@ -118,7 +119,7 @@ def chunk_hidden(tokens: int, hidden: int, room: int | None = None) -> tuple[boo
 
 @lru_cache(maxsize=1 << 14)
 def _hidden_way(rows: int, hidden: int) -> tuple[bool, int]:
-    """`chunk_hidden` where there is room enough, for so many rows of tiles."""
+    """`chunk_hidden` for so many rows of tiles, if there is room enough."""
     whole = max(1, PROGRAMS // hidden_units(rows, hidden, False))
     most = max(4, PROGRAMS // hidden_units(rows, hidden, True))
     cut = hidden_cut(hidden_units(rows, hidden, True), most, PROGRAMS)
@@ -141,12 +142,12 @@ def hidden_time(rows: int, hidden: int, slices: int, programs: int = PROGRAMS) -
 
 @lru_cache(maxsize=1 << 14)
 def even_step(tokens: int, hidden: int, room: int) -> int:
-    """Of a chunk of so many tokens, positions whose hidden gradient to make at a time, where there are sums for `room`:
-    those of which all tiles are done soonest.
+    """For how many positions of a chunk of so many tokens to make hidden's gradient at a time, if there are sums for
+    `room` positions: the number with which all tiles are done soonest.
     """
 
     def time(rows: int, tokens: int) -> float:
-        """In rows of tiles; a launch is half of one."""
+        """The time in rows of tiles; a launch counts as half of one."""
         apart, slices = chunk_hidden(tokens, hidden, room)
         return 0.5 + rows * hidden_evenness(rows, hidden, apart, max(2, slices))
 
@@ -165,7 +166,7 @@ def even_step(tokens: int, hidden: int, room: int) -> int:
 
 
 def evenness(tiles: int, programs: int = PROGRAMS, *, halves: bool = False) -> float:
-    """Time of so many equal tiles, over that of the same work spread evenly."""
+    """The time of so many equal tiles, divided by that of the same work spread evenly."""
     if not halves:
         return -(-tiles // programs) * programs / max(1, tiles)
     return waves(tiles, programs, halves=True) * programs / max(1, tiles)
@@ -173,8 +174,8 @@ def evenness(tiles: int, programs: int = PROGRAMS, *, halves: bool = False) -> f
 
 @lru_cache(maxsize=1 << 14)
 def hidden_evenness(rows: int, hidden: int, apart: bool, most: int, programs: int = PROGRAMS) -> float:
-    """Time of hidden's gradient for so many rows of tiles, in up to `most` slices, over that of the same work spread
-    evenly, without what tiles have beyond H.
+    """The time of hidden's gradient for so many rows of tiles, in up to `most` slices, divided by that of the same work
+    spread evenly, without what tiles have beyond H.
     """
     units = hidden_units(rows, hidden, apart)
     if apart:

@@ -1,4 +1,4 @@
-"""Launches of kernels that number tokens, and that take rows of hidden's gradient to where they belong."""
+"""Launches of the kernels that number tokens, and that take rows of hidden's gradient to where they belong."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def compact(
 
 
 def number_ids(ids: Tensor, shards: Shards, ignore_index: int, header: Tensor | None) -> Tensor:
-    """[N] int64: ids as a shard numbers them: `vocab.parallel` has the numbers in place of others."""
+    """[N] int64: ids as a shard numbers them; `vocab.parallel` says what replaces others."""
     out = stated.empty(ids.shape, torch.int64, ids.device)
     arguments = {
         "ids": ids,
@@ -59,7 +59,7 @@ def number_ids(ids: Tensor, shards: Shards, ignore_index: int, header: Tensor | 
 
 
 def keep_hidden(run: Run, layer: Layer, made: ChunkSums, into: Sum) -> Launch:
-    """Leave hidden's gradient of these positions for `scale_hidden`."""
+    """Leave hidden's gradient at these positions for `scale_hidden`."""
     sums, first, number, slices = made
     out = into.first.view(layer.hidden.dtype)
     memory = {"sums": sums, "left": into.first, "digits": into.digits, "out": out}
@@ -68,7 +68,7 @@ def keep_hidden(run: Run, layer: Layer, made: ChunkSums, into: Sum) -> Launch:
 
 
 def scale_hidden(run: Run, left: Sum, terms: PositionTerms, weight_sum: Tensor | None, out: Tensor) -> Launch:
-    """Hidden's gradient, of what `keep_hidden` left."""
+    """Hidden's gradient, from what `keep_hidden` left."""
     memory = {"sums": run.vectors.factor, "left": left.first, "digits": left.digits, "out": out}
     more = {"scales": 1, "kept": run.tokens, "ids": terms.ids, "weight_sum": weight_sum}
     return _hidden_rows(run, run.weight, run.tokens, terms, **memory, **more)
@@ -85,8 +85,8 @@ def finish_hidden(
     half_rows: int,
     out: Tensor,
 ) -> Launch:
-    """Hidden's gradient, of sums in which the ids' terms of `kept` positions, if there are any, are missing.  With
-    `half_rows` the sums of the others are in two halves, so many rows apart.  `weight` is the caller's.
+    """Hidden's gradient, from sums that lack the ids' terms of `kept` positions, if there are any.  With `half_rows`
+    the sums of the other positions are in two halves, that many rows apart.  `weight` is the caller's.
     """
     # For the compiler what isn't read is as in the others: for all numbers of tokens there is one kernel.
     memory = {"sums": sums, "out": out, "left": None, "digits": None, "inverse_grad_scale": inverse_grad_scale}
@@ -100,7 +100,7 @@ def finish_hidden(
 
 
 def scale_rounded(x: Tensor, factor: Tensor) -> Launch:
-    """Multiply it by a factor, [] float32, which PyTorch's operators would round to the dtype of x."""
+    """Multiply `x` by a factor, [] float32, which PyTorch's operators would round to the dtype of x."""
     arguments = {"x": x, "factor": factor, "N": x.numel(), "BLOCK": BLOCK}
     return Launch(sum_kernels.scale_rounded, (max(1, min(4096, -(-x.numel() // BLOCK))),), arguments)
 
@@ -115,7 +115,7 @@ def shard_rows(
     factor: Tensor,
     out: Tensor,  # [T, H]
 ) -> Launch:
-    """What hidden's gradient of these positions has of a shard, of products with its softmax."""
+    """A shard's part of hidden's gradient at these positions, from products with its softmax."""
     return run.launch(
         sum_kernels.shard_rows,
         (made.number, -(-run.hidden // BLOCK)),
@@ -141,7 +141,9 @@ def shard_rows(
 
 
 def _hidden_rows(run: Run, weight: Tensor, rows: int, terms: PositionTerms | None, **more: Any) -> Launch:
-    """Of so many rows; where there are terms, or will be, what isn't known yet has something in its place."""
+    """Launch for so many rows; if there are terms, or will be, what isn't known yet is replaced by something of its
+    kind.
+    """
     floats = run.vectors.factor
     arguments: dict[str, Any] = {
         "weight": weight,

@@ -1,18 +1,18 @@
-"""The softmax of logits of short sums, whose ends run under the next product, in Gluon, for Hopper.
+"""The softmax of logits that are short sums, with the end of a tile during the next product, in Gluon, for Hopper.
 
-A tile's end - exponentials, their sums, and what is to be stored - takes as long as a quarter of its product where H is
+The end of a tile (exponentials, their sums, and what is to be stored) takes as long as a quarter of its product if H is
 576.  Triton's kernels do one after the other; here two groups of warps take turns: while one multiplies, the other ends
-its tile.  A third one, of a single warp, copies the operands.  This is the ping-pong schedule of CUTLASS.
+its tile.  A third group, of a single warp, copies the operands.  This is the ping-pong schedule of CUTLASS.
 
-Two tiles of 128 x 128 in turn read twice as much of L2 as one of 128 x 256.  So of hidden's rows, which all tiles of a
-program share, the first STILL blocks stay in shared memory; the others come with the blocks of the weight, through a
-ring of SLOTS blocks.  Blocks have 64 numbers along the sum, and 128 along the result.
+Two tiles of 128 x 128 in turn read twice as much from L2 as one of 128 x 256.  So the first STILL blocks of hidden's
+rows, which all tiles of a program share, stay in shared memory; the others come with the blocks of the weight, through
+a ring of SLOTS blocks.  Blocks have 64 numbers along the sum, and 128 along the result.
 
-A program takes *columns*, each a block of 128 rows of hidden with a range of the weight's tiles.  The ranges are cut on
-the device, where the number of tokens is known, so that the last wave of programs is full.
+A program takes *columns*: each is a block of 128 rows of hidden with a range of the weight's tiles.  The ranges are cut
+on the device, where the number of tokens is known, so that the last wave of programs is full.
 
-On an H100 it took 22% less with H = 576, 17% with 640, 16% with 768 and 6% with 896.  With more, L2 takes as long as
-the ends did.
+On an H100 it took 22% less with H = 576, 17% with 640, 16% with 768 and 6% with 896.  With a larger H, L2 takes as long
+as the ends did.
 """
 
 from typing import Any

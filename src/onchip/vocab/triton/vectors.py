@@ -1,6 +1,6 @@
-"""Kernels over the numbers of each token or id, each in place of several of the framework's operations.
+"""Kernels over the numbers of each token or id; each replaces several of the framework's operations.
 
-None as an argument: it is not wanted.
+None as an argument means: not wanted.
 """
 
 import triton  # type: ignore[import-untyped]

@@ -1,15 +1,15 @@
-"""The computation of a head and a loss with the Triton kernels: what is launched, in which order, on what memory.
+"""A head and a loss with the Triton kernels: what is launched, in which order, on what memory.
 
-`forward` makes the log-probabilities of each token's ids; where gradients are wanted it leaves the hidden states by
+`forward` computes the log-probabilities of each token's ids.  If gradients are wanted, it leaves the hidden states by
 position, and exponentials, from which `backward` makes them.  A cross-entropy is a function of one id's log-probability
-and of lse.  Where exponentials are kept, those of all ids are zeroed, and their entries are added to the gradients in
-float32.  Where the entropy has an upstream gradient, what was kept is made the logits' gradient, in place, before the
-products.
+and of lse.  If exponentials are kept, those of all ids are zeroed, and their entries are added to the gradients in
+float32.  If the entropy has an upstream gradient, what was kept is turned into the logits' gradient, in place, before
+the products.
 
 By another plan, `forward` takes the tokens in chunks and computes the gradients of each, up to factors; `backward`
 multiplies and rounds them.
 
-Nothing here waits for the device: how many tokens are not ignored is known to the kernels alone.
+Nothing here waits for the device: only the kernels know how many tokens are not ignored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ MOST_PROGRAMS = 4096
 
 
 class OutputGradients(NamedTuple):
-    """The upstream gradients, by token; None is 0."""
+    """The upstream gradients, by token; None stands for 0."""
 
     log_prob: Tensor | None  # [T, K] float32
     lse: Tensor | None = None  # [T] float32
@@ -76,7 +76,7 @@ class ForwardMemory(NamedTuple):
     def empty(
         run: Run, call: LinearCall, config: TritonPlan, saved: TritonSaved, asked: Asked, tokens: int, *, first: bool
     ) -> "ForwardMemory":
-        """For at most so many tokens; `first`: of all."""
+        """For at most `tokens` tokens; `first`: memory for the first chunk."""
         chunk = setup.TokenChunk.empty(call, config, saved, tokens, first=first) if config.in_forward else None
         rows, kept = setup.rows_and_buffer(call, config, saved) if chunk is None else (chunk.rows, chunk.buffer)
         columns, work = launches.partial_columns(run, asked), None if chunk is None else chunk.work
@@ -99,11 +99,11 @@ def forward(
     losses: bool = False,  # whether they are made; with the entropy, what is correct as well
     exchange: ShardExchange | None = None,  # with the ranks that have the rest of the vocabulary
 ) -> TokenSoftmax:
-    """The log-probabilities of each token's ids, lse, and what is asked for; with the entropy top1 as well.
+    """The log-probabilities of each token's ids, lse, and what is asked for; with the entropy, top1 too.
 
-    Where gradients are wanted, `saved` is filled in for backward.  Where the plan is to compute the weight's here, it
-    is that of the sum of the losses with this `token_weight`, or, where `rounds_in_forward`, of the loss.  With an
-    `exchange` hidden's is that of the loss, rounded, and begins to be added up over the ranks.
+    If gradients are wanted, `saved` is filled for backward.  If the plan is to compute the weight's gradient here, it
+    is that of the sum of the losses with this `token_weight` or, if `rounds_in_forward`, of the loss.  With an
+    `exchange`, hidden's gradient is that of the loss, rounded, and its sum over the ranks begins.
     """
     ids = _ids(call)
     (tokens, k), device = ids.shape, ids.device
@@ -113,7 +113,7 @@ def forward(
         return stated.empty((tokens, *more), dtype, device)
 
     def zeros() -> Tensor:
-        """0 for ignored tokens; apart, since an operator's outputs must not share memory."""
+        """0 for ignored tokens; each call makes its own, since an operator's outputs must not share memory."""
         return stated.zeros(tokens, torch.float32, device)
 
     leading = zeros() if exchange is None else exchange.log_prob
@@ -152,7 +152,7 @@ def forward(
     found: tuple[OutputGradients, Tensor] | None = None
 
     def told() -> tuple[TokenSoftmax, OutputGradients, Tensor]:
-        """The softmax of the tokens so far, and the gradients by that of the sum of the losses."""
+        """The softmax of the tokens so far, and the gradients with respect to the sum of the losses."""
         nonlocal found
         known = made if exchange is None else exchange.combine(run)
         if found is None or run.loss_terms.of_lse:  # that of z-loss follows from lse
@@ -233,7 +233,7 @@ def _chunk_gradients(
     last: bool,
     add: bool,
 ) -> None:
-    """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
+    """Make the gradients of a chunk of tokens, up to factors, from its exponentials; the weight's is added to the
     previous chunks'.
     """
     if exchange is not None:
@@ -252,7 +252,7 @@ def _chunk_gradients(
 
 
 def _hidden_sums(part: Run, call: LinearCall, chunk: setup.TokenChunk) -> Iterator[ChunkSums]:
-    """Hidden's gradient of a chunk's tokens, up to factors, of its exponentials, some positions at a time."""
+    """Hidden's gradient of a chunk's tokens, up to factors, from its exponentials, some positions at a time."""
     if not call.grads[0]:
         return
     memory = chunk.work[: len(chunk.work) // (4 * part.hidden) * 4 * part.hidden].view(torch.float32)
@@ -270,8 +270,9 @@ def _hidden_sums(part: Run, call: LinearCall, chunk: setup.TokenChunk) -> Iterat
 def _chunk_of_shard(
     part: Run, call: LinearCall, chunk: setup.TokenChunk, told: Told, exchange: ShardExchange, out: Tensor
 ) -> tuple[PositionTerms, Tensor]:
-    """Make this shard's part of hidden's gradient, in `out`.  What is `told` is asked for after the first product,
-    under which ranks exchange it."""
+    """Make this shard's part of hidden's gradient, in `out`.  `told` is called after the first product, during which
+    ranks exchange what it returns.
+    """
 
     def know() -> tuple[PositionTerms, Tensor]:
         known, upstream, factor = told()
@@ -287,7 +288,7 @@ def _chunk_of_shard(
 
 
 def _chunk_weight(part: Run, chunk: setup.TokenChunk, terms: PositionTerms, end: End | None, *, add: bool) -> None:
-    """Make the weight's gradient of a chunk's exponentials, and use these up; it is added to the previous chunks'."""
+    """Make the weight's gradient from a chunk's exponentials, which it uses up; it is added to the previous chunks'."""
     rows, tiles = chunk.rows[: part.tokens], part.vocab_tiles
     even_sum = None if terms.even is None else launches.column_sums(part, rows, terms.even)
     part.launch(
@@ -303,7 +304,7 @@ def _chunk_weight(part: Run, chunk: setup.TokenChunk, terms: PositionTerms, end:
 
 
 def _ids(call: LinearCall) -> Tensor:
-    """[T, K] int64."""
+    """The ids, [T, K] int64."""
     shape = call.number, call.several
     return stated.converted(call.ids, lambda ids: ids.reshape(shape).to(torch.int64).contiguous())
 
@@ -322,8 +323,9 @@ def loss_gradients(
     mean: bool = False,
     by_mean: bool = False,
 ) -> tuple[OutputGradients, Tensor]:
-    """Those by the log-probability and lse, of that by the loss (None: 1); and, [] float32, that by the sum of the
-    losses.  `mean`: the loss is their mean; `by_mean`: the same for the latter.
+    """The gradients with respect to log-probability and lse, given that with respect to the loss (None: 1); and the one
+    with respect to the sum of the losses, [] float32.  `mean`: the loss is their mean; `by_mean`: the same for the
+    latter.
     """
     given = grad_loss is not None
     flat = known.lse if grad_loss is None else grad_loss.reshape(-1)
@@ -373,14 +375,14 @@ def backward(
     factor: Tensor | None = None,  # [] float32
     hidden_sum: HiddenSum | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Turn `saved` into the gradients of hidden and weight, and return those that are in none of its memory: the
-    bias's, and the weight's where nothing was kept in it, unless that is added to `add_to`, [V, H] float32.  `factor`
-    is that of the weight's gradient where forward computed it.
+    """Turn `saved` into the gradients of hidden and weight, and return the gradients that are in none of its memory:
+    the bias's, and the weight's if nothing was kept in its memory, unless that is added to `add_to`, [V, H] float32.
+    `factor` is that of the weight's gradient if forward computed it.
 
-    The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
+    The vocabulary goes in chunks, of logits that are recomputed, and within these in chunks of the weight's gradient.
 
-    Where other ranks have other parts of the vocabulary, hidden's is returned too: a `hidden_sum` begins to add up
-    those of all ranks as soon as it is there, under the weight's products.
+    If other ranks have other parts of the vocabulary, hidden's gradient is returned too: `hidden_sum` begins to sum it
+    over all ranks as soon as it is there, during the weight's products.
     """
     tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
     if hidden_sum is not None and grads.hidden is not None:
@@ -429,7 +431,7 @@ def backward(
 
 
 def _finish_and_sum(products: Products, terms: PositionTerms, hidden_sum: HiddenSum, call: LinearCall) -> None:
-    """Make hidden's gradient, and begin to add up that of all ranks."""
+    """Make hidden's gradient, and begin to sum it over all ranks."""
     if products.grads.hidden is not None:
         products.finish(terms)
         hidden_sum.begin(products.grads.hidden.view(call.hidden.shape))
@@ -438,7 +440,7 @@ def _finish_and_sum(products: Products, terms: PositionTerms, hidden_sum: Hidden
 def _scale_sums(
     run: Run, call: LinearCall, saved: TritonSaved, terms: PositionTerms, grads: Gradients, factor: Tensor | None
 ) -> None:
-    """Make the gradients of what forward left of them."""
+    """Make the gradients from what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
         rounded = rounds_in_forward(call.problem("cuda"))
@@ -450,7 +452,7 @@ def _scale_sums(
 
 
 def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, rounded: bool, add: bool) -> None:
-    """Make the weight's gradient of its sum, which begins where that does, or add it to the caller's."""
+    """Make the weight's gradient from its sum, which begins at the same place, or add it to the caller's."""
     paired = left.paired
 
     def scale(first: int, last: int, left: Sum) -> None:
@@ -487,7 +489,7 @@ def _scale_weight(run: Run, left: Sum, out: Tensor, factor: Tensor | None, *, ro
 def _target_terms(
     run: Run, hidden: Tensor, terms: PositionTerms, grad_weight: Tensor | None, grad_bias: Tensor | None
 ) -> Launch:
-    """Of what is kept: the targets of each vocabulary entry together."""
+    """The launch that adds the targets of each vocabulary entry together, for what is kept."""
     number = len(terms.entry_label)
     labels, positions = _sorted_labels(run, terms)
     return run.launch(
@@ -510,7 +512,7 @@ def _target_terms(
 
 
 def _sorted_labels(run: Run, terms: PositionTerms) -> tuple[Tensor, Tensor]:
-    """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
+    """The labels of all ids in ascending order, with NO_LABEL for those that don't count, and where each comes from."""
     label = terms.entry_label
     counts = len(label) <= MOST_COUNTED
     packed = stated.empty((2, up(len(label), VECTOR)), torch.int32, label.device)
@@ -536,7 +538,9 @@ def _sorted_labels(run: Run, terms: PositionTerms) -> tuple[Tensor, Tensor]:
 def position_terms(
     run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients, kept: int
 ) -> PositionTerms:
-    """What the gradients of the positions' logits are made of; exponentials are kept of the first ones."""
+    """What the gradients of the positions' logits are made from; the exponentials of the first `kept` positions are
+    kept.
+    """
     tokens = run.tokens
     sizes = [tokens] * 4 + [tokens * ids.shape[1]] + [tokens] * 3
     padded = [up(size, VECTOR) for size in sizes]

@@ -1,7 +1,7 @@
-"""The calls of JAX's losses over a vocabulary: their arrays by token and by row, what is wanted of a cross-entropy, and
-how losses of tokens are summed up.
+"""The calls of JAX's losses over a vocabulary: their arrays by token and by row, what a cross-entropy needs, and how
+the losses of tokens are reduced.
 
-The maths of a cross-entropy is in `onchip.vocab.loss`.  Labels are fields of a call: K ids of each token with
+The maths of a cross-entropy is in `onchip.vocab.loss`.  Labels are fields of a call: K ids for each token with
 probabilities, one id with a probability of 1, or probabilities of every entry.
 """
 
@@ -58,7 +58,7 @@ class Reduction(NamedTuple):
         return Reduction(weight, 1 / divisor)
 
     def reduced(self, loss: Array, tokens: CountedTokens, *, per_token: bool) -> Array:
-        """The mean or sum of losses by row, or each token's own."""
+        """The mean or sum of losses by row, or each token's own loss."""
         loss = loss * self.weight
         return tokens.spread(loss) if per_token else tokens.sum(loss) * self.inverse_count
 
@@ -77,7 +77,7 @@ class XlaLossOutputs(NamedTuple):
 
     @staticmethod
     def of_nothing(reduction: str, return_stats: bool, dtype: Any) -> "XlaLossOutputs":
-        """Of a call without tokens."""
+        """The outputs for a call without tokens."""
         none = jnp.zeros(0, dtype)
         loss = none if reduction == "none" else jnp.zeros((), dtype)
         stats = LossStats(none, none, none, jnp.zeros(0, bool), jnp.zeros(0, jnp.int32), none)
@@ -106,8 +106,9 @@ class Given(NamedTuple):
     def of(
         op: str, given: Mapping[str, Any], name: str, vocab: int, options: Any, numbers: Mapping[str, Any], dtype: Any
     ) -> "Given":
-        """Of the arguments of a public function, whose target was given by `name`; raise for values that are wrong,
-        where these can be read.  `numbers` are those of `checked_numbers`."""
+        """From the arguments of a public function, whose target was given by `name`; raises for values that are wrong,
+        where these can be read.  `numbers` are those of `checked_numbers`.
+        """
         token_weight = given["token_weight"]
         numbers, temperature = token_temperature(numbers, given["temperature"], dtype)
         return Given(
@@ -120,12 +121,12 @@ class Given(NamedTuple):
         )
 
     def shifted(self) -> "Given":
-        """With the next position's label and weight, none at the end of each sequence; of one id for each token."""
+        """With the next position's label and weight, none at the end of each sequence; for one id per token."""
         weight = None if self.token_weight is None else following(self.token_weight, 0)
         return self._replace(labels=following(self.labels, IGNORED), token_weight=weight)
 
     def roles(self) -> "Given":
-        """What all have of tokens and vocabulary."""
+        """Which dimensions of each array are tokens or vocabulary."""
         of_probs = BY_ENTRY if self.labels is None else BY_TOKEN
         return Given(of_probs, BY_TOKEN, BY_TOKEN, BY_TOKEN, WHOLE, WHOLE, WHOLE)
 
@@ -169,7 +170,7 @@ class Constants(NamedTuple):
         return made
 
     def _weighed(self, reduction: str, axes: tuple[str, ...]) -> "Constants":
-        """With class weights in what the mean divides by and, where they are factors of tokens' losses, in those."""
+        """With class weights in what the mean divides by and, if they are factors of tokens' losses, in those too."""
         assert self.class_weight is not None
         of_label = jnp.where(self.labels == IGNORED, 0, self.class_weight.at[self.labels].get(mode="clip"))
         made = self
@@ -183,7 +184,7 @@ class Constants(NamedTuple):
 
     @property
     def kept(self) -> Array:
-        """[T]: IGNORED for tokens that cost nothing; of what else is in a token's row, its label."""
+        """[T]: the tokens' labels, IGNORED for tokens that cost nothing; 0 if labels are of every entry."""
         if self.probs is None:
             assert self.labels is not None
             return self.labels
@@ -221,7 +222,7 @@ class Constants(NamedTuple):
 
 
 class LabelSums(NamedTuple):
-    """What the labels of a row sum up to, [P]; with statistics all of it."""
+    """Sums of the labels in a row, [P]; with statistics, all of the fields."""
 
     expected: Array  # of probability times log-probability, weighed by class
     plain: Any = None  # the same without weights
@@ -250,13 +251,13 @@ class LossCall(NamedTuple):
         return self.source.vocab if self.shard is None else self.shard.vocab  # type: ignore[no-any-return]
 
     def weights(self) -> tuple[Array | None, Array | None]:
-        """Of classes: those of the ids [P, K], and the mean; None for 1."""
+        """Class weights: those of the ids [P, K], and their mean; None for 1."""
         if self.class_weight is None:
             return None, None
         return self.class_weight.at[self.ids].get(mode="clip"), jnp.sum(self.class_weight) / self.vocab
 
     def label_sums(self, stats: XlaTokenStats) -> LabelSums:
-        """Of ids."""
+        """The sums for labels that are ids."""
         (own, _), probs = self.weights(), self.probs
         plain = loss.expected(jnp, stats.log_prob, probs)
         if probs is None:
@@ -268,7 +269,7 @@ class LossCall(NamedTuple):
         return LabelSums(expected, plain, jnp.sum(probs, 1), likeliest)
 
     def outputs(self, reduction: str, stats: XlaTokenStats, sums: LabelSums | None) -> XlaLossOutputs:
-        """Of statistics, and where labels are of every entry of their sums."""
+        """The outputs, from the statistics and, if labels are of every entry, their sums."""
         sums = self.label_sums(stats) if sums is None else sums
         value = loss.value(jnp, self.terms, sums.expected, stats.lse, stats.even_loss)
         made = self.reduction.reduced(value, self.tokens, per_token=reduction == "none")
@@ -284,8 +285,9 @@ class LossCall(NamedTuple):
         return XlaLossOutputs(made, of_tokens._replace(argmax=jnp.where(self.tokens.kept, of_tokens.argmax, -1)))
 
     def scaled_rows(self, upstream: Array) -> tuple[Array, Array | None]:
-        """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs.  Of
-        labels that are one id."""
+        """[P]: the factor of each row's gradient with respect to the linear layer's logits, and how much of it float16
+        needs; for labels that are one id.
+        """
         row_scale, factor = self.reduction.row_scale(upstream, self.tokens), self.transform.factor()
         row_scale = row_scale if factor is None else row_scale * factor
         size, (own, mean) = jnp.abs(row_scale), self.weights()
@@ -295,7 +297,7 @@ class LossCall(NamedTuple):
         return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
     def gradient(self, stats: XlaTokenStats, row_scale: Array) -> XlaTokenGradient:
-        """`row_scale` times that of each row's loss by the final logits."""
+        """`row_scale` times the gradient of each row's loss with respect to the final logits."""
         terms, (own, mean) = self.terms, self.weights()
         q, mass = own, None if own is None else own[:, 0]
         others: Array | None = None
@@ -320,6 +322,6 @@ class LossCall(NamedTuple):
         return XlaTokenGradient(factor, at[:, None] if one else at, even=self.even(row_scale), labels=labels)
 
     def even(self, row_scale: Array) -> Array | None:
-        """[P]: what label smoothing takes from the gradient by each logit, times the class's weight if there is one."""
+        """[P]: what label smoothing takes from each logit's gradient, times the class's weight if there is one."""
         eps = self.terms.label_smoothing
         return None if eps is None else row_scale * (eps / self.vocab)

@@ -1,6 +1,6 @@
-"""How the 'xla' backend cuts a problem: memory formulas and the choice of strategy and chunks.  No framework.
+"""How the 'xla' backend cuts a problem: memory formulas and the choice of strategy and chunks.  Imports no framework.
 
-The formulas are of what XLA allocates for a jitted step beyond its arguments and results.
+The formulas give what XLA allocates for a jitted step beyond its arguments and results.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def scratch_parts(p: Problem, c: ChunkConfig) -> dict[str, int]:
 
 
 def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> ChunkConfig:
-    """A config with chunks of at most these sizes, as even as whole multiples of 64 allow."""
+    """A config with chunks of at most these sizes, as even as multiples of 64 allow."""
     vocab = p.vocab if strategy == "stash" else min(p.vocab, vocab)
     return ChunkConfig(strategy, even_chunk(p.tokens, tokens), even_chunk(p.vocab, vocab))
 
@@ -80,7 +80,9 @@ def default_scratch(p: Problem, strategy: str) -> int:
 
 
 def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[ChunkConfig]:
-    """With all of the vocabulary for 'stash', else of several sizes of a chunk of tokens: what fits beside it."""
+    """For 'stash', chunks with the whole vocabulary; otherwise several sizes for a chunk of tokens, each with the
+    largest chunk of the vocabulary that fits.
+    """
 
     def fits(tokens: int, vocab: int) -> bool:
         return scratch_bytes(p, _config(p, strategy, tokens, vocab)) <= budget
@@ -106,5 +108,5 @@ plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
 
 
 def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = None) -> str:
-    """The strategy that will run, by the rules of the other front end and by this one's needs."""
+    """The strategy that will run, by PyTorch's rules and by what this backend needs."""
     return memory.choose_strategy(p, requested, budget, at_least=scratch_at_least)

@@ -1,13 +1,13 @@
 """A vocabulary that is split over the devices of a mesh axis: each has its own entries of the weight.
 
-The engine's two halves run on a device's entries alone, as if they were all.  Between them the devices exchange a few
-numbers of each token, in one all-gather: `Shard.joined` is the softmax of all entries, from those of the shards, in the
-order of the devices, so that all have the same bits.  hidden's gradient is the sum over the devices.
+The engine's two halves run on a device's entries alone, as if they were all.  Between the halves, the devices exchange
+a few numbers per token in one all-gather.  `Shard.joined` makes the softmax of all entries from those of the shards, in
+the order of the devices, so that all have the same bits.  hidden's gradient is the sum over the devices.
 
-Which mesh axes an array varies over, inside of `jax.shard_map` with `check_vma=True`, JAX knows.  What comes out of a
-loss doesn't vary over the vocabulary's axis then, and no more does hidden, whose gradient is summed here once.  With
+Inside of `jax.shard_map` with `check_vma=True`, JAX knows which mesh axes an array varies over.  What comes out of a
+loss then doesn't vary over the vocabulary's axis, nor does hidden, whose gradient is summed here once.  With
 `check_vma=False` nobody knows whether a derivative is taken inside of the `shard_map`, with an upstream gradient of its
-own on each device, or outside, where each device gets a part of it: there is no right gradient, and it is refused.
+own on each device, or outside, where each device gets a part of it.  So no gradient would be right, and it is refused.
 
 Sources: Megatron-LM (arXiv:1909.08053) for the vocabulary's shards; Milakov and Gimelshein (arXiv:1805.02867) for
 softmaxes that are merged.
@@ -49,14 +49,13 @@ _LABELS = ("target", "labels")
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Shard:
-    """This device's part of a vocabulary that is split evenly, in order, over a mesh axis; without a value of an
-    array."""
+    """This device's part of a vocabulary that is split evenly, in order, over a mesh axis; it holds no array."""
 
     axis: str
     size: int
-    """Entries of each device."""
+    """How many entries each device has."""
     vocab: int
-    """Entries that count; those behind are padding."""
+    """How many entries count; those behind them are padding."""
     tracked: bool = True
     """Whether derivatives can be right: JAX knows what varies, or they are taken apart."""
 
@@ -70,7 +69,7 @@ class Shard:
         whole: Mapping[str, Any],
         name: str = "vocab_size",
     ) -> "Shard":
-        """Of a public function's arguments axis_name and, by its `name`, vocab_size; raise for wrong ones.
+        """From a public function's arguments axis_name and, called `name`, vocab_size; raises for wrong ones.
 
         split, whole: the arrays of which each device has its own entries, and those that all devices have.
         """
@@ -120,17 +119,17 @@ class Shard:
 
     @property
     def end(self) -> Array | None:
-        """[] int32: so many of this device's entries count; None where no device has padding."""
+        """[] int32: how many of this device's entries count; None if no device has padding."""
         return jnp.clip(self.vocab - self.start, 0, self.size) if self.padded else None
 
     def local_ids(self, ids: Array) -> Array:
-        """Ids [...] as of this device's entries; those of others are like none."""
+        """Ids [...] as this device's entries are numbered; those of other devices match none."""
         here = (ids >= self.start) & (ids < self.start + self.size)
         elsewhere = jnp.where(ids == OUT_OF_RANGE, OUT_OF_RANGE, IGNORED)
         return jnp.where(here, ids - self.start, elsewhere)
 
     def entries(self, x: Array) -> Array:
-        """This device's [size] of [vocab], zeros for padding."""
+        """This device's part [size] of [vocab], with zeros for padding."""
         padded = jnp.pad(x, (0, self.size * lax.axis_size(self.axis) - len(x)))
         return lax.dynamic_slice_in_dim(padded, self.start, self.size)
 
@@ -142,8 +141,9 @@ class Shard:
     # ----------------------------------------------------------------------------------------------------- the exchange
 
     def gathered(self, x: Any) -> Any:
-        """A tree of [P] or [P, K] values of one float dtype, or indices, each with a dimension for the devices in
-        front."""
+        """Gather a tree of [P] or [P, K] values of one float dtype, or indices; each gets a first dimension for the
+        devices.
+        """
         leaves, tree = jax.tree.flatten(x)
         dtype = next(leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
         columns = [leaf.reshape(len(leaf), -1).astype(dtype) for leaf in leaves]
@@ -157,17 +157,19 @@ class Shard:
         return jax.tree.unflatten(tree, parts)
 
     def of_all(self, softmax: Softmax) -> Softmax:
-        """With an argmax that counts from the first of all entries; of a device whose logits are all -inf it is no
-        one's largest."""
+        """The softmax with an argmax that counts from the first of all entries; a device whose logits are all -inf has
+        no largest.
+        """
         return softmax if softmax.argmax is None else softmax._replace(argmax=softmax.argmax + self.start)
 
     def joined(self, softmax: Softmax) -> Softmax:
-        """The softmax over all entries, from that over each device's; its ids' logits are 0 where they are
-        elsewhere."""
+        """The softmax over all entries, from that over each device's; an id's logit is 0 on devices that don't have
+        it.
+        """
         return self.merged(self.gathered(self.of_all(softmax)))
 
     def merged(self, parts: Softmax) -> Softmax:
-        """The softmax over all entries, from those `of_all` that are `gathered`."""
+        """The softmax over all entries, from the `gathered` results of `of_all`."""
         dtype, argmax = parts.max.dtype, parts.argmax
         top = jnp.max(parts.max, 0)
         drop = parts.max - top[None]
@@ -207,23 +209,25 @@ class Shard:
 
 
 def _or_instead(op: str, how: str) -> str:
-    """The op that spreads itself over a mesh, where there is one, as a remedy."""
+    """The op that spreads itself over a mesh, if there is one, as a remedy in an error message."""
     return f", or call sharded_{op}{how}" if op.startswith("linear_") else ""
 
 
 def check_axis(op: str, axis: Any, vocab: Any, padded: str = "weight and bias") -> None:
-    """Raise where a function's arguments axis_name and vocab_size don't go together; `padded` are those with it."""
+    """Raise if a function's arguments axis_name and vocab_size don't go together; `padded` are the arrays that have
+    axis_name.
+    """
     if axis is None and vocab is not None:
         raise ValueError(
-            f"{op}: vocab_size={vocab} is of a vocabulary that is split over devices; pass axis_name too, or cut the "
+            f"{op}: vocab_size={vocab} is for a vocabulary that is split over devices; pass axis_name too, or cut the "
             f"padding off {padded}"
         )
 
 
 def shard_of(op: str, given: Mapping[str, Any], size: int, vocab: str = "vocab_size") -> Shard | None:
-    """Of the arguments of a public function, where this device has so many entries; None without an axis_name.
+    """The shard for the arguments of a public function, on a device with so many entries; None without an axis_name.
 
-    `vocab` is the argument that says how many count.
+    `vocab` is the argument that says how many entries count.
     """
     if given["axis_name"] is None:
         return None
@@ -242,8 +246,9 @@ def shard_of(op: str, given: Mapping[str, Any], size: int, vocab: str = "vocab_s
 
 
 def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
-    """How many entries count of those of all devices, `vocab` being the argument `name` or None; raise for a wrong
-    one."""
+    """How many of all devices' entries count, `vocab` being the argument called `name` or None; raises for a wrong
+    one.
+    """
     if vocab is None:
         vocab = size * devices
     require_int(op, name, vocab)
@@ -263,8 +268,9 @@ def whole_vocab(op: str, name: str, vocab: Any, size: int, devices: int) -> int:
 def on_mesh(
     op: str, given: Mapping[str, Any], layer: XlaProjection, of: str, leading: tuple[int, ...]
 ) -> tuple[Spread, Shard]:
-    """How a call is spread over a mesh, and each device's `Shard`; raise for wrong arguments `mesh`, `vocab_axis`,
-    `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument `of`."""
+    """How a call is spread over a mesh, and each device's `Shard`; raises for wrong arguments `mesh`, `vocab_axis`,
+    `token_axes` and `vocab_size`.  `leading` are the leading dimensions of the argument `of`.
+    """
     spread = spread_of(op, given["mesh"], given["vocab_axis"], given["token_axes"], of, leading)
     size = check_split(op, "weight", layer.vocab, spread, "vocab_size")
     vocab = whole_vocab(op, "vocab_size", given["vocab_size"], size, spread.devices(spread.vocab))
@@ -272,14 +278,15 @@ def on_mesh(
 
 
 def roles_of(layer: XlaProjection) -> XlaProjection:
-    """What hidden [..., H], weight and bias have of tokens and vocabulary."""
+    """The dimensions of hidden [..., H], weight and bias that are tokens or vocabulary."""
     of_bias = None if layer.bias is None else Role(vocab=0)
     return XlaProjection(BY_TOKEN, Role(vocab=layer.vocab_axis), of_bias, layer.vocab_axis)
 
 
 def split_as(static: Any, size: int) -> Any:
-    """The `static` of a call on a device that has so many entries of the vocabulary, with its `Shard` where the call is
-    spread over others."""
+    """The `static` of a call on a device that has so many entries of the vocabulary, with its `Shard` if the call is
+    spread over others.
+    """
     spread = None if static.mesh is None else static.mesh.spread
     if spread is None or spread.vocab is None or static.shard is not None:
         return static

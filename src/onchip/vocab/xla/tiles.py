@@ -1,12 +1,12 @@
-"""What walks over the [tokens, vocab] matrix in JAX are made of: the logits of a tile, their softmax, their gradient.
+"""Parts of the walks over the [tokens, vocab] matrix in JAX: the logits of a tile, their softmax, their gradient.
 
-The final logits z are those of a linear layer (`XlaProjection`) or exist already (`XlaLogits`), after a `Transform`.
-From the ids of a token come its `XlaTokenStats`; every gradient by z that the ops need is a `XlaTokenGradient`::
+The final logits z are those of a linear layer (`XlaProjection`), or exist already (`XlaLogits`), after a `Transform`.
+The ids of a token lead to its `XlaTokenStats`; every gradient by z that the ops need is a `XlaTokenGradient`::
 
     p (factor + entropy (z - mean)) - even - labels q,   with p the softmax and mean = sum(p z),
 
-in which the entries at the ids are replaced by `at_ids`; where classes have weights they are factors of `even` and of
-the labels q.
+in which the entries at the ids are replaced by `at_ids`; if classes have weights, they are factors of `even` and of the
+labels q.
 """
 
 import math
@@ -65,7 +65,9 @@ class CountedTokens(NamedTuple):
 
 
 def select_tokens(labels: Array, chunk: int, *, by_label: bool = False) -> CountedTokens:
-    """The tokens whose label isn't IGNORED, in their own order, or by ascending label, those out of range behind."""
+    """The tokens whose label isn't IGNORED, in their own order or by ascending label, with labels out of range at the
+    end.
+    """
     total = labels.shape[0]
     padded = -(-total // chunk) * chunk
     kept = labels != IGNORED
@@ -107,7 +109,7 @@ def over_tokens(tokens: CountedTokens, chunk: int, step: Callable[[Any, Any], An
 
 
 class Columns(NamedTuple):
-    """A chunk of the vocabulary.  The last one starts early, so as to be full: its first entries were done before."""
+    """A chunk of the vocabulary.  The last one starts early, so that it is full; its first entries were done before."""
 
     start: Array | int
     size: int
@@ -115,7 +117,7 @@ class Columns(NamedTuple):
     end: Array | None = None  # those from this one on are padding; None where none is
 
     def new(self, z: Array) -> Array | None:
-        """[C, size] bool: the entries to be counted; None where all are."""
+        """[C, size] bool: the entries to be counted; None if all are."""
         if self.done is None and self.end is None:
             return None
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
@@ -124,7 +126,7 @@ class Columns(NamedTuple):
 
     @property
     def before(self) -> Array | int:
-        """How many entries were counted before."""
+        """How many entries of this chunk were counted before."""
         first = self.start if self.done is None else self.start + self.done
         return first if self.end is None else jnp.minimum(first, self.start + self.end)
 
@@ -133,7 +135,8 @@ def over_vocab(
     vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carry: Any, like: Array, end: Array | None = None
 ) -> Any:
     """`carry = step(columns, carry)` for each chunk of the vocabulary, whose entries from `end` on are padding; what is
-    added varies as `like` does."""
+    added varies over mesh axes as `like` does.
+    """
     carry = vary_alike(carry, like)
     chunks = -(-vocab // chunk)
     if chunks == 1:
@@ -153,9 +156,9 @@ def over_vocab(
 @partial(jax.tree_util.register_dataclass, data_fields=["hidden", "weight", "bias"], meta_fields=["vocab_axis"])
 @dataclass(frozen=True)
 class XlaProjection:
-    """A linear layer: hidden [T, H] and weight [V, H] or [H, V] of one dtype, and bias [V] of that or float32.
+    """A linear layer: hidden [T, H] and weight [V, H] or [H, V] in one dtype, and bias [V] in that or float32.
 
-    Also its gradients, and for each of these whether it is needed.
+    Gradients of these, and whether each is needed, have the same form.
     """
 
     hidden: Any
@@ -165,12 +168,12 @@ class XlaProjection:
 
     @staticmethod
     def of(hidden: Any, weight: Any, bias: Any, layout: str) -> "XlaProjection":
-        """Of a public function's arguments, with hidden [..., H] as it is; `layout` is "vh" or "hv"."""
+        """From a public function's arguments, with hidden [..., H] as it is; `layout` is "vh" or "hv"."""
         bias = None if bias is None else jnp.asarray(bias)
         return XlaProjection(*in_product_dtype(hidden, weight), bias, layout.index("v"))
 
     def flat(self) -> "XlaProjection":
-        """With hidden [T, H]."""
+        """The same with hidden [T, H]."""
         return replace(self, hidden=self.hidden.reshape(math.prod(self.hidden.shape[:-1]), self.hidden.shape[-1]))
 
     @property
@@ -219,8 +222,9 @@ class XlaProjection:
         return z if self.bias is None else z + self.bias.astype(z.dtype)[None]
 
     def zeros(self, needs: "XlaProjection", rows: int, dtype: Any = None) -> "XlaProjection":
-        """Gradients to add to: that of so many rows of hidden in the dtype of sums, those of weight and bias in
-        `dtype`, by default the same."""
+        """Gradients to add to: for so many rows of hidden in the dtype of sums, for weight and bias in `dtype`, by
+        default the same.
+        """
         dtype = self.accumulator if dtype is None else dtype
         return XlaProjection(
             jnp.zeros((rows, self.hidden.shape[1]), self.accumulator) if needs.hidden else None,
@@ -232,9 +236,9 @@ class XlaProjection:
     def accumulate(
         self, sums: "XlaProjection", g: Array, rows: Array, tokens: CountedTokens, start: Any
     ) -> "XlaProjection":
-        """The gradients of hidden [P, H], weight and bias, with what a tile's gradient of logits adds to each.
+        """The gradients of hidden [P, H], weight and bias, plus what a tile's gradient of logits adds to each.
 
-        g: [C, V], of these rows, the chunk that begins at `start`.
+        g: [C, V], for these rows, the chunk that begins at `start`.
         """
         hidden, weight, bias = sums.hidden, sums.weight, sums.bias
         if bias is not None:
@@ -251,10 +255,10 @@ class XlaProjection:
 @partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class XlaLogits:
-    """Logits [T, V] that exist already, of which a chunk has the whole vocabulary.
+    """Logits [T, V] that exist already; a chunk has the whole vocabulary.
 
-    Rows of 16-bit floats are fetched and stored as integers of the same bits.  XLA's CPU backend would otherwise do
-    both in float32, and for that keep all of the logits and of the gradient in float32; so it keeps one copy as
+    Rows of 16-bit floats are fetched and stored as integers with the same bits.  Otherwise XLA's CPU backend would do
+    both in float32, and keep all of the logits and of the gradient in float32 for that; so it keeps one copy as
     integers.
     """
 
@@ -287,7 +291,7 @@ class XlaLogits:
         return lax.bitcast_convert_type(rows, self.dtype) if rows.dtype != self.dtype else rows
 
     def zeros(self, needs: Any, rows: int) -> Array | None:
-        """The bits of the gradient of nothing."""
+        """The bits of a gradient of zeros."""
         return jnp.zeros_like(self.bits) if needs else None
 
     def accumulate(self, made: Array, g: Array, rows: Array, tokens: CountedTokens, start: Any) -> Array:
@@ -304,7 +308,7 @@ def _as_bits(x: Array) -> Array:
 
 
 class Transform(NamedTuple):
-    """z = softcap * tanh(logits * logit_scale / softcap) / temperature.  What isn't used is None."""
+    """z = softcap * tanh(logits * logit_scale / softcap) / temperature.  None stands for what isn't used."""
 
     logit_scale: Array | None = None  # [] of the logits' dtype, as the next
     softcap: Array | None = None
@@ -321,7 +325,7 @@ class Transform(NamedTuple):
         return self._replace(temperature=cut(self.temperature, start, size)[:, None])
 
     def apply(self, z: Array) -> tuple[Array, Array | None]:
-        """The final logits, and their derivative's softcap."""
+        """The final logits, and the derivative of the softcap."""
         slope = None
         if self.logit_scale is not None:
             z *= self.logit_scale
@@ -334,7 +338,7 @@ class Transform(NamedTuple):
         return z, slope
 
     def factor(self) -> Array | None:
-        """The derivative of the final logits but for the softcap: [] or [P]; None for 1."""
+        """The derivative of the final logits without the softcap's: [] or [P]; None for 1."""
         if self.temperature is None:
             return self.logit_scale
         return (1.0 if self.logit_scale is None else self.logit_scale) / self.temperature
@@ -344,7 +348,7 @@ class Transform(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which statistics are wanted beside lse and log_prob."""
+    """Which statistics are wanted, in addition to lse and log_prob."""
 
     entropy: bool = False
     argmax: bool = False
@@ -354,7 +358,9 @@ class Wanted(NamedTuple):
 
 
 class XlaTokenStats(NamedTuple):
-    """What is known of tokens once their softmax is complete, [P] float32 or float64; None is what wasn't wanted."""
+    """What is known about tokens once their softmax is complete, [P] float32 or float64; None for what wasn't
+    wanted.
+    """
 
     lse: Array
     log_prob: Array  # [P, K]: of the ids; 0 for IGNORED ones, NaN for those OUT_OF_RANGE
@@ -373,14 +379,14 @@ class XlaTokenStats(NamedTuple):
 
     @property
     def known(self) -> "XlaTokenStats":
-        """What gradients need of them."""
+        """The part that gradients need."""
         return XlaTokenStats(self.lse, self.log_prob, self.entropy, self.mean)
 
     def by_token(self, tokens: CountedTokens) -> "XlaTokenStats":
         return jax.tree.map(tokens.spread, self)  # type: ignore[no-any-return]
 
     def by_row(self, tokens: CountedTokens) -> "XlaTokenStats":
-        """The reverse.  Rows behind the tokens are of logits that all vanish."""
+        """The reverse of `by_token`: by row.  Rows behind the tokens are of logits that all vanish."""
         made: XlaTokenStats = jax.tree.map(lambda x: tokens.take(x, 0), self)
         far = jnp.where(tokens.there(), 0, 1e30).astype(self.lse.dtype)
         return made._replace(lse=made.lse + far, entropy=None if made.entropy is None else made.entropy + far)
@@ -418,9 +424,9 @@ class Softmax(NamedTuple):
         )
 
     def absorb(self, z: Array, columns: Columns, ids: Array, class_weight: Array | None = None) -> "Softmax":
-        """Take in the logits [C, size] of a chunk of the vocabulary, of tokens with these ids [C, K].
+        """Take in the logits [C, size] of a chunk of the vocabulary, for tokens with these ids [C, K].
 
-        class_weight: [V], where `even` is weighed by it.
+        class_weight: [V], which `even` is weighted by.
         """
         start, new = columns.start, columns.new(z)
         if new is not None:
@@ -471,7 +477,7 @@ class Softmax(NamedTuple):
         )
 
     def complete(self, ids: Array, vocab: int, log_total: Array | None = None) -> XlaTokenStats:
-        """The statistics; `log_total` is the logarithm of the total, for who has a better one."""
+        """The statistics; `log_total` is the logarithm of the total, if the caller has a better one."""
         # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second exponential
         # above _LEADING would have made the total larger.
         leads = (self.total > 0.5) & (self.total < 1.5)
@@ -516,7 +522,7 @@ class XlaTokenGradient(NamedTuple):
     labels: Array | None = None
 
     def times(self, x: Array | None) -> "XlaTokenGradient":
-        """All of it times x, [P] or []; None for 1."""
+        """The gradient times x, [P] or []; None for 1."""
         if x is None:
             return self
         each = x[:, None] if x.ndim else x
@@ -524,7 +530,7 @@ class XlaTokenGradient(NamedTuple):
         return XlaTokenGradient(factor, at_ids, *(None if y is None else y * x for y in others))
 
     def size(self, mass: Array | None = None) -> Array:
-        """[P]: no entry is much larger, where labels of every entry sum up to `mass`."""
+        """[P]: a size that no entry much exceeds, if labels of every entry sum to `mass`."""
         size = jnp.abs(self.factor) + jnp.sum(jnp.abs(self.at_ids), 1)
         if self.labels is not None and mass is not None:
             size += jnp.abs(self.labels * mass)
@@ -532,7 +538,7 @@ class XlaTokenGradient(NamedTuple):
 
 
 def float16_scale(size: Array, dtype: Any) -> Array | None:
-    """What gradients with rows of about these sizes [P] are multiplied by before products in this dtype; None for 1."""
+    """The factor for gradients with rows of about these sizes [P] before products in this dtype; None for 1."""
     if dtype != jnp.float16:
         return None
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
@@ -585,7 +591,7 @@ def logits_gradient(
 
 
 def shares(ids: Array, g: Array) -> tuple[Array, Array]:
-    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [P, K] each."""
+    """For each id of a token, the sum of `g` over its occurrences, and the sum over the other ids; [P, K] each."""
     if ids.shape[1] == 1:
         return g, jnp.zeros_like(g)
 

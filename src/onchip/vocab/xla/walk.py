@@ -1,9 +1,9 @@
 """The walks over the [tokens, vocab] matrix in plain JAX, tile by tile, on any device; and the 'xla' backend.
 
-`statistics` has no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `by_rows` makes
+`statistics` makes no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `by_rows` makes
 numbers of tokens and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
-front (as a list of row numbers; no tensor is copied for it), and the loops end after them.  What a backend's functions
-are is said in `onchip.vocab.jax_ways`.
+front (as a list of row numbers; no tensor is copied for it), and the loops end after them.  `onchip.vocab.jax_ways`
+explains a backend's functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) 
 
 
 def plan(problem: Problem, strategy: str, budget: int | None) -> ChunkConfig:
-    """The strategy and chunks; raises ValueError where the budget is too small."""
+    """The strategy and chunks; raises ValueError if the budget is too small."""
     if problem.labels:  # by rows of the whole vocabulary
         return memory.plan(problem, "stash", budget)
     if problem.ids:
@@ -68,7 +68,7 @@ def select(plan: ChunkConfig, labels: Array) -> CountedTokens:
 def forward(
     plan: ChunkConfig, wanted: Wanted, needs: Any, call: LossCall
 ) -> tuple[XlaTokenStats, LabelSums | None, Any]:
-    """With 'stash' the gradients are saved, else what they are made from; `needs` as in `gradients`."""
+    """With 'stash' the gradients are saved, otherwise what they are made from; `needs` as in `gradients`."""
     sums = None
     if call.entries is not None:
         stats, sums, call = of_every_entry(plan, wanted, call)
@@ -103,7 +103,7 @@ def backward(plan: ChunkConfig, needs: Any, saved: Any, upstream: Array) -> Any:
 
 
 def statistics(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> XlaTokenStats:
-    """Of every row, for its ids [P, K]; one product."""
+    """The statistics of every row, for its ids [P, K]; they take one product."""
     if call.shard is None:
         return _of_rows(plan, wanted, call, lambda softmax, own: softmax.complete(own, call.vocab))  # type: ignore[no-any-return]
     softmax = _of_rows(plan, wanted, call.shard.local(call), lambda softmax, _: softmax)
@@ -111,7 +111,7 @@ def statistics(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> XlaTokenSta
 
 
 def _of_rows(plan: ChunkConfig, wanted: Wanted, call: LossCall, finished: Callable[[Softmax, Array], Any]) -> Any:
-    """`finished(softmax, ids)` of every row, over the entries of the vocabulary that this device has."""
+    """`finished(softmax, ids)` for every row, over the entries of the vocabulary that this device has."""
     source, ids = call.source, call.ids
     end = None if call.shard is None else call.shard.end
 
@@ -179,7 +179,7 @@ def of_every_entry(plan: ChunkConfig, wanted: Wanted, call: LossCall) -> tuple[X
 
 
 class _Entries(NamedTuple):
-    """What a device knows of rows with labels of every entry, [P]; or all of them, [n, P]."""
+    """What a device knows about rows with labels of every entry, [P]; or what all devices know, [n, P]."""
 
     softmax: Softmax
     largest: Array  # int32: the entry of the largest logit, counted from the first of all
@@ -191,7 +191,7 @@ class _Entries(NamedTuple):
     plain: Any = None  # sums without weights of classes, where there are any
 
     def merged(self, call: LossCall) -> tuple[XlaTokenStats, LabelSums, LossCall]:
-        """As of `of_every_entry`, of those of all devices."""
+        """As `of_every_entry` returns them, from those of all devices."""
         parts, best = self.softmax, jnp.argmax(self.softmax.max, 0)[None]
 
         def of(x: Array, which: Array) -> Array:
@@ -212,8 +212,10 @@ class _Entries(NamedTuple):
 
 
 def expected_of(sums: Array, masses: Array, maximum: Array, top: Array, log_prob: Array) -> tuple[Array, Array]:
-    """[P]: the sums of labels times log-probability, and of labels, of all parts of the vocabulary: of each, [n, P],
-    the sums of labels times z less its maximum, and of labels.  The largest logit `top` [P] has `log_prob`."""
+    """[P]: the sums of labels times log-probability, and of labels, over all parts of the vocabulary.  For each part,
+    [n, P]: `sums` of labels times z less its maximum, and `masses` of labels.  The largest logit `top` [P] has
+    `log_prob`.
+    """
     further = jnp.where(masses == 0, 0, masses * (maximum - top[None]))
     mass = jnp.sum(masses, 0)
     # The largest logit's own log-probability is minus the logarithm of the total.
@@ -226,8 +228,9 @@ def gradients(
     saved: XlaSaved,
     gradient: XlaTokenGradient,  # by the final logits
 ) -> Any:
-    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed; of logits
-    that exist theirs, and where labels are of every entry all, chunk by chunk of tokens."""
+    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed.  For logits
+    that exist, their gradient; and if labels are of every entry, all gradients, chunk by chunk of tokens.
+    """
     call, stats = saved
     if call.entries is not None or isinstance(call.source, XlaLogits):
         return _gradients_by_rows(plan.token_chunk, needs, call, stats, gradient)
@@ -252,7 +255,7 @@ def gradients(
         part = projection.part(columns)
 
         def tile(start: Any, sums: XlaProjection) -> XlaProjection:
-            """Add what the tokens from `start` on give."""
+            """Add what the tokens from `start` on contribute."""
             rows = projection.rows(tokens, start, chunk)
             z, slope = transform.of_chunk(start, chunk).apply(part.logits(rows))
             known, upstream, own = cut_rows(of_rows, start, chunk)
@@ -306,10 +309,10 @@ def by_rows(
     empty: Any,
     step: Callable[..., tuple[Any, Sequence[Any]]],
 ) -> tuple[Any, list[Any]]:
-    """Numbers of the rows, and the gradients of the sources, chunk by chunk of tokens.
+    """Numbers for the rows, and the gradients of the sources, chunk by chunk of tokens.
 
-    step(start, *z) has a chunk's logits of each source, and returns the numbers of its rows and, for each source, its
-    logits' gradient.  The numbers are written to a tree like `empty`.  Gradients are those of `accumulate`.
+    step(start, *z) gets a chunk's logits from each source; it returns the numbers of its rows and, for each source, the
+    gradient of these logits.  The numbers are written to a tree like `empty`.  Gradients are those of `accumulate`.
     """
 
     def body(start: Any, carry: Any) -> Any:
@@ -333,7 +336,9 @@ class Stashed(NamedTuple):
     tokens: CountedTokens
 
     def scaled(self, upstream: Array) -> XlaProjection:
-        """For an upstream gradient [], or [T] where only hidden has a gradient: choose_strategy sees to it."""
+        """The gradients for an upstream gradient [], or [T] if only hidden has a gradient, which choose_strategy
+        ensures.
+        """
         hidden, weight, bias = self.gradients.hidden, self.gradients.weight, self.gradients.bias
         upstream = upstream.astype(jax.tree.leaves(self.gradients)[0].dtype)
         upstream = unscaled(upstream, self.grad_scale)
