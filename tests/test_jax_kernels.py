@@ -205,7 +205,7 @@ def test_what_is_to_be_installed(monkeypatch):
     with pytest.raises(ValueError, match=f"log_probs: backend 'triton' can't run this call: {reason}"):
         log_probs(*ones(LOGITS, LIKE[2]), backend="triton")
     jax_front._tell.cache_clear()
-    with pytest.warns(UserWarning, match=f"cross_entropy: plain JAX runs on this GPU, not kernels: {reason}"):
+    with pytest.warns(UserWarning, match=f"cross_entropy: it runs in plain JAX on this GPU, without kernels: {reason}"):
         cross_entropy(*ones(LOGITS, LIKE[2]))
 
 
@@ -217,7 +217,7 @@ def test_auto_takes_the_kernels_where_there_are_no_others(gpu, monkeypatch):
     with pytest.raises(ValueError, match="hidden has H"):  # as ever
         linear_log_probs(jnp.ones((T, 3)), *ones(*LIKE[1:]))
     jax_front._tell.cache_clear()
-    message = "linear_cross_entropy: plain JAX runs on this GPU, not kernels: backend 'triton' needs to know softcap"
+    message = "linear_cross_entropy: it runs in plain JAX on this GPU, without kernels: backend 'triton' needs to know softcap"
     with pytest.warns(UserWarning, match=message):
         jax.jit(lambda c: linear_cross_entropy(*ones(*LIKE), softcap=c)).lower(30.0)
 
@@ -236,7 +236,7 @@ def test_a_split_vocabulary(gpu):
         return linear_cross_entropy(h, w, y, axis_name="d", backend="triton")
 
     split = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("d"), P()), out_specs=P())
-    with pytest.raises(ValueError, match="backend 'triton' takes no split vocabulary; pass backend='auto'"):
+    with pytest.raises(ValueError, match="backend 'triton' can't take a split vocabulary; pass backend='auto'"):
         split(*ones(*LIKE))
 
 

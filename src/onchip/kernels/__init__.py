@@ -1,1 +1,1 @@
-"""What kernels are made of, by language."""
+"""Parts that the kernels of several ops are made of, by language."""

@@ -15,7 +15,9 @@ def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def rounded_product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """The same, rounded once to the operands' dtype: on GPUs by the product itself, which stores half as many bytes."""
+    """The same, rounded once to the operands' dtype; on GPUs the product itself rounds, and stores half as many
+    bytes.
+    """
     if platform() != "gpu" or a.dtype == accumulator(a.dtype):
         return product(a, b, contract).astype(a.dtype)
     dimensions = (((contract[0],), (contract[1],)), ((), ()))

@@ -9,7 +9,7 @@ from onchip.frontend.torch_inputs import accumulator
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """What a product reads: on the CPU no 16 bits, since products of those round their results to 16 bits there."""
+    """The dtype that products read: on the CPU never 16 bits, since products round their results to 16 bits there."""
     return accumulator(x.dtype) if x.device.type == "cpu" else x.dtype
 
 
@@ -18,7 +18,9 @@ def widen(x: Tensor) -> Tensor:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a @ b (+ out) in the dtype of `out`: theirs, float32 for operands of 16 bits, or less than `widen`'s."""
+    """out = a @ b (+ out) in the dtype of `out`: the operands' dtype, float32 for operands of 16 bits, or less than
+    that of `widen`.
+    """
     if out.dtype.itemsize < a.dtype.itemsize:
         out.copy_(out + a @ b if accumulate else a @ b)
         return

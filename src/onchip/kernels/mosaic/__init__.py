@@ -1,1 +1,1 @@
-"""What Mosaic GPU kernels are made of: a persistent product and its register layouts."""
+"""Parts of the Mosaic GPU kernels: a persistent product and its register layouts."""

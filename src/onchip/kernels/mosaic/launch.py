@@ -1,4 +1,4 @@
-"""How kernels in Pallas Mosaic GPU are launched."""
+"""Launches kernels in Pallas Mosaic GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from onchip.frontend.jax_call import varies_over
 
 Refs = Mapping[str, Any]
-"""References to a kernel's inputs and outputs by their names."""
+"""References to a kernel's inputs and outputs, by name."""
 
 
 def launch(
@@ -70,7 +70,7 @@ def _untracked(
     outputs: Mapping[str, Any],
     axes: frozenset[str],
 ) -> dict[str, Any]:
-    """`run` inside of a `jax.shard_map` with check_vma: Pallas refuses references to what varies over such axes."""
+    """`run` inside of a `jax.shard_map` with check_vma: Pallas refuses references to arrays that vary over its axes."""
     references = {name: x for name, x in inputs.items() if isinstance(x, jax.Ref)}
 
     def hidden(state: Any, arrays: Any) -> Any:
@@ -95,9 +95,9 @@ def _untracked(
 
 
 def written(kernel: Callable[..., Any], static: Mapping[str, Any], state: Any, *arrays: Any, **more: Any) -> Any:
-    """What kernel(references, *arrays, **more, **static) leaves of the `state` that they refer to.
+    """What kernel(references, *arrays, **more, **static) leaves in the `state` that the references stand for.
 
-    It is traced and lowered once for all calls alike, which a kernel takes some tenths of a second: of the same
+    Tracing and lowering takes a few tenths of a second for a kernel, and is done once for all calls with the same
     function, options and shapes.  `static` must be hashable.
     """
     return _written(kernel, tuple(sorted(static.items())), state, arrays, more)
@@ -109,12 +109,12 @@ def _written(kernel: Callable[..., Any], static: Any, state: Any, arrays: Any, m
 
 
 def in_place(kernel: Callable[..., Any], static: Mapping[str, Any], refs: Any, *arrays: Any, **more: Any) -> None:
-    """As `written`, of references."""
+    """As `written`, for references."""
     state = written(kernel, static, jax.tree.map(lambda ref: ref[...], refs), *arrays, **more)
     jax.tree.map(lambda ref, x: ref.__setitem__(..., x), refs, state)
 
 
 def multiprocessors() -> int:
-    """Of the device that the kernel will run on; an H100's where only its lowering is wanted."""
+    """How many multiprocessors the device has that the kernel will run on; an H100's, if it is only lowered."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 132

@@ -33,10 +33,10 @@ class Item(NamedTuple):
 
 
 class Work:
-    """What there is to do: tiles of the result, the last few of them cut in two halves of the steps.
+    """The work of a product: tiles of the result, the last few of them cut into two halves of the steps.
 
-    That is where it fills the device better: as many programs as there are work on one item after the other, a half
-    being a program's last item.
+    The cut fills the device better: as many programs as there are work on one item after the other, and a half is a
+    program's last item.
     """
 
     def __init__(self, tiles_m: Any, tiles_n: Any, steps: Any, programs: int, group: int, halves: bool) -> None:
@@ -49,13 +49,14 @@ class Work:
         self.programs = programs
 
     def number(self, turn: Any, program: Any) -> Any:
-        """A program's item of a turn.  Programs go from first to last, then from last to first: so it evens out where
-        items get shorter and shorter."""
+        """The item that a program takes in a turn.  Programs go from first to last, then from last to first, which
+        evens out items that get shorter and shorter.
+        """
         turned = jnp.where(lax.rem(turn, jnp.int32(2)) == 0, program, self.programs - 1 - program)
         return turn * self.programs + turned
 
     def item(self, number: Any) -> Item:
-        """What an item is; past the last one, the last."""
+        """The item with this number; past the last one, the last."""
         number = jnp.minimum(number, self.items - 1)
         over = lax.max(number - self.whole, jnp.int32(0))
         second = lax.rem(over, jnp.int32(2))

@@ -1,16 +1,17 @@
 """A persistent matrix product for Hopper in Pallas Mosaic GPU, on which ops' kernels are built.
 
-`onchip.kernels.mosaic.program` runs it; here is how it is described.
+`onchip.kernels.mosaic.program` runs it; this module has its description.
 
 A block has three warpgroups.  The last one copies operand blocks from device to shared memory (TMA), `stages` steps
-ahead and across tiles; the other two multiply them (WGMMA), each for its part of the tile, and hand the float32
-accumulator to an epilogue.  Which blocks, and what happens to the accumulator, are arguments: one function that issues
-the copies of each step, and one epilogue, of `Product`.  A third, `Promotion`, is for products whose steps are scaled.
+ahead and across tiles.  The other two multiply them (WGMMA), each for its part of the tile, and hand the float32
+accumulator to an epilogue.  Which blocks are copied, and what happens to the accumulator, are arguments of `Product`: a
+function that issues the copies of each step, and an epilogue.  A third argument, `Promotion`, is for products whose
+steps are scaled.
 
-Tiles are numbered so that up to `group` rows of tiles are walked column by column: L2 serves the operands of those that
-run at a time, as in Triton's matrix multiplication tutorial.  The roles and their barriers are those of JAX's
-hopper_matmul_mgpu example; here the pipeline is not drained between tiles, so copies for the next tile run during an
-epilogue.
+Tiles are numbered so that up to `group` rows of tiles are walked column by column: L2 then serves the operands of those
+that run at the same time, as in Triton's matrix multiplication tutorial.  The roles and their barriers are those of
+JAX's hopper_matmul_mgpu example; but here the pipeline is not drained between tiles, so copies for the next tile run
+during an epilogue.
 """
 
 import math
@@ -40,15 +41,15 @@ class MosaicConfig:
     tile_n: int = 256
     tile_k: int = 64
     stages: int = 4
-    """Steps whose operands are in shared memory at a time."""
+    """For how many steps operands are in shared memory at a time."""
     group: int = 8
-    """Rows of tiles that are walked together, at most."""
+    """How many rows of tiles are walked together, at most."""
     split: Literal["m", "n"] = "m"
-    """Which side of the tile the two warpgroups share out."""
+    """Which side of the tile the two warpgroups divide."""
     in_flight: int = 1
-    """Products that a warpgroup leaves running when it starts the next one."""
+    """How many products a warpgroup leaves running when it starts the next one."""
     staging_slots: int = 2
-    """Blocks of results, [BOX, 128 bytes], that a warpgroup sends off together."""
+    """How many blocks of results, [BOX, 128 bytes], a warpgroup sends off together."""
 
     @staticmethod
     def from_numbers(numbers: Mapping[str, int]) -> "MosaicConfig":
@@ -65,12 +66,13 @@ class MosaicConfig:
         return self.tile_n // 2 if self.split == "n" else self.tile_n
 
     def parts(self, n: int) -> int:
-        """Parts of tiles along a side of n."""
+        """How many parts of tiles there are along a side of length n."""
         return -(-n // self.tile_n) * (self.tile_n // self.part_n)
 
     def shared_bytes(self, stores: bool, operand_bytes: int = 2, brought: int = 0) -> int:
-        """Shared memory for operands of so many bytes, for `brought` float32 numbers of each step beside them, and for
-        results on their way out."""
+        """Shared memory for operands of so many bytes, for `brought` float32 numbers that come with each step, and for
+        results on their way out.
+        """
         step = operand_bytes * self.tile_k * (self.tile_m + self.tile_n) + 4 * brought
         return self.stages * step + (MATH * self.staging_slots * BOX * 128 if stores else 0)
 
@@ -93,53 +95,55 @@ class Part(NamedTuple):
     n: Any
     warpgroup: Any
     step: Any
-    """The first that was summed: not 0 in the second half of a tile."""
+    """The first step that was summed: not 0 in the second half of a tile."""
     found: Any
     """What `look_up` found for the tile."""
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """Sums of two levels: a step's product is summed from zero, and then enters the result, which `enter` makes.
+    """Sums on two levels: a step's product is summed from zero, and then enters the result, which `enter` makes.
 
-    A warpgroup makes its part in waves of [BOX, wave_n], each with an accumulator of its own: of those, `in_flight` + 1
-    of the config take registers beside the whole result.
+    A warpgroup makes its part in waves of [BOX, wave_n], each with an accumulator of its own: the config's `in_flight`
+    + 1 accumulators take registers beside the whole result.
     """
 
     brought: tuple[int, ...]
-    """Lengths of the float32 vectors that `copies` brings beside a step's operands."""
+    """Lengths of the float32 vectors that `copies` brings with a step's operands."""
     load: Callable[[Sequence[Any], Any, Any], Any]
-    """Of these vectors in shared memory, what enters with the wave at (m, n) of the tile."""
+    """`load(vectors, m, n)`: from these vectors in shared memory, what enters with the wave at (m, n) of the tile."""
     enter: Callable[[Any, Any, Any], Any]
-    """The result [BOX, wave_n] so far, the step's product, and what was loaded; returns the result."""
+    """`enter(result, product, loaded)`: the new result [BOX, wave_n], from the one so far, the step's product, and what
+    was loaded."""
     wave_n: int = 128
 
 
 @dataclass(frozen=True)
 class Addends:
-    """What a tile's product is added to: it comes to shared memory as the operands do, in one more step for each
-    warpgroup.  Loads by the warpgroups themselves would wait for device memory."""
+    """What a tile's product is added to.  It comes to shared memory as the operands do, in one more step for each
+    warpgroup; loads by the warpgroups themselves would wait for device memory.
+    """
 
     copies: Callable[[Refs, ProductStep, int, Any, Any, Any], None]
-    """As `copies` of `persistent_product`, and as many of them; the third is the warpgroup that they are for."""
+    """As `copies` of `Product`, and as many; the third argument is the warpgroup that they are for."""
     add: Callable[[Refs, Any, Any, Any], Any]
-    """Of the references, the product, and the shared memory of the left and of the right operand, what the epilogue is
-    given."""
+    """What the epilogue is given, from the references, the product, and the shared memory of the left and the right
+    operand."""
 
 
 @dataclass(frozen=True)
 class LookUp:
-    """What is read from device memory for each tile.  The copying warpgroup does so, and tells the others."""
+    """What is read from device memory for each tile.  The copying warpgroup reads it and tells the others."""
 
     found: Any
     """The class of what is found: a NamedTuple of int32."""
     of: Callable[[Refs, Any, Any], tuple[Any, Any]]
-    """Of the references and a tile's row and column, its number of steps, 0 too, and what copies and the epilogue then
-    have as `found`."""
+    """From the references and a tile's row and column: its number of steps, which may be 0, and what copies and the
+    epilogue then have as `found`."""
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for blocks with rows of a multiple of 128 bytes, laid out as WGMMA and TMA want it."""
+    """Shared memory for blocks with rows of a multiple of 128 bytes, in the layout that WGMMA and TMA want."""
     columns = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -152,7 +156,9 @@ def load_block(source: Any, row: Any, rows: int, column: Any, columns: int, into
 def send_to(
     target: Any, row: Any, column: Any, columns: int, reduction: Literal["add"] | None = None
 ) -> Callable[[Any, int, int], None]:
-    """What copies blocks of a part that begins at (row, column) of target, or adds them to what is there."""
+    """Returns a function that copies blocks of a part that begins at (row, column) to target, or adds them to what is
+    there.
+    """
 
     def send(block: Any, m: int, n: int) -> None:
         into = target.at[pl.ds(row + m, BOX), pl.ds(column + n, columns)]
@@ -163,21 +169,21 @@ def send_to(
 
 @dataclass(frozen=True)
 class Product:
-    """A product of tiles: how operands lie and come, and what follows it."""
+    """A product of tiles: the layout of its operands, how they are copied, and what follows it."""
 
     config: MosaicConfig
     dtype: Any
-    """Of the operands, or a pair, of each."""
+    """The dtype of both operands, or a pair of dtypes."""
     left: Literal["mk", "km", "km boxes", "mk boxes"]
-    """How the left operand lies in shared memory, by the names of rows and columns; 'boxes': as tile_m / BOX matrices
-    with BOX rows and columns each."""
+    """How the left operand lies in shared memory, by the names of its rows and columns; 'boxes': as tile_m / BOX
+    matrices of BOX rows and columns each."""
     right: Literal["kn", "nk"]
     tiles: Callable[[Refs], tuple[Any, Any, Any]]
-    """Of the references, the numbers of rows and of columns of tiles and of steps; each at least 1."""
+    """From the references: the numbers of rows of tiles, of columns of tiles, and of steps; each at least 1."""
     copies: Callable[..., None]
-    """Called with (references, step, shared memory of the left operand, of the right one, barrier), and that of the
-    vectors of `promotion`; it issues one copy for each of them, or for each box, and `right_copies` of the right
-    operand."""
+    """Called with (references, step, shared memory of the left operand, of the right one, barrier), and the shared
+    memory of the vectors of `promotion`.  It issues one copy for each of them, or for each box, and `right_copies` of
+    the right operand."""
     epilogue: Callable[[Refs, Part, Any, Any], None]
     """Called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
     `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value.
@@ -186,26 +192,27 @@ class Product:
     many in a third argument."""
     _: KW_ONLY
     stored: Any = None
-    """Dtype of what `store` is given; None if there is nothing to store, and then no `store`."""
+    """The dtype that `store` is given; None if there is nothing to store, and then there is no `store`."""
     right_copies: int = 1
     halves: bool = False
-    """Cut the tiles of the last wave into two halves of the steps where that fills the device better."""
+    """Whether to cut the tiles of the last wave into two halves of the steps if that fills the device better."""
     look_up: LookUp | None = None
-    """Where tiles differ."""
+    """For tiles that differ from each other."""
     counter: bool = False
-    """Each program takes its next tile from a counter; with `look_up` only.  Otherwise it has a list: where all tiles
-    take as long, programs then go through memory together."""
+    """Whether each program takes its next tile from a counter, which needs `look_up`.  Otherwise it has a list: if all
+    tiles take equally long, programs then go through memory together."""
     in_pairs: Callable[[Any], Any] | None = None
-    """Of what was looked up, whether a tile's steps are copied two at a time."""
+    """Says, for what was looked up, whether a tile's steps are copied two at a time."""
     clean: tuple[Callable[[Refs, ProductStep], Any], Callable[[Refs, ProductStep, Any, Any, Any], None]] | None = None
-    """Whether a step's operands have to be cleaned before they are multiplied, of the references and the step; and what
-    does a warpgroup's share of that, of these, the operands in shared memory and the warpgroup."""
+    """Two functions.  The first says, for the references and the step, whether the step's operands have to be cleaned
+    before they are multiplied.  The second cleans a warpgroup's share, given these, the operands in shared memory and
+    the warpgroup."""
     scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None
     """Shapes and dtypes of shared memory for the epilogue, which finds it among the references."""
     barriers: Mapping[str, int] | None = None
-    """Numbers of barriers for copies that the epilogue issues, which it finds there too."""
+    """How many barriers the epilogue needs for copies that it issues itself; it finds them there too."""
     promotion: Promotion | None = None
-    """How a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then, and the
+    """How a step's product enters the result, if it isn't just added.  The operands are then "mk" and "nk", and the
     epilogue is called for each wave, with the wave's place and its result."""
     addends: Addends | None = None
     """What a tile's product is added to before the epilogue, which is given the sum."""
@@ -231,11 +238,13 @@ class Product:
 
     @property
     def columns(self) -> int:
-        """Of a block of results on its way out."""
+        """Columns of a block of results on its way out."""
         return 128 // jnp.dtype(self.stored).itemsize if self.stored is not None else 0
 
     def ring(self, name: str) -> list[Any]:
-        """Shared memory for the operands of each stage, and barriers: they came, and are free again."""
+        """Shared memory for the operands of each stage, and two kinds of barriers: the operands have come, and they are
+        free again.
+        """
         c, k = self.config, self.config.tile_k
         left: tuple[int, ...] = (c.tile_m, k) if self.left == "mk" else (k, c.tile_m)
         left = (c.tile_m // BOX, BOX, BOX) if self.boxes else left
@@ -254,7 +263,7 @@ class Product:
         ]
 
     def shared(self, *, counted: bool) -> dict[str, Any]:
-        """Further shared memory and barriers, by the names of references."""
+        """Further shared memory and barriers, by the names of the references."""
         c = self.config
         made: dict[str, Any] = {
             f"brought {i}": plgpu.SMEM((c.stages, x), jnp.float32) for i, x in enumerate(self.brought)

@@ -1,4 +1,4 @@
-"""The kernel of a persistent product: what its warpgroups do, which copy operands and multiply them."""
+"""The kernel of a persistent product: its warpgroups, of which one copies operands and two multiply them."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -48,7 +48,7 @@ def persistent_product(
 
 
 class _Program:
-    """What a warpgroup of a program does: `copy`, or `multiply`."""
+    """What a warpgroup of a program does: it copies (`copy`) or multiplies (`multiply`)."""
 
     def __init__(
         self, p: Product, refs: Refs, a_smem: Any, b_smem: Any, full: Any, free: Any, programs: int, counted: bool,
@@ -74,7 +74,7 @@ class _Program:
         return lax.rem(number, jnp.int32(self.p.config.stages))
 
     def find(self, x: Any, number: Any = None) -> tuple[Any, Item]:
-        """The x-th tile of this program, of this number if it is known; numbers from `items` on are no tiles."""
+        """The x-th tile of this program, with its number if it is known; numbers from `items` on are no tiles."""
         if number is None:
             # As many are taken as there are tiles: one after each.
             counter = self.counter
@@ -87,7 +87,7 @@ class _Program:
         return number, of._replace(steps=steps, found=found)
 
     def hear(self, x: Any) -> tuple[Any, Item]:
-        """The same, of what the copying warpgroup found."""
+        """The same tile, as the copying warpgroup found it."""
         assert self.p.look_up is not None
         assert self.broadcast is not None
         number, i, j, steps, *found = self.broadcast.hear(x)
@@ -97,7 +97,9 @@ class _Program:
         return self.find(jnp.int32(0), lax.convert_element_type(self.program, jnp.int32))
 
     def each_tile(self, do: Callable[[Item, Any], Any], first: tuple[Any, Item], following: Callable[..., Any]) -> None:
-        """Call `do` with each tile of this program, the first and what follows, and the number of steps before it."""
+        """Call `do` with each tile of this program (the first, and those that follow) and the number of steps before
+        it.
+        """
 
         def one(state: tuple[Any, Any, Any, Item]) -> tuple[Any, Any, Any, Item]:
             x, before, _, of = state
@@ -176,7 +178,7 @@ class _Program:
         return Part(of.i, of.j, m, n, warpgroup, of.first, of.found)
 
     def storing(self, m: int, n: int) -> Any:
-        """The `store` of a value [m, n]."""
+        """The `store` for a value [m, n]."""
         p = self.p
         if p.stored is None:
             return None
@@ -282,8 +284,9 @@ def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:
 def _promoted_step(
     c: MosaicConfig, promotion: Promotion, warpgroup: Any, operands: tuple[Any, Any], vectors: Any, interpret: Any
 ) -> Callable[..., Any]:
-    """A step of a product with promotion: of the stage, the waves' results, and what is called when the stage is free;
-    it returns the results."""
+    """One step of a product with promotion.  Returns a function step(slot, results, release): from the stage, the
+    waves' results, and what to call when the stage is free, it returns the results.
+    """
     a_smem, b_smem = operands
     waves = _waves(c, promotion)
     shape = (BOX, promotion.wave_n)
@@ -301,7 +304,7 @@ def _promoted_step(
             return promotion.load([x.at[slot] for x in vectors], *place(wave))
 
         def proceed(started: int, running: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
-            """From there on: `running` has accumulators of the last of the waves that are started."""
+            """Go on from here: `running` has the accumulators of the last of the waves that are started."""
             if started < len(waves) and len(running) <= c.in_flight:
 
                 def start(accumulator: Any) -> tuple[Any, ...]:
@@ -334,7 +337,7 @@ def _promoted_step(
 
 
 def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int) -> Callable[..., None]:
-    """What sends blocks of a value [rows, width] off by way of `staging` [slots, BOX, columns]."""
+    """Returns a function that sends blocks of a value [rows, width] by way of `staging` [slots, BOX, columns]."""
     together = c.staging_slots * columns
 
     def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None], width: int = width) -> None:

@@ -1,4 +1,4 @@
-"""What Pallas has no operation for, in PTX.  Each is for a whole warpgroup."""
+"""Operations in PTX that Pallas lacks.  Each is for a whole warpgroup."""
 
 from collections.abc import Sequence
 from typing import Any

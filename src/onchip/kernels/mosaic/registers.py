@@ -13,7 +13,7 @@ _LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Paramete
 
 
 class Registers:
-    """Layouts of values in registers: rows' and columns' vectors beside a WGMMA accumulator.
+    """Layouts of values in registers: a WGMMA accumulator, and vectors for its rows and columns.
 
     The CPU interpreter knows no layouts.
     """
@@ -25,52 +25,52 @@ class Registers:
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
     def load(self, ref: Any, over: int) -> Any:
-        """A vector [rows] of device memory with a value per row (over=1) or per column (over=0)."""
+        """Load a vector [rows] from device memory, with a value per row (over=1) or per column (over=0)."""
         if self.interpreted:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(over), optimized=False)
 
     def load_columns(self, ref: Any) -> Any:
-        """A vector of shared memory with a value per column."""
+        """Load a vector from shared memory, with a value per column."""
         if self.interpreted:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(0))
 
     def load_box(self, ref: Any) -> Any:
-        """A matrix of shared memory, as in an accumulator."""
+        """Load a matrix from shared memory, laid out as in an accumulator."""
         if self.interpreted:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA)
 
     def load_rows(self, ref: Any) -> Any:
-        """The same of shared memory whose rows lie one after the other, as they came."""
+        """The same, from shared memory whose rows lie one after the other, as they came."""
         if self.interpreted:
             return ref[...]
         return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def store_rows(self, ref: Any, value: Any) -> None:
-        """To shared memory whose rows lie one after the other."""
+        """Store to shared memory whose rows lie one after the other."""
         if self.interpreted or not hasattr(plgpu, "store"):  # which came with jax 0.12, as an assignment became strict
             ref[...] = value
         else:
             plgpu.store(ref, value, optimized=False)
 
     def load_strip(self, ref: Any, vector: int) -> Any:
-        """A vector of device memory, of which each thread has so many elements in a row."""
+        """Load a vector from device memory; each thread has so many elements in a row."""
         if self.interpreted:
             return ref[...]
         layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
         return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
 
     def spread(self, x: Any, shape: tuple[int, int], over: int) -> Any:
-        """The vector of `load`, or of a reduction, as a matrix."""
+        """Spread a vector that `load` or a reduction made over a matrix."""
         return self._cast(lax.broadcast_in_dim(x, shape, (1 - over,)), plgpu.Layout.WGMMA)
 
     def zeros(self, shape: tuple[int, int]) -> Any:
         return self._cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
     def vector(self, size: int, value: Any) -> Any:
-        """So many rows of one number."""
+        """A vector of so many rows, all of them `value`."""
         return self._cast(jnp.full((size,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
     def columns(self, shape: tuple[int, int]) -> Any:

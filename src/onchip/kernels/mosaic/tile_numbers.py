@@ -1,4 +1,4 @@
-"""Which tile is next: from a counter in device memory, and from one warpgroup of a program to the others."""
+"""Which tile is next: numbers from a counter in device memory, passed from one warpgroup of a program to the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ _AHEAD = 4  # times that are told before all have heard them, at most
 
 @dataclass(frozen=True)
 class Counter:
-    """One warpgroup of each program takes numbers.
+    """A counter from which one warpgroup of each program takes numbers.
 
-    The counter is 0 before a kernel and after it: the last number that is taken sets it to 0 again.  In a scan XLA may
+    The counter is 0 before a kernel and after it: whoever takes the last number sets it to 0 again.  In a scan XLA may
     fuse the kernel with a slice that it reads or writes, and then takes the counter for a constant (jaxlib 0.11.2,
     dynamic slice fusion).
     """
@@ -29,11 +29,11 @@ class Counter:
 
     @staticmethod
     def shared() -> dict[str, Any]:
-        """Shared memory and barriers by the names of fields."""
+        """Shared memory and barriers, by the names of the fields."""
         return {"drawn": plgpu.SMEM((1,), jnp.int32), "taken": plgpu.Barrier(num_arrivals=1)}
 
     def take(self, all_numbers: Any) -> Any:
-        """all_numbers: how many are taken, by all programs together."""
+        """Take a number.  all_numbers: how many are taken, by all programs together."""
         add_one(self.counter, self.drawn, all_numbers - 1)
         plgpu.barrier_arrive(self.taken)
         plgpu.barrier_wait(self.taken)
@@ -42,7 +42,9 @@ class Counter:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """One warpgroup tells numbers, and each of the others hears them: the x-th time those that were told the x-th."""
+    """One warpgroup sends numbers, and each of the others receives them: in its x-th turn, what was sent in the
+    x-th.
+    """
 
     said: Any
     told: Any
@@ -51,7 +53,7 @@ class Broadcast:
 
     @staticmethod
     def shared(numbers: int, hearers: int) -> dict[str, Any]:
-        """Shared memory and barriers by the names of fields."""
+        """Shared memory and barriers, by the names of the fields."""
         return {
             "said": plgpu.SMEM((_AHEAD, numbers), jnp.int32),
             "told": plgpu.Barrier(num_arrivals=1, num_barriers=_AHEAD),
@@ -59,12 +61,12 @@ class Broadcast:
         }
 
     def begin(self) -> None:
-        """What each that hears does first."""
+        """What each receiver does first."""
         for slot in range(_AHEAD):
             plgpu.barrier_arrive(self.heard.at[slot])
 
     def end(self) -> None:
-        """What the one that tells does last: wait until all has been heard."""
+        """What the sender does last: wait until everything has been received."""
         for slot in range(_AHEAD):
             plgpu.barrier_wait(self.heard.at[slot])
 

@@ -1,1 +1,1 @@
-"""What Triton kernels are made of: launches, maths, tiles of products."""
+"""Parts of the Triton kernels: launches, maths, tiles of products."""

@@ -1,8 +1,8 @@
-"""The process that compiles kernels for another one, and leaves them in Triton's cache.
+"""The process that compiles kernels for another process and leaves them in Triton's cache.
 
-Triton makes its intermediate language in Python, so threads take turns at it.  This process knows neither PyTorch nor a
-GPU, is there in a fraction of a second, and forks for each kernel.  It takes Triton's own key as an argument and what
-`dumps` makes of a list of jobs from its standard input.
+Triton makes its intermediate language in Python, so threads take turns at it.  This process loads no PyTorch, needs no
+GPU, starts in a fraction of a second, and forks for each kernel.  It takes Triton's own key as an argument, and reads
+from standard input what `dumps` makes from a list of jobs.
 """
 
 import io
@@ -23,11 +23,13 @@ class Job(NamedTuple):
     target: Any
     options: dict[str, Any]
     environment: dict[str, str] | None
-    """None: that of the process that compiles."""
+    """None for the environment of the process that compiles."""
 
 
 class _Pickler(pickle.Pickler):
-    """Kernels by name, and named tuples by their fields: their classes may be where PyTorch is imported."""
+    """Pickles kernels by name, and named tuples by their fields: their classes may be in modules that import
+    PyTorch.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         from triton.runtime.jit import JITCallable  # type: ignore[import-untyped]
@@ -50,14 +52,14 @@ def _tuple_of(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def dumps(jobs: Sequence[Job]) -> bytes:
-    """What `main` reads."""
+    """The bytes that `main` reads."""
     made = io.BytesIO()
     _Pickler(made).dump([tuple(job) for job in jobs])
     return made.getvalue()
 
 
 def main() -> None:
-    """Compile, in as many processes at a time as there are cores, first those that come first."""
+    """Compile in as many processes at a time as there are cores, in the order of the list."""
     from triton.runtime import cache  # type: ignore[import-untyped]
 
     cache.triton_key = lambda: sys.argv[1]  # the hash of all of Triton's files, which takes a third of a second

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side, before the first of them is launched."""
+"""Compiles kernels side by side, before the first of them is launched."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ Ask = Callable[[], Any]
 
 
 class Told(NamedTuple):
-    """Names of the kernels that were asked for: those that were compiled, and those that Triton's cache had."""
+    """Names of the kernels that were asked for: those that were compiled, and those that were in Triton's cache."""
 
     compiled: list[str]
     found: list[str]
@@ -36,7 +36,7 @@ _told: list[Told] = []
 
 @contextmanager
 def told() -> Iterator[Told]:
-    """What is compiled in this process while this lasts, by whatever thread."""
+    """Collects what is compiled in this process while the context lasts, in any thread."""
     made = Told([], [])
     _told.append(made)
     try:
@@ -50,8 +50,8 @@ _one_at_a_time = RLock()
 
 
 def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
-    """Before a launch whose kernel this process lacks: where Triton's cache lacks it too, compile it and the `others`
-    that are coming.
+    """Before a launch whose kernel this process lacks: if Triton's cache lacks it too, compile it and the `others` that
+    are coming.
     """
     from triton.runtime._async_compile import active_mode  # type: ignore[import-untyped]
 
@@ -72,7 +72,7 @@ def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
 
 
 def compile_all(asked: Sequence[Ask]) -> None:
-    """Compile those that Triton's cache lacks, and load the others."""
+    """Compile the kernels that Triton's cache lacks, and load the others."""
     found = _looked_up(asked)
     if found.missing:
         with _Process() as process:
@@ -81,7 +81,7 @@ def compile_all(asked: Sequence[Ask]) -> None:
 
 
 def compile_jobs(jobs: Sequence[Job]) -> None:
-    """Leave in Triton's cache what it lacks of these, several at a time."""
+    """Compile those of these jobs that Triton's cache lacks, several at a time."""
     from triton.compiler.compiler import make_backend  # type: ignore[import-untyped]
 
     found: dict[str, Job] = {}
@@ -116,11 +116,11 @@ class _Missing(NamedTuple):
 class _Looked(NamedTuple):
     missing: list[_Missing]
     names: list[str]
-    """Of the others."""
+    """Names of the other kernels."""
 
 
 def _looked_up(asked: Sequence[Ask]) -> _Looked:
-    """Load what is in Triton's cache, and say what isn't."""
+    """Load what is in Triton's cache, and return what isn't."""
     missing: dict[str, _Missing] = {}
     loaded: dict[str, str] = {}
     mode = _mode_class()(None)
@@ -141,7 +141,7 @@ def _mode_class() -> Any:
     from triton.runtime.cache import get_cache_manager  # type: ignore[import-untyped]
 
     class Mode(AsyncCompileMode):  # type: ignore[misc]
-        """In which Triton hands over what it would compile, with its key in the cache."""
+        """A mode in which Triton hands over what it would compile, with its key in the cache."""
 
         def submit(self, key: str, compile_fn: Ask, finalize_fn: Callable[[Any], None], *_: Any) -> Any:
             wanted = getclosurevars(compile_fn).nonlocals
@@ -159,7 +159,7 @@ def _mode_class() -> Any:
 
 
 class _Process:
-    """A process that compiles (compile_process.py), which begins while it isn't known yet what."""
+    """A process that compiles (compile_process.py); it is started before it is known what to compile."""
 
     def __enter__(self) -> "_Process":
         from triton import knobs
@@ -178,7 +178,7 @@ class _Process:
         return self
 
     def compile(self, missing: Sequence[_Missing]) -> None:
-        """Compile these, those in Gluon first, which take longest; here what the process couldn't."""
+        """Compile these, those in Gluon first, which take longest; compile here what the process couldn't."""
         ordered = sorted(missing, key=lambda x: not x.is_gluon)
         with _patience(len(ordered)):
             if self.started is not None:
@@ -198,8 +198,8 @@ class _Process:
 
 
 def _compile_in_threads(missing: Sequence[_Missing]) -> None:
-    """Triton's passes and ptxas side by side, and its parser in turns: up to Python 3.12 all threads together count how
-    deep they are in a syntax tree, and one that was interrupted fails.
+    """Run Triton's passes and ptxas side by side, but its parser in turns: up to Python 3.12 all threads together count
+    how deep they are in a syntax tree, and one that was interrupted fails.
     """
     parser = Lock()
     for x in missing:

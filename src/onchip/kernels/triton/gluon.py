@@ -1,7 +1,8 @@
-"""What kernels in Gluon share, beside tiles.py: barriers in shared memory, and a tile that leaves by way of it.
+"""What kernels in Gluon share, in addition to tiles.py: barriers in shared memory, and a tile that is stored by way of
+it.
 
-Gluon is Triton's language for kernels that say themselves how data lies and what waits for what.  Names that differ
-from one Triton to another come from here: see `versions.gluon_refusal`.
+Gluon is Triton's language for kernels that state how data is laid out and what waits for what.  Names that differ
+between versions of Triton come from here: see `versions.gluon_refusal`.
 """
 
 from typing import Any
@@ -19,17 +20,17 @@ from onchip.kernels.triton.tiles import halves
 
 
 def _first_of(owner: Any, *names: str) -> Any:
-    """What the newest of these names stands for that is there; an old one may be left, and raise."""
+    """What the newest of these names stands for that exists; an old one may still be there, and raise."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 
 aggregate = _first_of(language.core, "aggregate", "_aggregate")
 barrier = _first_of(gl, "barrier", "thread_barrier")
-"""Of all threads of a group of warps."""
+"""A barrier for all threads of a group of warps."""
 copy_in = _first_of(tma, "async_load", "async_copy_global_to_shared")
 copy_out = _first_of(tma, "async_store", "async_copy_shared_to_global")
 reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
-"""Shared memory as that of another dtype, shape and layout."""
+"""Take shared memory as that of another dtype, shape and layout."""
 
 
 @gluon.jit

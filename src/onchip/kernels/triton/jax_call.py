@@ -1,8 +1,8 @@
-"""Triton's kernels in JAX: a launch as a call of XLA's, by which jax-triton launches kernels too.
+"""Triton's kernels in JAX: a launch is a call of XLA's, by which jax-triton launches kernels too.
 
-jax-triton's own function takes whole arrays, and compiles a kernel anew in each process.  Here a kernel is compiled
-as PyTorch launches it, from Triton's cache, and an argument may begin anywhere in an array: what it begins further on
-is added to the address where the kernel's machine code reads it.
+jax-triton's own function takes whole arrays, and compiles a kernel anew in each process.  Here a kernel is compiled as
+for PyTorch, from Triton's cache, and an argument may begin anywhere in an array: the kernel's machine code adds the
+offset to the address that it reads.
 """
 
 import re
@@ -35,14 +35,14 @@ class Pointer(NamedTuple):
 
 
 def library() -> Any:
-    """What makes XLA's calls of Triton's kernels; a JAX without a GPU has none."""
+    """The module that makes XLA's calls of Triton's kernels; a JAX without a GPU has none."""
     from jaxlib import gpu_triton
 
     return gpu_triton
 
 
 def refusal() -> str | None:
-    """Why there is none, or None."""
+    """Why there is no such module, or None."""
     try:
         found = library()
     except ImportError as error:
@@ -51,7 +51,7 @@ def refusal() -> str | None:
 
 
 class Compiled(NamedTuple):
-    """A kernel for one kind of arguments."""
+    """A kernel, compiled for one kind of arguments."""
 
     name: str
     ptx: str
@@ -61,7 +61,9 @@ class Compiled(NamedTuple):
 
 
 def job(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Job:
-    """What Triton compiles for these arguments, for a GPU that need not be there; 80 is compute capability 8.0."""
+    """The job for Triton to compile for these arguments, for a GPU that need not be there; 80 stands for compute
+    capability 8.0.
+    """
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
@@ -82,13 +84,13 @@ def _compiled(made: Job) -> Any:
 
 
 def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Compiled:
-    """By Triton, or from its cache."""
+    """The kernel, compiled by Triton or taken from its cache."""
     made = _compiled(job(kernel, arguments, options, capability))
     return Compiled(made.metadata.name, made.asm["ptx"], str(made.asm["ttir"]), made.metadata.shared)
 
 
 def stack(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> int:
-    """Bytes that a thread has in memory for want of registers."""
+    """Bytes that each thread has in memory because registers don't suffice."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -103,7 +105,7 @@ def stack(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capab
 def _type(
     path: tuple[int, ...], value: Any, constants: Any, attributes: Any, *, constant: bool = False, fixed: bool = False
 ) -> Any:
-    """As Triton's signatures have it; notes what the compiler may know of the value."""
+    """The type of a value in Triton's signatures; notes what the compiler may know about the value."""
     if isinstance(value, Pointer):
         if value.offset % 16 == 0:
             attributes[path] = [["tt.divisibility", 16]]
@@ -136,7 +138,7 @@ def call(
     arrays: Sequence[jax.Array | jax.ShapeDtypeStruct],
     written: Sequence[bool],
 ) -> list[jax.Array]:
-    """Launch it; returns those of the `arrays` that are `written`, in their memory.
+    """Launch the kernel; returns those of the `arrays` that are `written`, in their memory.
 
     An array that is only a ShapeDtypeStruct is new memory.
     """
@@ -158,7 +160,7 @@ def call(
 
 
 def _flat(kernel: Any, arguments: dict[str, Any]) -> Iterator[Any]:
-    """The parameters that machine code has."""
+    """The parameters of the machine code."""
     for p in kernel.params:
         if not p.is_constexpr:
             yield from _parts(arguments[p.name], p.do_not_specialize)
@@ -182,7 +184,7 @@ def _config(
     capability: int,
     arrays: int,
 ) -> bytes:
-    """What XLA's call is told of a launch."""
+    """What XLA's call is told about a launch."""
     used = library()
     ptx = of_arrays(
         code, [(k, x.offset) if isinstance(x, Pointer) else None for k, x in zip(places, flat, strict=True)], arrays
@@ -194,9 +196,9 @@ def _config(
 
 
 def of_arrays(code: Compiled, where: Sequence[tuple[int, int] | None], arrays: int) -> str:
-    """The machine code of a kernel that takes `arrays`, in the order in which XLA passes them, then its numbers.
+    """The machine code of a kernel that takes `arrays`, in the order in which XLA passes them, and then its numbers.
 
-    where: by parameter, of memory the array and how many bytes further on it begins; of a number, None.
+    where: for each parameter that is memory, the array and the byte in it where it begins; for a number, None.
     """
     head, body = re.search(rf"\.visible \.entry {re.escape(code.name)}\(([^)]*)\)", code.ptx), code.ptx
     assert head is not None

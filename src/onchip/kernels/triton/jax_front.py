@@ -53,7 +53,7 @@ class _Array(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """All that a list depends on, but for which gradients are needed."""
+    """Everything that a list depends on, except which gradients are needed."""
 
     function: str
     arrays: tuple[_Array, ...]
@@ -86,7 +86,7 @@ def gpu() -> JaxGpu:
 
 @lru_cache(maxsize=64)
 def _tell(op: str, reason: str) -> None:
-    warnings.warn(f"{op}: plain JAX runs on this GPU, not kernels: {reason}", stacklevel=4)
+    warnings.warn(f"{op}: it runs in plain JAX on this GPU, without kernels: {reason}", stacklevel=4)
 
 
 def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
@@ -127,11 +127,11 @@ def _where_possible(
 
 
 def _run(function: str, ours: Callable[..., Any], given: Mapping[str, Any], differentiable: Sequence[str]) -> Any:
-    """What JAX's function returns of these arguments, by PyTorch's kernels."""
+    """What JAX's function returns for these arguments, by PyTorch's kernels."""
     like = jax.eval_shape(lambda: ours(**{**given, "backend": "xla"}))
     op, layout = ours.__name__, given.get("weight_layout", "vh")
     if given.get("axis_name") is not None:
-        raise ValueError(f"{op}: backend 'triton' takes no split vocabulary; pass backend='auto'")
+        raise ValueError(f"{op}: backend 'triton' can't take a split vocabulary; pass backend='auto'")
     arrays: dict[str, Any] = {}
     options: dict[str, Any] = {}
     kinds: list[tuple[str, str, str]] = []
@@ -181,7 +181,7 @@ def _array(name: str, x: jax.Array, turned: bool) -> _Array:
 
 @lru_cache(maxsize=64)
 def _program(call: _Call, needs: tuple[bool, ...]) -> Any:
-    """The list of a call."""
+    """The list of a call, as a program."""
     from onchip.frontend.torch_listed import listed
     from onchip.kernels.triton.jax_listed import Program
     from onchip.kernels.triton.launch import Device
@@ -210,7 +210,7 @@ def _stack(capability: int, launch: Any) -> int:
 
 
 def _pointers(x: Any) -> Any:
-    """With pointers in the place of tensors."""
+    """The same with pointers in place of tensors."""
     if hasattr(x, "untyped_storage"):
         return jax_call.Pointer(str(x.dtype).removeprefix("torch."), 0, x.storage_offset() * x.element_size())
     if isinstance(x, tuple):
@@ -246,7 +246,7 @@ def _backward(static: _Call, needs: Any, saved: Planned, cotangents: Any) -> Any
 
 
 def _untracked(run: Callable[..., Any], *arrays: Any) -> Any:
-    """What this makes of the arrays; inside of a `jax.shard_map` with check_vma it need not say what varies."""
+    """`run`; inside of a `jax.shard_map` with check_vma it need not say what varies."""
     axes = frozenset[str]().union(*map(varies_over, jax.tree.leaves(arrays)))
     if not axes:
         return run(*arrays)

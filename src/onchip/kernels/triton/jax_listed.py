@@ -1,5 +1,5 @@
-"""What PyTorch's kernels do in a call, listed by torch_listed.py, done by XLA: each launch is a call of XLA's, and what
-ATen computes between them is JAX's.
+"""Runs in XLA what PyTorch's kernels do in a call, as torch_listed.py lists it: each launch is a call of XLA's, and JAX
+computes what ATen computes between them.
 
 Memory is an array of one dimension, which a launch that may write to it takes and gives back.  Pieces of memory that a
 matrix spans are one array, since XLA alone knows where arrays are.
@@ -24,7 +24,7 @@ from onchip.kernels.triton.jax_call import Pointer
 
 Array = jax.Array
 Arrays = dict[int, Array]
-"""By home; one that isn't there has not been written."""
+"""Arrays by home; one that is missing has not been written."""
 
 # JAX may have no 64 bits: two words.
 _WORDS = {"int64": ("int32", 2)}
@@ -39,7 +39,7 @@ class Home(NamedTuple):
 
 
 class Program:
-    """A list, and the arrays that its memory is."""
+    """A list of steps, and the arrays that its memory is."""
 
     def __init__(self, listed: Listed, capability: int) -> None:
         self.listed, self.capability = listed, capability
@@ -62,7 +62,7 @@ class Program:
         return (sorted(x) for x in groups if len(x) > 1)
 
     def _join(self, group: Sequence[int]) -> None:
-        """Make them one array, of which those share a place that aren't needed at once."""
+        """Make them one array; pieces that aren't needed at the same time share a place."""
         steps = [*self.listed.forward, *self.listed.backward]
         used: dict[int, list[int]] = {i: [] for i in group}
         for n, step in enumerate(steps):
@@ -79,14 +79,14 @@ class Program:
         self.sizes[group[0]] = up(size, ALIGNED), self.listed.memory[group[0]].dtype
 
     def _memories(self, step: Launched | Computed) -> set[int]:
-        """What a step needs."""
+        """The memory that a step needs."""
         if isinstance(step, Computed):
             return {x.memory for x in (*views_of(step.args), *views_of(step.options), *step.made)}
         spanned = {p.memory for x in parts_of(step.arguments) for p in self.listed.spannings[x.spanning].pieces}
         return spanned | {x.memory for x in views_of(step.arguments)}
 
     def _spanning(self, function: Callable[..., Any], pieces: Sequence[View]) -> tuple[int, int, Any]:
-        """The array, where in it the matrix begins, and the rows' argument."""
+        """The array, where the matrix begins in it, and the argument for its rows."""
         there = [x for x in pieces if math.prod(x.shape)]
         array = self.homes[there[0].memory].array
         at = [self.homes[x.memory].offset + x.offset if math.prod(x.shape) else 0 for x in pieces]
@@ -96,7 +96,7 @@ class Program:
     # -------------------------------------------------------------------------------------------------------- running
 
     def forward(self, given: Sequence[Array]) -> tuple[list[Array], Arrays]:
-        """The outputs, and what backward takes."""
+        """The outputs, and what backward needs."""
         arrays: Arrays = {}
         for x, array in zip(self.listed.given, given, strict=True):
             arrays[self.homes[x.memory].array] = array.reshape(-1)
@@ -117,7 +117,7 @@ class Program:
 
     @cached_property
     def _kept(self) -> list[int]:
-        """Arrays that backward takes."""
+        """The arrays that backward needs."""
         needed = {self.homes[i].array for step in self.listed.backward for i in self._memories(step)}
         needed |= {self.homes[x.memory].array for x in self.listed.gradients if x is not None}
         return sorted(needed - {self.homes[x.memory].array for x in self.listed.upstream if x is not None})
@@ -131,11 +131,11 @@ class Program:
             self._compute(arrays, step)
 
     def compile(self) -> None:
-        """Have all kernels in Triton's cache, several compiled at a time."""
+        """Put all kernels into Triton's cache, compiling several at a time."""
         compile_jobs([jax_call.job(*launch, self.capability) for launch in self.launches()])
 
     def launches(self) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
-        """Kernels, arguments and options of all."""
+        """Kernels, arguments and options of all launches."""
         for step in (*self.listed.forward, *self.listed.backward):
             if isinstance(step, Launched):
                 yield step.kernel, self._arguments(step.arguments), step.options
@@ -248,7 +248,7 @@ def _in_jax(dtype: str) -> Any:
 
 
 def _cast(flat: Array, start: int, count: int, dtype: str) -> Array:
-    """So many numbers of `dtype` from a byte on."""
+    """So many numbers of `dtype`, from a byte on."""
     made, per = _WORDS.get(dtype, (dtype, 1))
     size, own = per * jnp.dtype(made).itemsize, flat.dtype.itemsize
     part = lax.slice(flat, (start // own,), (-(-(start + count * size) // own),))
@@ -257,7 +257,7 @@ def _cast(flat: Array, start: int, count: int, dtype: str) -> Array:
 
 
 def _bits(x: Array, dtype: Any) -> Array:
-    """The same memory of another dtype."""
+    """The same memory, as another dtype."""
     if x.dtype == dtype:
         return x
     if jnp.bool_ in (x.dtype, dtype):

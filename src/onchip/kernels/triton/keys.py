@@ -1,4 +1,4 @@
-"""Keys of kernels in Triton's cache that are the same in every process."""
+"""Gives kernels keys in Triton's cache that are the same in every process."""
 
 from collections.abc import Iterator
 from types import CodeType, ModuleType
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def settle(kernel: Any) -> None:
-    """Compute the keys of what a kernel calls, then its own.
+    """Compute the keys of the functions that a kernel calls, then its own.
 
-    In a function's key Triton has the globals that its callees use, but only of those callees whose keys it has
-    computed before: so the order of a process's calls would decide whether what another one compiled is found.
+    Triton puts the globals that its callees use into a function's key, but only of callees whose keys it has computed
+    before.  So the order of calls in one process would decide whether it finds what another one compiled.
     """
     _settle(kernel, set())
 

@@ -1,4 +1,4 @@
-"""What it takes to call Triton's kernels: a device that can run them, and the launch.  Imports no Triton by itself."""
+"""Launches Triton's kernels, and says which devices can run them.  Imports no Triton itself."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Shared:
-    """Arguments of several launches, by the parameters' names, and their traits, found once."""
+    """Arguments that several launches share, by the parameters' names; their traits are found once."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
@@ -33,7 +33,7 @@ class Shared:
 
 
 class _Traits(dict[str, Any]):
-    """By the names of these arguments, found where they are asked for."""
+    """The traits by the names of these arguments, found when they are asked for."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.of = arguments
@@ -49,23 +49,23 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     given: Mapping[str, Any]
-    """Arguments by the parameters' names; what the kernel doesn't take is left out."""
+    """Arguments by the parameters' names; those that the kernel doesn't take are left out."""
     warps: int = 4
     stages: int = 1
     registers: int | None = None
-    """The most that a thread may have; None leaves it to the compiler."""
+    """The most registers that a thread may have; None leaves it to the compiler."""
     shared: Shared = Shared({})
     """The other arguments."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All that the kernel takes, in the order of its parameters."""
+        """Everything that the kernel takes, in the order of its parameters."""
         others = self.shared.arguments
         return {name: self.given[name] if name in self.given else others[name] for name in self.kernel.arg_names}
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is compiled."""
+        """The options that it is compiled with."""
         return {
             "num_warps": self.warps,
             "num_stages": self.stages,
@@ -119,24 +119,24 @@ class Launch(NamedTuple):
                     told.launch(packed)
 
     def ask(self) -> Any:
-        """The kernel, compiled and not launched."""
+        """The kernel, compiled but not launched."""
         settle(self.kernel)
         return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
 
     def _values(self, compiled: "_Compiled") -> list[Any]:
-        """All arguments in the order of the parameters."""
+        """The values of all arguments, in the order of the parameters."""
         given, others = self.given, self.shared.arguments
         return [given[name] if name in given else others[name] for name in compiled.names]
 
     def _key(self, compiled: "_Compiled", device: int, values: Sequence[Any]) -> Any:
-        """All that decides on what is compiled."""
+        """Everything that decides what is compiled."""
         given, others = self.given, self.shared.traits
         traits = [trait(given[name]) if name in given else others[name] for name in compiled.variables]
         sizes = [_size_trait(x) for x in compiled.numbers(values)]
         return device, self.warps, self.stages, self.registers, compiled.constants(values), *traits, *sizes
 
     def spills(self, most: int = SPILLED) -> bool:
-        """Whether a thread has more than so many bytes in memory for want of registers, as it is compiled for the
+        """Whether a thread has more than so many bytes in memory because registers don't suffice, as compiled for the
         current device.
         """
         if torch_prepared.listed_device() is not None:
@@ -157,16 +157,16 @@ class Launch(NamedTuple):
         return spilled > most
 
     def fixed(self) -> "Launch":
-        """The same with all arguments shared by what `again` makes of it."""
+        """The same launch; all its arguments are shared with those that `again` makes from it."""
         return self._replace(given={}, shared=Shared(self.arguments))
 
     def again(self, **changes: Any) -> "Launch":
-        """The same with other values of some arguments."""
+        """The same launch with other values for some arguments."""
         return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self.shared)
 
 
 def asks(launches: Sequence[Launch], device: int) -> list[Ask]:
-    """What asks for the kernels of these, each once, that this process lacks."""
+    """For each kernel of these launches that this process lacks, once, what asks for it."""
     missing: dict[Any, Ask] = {}
     for launch in launches:
         compiled = _Compiled.of(launch.kernel)
@@ -207,13 +207,13 @@ _COMPILED: dict[int, _Compiled] = {}  # by the kernel's id: its hash is that of 
 
 
 def descriptor(x: Tensor, stride: int, rows: int, columns: int) -> Any:
-    """A matrix in blocks of [rows, columns], for TMA."""
+    """A descriptor for a matrix in blocks of [rows, columns], for TMA."""
     return block_descriptor(x, x.shape, (stride, 1), (rows, columns))
 
 
 def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
-    """What begins where `x` does, in blocks, for TMA.  Triton's own way checks all of it, which takes three times as
-    long; the caller knows that it suits.
+    """A descriptor for what begins where `x` does, in blocks, for TMA.  Triton's own way checks all of it, which takes
+    three times as long; the caller knows that it suits.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
@@ -226,8 +226,9 @@ def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], bl
 def shared_descriptor(
     x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], swizzle: int = 128
 ) -> Any:
-    """As `block_descriptor`, for kernels in Gluon, which say themselves how a block lies in shared memory: in patterns
-    of `swizzle` bytes to a row, or of a row where that is fewer; 0: row by row."""
+    """As `block_descriptor`, for kernels in Gluon, which state how a block lies in shared memory: in patterns of
+    `swizzle` bytes per row, or of a whole row if that is less; 0: row by row.
+    """
     from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped]
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
 
@@ -240,13 +241,13 @@ def shared_descriptor(
 
 
 def trait(x: Any) -> Any:
-    """What Triton compiles for of an argument, or more: with equal traits the same machine code runs."""
+    """What Triton compiles for an argument depends on, or more: for equal traits the same machine code runs."""
     return _TRAITS.get(type(x), _other_trait)(x)
 
 
 @lru_cache(maxsize=4096)
 def _int_trait(x: int) -> Any:
-    """What is 1; of others what 16 divides, and how many bits it needs."""
+    """Whether it is 1; for other numbers, whether 16 divides it and how many bits it needs."""
     return x == 1 or (x % 16 == 0, _size_trait(x))
 
 
@@ -260,7 +261,9 @@ def _tensor_trait(x: Tensor) -> Any:
 
 
 def _other_trait(x: Any) -> Any:
-    """Of a named tuple, a subclass of Tensor, a TensorDescriptor; of what is a constant anyway, itself."""
+    """The trait of a named tuple, a subclass of Tensor, or a TensorDescriptor; for what is a constant anyway,
+    itself.
+    """
     if isinstance(x, tuple):
         return type(x), *[_TRAITS.get(type(y), _other_trait)(y) for y in x]
     if isinstance(x, Tensor):
@@ -275,7 +278,7 @@ _TRAITS: dict[type, Callable[[Any], Any]] = {
 
 
 def _unwatched() -> Settings | None:
-    """Triton, if what it does around a launch is only what `Launch.run` does."""
+    """Triton, if it does no more around a launch than `Launch.run` does."""
     triton = _triton()
     return None if triton is None or triton.watched() else triton
 
@@ -334,7 +337,7 @@ class Device(NamedTuple):
 
 
 def describe(device: torch.device) -> Device:
-    """A GPU; what runs on the CPU, under the interpreter, is launched as on a small Hopper."""
+    """Describe a GPU; the CPU, under the interpreter, counts as a small Hopper."""
     if (listed := torch_prepared.listed_device()) is not None:
         return listed  # type: ignore[no-any-return]
     if torch_ahead.gathered() is not None and torch.cuda.is_available():
@@ -350,5 +353,5 @@ def _describe(index: int | None) -> Device:
 
 
 def device_of(x: Tensor) -> Any:
-    """Triton launches on the current device."""
+    """A context in which the device of `x` is current: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

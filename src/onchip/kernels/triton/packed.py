@@ -1,4 +1,4 @@
-"""A launch whose arguments lie in memory as the driver takes them: to repeat it is to write what is new and send it.
+"""A launch whose arguments lie in memory as the driver takes them: to repeat it, one writes what is new and sends it.
 
 Triton's launchers take all arguments as objects, and make each descriptor anew.
 """
@@ -38,7 +38,7 @@ def refusal() -> str | None:
 
 
 class Map:
-    """A descriptor, of which its address and the number of its rows may change."""
+    """A descriptor whose address and number of rows may change."""
 
     def __init__(self, used: Driver, meta: Any, x: Any, at: int) -> None:
         self.encode, self.at, self.address, self.rows = used.encode, at, 0, x.shape[0]
@@ -70,11 +70,11 @@ class Map:
 
 
 class _Unknown(Exception):
-    """An argument of a kind that isn't known here."""
+    """Raised for an argument of a kind that isn't known here."""
 
 
 class _Layout:
-    """Where the parameters of a compiled kernel lie, those of constants to the compiler left out."""
+    """Where the parameters of a compiled kernel lie, without those that are constants to the compiler."""
 
     def __init__(self, used: Driver, compiled: Any, values: Sequence[Any]) -> None:
         metadata, self.kinds = compiled.metadata, [*compiled.src.signature.values()]
@@ -115,7 +115,7 @@ class _Layout:
 
 
 class Changing(NamedTuple):
-    """The arguments that something is to be written for, parts of tuples too, with where."""
+    """The arguments for which something is written at each launch, parts of tuples too, and where."""
 
     tensors: list[tuple[Tensor, int]]  # places of their addresses among the words
     descriptors: list[tuple[Any, Map]]
@@ -123,9 +123,10 @@ class Changing(NamedTuple):
 
 
 class Packed:
-    """The arguments of a kernel's launch in memory.  One thread at a time has its `lock`, writes and sends.
+    """The arguments of a kernel's launch in memory.  One thread at a time holds its `lock`, writes and sends.
 
-    `words` are 8 bytes each.  `written` is for the caller, to know what it wrote, and `given` to find out what to.
+    `words` are 8 bytes each.  `written` is for the caller, to know what it wrote, and `given` to find out where to
+    write.
     """
 
     def __init__(self, used: Driver, compiled: Any, layout: _Layout, grid: Sequence[int], values: Any, device: int):
@@ -153,7 +154,7 @@ class Packed:
         self.used, self.device = used, device
 
     def _add(self, kind: Any, value: Any, flat: list[Any], metas: Iterator[Any], used: Driver, base: int) -> None:
-        """Add an argument to those that are flat."""
+        """Add an argument to the flat ones."""
         if kind == "constexpr":
             return
         offset = self.layout.offsets[len(flat)]
@@ -184,7 +185,7 @@ class Packed:
 
     @staticmethod
     def of(compiled: Any, grid: Sequence[int], values: Sequence[Any], device: int) -> "Packed | None":
-        """With these values; None where it isn't known how the driver takes this kernel's arguments."""
+        """The launch with these values; None if it isn't known how the driver takes this kernel's arguments."""
         used = driver()
         if used is None:
             return None

@@ -1,6 +1,6 @@
-"""A tile whose two halves are apart in time, in Gluon, for Hopper: what products of 16-bit numbers end in takes time.
+"""A tile whose two halves are apart in time, in Gluon, for Hopper, for products of 16-bit numbers whose end takes time.
 
-Two groups of four warps have one tile: each has half of its rows, and both multiply by the same blocks of the second
+Two groups of four warps share a tile: each has half of its rows, and both multiply by the same blocks of the second
 operand.  A third group, of a single warp, copies the blocks to a ring in shared memory.  The second group begins LAG
 steps late and stays behind, so that one multiplies while the other ends its half, as far as the ring reaches.
 """
@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 from onchip.kernels.triton.gluon import barrier, new_barriers
 
 STEP = gl.constexpr(64)
-"""Of a step along the sum."""
+"""Numbers in a step along the sum."""
 LAG = gl.constexpr(2)
-"""Steps that the second group begins later."""
+"""How many steps later the second group begins."""
 
 
 @gluon.constexpr_function

@@ -1,4 +1,6 @@
-"""A kernel in Gluon that nobody runs: `versions.gluon_refusal` compiles it.  It has what the other ones have."""
+"""A kernel in Gluon that is compiled but never run, by `versions.gluon_refusal`: it uses everything that the others
+use.
+"""
 
 import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]

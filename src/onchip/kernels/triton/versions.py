@@ -1,6 +1,6 @@
-"""What onchip takes of Triton beyond its documented interface, which differs from one version to another.
+"""The parts of Triton beyond its documented interface that onchip uses, which differ from one version to another.
 
-Whether it is there is found by trying it, once.  Names in Gluon that were changed are in gluon.py.
+Whether each is there is found by trying it, once.  Names in Gluon that have changed are in gluon.py.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Settings(NamedTuple):
-    """Where Triton's settings are, and its driver."""
+    """Triton's settings and its driver."""
 
     runtime: Any
     compilation: Any
@@ -43,8 +43,9 @@ def interpreted() -> bool:
 
 @lru_cache(maxsize=1)
 def hashing() -> Thread:
-    """A thread that hashes all of Triton's files, which every kernel's key in its cache begins with: it takes a third
-    of a second, beside what comes before the first launch."""
+    """A thread that hashes all of Triton's files, with which every kernel's key in its cache begins.  That takes a
+    third of a second, during what comes before the first launch.
+    """
 
     def run() -> None:
         from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
@@ -57,7 +58,7 @@ def hashing() -> Thread:
 
 
 class _Recorder:
-    """Stands for what a kernel was compiled to."""
+    """Stands for a compiled kernel and records how it is called."""
 
     function, packed_metadata = object(), object()
     taken: tuple[Any, ...] = ()
@@ -71,10 +72,10 @@ class _Recorder:
 
 @lru_cache(maxsize=1)
 def direct_refusal() -> str | None:
-    """Why `Launch.run` can't call what was compiled by itself, or None.  It asks the GPU's driver.
+    """Why `Launch.run` can't call compiled kernels directly, or None.  It asks the GPU's driver.
 
-    Triton is let launch a kernel, with a recorder in place of what it would compile: it has to call that as
-    `Launch.run` does, but for its hooks.
+    Triton launches a kernel, with a recorder in place of what it would compile: Triton has to call that as `Launch.run`
+    does, except for its hooks.
     """
 
     def trial() -> str | None:
@@ -105,7 +106,9 @@ def direct_refusal() -> str | None:
 
 @lru_cache(maxsize=1)
 def gluon_refusal() -> str | None:
-    """Why kernels in Gluon can't be compiled, or None: a small one that has what the others have is, without a GPU."""
+    """Why kernels in Gluon can't be compiled, or None: without a GPU, it compiles a small one that uses what the others
+    use.
+    """
 
     def trial() -> str | None:
         hashing().join()
