@@ -1,6 +1,6 @@
-"""Ranks on all GPUs of this machine, whatever card a worker of pytest has; where there are too few, ranks share them.
+"""Runs ranks on all GPUs of this machine, whatever card a worker of pytest has; if there are too few, ranks share them.
 
-Ranks that share a GPU take turns on it, so one that waits for another waits for that one's turn: sizes are small.
+Ranks that share a GPU take turns on it, so a rank that waits for another waits for that one's turn: sizes are small.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Floats in 20 and 24 bits beside float32: how the weight's sum over chunks is kept."""
+"""Floats in 20 and 24 bits compared with float32: how the weight's sum over chunks is kept."""
 
 import torch
 import triton

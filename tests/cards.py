@@ -1,7 +1,7 @@
-"""A card and a core for each worker of pytest-xdist: `pytest -p cards -n N` gives worker i card i mod their number.
+"""A card and a core for each worker of pytest-xdist: `pytest -p cards -n N` gives worker i the card i mod their number.
 
-Loaded by -p, before anything imports PyTorch or JAX, which look for cards once.  What starts several ranks gives them
-all cards: `all_cards`.
+-p loads it before anything imports PyTorch or JAX, which look for cards only once.  Tests that start several ranks give
+them all cards: `all_cards`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A small call of every op in PyTorch, on one process: what test_edges.py holds all of them to."""
+"""A small call of every op in PyTorch, in one process: test_edges.py checks all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

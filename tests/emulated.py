@@ -1,4 +1,4 @@
-"""Launches of kernels in Triton and Gluon on the CPU: compiled for Hopper, and their PTX run by tests/ptx.
+"""Launches kernels in Triton and Gluon on the CPU: they are compiled for Hopper, and tests/ptx runs their PTX.
 
 What nobody wrote is NaN.
 """

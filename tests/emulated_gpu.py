@@ -1,7 +1,8 @@
-"""The GPU that isn't there (fake_cuda.py), whose kernels run in the emulator of tests/ptx: for what is launched from C.
+"""The GPU that isn't there (fake_cuda.py), with kernels that run in the emulator of tests/ptx: for what is launched
+from C.
 
-As a script, in a process of that GPU's: calls that are prepared, with other numbers at other addresses, give the bits
-of calls that aren't.
+Run as a script, in a process that has this GPU: prepared calls, with other numbers at other addresses, give the same
+bits as calls that aren't prepared.
 """
 
 import struct

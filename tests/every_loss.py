@@ -1,5 +1,6 @@
-"""What holds for every op and backend in PyTorch: what test_every_loss.py runs, the Triton backends under Triton's
-interpreter in processes of their own."""
+"""Checks that hold for every op and backend in PyTorch: test_every_loss.py runs them, the Triton backends under
+Triton's interpreter in processes of their own.
+"""
 
 import contextlib
 import math

@@ -1,7 +1,7 @@
-"""A GPU that isn't there: Triton compiles kernels for it, and a libcuda of our own notes down what is launched.
+"""A GPU that isn't there: Triton compiles kernels for it, and a libcuda of our own records what is launched.
 
-Its tensors are the CPU's, aligned as a GPU's.  Triton links its launchers with the libcuda that it finds, so a process
-is either this GPU's or a real one's: `run` starts one for a script, which then enters `gpu`.
+Its tensors are on the CPU, aligned as a GPU's.  Triton links its launchers with the libcuda that it finds, so a process
+has either this GPU or a real one: `run` starts one for a script, which then enters `gpu`.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Small calls of every loss in float64, for derivatives by differences: one list for PyTorch and JAX."""
+"""Small calls of every loss in float64, for derivatives by finite differences: one list for PyTorch and JAX."""
 
 from typing import NamedTuple
 

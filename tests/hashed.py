@@ -1,6 +1,6 @@
-"""What kernels compute on the CPU, under Triton's interpreter or by the emulator of tests/ptx, as hashes of its bits.
+"""Hashes of the bits that kernels compute on the CPU, under Triton's interpreter or in the emulator of tests/ptx.
 
-Run as a script, it prints them.  Where a machine's own arithmetic makes other bits, sizes are compared.
+Run as a script, it prints them.  If a machine's own arithmetic gives other bits, sizes are compared.
 """
 
 import hashlib

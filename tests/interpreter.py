@@ -1,4 +1,4 @@
-"""Checks that run under Triton's interpreter, on the CPU, in processes of their own.
+"""Runs checks under Triton's interpreter, on the CPU, in processes of their own.
 
 Triton reads TRITON_INTERPRET when it is imported.  Checks are in float16: the interpreter computes bfloat16 wrongly.
 What nobody wrote is NaN, so a result that depends on it is NaN too.

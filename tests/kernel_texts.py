@@ -1,6 +1,6 @@
-"""What Triton makes of the source of the kernels that calls launch, as hashes of its text before any compiler runs.
+"""Hashes of what Triton makes from the source of the kernels that calls launch, before any compiler runs.
 
-The text has no places in the source, and the functions in it are numbered.
+The text names no places in the source, and its functions are numbered.
 """
 
 import re

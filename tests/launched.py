@@ -1,7 +1,7 @@
 """What a call launches on an H100, as text: kernels, PyTorch's operators and memory, in their order.
 
-Calls run on tensors without memory, forward and backward, as they would on the GPU.  The text names no address, and
-no function of this library: code that is moved and does the same says the same.
+Calls run on tensors without memory, forward and backward, as they would on the GPU.  The text names no address and no
+function of this library, so code that is moved but does the same gives the same text.
 """
 
 import gc

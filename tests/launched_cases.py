@@ -1,4 +1,4 @@
-"""The calls whose launches tests/manifests has: every op of PyTorch that has kernels, with its options."""
+"""The calls whose launches are in tests/manifests: every op of PyTorch that has kernels, with its options."""
 
 import contextlib
 from functools import partial

@@ -1,5 +1,5 @@
-"""What holds for the values and gradients of every loss on every backend, beside the oracle's cases: each check takes a
-`Loss`.  test_every_loss.py runs them in PyTorch, test_interpreted.py the kernels on the CPU.
+"""Checks of the values and gradients of every loss on every backend, in addition to the oracle's cases: each takes a
+`Loss`.  test_every_loss.py runs them in PyTorch, test_interpreted.py runs the kernels on the CPU.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The losses over a vocabulary in PyTorch, called one way, and what the oracle makes of the same numbers."""
+"""The losses over a vocabulary in PyTorch, all called alike, and the oracle's results for the same numbers."""
 
 import itertools
 import math

@@ -1,6 +1,6 @@
-"""What JAX makes of calls for an H100: Mosaic's kernels, and XLA's program around them, as hashes of their text.
+"""Hashes of what JAX makes from calls for an H100: Mosaic's kernels, and XLA's program around them, as text.
 
-The text has no places in the source and no numbers that a process counts.
+The text names no places in the source, and no numbers that a process counts.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""How exact a kernel's numbers are, of a function of a float32 array; no framework."""
+"""How exact a kernel's function of a float32 array is.  Imports no framework."""
 
 import numpy as np
 

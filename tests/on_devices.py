@@ -1,4 +1,4 @@
-"""Scripts of checks, run in a process that has several devices from the start."""
+"""Runs scripts of checks in a process that has several devices from the start."""
 
 import os
 import subprocess

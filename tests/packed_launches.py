@@ -1,4 +1,6 @@
-"""Launches as a prepared call sends them, beside Triton's own of the same arguments, on a GPU that isn't there."""
+"""Launches as a prepared call sends them, compared with Triton's own for the same arguments, on a GPU that isn't
+there.
+"""
 
 import sys
 from unittest import mock

@@ -1,7 +1,7 @@
-"""What holds for each of several calls in a row, whatever the library does for calls of a kind that it has seen.
+"""Checks of each of several calls in a row, whatever the library does for calls of a kind that it has seen.
 
-test_repeated_calls.py runs these on a GPU, and in a process of the GPU that isn't there (fake_cuda.py), whose kernels
-do nothing, so that nothing here looks at numbers of theirs.
+test_repeated_calls.py runs these on a GPU, and in a process that has the GPU that isn't there (fake_cuda.py).  Kernels
+do nothing there, so nothing here looks at their numbers.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What a call becomes for CUDA inside of a `jax.shard_map` over one device, of which JAX tracks what varies."""
+"""What a call becomes for CUDA inside of a `jax.shard_map` over one device, for which JAX tracks what varies."""
 
 import re
 

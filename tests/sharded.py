@@ -1,4 +1,4 @@
-"""Losses whose vocabulary is sharded over processes, compared with the same in one process."""
+"""Losses whose vocabulary is sharded over processes, compared with the same losses in one process."""
 
 import os
 import time

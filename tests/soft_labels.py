@@ -1,4 +1,4 @@
-"""Cross-entropies whose targets are probabilities, called one way, and what the oracle makes of the same numbers."""
+"""Cross-entropies whose targets are probabilities, all called alike, and the oracle's results for the same numbers."""
 
 import numpy as np
 import torch

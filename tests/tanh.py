@@ -1,4 +1,4 @@
-"""The kernels' tanh beside float64's, at any size; and a Triton kernel of nothing else."""
+"""The kernels' tanh compared with float64's, at any size; and a Triton kernel that computes only that."""
 
 import torch
 import triton

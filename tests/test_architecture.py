@@ -1,4 +1,4 @@
-"""What imports what."""
+"""Which modules import which."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What measures JAX."""
+"""How JAX's steps are measured."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`onchip bench --suite lengths`: first calls, and steps of ever new lengths."""
+"""`onchip bench --suite lengths`: first calls, and steps with ever new lengths."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Pages of results files: what they say, and in a browser what they show."""
+"""Pages of results files: what they say, and what they show in a browser."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""What each loss computes of which labels, whole and sharded: the table in docs/internals/cells.md is made here.
+"""Which labels each loss accepts, whole and sharded, and what computes them: the table in docs/internals/cells.md is
+made here.
 
 `PYTHONPATH=src:tests python tests/test_cells.py` writes it anew.
 """

@@ -1,4 +1,4 @@
-"""The command line: what each command prints, and what it says to a wrong call."""
+"""The command line: what each command prints, and how it answers wrong calls."""
 
 import inspect
 import io

@@ -1,4 +1,4 @@
-"""Kernels that are compiled by a process of their own, before the first is launched."""
+"""A process of its own compiles kernels before the first one is launched."""
 
 import gc
 import subprocess

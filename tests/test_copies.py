@@ -1,4 +1,4 @@
-"""Copies that inputs' strides force are counted in what an op needs, in every op that makes any."""
+"""Copies that inputs' strides force are counted in the memory that an op needs, for every op that makes any."""
 
 import re
 from functools import partial

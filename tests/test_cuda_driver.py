@@ -1,4 +1,4 @@
-"""Calls of CUDA's driver, made up here; packed_launches.py has launches."""
+"""Calls to a made-up CUDA driver; packed_launches.py has launches."""
 
 import ctypes
 from functools import partial

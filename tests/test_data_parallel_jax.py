@@ -1,5 +1,6 @@
-"""JAX's ops on arrays that are sharded by plain `jit`, against one device: a script, whose process has four devices
-from the start, runs all checks and says of each what came out."""
+"""JAX's ops on arrays that are sharded by plain `jit`, compared with one device.  A script, whose process has four
+devices from the start, runs all checks and reports each result.
+"""
 
 import re
 from functools import cache, partial

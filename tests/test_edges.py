@@ -1,5 +1,6 @@
-"""What PyTorch's tools see of every op: make_fx, tensors without values, tensors of inference mode, vmap over backward,
-counters of FLOPs, opcheck and gradcheck."""
+"""How every op works with PyTorch's tools: make_fx, tensors without values, inference mode, vmap over backward, FLOP
+counters, opcheck and gradcheck.
+"""
 
 import functools
 

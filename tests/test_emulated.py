@@ -1,6 +1,6 @@
-"""The kernels in Gluon, and those around them, in the 16-bit types that they are for, without a GPU.
+"""The kernels in Gluon, and those around them, in the 16-bit types that they are made for, without a GPU.
 
-Their PTX runs in an emulator of tests/ptx, which makes copies and products as late as the hardware may.
+tests/ptx emulates their PTX and makes copies and products as late as the hardware may.
 """
 
 import re

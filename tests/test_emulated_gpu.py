@@ -1,4 +1,4 @@
-"""Prepared calls, on a GPU that isn't there, whose kernels run: emulated_gpu.py, in a process for each."""
+"""Prepared calls on a GPU that isn't there, with kernels that run: emulated_gpu.py, in a process for each."""
 
 from pathlib import Path
 

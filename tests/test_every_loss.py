@@ -1,5 +1,6 @@
-"""What holds for every op and backend: second derivatives raise, whichever way they are asked for; what a normalizer
-of 0 does.  test_interpreted.py has the kernels on the CPU."""
+"""What holds for every op and backend: second derivatives raise, whichever way they are asked for, and a normalizer of
+0 is handled.  test_interpreted.py has the kernels on the CPU.
+"""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""float64: derivatives by differences, and the oracles to nearly their own roundings."""
+"""float64: derivatives by finite differences, and the oracles to nearly float64's own rounding."""
 
 import numpy as np
 import pytest

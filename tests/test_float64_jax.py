@@ -1,4 +1,6 @@
-"""float64 in JAX's 64-bit mode: derivatives by differences, and PyTorch's numbers to nearly float64's own roundings."""
+"""float64 in JAX's 64-bit mode: derivatives by finite differences, and PyTorch's numbers to nearly float64's own
+rounding.
+"""
 
 import jax
 import jax.numpy as jnp

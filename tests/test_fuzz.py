@@ -1,4 +1,4 @@
-"""`python -m fuzz`: random calls are legal, judged, shrunk, and printed as programs that fail alike."""
+"""`python -m fuzz`: random calls are legal, judged, simplified, and printed as programs that fail in the same way."""
 
 import functools
 import os

@@ -1,5 +1,5 @@
-"""The training scripts of docs/guides: train.py has the same losses on one process and, with FSDP2, on two; finetune.py
-has those of the model as it is.
+"""The training scripts of docs/guides: train.py has the same losses in one process and, with FSDP2, in two; finetune.py
+has those of the unpatched model.
 """
 
 import os

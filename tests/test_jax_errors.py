@@ -1,5 +1,6 @@
-"""Every way to call the JAX ops wrongly: the exception's type, and that it names the argument.  All of it is seen while
-tracing, so each call is made under `jax.eval_shape` too."""
+"""Every way to call the JAX ops wrongly: the exception's type, and that it names the argument.  All errors are found
+while tracing, so each call is made under `jax.eval_shape` too.
+"""
 
 import inspect
 import math

@@ -1,4 +1,6 @@
-"""The JAX ops under `jax.shard_map` on two devices, against one: a script, whose process has two from the start."""
+"""The JAX ops under `jax.shard_map` on two devices, compared with one: a script, whose process has two from the
+start.
+"""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""How Triton's kernels are launched, on a GPU that isn't there: they are compiled, and a launch is noted down."""
+"""How Triton's kernels are launched, on a GPU that isn't there: they are compiled, and launches are recorded."""
 
 import re
 from pathlib import Path

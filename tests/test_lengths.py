@@ -1,7 +1,7 @@
-"""What is compiled for a call doesn't depend on how many tokens there are.
+"""What is compiled for a call doesn't depend on the number of tokens.
 
-A call is made on memory that nobody reads, up to its operator; that is rehearsed, forward and backward, on tensors
-without memory, and what it would launch is gathered.
+A call is made up to its operator on memory that nobody reads.  The operator is rehearsed, forward and backward, on
+tensors without memory, and what it would launch is gathered.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Every way to call a loss of PyTorch's wrongly: the exception's type, and that it names the argument."""
+"""Every way to call PyTorch's losses wrongly: the exception's type, and that it names the argument."""
 
 import math
 import re

@@ -1,6 +1,6 @@
-"""The losses over a vocabulary in JAX, against the float64 oracle: cases, sizes, dtypes, layouts, chunks, shifts.
+"""The losses over a vocabulary in JAX, compared with the float64 oracle: cases, sizes, dtypes, layouts, chunks, shifts.
 
-Compiling takes nearly all of the time: cases that only other numbers tell from the rest are left to `onchip check`.
+Compiling takes nearly all of the time, so cases that differ only in their numbers are left to `onchip check`.
 """
 
 from functools import partial

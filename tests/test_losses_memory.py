@@ -1,4 +1,4 @@
-"""The documented memory formulas of the losses against measured peaks: of the process, and on a GPU of its memory."""
+"""The losses' documented memory formulas compared with measured peaks: of the process, and on a GPU of its memory."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The oracles of the losses: against PyTorch's autograd in float64, by definition."""
+"""The oracles of the losses, compared with PyTorch's autograd on the definition in float64."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Peak memory against allocations of known size, and the order and book-keeping of timings."""
+"""Peak memory compared with allocations of known size, and the order and book-keeping of timings."""
 
 import contextlib
 from types import SimpleNamespace

@@ -1,7 +1,7 @@
-"""Every wrong option of every public function, in both frameworks, made from what the specification says of options.
+"""Every wrong option of every public function, in both frameworks, made from the specification of the options.
 
-A number is refused as `onchip.frontend.options` refuses it, in the op's words; so are other words than a type has, and
-other flags than True and False.  What is special of an op is in its own tests.
+A number is refused as `onchip.frontend.options` refuses it, in the op's words; so are words that a type doesn't have,
+and flags other than True and False.  What is special to an op is in its own tests.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""What a user of the package meets: its metadata, and what is said where a dependency is missing."""
+"""What users of the package meet: its metadata, and the messages when a dependency is missing."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""`onchip plan`: that what it shows is what the ops will do, and what it says to a wrong call."""
+"""`onchip plan`: it shows what the ops will do, and answers wrong calls."""
 
 import dataclasses
 import json

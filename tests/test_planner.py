@@ -1,4 +1,6 @@
-"""Planning: every backend's plans fit their budget, are what its kernels take for granted, and are no bad bargain."""
+"""Planning: every backend's plans fit their budget, are what its kernels rely on, and cost little more than the
+best.
+"""
 
 import random
 from collections import Counter

@@ -1,5 +1,6 @@
-"""Several calls in a row, and what they must not depend on: repeated_calls.py has the scenarios, every_loss.py what
-holds for every loss."""
+"""Several calls in a row, and what they must not depend on: repeated_calls.py has the scenarios, every_loss.py has what
+holds for every loss.
+"""
 
 import ast
 import gc

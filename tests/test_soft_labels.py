@@ -1,5 +1,6 @@
-"""Cross-entropies whose targets are probabilities, of K ids or of every entry: against the oracle, and that against
-PyTorch's.  test_every_loss.py has what holds for every op."""
+"""Cross-entropies whose targets are probabilities, for K ids or for every entry: compared with the oracle, which is
+compared with PyTorch.  test_every_loss.py has what holds for every op.
+"""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Soft labels in JAX: against the oracle, under vmap, their memory, and every way to pass them wrongly."""
+"""Soft labels in JAX: compared with the oracle, under vmap, their memory, and every way to pass them wrongly."""
 
 from functools import partial
 

@@ -1,5 +1,6 @@
-"""JAX's losses of a head whose vocabulary is split over devices, against those of the whole: a script, whose process
-has four devices from the start, runs all checks and says of each what came out."""
+"""JAX's losses of a head whose vocabulary is split over devices, compared with the whole.  A script, whose process has
+four devices from the start, runs all checks and reports each result.
+"""
 
 from functools import cache, partial
 

@@ -1,5 +1,6 @@
 """Every way to call JAX's losses of a split vocabulary wrongly: the exception's type, and that it names argument and
-remedy.  All of it is seen while tracing, on meshes of no devices, or of one."""
+remedy.  All errors are found while tracing, on meshes of no devices, or of one.
+"""
 
 from functools import partial
 

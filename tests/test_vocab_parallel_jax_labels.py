@@ -1,5 +1,6 @@
-"""Soft labels, and logits that exist, of a vocabulary that is split over devices in JAX: a script as that of
-test_vocab_parallel_jax.py, whose arrays it has."""
+"""Soft labels, and existing logits, with a vocabulary that is split over devices in JAX: a script like that of
+test_vocab_parallel_jax.py, whose arrays it uses.
+"""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Run by test_warm_up.py with the GPU that isn't there: prints what `warm_up` compiled, and what calls then lack."""
+"""Run by test_warm_up.py with the GPU that isn't there: prints what `warm_up` compiled, and what calls still lack."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Cases that attention's kernels are held to, beside those that every backend is."""
+"""Cases that attention's kernels are checked on, in addition to those for every backend."""
 
 from onchip.ops.attention.cases import CHECK_CASES, KINDS, AttentionCase
 

@@ -1,4 +1,4 @@
-"""What `onchip bench` and `onchip plan` say of attention."""
+"""What `onchip bench` and `onchip plan` say about attention."""
 
 import pytest
 

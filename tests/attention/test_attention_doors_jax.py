@@ -1,4 +1,4 @@
-"""attention with the arguments of jax.nn and of Flax's layers, against these."""
+"""attention called with the arguments of jax.nn and of Flax's layers, compared with these."""
 
 from functools import partial
 

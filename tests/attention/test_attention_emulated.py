@@ -1,4 +1,4 @@
-"""The kernels in the 16-bit types that they are for, without a GPU: their PTX runs in an emulator of tests/ptx."""
+"""The kernels in the 16-bit types that they are made for, without a GPU: tests/ptx emulates their PTX."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""attention on a GPU: by the kernels, and by the framework's own products."""
+"""attention on a GPU, by the kernels and by the framework's own products."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Lowered masks against what is seen pair by pair, and the tables that kernels make of them, in the emulator."""
+"""Lowered masks compared with what is seen pair by pair, and the tables that kernels make from them, in the
+emulator.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The kernels compile, fit shared memory, spill next to nothing and know no length, without a GPU."""
+"""The kernels compile without a GPU, fit shared memory, spill next to nothing, and don't depend on lengths."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""The benchmark's steps return what it checks, and it notices what is wrong."""
+"""The benchmark's steps return what it checks, and it notices wrong results."""
 
 from contextlib import nullcontext
 

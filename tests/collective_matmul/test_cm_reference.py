@@ -1,4 +1,4 @@
-"""The oracle of n ranks against that of one that has everything."""
+"""The oracle for n ranks compared with the one for a rank that has everything."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """The walks through mapped memory without a GPU: ranks are threads, and their buffers are memory of one process.
 
-What a stream orders is done at once here; what ranks wait for each other for is as it is: barriers and flags.
+What a stream orders is done at once here.  Ranks wait for each other by real barriers and flags.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Backends "symmetric" and "collective" on GPUs: kernels in one process, and all of it between processes."""
+"""Backends "symmetric" and "collective" on GPUs: kernels in one process, and everything between processes."""
 
 import itertools
 import time

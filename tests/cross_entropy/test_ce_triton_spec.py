@@ -1,4 +1,4 @@
-"""Of the Triton backend without Triton: its tiles, its memory formula, its refusals."""
+"""The Triton backend without Triton: its tiles, its memory formula, its refusals."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Mends what Triton's interpreter gets wrong in FP8: rounding float32 to it, and NaN as an operand of a product.
+"""Mends what Triton's interpreter gets wrong in FP8: rounding from float32, and NaN as an operand of a product.
 
-For tests alone, in processes where TRITON_INTERPRET=1 was set before Triton was imported.
+For tests only, in processes where TRITON_INTERPRET=1 was set before Triton was imported.
 """
 
 import numpy as np

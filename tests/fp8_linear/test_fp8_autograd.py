@@ -1,4 +1,4 @@
-"""Gradients that are wanted, added and shared; what holds for every op is in every_loss.py."""
+"""Gradients that are wanted, added and shared; every_loss.py has what holds for every op."""
 
 import pytest
 import torch

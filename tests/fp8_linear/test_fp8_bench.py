@@ -1,4 +1,4 @@
-"""The benchmark of fp8_linear in both frameworks: small real runs, its gate, a peer."""
+"""The benchmark of fp8_linear in both frameworks: small real runs, its check of results, a peer."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""The benchmark of fp8_linear on a device: small real runs, and the gate past 2**31 elements."""
+"""The benchmark of fp8_linear on a device: small real runs, and its check of results past 2**31 elements."""
 
 from io import StringIO
 

@@ -1,4 +1,4 @@
-"""What the op computes: bits of what is quantised, products against the oracle, memory."""
+"""What the op computes: the bits of quantised numbers, products compared with the oracle, memory."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every wrong call says what is wrong and what to do."""
+"""Every wrong call raises an error that says what is wrong and what to do."""
 
 import pytest
 import torch

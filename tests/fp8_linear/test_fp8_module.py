@@ -1,4 +1,4 @@
-"""The module, and turning a model's linear layers into it."""
+"""The module, and the conversion of a model's linear layers to it."""
 
 import copy
 

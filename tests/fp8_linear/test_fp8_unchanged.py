@@ -1,5 +1,6 @@
-"""What a call computes with: what its weight is at that time, or what was quantised before, by quantize_weight and on
-the layers of a model by weights_unchanged."""
+"""Which weight a call computes with: the one at that time, or one that was quantised before, by quantize_weight or by
+weights_unchanged on the layers of a model.
+"""
 
 import copy
 import pickle

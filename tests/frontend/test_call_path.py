@@ -1,7 +1,7 @@
-"""The way of a call in PyTorch, as docs/architecture.md has it; that of JAX is in test_mosaic_backend.py.
+"""The path of a call in PyTorch, as docs/architecture.md describes it; test_mosaic_backend.py has that of JAX.
 
-Run as a script, it prints the functions of ours that are on the stack where a kernel is launched.  Triton's interpreter
-is chosen when Triton is imported: hence a process of its own.
+Run as a script, it prints those of our functions that are on the stack when a kernel is launched.  Triton's interpreter
+is chosen when Triton is imported, so this takes a process of its own.
 """
 
 import os

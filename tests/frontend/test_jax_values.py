@@ -1,4 +1,4 @@
-"""What JAX's functions find wrong in values that are known, outside of jit, and make NaN of inside."""
+"""How JAX's functions treat wrong values: outside of jit, where they are known, they raise; inside they give NaN."""
 
 from functools import partial
 

@@ -1,4 +1,6 @@
-"""What functions state and prepared calls do, on the CPU with made-up launches; test_prepared_gpu.py has the ops."""
+"""What functions state and what prepared calls do, on the CPU with made-up launches; test_prepared_gpu.py has the
+ops.
+"""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Overloads and words: the types of a public function name its arguments, all of them and no others."""
+"""Overloads and literals: the types of a public function name all of its arguments, and no others."""
 
 import inspect
 from typing import TypedDict, get_args, get_overloads, get_type_hints

@@ -1,4 +1,4 @@
-"""Run random calls from the command line: exit code 1 if one fails, which Hypothesis makes simpler and prints."""
+"""Run random calls from the command line: exit code 1 if one fails, which Hypothesis simplifies and prints."""
 
 import argparse
 import os

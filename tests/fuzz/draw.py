@@ -1,6 +1,6 @@
-"""Random calls.  A call is a dictionary of plain values, each one of those that its op's table allows; no framework.
+"""Draws random calls.  A call is a dictionary of plain values, each one of those that its op's table allows.
 
-Simpler values stand first in a table: that is what Hypothesis makes a failing call of.
+Simpler values stand first in a table: Hypothesis simplifies a failing call towards them.  Imports no framework.
 """
 
 import math

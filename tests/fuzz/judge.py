@@ -1,7 +1,7 @@
-"""How far the results of any call may be from the oracle's.  No framework.
+"""How far the results of any call may be from the oracle's.  Imports no framework.
 
-The bounds are those of each op's checks.py.  They are for sums of many random terms; here are what single numbers need
-beside: a sum that nearly cancels is held to the size of its terms, and a rounding to its worst case.
+The bounds are those of each op's checks.py, which are for sums of many random terms.  Single numbers need more, which
+is here: a sum that nearly cancels is held to the size of its terms, and a rounding to its worst case.
 """
 
 import math

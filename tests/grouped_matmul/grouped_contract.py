@@ -1,4 +1,6 @@
-"""What holds for every backend of grouped_matmul in PyTorch: on the CPU, under Triton's interpreter and on a GPU."""
+"""Checks that hold for every backend of grouped_matmul in PyTorch: on the CPU, under Triton's interpreter and on a
+GPU.
+"""
 
 from dataclasses import dataclass
 

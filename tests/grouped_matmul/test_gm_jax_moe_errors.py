@@ -1,4 +1,4 @@
-"""Every wrong call of JAX's moe and of what is beside it says what is wrong and what to do."""
+"""Every wrong call of JAX's moe and its helpers raises an error that says what is wrong and what to do."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer over two processes and gloo: the gradients that one process has of both halves."""
+"""A mixture-of-experts layer over two processes and gloo, whose gradients are those of one process with both halves."""
 
 import copy
 from functools import partial

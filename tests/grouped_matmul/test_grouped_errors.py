@@ -1,4 +1,4 @@
-"""Every wrong call of grouped_matmul says what is wrong and what to do, in both frameworks."""
+"""Every wrong call of grouped_matmul raises an error that says what is wrong and what to do, in both frameworks."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The oracle against autograd of a plain loop in float64."""
+"""The oracle compared with autograd on a plain loop in float64."""
 
 import pytest
 import torch

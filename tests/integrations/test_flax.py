@@ -1,4 +1,6 @@
-"""Flax's heads: logits, losses and gradients against the layers they stand for and optax, and calls that are wrong."""
+"""Flax's heads: logits, losses and gradients compared with the layers that they replace and with optax; and wrong
+calls.
+"""
 
 import runpy
 import sys

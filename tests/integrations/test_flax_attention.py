@@ -1,4 +1,4 @@
-"""Flax's attention layers with onchip's attention, against themselves."""
+"""Flax's attention layers with onchip's attention, compared with themselves without it."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
-"""Levanter's fused cross-entropy: what stands in its table against the formula, and the table itself.
+"""Levanter's fused cross-entropy: the entry in its table compared with the formula, and the table itself.
 
-Levanter's module is stood in for by one with the same names.
+A module with the same names replaces Levanter's.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""MaxText's loss: what stands for its function against the formula, what is refused, and `install`.
+"""MaxText's loss: the function that replaces MaxText's compared with the formula, refusals, and `install`.
 
-MaxText's modules are stood in for by ones with the same names; tools/try_stacks.py runs the integration in MaxText.
+Modules with the same names replace MaxText's; tools/try_stacks.py runs the integration in MaxText.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Patched models of transformers under PEFT: the loss and the adapters' gradients of the unpatched model."""
+"""Patched models of transformers under PEFT have the loss and the adapters' gradients of the unpatched model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What onchip puts in the place of a library's own, and takes out again."""
+"""How onchip replaces a library's own objects, and restores them."""
 
 import sys
 from types import ModuleType

@@ -1,6 +1,6 @@
-"""The integrations whose stacks aren't installed here: versions, refusals, and the numbers of what needs no stack.
+"""Integrations whose stacks aren't installed here: versions, refusals, and results that need no stack.
 
-Stacks are stood in for by modules with the same names.  tools/try_stacks.py runs the integrations in the real ones.
+Modules with the same names replace the stacks.  tools/try_stacks.py runs the integrations in the real ones.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The patch of transformers' models: how they are called, by whom, and what they are refused for."""
+"""The patch of transformers' models: how and by whom they are called, and why they are refused."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""transformers' models with attention by masks that are data: their own outputs and gradients."""
+"""transformers' models with attention under masks that are data have their own outputs and gradients."""
 
 import pytest
 import torch

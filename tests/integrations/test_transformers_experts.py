@@ -1,4 +1,6 @@
-"""transformers' mixture-of-experts models with their experts by grouped_matmul: their own losses and gradients."""
+"""transformers' mixture-of-experts models, with their experts by grouped_matmul, have their own losses and
+gradients.
+"""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The patch of transformers' models, one of each kind: the same losses and gradients, and no logits."""
+"""The patch on transformers' models, one of each kind: the same losses and gradients, and no logits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What leaves a patched model: a real loss, and logits that are real or refuse to be read."""
+"""The outputs of a patched model: a real loss, and logits that are real or refuse to be read."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Patched models beside what others do to models: they are copied, wrapped, hooked, compiled and taken over."""
+"""Patched models and what others do to models: copy, wrap, hook, compile and replace parts of them."""
 
 import copy
 import inspect

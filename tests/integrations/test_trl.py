@@ -1,4 +1,4 @@
-"""TRL's trainers, with onchip and without, from the same seed on the same data."""
+"""TRL's trainers, with and without onchip, from the same seed on the same data."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""A tiny Llama of transformers, a batch for it, and what must be as it is without the patch."""
+"""A tiny Llama of transformers, a batch for it, and what must be the same as without the patch."""
 
 import torch
 import transformers

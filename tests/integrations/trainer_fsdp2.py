@@ -1,6 +1,6 @@
 """transformers.Trainer with FSDP2, with a patched model and without (torchrun, a CUDA device for each rank).
 
-FSDP1's and FSDP2's own ways are in two_processes.py, on the CPU; accelerate, which Trainer uses, wants an accelerator.
+two_processes.py tests FSDP1 and FSDP2 themselves, on the CPU; accelerate, which Trainer uses, needs an accelerator.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""Patched models of transformers in two processes (torchrun --nproc-per-node 2): each way must find the gradients that
-one process finds on the whole batch without the patch."""
+"""Patched models of transformers in two processes (torchrun --nproc-per-node 2): each kind of parallelism must find the
+gradients that one process finds on the whole batch without the patch.
+"""
 
 import os
 import sys

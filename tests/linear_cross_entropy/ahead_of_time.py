@@ -1,4 +1,4 @@
-"""Compile the Triton backend's kernels for a GPU that isn't there, as the op would launch them on it."""
+"""Compiles the Triton backend's kernels for a GPU that isn't there, as the op would launch them on it."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Heads of a model, and what they are called with."""
+"""Heads of models, and inputs for them."""
 
 import peft
 import torch

@@ -1,4 +1,4 @@
-"""What the tests of precision='fp8' share: problems, and how far from the oracle it may be."""
+"""What the tests of precision='fp8' share: problems, and how far from the oracle results may be."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Cases of linear_cross_entropy with soft labels in JAX, and what the oracle makes of the same numbers."""
+"""Cases of linear_cross_entropy with soft labels in JAX, and the oracle's results for the same numbers."""
 
 from dataclasses import dataclass, field
 from typing import Any

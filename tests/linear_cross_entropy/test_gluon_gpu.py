@@ -1,6 +1,6 @@
 """The kernels in Gluon, on Hopper: without bias and statistics, which other tests have.
 
-Of sizes with few steps and many, all blocks still and some, tiles that end inside the vocabulary, the tokens or H.
+Sizes have few steps and many, all blocks still and some, and tiles that end inside the vocabulary, the tokens or H.
 """
 
 from contextlib import nullcontext

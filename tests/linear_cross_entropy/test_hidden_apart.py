@@ -1,4 +1,4 @@
-"""The units of apart.py, which no CPU can run: its functions of numbers as they are, and a product made by them."""
+"""The units of work of apart.py, which no CPU can run: its functions of numbers, and a product that they make."""
 
 from types import FunctionType, SimpleNamespace
 

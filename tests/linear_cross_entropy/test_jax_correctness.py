@@ -1,4 +1,4 @@
-"""linear_cross_entropy in JAX, and with it cross_entropy: labels of all kinds, shapes, special values, memory."""
+"""linear_cross_entropy and cross_entropy in JAX: labels of all kinds, shapes, special values, memory."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The documented memory formula against what XLA says that it allocates."""
+"""The documented memory formula compared with what XLA says that it allocates."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""precision='fp8': against the oracle, its autograd, what it quantises, on the CPU and on a GPU.
+"""precision='fp8' compared with the oracle, its autograd, and what it quantises, on the CPU and on a GPU.
 
 tests/test_losses_gpu.py has bits, streams and graphs, tests/test_losses_memory.py the memory.
 """

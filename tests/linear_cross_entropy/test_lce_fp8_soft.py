@@ -1,5 +1,6 @@
-"""precision='fp8' with soft labels, of K ids and of every entry: against the oracle, and what chunks, copies of the
-weight and a GPU's kernels make of the same."""
+"""precision='fp8' with soft labels, for K ids and for every entry: compared with the oracle, and across chunks, copies
+of the weight and a GPU's kernels.
+"""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""`lm_log_probs` and `lm_jsd` of heads of every kind, against their logits in float64."""
+"""`lm_log_probs` and `lm_jsd` on heads of every kind, compared with their logits in float64."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""`lm_loss`, `lm_log_probs` and `lm_jsd` of whole models, against the models' own logits."""
+"""`lm_loss`, `lm_log_probs` and `lm_jsd` on whole models, compared with the models' own logits."""
 
 import warnings
 

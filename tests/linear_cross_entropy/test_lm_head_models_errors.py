@@ -1,4 +1,4 @@
-"""What a model does between hidden states and logits is seen, or the model is refused."""
+"""What a model does between hidden states and logits is taken into account, or the model is refused."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""Heads of models over processes and gloo, or GPUs: the same steps as one process takes of all parts of the batch."""
+"""Heads of models over processes and gloo, or GPUs: they take the same steps as one process with all parts of the
+batch.
+"""
 
 import copy
 import os

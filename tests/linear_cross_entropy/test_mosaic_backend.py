@@ -1,4 +1,4 @@
-"""The 'mosaic_gpu' backend on the CPU with plain stand-ins for its kernels: all that it does around them."""
+"""The 'mosaic_gpu' backend on the CPU, with plain stand-ins for its kernels: everything that it does around them."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Compile linear_jsd's Triton kernels for a GPU that isn't there, as the ops would launch them on it."""
+"""Compiles linear_jsd's Triton kernels for a GPU that isn't there, as the ops would launch them on it."""
 
 from unittest import mock
 

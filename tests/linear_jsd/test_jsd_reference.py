@@ -1,4 +1,4 @@
-"""The float64 oracle against finite differences, autograd and known values."""
+"""The float64 oracle compared with finite differences, autograd and known values."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The PyTorch ops: against the oracle, properties, autograd, torch.compile, memory."""
+"""The PyTorch ops: compared with the oracle, properties, autograd, torch.compile, memory."""
 
 import math
 from itertools import pairwise

@@ -1,9 +1,9 @@
 """A streaming multiprocessor of Hopper, as far as the kernels need one: warps, memory, barriers, copies, products.
 
-Everything that is asynchronous happens late and in any order that the hardware allows, drawn from a seed: a copy by TMA
-some time after it was issued, with NaN in its place until then; a product of a warpgroup when it is waited for, or at
-once, with NaN in its registers until then.  So a missing wait shows as NaN, and a block that is overwritten while
-somebody reads it as a wrong number.  What can't be right raises `Fault`.
+Everything asynchronous happens late, and in any order that the hardware allows, drawn from a seed.  A copy by TMA
+happens some time after it was issued, with NaN in its place until then; a product of a warpgroup when it is waited for,
+or at once, with NaN in its registers until then.  So a missing wait shows as NaN, and a block that is overwritten while
+somebody reads it shows as a wrong number.  What can't be right raises `Fault`.
 """
 
 import ctypes

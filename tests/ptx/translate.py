@@ -1,7 +1,7 @@
-"""PTX to Python: each straight run of instructions of a kernel becomes a function of a warp and its block.
+"""Translates PTX to Python: each straight run of a kernel's instructions becomes a function of a warp and its block.
 
-A register is an array of 32 lanes.  Only what the kernels' PTX has is known; another instruction is an error that names
-it.  The meaning of each is that of NVIDIA's "Parallel Thread Execution ISA", version 8.7.
+A register is an array of 32 lanes.  Only the instructions in the kernels' PTX are known; any other is an error that
+names it.  Their meaning is that of NVIDIA's "Parallel Thread Execution ISA", version 8.7.
 """
 
 import re

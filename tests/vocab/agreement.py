@@ -1,4 +1,4 @@
-"""What ranks of a sharded vocabulary are given must belong together: found on the CPU, whatever check_inputs is."""
+"""What ranks of a sharded vocabulary are given must match; the CPU checks it, whatever check_inputs is."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Losses of this rank's part of a vocabulary beside those of all of it: what they are given, how they are compared."""
+"""Losses on this rank's part of a vocabulary and on all of it: their inputs, and how they are compared."""
 
 from contextlib import contextmanager
 from unittest import mock

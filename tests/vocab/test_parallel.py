@@ -1,4 +1,4 @@
-"""Losses over a vocabulary that is sharded over two and three processes, against the same losses in one."""
+"""Losses over a vocabulary that is sharded over two and three processes, compared with the same losses in one."""
 
 import itertools
 from functools import partial

@@ -1,4 +1,4 @@
-"""Wrong calls of losses whose vocabulary is sharded: found by all ranks, none of which waits for another."""
+"""Wrong calls of losses whose vocabulary is sharded: all ranks raise, and none waits for another."""
 
 from datetime import timedelta
 

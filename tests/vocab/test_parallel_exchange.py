@@ -1,4 +1,4 @@
-"""Ranks that exchange their softmax chunk by chunk, and make the gradients in forward: `vocab/triton/exchange.py`.
+"""Ranks that exchange their softmax chunk by chunk and make the gradients in forward: `vocab/triton/exchange.py`.
 
 Under Triton's interpreter, and on as many GPUs as there are, over NCCL.
 """

@@ -1,5 +1,6 @@
-"""precision='fp8' with a vocabulary that is sharded over two processes, against the same loss in one: where shards
-begin at multiples of 128, both quantise the same blocks."""
+"""precision='fp8' with a vocabulary that is sharded over two processes, compared with the same loss in one: if shards
+begin at multiples of 128, both quantise the same blocks.
+"""
 
 from functools import partial
 from unittest import mock

@@ -1,4 +1,4 @@
-"""A sharded vocabulary on CUDA devices: two ranks that share one by gloo, and a CUDA graph over NCCL."""
+"""A sharded vocabulary on CUDA devices: two ranks that share one with gloo, and a CUDA graph over NCCL."""
 
 import itertools
 

@@ -1,1 +1,1 @@
-"""What the correctness cases of all ops are made of: float64 references, inputs, comparisons and their bounds."""
+"""Parts of the correctness cases of all ops: float64 references, inputs, comparisons and their bounds."""

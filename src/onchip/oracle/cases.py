@@ -1,4 +1,4 @@
-"""Models, and random inputs of problems with a softmax over a vocabulary.  No framework."""
+"""Correctness cases for problems with a softmax over a vocabulary, and their random inputs.  Imports no framework."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,30 +26,30 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What the numbers of a problem look like, and the options that it passes to the op."""
+    """The distribution of a problem's numbers, and the options that it passes to the op."""
 
     logit_std: float = 1.0
     """Standard deviation of the logits, before `logit_offset` and the options."""
     logit_offset: float = 0.0
-    """Added to every logit; of a linear layer through the bias."""
+    """Added to every logit; for a linear layer through the bias."""
     target_prob: float | None = None
-    """About the probability that each token's target gets; None leaves it to chance."""
+    """The approximate probability of each token's target; None leaves it to chance."""
     zipf: bool = False
     """Targets follow Zipf's law, as words do; otherwise they are uniform."""
     ignored: float = 0.0
     """Fraction of the tokens whose target is ignore_index."""
     masked: int = 0
-    """So many vocabulary entries, the first ones, are -inf; of a linear layer through the bias."""
+    """How many vocabulary entries, the first ones, are -inf; for a linear layer through the bias."""
     token_weight: bool = False
     class_weight: bool = False
     token_temperature: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
+    """Further keyword arguments for the op: reduction, softcap, label_smoothing, ..."""
 
 
 @dataclass(frozen=True)
 class Case(Numbers):
-    """A problem of a linear layer."""
+    """A problem with a linear layer."""
 
     name: str
     tokens: int
@@ -62,7 +62,7 @@ class Case(Numbers):
 
 
 class Inputs(NamedTuple):
-    """Arrays of one case; floats are float32, and what the case doesn't have is None."""
+    """Arrays of one case; floats are float32, and None stands for what the case doesn't have."""
 
     hidden: npt.NDArray[np.float32]  # [T, H]
     weight: npt.NDArray[np.float32]  # [V, H]
@@ -108,7 +108,7 @@ def draw_target(case: Any, rng: np.random.Generator) -> npt.NDArray[np.int64]:
 
 
 def ignore_some(case: Any, target: npt.NDArray[np.int64], rng: np.random.Generator) -> None:
-    """Write ignore_index to the part of the tokens that the case says."""
+    """Write ignore_index to the fraction of the tokens that the case gives."""
     target[rng.permutation(case.tokens)[: round(case.ignored * case.tokens)]] = case.options.get("ignore_index", -100)
 
 
@@ -125,7 +125,7 @@ def draw_factors(
 
 
 def draw_class_weight(case: Any, rng: np.random.Generator) -> npt.NDArray[np.float32] | None:
-    """[V] around 1, every seventh 0 but for the first; None if the case has none."""
+    """[V] around 1, and 0 for every seventh class but the first; None if the case has no class weights."""
     if not case.class_weight:
         return None
     made: npt.NDArray[np.float32] = rng.uniform(0.1, 2, case.vocab).astype(np.float32)
@@ -134,22 +134,22 @@ def draw_class_weight(case: Any, rng: np.random.Generator) -> npt.NDArray[np.flo
 
 
 def target_logit(case: Any) -> float:
-    """The target's logit that gives it `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
+    """The target's logit at which it has `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
     assert case.target_prob is not None
     return math.log(case.target_prob / (1 - case.target_prob) * case.vocab) + float(case.logit_std) ** 2 / 2
 
 
 def named_case(kind: Callable[..., AnyCase], name: str, *sizes: int, **more: Any) -> AnyCase:
-    """A case from its name, its sizes in their order, and fields or else options of the op."""
+    """A case from its name, its sizes in their order, and more: fields of the case, or else options of the op."""
     fields = {k: more.pop(k) for k in list(more) if k in kind.__dataclass_fields__}  # type: ignore[attr-defined]
     return kind(name, *sizes, **fields, options=more)
 
 
 def softmax_cases(case: Callable[..., AnyCase]) -> tuple[AnyCase, ...]:
-    """What every op checks, of `case(name, tokens, hidden, vocab, **more)`.
+    """The cases that every op checks, made by `case(name, tokens, hidden, vocab, **more)`.
 
-    Small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large ones hide; ragged
-    sizes show masking mistakes.
+    They are small enough for two CPU cores, and awkward on purpose.  Small logits show padding mistakes that large ones
+    hide; ragged sizes show masking mistakes.
     """
     return (
         case("aligned", 256, 128, 1024),
@@ -173,7 +173,9 @@ def softmax_cases(case: Callable[..., AnyCase]) -> tuple[AnyCase, ...]:
 
 
 def loss_cases(case: Callable[..., AnyCase], **more: Any) -> tuple[AnyCase, ...]:
-    """What every cross-entropy checks besides; `more` is what else the op knows, for the case with everything."""
+    """The cases that every cross-entropy checks in addition; `more` is what else the op knows, for the case with
+    everything.
+    """
     everything = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0, "logit_scale": 0.5, "normalizer": 100}
     per_token = {"ignored": 0.3, "token_weight": True, "token_temperature": True}
     return (
@@ -188,7 +190,7 @@ def loss_cases(case: Callable[..., AnyCase], **more: Any) -> tuple[AnyCase, ...]
 
 
 def class_cases(case: Callable[..., AnyCase], **more: Any) -> tuple[AnyCase, ...]:
-    """Class weights that are no factors of tokens' losses: what the frameworks' own products check besides."""
+    """Class weights that aren't factors of tokens' losses: what the frameworks' own products check in addition."""
     return (
         case("smoothed class weights", 127, 64, 1000, class_weight=True, label_smoothing=0.1, ignored=0.3),
         case("class weights, z-loss", 127, 64, 1000, class_weight=True, z_loss=1e-3, reduction="none"),

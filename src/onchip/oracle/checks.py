@@ -1,4 +1,4 @@
-"""How an op is compared with its oracle, in either framework, and how far from it results may be.
+"""Compares an op with its oracle in either framework, and says how far from it results may be.
 
 Imports a framework only to run a check in it.
 """
@@ -23,7 +23,7 @@ DEVIATIONS = 4
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison with the oracle.  The error of `quantity` is ||out - ref|| / ||ref||, `bound` its limit."""
+    """One comparison with the oracle.  The error of `quantity` is ||out - ref|| / ||ref||, and `bound` its limit."""
 
     case: str
     dtype: str
@@ -38,7 +38,7 @@ class Check:
 
 
 def relative_error(out: Any, ref: npt.NDArray[Any]) -> float:
-    """||out - ref|| / ||ref||, or ||out|| where ref is 0.  Infinities must be the same ones, and count as 0."""
+    """||out - ref|| / ||ref||, or ||out|| if ref is 0.  Infinities must be the same in both, and count as 0."""
     if not isinstance(out, np.ndarray | np.generic):
         out = adapter_of(out).as_array(out)
     if out.shape != ref.shape:
@@ -54,10 +54,11 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11, 
 
 
 def product_bound(dtype: str, length: int, roundings: int) -> float:
-    """Limit of the relative error of sums of `length` products, in float32 (of float64 in float64), that are rounded so
-    often to `dtype`.
+    """Limit of the relative error of sums of `length` products, in float32 (in float64 for float64), that are rounded
+    `roundings` times to `dtype`.
 
-    Partial sums grow as they go: the walk's variance is a third of that at full size, of a twelfth of an ulp.
+    Partial sums grow as they go, so the walk's variance is half of what it would be with all sums at full size, where
+    each step adds a twelfth of a squared ulp.
     """
     unit = UNIT_ROUNDOFF[dtype]
     step = DEVIATIONS * 2 * (unit if dtype == "float64" else UNIT_ROUNDOFF["float32"])
@@ -68,18 +69,20 @@ _DIGITS = {"float32": 24, "bfloat16": 8, "float16": 11, "float64": 53}
 
 
 def rounding_error(right: npt.NDArray[Any], dtype: str) -> float:
-    """The relative error of what is right, rounded to `dtype`: of few numbers more than of many, by norm."""
+    """The relative error of a right result after rounding to `dtype`; the norm makes it larger for few numbers than for
+    many.
+    """
     fraction, exponent = np.frexp(np.asarray(right, np.float64))
     rounded = np.ldexp(np.round(np.ldexp(fraction, _DIGITS[dtype])), exponent - _DIGITS[dtype])
     return relative_error(rounded, right)
 
 
 def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
-    """Limits of the relative errors in float32 of the oracle's fields, from its precision and the lengths of the sums.
+    """Limits of the relative errors of the oracle's fields in float32, from its precision and the lengths of the sums.
 
-    A logit has one rounding at its size and, where it is a sum of H products, the error of a random walk of H steps
-    (H / 24 in units of variance, since partial sums grow as they go).  Exponentials turn it into a relative error of
-    probabilities.
+    A logit has one rounding at its size.  If it is a sum of H products, it also has the error of a random walk of H
+    steps (H / 24 in units of variance, since partial sums grow as they go).  Exponentials turn these into a relative
+    error of probabilities.
     """
     eps = float(np.finfo(np.float32).eps)
     hidden = getattr(case, "hidden", 0)  # 0: the logits are given
@@ -125,7 +128,7 @@ def adapter(framework: str) -> Any:
 
 
 def adapter_of(x: Any) -> Any:
-    """That of an array, or of a dtype: PyTorch's own type, or JAX's name."""
+    """The adapter of an array or a dtype, which is PyTorch's own type or JAX's name."""
     return adapter("torch" if type(x).__module__.partition(".")[0] == "torch" else "jax")
 
 
@@ -134,7 +137,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def op_in(fw: Any, op: str, name: str = "") -> Any:
-    """`name` in the module of `op` in an adapter's framework; by default the op itself."""
+    """`name` in the module of `op` in an adapter's framework; by default, the op itself."""
     return getattr(import_module(f"onchip.ops.{op}.{fw.NAME}_op"), name or op)
 
 
@@ -143,8 +146,8 @@ def kernel_refusals(
 ) -> dict[str, str | None]:
     """Why each backend can't serve a call on the current "cpu" or "cuda" device, or None.
 
-    `refusal`, "module:name", says it of the Triton kernels.  `given` has sizes and options by name, and may have more
-    than those that matter; what isn't there is plain.
+    `refusal`, "module:name", is the function that says so for the Triton kernels.  `given` has sizes and options by
+    name; it may hold others too, and what is missing has its plain value.
     """
     if framework == "jax":
         return {"xla": None}
@@ -155,35 +158,35 @@ def kernel_refusals(
 
 @dataclass(frozen=True)
 class Checker:
-    """How one op is compared with its oracle, whose results are named tuples.
+    """Compares one op with its oracle, whose results are named tuples.
 
-    `fw` stands for a framework's adapter, and `how` for the arguments of a check beside the case's options, such as the
-    backend.
+    `fw` stands for a framework's adapter, and `how` for the arguments of a check in addition to the case's options,
+    such as the backend.
     """
 
     names: Sequence[str]
-    """Inputs that are arguments of the op, in their order.  Floats get the check's dtype, and gradients."""
+    """Inputs that are arguments of the op, in their order.  Floats get the check's dtype, and a gradient."""
     inputs: Callable[[Any, str], Any]
     """The inputs of a case in a dtype: a named tuple of NumPy arrays, with `grad_<value>` for each of the `values`."""
     oracle: Callable[..., Any]
     """`oracle(**arguments, **keywords, **upstream gradients)`."""
     call: Callable[..., Mapping[str, Any]]
-    """`call(fw, how, **arguments, **keywords)` gives values under the names of the oracle's fields."""
+    """`call(fw, how, **arguments, **keywords)` returns values under the names of the oracle's fields."""
     cases: Sequence[Any]
     refusals: Callable[..., Mapping[str, str | None]]
-    """`refusals(device, dtype's name, framework, given)`: as `kernel_refusals`, of a case and a `how`."""
+    """`refusals(device, dtype's name, framework, given)`: as `kernel_refusals`, for a case and a `how`."""
     hows: Callable[[Any], Sequence[Mapping[str, Any]]] = lambda fw: [{}]
-    """`hows(fw)`: the variants in which each case is checked in each dtype, backends left out."""
+    """`hows(fw)`: the variants in which each case is checked in each dtype, without the backends."""
     plain: Callable[..., Mapping[str, Any]] | None = None
     """As `call`, by the framework's own functions in the dtype of the arguments."""
     values: Sequence[str] = ("loss",)
-    """What has an upstream gradient."""
+    """The values that have an upstream gradient."""
     keywords: Callable[[Any], Mapping[str, Any]] = lambda inputs: {
         name: getattr(inputs, name)
         for name in ("token_weight", "class_weight", "temperature")
         if name in inputs._fields
     }
-    """Keyword arguments, from the inputs; None is left out."""
+    """Keyword arguments, made from the inputs; None is left out."""
     defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: {"torch": {"backend": "plain"}, "jax": {"backend": "xla"}}
     )
@@ -191,8 +194,8 @@ class Checker:
     constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False
     """Whether an argument gets no gradient."""
     limits: Callable[..., Mapping[str, tuple[Any, float]]] = _softmax_limits
-    """`limits(case, dtype, how, oracle, arguments)`: what each result should be, and its limit; 0: exactly 0.  A
-    quantity of several words is another comparison of the result that is its first."""
+    """`limits(case, dtype, how, oracle, arguments)`: what each result should be, and its limit; 0 means exactly equal.
+    A quantity of several words is another comparison of the result that its first word names."""
     session: Callable[[str, str], AbstractContextManager[None]] = lambda device, framework: nullcontext()
     """`session(device, framework)`: the context in which checks run."""
 

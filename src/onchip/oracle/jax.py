@@ -17,12 +17,12 @@ log_softmax, logsumexp = jax.nn.log_softmax, jax.nn.logsumexp
 
 
 def platform_of(device: str) -> str:
-    """JAX's name of "cpu" or "cuda"."""
+    """JAX's name for "cpu" or "cuda"."""
     return "gpu" if device == "cuda" else device
 
 
 def default_device(device: str) -> AbstractContextManager[Any]:
-    """Where arrays are created and computed unless they are elsewhere."""
+    """A context in which arrays are created and computed on this device unless they are elsewhere."""
     context: AbstractContextManager[Any] = jax.default_device(jax.devices(platform_of(device))[0])
     return context
 

@@ -1,6 +1,6 @@
-"""The softmax of logits and cross-entropy from it, in NumPy float64, for the oracles of several ops.
+"""The softmax of logits, and cross-entropy from it, in NumPy float64: for the oracles of several ops.
 
-Written for reading, not for speed.  Tokens are taken in blocks so that their logits in float64 fit in memory.
+Written for reading, not for speed.  Tokens are taken in blocks, so that their logits in float64 fit in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _BLOCK_LOGITS = 1 << 24  # 128 MiB of float64
 
 
 class Linear:
-    """A linear layer's products, and the gradients that follow from those of the products."""
+    """A linear layer's products, and its gradients, which follow from those of the products."""
 
     def __init__(self, hidden: npt.ArrayLike, weight: npt.ArrayLike, bias: npt.ArrayLike | None) -> None:
         given = np.asarray(hidden, np.float64)
@@ -27,7 +27,7 @@ class Linear:
         self.grad_bias = np.zeros(self.vocab)
 
     def products(self, rows: Any) -> Array:
-        """[n, V] of these tokens."""
+        """[n, V]: the products of these tokens."""
         return np.asarray(self.hidden[rows] @ self.weight.T + self.bias)
 
     def backward(self, rows: Any, gradient: Array) -> None:
@@ -38,7 +38,7 @@ class Linear:
 
     @property
     def gradients(self) -> tuple[Array, Array, Array]:
-        """Of hidden, weight and bias."""
+        """The gradients of hidden, weight and bias."""
         return self.grad_hidden, self.grad_weight, self.grad_bias
 
 
@@ -67,7 +67,7 @@ def transform(
     logit_scale: float,
     temperature: Array,  # [n]
 ) -> tuple[Array, Array]:
-    """[n, V] logits, and their derivatives by the products."""
+    """[n, V] logits, and their derivatives with respect to the products."""
     a = products * logit_scale
     slope = np.ones_like(a)
     if softcap is not None:
@@ -77,12 +77,12 @@ def transform(
 
 
 def loss_of_lse(lse: Any, z_loss: float = 0.0) -> Any:
-    """What a loss has of the log-sum-exp by itself, in any framework."""
+    """The part of a loss that depends on the log-sum-exp alone, in any framework."""
     return z_loss * lse**2
 
 
 def slope_of_lse(lse: Any, z_loss: float) -> Any:
-    """The derivative of that."""
+    """The derivative of `loss_of_lse`."""
     return 2 * z_loss * lse
 
 
@@ -106,12 +106,12 @@ def cross_entropy(
 ) -> Loss:
     """Loss and statistics of logits [..., V], block by block.
 
-    `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
-    the gradient of sum(grad_loss * loss) by them.
+    `products(rows)` gives [n, V] for these tokens: the logits before their transform.  `backward(rows, grad)` receives
+    the gradient of sum(grad_loss * loss) with respect to them.
 
     Ignored tokens are in no block and give 0 (False, in argmax -1) everywhere.  A target outside [0, V) that is not
-    ignore_index gives NaN for its loss, log_prob, target_logit and gradient: what a GPU does, where raising would need
-    a synchronisation.
+    ignore_index gives NaN for its loss, log_prob, target_logit and gradient, as on a GPU, where raising would need a
+    synchronisation.
     """
     target = np.asarray(target)
     shape = target.shape
@@ -185,7 +185,7 @@ class SoftLabels(NamedTuple):
     probs: npt.ArrayLike  # [..., K]
 
     def dense(self, vocab: int) -> Array:
-        """[..., V]: of every entry; NaN for a token with an id outside [0, V)."""
+        """[..., V]: a probability for every entry; NaN for a token with an id outside [0, V)."""
         indices, probs = np.asarray(self.indices, np.int64), np.asarray(self.probs, np.float64)
         bad: Any = (indices < 0) | (indices >= vocab)
         made = np.zeros((*indices.shape[:-1], vocab))
@@ -211,9 +211,9 @@ def soft_cross_entropy(
     temperature: npt.ArrayLike = 1.0,  # a number or [...]
     grad_loss: npt.ArrayLike = 1.0,  # upstream gradient: a number, or [...] for reduction="none"
 ) -> Array:
-    """The loss of targets that are probabilities, `products` and `backward` being those of `cross_entropy`.
+    """The loss of targets that are probabilities; `products` and `backward` are those of `cross_entropy`.
 
-    "mean" divides by the number of tokens.  An entry without probability or weight costs nothing, though its logit be
+    "mean" divides by the number of tokens.  An entry without probability or weight costs nothing, even if its logit is
     -inf.
     """
     probs = target.dense(vocab) if isinstance(target, SoftLabels) else np.asarray(target, np.float64)

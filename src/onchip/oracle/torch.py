@@ -13,17 +13,19 @@ NAME = "torch"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 xp = torch
-"""Where functions are found that both frameworks call the same: exp, where, log_softmax, ..."""
+"""The module with the functions that both frameworks call the same: exp, where, log_softmax, ..."""
 linear, log_softmax, logsumexp = F.linear, torch.log_softmax, torch.logsumexp
 
 
 def default_device(device: str) -> AbstractContextManager[Any]:
-    """Nothing: each tensor is put on its device."""
+    """A context that does nothing: each tensor is put on its device."""
     return nullcontext()
 
 
 def leaf(x: Any, dtype: torch.dtype, device: str, columns: int | None = None) -> Tensor:
-    """`x` in `dtype`, as a leaf that requires grad; with `columns`, a slice of them whose rows keep their stride."""
+    """`x` in `dtype`, as a leaf that requires grad; with `columns`, a slice of so many, whose rows keep their
+    stride.
+    """
     tensor = torch.from_numpy(x).to(device=device, dtype=dtype)
     return (tensor if columns is None else tensor[:, :columns].detach()).requires_grad_()
 
@@ -33,7 +35,7 @@ def constant(x: Any, device: str) -> Tensor:
 
 
 def as_array(x: Tensor) -> Any:
-    """As a NumPy array, floats as float64."""
+    """A NumPy array; floats become float64."""
     x = x.detach()
     return (x.double() if x.is_floating_point() else x).cpu().numpy()
 
