@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := pyproject.toml constraints.txt tools/install.sh
-# The Python that runs the GPU tests and benchmarks: set it where an environment with CUDA exists already.
+# The Python that runs the GPU tests and benchmarks: set it if an environment with CUDA exists already.
 GPU_PYTHON ?= $(BIN)/python
 
 .PHONY: demo test test-all check check-examples test-gpu test-browser bench numbers docs clean
@@ -16,7 +16,7 @@ demo: $(VENV)/.for-demo
 test: $(VENV)/.for-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# With the variants that `make test` leaves out: about as long again.
+# With the variants that `make test` leaves out; takes about as long again.
 test-all: $(VENV)/.for-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu and not browser' -n auto --dist loadfile --no-loadscope-reorder
 
@@ -27,9 +27,9 @@ check: $(VENV)/.for-dev
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/measured.py --check
 	$(BIN)/python -m sphinx -q -W -b html docs build/docs
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 120 --calls 100 --seed 0  # always the same calls: what fails is the commit's
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 120 --calls 100 --seed 0  # always the same calls, so the commit is to blame
 
-# The types of what the docs show, by mypy and pyright: a minute.
+# Checks the types in the docs' examples with mypy and pyright; takes a minute.
 check-examples: $(VENV)/.for-dev
 	$(BIN)/python tools/check_examples.py
 
@@ -48,7 +48,7 @@ test-browser: $(VENV)/.for-dev
 bench: $(VENV)/.for-demo
 	$(BIN)/onchip bench linear_cross_entropy
 
-# What README and docs show of results/, and the picture: after a new file there.
+# Makes anew what README and docs show of results/, and the picture; run it after adding a file there.
 numbers: $(VENV)/.for-dev
 	$(BIN)/python tools/measured.py
 

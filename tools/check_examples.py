@@ -15,7 +15,7 @@ PAGES = ("README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").
 SKIPPED = ("docs/guides/stacks.md", "docs/guides/torchtitan.md")
 SCRIPTS = ("docs/guides/train.py",)
 REJECTED = "tools/rejected_calls.py"
-"""Each line that ends with `MARK` must be an error, and no other line."""
+"""In this file each line that ends with `MARK` must be an error, and no other line may be one."""
 MARK = "# rejected"
 OUT = ROOT / "build" / "examples"
 
@@ -63,11 +63,11 @@ ignore_missing_imports = true
 PYRIGHT = {"typeCheckingMode": "standard", "reportPrivateImportUsage": False}
 
 Errors = dict[tuple[str, int], str]
-"""Messages by file and line."""
+"""Messages, by file and line."""
 
 
 def write_modules() -> dict[str, str]:
-    """Write the modules; return the page of each."""
+    """Write the modules; returns the page of each."""
     OUT.mkdir(parents=True, exist_ok=True)
     for old in OUT.glob("*.py"):
         old.unlink()

@@ -1,4 +1,4 @@
-"""Times and sizes in a page's prose and tables, and whether files of results have them."""
+"""Finds the times and sizes in a page's prose and tables, and checks whether files of results have them."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _SCALES = {
 
 
 def numbers_in(x: Any) -> list[float]:
-    """All that a document holds, in texts too."""
+    """All numbers in a document, also those in texts."""
     if isinstance(x, bool):
         return []
     if isinstance(x, int | float):
@@ -30,7 +30,7 @@ def numbers_in(x: Any) -> list[float]:
 
 
 def from_files(figure: str, unit: str, known: Sequence[float]) -> bool:
-    """Whether a number of the files rounds to the figure."""
+    """Whether a number in the files rounds to the figure."""
     number, digits = float(figure.replace(",", "")), len(figure.partition(".")[2])
     half = 0.5 * 10**-digits
     for scale in _SCALES[unit]:
@@ -41,17 +41,17 @@ def from_files(figure: str, unit: str, known: Sequence[float]) -> bool:
 
 
 def is_a_setting(figure: str, unit: str) -> bool:
-    """A budget or another size that one chooses: a power of two."""
+    """Whether the figure is a budget or another size that one chooses: a power of two."""
     return unit.endswith("iB") and float(figure.replace(",", "")).hex().startswith("0x1.0000000000000p")
 
 
 def figures(text: str) -> list[tuple[str, str]]:
-    """Numbers and units outside of code, formulas and predictions, but for settings."""
+    """Numbers and units outside of code, formulas and predictions, except settings."""
     return [found for found in _FIGURE.findall(_CODE.sub(" ", text)) if not is_a_setting(*found)]
 
 
 def without_a_file(text: str, results: Path) -> list[tuple[str, str]]:
-    """Those that no file has which the page links to; shares and ratios are let pass."""
+    """The figures that no file has which the page links to; shares and ratios are not checked."""
     names = sorted(set(re.findall(r"(\d{4}-\d\d-\d\d-[\w.-]+?)\.(?:json|html)", text)))
     there = [path for name in names if (path := results / f"{name}.json").exists()]
     known = sorted({number for path in there for number in numbers_in(json.loads(path.read_text(encoding="utf-8")))})

@@ -1,8 +1,8 @@
-"""What FP8 layers do to a loss curve: the demo's model is trained in float32 and with its linear layers in FP8.
+"""What FP8 layers do to a loss curve: trains the demo's model in float32, and with its linear layers in FP8.
 
 Both see the same batches and start from the same weights.  "plain" and "onchip" are the same training in float32 with
-two losses that differ by rounding: how far those two drift apart is the scale for FP8's difference.  On the CPU the
-products are of float32 numbers that were rounded to FP8, as on a GPU (backend 'dequantize').
+two losses that differ by rounding: how far these two drift apart is the scale for FP8's difference.  On the CPU the
+products are of float32 numbers that were rounded to FP8 as on a GPU (backend 'dequantize').
 
     python tools/fp8_loss_curve.py results/<date>-cpu-fp8-loss-curve.json docs/images/fp8-loss.svg
     python tools/fp8_loss_curve.py --plot results/<date>-cpu-fp8-loss-curve.json docs/images/fp8-loss.svg
@@ -71,12 +71,12 @@ def draw(document: dict[str, Any]) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("numbers", type=Path, help="the JSON file to write; with --plot, to read")
+    parser.add_argument("numbers", type=Path, help="the JSON file to write or, with --plot, to read")
     parser.add_argument("picture", type=Path, help="the SVG file to write")
-    parser.add_argument("--plot", action="store_true", help="draw what is stored; train nothing")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a step; a multiple of 128")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--plot", action="store_true", help="draw what is stored, and train nothing")
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default: 300)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per step, a multiple of 128 (default: 1024)")
+    parser.add_argument("--threads", type=int, default=2, help="PyTorch's threads (default: 2)")
     given = parser.parse_args()
     if not given.plot:
         files.replace(given.numbers, json.dumps(measure(given.steps, given.tokens, given.threads), indent=1) + "\n")

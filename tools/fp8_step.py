@@ -1,8 +1,8 @@
-"""Times whole models' steps with FP8 layers beside bfloat16: python tools/fp8_step.py [RESULTS.json]
+"""Times whole models' steps with FP8 layers and in bfloat16: python tools/fp8_step.py [RESULTS.json]
 
-Random decoders of transformers without a head, forward and backward, in bfloat16 with `convert_linears` and without,
-eager and with each layer compiled; with micro-batches also inside `weights_unchanged`.  Before that, what one layer's
-forward takes the host, and the losses of 300 steps of a small decoder.
+The models are random decoders of transformers without a head, forward and backward, in bfloat16 with and without
+`convert_linears`, eager and with each layer compiled; with micro-batches also inside `weights_unchanged`.  Before that
+it measures how long the host takes for one layer's forward, and the losses of 300 steps of a small decoder.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def decoder(kind: str, sizes: Mapping[str, Any], checkpointing: bool, fp8: bool)
 
 
 def measured(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of a step on the device, and of the host until it has launched one."""
+    """Milliseconds that a step takes the device, and that the host takes to launch one."""
     for _ in range(3):
         step()
     device, host = [], []
@@ -96,7 +96,7 @@ def models() -> Iterator[dict[str, Any]]:
 
 
 def layer() -> Iterator[dict[str, Any]]:
-    """The host's time for a forward of one small layer, which the device follows without waiting."""
+    """The host's time for the forward pass of one small layer; the device follows without waiting."""
     x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for name, made in {"nn.Linear": torch.nn.Linear, "Fp8Linear": Fp8Linear}.items():
         one = made(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -110,7 +110,7 @@ def layer() -> Iterator[dict[str, Any]]:
 
 
 def curves(steps: int = 300) -> Iterator[dict[str, Any]]:
-    """Losses of the same decoder on the same batches of a sequence that can be learnt."""
+    """The losses of the same decoder on the same batches, from a sequence that can be learnt."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 8, "head_dim": 64}
     generator = torch.Generator("cuda").manual_seed(1)

@@ -1,7 +1,7 @@
-"""Times what the host takes to launch a repeated call on a GPU: python tools/host_times.py [RESULTS.json]
+"""Times how long the host takes to launch a repeated call on a GPU: python tools/host_times.py [RESULTS.json]
 
-Of the losses forward and backward together, of layers forward alone, beside PyTorch's own.  In a row: calls one after
-the other behind a kernel that sleeps, as in training.  After a wait: each call begins when the device is done, with
+Losses run forward and backward, layers only forward; PyTorch's own functions are timed too.  "In a row": calls follow
+each other behind a kernel that sleeps, as in training.  "After a wait": each call begins when the device is done, with
 the host's caches and clock cold.
 """
 
@@ -41,7 +41,7 @@ def plain(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
-    """A name, the call, and how many of them the launch queue takes."""
+    """Each call's name, the call, and how many of them the launch queue takes."""
     llama, qwen = (4096, 128256), (1024, 151936)
     yield "plain loss, T=512, forward and backward", loss_call(plain, 512, *llama), 15
     for tokens, (hidden, vocab) in ((512, llama), (4096, llama), (8192, qwen), (32768, llama)):
@@ -58,7 +58,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any], int]]:
 
 
 def times(call: Callable[[], Any], number: int, *, in_a_row: bool) -> list[float]:
-    """Milliseconds of each call."""
+    """The milliseconds of each call."""
     found = []
     torch.cuda.synchronize()
     if in_a_row:

@@ -1,11 +1,11 @@
-"""Write tests/manifests, or compare it with what this code does: what calls launch on an H100, and what they compute.
+"""Writes tests/manifests, or compares it with what this code does: what calls launch on an H100, and what they compute.
 
     PYTHONPATH=src python tools/manifests.py                # writes all of it
     PYTHONPATH=src python tools/manifests.py --check        # says what differs, and fails if anything does
     PYTHONPATH=src python tools/manifests.py jsd jax        # these parts alone
 
 A part is a file: an op's launches in PyTorch, the code of their `kernels`, `jax` or `outputs`.  Other versions of the
-libraries make other text: a part that was written with others is not compared.
+libraries make other text, so a part that was written with other versions is not compared.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def made_with(part: str) -> dict[str, str]:
 
 
 def make(part: str, quick: bool) -> dict[str, list[str]]:
-    """The lines of a part's cases; of the quick ones alone, if asked for."""
+    """The lines of a part's cases; if `quick`, only of the quick ones."""
     if part == "jax":
         import lowered
 
@@ -70,10 +70,10 @@ def write(part: str) -> None:
 
 
 def differences(part: str, quick: bool) -> list[str]:
-    """What this code does otherwise."""
+    """What this code does differently."""
     kept = json.loads((FOLDER / f"{part}.json").read_text())
     if kept["made with"] != made_with(part):
-        print(f"{part}: not compared, it was made with {kept['made with']}")
+        print(f"{part}: not compared, since it was made with {kept['made with']}")
         return []
     made = make(part, quick)
     expected = {name: kept["cases"].get(name, []) for name in made} if quick else kept["cases"]
@@ -93,7 +93,7 @@ def differences(part: str, quick: bool) -> list[str]:
 
 
 def _nearly(lines: list[str], expected: list[str]) -> list[str]:
-    """The expected lines where these say the same by another machine's arithmetic."""
+    """The expected lines, if `lines` say the same by another machine's arithmetic; otherwise `lines`."""
     import hashed
 
     if len(lines) != len(expected) or not all(map(hashed.same, expected, lines)):
@@ -104,16 +104,14 @@ def _nearly(lines: list[str], expected: list[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"one of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--check", action="store_true", help="compare")
-    parser.add_argument(
-        "--quick", action="store_true", help="compare a sixth of the cases, or fewer where they are slow"
-    )
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--quick", action="store_true", help="compare a sixth of the cases, or fewer if they are slow")
     given = parser.parse_args()
     for part in given.parts:
         if part not in PARTS:
             parser.error(f"part must be one of {', '.join(PARTS)}; got {part!r}")
     if given.quick and not given.check:
-        parser.error("--quick is for --check: all cases are written")
+        parser.error("--quick works with --check only: all cases are written")
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(ROOT / "tests"))
     found = []

@@ -1,9 +1,9 @@
-"""What README and docs show of results/, made anew: python tools/measured.py [--check]
+"""Makes anew what README and docs show of results/: python tools/measured.py [--check]
 
-It writes `docs/numbers.md`, the picture `docs/images/time-memory.svg`, and what stands in README and docs between
-`<!-- numbers: NAME -->` and `<!-- end -->`, each from the newest file of its kind.  With --check it writes nothing: it
-fails where one of these is not what results/ give, and where a page shows a time or a size that no file has that the
-page links to.  `OWN_WORDS` lists pages whose figures all stand between such marks.
+It writes `docs/numbers.md`, the picture `docs/images/time-memory.svg`, and what stands in README and docs between `<!--
+numbers: NAME -->` and `<!-- end -->`, each from the newest file of its kind.  With --check it writes nothing, and fails
+if one of these differs from what results/ give, or if a page shows a time or a size that is in no file to which the
+page links.  `OWN_WORDS` lists pages whose figures all stand between such marks.
 """
 
 import argparse
@@ -30,7 +30,7 @@ OWN_WORDS = ("README.md", "docs/index.md")
 
 Row = Mapping[str, Any]
 NO_BREAK = "\N{NO-BREAK SPACE}"
-"""Between a number and its unit in a table."""
+"""Stands between a number and its unit in a table."""
 
 MODELS = {
     "llama3.1-8b": "Llama 3.1 8B", "llama3.2-1b": "Llama 3.2 1B", "qwen3-0.6b": "Qwen3 0.6B", "qwen3-4b": "Qwen3 4B",
@@ -59,7 +59,7 @@ class File(NamedTuple):
 
     @property
     def card(self) -> str:
-        """ "H100", of "NVIDIA H100 80GB HBM3"."""
+        """ "H100", for "NVIDIA H100 80GB HBM3"."""
         named = re.search(r"\b[A-Z]+\d+\b", str(self.document["environment"].get("gpu")))
         return named[0] if named else "CPU"
 
@@ -68,7 +68,7 @@ class File(NamedTuple):
         return all({"case", "mode", "impl", "ok"} <= row.keys() for row in self.rows)
 
     def row(self, case: str, impl: str, mode: str = MODE) -> Row | None:
-        """The right one of an implementation, whatever its version."""
+        """The right result of an implementation, whatever its version."""
         found = (
             r
             for r in self.rows
@@ -81,7 +81,7 @@ class File(NamedTuple):
         return f"[{text}]({up}results/{self.path.name})"
 
     def told(self, page: str) -> str:
-        """Card, date, versions, and where the file is."""
+        """Card, date and versions, and a link to the file."""
         environment = self.document["environment"]
         names = {"torch": "PyTorch", "triton": "Triton", "jax": "JAX", "cuda": "CUDA", "driver": "driver"}
         versions = [f"{name} {environment[key]}" for key, name in names.items() if environment.get(key)]
@@ -90,8 +90,8 @@ class File(NamedTuple):
 
 
 def newest(name: str, device: str = "h?00", *, benched: bool = False) -> File | None:
-    """The newest file of a name, such as "linear_cross_entropy-users"; of one day that of an H100.  `benched`: of those
-    that `onchip bench` wrote, or that have rows as it writes them.
+    """The newest file with a name such as "linear_cross_entropy-users"; of several from one day, the H100's.
+    `benched`: only files that `onchip bench` wrote, or that have rows as it writes them.
     """
     found = sorted(
         RESULTS.glob(f"????-??-??-{device}-{name}.json"), key=lambda path: (path.name[:10], "-h100-" in path.name)
@@ -114,7 +114,7 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def cell(row: Row | None, best: float | None = None, *, name: str = "") -> str:
-    """Time and memory; in bold where it is the best."""
+    """Time and memory; in bold if it is the best."""
     if row is None:
         return "-"
     ms = format_ms(row["median_ms"]).replace(" ", NO_BREAK)
@@ -123,7 +123,7 @@ def cell(row: Row | None, best: float | None = None, *, name: str = "") -> str:
 
 
 def case_words(case: str) -> str:
-    """Of "llama3.1-8b-t8192-frozen" "Llama 3.1 8B, 8192 tokens, frozen head (LoRA)"."""
+    """ "Llama 3.1 8B, 8192 tokens, frozen head (LoRA)" for "llama3.1-8b-t8192-frozen"."""
     found = re.fullmatch(rf"({'|'.join(map(re.escape, MODELS))})(?:-t(\d+))?(?:-(.+))?", case)
     if found is None:
         return f"`{case}`"
@@ -132,7 +132,7 @@ def case_words(case: str) -> str:
 
 
 def cases_by_implementations(file: File, shown: Mapping[str, str], mode: str = MODE) -> str:
-    """A line for each case, a column for each implementation that is right in one of them."""
+    """A line for each case, and a column for each implementation that is right in one of them."""
     cases = dict.fromkeys(row["case"] for row in file.rows if row["mode"] == mode)
     columns = {impl: head for impl, head in shown.items() if any(file.row(case, impl, mode) for case in cases)}
     lines = []
@@ -149,13 +149,13 @@ def scalar(x: Any) -> str:
 
 
 def plain_rows(file: File) -> str:
-    """The rows of a script, as they are."""
+    """The rows that a script wrote, as they are."""
     columns = [name for name in dict.fromkeys(name for row in file.rows for name in row) if name != "errors"]
     return table(columns, ([scalar(row.get(name)) for name in columns] for row in file.rows))
 
 
 def every_implementation(file: File) -> dict[str, str]:
-    """Those of a file by their names, ours first."""
+    """All implementations in a file by name, ours first."""
     names = dict.fromkeys(short_name(row["impl"]) for row in file.rows)
     return {name: name.removesuffix(" auto") for name in sorted(names, key=lambda name: not name.startswith("onchip"))}
 
@@ -235,7 +235,7 @@ def filled(text: str) -> str:
 
 
 def pitch(page: str) -> str:
-    """How often it is as fast as torch.compile, and in how much of its memory."""
+    """How often it is as fast as torch.compile, and with what part of its memory."""
     file = needed("linear_cross_entropy-users")
     both = pairs("linear_cross_entropy-users", "onchip auto", "torch.compile")
     as_fast = sum(a["median_ms"] <= 1.01 * b["median_ms"] for _, a, b in both)
@@ -260,7 +260,7 @@ def pictured() -> tuple[File, str]:
 
 
 def step(page: str) -> str:
-    """What a training step takes, as transformers has it and with us."""
+    """What a training step takes in transformers, without onchip and with it."""
     file = needed("training-step", benched=False)
     first = {row["loss"]: row for row in reversed(file.rows) if row["model"] == file.rows[0]["model"]}
     ours, default = first["onchip's patch"], first.get("default loss")
@@ -276,7 +276,7 @@ def step(page: str) -> str:
 
 
 def one_case(page: str, name: str, case: str) -> str:
-    """What every implementation takes that is right, the fastest first."""
+    """What every implementation takes whose result is right, the fastest first."""
     file = needed(name)
     rows = [row for row in file.rows if row["case"] == case and row["mode"] == MODE and row["ok"]]
     lines = [
@@ -292,7 +292,7 @@ def one_case(page: str, name: str, case: str) -> str:
 
 
 def pairs(name: str, ours: str, other: str) -> list[tuple[str, Row, Row]]:
-    """Cases with the rows of two implementations, where both are right."""
+    """Cases with the rows of two implementations whose results are right."""
     file = needed(name)
     cases = dict.fromkeys(row["case"] for row in file.rows)
     both = ((case, file.row(case, ours), file.row(case, other)) for case in cases)
@@ -300,7 +300,7 @@ def pairs(name: str, ours: str, other: str) -> list[tuple[str, Row, Row]]:
 
 
 def slower(page: str) -> str:
-    """Where what a compiler makes of the plain expression takes over 1% less time than our default."""
+    """Cases in which the compiled plain expression takes over 1% less time than our default."""
     lines = []
     for framework, name, other in (
         ("PyTorch", "linear_cross_entropy-users", "torch.compile"),
@@ -318,7 +318,7 @@ def slower(page: str) -> str:
 
 
 def xla(page: str) -> str:
-    """How often XLA is faster, and what that takes."""
+    """How often XLA is faster, and how much memory it then takes."""
     both = pairs("linear_cross_entropy-jax", "onchip auto", "XLA, 16-bit logits, gathered")
     faster = [(a["median_ms"] / b["median_ms"], b["extra_bytes"] / a["extra_bytes"]) for _, a, b in both]
     lost = [time for time, _ in faster if time > 1.01]
@@ -339,7 +339,7 @@ _BLOCK = re.compile(r"(<!-- numbers: ([^\n]+?) -->\n)(.*?)(<!-- end -->)", re.DO
 
 
 def with_blocks(page: str, text: str) -> str:
-    """The page's text with what stands between marks made anew."""
+    """The page's text, with what stands between marks made anew."""
 
     def anew(found: re.Match[str]) -> str:
         name, *given = found[2].split()
@@ -352,7 +352,7 @@ def with_blocks(page: str, text: str) -> str:
 
 
 def training_steps(page: str) -> str:
-    """The files of both cards."""
+    """Training steps, from the files of both cards."""
     said = []
     for device in ("h100", "h200"):
         file = newest("training-step", device)
@@ -389,7 +389,7 @@ def host(page: str) -> str:
 
 
 def lengths(page: str) -> str:
-    """A cold start, and lengths that weren't seen before: of `--suite lengths` where it was run."""
+    """A cold start, and lengths that weren't seen before, as `--suite lengths` measured them."""
     said = []
     for file in filter(None, (newest("linear_cross_entropy-lengths"), newest("lengths", "h200"))):
         if "impl" in file.rows[0]:
@@ -429,7 +429,7 @@ def lengths(page: str) -> str:
 
 
 def benched(name: str, shown: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """The newest file of `onchip bench` of a name; a table for each mode, or for forward and backward alone."""
+    """The newest file of `onchip bench` with a name: a table for each mode, or for forward and backward alone."""
 
     def made(page: str) -> str:
         file = needed(name, benched=False)
@@ -478,7 +478,7 @@ SECTIONS: Sequence[tuple[str, str, Callable[[str], str], str]] = (
 
 
 def numbers_page() -> str:
-    """docs/numbers.md: a section for each kind of file that there is."""
+    """docs/numbers.md: a section for each kind of file that exists."""
     page, parts = NUMBERS, [NUMBERS_INTRO]
     for title, words, made, name in SECTIONS:
         if newest(name) is not None:
@@ -498,15 +498,15 @@ files in `results/`; [all files](results.md), [how they were measured](benchmark
 
 
 def strangers(page: str, text: str) -> list[str]:
-    """The figures that come from no file: of `OWN_WORDS` those outside of marks, of other pages those that no file has
-    which they link to.
+    """The figures that come from no file: on pages in `OWN_WORDS` those outside of marks, on other pages those that are
+    in no file to which they link.
     """
     found = figures(_BLOCK.sub(" ", text)) if page in OWN_WORDS else without_a_file(text, RESULTS)
     return [" ".join(one) for one in found]
 
 
 def made_anew() -> dict[str, str]:
-    """By path what is made of results."""
+    """What is made from results, by path."""
     file, case = pictured()
     named = [{**row, "impl": f"{OTHERS.get(short_name(row['impl']), short_name(row['impl']))} "} for row in file.rows]
     of_case = [{**row, "case": case_words(case)} for row in named if row["case"] == case]
@@ -524,7 +524,7 @@ def pages() -> list[Path]:
 
 
 def wrong() -> list[str]:
-    """What is to be mended, a line each."""
+    """What has to be mended, one line each."""
     said = [
         f"{page} is not what results/ give; run python tools/measured.py"
         for page, text in made_anew().items()
@@ -540,7 +540,7 @@ def wrong() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail where something differs")
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if something differs")
     if parser.parse_args().check:
         sys.exit("\n".join(wrong()) or None)
     for page, text in made_anew().items():

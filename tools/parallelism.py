@@ -89,7 +89,7 @@ def step(model: Body, ranks: int) -> Step:
 
 
 def share(model: Body, ranks: int, gpus: int, *, fused: bool) -> float | None:
-    """The loss's part of a step with its exchanges; None where the batch is too small for so many GPUs."""
+    """The loss's part of a step with its exchanges; None if the batch is too small for so many GPUs."""
     replicas = gpus // ranks
     if replicas < 1 or replicas * TOKENS > BATCH:
         return None
@@ -124,7 +124,7 @@ def table() -> str:
 
 
 def draw(figure: Any) -> None:
-    """The loss's part of a step by the number of GPUs."""
+    """Draw the loss's part of a step over the number of GPUs."""
     gpus = [8, 16, 32, 64, 128, 256, 512, 1024]
     colors = {1: "#6b7280", 2: "#0b5fd6", 4: "#c2772b", 8: "#1b7f5c"}
     for axes, model in zip(figure.subplots(1, 3), MODELS, strict=True):

@@ -1,6 +1,6 @@
-"""The pictures of docs/images of a file of results: python tools/plots.py RESULTS.json OUTDIR
+"""Makes the pictures of docs/images from a file of results: python tools/plots.py RESULTS.json OUTDIR
 
-`growth.svg` has time and memory over each sweep of sizes, `time-memory.svg` one against the other on the first case
+`growth.svg` shows time and memory over each sweep of sizes, `time-memory.svg` one against the other on the first case
 that is no sweep.
 """
 
@@ -73,10 +73,10 @@ def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
 
 
 def growth_svg(rows: Rows) -> str | None:
-    """Time (above) and extra memory (below) over each sweep of sizes: None if `rows` has no sweep.
+    """Time (above) and extra memory (below) over each sweep of sizes; None if `rows` has no sweep.
 
-    A sweep is a set of cases named alike but for the number at the end, such as 'tokens-512', 'tokens-1024', or for
-    the tokens of a model, such as 'llama3.1-8b-t1024', 'llama3.1-8b-t4096'.
+    A sweep is a set of cases whose names differ only in the number at the end, such as 'tokens-512' and 'tokens-1024',
+    or in the tokens of a model, such as 'llama3.1-8b-t1024' and 'llama3.1-8b-t4096'.
     """
     sweeps = _sweeps(rows)
     if not sweeps:
@@ -121,7 +121,7 @@ def _growth_panels(above: "Axes", below: "Axes", points: Sequence[Point], styles
 
 
 def _sweeps(rows: Rows) -> dict[str, list[Point]]:
-    """For each swept size its points, of right results in forward+backward."""
+    """For each swept size its points: right results in forward+backward."""
     sweeps: dict[str, list[Point]] = {}
     for r in rows:
         if (name := sweep_point(r["case"])) and r["mode"] == MODE and r["ok"]:
@@ -160,7 +160,7 @@ def _log_axis(
     form: Callable[[float], str],
     rounded: Callable[[float], float] | None = None,
 ) -> None:
-    """A logarithmic axis around `values` with evenly spread round ticks, or with a tick for each value."""
+    """Make an axis logarithmic around `values`, with evenly spread round ticks, or with a tick for each value."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)
@@ -176,7 +176,7 @@ def _log_axis(
 
 def main() -> None:
     """Write the plots that README and docs show."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="a file that `onchip bench` wrote")
     parser.add_argument("outdir", type=Path, help="folder for the plots")
     arguments = parser.parse_args()

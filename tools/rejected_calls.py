@@ -1,4 +1,4 @@
-"""Calls that mypy and pyright must reject, each in a line of its own that is marked; see tools/check_examples.py."""
+"""Calls that mypy and pyright must reject, each on a line of its own that is marked; see tools/check_examples.py."""
 
 import jax.numpy as jnp
 import numpy as np

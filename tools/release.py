@@ -1,16 +1,16 @@
-"""Build the package, check what was built, and try it in bare environments.  Nothing is uploaded.
+"""Builds the package, checks what was built, and tries it in bare environments.  Nothing is uploaded.
 
-    python tools/release.py --url https://HOST/ORG/onchip  every Python that is supported; all have to be here
+    python tools/release.py --url https://HOST/ORG/onchip  every Python that is supported; all must be installed
     python tools/release.py --python 3.11 --python 3.12    these alone
     python tools/release.py --without 3.12:torch           without an extra, in one Python or ("torch") in all
-    python tools/release.py --all-tests                    every test of the sdist in place of a few
+    python tools/release.py --all-tests                    every test of the sdist instead of a few
     python tools/release.py --draft                        before the tag: also from changed files, and without --url
 
-No address of the repository stands in the sources.  --url fills it in where the package is built: the project's links,
-README's, which are relative there, and CITATION.cff's.
+The sources contain no address of the repository.  --url fills it in when the package is built: in the project's links,
+in README's, which are relative there, and in CITATION.cff's.
 
-What is to be uploaded lies in build/release/dist afterwards.  The environments are made below build/release too, with
-the versions of constraints.txt.  Of PyTorch they get the CPU build.
+What is to be uploaded is in build/release/dist afterwards.  The environments are made below build/release too, with the
+versions of constraints.txt and PyTorch's CPU build.
 """
 
 import argparse
@@ -82,11 +82,15 @@ TESTS = ("test_packaging.py", "test_backends.py", "test_every_loss.py", "test_lo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--python", action="append", choices=SUPPORTED, help="may be given several times")
-    parser.add_argument("--without", action="append", default=[], metavar="[PYTHON:]EXTRA", help="torch or jax")
+    parser.add_argument("--python", action="append", choices=SUPPORTED, help="a Python to try; repeat it for more")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="[PYTHON:]EXTRA", help="an extra to leave out: torch or jax"
+    )
     parser.add_argument("--all-tests", action="store_true", help="run every test of the sdist")
-    parser.add_argument("--draft", action="store_true", help="don't look at git, and leave addresses out without --url")
-    parser.add_argument("--url", help="where the repository is")
+    parser.add_argument(
+        "--draft", action="store_true", help="take changed files too; without --url, fill in no address"
+    )
+    parser.add_argument("--url", help="the address of the repository")
     given = parser.parse_args()
     if given.url is None and not given.draft:
         parser.error("give --url, the repository's address, or --draft")
@@ -118,7 +122,7 @@ def main() -> None:
 
 
 def find_python(version: str) -> str | None:
-    """The interpreter of this version: from the PATH, from pyenv, or one that uv has installed."""
+    """The interpreter with this version: from the PATH, from pyenv, or one that uv has installed."""
     candidates = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
     if shutil.which("uv"):
         candidates.append(said("uv", "python", "find", "--no-python-downloads", version))
@@ -130,7 +134,7 @@ def find_python(version: str) -> str | None:
 
 
 def check_repository(url: str) -> None:
-    """The commit and the address that the package will name are those of this checkout."""
+    """Check that the commit and the address that the package will name are those of this checkout."""
     if said("git", "status", "--porcelain"):
         sys.exit("files differ from the commit: commit them, or try with --draft")
     origin = said("git", "remote", "get-url", "origin")
@@ -144,7 +148,9 @@ def check_repository(url: str) -> None:
 
 
 def with_address(name: str, text: str, url: str) -> str:
-    """pyproject.toml, README.md or CITATION.cff with the repository's address; pictures as raw files."""
+    """pyproject.toml, README.md or CITATION.cff with the repository's address; links to pictures become links to raw
+    files.
+    """
     tag = f"v{package_version()}"
     if name == "pyproject.toml":
         changes, issues, pages = f"{url}/blob/{tag}/CHANGELOG.md", f"{url}/issues", f"{url}/tree/{tag}/docs"
@@ -157,7 +163,7 @@ def with_address(name: str, text: str, url: str) -> str:
 
 
 def source(url: str | None) -> Path:
-    """What the package is built of: the files that git knows, with the address where there is one."""
+    """What the package is built from: the files that git knows, with the address if there is one."""
     folder = FOLDER / "source"
     for name in said("git", "ls-files").splitlines():
         target = folder / name
@@ -170,7 +176,7 @@ def source(url: str | None) -> Path:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist, checked."""
+    """Build the wheel and the sdist, and check them."""
     tools, dist = FOLDER / "tools", FOLDER / "dist"
     run(sys.executable, "-m", "venv", tools)
     run(tools / "bin/python", "-m", "pip", "install", "-q", *TOOLS)
@@ -224,7 +230,7 @@ def try_wheel(version: str, python: str, wheel: Path, left_out: set[str]) -> Non
 
 
 def run_tests(version: str, wheel: Path, sdist: Path, all_tests: bool) -> None:
-    """The sdist's tests, of the wheel that is installed."""
+    """Run the sdist's tests on the installed wheel."""
     environment = FOLDER / version / "torch"
     install(environment, wheel, "torch", "jax", "demo", "demo-jax", "integrations", "dev")
     with tarfile.open(sdist) as archive:
@@ -243,7 +249,9 @@ def make_environment(version: str, name: str, python: str) -> Path:
 
 
 def install(environment: Path, wheel: Path, *extras: str) -> None:
-    """The wheel with these extras; PyTorch's CPU build first, from where pip looks or from PyTorch's own index."""
+    """Install the wheel with these extras; PyTorch's CPU build first, from where pip looks or from PyTorch's own
+    index.
+    """
     torch = re.search(r"^torch==\S+", CONSTRAINTS.read_text(), re.M)[0]
     if "torch" in extras and not said(environment / "bin/python", "-c", "import torch; print(torch.__version__)"):
         try:
@@ -263,7 +271,7 @@ def pip(environment: Path, *packages: str | Path) -> None:
 
 
 def run(*command: str | Path, cwd: Path = FOLDER.parent, env: dict[str, str] | None = None) -> None:
-    """Run a command where no source lies; end with all that it said if it fails."""
+    """Run a command where no sources lie; if it fails, end with everything that it printed."""
     shown = " ".join(str(word) if "\n" not in str(word) else "'...'" for word in command)
     print(f"$ {shown}", flush=True)
     cwd.mkdir(parents=True, exist_ok=True)

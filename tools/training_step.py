@@ -1,11 +1,14 @@
-"""Times whole training steps of transformers' models with several losses:
-python tools/training_step.py [--model PATTERN] [--loss PATTERN] [--rounds N] [--out RESULTS.json]
+"""Times whole training steps of transformers' models with several losses.
 
-Random models, bfloat16, gradient checkpointing, AdamW; some with PEFT's LoRA, of rank 16.  The losses are transformers'
-own, Liger's patch of the loss alone, and onchip's patch with its default scratch memory and with less, one after the
-other from the same weights with the same batch: their losses after as many steps stand beside their times.
+    python tools/training_step.py [--model PATTERN] [--loss PATTERN] [--rounds N] [--out RESULTS.json]
 
-A packed run has documents of mixed lengths, others in each step, and onchip's patch with several ways of attention.
+The models are random, in bfloat16, with gradient checkpointing and AdamW; some have PEFT's LoRA of rank 16.  The losses
+are transformers' own, Liger's patch of the loss alone, and onchip's patch with its default scratch memory and with
+less.  They run one after the other from the same weights with the same batch; their losses after as many steps are
+reported with their times.
+
+A packed run has documents of mixed lengths, different ones in each step, and onchip's patch with several kinds of
+attention.
 """
 
 import argparse
@@ -143,7 +146,7 @@ def made(kind: str, sizes: Mapping[str, Any], lora: list[str] | None) -> Any:
 
 
 def rows(models: str, losses: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """In each round all losses of a model, one after the other."""
+    """In each round, all losses of a model one after the other."""
     for run in (run for run in RUNS if fnmatch(run.name, models)):
         ways = ATTENTIONS if run.length else LOSSES
         for loss_name, patch in rounds * [pair for pair in ways.items() if fnmatch(pair[0], losses)]:
@@ -161,10 +164,10 @@ def rows(models: str, losses: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="*", help="of the names in RUNS")
-    parser.add_argument("--loss", default="*", help="of the names in LOSSES, of a packed run in ATTENTIONS")
-    parser.add_argument("--rounds", type=int, default=1, help="times that each loss is run")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="*", help="a pattern for names in RUNS")
+    parser.add_argument("--loss", default="*", help="a pattern for names in LOSSES; for a packed run, in ATTENTIONS")
+    parser.add_argument("--rounds", type=int, default=1, help="how many times each loss runs (default: 1)")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
     given = parser.parse_args()
     found = []
     for row in rows(given.model, given.loss, given.rounds):

@@ -1,13 +1,13 @@
-"""The table of docs/guides/stacks.md: each integration against the stack that it is for, on the CPU.
+"""Makes the table of docs/guides/stacks.md: tries each integration with the stack that it is for, on the CPU.
 
     python tools/try_stacks.py [--folder build/stacks] [--megatron REPOSITORY] [--page] [STACK...]
 
-Each stack is installed into a folder of its own, of FOLDER, unless it is there; the environment of this Python has the
-rest and stays as it is.  Then the stack's examples in docs/guides run, and its check: a small model's loss and
-gradients with onchip and by the stack's own functions.  The table goes to the terminal, with --page also into the page.
-The exit status is 1 if a stack failed.
+Each stack is installed into its own folder in FOLDER unless it is there; the environment of this Python has everything
+else and isn't changed.  Then the stack's examples in docs/guides run, and its check: a small model's loss and gradients
+with onchip and by the stack's own functions.  The table is printed and, with --page, written into the page.  The exit
+status is 1 if a stack failed.
 
-STACK is a name of the table; without any, all run, in about six minutes.  Megatron-LM's branch comes from REPOSITORY.
+STACK is a name in the table; without any, all run, in about six minutes.  Megatron-LM's branch comes from REPOSITORY.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Stack:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stacks", nargs="*", metavar="STACK", help=", ".join(STACKS))
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "stacks")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "stacks", help="where stacks are installed")
     parser.add_argument("--megatron", default=MEGATRON, metavar="REPOSITORY", help="a clone of Megatron-LM, or its URL")
     parser.add_argument("--page", action="store_true", help=f"write the rows into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
@@ -105,7 +105,7 @@ def run(name: str, folder: Path, megatron: str) -> str | None:
 
 
 def install(name: str, folder: Path, megatron: str) -> None:
-    """The stack and what it imports, without their dependencies: the environment's stay as they are."""
+    """Install the stack and what it imports, without their dependencies; the environment's packages aren't changed."""
     with tempfile.TemporaryDirectory() as made:
         if STACKS[name].packages == (MEGATRON,):
             git = ["git", "-C", made]
@@ -132,7 +132,7 @@ def check(name: str) -> int:
 
 
 def run_examples(page: str, name: str) -> dict[str, Any]:
-    """What a page's Python blocks define; of stacks.md, those under the stack's heading."""
+    """Run a page's Python blocks, in stacks.md only those under the stack's heading; returns what they define."""
     text = section(name) if page == PAGE.name else (GUIDES / page).read_text(encoding="utf-8")
     defined: dict[str, Any] = {}
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
@@ -144,7 +144,7 @@ def run_examples(page: str, name: str) -> dict[str, Any]:
 
 
 def section(name: str) -> str:
-    """What stacks.md says of a stack."""
+    """What stacks.md says about a stack."""
     text = PAGE.read_text(encoding="utf-8").partition(f"\n## {name}\n")[2]
     return re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0]
 
@@ -159,7 +159,7 @@ def write(name: str, row: str) -> None:
 
 
 def agreed(made: Sequence[Any], expected: Sequence[Any], bound: float = BOUND) -> float:
-    """The largest relative error; raise if it is above the bound."""
+    """The largest relative error; raises if it is above the bound."""
     pairs = [[torch.as_tensor(x, dtype=torch.float32) for x in pair] for pair in zip(made, expected, strict=True)]
     error = max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
     if not error < bound:
@@ -689,7 +689,7 @@ def megatron() -> Checked:
 
 
 class StandIns:
-    """Finds empty modules in the place of packages, whose every name is there: they can be imported and do nothing."""
+    """Finds an empty module for each of these packages: it can be imported, has every name, and does nothing."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.prefixes = tuple(f"{package}." for package in packages)
@@ -761,7 +761,7 @@ def maxtext() -> Checked:
             yield config, mesh, Transformer(config, mesh, quant=None, rngs=nnx.Rngs(params=0, dropout=1))
 
     def step(tied: bool, **axes: int) -> list[Any]:
-        """The loss and the gradients of one batch, by MaxText's `loss_fn`; of a tied head the embedding's last."""
+        """The loss and the gradients of one batch, by MaxText's `loss_fn`; for a tied head, the embedding's last."""
         with built(axes, logits_via_embedding=tied, final_logits_soft_cap=3.0) as (config, _, model):
             graph, parameters, rest = nnx.split(model, nnx.Param, ...)
 

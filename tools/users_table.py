@@ -1,4 +1,4 @@
-"""The table of users in docs/internals, of a run of `--suite users`: python tools/users_table.py RESULTS.json"""
+"""Makes the table of users in docs/internals from a run of `--suite users`: python tools/users_table.py RESULTS.json"""
 
 import json
 import sys
@@ -24,11 +24,11 @@ SHOWN = {
     "torch.compile": "torch.compile",
     "liger": "Liger",
 }
-"""Implementations, and what their columns are called."""
+"""Implementations, and the headings of their columns."""
 
 
 def cell(row: Mapping[str, Any] | None, best: float) -> str:
-    """The fastest in bold."""
+    """A cell; the fastest is in bold."""
     if row is None or row["median_ms"] is None:
         return "-" if row is None else "wrong"
     ratio = f"{row['ratio_to_floor']:.2f} x"

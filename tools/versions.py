@@ -1,13 +1,14 @@
-"""The table of docs/support.md: the tests that need no GPU, with each version of what onchip stands on.
+"""Makes the table of docs/support.md: runs the tests that need no GPU with each version of the libraries that onchip
+uses.
 
     python tools/versions.py [--folder build/versions] [--page] [NAME...]
 
 With each Triton the kernels are compiled ahead of time, with each JAX they are lowered for CUDA, and with the latest
-transformers, PEFT and TRL the integrations run.  Each version is installed into a folder of its own, of FOLDER, unless
-it is there; the environment of this Python has the rest and stays as it is.  The table goes to the terminal, with
---page also into the page.  The exit status is 1 if a test failed.
+transformers, PEFT and TRL the integrations run.  Each version is installed into its own folder in FOLDER unless it is
+there; the environment of this Python has everything else and isn't changed.  The table is printed and, with --page,
+written into the page.  The exit status is 1 if a test failed.
 
-NAME is a name of the table, as "triton 3.9.0"; without any, all run, in about an hour on two cores.
+NAME is a name in the table, such as "triton 3.9.0"; without any, all run, in about an hour on two cores.
 """
 
 import argparse
@@ -52,7 +53,7 @@ class Trial:
     files: tuple[str, ...]
     packages: tuple[str, ...]
     python: str | None = None
-    """Of an environment of its own; None: this one, with the packages in front."""
+    """The Python of an environment of its own; None for this one, with the packages in front."""
     options: tuple[str, ...] = ()
 
 
@@ -68,7 +69,7 @@ def trials() -> Iterator[Trial]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(trial.name for trial in trials()))
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="where versions are installed")
     parser.add_argument("--page", action="store_true", help=f"write the rows into {PAGE.relative_to(ROOT)}")
     given = parser.parse_args()
     known = {trial.name: trial for trial in trials()}
@@ -89,7 +90,7 @@ def main() -> int:
 
 
 def run(trial: Trial, folder: Path) -> tuple[str, int]:
-    """The trial's row, and how many tests failed: 1 where they couldn't be run."""
+    """The trial's row, and how many tests failed: 1 if they couldn't be run."""
     python = install(trial, folder)
     paths = [*([] if trial.python else [str(folder)]), str(ROOT / "src"), str(ROOT / "tests")]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -107,7 +108,7 @@ def run(trial: Trial, folder: Path) -> tuple[str, int]:
 
 
 def install(trial: Trial, folder: Path) -> str:
-    """The Python to run the tests with, once the packages are there."""
+    """The Python to run the tests with, once the packages are installed."""
     if trial.python is None:
         if not folder.exists():
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
@@ -121,7 +122,7 @@ def install(trial: Trial, folder: Path) -> str:
 
 
 def find_python(version: str) -> str:
-    """That of the path, or pyenv's."""
+    """The Python from the PATH, or pyenv's."""
     of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     found = str(of_pyenv[-1]) if of_pyenv else shutil.which(f"python{version}")
     if found is None:
@@ -130,7 +131,7 @@ def find_python(version: str) -> str:
 
 
 def installed(trial: Trial, folder: Path) -> str:
-    """What the row is of: of the integrations, the versions that there are today."""
+    """What the row is for; for integrations, the versions that exist today."""
     if trial.packages != INTEGRATIONS:
         return trial.name.replace("triton", "Triton").replace("jax", "JAX")
     names = {"transformers": "transformers", "peft": "PEFT", "trl": "TRL"}
@@ -139,7 +140,7 @@ def installed(trial: Trial, folder: Path) -> str:
 
 
 def write(name: str, row: str) -> None:
-    """Put a row in the place of the one that begins alike, or behind the table's last one."""
+    """Write a row in place of the one that begins alike, or after the table's last one."""
     text = PAGE.read_text(encoding="utf-8")
     before, table = text.split(HEADER)
     rows, blank, after = table.partition("\n\n")
