@@ -1,15 +1,11 @@
 """How the 'mosaic_gpu' backend cuts a problem: memory formulas and the choice of a plan.  Imports no framework.
 
-There are two ways to make gradients.  In the first, the memory of the weight's gradient holds the exponentials of up to
-H tokens until that gradient is computed; scratch holds those of more tokens, as far as there is room; and the other
-tokens' logits are recomputed in backward.
-
-In the second, tokens go in chunks.  A chunk's exponentials are in scratch only until hidden's gradient and the chunk's
-part of the weight's gradient are made from them; the weight's gradient is a sum of 20 or 24 bits (sums.py).  A frozen
-weight always goes this way.  The first chunk may have up to H tokens more, whose exponentials are in the memory of the
-weight's gradient until the chunk's part of it is computed, and H / 4 or H / 2 more in the memory of the sum's digits,
-so that fewer chunks are left to add.
-
+Either the memory of the weight's gradient holds the exponentials of up to H tokens until that gradient is computed, and
+scratch those of more, as far as there is room; the other tokens' logits are recomputed in backward.  Or tokens go in
+chunks, whose exponentials are in scratch until hidden's gradient and the chunk's part of the weight's are made from
+them; the weight's is a sum of 20 or 24 bits (sums.py).  A frozen weight always goes this way.  The first chunk may have
+up to H tokens more, with exponentials in the memory of the weight's gradient until the chunk's part of it is computed,
+and H / 4 or H / 2 more in the memory of the sum's digits, so that fewer chunks are left to add.
 The formulas give what XLA allocates for a jitted step beyond its arguments and results.
 """
 

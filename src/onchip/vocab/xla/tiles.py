@@ -65,9 +65,7 @@ class CountedTokens(NamedTuple):
 
 
 def select_tokens(labels: Array, chunk: int, *, by_label: bool = False) -> CountedTokens:
-    """The tokens whose label isn't IGNORED, in their own order or by ascending label, with labels out of range at the
-    end.
-    """
+    """The tokens whose label isn't IGNORED, in order or by ascending label, with those out of range at the end."""
     total = labels.shape[0]
     padded = -(-total // chunk) * chunk
     kept = labels != IGNORED
@@ -135,8 +133,7 @@ def over_vocab(
     vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carry: Any, like: Array, end: Array | None = None
 ) -> Any:
     """`carry = step(columns, carry)` for each chunk of the vocabulary, whose entries from `end` on are padding; what is
-    added varies over mesh axes as `like` does.
-    """
+    added varies over mesh axes as `like` does."""
     carry = vary_alike(carry, like)
     chunks = -(-vocab // chunk)
     if chunks == 1:
@@ -222,9 +219,7 @@ class XlaProjection:
         return z if self.bias is None else z + self.bias.astype(z.dtype)[None]
 
     def zeros(self, needs: "XlaProjection", rows: int, dtype: Any = None) -> "XlaProjection":
-        """Gradients to add to: for so many rows of hidden in the dtype of sums, for weight and bias in `dtype`, by
-        default the same.
-        """
+        """Zeros to add to: hidden's in the dtype of sums, those of weight and bias in `dtype`, by default the same."""
         dtype = self.accumulator if dtype is None else dtype
         return XlaProjection(
             jnp.zeros((rows, self.hidden.shape[1]), self.accumulator) if needs.hidden else None,
@@ -358,9 +353,7 @@ class Wanted(NamedTuple):
 
 
 class XlaTokenStats(NamedTuple):
-    """What is known about tokens once their softmax is complete, [P] float32 or float64; None for what wasn't
-    wanted.
-    """
+    """What is known about tokens once their softmax is complete, [P] float32 or float64; None: not wanted."""
 
     lse: Array
     log_prob: Array  # [P, K]: of the ids; 0 for IGNORED ones, NaN for those OUT_OF_RANGE
