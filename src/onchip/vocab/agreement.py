@@ -11,7 +11,7 @@ from onchip.vocab.parallel import all_gather, group_of
 
 # 2**64 over the golden ratio, as int64 has it: spreads bits.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
-# Of a shard so many entries are compared.
+# How many entries of a shard are compared.
 _SAMPLES = 16
 # Rows of hidden states that are widened at once.
 _ROWS = 1024

@@ -146,7 +146,7 @@ def largest_within(size: Callable[[int], int], room: int, smallest: int, total: 
     """
     if total <= smallest or (above := size(total)) <= room:
         return max(smallest, total)
-    if (below := size(smallest)) > room:  # of few there may be more sums
+    if (below := size(smallest)) > room:  # a few may need more sums
         return largest(lambda n: size(n) <= room, smallest, total, unit)
     low, high, guesses = smallest // unit, -(-total // unit), 0  # in units: `high` is too large
     while high - low > 1:

@@ -195,7 +195,7 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[ChunkConfig]
 
     if strategy == "stash":
         # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
-        slab = max(1, p.vocab)  # of an empty shard 0
+        slab = max(1, p.vocab)  # an empty shard has V = 0
         if p.widened:
             slab = min(max(least_vocab, budget // 4 // (4 * p.hidden) // 64 * 64), vocab_chunk(least_tokens))
         yield ChunkConfig("stash", even_chunk(p.tokens, largest(lambda n: fits(n, slab), least_tokens, p.tokens)), slab)

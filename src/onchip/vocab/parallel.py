@@ -176,7 +176,7 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
         sent.append(mine.entropy)
     if asked.mean_logits:
         assert mine.uniform is not None
-        # As many on each rank, whatever way it has its statistics.
+        # Each rank sends as many, however it computes its statistics.
         means = mine.uniform, mean_of(mine) if mine.mean_logits is None else mine.mean_logits
         sent += [x * shards.rows if shards.rows else torch.zeros_like(mine.lse) for x in means]
     if asked.sum_sq:
@@ -203,7 +203,7 @@ def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked
         mean = total - entropy
     if asked.mean_logits:
         uniform = found.sure(uniform_over(found, next(rows), lse, log_share) / shards.vocab)
-        # As a difference of these two it would lose the digits of one near 0.
+        # The difference of these two would lose the digits of one near 0.
         mean_logits = found.sure(next(rows).sum(0) / shards.vocab)
     if asked.sum_sq:
         log_sum_sq = found.sure(log_sum((next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf))[0])
@@ -222,7 +222,7 @@ def log_prob_of(ids: Tensor, found: Gathered, parts: Sequence[Tensor], lse: Tens
     """
     inside = (ids >= found.start[:, None, None]) & (ids < found.stop[:, None, None])  # [ranks, n, K]
     log_prob = torch.stack([*parts], -1).add_(log_share[..., None])
-    # Where all of a shard is out of the vocabulary, what it says of itself is NaN.
+    # If all of a shard is out of the vocabulary, its own log-probabilities are NaN.
     log_prob.masked_fill_((lse == -torch.inf)[..., None], -torch.inf)
     return log_prob.masked_fill_(~inside, 0).sum(0)
 
@@ -241,7 +241,7 @@ def uniform_over(found: Gathered, sums: Tensor, lse: Tensor, log_share: Tensor) 
     """[n]: the sum of lse - z over the vocabulary, weighted by class, from the shards' sums of lse_r - z, [ranks, n];
     `lse` are the shards' too, and `log_share` is how far each lies below the whole one.
     """
-    # For each of a shard's entries, lse_r lies as much below.
+    # lse_r lies as far below for each of a shard's entries.
     weight = found.of_classes[:, None]
     below = torch.where(weight == 0, 0, weight * -log_share)
     return (sums.masked_fill(lse == -torch.inf, 0) + below).sum(0)

@@ -271,7 +271,7 @@ def _other_trait(x: Any) -> Any:
     return (x.base.dtype, *x.block_shape) if hasattr(x, "block_shape") else x
 
 
-# By type, since to ask whether a number is a tensor takes longer than all else.
+# By type, since asking whether a number is a tensor takes longer than all else.
 _TRAITS: dict[type, Callable[[Any], Any]] = {
     int: _int_trait, Tensor: _tensor_trait, Parameter: _tensor_trait, bool: type, float: type, NoneType: type
 }  # fmt: skip

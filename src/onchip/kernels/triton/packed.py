@@ -164,7 +164,7 @@ class Packed:
                 self._add(k, x, flat, metas, used, base)
         elif isinstance(value, Tensor):
             self.given.tensors.append((value, offset // 8))
-            # Of an empty one it may be the address of what was freed.
+            # An empty one may have the address of what was freed.
             flat.append(value.data_ptr() if value.numel() else 0)
         elif kind.startswith("tensordesc"):
             self.given.descriptors.append((value, Map(used, next(metas), value, base + offset)))
@@ -199,5 +199,5 @@ class Packed:
         return None if known[1] is None else Packed(used, compiled, known[1], grid, values, device)
 
 
-# By what Triton compiled, which is kept so that no other one gets its id.
+# By the id of what Triton compiled, which is kept so that nothing else gets that id.
 _LAYOUTS: dict[int, tuple[Any, _Layout | None]] = {}

@@ -230,7 +230,7 @@ def _keeps(p: Problem) -> bool:
     # entries, unless softcap's derivative or class weights multiply it.
     if p.grad_bias or (p.smoothing and (p.softcap or p.class_weight)):
         return False
-    # Of several ids, or labels of every entry, too many would be added apart.  The gradient of an entropy reads logits
+    # With several ids, or labels of every entry, too many would be added apart.  The gradient of an entropy reads logits
     # off the exponentials, as far as float16's exponents don't reach.
     return not (p.ids > 1 or p.labels or (_of_entropy(p) and (p.softcap or p.dtype == "float16")))
 
@@ -244,7 +244,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     """Peak temporary memory in bytes, part by part."""
     rows = up(c.token_chunk, TOKEN_TILE)
     hidden_rows, softmax = _ELEMENT * rows * p.hidden, _softmax_bytes(p, rows)
-    # Of each id its logit and gradient, and places in a chunk.
+    # Each id's logit and gradient, and its places in a chunk.
     vectors = (256 + 64 * p.ids) * up(p.tokens, TOKEN_TILE)
     vectors += 4 * up(p.vocab, VOCAB_TILE) * (1 + int(p.class_weight)) + MIB
     parts = {"vectors": vectors}
@@ -321,10 +321,10 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
         return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
     rows = up(p.tokens, TOKEN_TILE)
-    # Of so many tokens or vocabulary entries the tiles along hidden, and of a tile of logits the steps.
+    # For so many tokens or vocabulary entries: the tiles along hidden, and the steps of a tile of logits.
     tile = hidden_tile(p.hidden)
     columns, steps = -(-p.hidden // tile), -(-p.hidden // _DEPTH) + _EPILOGUE
-    # Of a product that makes such tiles the steps, by the work of the largest.
+    # The steps of a product that makes such tiles, by the work of the largest.
     depth = _DEPTH * VOCAB_TILE / tile
     if c.by_tokens:
         each, work = c.token_chunks(p.tokens), 0.0
@@ -417,7 +417,7 @@ def _smallest(p: Problem, strategy: str) -> Iterator[MosaicPlan]:
 
 
 def _goes_by_tokens(p: Problem, strategy: str) -> bool:
-    # In forward nobody knows what a gradient by each token's loss is: hidden's can be multiplied by it later.
+    # Forward doesn't know each token's upstream gradient; hidden's gradient can be multiplied by it later.
     # And where the vocabulary is split over devices no chunk's softmax is known before all are.
     later = p.split or (p.grad_weight and p.per_token_loss) or _of_entropy(p)
     return strategy == "stash" and _keeps(p) and not later

@@ -98,7 +98,7 @@ def forward(
     """The statistics of each position, the sums for labels of every entry, and what backward needs."""
     from onchip.vocab.mosaic import kernels  # Pallas takes a second to import
 
-    # Where the likeliest entry is, says whether it is the target, whose logit is computed apart.
+    # The likeliest entry's place says whether it is the target, whose logit is computed apart.
     wanted = wanted._replace(argmax=wanted.argmax or wanted.entropy)
     if labels.several(call):
         stats, sums, call = labels.statistics(plan, wanted, call)
@@ -221,7 +221,7 @@ def _forward_by_tokens(
         start: Array | int, size: int, one: MosaicPlan, begin: int, carry: tuple[XlaTokenStats, MosaicSums]
     ) -> tuple[XlaTokenStats, MosaicSums]:
         mine = rows_from(call, start, size)
-        # Of no tokens the first chunk's kernels write zeros, and the others' nothing.
+        # Without tokens, the first chunk's kernels write zeros, and the others' write nothing.
         here = Positions.of(mine, jnp.where(start == 0, 1, 0))
         stats, sums = carry
         memory = sums.weight if one.kept_in_gradient else None
@@ -274,7 +274,7 @@ def _forward_by_tokens(
     if done:
         first = replace(plan, kept_in_scratch=done - in_memory)
         carry = chunk(0, done, first, 0, carry)
-        # Where its scratch has room, other chunks' kernels are the same ones.
+        # If the first chunk's scratch has room for the others, they share its kernels.
         rooms, begin = (first, in_memory) if first.kept_in_scratch >= size else (others, 0)
     number = (len(at.label) - done) // size
     stats, sums = lax.fori_loop(0, number, lambda i, carry: chunk(done + i * size, size, rooms, begin, carry), carry)
@@ -398,7 +398,7 @@ def _walk(
     rows = _scaled(rows, row_factor) if kept else rows
     # Their factors are 1, so these are the hidden states; a part of `rows` would be a copy.
     rest = at.operands(rows, tail)
-    # Where exponentials are kept, all targets' terms and label smoothing's are added apart.
+    # If exponentials are kept, all targets' terms and label smoothing's are added apart.
     at_target, even, even_rows = above.at_target, above.even, None
     if kept:
         at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above.even)

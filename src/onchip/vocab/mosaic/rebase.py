@@ -50,7 +50,7 @@ def rebase_exponentials(
     (tokens,) = before.shape
     registers, shape = Registers(interpret), (BOX, BOX)
     assert config.part_n % BOX == 0
-    # Of others 0 and 0: what is there past the last token may be anything.
+    # 0 and 0 for others: what is there past the last token may be anything.
     moved = (before != after) & (jnp.arange(tokens) < count[0])
     before, after = jnp.where(moved, before, 0), jnp.where(moved, after, 0)
 

@@ -120,7 +120,7 @@ def hidden_of_kept(
         "kernel": products.hidden_product, "vocab_major": layer.vocab_axis == 0, "tokens": tokens,
         "kept_tokens": in_gradient, "halves": True, "config": tiles_of(at.call)["hidden_product"],
     }  # fmt: skip
-    # Of a zero of its own, or XLA would make one matrix for all parts and copy it.
+    # From a zero of its own, or XLA would make one matrix for all parts and copy it.
     zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), done), (tokens, layer.hidden.shape[1]))
     made: tuple[Any, Array] = written(
         _add_hidden, static, (kept.memory, zeros), layer.weight, begin + at.number, kept.lying((None, None)), scale,

@@ -204,7 +204,7 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
 def rows_of(x: Tensor) -> tuple[int, int, int]:
     """For [..., V]: how many rows lie in an outer one, and the strides of outer and inner rows."""
     leading = leading_dimensions(x)
-    # Of one row its stride says nothing, but the compiler would make another kernel of 0.
+    # With one row the stride says nothing, but the compiler would make another kernel for 0.
     (_, outer), (inner, row) = [(1, 0), (1, x.stride(-2) if x.ndim > 1 else x.shape[-1]), *leading][-2:]
     return x.shape[:-1].numel() if len(leading) < 2 else inner, outer, row
 

@@ -286,7 +286,7 @@ def dense_gradient(
     (vocab, share), terms = whole, LossTerms.of(options).nonzero
     q = probs.to(z.dtype) if class_weight is None else probs * class_weight
     own, labels = None if class_weight is None else class_weight[largest], q.gather(1, largest)
-    # Of the largest logit apart: 1 taken from a rounded p would lose all digits of a p near 1.
+    # The largest logit's apart: 1 taken from a rounded p would lose all digits of a p near 1.
     known = log_prob, labels, mass[:, None] - labels, lse[:, None]
     at_largest = maths.at_entry(torch, terms, *known, vocab, own, share)
     z.sub_(lse[:, None]).exp_().mul_((row * maths.of_p(terms, mass, lse, share))[:, None])

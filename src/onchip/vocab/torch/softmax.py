@@ -115,7 +115,7 @@ class Running:
         led = (self.argmax >= 0).to(z.dtype)
         self.others.add_(led * leads).mul_(decay).add_(e.sum(1))
         if asked.sum_sq:
-            # By the norm, for which no tile of squares is stored.
+            # The norm stores no tile of squares.
             self.squares.add_(led * leads).mul_(decay.square()).add_(torch.linalg.vector_norm(e, dim=1).square())
         e.scatter_(1, at[:, None], largest)
         self.argmax.copy_(torch.where(leads, at + start, self.argmax))

@@ -50,7 +50,7 @@ class Projection:
         return lambda out, first: self.logits(out, h, first)
 
 
-# In place of an ignored id: in no tile.
+# Replaces an ignored id; it is in no tile.
 NOWHERE = -1
 
 

@@ -156,7 +156,7 @@ def recompute(
     chunk = None
     if grads[1] and (dtypes[1] != tokens.dtype or weight_grad_out is not None):
         chunk = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=tokens.dtype)
-    # Where all tokens are one chunk, the rows of hidden are made ready once.
+    # If all tokens are one chunk, the rows of hidden are prepared once.
     h = tokens.rows(hidden, 0, n) if config.token_chunk >= n else None
     summed: Callable[[], Tensor] | None = None
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 from onchip.kernels.triton.gluon import barrier, copy_in, new_barriers, reinterpret
 from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
 
-# Of a block: along the result and along the sum.
+# A block's size along the result and along the sum.
 TILE = gl.constexpr(128)
 STEP = gl.constexpr(64)
 STAGES = gl.constexpr(4)
@@ -30,7 +30,7 @@ STAGES = gl.constexpr(4)
 # the weight's.
 BLOCKS = gl.constexpr(3)
 STEP_BYTES = gl.constexpr(3 * 128 * 64 * 2)
-# Of the warp that copies; the others have what it leaves.
+# Registers of the warp that copies; the others have what it leaves.
 FEW_REGISTERS = gl.constexpr(24)
 
 

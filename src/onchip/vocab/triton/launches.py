@@ -194,7 +194,7 @@ def gradient(
     labels: Labels | None = None,
 ) -> Launch:
     """The gradient of logits that are recomputed."""
-    # Where some targets' entries are added to the results, all are; several ids' are written apart.
+    # If some targets' entries are added to the results, all are; those of several ids are written apart.
     at_target = terms.entry if buffer.kept == 0 and terms.ids == 1 else None
     if labels is None and terms.even is None and terms.entropy_scale is None and run.plain and staggers(run.hidden):
         from onchip.vocab.triton import gluon_launches

@@ -94,7 +94,7 @@ def may_run_in_forward(p: Problem) -> bool:
     """
     entropy = bool(p.ids and p.stats)
     once = not (p.grad_weight and (p.per_token_loss or p.ids))
-    # With fewer logits there is little to save, and no model has another H: neither was measured.
+    # With fewer logits there is little to save, and no model has another H; neither was measured.
     worth_it = p.vocab >= 64 * VOCAB_TILE and p.hidden % 64 == 0
     # Ranks exchange the softmax of each chunk, and add up hidden's gradient in forward: only a factor may come later.
     apart = p.sharded and (not p.even or p.per_token_loss or p.ids > 0 or p.class_weight)

@@ -92,7 +92,7 @@ class Run:
     programs: int
     tma: bool
     class_weight: Tensor | None = None  # [V] float32
-    # Where the weight is a shard of a vocabulary:
+    # If the weight is a shard of a vocabulary:
     whole_vocab: int | None = None  # how many entries that has
     elsewhere: int | None = None  # in place of an id that another shard has
     gluon: bool = False  # whether kernels in Gluon can run
@@ -138,7 +138,7 @@ class Run:
             return x
         if x.shape[0] == 0:  # no descriptor of nothing: this one is never read
             x = stated.empty((1, max(x.shape[1], 8)), x.dtype, x.device)
-        # Of the exponentials' matrix the stride is that of its columns: see `exponentials`.
+        # The stride of the exponentials' matrix is that of its columns: see `exponentials`.
         stride = x.stride(0) or x.shape[1]
         return descriptor(x, stride, rows, columns)
 

@@ -24,14 +24,14 @@ MOST_WEIGHT_CHUNKS = 11
 SMALLEST_SUMMED = 512
 # Tiles of the vocabulary in the smallest chunk of the gradients.
 SMALLEST_CHUNK = 1
-# Of cuts with a longer first chunk so many are compared, those of the least memory.
+# How many cuts with a longer first chunk are compared: those that need least memory.
 MOST_LONGER = 32
 # So few tiles of the vocabulary, or tokens, fill few waves.
 FEW_TILES, FEW_TOKENS = 12, 512
 # Chunks of the weight's gradient are left out if smaller ones take so much less time.
 MUCH_LONGER = 1.06
 
-# Of chunks of the vocabulary and of the weight's gradient, and whether there are halves: tokens whose exponentials are
+# For chunks of the vocabulary and of the weight's gradient, and with halves or not: tokens whose exponentials are
 # kept in the memory of the weight's gradient, and in scratch; None where that doesn't fit.
 Kept = Callable[[int, int, bool], tuple[int, int] | None]
 
@@ -280,7 +280,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
             if first_size(SMALLEST_SUMMED) > room:
                 continue
             most = largest_within(first_size, room, SMALLEST_SUMMED, rows, TOKEN_TILE)
-            # Of the other chunks, beside a first one that has no exponentials where digits will be, and the largest.
+            # Sizes of the other chunks: for a first one without exponentials where digits will be, and for the largest.
             short, long = (
                 largest_within(partial(self.other_size, weight=weight, first=first), room, TOKEN_TILE, rows, TOKEN_TILE)
                 for first in (capacity, most)

@@ -125,7 +125,7 @@ def _hidden_way(rows: int, hidden: int) -> tuple[bool, int]:
     cut = hidden_cut(hidden_units(rows, hidden, True), most, PROGRAMS)
     apart = hidden_apart(hidden)
     if not apart:
-        # Of an H that tiles of 256 columns suit it takes up to 2% more.
+        # If tiles of 256 columns suit H, it takes up to 2% more.
         tritons, others = (hidden_evenness(rows, hidden, x, n) for x, n in ((False, max(2, whole)), (True, cut)))
         apart = 1.03 * others < tritons
     slices = cut if apart else whole

@@ -88,7 +88,7 @@ def finish_hidden(
     """Hidden's gradient, from sums that lack the ids' terms of `kept` positions, if there are any.  With `half_rows`
     the sums of the other positions are in two halves, that many rows apart.  `weight` is the caller's.
     """
-    # For the compiler what isn't read is as in the others: for all numbers of tokens there is one kernel.
+    # What isn't read looks to the compiler as in other calls, so that there is one kernel for all numbers of tokens.
     memory = {"sums": sums, "out": out, "left": None, "digits": None, "inverse_grad_scale": inverse_grad_scale}
     if terms is not None and out.element_size() == 2:
         memory |= {"left": out.view(torch.int16), "digits": out.view(torch.uint8)}

@@ -33,7 +33,7 @@ from onchip.kernels.triton.maths import LOG2E, LOWEST
 from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, first_row, has_row
 from onchip.vocab.triton.tiling import IN_TURNS
 
-# Of a block: along the result and along the sum.
+# A block's size along the result and along the sum.
 TILE = gl.constexpr(IN_TURNS)
 STEP = gl.constexpr(64)
 BLOCK_BYTES = gl.constexpr(128 * 64 * 2)

@@ -53,7 +53,7 @@ class Reduction(NamedTuple):
         divisor: Array = jnp.ones((), dtype)
         if mean:
             divisor = jnp.maximum(tokens.number, 1).astype(dtype)
-            # Without a token that counts the mean is 0, whatever the normalizer.
+            # If no token counts, the mean is 0, whatever the normalizer.
             divisor = divisor if normalizer is None else jnp.where(tokens.number > 0, normalizer, divisor)
         return Reduction(weight, 1 / divisor)
 

@@ -232,7 +232,7 @@ def shard_of(op: str, given: Mapping[str, Any], size: int, vocab: str = "vocab_s
     if given["axis_name"] is None:
         return None
     arrays = {name: x for name, x in given.items() if is_array(x)}
-    # Of soft labels of every entry a device has its own, of a `TopK` all.
+    # A device has its own part of soft labels for every entry, but all of a `TopK`.
     split = {
         name: x
         for name, x in arrays.items()
