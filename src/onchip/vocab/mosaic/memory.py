@@ -230,7 +230,7 @@ def _keeps(p: Problem) -> bool:
     # entries, unless softcap's derivative or class weights multiply it.
     if p.grad_bias or (p.smoothing and (p.softcap or p.class_weight)):
         return False
-    # With several ids, or labels of every entry, too many would be added apart.  The gradient of an entropy reads logits
+    # With several ids, or labels of every entry, too many would be added apart.  An entropy's gradient reads logits
     # off the exponentials, as far as float16's exponents don't reach.
     return not (p.ids > 1 or p.labels or (_of_entropy(p) and (p.softcap or p.dtype == "float16")))
 
