@@ -547,7 +547,7 @@ def test_sums_lower(vocab_major, hidden, tile_n, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [False], ids=["HV"])
 def test_gradient_again(vocab_major, interpreter):
-    """With bias, softcap, smoothing weighed by class and the entropy's part, of rows behind others.
+    """With bias, softcap, smoothing weighted by class and the entropy's part, of rows behind others.
 
     Half of the tokens' weight gradient is from kept exponentials.
     """

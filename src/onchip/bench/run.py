@@ -97,7 +97,7 @@ def run_bench(
         str | None, words("The inputs' dtype. Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)
     ] = None,
     world: Annotated[
-        int | None, typer.Option(help="How many processes share each case, each with a GPU of its own.", metavar="N")
+        int | None, typer.Option(help="How many processes share each case: one per GPU, or on the CPU.", metavar="N")
     ] = None,
     repeats: Annotated[int, typer.Option(help="How many times each implementation is timed.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),

@@ -132,5 +132,5 @@ def note_of_exchanges(sent: Sequence[Exchange], link: float | None, ms: float | 
     if len(exposed) < len(sent):
         return f"{said} at {link:g} GB/s."
     total = sum(exposed)
-    part = f", {100 * total / (total + ms):.0f}% of the call by default" if ms else ""
-    return f"{said} at {link:g} GB/s. {time_text(total)} of that are exposed{part}."
+    part = f" ({100 * total / (total + ms):.0f}% of the call by default)" if ms else ""
+    return f"{said} at {link:g} GB/s, of which {time_text(total)} is exposed{part}."

@@ -114,7 +114,7 @@ def scratch_parts(p: Problem, c: ChunkConfig) -> dict[str, int]:
     total, narrow = p.total_bytes, p.device == "cuda" and element == 2
     backward = c.strategy != "forward"
     # Copies of a tile of logits, of `total` bytes a number, that live at once, and the 16-bit one that the gradient
-    # products read.  Beside the logits are exponentials, or logits weighed by class; the gradient of linear_log_probs
+    # products read.  Beside the logits are exponentials, or logits weighted by class; the gradient of linear_log_probs
     # reads the entropy.
     weighed = p.class_weight and p.smoothing > 0
     beside = (p.stats and (p.ids > 0 or c.strategy != "recompute")) or (weighed and c.strategy != "recompute")

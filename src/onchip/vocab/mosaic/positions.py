@@ -68,11 +68,11 @@ class MosaicPartials(NamedTuple):
 
     maximum: Any  # float32: of z
     others: Any  # float32: sum of exp(z - maximum) over all but the label
-    offset_sum: Any = None  # float32: sum of z - maximum, weighed by class
+    offset_sum: Any = None  # float32: sum of z - maximum, weighted by class
     moment: Any = None  # float32: sum of exp(z - maximum) * (z - maximum)
     argmax: Any = None  # int32
-    cost: Any = None  # float32: sum of q * (maximum - z), q being weighed by class
-    mass: Any = None  # float32: sum of q, weighed by class
+    cost: Any = None  # float32: sum of q * (maximum - z), q being weighted by class
+    mass: Any = None  # float32: sum of q, weighted by class
     plain_cost: Any = None  # float32: the same two of q as it is, where that isn't the same
     plain_mass: Any = None
     squares: Any = None  # float32: sum of exp(z - maximum)**2 over all but the label
@@ -104,7 +104,7 @@ class Positions(NamedTuple):
     factor: Array  # [P] float32; 1 beyond the last token
     bias: Array | None  # [V up to a multiple of 256] float32
     inner: Array | None  # [1] float32
-    class_weight: Array | None  # [V up to a multiple of 256] float32, where label smoothing is weighed by class
+    class_weight: Array | None  # [V up to a multiple of 256] float32, where label smoothing is weighted by class
 
     @staticmethod
     def of(call: LossCall, least: Array | int = 1) -> "Positions":

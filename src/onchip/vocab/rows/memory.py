@@ -64,7 +64,7 @@ def _parts(p: RowsProblem, rows: int) -> dict[str, int]:
     """The same for a vocabulary that isn't sharded."""
     if p.triton:
         return {"vectors": (96 + 80 * p.ids if p.ids or p.labels else 48) * p.tokens + 4 * p.vocab * p.class_weight}
-    # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighed by
+    # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighted by
     # class, in backward the softcap's derivative.  The gradient of log_probs reads the entropy's too.
     total = LOSS_DTYPE_BYTES[accumulator(p.dtype)]
     slope = int(p.softcap and p.grad)

@@ -111,7 +111,7 @@ class LossOutputs(NamedTuple):
     target_logit: Tensor | None = None  # sum of probability times logit
     # Of labels of every entry:
     largest: Tensor | None = None  # int64: where the largest logit is
-    mass: Tensor | None = None  # their sum, weighed by class
+    mass: Tensor | None = None  # their sum, weighted by class
 
     @staticmethod
     def empty(call: Any, like: Tensor, *, kernels: bool = False, reduced: bool = True) -> "LossOutputs":

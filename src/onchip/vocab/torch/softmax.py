@@ -45,7 +45,7 @@ class TokenStats(NamedTuple):
     entropy: Tensor | None
     mean: Tensor | None  # the logits' mean under their softmax
     mean_logits: Tensor | None  # their plain mean
-    uniform: Tensor | None  # the mean of lse - z, weighed by class: the cross-entropy of the uniform distribution
+    uniform: Tensor | None  # the mean of lse - z, weighted by class: the cross-entropy of the uniform distribution
     log_sum_sq: Tensor | None  # log(sum(p**2))
     top: Tensor | None = None  # the largest logit
     low: Tensor | None = None  # what lse was rounded by

@@ -42,7 +42,7 @@ class KnownStats(NamedTuple):
 
     lse: Tensor
     less: Tensor  # the largest p - 1, where that p is above LEADING of kernels/triton/maths.py
-    mass: Tensor  # the sum of the labels, smoothed and weighed
+    mass: Tensor  # the sum of the labels, smoothed and weighted
 
 
 def labels_of(values: Tensor | None, smoothing: float) -> Labels:

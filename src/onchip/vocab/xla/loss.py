@@ -224,7 +224,7 @@ class Constants(NamedTuple):
 class LabelSums(NamedTuple):
     """Sums of the labels in a row, [P]; with statistics, all of the fields."""
 
-    expected: Array  # of probability times log-probability, weighed by class
+    expected: Array  # of probability times log-probability, weighted by class
     plain: Any = None  # the same without weights
     mass: Any = None  # of probability; None: it is 1
     likeliest: Any = None  # int32: the id of the largest
@@ -239,11 +239,11 @@ class LossCall(NamedTuple):
     ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE
     terms: Any = None  # of the loss; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
-    class_weight: Any = None  # [V], where the loss is weighed by it
+    class_weight: Any = None  # [V], where the loss is weighted by it
     shard: Any = None  # a `Shard` where the source has this device's entries of the vocabulary alone
     probs: Any = None  # [P, K]: of the ids; None: each row has one, whose probability is 1
     entries: Any = None  # [T, V], by token: of every entry that this device has; the ids are where largest logits are
-    mass: Any = None  # [P]: their sums, weighed by class
+    mass: Any = None  # [P]: their sums, weighted by class
 
     @property
     def vocab(self) -> int:

@@ -359,7 +359,7 @@ class XlaTokenStats(NamedTuple):
     log_prob: Array  # [P, K]: of the ids; 0 for IGNORED ones, NaN for those OUT_OF_RANGE
     entropy: Array | None = None
     mean: Array | None = None  # of the logits under their softmax, with the entropy
-    even_loss: Array | None = None  # the mean of lse - z over the vocabulary, weighed by class
+    even_loss: Array | None = None  # the mean of lse - z over the vocabulary, weighted by class
     mean_logits: Array | None = None  # the mean of z over the vocabulary, with even_loss
     log_sum_sq: Array | None = None  # log(sum(p**2))
     argmax: Array | None = None  # int32, -1 where all logits are -inf
@@ -397,7 +397,7 @@ class Softmax(NamedTuple):
     argmax: Array | None  # int32, the first
     squares: Array | None = None  # sum of exp(z - max)**2
     squares_below: Array | None = None  # the same without those above _LEADING
-    weight: Array | None = None  # sum of the class weights, where z - max is weighed by class
+    weight: Array | None = None  # sum of the class weights, where z - max is weighted by class
 
     @staticmethod
     def empty(ids: Array, wanted: Wanted, dtype: Any) -> "Softmax":

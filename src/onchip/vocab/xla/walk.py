@@ -183,8 +183,8 @@ class _Entries(NamedTuple):
 
     softmax: Softmax
     largest: Array  # int32: the entry of the largest logit, counted from the first of all
-    expected: Array  # sum of labels times z - max, weighed by class
-    mass: Array  # sum of labels, weighed by class
+    expected: Array  # sum of labels times z - max, weighted by class
+    mass: Array  # sum of labels, weighted by class
     label: Any = None  # that of the largest logit, without its class's weight
     likeliest: Any = None  # int32: the entry of the largest label, and that label: with statistics, as the next
     most: Any = None
