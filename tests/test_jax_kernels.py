@@ -245,5 +245,5 @@ def test_several_devices_outside_of_shard_map(monkeypatch):
     monkeypatch.setattr(jax_front, "gpu", lambda: jax_front.JaxGpu(80, 108))
     monkeypatch.setattr(jax_call, "refusal", lambda: None)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    with pytest.raises(ValueError, match=r"of several devices it runs inside of jax\.shard_map alone"):
+    with pytest.raises(ValueError, match=r"with several devices it runs only inside of jax\.shard_map"):
         linear_cross_entropy(*ones(*LIKE), backend="triton")

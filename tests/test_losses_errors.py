@@ -203,7 +203,7 @@ def test_a_device_without_a_backend_says_why(loss, monkeypatch):
 @pytest.mark.parametrize("loss", [LCE, LLP], ids=["linear_cross_entropy", "linear_log_probs"])
 def test_the_triton_backend_multiplies_in_16_bits(loss, monkeypatch):
     monkeypatch.setattr("onchip.vocab.triton.setup.device_refusal", lambda *_: None)
-    reason = "backend 'triton' can't run this call: its products are of bfloat16 or float16, not of float32"
+    reason = "backend 'triton' can't run this call: its products take bfloat16 or float16, not float32"
     assert_refused(loss.op.__name__, partial(call, loss, backend="triton"), ValueError, reason)
 
 

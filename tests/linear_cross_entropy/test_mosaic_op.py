@@ -167,9 +167,9 @@ def test_options_lower(options, as_on_hopper):
         ("gpu", "float32", "vh", 256, 1024, "rounded to tf32"),
         ("gpu", "bfloat16", "vh", 264, 1024, "H to be a multiple of 64.*H=264"),
         ("gpu", "bfloat16", "vh", 64, 1024, "from 128 on.*H=64"),
-        ("gpu", "bfloat16", "hv", 256, 64, "'hv' of 64 from 128.*V=64"),
+        ("gpu", "bfloat16", "hv", 256, 64, "'hv', of 64 from 128.*V=64"),
         ("gpu", "bfloat16", "vh", 256, 1001, "V=1001"),
-        ("gpu", "bfloat16", "hv", 256, 1032, "'hv' of 64.*V=1032"),
+        ("gpu", "bfloat16", "hv", 256, 1032, "'hv', of 64.*V=1032"),
         ("gpu", "bfloat16", "vh", 256, 1024, "compute capability 9.0"),
     ],
 )

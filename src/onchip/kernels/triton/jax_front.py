@@ -74,7 +74,7 @@ def refusal() -> str | None:
     if gpu().capability < 80:
         return f"it needs compute capability 8.0 or later; this is {gpu().capability / 10}"
     if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-        return "of several devices it runs inside of jax.shard_map alone, on what each device has"
+        return "with several devices it runs only inside of jax.shard_map, on each device's own part"
     return None
 
 
@@ -144,7 +144,7 @@ def _run(function: str, ours: Callable[..., Any], given: Mapping[str, Any], diff
         elif hasattr(x, "dtype") and (x.ndim or name == "normalizer"):
             arrays[name] = x
         elif isinstance(x, jax.core.Tracer):
-            raise ValueError(f"{op}: backend 'triton' needs to know {name}; pass a number, not one that is traced")
+            raise ValueError(f"{op}: backend 'triton' needs to know {name}; pass a number that isn't traced")
         else:
             options[name] = x.item() if hasattr(x, "dtype") else x
     arrays = {

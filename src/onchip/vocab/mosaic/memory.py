@@ -160,15 +160,15 @@ def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if p.dtype == "float32":
-        return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
+        return "its products take bfloat16 or float16; float32 operands would be rounded to tf32"
     if p.labels == "float64":
         return "it reads labels of 16 or 32 bits; pass the target in float32, or backend='xla'"
     # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
     # what is copied to columns beyond lands in that one.
     vocab = 8 if weight_layout == "vh" else 64
     if p.hidden % 64 or p.vocab % vocab or p.hidden < 128 or p.vocab < 2 * vocab:
-        needs = "H to be a multiple of 64 from 128 on, V of 8 from 16 on (with weight_layout='hv' of 64 from 128 on)"
-        return f"it needs {needs}; this has H={p.hidden} and V={p.vocab}"
+        needs = "H to be a multiple of 64 from 128 on, and V of 8 from 16 on (with weight_layout='hv', of 64 from 128)"
+        return f"it needs {needs}; got H={p.hidden} and V={p.vocab}"
     return None
 
 

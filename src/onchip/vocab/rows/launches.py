@@ -25,7 +25,7 @@ def layout_refusal(name: str, x: Tensor) -> str | None:
     if x.numel() == 0 or len(leading_dimensions(x)) <= 2:
         return None
     return (
-        f"its {possessive(name)} leading dimensions must reduce to two of a constant stride each; got shape "
+        f"its {possessive(name)} leading dimensions must reduce to two with a constant stride each; got shape "
         f"{list(x.shape)} with strides {list(x.stride())}"
     )
 

@@ -44,7 +44,7 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
     reason = device_refusal(device, index, dtype)
     if reason is None and dtype not in (torch.bfloat16, torch.float16):
-        reason = f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
+        reason = f"its products take bfloat16 or float16, not {DTYPES[dtype]}"
     return reason
 
 
