@@ -1,7 +1,7 @@
 """The softmax of each token over the vocabulary, tile by tile, and its gradient.
 
 Every loss over a vocabulary is a function of each token's `TokenStats`, and the gradient of its logits is a
-`TokenGradient`: p (factor + entropy_row (z - mean)) - even, but for the ids' own entries.
+`TokenGradient`: p (factor + entropy_row (z - mean)) - even, except at the ids' own entries.
 """
 
 from collections.abc import Callable

@@ -317,7 +317,7 @@ def in_digits(p: Problem, c: TritonPlan, tokens: int, *, first: bool) -> int:
 
 
 def digits_beyond(p: Problem, c: TritonPlan) -> int:
-    """As `rows_beyond`, for the memory of those digits."""
+    """As `bytes_beyond`, for the memory of those digits."""
     return sizes_of(p).digits_beyond(c.first_chunk, c.weight_chunk) if c.first_chunk else 0
 
 
