@@ -16,19 +16,21 @@ from fuzz.call import program, run
 from fuzz.draw import TABLES, calls
 from onchip.core.machine import FRAMEWORKS, installed_frameworks, resolve_device
 
-# Of so many calls, each framework's share: JAX compiles each for seconds.
+# Each framework's share of the calls: JAX takes seconds to compile each.
 SHARES = {"torch": 9, "jax": 1}
-# Hypothesis draws so many at a time.  What JAX has compiled for them is dropped then: hardly any of it is used twice.
+# How many Hypothesis draws at a time.  Then what JAX compiled for them is dropped: hardly any of it is used twice.
 AT_A_TIME = 100
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description="Random legal calls against float64 oracles.")
-    parser.add_argument("ops", nargs="*", help=f"of {', '.join(TABLES)}; by default all")
-    parser.add_argument("--framework", choices=FRAMEWORKS, help="by default those that are installed")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--calls", type=int, help="stop after so many")
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description="Compare random legal calls with the oracles.")
+    parser.add_argument("ops", nargs="*", help=f"any of {', '.join(TABLES)}; by default all")
+    parser.add_argument("--framework", choices=FRAMEWORKS, help="by default all that are installed")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes cuda if available"
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to go on (default: 60)")
+    parser.add_argument("--calls", type=int, help="stop after this many calls")
     parser.add_argument("--seed", type=int, help="the same seed draws the same calls on the same machine")
     asked = parser.parse_args(arguments)
     for op in asked.ops:
@@ -63,7 +65,7 @@ class Done:
     comparisons: int = 0
     error: str = ""
     failing: str = ""
-    """The last call that failed, as a program: of those that Hypothesis tries the simplest."""
+    """The last call that failed, as a program; it is the simplest that Hypothesis tried."""
 
 
 def some(targets: Any, of: str, most: int, end: float, done: Done) -> None:
