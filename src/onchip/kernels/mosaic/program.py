@@ -304,7 +304,7 @@ def _promoted_step(
             return promotion.load([x.at[slot] for x in vectors], *place(wave))
 
         def proceed(started: int, running: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
-            """Go on from here: `running` has the accumulators of the last of the waves that are started."""
+            """From there on: `running` has accumulators of the last of the waves that are started."""
             if started < len(waves) and len(running) <= c.in_flight:
 
                 def start(accumulator: Any) -> tuple[Any, ...]:

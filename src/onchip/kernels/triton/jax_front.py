@@ -1,7 +1,7 @@
 """JAX's functions on PyTorch's Triton kernels: `by_torch` lets a public function take backend="triton".
 
-The function of PyTorch with the same arguments is listed (torch_listed.py) and done by XLA (jax_listed.py).  PyTorch
-for CPUs is enough.  JAX's own function checks the arguments and says what is returned.
+torch_listed.py lists what PyTorch's function does with the same arguments, and jax_listed.py lets XLA do it.  PyTorch's
+CPU build is enough.  JAX's own function checks the arguments and says what is returned.
 """
 
 import warnings
@@ -90,8 +90,8 @@ def _tell(op: str, reason: str) -> None:
 
 
 def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
-    """Let a public function of JAX run the kernels of one of PyTorch, "module:name": where it is given
-    backend="triton", and by itself on GPUs that aren't Hopper.  `differentiable` are names of arguments."""
+    """Let a public function of JAX run the kernels of PyTorch's function "module:name": with backend="triton", and by
+    itself on GPUs that aren't Hopper.  `differentiable` are names of arguments."""
 
     def decorate(ours: F) -> F:
         op, parameters = ours.__name__, signature(ours)
@@ -246,7 +246,7 @@ def _backward(static: _Call, needs: Any, saved: Planned, cotangents: Any) -> Any
 
 
 def _untracked(run: Callable[..., Any], *arrays: Any) -> Any:
-    """`run`; inside of a `jax.shard_map` with check_vma it need not say what varies."""
+    """Call `run`, which need not say over which axes its results vary, inside of a `jax.shard_map` with check_vma too."""
     axes = frozenset[str]().union(*map(varies_over, jax.tree.leaves(arrays)))
     if not axes:
         return run(*arrays)

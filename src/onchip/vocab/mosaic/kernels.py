@@ -177,7 +177,7 @@ def softmax_tiles(
                 take(q, "plain_cost", "plain_mass")
 
         def exponentials(n: int, width: int) -> Any:
-            """exp(z - maximum) for some columns, and 0 for the label; they enter the sums."""
+            """exp(z - maximum) of some columns, and 0 for the label; they enter the sums."""
             narrow = (c.part_m, width)
             x_n, column = x[:, n : n + width], registers.columns(narrow)
             e = jnp.exp2(x_n * registers.spread(k_2, narrow, 1) - registers.spread(top * k_2, narrow, 1))
@@ -218,7 +218,7 @@ def softmax_tiles(
                 return e.astype(dtype)
 
             def sender(i: int, begin: int) -> Callable[[Any, int, int], None]:
-                """Returns a function that sends a block to the i-th room, for positions from `begin` on."""
+                """What sends a block to the i-th room, of positions from `begin` on."""
                 room, in_room = rooms[i], t - begin if begin else t
                 in_spare = send_exponentials(refs[f"spare {i}"], in_room, p.n - room.split, vocab_major)
                 if room.in_weight_grad is None:

@@ -57,9 +57,9 @@ def weight_product(
 ) -> None:
     """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once, or with `begins` added.
 
-    It reads what the chunk is: chunks of all sizes are one compiled kernel, and a loop's own counter says which it is.
-    Of one up to `split` of `kept` exponentials are in the memory of the gradient, of one from there on in `spare`; none
-    has both.  One that were longer than `shift` would overwrite exponentials that it reads.
+    The kernel reads which chunk it has: one compiled kernel serves chunks of all sizes, counted by a loop.  A chunk
+    below `split` of `kept` has its exponentials in the memory of the gradient, one from there on in `spare`; none has
+    both.  A chunk longer than `shift` would overwrite exponentials that it reads.
     """
     c = config
     tokens, hidden = rows.shape
@@ -80,7 +80,7 @@ def weight_product(
         return skipped if number is None else skipped + refs["number"][0] * refs["chunks"][1]
 
     def of_digits(column: Any) -> Any:
-        """Where the digits of a tile begin, given the column that the tile begins with."""
+        """Where those of a tile begin, of the column that it begins with."""
         return lax.div(column, jnp.int32(c.tile_n)) * width
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
@@ -153,7 +153,7 @@ def weight_product(
         return registers.spread(taken, shape, over)
 
     def copy_sum(refs: Refs, s: ProductStep, w: int, a: Any, b: Any, barrier: Any) -> None:
-        """Copy a warpgroup's part of a tile of the sum to the places of the operands."""
+        """A warpgroup's part of a tile of the sum, in the places of the operands."""
         v = refs["first"][0] + before(refs)
         row, column = s.i * c.tile_m + w * BOX, s.j * c.tile_n
         row, column = (row + v, column) if vocab_major else (row, column + v)
@@ -220,12 +220,12 @@ def hidden_product(
     config: MosaicConfig,
     interpret: Any = None,
 ) -> Array | None:
-    """exponentials @ weight over all of the vocabulary, or a chunk of it: None with `add_to`, else [slices * T, H]
-    float32, one slice's below the other's, in which tiles past the last token are not written.
+    """exponentials @ weight over all of the vocabulary, or a chunk of it.  Returns None with `add_to`; otherwise
+    [slices * T, H] float32, one slice below the other, in which tiles past the last token are not written.
 
-    With `halves` the tiles of the last wave are cut in two along the vocabulary where that fills the device better, as
-    in the Triton kernel: two blocks add to a tile of zeros then, and 0 + a + b has the same bits in either order.  With
-    sums that are no zeros each half has its own.
+    With `halves` the tiles of the last wave are cut in two along the vocabulary if that fills the device better, as in
+    the Triton kernel: two blocks then add to a tile of zeros, and 0 + a + b has the same bits in either order.  If sums
+    aren't zeros, each half has its own.
     """
     c = config
     vocab = vocab_of(weight, vocab_major)
@@ -244,7 +244,7 @@ def hidden_product(
     assert slices == 1 or tokens % c.tile_m == 0
 
     def tiles_and_steps(refs: Refs) -> tuple[Any, Any]:
-        """Tiles and steps for the rows of one slice; past the last entry operands are 0."""
+        """Of the rows of one slice; past the last entry operands are 0."""
         entries = lax.min(vocab - refs["first"][0], jnp.int32(size))
         number = refs["count"][0]
         if first_token is not None:
