@@ -246,7 +246,7 @@ def _backward(static: _Call, needs: Any, saved: Planned, cotangents: Any) -> Any
 
 
 def _untracked(run: Callable[..., Any], *arrays: Any) -> Any:
-    """Call `run`, which need not say over which axes its results vary, inside of a `jax.shard_map` with check_vma too."""
+    """Call `run`; inside of a `jax.shard_map` with check_vma too, it need not say over which axes its results vary."""
     axes = frozenset[str]().union(*map(varies_over, jax.tree.leaves(arrays)))
     if not axes:
         return run(*arrays)
