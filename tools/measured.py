@@ -471,7 +471,7 @@ SECTIONS: Sequence[tuple[str, str, Callable[[str], str], str]] = (
     ("A layer of experts", "Qwen3 30B-A3B's, 8192 tokens, sorting included.", experts_layer, "grouped_matmul-layer"),
     ("grouped_matmul", "The products alone.", benched("grouped_matmul"), "grouped_matmul"),
     ("grouped_matmul in JAX", "", benched("grouped_matmul-jax"), "grouped_matmul-jax"),
-    ("Two or more GPUs", "The vocabulary shared by ranks.", benched("linear_cross_entropy-world?"),
+    ("Two or more GPUs", "The vocabulary split over ranks.", benched("linear_cross_entropy-world?"),
      "linear_cross_entropy-world?"),
     ("collective_matmul", "", benched("collective_matmul-world?"), "collective_matmul-world?"),
 )  # fmt: skip

@@ -106,7 +106,7 @@ def share(model: Body, ranks: int, gpus: int, *, fused: bool) -> float | None:
 def table() -> str:
     """A line for each model and number of ranks."""
     lines = [
-        "| model | TP | the blocks | their exchanges | the loss | its exchanges, beside | part of the step "
+        "| model | TP | the blocks | their exchanges | the loss | its exchanges | its share of the step "
         "| in eager PyTorch | memory of the loss | in eager PyTorch |",
         "|---" * 10 + "|",
     ]

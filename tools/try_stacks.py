@@ -195,7 +195,7 @@ def tests(name: str) -> str:
     path = f"tests/integrations/test_{name}.py"
     if not (ROOT / path).exists():
         raise AssertionError(f"there is no {path}")
-    return f"every test run has `{path}`"
+    return f"every test run includes `{path}`"
 
 
 # ---------------------------------------------------------------------------------------------------------- the stacks

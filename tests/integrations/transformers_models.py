@@ -191,9 +191,10 @@ def main():
     warnings.simplefilter("ignore")
     print("# Models of transformers\n")
     print(
-        f"Made by `tests/integrations/transformers_models.py` with transformers {transformers.__version__}: a step of"
+        "Which models [`patch`](transformers.md) fuses, by `model_type` of their config. The page is made by\n"
+        "`tests/integrations/transformers_models.py`, which takes a step of a tiny random model of each causal type,\n"
+        f"patched and unpatched, in float32 on the CPU, with transformers {transformers.__version__}.\n"
     )
-    print("a tiny random model of each causal type, patched against unpatched, in float32 on the CPU.\n")
     rest, fused = [], []
     for model_type in sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         model, why = build(model_type)
@@ -214,9 +215,9 @@ def main():
         else:
             rest.append((model_type, str(report)))
         print(model_type, file=sys.stderr)
-    print(f"The loss of {len(fused)} types is fused, within 1e-5 of the unpatched loss and gradients:")
+    print(f"For {len(fused)} types the loss is fused; loss and gradients are within 1e-5 of the unpatched model's:")
     print(", ".join(f"`{x}`" for x in fused) + ".\n")
-    print("| other types | |\n|---|---|")
+    print("| other types | what happens |\n|---|---|")
     for model_type, why in rest:
         print(f"| `{model_type}` | {why.replace('|', '/')[:200]} |")
 
