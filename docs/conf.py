@@ -3,11 +3,14 @@
 import html
 import json
 import sys
-from inspect import isfunction, unwrap
+from inspect import Parameter, Signature, isfunction, signature, unwrap
 from pathlib import Path
+from pkgutil import resolve_name
+from textwrap import fill
 
 from sphinx.pycode import ModuleAnalyzer
 
+import onchip.jax
 import onchip.torch
 from onchip import __version__
 from onchip.bench.page import has_bench_rows, write_pages
@@ -61,25 +64,17 @@ def line_of_results(path):
 
 
 def results_of(op):
-    """What there is of an op: the newest file of each kind, those by `onchip bench` first, and what came before."""
-    kinds = {}
-    for path in reversed(RESULTS):
-        if kind_of(path)[0] == op:
-            kinds.setdefault(kind_of(path)[1], []).append(path)
-    newest = sorted(
-        (paths[0] for paths in kinds.values()),
-        key=lambda path: (
-            has_bench_rows(doc := json.loads(path.read_text())),
-            path.name[:10],
-            len(doc.get("rows", ())),
-        ),
-        reverse=True,
-    )
-    before = [path for paths in kinds.values() for path in paths[1:]]
+    """What there is of an op: the files that "The numbers" shows, in its order, and behind them the others, the newest
+    first.
+    """
+    numbers = (Path(__file__).parent / "numbers.md").read_text(encoding="utf-8")
+    files = [path for path in reversed(RESULTS) if kind_of(path)[0] == op]
+    shown = {path: found for path in files if (found := numbers.find(f"results/{path.name}")) >= 0}
     head = ["| what | date | device |", "|---|---|---|"]
-    said = ["**Current**", "", *head, *map(line_of_results, newest)]
-    if before:
-        said += ["", "**Before**", "", *head, *map(line_of_results, sorted(before, reverse=True))]
+    said = ["**Current**, as in [the numbers](../numbers.md)", "", *head]
+    said += map(line_of_results, sorted(shown, key=shown.__getitem__))
+    if before := [path for path in files if path not in shown]:
+        said += ["", "**Before, and what was measured on the way**", "", *head, *map(line_of_results, before)]
     return "\n".join(said)
 
 
@@ -94,6 +89,46 @@ def write_results(app, exception):
             back = f'<a href="{op or "others"}.html">all results of {op}</a> · <a href="../index.html">onchip</a>'
             text = page.read_text(encoding="utf-8")
             page.write_text(text.replace("<header>", f"<header>\n<p>{back}</p>", 1), encoding="utf-8")
+
+
+SIGNATURES = {
+    "ops/attention": ("torch.attention", "jax.attention"),
+    "ops/collective_matmul": (
+        "torch.all_gather_matmul",
+        "torch.matmul_reduce_scatter",
+        "jax.all_gather_matmul",
+        "jax.matmul_reduce_scatter",
+    ),
+    "ops/cross_entropy": ("torch.cross_entropy", "jax.cross_entropy"),
+    "ops/fp8_linear": ("torch.fp8_linear", "jax.fp8_linear"),
+    "ops/grouped_matmul": ("torch.grouped_matmul",),
+    "ops/grouped_matmul_jax": ("jax.grouped_matmul",),
+    "ops/linear_cross_entropy": ("torch.linear_cross_entropy",),
+    "ops/linear_cross_entropy_jax": ("jax.linear_cross_entropy",),
+    "ops/linear_jsd": ("torch.linear_jsd", "torch.jsd", "jax.linear_jsd", "jax.jsd"),
+    "ops/linear_log_probs": ("torch.linear_log_probs", "torch.log_probs", "jax.linear_log_probs", "jax.log_probs"),
+}
+"""Of each op's page its functions: the first framework's are shown, the others linked."""
+
+
+def signature_lines(path):
+    """A function's arguments with their defaults, without types, in 80 columns."""
+    made = signature(unwrap(resolve_name(f"onchip.{path}")))
+    parameters = [parameter.replace(annotation=Parameter.empty) for parameter in made.parameters.values()]
+    text = str(made.replace(parameters=parameters, return_annotation=Signature.empty))
+    filled = fill(text[1:-1], 76, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+    return f"{path.rpartition('.')[2]}(\n{filled},\n)"
+
+
+def with_signatures(app, docname, source):
+    """What an op takes follows the first example on its page."""
+    if paths := SIGNATURES.get(docname):
+        shown = [path for path in paths if path.partition(".")[0] == paths[0].partition(".")[0]]
+        links = {path: f'<a href="../api.html#onchip.{path}">onchip.{path}</a>' for path in paths}
+        said = f"Signature (explained in {', '.join(links.values())}):"
+        code = "\n".join(map(signature_lines, shown))
+        before, fence, after = source[0].partition("\n```\n")
+        source[0] = f"{before}{fence}\n{said}\n\n```python\n{code}\n```\n{after}"
 
 
 def without_overloads(app):
@@ -115,6 +150,7 @@ def unwrap_functions(app):
 
 
 def setup(app):
+    app.connect("source-read", with_signatures)
     app.connect("builder-inited", unwrap_functions)
     app.connect("builder-inited", without_overloads)
     app.connect("build-finished", write_results)

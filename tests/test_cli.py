@@ -80,6 +80,20 @@ def test_the_shell_completes_words(monkeypatch):
     assert completed("onchip warm-up --model mix", 3) == ["mixtral-8x7b-v0.1"]
     assert completed("onchip bench linear_cross_entropy --case gpt-oss", 4) == ["gpt-oss-120b"]
     assert completed("onchip bench linear_cross_entropy --suite us", 4) == ["users"]
+    assert completed("onchip bench fp8_linear --mode wg", 4) == ["wgrad-product"]
+    assert completed("onchip bench linear_cross_entropy --impl torch-eager", 4) == [
+        "torch-eager", "torch-eager-float32-logits",
+    ]  # fmt: skip
+    assert completed("onchip bench linear_cross_entropy --framework jax --impl XLA", 6)
+
+
+def test_options_of_known_values_complete():
+    """Each that lists its words in help, and those whose values depend on the op."""
+    for name in cli.COMMANDS:
+        for option in cli._loaded(name).params:
+            listed = "|" in (option.metavar or "")
+            known = option.name in ("model", "cases", "suite", "impls", "modes", "op", "ops")
+            assert (option._custom_shell_complete is not None) == (listed or known), f"{name} {option.name}"
 
 
 def interrupted(*, console):
@@ -100,6 +114,8 @@ def test_names_with_commas_are_listed_apart():
         matching("--impl", ["liger"], ["eager, float32", "onchip"])
     with pytest.raises(ValueError, match=r"choose from: a, b$"):
         matching("--case", ["c"], ["a", "b"])
+    assert matching("--impl", ["eager-float32"], ["eager, float32", "eager"]) == ["eager, float32"]
+    assert matching("--impl", ["eager,*"], ["eager, float32", "eager"]) == ["eager, float32"]
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 200])

@@ -217,7 +217,8 @@ def test_auto_takes_the_kernels_where_there_are_no_others(gpu, monkeypatch):
     with pytest.raises(ValueError, match="hidden has H"):  # as ever
         linear_log_probs(jnp.ones((T, 3)), *ones(*LIKE[1:]))
     jax_front._tell.cache_clear()
-    with pytest.warns(UserWarning, match="without kernels: backend 'triton' needs to know softcap"):
+    message = "it runs in plain JAX on this GPU, without kernels: backend 'triton' needs to know softcap"
+    with pytest.warns(UserWarning, match=message):
         jax.jit(lambda c: linear_cross_entropy(*ones(*LIKE), softcap=c)).lower(30.0)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def test_pages_show_what_results_hold():
             "It takes 39.6 ms and 492 MiB, 31% less (2026-11-26-h100-linear_cross_entropy-users.json).",
             [],
         ),
+        ("docs/guides/x.md", "It is 31% faster, and compiles in 17 s.", ["17 s", "31 %"]),
+        ("docs/guides/parallelism.md", "At 80% of the data sheet's rate.", []),
         ("docs/guides/x.md", "It takes 39.5 ms (2026-11-26-h100-linear_cross_entropy-users.json).", ["39.5 ms"]),
     ],
 )
@@ -51,6 +54,25 @@ def test_the_newest_file_is_shown(results):
     assert measured.pitch("README.md").startswith("On an H200 it matches")
     (results / "2099-01-01-h100-linear_cross_entropy-users.json").write_text(before.path.read_text())
     assert measured.pitch("README.md").startswith("On an H100 it matches")
+
+
+def test_a_picture_of_other_results_is_found(monkeypatch, results):
+    text = measured.needed("linear_cross_entropy-hopper-peers").path.read_text()
+    document = json.loads(text)
+    for row in filter(lambda row: row["ok"], document["rows"]):
+        row |= {name: 2 * row[name] for name in ("median_ms", "p10_ms", "p90_ms")}
+    (results / "2099-01-01-h100-linear_cross_entropy-hopper-peers.json").write_text(json.dumps(document))
+    assert f"{measured.PICTURE} is not what results/ give; run python tools/measured.py" in measured.wrong()
+
+
+def test_the_table_says_who_loses_and_bold_is_the_best_of_several():
+    lines = measured.few_rows("README.md").splitlines()[2:8]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "| an 8B model", "| its LoRA", "| on answers", "| varying lengths", "| packed attention", "| on two GPUs",
+    ]  # fmt: skip
+    others = [line.split(" | ")[3:] for line in lines]
+    assert any("**" in cell for row in others for cell in row)
+    assert all("**" in line or row[0] == "-" for line, row in zip(lines, others, strict=True))
 
 
 def test_what_later_runs_may_bring_has_its_row(results):
@@ -79,6 +101,13 @@ def test_what_later_runs_may_bring_has_its_row(results):
     page = measured.numbers_page()
     assert "By a script:\n\n| call | ms |\n| --- | --- |\n| x | 2.5 |\n" in page
     assert all(f"\n## {title}\n" in page for title in ("attention", "Two or more GPUs"))
+
+
+def test_each_of_the_numbers_has_a_card_a_date_and_versions():
+    sections = measured.numbers_page().split("\n## ")[1:]
+    told = r"^[^|\n]+, \d{4}-\d\d-\d\d, .*(?:PyTorch|JAX) \d+\.\d+.* \(\[file\]\(\.\./results/"
+    assert [text.splitlines()[0] for text in sections if not re.search(told, text, re.MULTILINE)] == []
+    assert "liger 0.8.5, quack 0.6.5 ([file]" in sections[1]
 
 
 def test_the_readme_is_read_in_half_a_minute():

@@ -1,5 +1,8 @@
 """Every wrong call of `onchip plan` and of `onchip.plan.plan` says what to do."""
 
+import inspect
+import re
+
 import pytest
 
 from onchip.plan import plan
@@ -32,8 +35,9 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
         (["--tokens", "8", "--model", "./config.json"], "--model is './config.json', a path and not a name; give it as --config"),
         ([*LLAMA[1:], "--scratch", "banana"], "linear_cross_entropy: --scratch must be like '1GiB'"),
         (["grouped_matmul", *LLAMA[1:]], "Llama-3.1-8B is no mixture of experts; give --in-features, --out-features and --experts"),
+        (["attention", "--tokens", "8", "--heads", "32", "--key-heads", "5", "--head-size", "64"], "plan: --heads is 32, but --key-heads is 5, which must divide it"),
         (["attention", "--tokens", "8"], "plan: give --heads, --key-heads, --head-size, or --model"),
-        (["attention", *LLAMA[1:], "--framework", "jax", "--scratch", "1GiB"], "plan: attention has no scratch_bytes in JAX; leave --scratch out"),
+        (["attention", *LLAMA[1:], "--framework", "jax", "--scratch", "1GiB"], "plan: attention has no --scratch in JAX; leave --scratch out"),
         (["attention", *LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--dtype", "float32"], "it is for bfloat16 and float16, not float32"),
         (["attention", "--tokens", "8", "--framework", "jax", "--backend", "mosaic_gpu", "--heads", "8", "--key-heads", "2", "--head-size", "192"], "heads have at most 128 numbers, not 192"),
         (["attention", *LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--gpu", "a100"], "the A100 SXM 80GB has 8.0"),
@@ -80,7 +84,7 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
         (["grouped_matmul", *EXPERTS, "--device", "cpu"], "its kernels don't run on cpu"),
         (["grouped_matmul", *EXPERTS, "--framework", "jax"], "there is no plan for grouped_matmul in JAX; there is one for PyTorch"),
         (["collective_matmul", *LLAMA[1:], "--tp", "3"], "--tokens are 16384, which 3 ranks can't share evenly"),
-        (["collective_matmul", "--tokens", "6", *EXPERTS[4:], "--tp", "3"], "out_features of column parallel are 8, which 3 ranks can't"),
+        (["collective_matmul", "--tokens", "6", *EXPERTS[4:], "--tp", "3"], "--out-features of column parallel are 8, which 3 ranks can't"),
         (["collective_matmul", *EXPERTS[4:], "--tokens", "8200", "--tp", "4", "--precision", "fp8"], "each rank's tokens must be a multiple of 128; 8200 by 4 ranks are 2050"),
         (["collective_matmul", "--tokens", "8"], "give --in-features and --out-features, or --model"),
         (["collective_matmul", *LLAMA[1:], "--framework", "jax"], "there is no plan for collective_matmul in JAX; there is one for PyTorch"),
@@ -92,6 +96,8 @@ def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
     result = run_cli("plan", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+    arguments_of_the_function = {name for name in inspect.signature(plan).parameters if "_" in name} | {"scratch_bytes"}
+    assert not arguments_of_the_function & set(re.findall(r"\w+", result.stderr))
 
 
 @pytest.mark.parametrize(

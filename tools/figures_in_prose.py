@@ -9,11 +9,11 @@ from typing import Any
 
 # A table of predictions, which tools/parallelism.py makes, is between marks of its own.
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\$[^$\n]+\$|^<!-- table -->.*?^<!-- end -->", re.MULTILINE | re.DOTALL)
-_FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)[ \xa0]?(ms|µs|MiB|GiB|KiB|%|TFLOP/s|TB/s)(?![\w/])")
+_FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)[ \xa0]?(ms|µs|MiB|GiB|KiB|%|TFLOP/s|TB/s|s)(?![\w/])")
 # What a unit's figures are in files.
 _SCALES = {
     "ms": (1, 1000), "µs": (1e-3, 1), "MiB": (1 << 20, 1, 2**-10), "GiB": (1 << 30, 1, 1 << 10), "KiB": (1 << 10, 1),
-    "TFLOP/s": (1, 1e12), "TB/s": (1, 1e3),
+    "TFLOP/s": (1, 1e12), "TB/s": (1, 1e3), "s": (1, 1e3),
 }  # fmt: skip
 
 
@@ -50,9 +50,16 @@ def figures(text: str) -> list[tuple[str, str]]:
     return [found for found in _FIGURE.findall(_CODE.sub(" ", text)) if not is_a_setting(*found)]
 
 
+_FILE = re.compile(r"(\d{4}-\d\d-\d\d-[\w.-]+?)\.(?:json|html)")
+
+
+def links_a_file(text: str) -> bool:
+    return _FILE.search(text) is not None
+
+
 def without_a_file(text: str, results: Path) -> list[tuple[str, str]]:
     """The figures that no file has which the page links to; shares and ratios are not checked."""
-    names = sorted(set(re.findall(r"(\d{4}-\d\d-\d\d-[\w.-]+?)\.(?:json|html)", text)))
+    names = sorted(set(_FILE.findall(text)))
     there = [path for name in names if (path := results / f"{name}.json").exists()]
     known = sorted({number for path in there for number in numbers_in(json.loads(path.read_text(encoding="utf-8")))})
     return [found for found in figures(text) if found[1] != "%" and not from_files(*found, known)]

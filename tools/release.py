@@ -77,6 +77,7 @@ for module, extra in {modules}:
         raise AssertionError(module + " was imported without its framework")
 """
 SMALL_DEMO = ("demo", "--device", "cpu", "--steps", "3", "--vocab", "512", "--tokens", "256")
+SMALL_CHECK = ("cross_entropy", "linear_log_probs", "--device", "cpu")
 TESTS = ("test_packaging.py", "test_backends.py", "test_every_loss.py", "test_losses_errors.py")
 
 
@@ -219,6 +220,7 @@ def try_wheel(version: str, python: str, wheel: Path, left_out: set[str]) -> Non
         run(environment / "bin/python", "-c", TORCH)
         install(environment, wheel, "torch", "demo")
         run(environment / "bin/onchip", *SMALL_DEMO, "--out", environment / "demo")
+        run(environment / "bin/onchip", "check", *SMALL_CHECK)
         install(environment, wheel, "torch", "integrations")
         run(environment / "bin/python", "-c", TRANSFORMERS)
     if "jax" not in left_out:
@@ -227,6 +229,7 @@ def try_wheel(version: str, python: str, wheel: Path, left_out: set[str]) -> Non
         run(environment / "bin/python", "-c", JAX)
         install(environment, wheel, "jax", "demo-jax")
         run(environment / "bin/onchip", *SMALL_DEMO, "--framework", "jax", "--out", environment / "demo")
+        run(environment / "bin/onchip", "check", *SMALL_CHECK)
 
 
 def run_tests(version: str, wheel: Path, sdist: Path, all_tests: bool) -> None:

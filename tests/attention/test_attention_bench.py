@@ -83,7 +83,7 @@ def test_plan():
     assert forward.row("default").chunk["queries"] >= row.chunk["queries"]
     for wrong, message in (
         ({"heads": 32}, "give heads, key_heads, head_size"),
-        ({"heads": 32, "key_heads": 5, "head_size": 64}, "no multiple of the 5 key_heads"),
+        ({"heads": 32, "key_heads": 5, "head_size": 64}, "heads is 32, but key_heads is 5, which must divide it"),
     ):
         with pytest.raises(ValueError, match=message):
             plan("attention", tokens=64, **wrong)

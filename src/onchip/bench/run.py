@@ -13,7 +13,7 @@ from onchip.bench import environment, harness, lengths, report
 from onchip.bench.page import html_page
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
-from onchip.core.names import Device, Framework, completion, known_op, matching, operands, words
+from onchip.core.names import Device, Framework, completion, known_op, matching, operands, typed, words
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.registry import OPS
 
@@ -52,10 +52,15 @@ def benchmark_named(op: str, name: str) -> harness.BenchedOp | None:
     return made
 
 
+def _completed_op(ctx: typer.Context) -> str | None:
+    """The op that was typed before, if any."""
+    # An option without its value keeps the parser from handing the op over.
+    return next((word for word in (ctx.params.get("op"), *ctx.args) if word in OPS), None)
+
+
 def _suites(ctx: typer.Context) -> Mapping[str, Sequence[Any]]:
     """The suites of the op that was typed before; read without a framework."""
-    # An option without its value keeps the parser from handing the op over.
-    op = next((word for word in (ctx.params.get("op"), *ctx.args) if word in OPS), None)
+    op = _completed_op(ctx)
     return OPS[op].entry("cases:SUITES") if op else {}
 
 
@@ -65,6 +70,23 @@ def _complete_suite(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def _complete_case(ctx: typer.Context, incomplete: str) -> list[str]:
     return completion(dict.fromkeys(case.name for suite in _suites(ctx).values() for case in suite))(incomplete)
+
+
+def _completed_benchmark(ctx: typer.Context) -> harness.BenchedOp | None:
+    op, framework = _completed_op(ctx), ctx.params.get("framework")
+    names = [framework.upper()] if framework else ["TORCH", "JAX", "WORLD"]
+    return next((made for name in names if op and (made := benchmark_named(op, name)) is not None), None)
+
+
+def _complete_mode(ctx: typer.Context, incomplete: str) -> list[str]:
+    made = _completed_benchmark(ctx)
+    return completion([typed(mode) for mode in made.MODES])(incomplete) if made else []
+
+
+def _complete_impl(ctx: typer.Context, incomplete: str) -> list[str]:
+    """As words, for which the op's framework is imported."""
+    made = _completed_benchmark(ctx)
+    return completion([typed(impl.name) for impl in made.IMPLEMENTATIONS])(incomplete) if made else []
 
 
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -86,11 +108,19 @@ def run_bench(
     ] = None,
     impls: Annotated[
         list[str] | None,
-        typer.Option("--impl", help="An implementation to time: its name, or a pattern. Repeat it for more."),
+        typer.Option(
+            "--impl",
+            help="An implementation to time: its name, or a pattern. Repeat it for more.",
+            autocompletion=_complete_impl,
+        ),
     ] = None,
     modes: Annotated[
         list[str] | None,
-        typer.Option("--mode", help="What to time, such as forward or forward+backward. Repeat it for more."),
+        typer.Option(
+            "--mode",
+            help="What to time, such as forward or forward+backward. Repeat it for more.",
+            autocompletion=_complete_mode,
+        ),
     ] = None,
     device: Device = "auto",
     dtype: Annotated[

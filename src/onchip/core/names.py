@@ -41,7 +41,7 @@ def naming_options(*arguments: str, **flags: str) -> Iterator[None]:
     before = "|".join(
         f"(?<={words} )" for words in (":", ",", ";", "give", "leave", "needs", "and", "or", "no", "but", "as")
     )
-    pattern = rf"(?:{before})({names})(?=,|;|=|$| (?:must|is|are|and|or|out)\b)"
+    pattern = rf"(?:{before})({names})(?=,|;|=|$| (?:must|is|are|and|or|out|shares|of|in)\b)"
     try:
         yield
     except ValueError as error:
@@ -54,19 +54,28 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def typed(name: str) -> str:
+    """A name as a word that no shell wants quoted: "torch-eager-float32-logits" for "torch eager, float32 logits"."""
+    return re.sub(r"[\s,]+", "-", name)
+
+
 def matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The names that match a pattern, in their own order.
+    """The names that match a pattern, in their own order; a name may also be given as `typed` has it.
 
     Raises:
         ValueError: a pattern of `option` matches none.
     """
     names = list(names)
+
+    def matches(name: str, pattern: str) -> bool:
+        return fnmatchcase(name, pattern) or fnmatchcase(typed(name), pattern)
+
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             commas = any("," in name for name in names)
             there = "".join(f"\n  {name}" for name in names) if commas else f" {', '.join(names)}"
             raise ValueError(f"{option} {pattern!r} matches nothing; choose from:{there}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
 
 
 def known_op(op: str, known: Collection[str]) -> None:

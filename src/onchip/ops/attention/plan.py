@@ -15,7 +15,7 @@ from onchip.plan.ways import cuda_refusal, hopper_refusal, never
 def _problem(asked: PlannedCall) -> AttentionProblem:
     tokens, size = asked.problem.tokens // asked.batch, asked.head_size
     if asked.heads % asked.key_heads:
-        raise ValueError(f"plan: heads are {asked.heads}, no multiple of the {asked.key_heads} key_heads")
+        raise ValueError(f"plan: heads is {asked.heads}, but key_heads is {asked.key_heads}, which must divide it")
     return AttentionProblem(asked.batch, tokens, tokens, asked.heads, asked.key_heads, size, size)
 
 
