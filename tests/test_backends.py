@@ -14,7 +14,7 @@ def test_auto_takes_the_first_that_can():
 
 def test_a_named_backend_never_falls_back():
     assert choose_backend("op", "plain", REFUSALS) == "plain"
-    assert choose_backend("op", "torch", REFUSALS) == "plain"  # another name of it
+    assert choose_backend("op", "torch", REFUSALS) == "plain"  # another name for it
     with pytest.raises(ValueError, match="op: backend 'fast' can't run this call: needs a bigger GPU"):
         choose_backend("op", "fast", REFUSALS)
 

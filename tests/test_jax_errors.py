@@ -66,8 +66,8 @@ EVERY = {
     # dtypes and types
     "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a jax.Array or numpy.ndarray; got list"),
     "weight is None": ({"weight": None}, TypeError, "weight must be a jax.Array or numpy.ndarray; got NoneType"),
-    "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name of it)"),
-    "target and labels": ({"target": y, "labels": y}, TypeError, "labels is another name of target; pass one of them"),
+    "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name for it)"),
+    "target and labels": ({"target": y, "labels": y}, TypeError, "labels is another name for target; pass one of them"),
     "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a jax.Array or numpy.ndarray; got float"),
     "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a jax.Array"),
     "hidden is int": ({"hidden": ones((2, 12, 16), int)}, TypeError, "hidden must be float32"),
@@ -107,8 +107,8 @@ EVERY = {
     "logits is int": ({"logits": ones((2, 12, 70), int)}, TypeError, "logits must be float32"),
     "ids are flat": ({"ids": ones(24, int)}, ValueError, "ids has shape [24]"),
     "no ids": ({"ids": ones((2, 12, 0), int)}, ValueError, "[..., K] needs K >= 1"),
-    "ids is None": ({"ids": None}, TypeError, "ids is missing or None; pass it (labels is another name of it)"),
-    "ids and labels": ({"ids": y, "labels": y}, TypeError, "labels is another name of ids; pass one of them"),
+    "ids is None": ({"ids": None}, TypeError, "ids is missing or None; pass it (labels is another name for it)"),
+    "ids and labels": ({"ids": y, "labels": y}, TypeError, "labels is another name for ids; pass one of them"),
     "ids are float": ({"ids": ones((2, 12))}, TypeError, "ids must hold integers; got float32"),
 }  # fmt: skip
 WRONG = [(op, name) for op in OPS for name in EVERY if {*EVERY[name][0]} <= {*inspect.signature(op).parameters}]

@@ -54,9 +54,9 @@ ALL = {
 }  # fmt: skip
 # Of those with a target for each token.
 TARGETS = {
-    "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name of it)"),
+    "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name for it)"),
     "a label of -1": ({"target": torch.full((2, 12), -1)}, ValueError, "24 of 24 targets are out of range; if -1 marks tokens to ignore, pass ignore_index=-1"),
-    "target and labels": ({"labels": INTEGERS}, TypeError, "labels is another name of target; pass one of them"),
+    "target and labels": ({"labels": INTEGERS}, TypeError, "labels is another name for target; pass one of them"),
     "labels too short": ({"target": None, "labels": INTEGERS[:, :11]}, ValueError, "target has shape [2, 11] but"),
     "token_weight is flat": ({"token_weight": ONES.flatten()}, ValueError, "token_weight has shape [24]"),
     "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a torch.Tensor"),
@@ -112,8 +112,8 @@ LOGITS = {
 }  # fmt: skip
 # Of those with ids.
 IDS_OF = {
-    "ids is None": ({"ids": None}, TypeError, "ids is missing or None; pass it (labels is another name of it)"),
-    "ids and labels": ({"labels": INTEGERS}, TypeError, "labels is another name of ids; pass one of them"),
+    "ids is None": ({"ids": None}, TypeError, "ids is missing or None; pass it (labels is another name for it)"),
+    "ids and labels": ({"labels": INTEGERS}, TypeError, "labels is another name for ids; pass one of them"),
     "an id of -1": ({"ids": torch.full((2, 12), -1)}, ValueError, "24 of 24 ids are out of range; if -1 marks tokens to ignore, pass ignore_index=-1"),
     "ids have two more": ({"ids": INTEGERS[..., None, None].expand(2, 12, 3, 4)}, ValueError, "ids has shape [2, 12, 3, 4]"),
     "no ids": ({"ids": torch.zeros(2, 12, 0, dtype=torch.int64)}, ValueError, "ids has shape [2, 12, 0]; [..., K] needs K >= 1"),

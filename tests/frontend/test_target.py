@@ -1,4 +1,4 @@
-"""`labels` is another name of `target`."""
+"""`labels` is another name for `target`."""
 
 import jax.numpy as jnp
 import pytest

@@ -117,7 +117,7 @@ def refusals(rank, ranks):
     with pytest.raises(TypeError, match=r"HeadParallel is for an LMHead; got Linear.*LMHead\.from_linear"):
         planned(mesh, HeadParallel(), Model(nn.Linear))
     model = planned(mesh, ColwiseParallel(**COLUMNS))
-    with pytest.raises(RuntimeError, match=r"ColwiseParallel would take the loss for logits; plan .*HeadParallel"):
+    with pytest.raises(RuntimeError, match=r"ColwiseParallel would treat the loss as logits; plan .*HeadParallel"):
         model.lm_head(model(ids), labels=labels)
     with pytest.raises(ValueError, match=r"hidden has 7 tokens in dimension 1, sharded over 2 ranks; pad it"):
         planned(mesh, HeadParallel())(ids[:, :7], labels[:, :7])

@@ -72,15 +72,15 @@ WRONG = {
     "no labels for an LMHead": (lambda: lm_loss(ALONE, inputs()[0], None), TypeError, "lm_loss: labels must be a torch.Tensor; got NoneType"),
     "hidden that is a list": (lambda: lm_loss(lora(), [1.0], inputs()[1]), TypeError, "lm_loss: hidden must be a torch.Tensor; got list"),
     "a single token": (lambda: lm_loss(ALONE, torch.ones(HIDDEN), torch.tensor(3)), ValueError, "shift=True needs target of shape [..., S]"),
-    "labels and compute": (lambda: ALONE(*inputs(), compute=print), TypeError, "LMHead: compute is given input, weight and bias alone; pass no labels or options"),
-    "options and compute": (lambda: ALONE(inputs()[0], compute=print, softcap=3.0), TypeError, "LMHead: compute is given input, weight and bias alone"),
-    "no ids": (lambda: lm_log_probs(linear(), inputs()[0]), TypeError, "lm_log_probs: ids is missing or None; pass it (labels is another name of it)"),
-    "ids and labels": (lambda: lm_log_probs(linear(), *inputs(), labels=inputs()[1]), TypeError, "lm_log_probs: labels is another name of ids"),
+    "labels and compute": (lambda: ALONE(*inputs(), compute=print), TypeError, "LMHead: compute takes only input, weight and bias; pass no labels or options"),
+    "options and compute": (lambda: ALONE(inputs()[0], compute=print, softcap=3.0), TypeError, "LMHead: compute takes only input, weight and bias"),
+    "no ids": (lambda: lm_log_probs(linear(), inputs()[0]), TypeError, "lm_log_probs: ids is missing or None; pass it (labels is another name for it)"),
+    "ids and labels": (lambda: lm_log_probs(linear(), *inputs(), labels=inputs()[1]), TypeError, "lm_log_probs: labels is another name for ids"),
     "ids that are a list": (lambda: lm_log_probs(linear(), inputs()[0], [1]), TypeError, "lm_log_probs: ids must be a torch.Tensor; got list"),
     "hidden that is an output": (lambda: lm_log_probs(linear(), (inputs()[0],), inputs()[1]), TypeError, "lm_log_probs: hidden must be a torch.Tensor; got tuple"),
     "an option of the loss": (lambda: lm_log_probs(linear(), *inputs(), z_loss=0.1), TypeError, "unexpected keyword argument 'z_loss'"),
     "log-probabilities of a weight": (lambda: lm_log_probs(linear().weight, *inputs()), TypeError, "lm_log_probs: head must be a torch.nn.Linear or an LMHead"),
-    "log-probabilities under DoRA": (lambda: lm_log_probs(lora(use_dora=True), *inputs()), TypeError, "lm_log_probs: adapter 'adapter 0' of head is a DoraLinearVariant"),
+    "log-probabilities under DoRA": (lambda: lm_log_probs(lora(use_dora=True), *inputs()), TypeError, "lm_log_probs: head's adapter 'adapter 0' is a DoraLinearVariant"),
     "no teacher": (jsd_of(), ValueError, "linear_jsd: give exactly one of teacher_hidden with teacher_weight, teacher_logits, teacher_topk; got 0"),
     "a teacher without hidden": (jsd_of(linear()), ValueError, "lm_jsd: teacher and teacher_hidden go together; got one of them"),
     "hidden without a teacher": (jsd_of(teacher_hidden=inputs()[0]), ValueError, "lm_jsd: teacher and teacher_hidden go together"),
@@ -88,7 +88,7 @@ WRONG = {
     "a teacher's weight": (jsd_of(linear().weight, inputs()[0]), TypeError, "lm_jsd: head must be a torch.nn.Linear or an LMHead"),
     "a teacher's hidden is a list": (jsd_of(linear(), [1.0]), TypeError, "lm_jsd: teacher_hidden must be a torch.Tensor; got list"),
     "hard labels that aren't there": (jsd_of(linear(), inputs()[0], labels=None, hard_weight=0.5), ValueError, "linear_jsd: hard_weight=0.5 needs target, the hard labels"),
-    "target and labels": (jsd_of(linear(), inputs()[0], target=inputs()[1]), TypeError, "lm_jsd: labels is another name of target; pass one of them"),
+    "target and labels": (jsd_of(linear(), inputs()[0], target=inputs()[1]), TypeError, "lm_jsd: labels is another name for target; pass one of them"),
     "labels that are a list": (jsd_of(linear(), inputs()[0], labels=[1]), TypeError, "lm_jsd: target must be a torch.Tensor; got list"),
     "shift is 1": (jsd_of(linear(), inputs()[0], shift=1), TypeError, "lm_jsd: shift must be True or False; got int"),
     "ignore_index is a float": (jsd_of(linear(), inputs()[0], ignore_index=0.0), TypeError, "lm_jsd: ignore_index must be an int"),
@@ -101,10 +101,10 @@ WRONG = {
     "a subclass with a forward of its own": (loss_of(lambda: Fp8Linear(HIDDEN, VOCAB)), TypeError, "got Fp8Linear, whose"),
     "a forward that was replaced": (loss_of(lambda: replaced(linear)), TypeError, "got Linear whose forward was replaced"),
     "DataParallel": (loss_of(lambda: nn.DataParallel(LMHead(HIDDEN, VOCAB))), TypeError, "got DataParallel, "),
-    "DoRA": (loss_of(lambda: lora(use_dora=True)), TypeError, "adapter 'adapter 0' of head is a DoraLinearVariant, whose logits are no sum of two products"),
+    "DoRA": (loss_of(lambda: lora(use_dora=True)), TypeError, "head's adapter 'adapter 0' is a DoraLinearVariant, whose logits aren't a sum of two products"),
     "LoHa": (loss_of(loha), TypeError, "got Linear of peft.tuners.loha.layer, "),
     "LoRA of another layer": (loss_of(lambda: lora(Fp8Linear(HIDDEN, VOCAB))), TypeError, "got Fp8Linear, whose"),
-    "LoRA, merged and disabled": (loss_of(merged_and_disabled), RuntimeError, "lm_loss: the adapters of head are merged into its weight, and disabled; call head.unmerge()"),
+    "LoRA, merged and disabled": (loss_of(merged_and_disabled), RuntimeError, "lm_loss: head's adapters are merged into its weight, but disabled; call head.unmerge()"),
     "LoRA with a forward that was replaced": (loss_of(lambda: replaced(lora)), TypeError, "got Linear of peft.tuners.lora.layer whose forward was replaced"),
 }  # fmt: skip
 
@@ -129,7 +129,7 @@ CALLS = {
 def test_hooks_for_logits_are_never_given_a_loss(hook):
     """They run once on logits; whatever takes no logits says so."""
     hidden, labels = inputs()
-    remedy = f"has a {hook}, .* is made for logits, and there are none; remove it, or compute the loss of the logits"
+    remedy = f"has a {hook}, .* expects logits, but none are computed; remove it, or compute the logits"
     with pytest.raises(RuntimeError, match=f"LMHead.from_linear: Linear {remedy}"):
         LMHead.from_linear(hooked(linear(), hook))
     head = hooked(LMHead.from_linear(linear()), hook)
@@ -168,9 +168,7 @@ def test_labels_that_seem_to_be_shifted():
     padded = shifted.clone()
     padded[0, 5:] = -100
     for op, call in ways.items():
-        with pytest.warns(
-            UserWarning, match=rf"{op}: the last label of each sequence, and no other, .*pass shift=False"
-        ):
+        with pytest.warns(UserWarning, match=rf"{op}: these labels look shifted already: .*Pass shift=False"):
             call(shifted)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -178,18 +178,18 @@ def test_a_whole_model_compiles():
 
 def test_options_that_are_not_the_models():
     model, hidden = model_of("Gemma2"), torch.randn(2, 9, 16)
-    said = r"got softcap=3.0, but logits of Gemma2ForCausalLM have softcap=2.0; leave it out, or pass the head alone"
+    said = r"got softcap=3.0, but the logits of Gemma2ForCausalLM have softcap=2.0; leave it out, or pass the head"
     for call in (lm_loss, lm_log_probs):
         with pytest.raises(ValueError, match=said):
             call(model, hidden, IDS, softcap=3.0)
         with pytest.raises(ValueError, match="got softcap=None, but"):
             call(model, hidden, IDS, softcap=None)
         assert torch.equal(call(model, hidden, IDS, softcap=2.0), call(model, hidden, IDS))
-        with pytest.raises(ValueError, match=r"got logit_scale=0.5, but logits of Gemma2ForCausalLM have"):
+        with pytest.raises(ValueError, match=r"got logit_scale=0.5, but the logits of Gemma2ForCausalLM have"):
             call(model, hidden, IDS, logit_scale=0.5)
     model.lm_head = LMHead.from_linear(model.lm_head, softcap=5.0)
     for call in (lm_loss, lm_log_probs, lambda *given: lm_jsd(*given[:2], teacher_logits=torch.ones(2, 9, 60))):
-        with pytest.raises(ValueError, match=r"an LMHead with softcap=5.0, but logits of Gemma2ForCausalLM have"):
+        with pytest.raises(ValueError, match=r"an LMHead with softcap=5.0, but the logits of Gemma2ForCausalLM have"):
             call(model, hidden, IDS)
     with pytest.raises(TypeError, match="LlamaModel has no output embeddings; pass its head, the last linear layer"):
         lm_loss(model_of("Llama").model, hidden, IDS)

@@ -93,7 +93,7 @@ WRONG_IN_JAX = {
     "other layout": (J | TEACHER | {"weight_layout": "hv"}, ValueError, "student_hidden has H=8 but student_weight has H=9"),
     "dtypes": (J | TEACHER | {"student_hidden": jnp.ones((4, 8), "float16"), "student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither holds the other's numbers"),
     "target float": (J | TEACHER | {"target": np.ones(4, np.float32)}, TypeError, "target must hold integers"),
-    "target and labels": (J | TEACHER | {"target": np.ones(4, np.int32), "labels": np.ones(4, np.int32)}, TypeError, "labels is another name of target; pass one of them"),
+    "target and labels": (J | TEACHER | {"target": np.ones(4, np.int32), "labels": np.ones(4, np.int32)}, TypeError, "labels is another name for target; pass one of them"),
     "labels float": (J | TEACHER | {"labels": np.ones(4, np.float32)}, TypeError, "labels must hold integers"),
     "labels shape": (J | TEACHER | {"labels": np.ones(5, np.int32)}, ValueError, "labels has shape [5]"),
     "hard_weight": (J | TEACHER | {"hard_weight": 0.5}, ValueError, "needs target, the hard labels"),

@@ -486,7 +486,7 @@ def kernels_of_logits(rank, ranks):
         (log_probs, {"ids": target}, {}),
     ):
         out_of_range(op, given | labels, bad_ids(next(iter(labels.values()))), rank, **how)
-    with pytest.raises(ValueError, match="every entry take no sharded vocabulary; pass backend='plain', or K ids"):
+    with pytest.raises(ValueError, match="all entries take no sharded vocabulary here; pass backend='plain', or K ids"):
         cross_entropy(own, own.detach(), **shards)
     teacher = few._replace(kind="log_probs")
     with pytest.raises(ValueError, match="jsd: .*no kernel for teacher_topk; pass backend='plain'"):  # noqa: RUF043

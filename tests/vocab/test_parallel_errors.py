@@ -66,7 +66,7 @@ def wrong_soft_labels(rank, ranks):
     sizes, head, logits = LAYOUTS[ranks][1], tensors(), {"logits": random(*SHAPE, VOCAB)}
     every, dim = {"target": dense()[..., cut(sizes, rank)]}, 1 if ranks == 2 else 0
     entries = ({"target": dense()}, ValueError, "target has 61 of the vocabulary's entries but weight has")
-    no_kernels = ({"backend": "triton"} | every, ValueError, "every entry take no sharded vocabulary")
+    no_kernels = ({"backend": "triton"} | every, ValueError, "all entries take no sharded vocabulary")
     rows = [
         entries,
         ({"target": OUTSIDE}, ValueError, r"target.indices\[.*\] is .* not in \[0, 61\)"),

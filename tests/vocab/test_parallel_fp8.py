@@ -175,7 +175,7 @@ def other_calls(rank, ranks):
         (
             {"target": torch.rand(*TOKENS, VOCAB)[..., own], "backend": "triton"},
             ValueError,
-            "every entry take no sharded",
+            "all entries take no sharded",
         ),
         ({"target": target.masked_fill(target < 0, VOCAB)}, ValueError, r"target\[0, 0\] is 300, which is neither"),
         ({"vocab_start": 0}, ValueError, r"don't make up \[0, 300\)"),

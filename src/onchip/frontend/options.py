@@ -272,14 +272,14 @@ def check_logits(op: str, shapes: Shapes) -> None:
 
 
 def one_target(op: str, target: Any, labels: Any, *, needed: bool = True, name: str = "target") -> tuple[str, Any]:
-    """The name and the value of the one that is given: `labels` is another name of the argument `target`.
+    """The name and the value of the one that is given: `labels` is another name for the argument `target`.
 
     Raise if both are, and, where one is `needed`, if none is.
     """
     if target is not None and labels is not None:
-        raise TypeError(f"{op}: labels is another name of {name}; pass one of them")
+        raise TypeError(f"{op}: labels is another name for {name}; pass one of them")
     if needed and target is None and labels is None:
-        raise TypeError(f"{op}: {name} is missing or None; pass it (labels is another name of it)")
+        raise TypeError(f"{op}: {name} is missing or None; pass it (labels is another name for it)")
     return (name, target) if labels is None else ("labels", labels)
 
 

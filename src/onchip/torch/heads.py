@@ -1,4 +1,4 @@
-"""Log-probabilities and divergences of language models' heads, whatever their class: what `lm_loss` is for the loss."""
+"""Log-probabilities and divergences of language models, given a head of any class, as `lm_loss` gives their loss."""
 
 import inspect
 from typing import Any, Unpack, overload
@@ -27,7 +27,7 @@ OF_JSD = frozenset(inspect.signature(linear_jsd).parameters) - {"temperature"}
 
 
 class OfJsd(OfShards, total=False):
-    """What `lm_jsd` hands on to `linear_jsd`."""
+    """The keywords that `lm_jsd` hands on to `linear_jsd`."""
 
     beta: float
     temperature: float
@@ -76,34 +76,34 @@ def lm_log_probs(
     hidden: Tensor,  # [..., S, H]
     ids: Tensor | None = None,  # [..., S] or [..., S, K]
     *,
-    labels: Tensor | None = None,  # another name of ids
+    labels: Tensor | None = None,  # another name for ids
     **options: Any,
 ) -> Any:
     """Log-probabilities of ids under a language model, without storing the logits: for RL and preference losses.
 
-    It is `linear_log_probs` of what `head(hidden)`, or the model with that head, makes of hidden states, exactly, or it
-    raises.
+    The result is exactly that of `linear_log_probs` for the logits that `head(hidden)`, or the model with that head,
+    would give; where that can't be, the call raises.
 
     Args:
-        head: what `lm_loss` takes: an `LMHead`, a `torch.nn.Linear`, PEFT's layer of one of these, or a whole model,
-            also inside of what wraps it.  The scale and the softcap that a model has after its head enter the result.
+        head: an `LMHead`, a `torch.nn.Linear`, PEFT's layer around one of these, or a whole model, wrapped or not, as
+            in `lm_loss`.  A scale or softcap that the model applies after its head enters the result.
         hidden: [..., S, H], what the head would be called with: for a model the `last_hidden_state` of its body, as in
             `model.get_decoder()(input_ids).last_hidden_state`.
-        ids: [..., S] or [..., S, K] of any integer dtype, the tokens as they are: place i of the result is of the id at
-            i + 1, and the last place holds 0.  With shift=False place i is of the id at i.
-        labels: another name of ids.
-        options: arguments of `linear_log_probs`: temperature, entropy, lse, ignore_index and so on; they override those
-            that an `LMHead` has.  shift is True unless the head says otherwise.  softcap and logit_scale of a head that
-            is given alone must be passed where its model has them; a model's own can't be changed.
+        ids: [..., S] or [..., S, K] of any integer dtype: the sequence's own tokens.  Position i of the result belongs
+            to the id at i + 1, and the last position holds 0.  With shift=False position i belongs to the id at i.
+        labels: another name for ids.
+        options: arguments of `linear_log_probs`, such as temperature, entropy, lse and ignore_index; they override the
+            options of an `LMHead`.  shift is True unless the head says otherwise.  If you pass a head alone, pass its
+            model's softcap and logit_scale too; for a whole model they are found, and can't be changed.
 
     Returns:
-        What `linear_log_probs` returns: log_prob of ids' shape in float32, or `LogProbs`.
+        What `linear_log_probs` returns: log_prob of ids' shape in float32 (float64 for float64 inputs), or `LogProbs`.
 
     Raises:
-        As `lm_loss`, and as `linear_log_probs`.
+        What `lm_loss` and `linear_log_probs` raise.
 
-    Memory: `linear_log_probs`'s.  Under LoRA on the head, with adapters of rank r in all, also a weight [V, H + r] and
-    its gradient.
+    Memory: that of `linear_log_probs`.  LoRA on the head, with adapters whose ranks add up to r, adds a weight
+    [V, H + r] and its gradient.
 
     Example:
         >>> import torch
@@ -136,7 +136,7 @@ def lm_jsd(
     teacher_hidden: Tensor | None = None,  # [..., S, Ht]
     *,
     target: Tensor | None = None,  # [..., S]
-    labels: Tensor | None = None,  # another name of target
+    labels: Tensor | None = None,  # another name for target
     shift: bool | None = None,
     ignore_index: int | None = None,
     token_weight: Tensor | None = None,  # [..., S]
@@ -144,36 +144,37 @@ def lm_jsd(
 ) -> Tensor:
     """Divergence between two language models' next-token distributions, for distillation, without storing logits.
 
-    It is `linear_jsd` of what both heads, or the models with these heads, make of their hidden states, exactly, or it
-    raises.
+    The result is exactly that of `linear_jsd` for the logits that both heads, or the models with these heads, would
+    give; where that can't be, the call raises.
 
     Args:
-        student, teacher: each what `lm_loss` takes: an `LMHead`, a `torch.nn.Linear`, PEFT's layer of one of these, or
-            a whole model.  They are taken as they are at this call, adapters that are disabled or not among it.
+        student, teacher: each an `LMHead`, a `torch.nn.Linear`, PEFT's layer around one of these, or a whole model, as
+            in `lm_loss`.  Each is used in its state at this call: adapters that are disabled then don't count.
         student_hidden: [..., S, Hs], what the student's head would be called with, as in `lm_loss`.
-        teacher_hidden: [..., S, Ht], of the same tokens.  In place of teacher and teacher_hidden teacher_logits or
-            teacher_topk may be given, which are by position of hidden.
-        target: [..., S] of any integer dtype, the labels as the data has them: position i is compared with the teacher
-            where label i + 1 isn't `ignore_index`, and the last position costs nothing.  With shift=False label i is
-            position i's.  Without labels all positions count.
-        labels: another name of target.
-        shift: whether target and token_weight are by label, and so are shifted; True unless the student's head, an
-            `LMHead`, says otherwise.
+        teacher_hidden: [..., S, Ht], for the same tokens.  Instead of teacher and teacher_hidden you may pass
+            teacher_logits or teacher_topk, which are indexed by hidden position.
+        target: [..., S] of any integer dtype, the labels as the data has them: position i counts unless label i + 1 is
+            `ignore_index`, and the last position costs nothing.  With shift=False position i counts unless label i is
+            `ignore_index`.  Without labels all positions count.
+        labels: another name for target.
+        shift: whether target and token_weight are indexed by label, and so have to be shifted; True unless the
+            student's head, an `LMHead`, says otherwise.
         ignore_index: -100, unless the student's head says otherwise.
-        token_weight: [..., S] factor of each token's loss, by label, and shifted with it; without labels by position.
-        options: other arguments of `linear_jsd`: beta, temperature, hard_weight, teacher_topk, reduction and so on.
-            They override those that an `LMHead` of the student has.
+        token_weight: [..., S] factor of each token's loss, indexed by label and shifted with it; without labels it is
+            indexed by position.
+        options: other arguments of `linear_jsd`, such as beta, temperature, hard_weight, teacher_topk and reduction.
+            They override the options of a student's `LMHead`.
 
     Returns:
         What `linear_jsd` returns.
 
     Raises:
-        ValueError: a model or an LMHead with a softcap, as Gemma 2 has, which `linear_jsd` can't compute: take `jsd` of
-            the logits.
-        Otherwise as `lm_loss`, and as `linear_jsd`.
+        ValueError: a model or an LMHead has a softcap, as Gemma 2 does, which `linear_jsd` can't compute; pass the
+            logits to `jsd`.
+        Otherwise what `lm_loss` and `linear_jsd` raise.
 
-    Memory: `linear_jsd`'s.  For a head with a logit scale also its hidden states, multiplied by it; under LoRA on a
-    head, with adapters of rank r in all, also a weight [V, H + r], and the student's gradient of it.
+    Memory: that of `linear_jsd`.  A head with a logit scale adds a scaled copy of its hidden states; LoRA on a head,
+    with adapters whose ranks add up to r, adds a weight [V, H + r] and, for the student, its gradient.
 
     Example:
         >>> import torch
@@ -220,13 +221,13 @@ def lm_jsd(
 
 
 HEAD_ALONE = (
-    "pass the head in its place, as model.get_output_embeddings(), if its logits are the model's, and as hidden what "
-    "it is called with; or jsd of both models' logits"
+    "pass its head instead, as model.get_output_embeddings(), if its logits are the model's, and as hidden what it is "
+    "called with; or pass both models' logits to jsd"
 )
 
 
 def _head_and_scale(whose: str, given: Any) -> tuple[Any, float, dict[str, Any]]:
-    """The head, what its logits are multiplied by, and the options that it has if it is an LMHead."""
+    """The head, the scale of its logits, and the options that it has if it is an LMHead."""
     head, own = found_head(JSD, given, {}, HEAD_ALONE)
     stored = stored_options(head)
     made = stored | own
@@ -246,7 +247,7 @@ def _scaled(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, 
 
 
 def _shifted(target: Tensor, token_weight: Tensor | None, ignore_index: Any) -> tuple[Tensor, Tensor | None]:
-    """Labels and their weights by the position that predicts them."""
+    """Labels and their weights, indexed by the position that predicts them."""
     require_tensor(JSD, "target", target)
     check_shift(JSD, True, target.shape, "target of shape [..., S]")
     target = following(target, ignore_index, int64)

@@ -1,4 +1,4 @@
-"""Kernels that are compiled before they are needed."""
+"""Compile kernels before they are needed."""
 
 import time
 from importlib import import_module
@@ -22,9 +22,9 @@ class WarmUp(NamedTuple):
     device: str
     """The GPU's name."""
     compiled: tuple[str, ...]
-    """Names of the kernels that were compiled; one may be there several times, for other options."""
+    """Names of the kernels that were compiled; one appears several times if several variants of it were compiled."""
     found: int
-    """How many others were in Triton's cache."""
+    """How many other kernels were in Triton's cache already."""
     seconds: float
 
 
@@ -45,36 +45,38 @@ def warm_up(
     device: torch.device | str | int | None = None,
     **options: Any,
 ) -> WarmUp:
-    """Compile the kernels of an op before they are needed: later processes with this kind of GPU find them.
+    """Compile an op's kernels before they are needed, so that later processes on such GPUs find them in Triton's cache.
 
-    It calls the op once, forward and backward, with inputs of zeros that it makes on the GPU, and rehearses calls of
-    other lengths.  Kernels depend on sizes, dtypes, options and the GPU's model, and not on the number of tokens.  Call
-    it with what the training will use; in a job of several ranks one of them is enough, before the others begin.
+    It calls the op once, forward and backward, on zeros in GPU memory, and prepares the kernels for other numbers of
+    tokens.  Kernels depend on sizes, dtypes, options and the GPU's model, but not on the number of tokens.  Pass the
+    sizes and options that the training will use.  In a job of several ranks let one call it, before the others start.
 
     Args:
-        op: the name of a function of `onchip.torch`, of those that `onchip warm-up --help` lists.
-        hidden: H, of the ops whose name begins with linear; of linear_jsd the student's.
-        vocab: V, of the ops of a vocabulary.
-        teacher_hidden: of linear_jsd.  Default: `hidden`.
-        in_features: K of a linear layer, or of one for each group of rows.
-        out_features: N of the same.
-        experts: groups of rows.
-        tokens: T of the call, or rows.
-        dtype: of the inputs.
-        weight_dtype: of the weight, where it is another, as in mixed precision.
-        gradients: False for the forward pass only, under `torch.no_grad`.
-        frozen: the weight gets no gradient, as under LoRA.
+        op: the name of a function of `onchip.torch`; `onchip warm-up --help` lists those that it knows.
+        hidden: H, for ops whose name begins with linear; for linear_jsd the student's.
+        vocab: V, for ops that have a vocabulary.
+        teacher_hidden: the teacher's H, for linear_jsd.  Default: `hidden`.
+        in_features: K, for fp8_linear and grouped_matmul.
+        out_features: N, for fp8_linear and grouped_matmul.
+        experts: the number of groups, for grouped_matmul.
+        tokens: T, or the number of rows.
+        dtype: dtype of the inputs.
+        weight_dtype: dtype of the weight, if it is another one, as in mixed precision.
+        gradients: False to run the forward pass only, under `torch.no_grad`.
+        frozen: True if the weight gets no gradient, as under LoRA.
         device: a CUDA device.  Default: the current one.
-        options: what the op is called with beside: `softcap=30.0`, `reduction="none"`, `strategy="recompute"`.
+        options: the op's other arguments, such as `softcap=30.0`, `reduction="none"` or `strategy="recompute"`.
 
     Returns:
-        The GPU's name, the names of the kernels that were compiled, how many were there already, and the seconds.
+        `WarmUp`: the GPU's name, the names of the kernels that were compiled, how many were in the cache already, and
+        the seconds that it took.
 
     Raises:
-        ValueError: no such op, a size that it needs and hasn't got, no CUDA device, or what the op says of its options.
-        TypeError: an option that the op doesn't have.
+        ValueError: there is no such op, a size that it needs is missing, there is no CUDA device, or the op refuses
+            its options.
+        TypeError: the op has no such option.
 
-    Memory: the inputs, their gradients and what the call takes, as `onchip plan` says.
+    Memory: the inputs, their gradients, and the memory of the call, which `onchip plan` prints.
 
     Example:
         >>> from onchip.torch import warm_up
@@ -99,7 +101,7 @@ def warm_up(
 
 def _device(device: torch.device | str | int | None) -> torch.device:
     if not torch.cuda.is_available():
-        raise ValueError(f"{OP}: kernels are compiled for the GPU that is there, and PyTorch sees no CUDA device")
+        raise ValueError(f"{OP}: kernels are compiled for the GPU of this machine, but PyTorch sees no CUDA device")
     if interpreted():
         raise ValueError(f"{OP}: Triton's interpreter compiles nothing; run without TRITON_INTERPRET")
     where = torch.device("cuda" if device is None else device)

@@ -1,6 +1,6 @@
 """The benchmark of cross_entropy: its inputs, its peers, and steps that write the gradient over the logits.
 
-Bench cases are plain: mean over the tokens that are not ignored, no options; so every peer can run them.
+Its cases take the mean over the tokens that are not ignored, with no options, so that every peer can run them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
+"""Named problems, with real models' sizes or awkward numbers, for the tests, `onchip check` and `onchip bench`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +30,14 @@ class CrossEntropyCase(Numbers):
     tokens: int
     vocab: int
     sliced: int = 0
-    """So many columns more are in the memory of each row, as where a padded vocabulary is cut off."""
+    """How many more columns each row has in memory, as when a padded vocabulary is cut off."""
 
     def __str__(self) -> str:
         return self.name
 
 
 class CrossEntropyInputs(NamedTuple):
-    """Arrays of one case; floats are float32, and what the case doesn't have is None."""
+    """The arrays of one case, floats in float32; None where the case has no such array."""
 
     logits: npt.NDArray[np.float32]  # [T, V], or [T, V + sliced], whose last columns are NaN
     target: npt.NDArray[np.int64]  # [T]

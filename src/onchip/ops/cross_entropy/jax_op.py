@@ -1,8 +1,7 @@
 """cross_entropy for JAX: the public function, and the computation in plain JAX, a chunk of rows at a time.
 
-The public function calls `_op`, to which `with_gradients_on_mesh` gives its derivatives.  Softmax
-and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's
-docstring.
+The public function calls `_op`, to which `with_gradients_on_mesh` gives its derivatives.  A chunk's softmax and
+gradient are computed as for the losses of a linear layer (`onchip.vocab.xla`); the package's docstring has the maths.
 """
 
 from typing import Any, Literal, Unpack, overload
@@ -43,7 +42,7 @@ Backend = Literal["auto", "triton", "xla"]
 
 
 class JaxLogitsKeywords(JaxLossKeywords, total=False):
-    """What it takes by keyword, but for labels and return_stats."""
+    """The function's keywords, except labels and return_stats."""
 
     shift: bool
     axis_name: str | None
@@ -83,7 +82,7 @@ def cross_entropy(
     logits: Array,  # [..., V]
     target: Array | TopK[Array] | None = None,  # [...], or probabilities
     *,
-    labels: Array | TopK[Array] | None = None,  # another name of target
+    labels: Array | TopK[Array] | None = None,  # another name for target
     axis_name: str | None = None,
     vocab_size: int | None = None,
     shift: bool = False,
@@ -102,7 +101,7 @@ def cross_entropy(
     backend: Backend = "auto",
     scratch_bytes: ScratchBytes = None,
 ) -> jax.Array | WithStats:
-    r"""Cross-entropy of logits that exist already, in little memory beside them.
+    r"""Cross-entropy of logits that exist already, with little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     lse = log(sum(exp(z))), the loss of a token is::
@@ -111,32 +110,33 @@ def cross_entropy(
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
     the mean of `optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), target)`, without a float32
-    copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`;
-    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
+    copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.  If arrays are sharded, each device
+    computes its own tokens and its own entries of the vocabulary.
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
-            out of the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where
-            JAX's 64-bit mode is off.
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
-            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
-            ignore_index.
-        labels: another name of target, by keyword.
-        axis_name, vocab_size: as in `linear_cross_entropy`: inside of `jax.shard_map` logits are this device's
-            [..., V / n], and so are soft labels of every entry; their gradient is that of these.
+            out of the vocabulary (unless there is a softcap, which makes it -softcap).  NumPy's float64 counts as
+            float32 where JAX's 64-bit mode is off.
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels q,
+            for which the loss has sum(q * (lse - z)) in place of lse - z[target]: the probabilities of all entries,
+            floating point [..., V], or those of K entries, `TopK(indices, values, kind, rest="truncated")` of
+            [..., K] with kind "probs" or "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens
+            count then, and there is no ignore_index.
+        labels: another name for target, by keyword.
+        axis_name, vocab_size: as in `linear_cross_entropy`.  Inside `jax.shard_map` logits, their gradient, and soft
+            labels for all entries are this device's part, [..., V / n].
         shift: as in `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
-            costs nothing; logits aren't copied.  For targets that are ids.
-        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
-            logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
-            `check_inputs` and `return_stats`: as in `linear_cross_entropy`.
+            costs nothing; logits aren't copied.  Only for targets that are ids.
+        ignore_index, reduction, normalizer, token_weight, class_weight: as in `linear_cross_entropy`; token_weight is
+            [...], class_weight [V] in float32 or logits' dtype.
+        label_smoothing, z_loss, softcap, logit_scale, temperature, check_inputs, return_stats: likewise; temperature is
+            a number or [...].
         backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
-        scratch_bytes: bound on the temporary memory, the gradient not counted, given as in `linear_cross_entropy`.
-            Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at least what a useful chunk of
-            rows needs.
+        scratch_bytes: bound on the temporary memory, not counting the gradient, in one of the forms that
+            `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
+            at least what a useful chunk of rows needs.
 
-    What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
+    Numbers may be 0-d arrays, traced or not, as in `linear_cross_entropy`.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or of target's shape; with return_stats `(loss,
@@ -145,15 +145,14 @@ def cross_entropy(
         its token's loss and gradient NaN.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes below one row's (it names that); where values are
-            known, a target out of range, which it names.
-        NotImplementedError: differentiated twice.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape, range or option is wrong; scratch_bytes doesn't suffice for one row (the message says what
+            does); or a target is out of range, where values are known (the message names it).
+        NotImplementedError: the loss is differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, for a jitted step: about 8 * rows * V
-    bytes for chunks of so many rows, and on a CPU a copy of 16-bit logits.  From forward to backward 8 bytes per token
-    are kept.  Under vmap each array gets the mapped dimension: give a batch as leading dimensions instead where you
-    can.
+    Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula for a jitted step: about 8 * rows * V bytes,
+    for chunks of that many rows, and on a CPU a copy of 16-bit logits.  8 bytes per token are kept from forward to
+    backward.  Under vmap each array gets the mapped dimension, so pass a batch as leading dimensions where you can.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -164,8 +163,8 @@ def cross_entropy(
         >>> grad.shape
         (2, 8, 100)
 
-    Sources: the gradient from the log-sum-exp alone as in Liger Kernel (arXiv:2410.10989), z-loss from PaLM
-    (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
+    Sources: Liger Kernel (arXiv:2410.10989), for the gradient from the log-sum-exp alone; PaLM (arXiv:2204.02311), for
+    z-loss; Gemma 2 (arXiv:2408.00118), for softcap.
     """
     given = locals()
     name, _ = take_target(OP, given)
@@ -196,7 +195,7 @@ def cross_entropy(
 
 
 def _on_device(static: Static, logits: jax.Array, given: Given) -> tuple[Static, jax.Array, Constants]:
-    """What `_forward` takes, of logits [..., V]."""
+    """The arguments of `_forward`, made from logits [..., V]."""
     vocab = logits.shape[-1]
     axes = () if static.mesh is None else static.mesh.spread.tokens
     constants = Constants.of(given, static.options, accumulator(logits.dtype), axes)
@@ -213,7 +212,7 @@ def _forward(
     made = call.outputs(static.options.reduction, stats, sums)
     if saved is None:
         return made, None
-    # The logits as they came: of 16-bit ones `call.source` may be a copy.
+    # The logits as they came: for 16-bit ones `call.source` may be a copy.
     return made, Planned((logits, saved._replace(call=saved.call._replace(source=None))), plan)
 
 

@@ -38,7 +38,7 @@ def _plain(asked: PlannedCall) -> Baseline:
 
 
 def _compiled(asked: PlannedCall) -> Baseline | None:
-    """Its kernels keep two numbers of a token; four launches are what few tokens take."""
+    """torch.compile's kernels keep two numbers per token; with few tokens the time is that of four launches."""
     if asked.framework == "jax" or not was_measured(asked):
         return None
     p, ms = asked.problem, None

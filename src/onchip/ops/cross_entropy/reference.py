@@ -29,8 +29,8 @@ def cross_entropy(
 ) -> CrossEntropyResult:
     """Loss, statistics and the gradient of sum(grad_loss * loss), all in float64.
 
-    The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
-    out of range give.
+    The options are those of `onchip.oracle.reference.cross_entropy`, which also says how ignored tokens and targets
+    out of range are treated.
     """
     rows = _CrossEntropyRows(logits)
     result = reference.cross_entropy(rows.products, rows.backward, rows.vocab, target, **options)
@@ -47,7 +47,7 @@ class CrossEntropySoftResult(NamedTuple):
 def soft_cross_entropy(
     logits: npt.ArrayLike, target: npt.ArrayLike | SoftLabels, **options: Any
 ) -> CrossEntropySoftResult:
-    """The same of targets that are probabilities; the options are those of
+    """The same for targets that are probabilities; the options are those of
     `onchip.oracle.reference.soft_cross_entropy`."""
     rows = _CrossEntropyRows(logits)
     loss = reference.soft_cross_entropy(rows.products, rows.backward, rows.vocab, target, **options)
@@ -55,7 +55,7 @@ def soft_cross_entropy(
 
 
 class _CrossEntropyRows:
-    """Given logits, and their gradient."""
+    """Logits that are given, and their gradient."""
 
     def __init__(self, logits: npt.ArrayLike) -> None:
         given = np.asarray(logits, np.float64)

@@ -27,12 +27,12 @@ class CrossEntropyCall(RowsCall):
     normalizer: Tensor | None  # []
     class_weight: Tensor | None  # [V] in the dtype of sums, contiguous; None where token_weight has it
     labels: Tensor | None
-    """As the next one in `vocab.torch.labels`; of labels of every entry this rank has those of its columns."""
+    """As in the next class in `vocab.torch.labels`; if every entry has a label, this rank has those of its columns."""
     kind: str
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """The logits' dtype."""
         return self.logits.dtype
 
     @property
@@ -50,7 +50,7 @@ class CrossEntropyCall(RowsCall):
 
     @property
     def fused(self) -> bool:
-        """Whether kernels make the loss of one id each themselves."""
+        """Whether kernels compute everything: one id per token, and the whole vocabulary."""
         return self.kernels and self.kind == "ids" and not self.shards.there
 
     @property
@@ -85,15 +85,15 @@ class CrossEntropyCall(RowsCall):
 
 
 class CrossEntropyOutputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     out: loss.LossOutputs
-    divisor: Tensor | None  # [] float32: what the mean divides by; of one id each, by kernels
-    gradient: Tensor | None  # [..., V]: of the loss by the logits, where forward makes it
+    divisor: Tensor | None  # [] float32: what the mean divides by, where kernels compute the loss of ids
+    gradient: Tensor | None  # [..., V]: the logits' gradient, where forward computes it
 
     @staticmethod
     def empty(call: CrossEntropyCall) -> "CrossEntropyOutputs":
-        """Not yet filled."""
+        """Outputs that are still to be filled."""
         logits, of_kernels = call.logits, call.kernels and call.kind == "ids"
         gradient = stated.empty_like(logits) if call.in_forward else None
         out = loss.LossOutputs.empty(call, logits, kernels=call.kernels)
@@ -103,7 +103,7 @@ class CrossEntropyOutputs(NamedTuple):
 
 
 class CrossEntropyKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     call: CrossEntropyCall
     lse: Tensor
@@ -120,7 +120,7 @@ class CrossEntropyKept(NamedTuple):
 
     @property
     def overwrites(self) -> bool:
-        """Whether the gradient takes the logits' memory."""
+        """Whether the gradient is written over the logits."""
         return self.call.options.inplace_backward and not graph_is_kept()
 
     def new_gradient(self) -> Tensor:
@@ -131,7 +131,7 @@ class CrossEntropyKept(NamedTuple):
 
 
 def check_inplace(logits: Tensor) -> None:
-    """Raise unless backward can overwrite `logits`; what needs no gradient isn't overwritten, and may be anything."""
+    """Raise unless backward can overwrite `logits`.  Logits that need no gradient are never overwritten, and pass."""
     if not (logits.requires_grad and torch.is_grad_enabled()):
         return
     if torch.compiler.is_compiling():

@@ -1,11 +1,11 @@
-"""cross_entropy for PyTorch: its operator, of labels of any kind, by PyTorch's operations or Triton's kernels.
+"""cross_entropy for PyTorch: its operator, for labels of any kind, on PyTorch's operations or Triton kernels.
 
-Statistics of each row's softmax make the loss, and later the gradient (`vocab.rows.walk`).  Of one id each, and the
-whole vocabulary, kernels do it all: forward computes the loss; where that is one number and a gradient is wanted, it
-also makes the gradient of that number while the logits are in the caches, into a tensor of its own.  Backward leaves
-that as it is where the upstream gradient turns out to be 1, which the device alone knows, and else writes it anew from
-the logits, so that it is rounded once.  With reduction="none" or inplace_backward the logits are read in forward and
-again in backward.
+The loss, and later the gradient, are computed from statistics of each row's softmax (`vocab.rows.walk`).  If each token
+has one id and the vocabulary isn't sharded, kernels do everything.  Forward computes the loss.  If the loss is one
+number and a gradient is wanted, forward also computes the gradient, for an upstream gradient of 1, while the logits are
+in the caches, and writes it to a tensor of its own.  Backward leaves that tensor alone if the upstream gradient turns
+out to be 1, which only the device knows; otherwise it computes the gradient again from the logits, so that it is
+rounded once.  With reduction="none" or inplace_backward the logits are read in forward and again in backward.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def _forward(call: CrossEntropyCall) -> CrossEntropyOutputs:
 
 
 def _results(call: CrossEntropyCall, *tensors: Any) -> list[Any]:
-    """What of the outputs isn't among these."""
+    """The outputs that aren't among these statistics."""
     lse, log_prob, argmax, entropy, uniform = tensors
     stats = TokenStats(lse, log_prob, argmax, entropy, None, None, uniform, None)
     made = loss.LossOutputs.of(call, stats, call.tokens(check_values=False))
@@ -56,8 +56,8 @@ def _results(call: CrossEntropyCall, *tensors: Any) -> list[Any]:
 
 
 def _gradients(kept: CrossEntropyKept, upstream: Made, wanted: Wanted) -> Made:
-    """The gradient of the logits in `kept.gradient`, where forward hasn't made it and the upstream gradient is 1; or in
-    memory that is returned."""
+    """Write the logits' gradient to `kept.gradient`, unless forward has and the upstream gradient is 1; or to new
+    memory, which is returned."""
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
     out = kept.gradient if call.in_forward else kept.new_gradient()
@@ -78,7 +78,7 @@ def _gradients(kept: CrossEntropyKept, upstream: Made, wanted: Wanted) -> Made:
 
 
 def _of_all_tokens(call: CrossEntropyCall, *tensors: Any) -> list[Any]:
-    """The fields of a `TokenGradient` of all T, of the upstream gradient, lse and log-probabilities."""
+    """The fields of a `TokenGradient` for all T tokens, from the upstream gradient, lse and log-probabilities."""
     grad_loss, lse, log_prob = tensors
     gradient, _ = gradient_of_loss(call, call.tokens(check_values=False), grad_loss, lse, log_prob, shares_of_ids)
     return [*vars(gradient).values()]
@@ -118,7 +118,7 @@ def _forward_by_kernels(call: CrossEntropyCall) -> CrossEntropyOutputs:
 
 
 def _write_by_kernels(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor) -> None:
-    """Of the whole vocabulary, or of this rank's columns."""
+    """Write the gradient of all logits, or of this rank's columns, to `out`."""
     call, options, shards = kept.call, kept.call.options, kept.call.shards
     mine = walk.without_padding(call, out)
     if mine.numel() == 0:
@@ -187,7 +187,7 @@ def _write_by_every_entry(kept: CrossEntropyKept, grad_loss: Tensor, out: Tensor
 
 
 def _rows(call: CrossEntropyCall, grad_loss: Any) -> Tensor:
-    """[T] float32: of each token's loss, times the derivative of the logits."""
+    """[T] float32: each token's upstream gradient, times the logits' constant factors."""
     return _scaled(call, call.tokens(check_values=False), grad_loss)
 
 

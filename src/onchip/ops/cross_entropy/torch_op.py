@@ -33,12 +33,12 @@ from onchip.vocab.rows.launches import layout_refusal, refusal
 from onchip.vocab.torch.labels import parts_of
 from onchip.vocab.torch.loss import Weights, returned
 
-# Best first: the order in which "auto" asks them.
+# Best first: "auto" asks them in this order.
 BACKENDS = ("triton", "plain")
 
 
 class LogitsModuleKeywords(LossKeywords, total=False):
-    """What the module takes by keyword, but for return_stats."""
+    """The module's keywords, except return_stats."""
 
     shift: bool
     temperature: float
@@ -46,7 +46,7 @@ class LogitsModuleKeywords(LossKeywords, total=False):
 
 
 class LogitsKeywords(LossKeywords, OfToken, OfShardedLogits, total=False):
-    """What the function takes by keyword, but for labels and return_stats."""
+    """The function's keywords, except labels and return_stats."""
 
     shift: bool
     temperature: float | Tensor
@@ -85,7 +85,7 @@ def cross_entropy(
     logits: Tensor,  # [..., V]
     target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
     *,
-    labels: Tensor | TopK[Tensor] | None = None,  # another name of target
+    labels: Tensor | TopK[Tensor] | None = None,  # another name for target
     shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
@@ -106,61 +106,65 @@ def cross_entropy(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
 ) -> Tensor | WithStats:
-    """Cross-entropy of logits that exist already, in little memory beside them.
+    """Cross-entropy of logits that exist already, with little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     lse = log(sum(exp(z))), the loss of a token is::
 
         token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
-    So it is `F.cross_entropy(logits.float().flatten(0, -2), target.flatten())`, without a float32 copy of the logits.
-    The vocabulary is the last dimension, whatever the number of dimensions.
+    'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
+    `F.cross_entropy(logits.float().flatten(0, -2), target.flatten())`, without a float32 copy of the logits.  The
+    vocabulary is the last dimension, whatever the number of dimensions.
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
-            dimensions hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it
-            -softcap).
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
-            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index or inplace_backward.
-        labels: another name of target, by keyword.
+            dimensions hold T tokens.  -inf takes an entry out of the vocabulary (unless there is a softcap, which
+            makes it -softcap).
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels q,
+            for which the loss has sum(q * (lse - z)) in place of lse - z[target]: the probabilities of all entries,
+            floating point [..., V], or those of K entries, `TopK(indices, values, kind, rest="truncated")` of
+            [..., K] with kind "probs" or "log_probs".  q need not sum to 1 and gets no gradient: pass it detached.  All
+            tokens count then, and there is no ignore_index or inplace_backward.
+        labels: another name for target, by keyword.
         shift: as in `linear_cross_entropy`: position i of each sequence [..., S] predicts label i + 1, and the last one
-            costs nothing; logits aren't copied.  For targets that are ids.
-        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
-            logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
-            `check_inputs` and `return_stats`: as in `linear_cross_entropy`.
+            costs nothing; logits aren't copied.  Only for targets that are ids.
+        ignore_index, reduction, normalizer, token_weight, class_weight: as in `linear_cross_entropy`; token_weight is
+            [...], class_weight [V] in float32 or logits' dtype.
+        label_smoothing, z_loss, softcap, logit_scale, temperature, check_inputs, return_stats: likewise; temperature is
+            a number or [...].
         inplace_backward: let backward write the gradient over the logits: **after it they are gone**.  The logits must
-            be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
-            instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
-            and gets a new tensor.  Not inside torch.compile.
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "plain" (the framework's
-            own operations) or "auto": the first of these that can run the call.
-        scratch_bytes: bound on the peak memory above logits, loss and returned gradient, given as in
-            `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
-            least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
-        vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
-            `linear_cross_entropy`: each rank passes its columns of the logits and of soft labels for every entry,
-            and the same of all else.  DTensors with Shard(-1) need none.  "plain" runs labels for every entry.
+            be computed (neither a leaf nor a view of one) and not expanded.  If another operation has saved them for
+            its own backward, that raises instead of using the wrong numbers.  If the graph is kept (retain_graph,
+            create_graph), the logits stay and the gradient is a new tensor.  Not available inside torch.compile.
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "plain" (PyTorch's own
+            operations) or "auto": the first of these that can run the call.
+        scratch_bytes: bound on the peak memory above logits, loss and returned gradient, in one of the forms that
+            `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
+            at least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
+        vocab_group, vocab_start, vocab_size: for a vocabulary that is sharded over the ranks of a process group, as in
+            `linear_cross_entropy`.  Each rank passes its columns of the logits and of soft labels for all entries;
+            everything else is the same on each rank.  DTensors with Shard(-1) need no group.  Soft labels for all
+            entries then take backend "plain".
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or of target's shape; with return_stats `(loss,
         CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, range or option, a scratch_bytes below one row's (it names that), logits that
-            can't be overwritten; on the CPU (with check_inputs also on the GPU) a target that is neither ignore_index
-            nor in [0, V), a temperature or normalizer that is not above 0.  On the GPU without check_inputs such a
-            target makes its token's loss and gradient NaN.
-        RuntimeError: differentiated twice, called inside a torch.func transform, or inplace_backward inside
-            torch.compile.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, device, range or option is wrong; scratch_bytes doesn't suffice for one row (the message
+            says what does); the logits can't be overwritten; or, on the CPU (with check_inputs also on the GPU), a
+            target is neither ignore_index nor in [0, V), or a temperature or normalizer is not above 0.  On the GPU
+            without check_inputs such a target makes its token's loss and gradient NaN.
+        RuntimeError: the loss is differentiated twice, the call is inside a torch.func transform, or inplace_backward
+            is used inside torch.compile.
 
     Memory: forward keeps 8 bytes per token, and logits and target by reference.  `scratch_parts` of
-    `onchip.vocab.rows.memory` is the formula of the peak: about 4 * rows * V bytes for chunks of so many rows,
-    twice that with return_stats or softcap; with backend "triton" 48 bytes per token,
-    with K soft labels 96 + 80 K.  The gradient is one tensor of
-    logits' dtype, or none with inplace_backward; "triton" makes it in forward already, unless reduction is "none".
+    `onchip.vocab.rows.memory` is the formula for the peak: about 4 * rows * V bytes for chunks of that many rows, twice
+    that with return_stats or softcap; with backend "triton" 48 bytes per token, or 96 + 80 K with K soft labels per
+    token.  The gradient is one tensor of logits' dtype, or none with inplace_backward; "triton" allocates it in forward
+    already, unless reduction is "none".
 
     Example:
         >>> import torch
@@ -172,8 +176,8 @@ def cross_entropy(
         >>> hidden.grad.shape
         torch.Size([2, 8, 16])
 
-    Sources: the gradient from the log-sum-exp alone, and over the logits' memory, as in Liger Kernel
-    (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
+    Sources: Liger Kernel (arXiv:2410.10989), for the gradient from the log-sum-exp alone, written over the logits; PaLM
+    (arXiv:2204.02311), for z-loss; Gemma 2 (arXiv:2408.00118), for softcap.
     """
     _, target = one_target(OP, target, labels)
     soft, shards = is_soft(target, logits), WHOLE
@@ -182,7 +186,7 @@ def cross_entropy(
     if sharding.there(by_entry):
         if inplace_backward and type(logits) is not Tensor:
             raise ValueError(
-                f"{OP}: inplace_backward=True would overwrite the memory of a {type(logits).__name__} unseen; pass "
+                f"{OP}: inplace_backward=True would overwrite the memory under a {type(logits).__name__}; pass "
                 "inplace_backward=False, or logits.to_local() and vocab_group"
             )
         parts, found = localized(OP, sharding, by_entry, {}, last=tuple(by_entry))
@@ -245,15 +249,15 @@ def _refusal(logits: Tensor, numbers: Tensor | None, kind: str, shards: Shards) 
     if numbers is not None and kind == "dense":
         reason = layout_refusal("target", numbers)
         if shards.there:
-            reason = "its labels of every entry take no sharded vocabulary; pass backend='plain', or K ids"
+            reason = "soft labels for all entries take no sharded vocabulary here; pass backend='plain', or K ids"
     return reason or refusal(logits)
 
 
 class CrossEntropyLoss(LossModule[Result]):
     """`cross_entropy` as a module, in place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
-    Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
-    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights go to `forward`, and the mean of
+    It takes the options of `cross_entropy` once; arguments that change from call to call go to `forward`.  Unlike in
+    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights go to `forward`, and the mean over
     no tokens is 0, not NaN.
 
     Example:
@@ -313,7 +317,7 @@ class CrossEntropyLoss(LossModule[Result]):
         vocab_start: int | None = None,
         vocab_size: int | None = None,
     ) -> Result:
-        """The loss, or `(loss, stats)`; arguments as in `cross_entropy`, these overriding the module's."""
+        """The loss, or `(loss, stats)`.  Arguments are as in `cross_entropy` and override the module's."""
         keywords = self.keywords(
             normalizer=normalizer,
             token_weight=token_weight,
@@ -326,7 +330,7 @@ class CrossEntropyLoss(LossModule[Result]):
         made: Any = cross_entropy(logits, target, labels=labels, **keywords)
         return made  # type: ignore[no-any-return]
 
-    if TYPE_CHECKING:  # torch.nn.Module's has no types
+    if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
         @typed_as(forward)
         def __call__(self, *given: Any, **options: Any) -> Any: ...

@@ -323,8 +323,8 @@ def arguments_of(call: LinearCrossEntropyCall, weight: Tensor | QuantizedWeight,
     refused, shards, given = refusals(call.hidden.device), call.shards, weight
     if call.dense and shards.there:
         refused["triton"] = (
-            "its labels of every entry take no sharded vocabulary; pass backend='plain', or K ids; without kernels "
-            "it emulates FP8"
+            "soft labels for all entries take no sharded vocabulary here; pass backend='plain', which emulates FP8, or "
+            "K ids"
         )
     chosen = choose_backend(OP, backend, refused)
     if shards.there:

@@ -110,7 +110,7 @@ def linear_cross_entropy(
     target: Array | TopK[Array] | None = None,  # [...], or probabilities
     bias: Array | None = None,  # [V]
     *,
-    labels: Array | TopK[Array] | None = None,  # another name of target
+    labels: Array | TopK[Array] | None = None,  # another name for target
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -153,7 +153,7 @@ def linear_cross_entropy(
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count: soft
             labels have no ignore_index, and no strategy="stash".
-        labels: another name of target, by keyword.
+        labels: another name for target, by keyword.
         bias: [V] of hidden's dtype or weight's.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  weight and bias are
@@ -277,7 +277,7 @@ def sharded_linear_cross_entropy(
     vocab_axis: str,
     token_axes: TokenAxes = (),
     mesh: Mesh | AbstractMesh | None = None,
-    labels: Array | TopK[Array] | None = None,  # another name of target
+    labels: Array | TopK[Array] | None = None,  # another name for target
     weight_layout: WeightLayout = "vh",
     vocab_size: int | None = None,
     shift: bool = False,

@@ -1,4 +1,4 @@
-"""A language model's head that gives logits or their loss, and the loss of heads of other classes."""
+"""A language model's head that gives logits or their loss, and the loss for heads of other classes."""
 
 import inspect
 import math
@@ -24,22 +24,22 @@ from onchip.ops.linear_cross_entropy.torch_op import (
 )
 
 OPTIONS = tuple(inspect.signature(LinearCrossEntropyLoss).parameters)
-# Where the hooks are from that styles of `parallelize_module` register.
+# The module of the hooks that the styles of `parallelize_module` register.
 PLAN = "torch.distributed.tensor._api"
-# Where hooks are from that gather or make a weight, and take what forward gives as it is.
+# Modules whose hooks gather or compute a weight, and leave the result of forward alone.
 OF_WEIGHTS = ("torch.distributed.", "torch.nn.utils.", "deepspeed.", "onchip.integrations.parallelize")
-# For a model that isn't understood.
+# The remedy for a model whose logits can't be followed.
 HEAD_ALONE = (
-    "pass the head in its place, as model.get_output_embeddings(), with the model's own softcap= and logit_scale=, and "
-    "as hidden what the head is called with"
+    "pass its head instead, as model.get_output_embeddings(), with the model's own softcap= and logit_scale=, and as "
+    "hidden what the head is called with"
 )
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Made = TypeVar("Made")
 Compute = Callable[[Tensor, Tensor, Tensor | None], Made]
-"""What is made of hidden states, a weight and a bias, while that weight is here as a whole."""
+"""A function of hidden states, a weight and a bias, which is called while the whole weight is in memory."""
 
-# Classes of PEFT's: the module and the name.
+# Two of PEFT's classes: module and name.
 LORA = ("peft.tuners.lora.layer", "Linear")
 SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 
@@ -47,22 +47,23 @@ SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 class LMHead(Linear, Generic[Result]):
     """`torch.nn.Linear` that also computes the loss of its logits: `linear_cross_entropy` in its own forward.
 
-    `head(hidden)` gives the logits as `nn.Linear` does.  `head(hidden, labels)` gives their loss, without storing them.
+    `head(hidden)` gives the logits, as `nn.Linear` does.  `head(hidden, labels)` gives their loss, without storing
+    them.
 
-    Call the module rather than `linear_cross_entropy(hidden, head.weight, labels)` wherever something gathers weights
-    when a module is called, and frees them afterwards: FSDP, FSDP2 and DeepSpeed's ZeRO-3.  Parameters, their names,
-    initial values and the state_dict are nn.Linear's.
+    Under FSDP, FSDP2 and DeepSpeed's ZeRO-3, which gather weights when a module is called and free them afterwards,
+    call the module rather than `linear_cross_entropy(hidden, head.weight, labels)`.  Parameters, their names, initial
+    values and the state_dict are those of nn.Linear.
 
-    Labels are shifted: they are those that the data has, and position i is compared with label i + 1.  Where yours are
+    Labels are as the data has them, and the head shifts them: position i is compared with label i + 1.  If yours are
     shifted already, so that position i is to predict label i, pass shift=False, here or with each call.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`: H, V, and whether there is a bias.
-        options: those of `LinearCrossEntropyLoss`, as defaults of each call, but for shift, which is True here.  They
-            don't change the logits that `head(hidden)` gives: softcap and logit_scale affect only the loss.
+        options: the options of `LinearCrossEntropyLoss`, as defaults for each call; shift is True here unless given.
+            They don't change the logits that `head(hidden)` gives: softcap and logit_scale affect only the loss.
 
     Raises:
-        TypeError, ValueError: an option that there isn't, or a wrong one.
+        TypeError, ValueError: there is no such option, or its value is wrong.
 
     Example:
         >>> import torch
@@ -126,7 +127,7 @@ class LMHead(Linear, Generic[Result]):
         for name in options:
             if name not in OPTIONS:
                 raise TypeError(f"LMHead: there is no option {name!r}; options are {', '.join(OPTIONS)}")
-        LinearCrossEntropyLoss(**options)  # which checks them
+        LinearCrossEntropyLoss(**options)  # checks them
         self.options = dict(options)
 
     @overload
@@ -146,18 +147,18 @@ class LMHead(Linear, Generic[Result]):
     ) -> "LMHead[Tensor | WithStats]": ...
     @classmethod
     def from_linear(cls, linear: Module, **options: Any) -> "LMHead[Any]":
-        """A head with the parameters of `linear` themselves, not copies, and its training mode.
+        """A head that shares the parameters of `linear`, without copying them, and has its training mode.
 
         A weight that is tied to an embedding stays tied.  Convert a model's head before FSDP2 or PEFT wraps it.
 
         Args:
-            linear: the layer to stand in for; a plain `torch.nn.Linear`.  Hooks that gather its weight (DeepSpeed's)
-                go with it.
+            linear: the layer to replace, a plain `torch.nn.Linear`.  The head takes over hooks that gather its weight
+                (DeepSpeed's).
             options: as in the class.
 
         Raises:
-            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
-            RuntimeError: it has hooks of another kind, which are made for logits and would be given a loss.
+            TypeError: `linear` has another class, or a forward of its own, which may do more.
+            RuntimeError: it has other hooks, which expect logits and would be given a loss.
 
         Example:
             >>> import torch
@@ -195,25 +196,25 @@ class LMHead(Linear, Generic[Result]):
         Args:
             input: [..., S, H] hidden states.
             labels: [..., S] of any integer dtype, as the data has them: position i is compared with label i + 1.  With
-                shift=False those that each position is to predict.
-            compute: instead of labels, what to return: `compute(input, weight, bias)`, called here, where the weight is
-                whole.  `lm_log_probs` and `lm_jsd` call a head so.
-            options: arguments of `linear_cross_entropy`, which override the module's.  With a weight that is sharded
-                over the vocabulary, input is a DTensor or vocab_group is among them.
+                shift=False position i is compared with label i.
+            compute: instead of labels, a function: the head returns `compute(input, weight, bias)`, called while the
+                whole weight is in memory.  `lm_log_probs` and `lm_jsd` call the head in this way.
+            options: arguments of `linear_cross_entropy`, which override the module's.  If the weight is sharded over
+                the vocabulary, pass vocab_group, or input as a DTensor.
 
         Returns:
             [..., S, V] without labels; with them what `linear_cross_entropy` returns: the loss, or with return_stats
             `(loss, LinearCrossEntropyStats)`.
 
         Raises:
-            TypeError: options without labels; a normalizer of 16 bits, as mixed precision's casts of a module's
-                arguments make it.
-            RuntimeError: the weight isn't here as a whole, a plan has the head as PyTorch's `ColwiseParallel`, or the
-                head has hooks, which would be given the loss for logits.
-            Otherwise as `linear_cross_entropy`.
+            TypeError: there are options but no labels, or normalizer has a 16-bit dtype, as when mixed precision casts
+                a module's arguments.
+            RuntimeError: the whole weight isn't in memory, the head is planned as PyTorch's `ColwiseParallel`, or it
+                has hooks, which expect logits and would be given the loss.
+            Otherwise what `linear_cross_entropy` raises.
 
         Warns:
-            UserWarning: labels look shifted already, and shift is given neither here nor to the module (on the CPU).
+            UserWarning: labels on the CPU look shifted already, and shift is given neither here nor to the module.
         """
         if labels is None and compute is None:
             if options:
@@ -221,13 +222,13 @@ class LMHead(Linear, Generic[Result]):
             return super().forward(input)
         if any(getattr(hook, "__module__", "") == PLAN for hook in self._forward_hooks.values()):
             raise RuntimeError(
-                "LMHead: PyTorch's ColwiseParallel would take the loss for logits; plan the head as "
+                "LMHead: PyTorch's ColwiseParallel would treat the loss as logits; plan the head as "
                 "onchip.integrations.parallelize.HeadParallel, with the same arguments"
             )
         _refuse_hooks_of_logits("LMHead", self)
         if compute is not None:
             if labels is not None or options:
-                raise TypeError("LMHead: compute is given input, weight and bias alone; pass no labels or options")
+                raise TypeError("LMHead: compute takes only input, weight and bias; pass no labels or options")
             return compute(input, self.weight, self.bias)
         assert labels is not None
         if not (options.get("vocab_group") is not None or is_dtensor(input)):
@@ -235,19 +236,19 @@ class LMHead(Linear, Generic[Result]):
         normalizer = options.get("normalizer")
         if isinstance(normalizer, Tensor) and normalizer.is_floating_point() and normalizer.itemsize < 4:
             raise TypeError(
-                f"LMHead: normalizer is {dtype_name(normalizer.dtype)}, which holds no large count; FSDP's mixed "
-                "precision casts the floats that a module is given: pass an integer tensor or a number"
+                f"LMHead: normalizer is {dtype_name(normalizer.dtype)}, which can't hold a large count; FSDP's mixed "
+                "precision casts a module's floating-point arguments: pass an integer tensor or a number"
             )
         options = with_shift("LMHead", labels, self.options | options)
         return linear_cross_entropy(input, self.weight, labels, self.bias, **options)
 
-    if TYPE_CHECKING:  # torch.nn.Module's has no types
+    if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
         @typed_as(forward)
         def __call__(self, *given: Any, **options: Any) -> Any: ...
 
     def extra_repr(self) -> str:
-        """nn.Linear's, whether labels are shifted, and the options that were given."""
+        """What nn.Linear shows, whether labels are shifted, and the options that were given."""
         options = {"shift": True} | self.options
         return ", ".join([super().extra_repr(), *(f"{name}={x!r}" for name, x in options.items())])
 
@@ -272,42 +273,42 @@ def lm_loss(
 def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
     """The loss of a language model's head, whatever its class, without storing the logits.
 
-    It is `linear_cross_entropy` of what `head(hidden)` would be, exactly, or it raises.
+    The result is exactly that of `linear_cross_entropy` for the logits that `head(hidden)` would give; where that can't
+    be, the call raises.
 
     Args:
         head: one of these.
 
-            - An `LMHead`, also inside of DistributedDataParallel, FSDP or torch.compile: it is called.
-            - A `torch.nn.Linear` whose weight lies here as a whole: a plain one; inside the forward of the module that
-              FSDP wraps, where the head isn't wrapped itself.
-            - PEFT's LoRA layer of one of these two, with any number of active adapters, dropout and lora_bias.
-            - PEFT's wrapper for `modules_to_save` of one of these two.
-            - A whole model that has one of these as its `get_output_embeddings()`, as transformers' have, also inside
-              of PEFT's, DistributedDataParallel, FSDP, DeepSpeed or torch.compile.  What the model does to its logits,
-              a scale (Cohere, Granite) or a softcap (Gemma 2), enters the loss: it is found by running the model's own
-              forward without its layers, on the CPU, in each call (some milliseconds); torch.compile does it
-              once.
+            - An `LMHead`, alone or inside DistributedDataParallel, FSDP or torch.compile.  It is called.
+            - A plain `torch.nn.Linear` whose whole weight is in memory.  Under FSDP that is so inside the forward of
+              the module that FSDP wraps, if the head isn't wrapped by itself.
+            - PEFT's LoRA layer around one of these two, with any number of active adapters, dropout and lora_bias.
+            - PEFT's wrapper for `modules_to_save` around one of these two.
+            - A whole model whose `get_output_embeddings()` is one of these, as in transformers, alone or inside PEFT,
+              DistributedDataParallel, FSDP, DeepSpeed or torch.compile.  If the model scales its logits (Cohere,
+              Granite) or caps them (Gemma 2), so does the loss.  To find that out, each call runs the model's own
+              forward without its layers on the CPU, which takes some milliseconds; torch.compile does it once.
         hidden: [..., S, H], what the head would be called with: for a model the `last_hidden_state` of its body, as in
             `model.get_decoder()(input_ids).last_hidden_state`.
         labels: [..., S] of any integer dtype, as the data has them: position i is compared with label i + 1.  With
-            shift=False those that each position is to predict.
-        options: arguments of `linear_cross_entropy`; they override those that an `LMHead` has, also inside of PEFT's
-            layer.  shift is True unless the head says otherwise.  softcap and logit_scale of a head that is given alone
-            must be passed where its model has them; a model's own can't be changed.
+            shift=False position i is compared with label i.
+        options: arguments of `linear_cross_entropy`; they override the options of an `LMHead`, also of one inside
+            PEFT's layer.  shift is True unless the head says otherwise.  If you pass a head alone, pass its model's
+            softcap and logit_scale too; for a whole model they are found, and can't be changed.
 
     Returns:
         What `linear_cross_entropy` returns: the loss, or with return_stats `(loss, LinearCrossEntropyStats)`.
 
     Raises:
-        TypeError: a head of another class, or an adapter of another kind; a model whose logits are anything but its
-            head's, scaled or capped, or whose forward can't be followed: pass its head.
-        ValueError: a softcap or logit_scale that isn't the model's.
-        RuntimeError: the head's weight isn't here as a whole, or the head has hooks, which must run: make it an
-            `LMHead`.  PEFT's adapters are merged and disabled.
-        Otherwise as `linear_cross_entropy`.
+        TypeError: the head has another class, or an adapter of another kind; or the model does more to its logits than
+            scale and cap them, or its forward can't be followed: then pass its head.
+        ValueError: softcap or logit_scale isn't the model's.
+        RuntimeError: the head's whole weight isn't in memory, or the head has hooks, which must run: make it an
+            `LMHead`.  Or PEFT's adapters are merged and disabled.
+        Otherwise what `linear_cross_entropy` raises.
 
-    Memory: `linear_cross_entropy`'s.  Under LoRA, with adapters of rank r in all, also a weight [V, H + r] and its
-    gradient, even if the head's own weight is frozen.
+    Memory: that of `linear_cross_entropy`.  LoRA, with adapters whose ranks add up to r, adds a weight [V, H + r] and
+    its gradient, even if the head's own weight is frozen.
 
     Example:
         >>> import torch
@@ -322,17 +323,17 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
         require_tensor("lm_loss", name, x)
     head, own = found_head("lm_loss", head, options)
     if isinstance(called(head), LMHead):
-        return head(hidden, labels=labels, **own | options)  # by name, so that no pre-hook drops them
+        return head(hidden, labels=labels, **own | options)  # by name, so that no pre-hook drops the labels
     operands = linear_operands("lm_loss", head, hidden)
     options = with_shift("lm_loss", labels, stored_options(head) | own | options)
     return linear_cross_entropy(operands.hidden, operands.weight, labels, operands.bias, **options)
 
 
 def found_head(op: str, given: Any, options: Mapping[str, Any], remedy: str = HEAD_ALONE) -> tuple[Any, dict[str, Any]]:
-    """The head that is given, alone or in a model, and what the model itself does to its logits: options of a loss.
+    """The head, given alone or in a model, and the options with which a loss repeats what the model does to its logits.
 
-    Raises ValueError where the caller's `options`, or those that an LMHead has, say something else, and TypeError, with
-    the remedy, where what the model does isn't known.
+    Raises ValueError if the caller's `options`, or an LMHead's, contradict these, and TypeError, with the remedy, if
+    it isn't known what the model does.
     """
     model = inner_model(given)
     if model is None:
@@ -348,14 +349,14 @@ def found_head(op: str, given: Any, options: Mapping[str, Any], remedy: str = HE
             numbers = isinstance(x, float) and isinstance(other, int | float)
             if other != x and not (numbers and math.isclose(x, other, rel_tol=1e-5)):
                 raise ValueError(
-                    f"{op}: {whose} {name}={other}, but logits of {type(model).__name__} have {name}={x}; leave it "
+                    f"{op}: {whose} {name}={other}, but the logits of {type(model).__name__} have {name}={x}; leave it "
                     "out, or pass the head alone, as model.get_output_embeddings()"
                 )
     return head, own
 
 
 def computed(op: str, head: Any, hidden: Tensor, compute: Compute[Made], *, sharded: bool = False) -> Made:
-    """`compute(hidden, weight, bias)` of a head, in its forward where it is an LMHead.
+    """`compute(hidden, weight, bias)` for a head; for an LMHead it is called in the head's forward.
 
     The weight is whole, unless the vocabulary is `sharded`.
     """
@@ -372,12 +373,12 @@ def computed(op: str, head: Any, hidden: Tensor, compute: Compute[Made], *, shar
 
 
 def with_shift(op: str, labels: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, and that labels are shifted where nobody says whether.  Warn of some that seem to be already."""
+    """The options, with shift=True if it isn't among them; then warn of labels that look shifted already."""
     if "shift" not in options and _seem_shifted(labels, options.get("ignore_index", -100)):
         warnings.warn(
-            f"{op}: the last label of each sequence, and no other, is ignored, as where labels are shifted already; "
-            f"{op} shifts them by one, so that position i predicts label i + 1: pass shift=False if each label is what "
-            "its position predicts, or shift=True to say that they are as the data has them",
+            f"{op}: these labels look shifted already: the last one of each sequence is ignored, and no other; {op} "
+            "shifts them by one, so that position i predicts label i + 1.  Pass shift=False if position i predicts "
+            "label i, or shift=True if the labels are as the data has them",
             stacklevel=3,
         )
     default: dict[str, Any] = {"shift": True}
@@ -385,7 +386,7 @@ def with_shift(op: str, labels: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seem_shifted(labels: Any, ignore_index: Any) -> bool:
-    """Whether these plain labels, on the CPU, are like `F.pad(ids[:, 1:], (0, 1), value=ignore_index)`."""
+    """Whether these labels are plain, on the CPU, and like `F.pad(ids[:, 1:], (0, 1), value=ignore_index)`."""
     plain = type(labels) is Tensor and labels.device.type == "cpu" and labels.ndim > 0 and labels.shape[-1] > 1
     if not plain or labels.is_floating_point() or torch.compiler.is_compiling() or type(ignore_index) is not int:
         return False
@@ -404,11 +405,11 @@ class HeadOperands(NamedTuple):
 
 
 def linear_operands(op: str, head: Module, hidden: Tensor) -> HeadOperands:
-    """What a loss of a linear layer takes for `head`, in place of `head(hidden)`; raises what `lm_loss` does.
+    """The operands that a loss of a linear layer takes for `head`; raises what `lm_loss` raises.
 
-    K is H, and under LoRA H and the ranks of the active adapters: hidden beside s A d(hidden), weight beside B, for a
-    scale s and a dropout d.  That is exact, with dropout and for small adapters too, whose sum with a weight of 16 bits
-    would be rounded away.
+    K is H, and under LoRA H plus the ranks of the active adapters: [hidden, s A d(hidden)] and [weight, B], with a
+    scale s and a dropout d.  That is exact, also with dropout and for small adapters, which would be rounded away if
+    they were added to a 16-bit weight.
     """
     if _is_of_peft(head, *SAVED):
         _refuse_hooks(op, head)
@@ -426,7 +427,7 @@ def _parameters(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
         raise TypeError(
             f"{op}: head must be a torch.nn.Linear or an LMHead, or one of these in PEFT's LoRA layer or "
             f"modules_to_save, or a model with get_output_embeddings; got {described(head)}, whose logits may be "
-            "something else; make the nn.Linear that it stands for an LMHead, and call that with labels"
+            "something else; use an LMHead in its place, and call that with labels"
         )
     _refuse_hooks(op, head)
     _require_whole(op, head.weight)
@@ -435,41 +436,41 @@ def _parameters(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
 
 def _require_whole(op: str, weight: Tensor) -> None:
     """Raise for a weight that is sharded, or was freed."""
-    refuse_transforms(op)  # whose tensors have no memory to look for
+    refuse_transforms(op)  # their tensors have no memory to look for
     plain = type(weight) in (Tensor, Parameter)
     whole = plain or not is_dtensor(weight)
     if plain and not torch.compiler.is_compiling() and not weight.is_meta:
         whole = weight.ndim == 2 and weight.untyped_storage().nbytes() > 0
     if not whole:
         raise RuntimeError(
-            f"{op}: the head's weight isn't here as a whole; it is sharded, as FSDP's are outside of forward.  Call "
-            "this inside the forward of the module that FSDP wraps; or make the head an LMHead.from_linear(head) "
-            "before, and wrap it by itself.  Under tensor parallelism call an LMHead with vocab_group"
+            f"{op}: the head's weight is sharded, as weights under FSDP are outside forward.  Call this inside the "
+            "forward of the module that FSDP wraps; or replace the head by LMHead.from_linear(head) before wrapping, "
+            "and wrap it by itself.  Under tensor parallelism call an LMHead with vocab_group"
         )
 
 
 def _refuse_hooks(op: str, module: Any) -> None:
-    """Raise for a module whose parameters are read while its call would run something else too."""
+    """Raise for a module with hooks, which don't run where its parameters are read without calling it."""
     _refuse_hooks_of_logits(op, module)
     if any(getattr(module, name) for name in HOOKS):
         raise RuntimeError(
-            f"{op}: {described(module)} has hooks, as FSDP2 and DeepSpeed register them to gather its weight, that "
-            "run only when it is called: make the head an LMHead.from_linear(head) before, or, under PEFT, leave "
-            "it to the fully_shard of the module around it"
+            f"{op}: {described(module)} has hooks that run only when it is called, like those that gather a weight "
+            "under FSDP2 and DeepSpeed; replace the head by LMHead.from_linear(head) before wrapping, or, under PEFT, "
+            "leave it to the fully_shard of the module around it"
         )
 
 
 def _refuse_hooks_of_logits(op: str, module: Any) -> None:
-    """Raise for a module with hooks that may look at logits, or change them, where there are none."""
+    """Raise for a module with hooks that may read or change logits, since no logits are computed."""
     for name in HOOKS:
         for hook in getattr(module, name).values():
-            hook = getattr(hook, "func", hook)  # of a partial
+            hook = getattr(hook, "func", hook)  # a partial's function
             if not (getattr(hook, "__module__", None) or "").startswith(OF_WEIGHTS):
                 raise RuntimeError(
                     f"{op}: {described(module)} has a {name[1:-1].replace('_', ' ')}, "
-                    f"{getattr(hook, '__qualname__', type(hook).__name__)}, which is made for logits, and there are "
-                    "none; remove it, or compute the loss of the logits, as "
-                    "onchip.torch.cross_entropy(head(hidden), labels, shift=True), or log_probs or jsd of them"
+                    f"{getattr(hook, '__qualname__', type(hook).__name__)}, which expects logits, but none are "
+                    "computed; remove it, or compute the logits and pass them to onchip.torch.cross_entropy, as "
+                    "cross_entropy(head(hidden), labels, shift=True), or to log_probs or jsd"
                 )
 
 
@@ -477,14 +478,14 @@ def _refuse_hooks_of_logits(op: str, module: Any) -> None:
 
 
 def called(head: Any) -> Any:
-    """The module that a call of `head` hands all its arguments on to."""
+    """The module to which a call of `head` passes all its arguments."""
     if (inside := WRAPPERS.get(type(head).__name__)) is not None:
         return called(getattr(head, inside))
     return called(active_module(head)) if _is_of_peft(head, *SAVED) else head
 
 
 def _is_of_peft(head: Any, module: str, name: str) -> bool:
-    """Whether it is of this class of PEFT's, with no forward of its own; PEFT need not be there."""
+    """Whether `head` is an instance of this class of PEFT's, with the class's forward; PEFT need not be installed."""
     kind = getattr(sys.modules.get(module), name, None)
     if kind is None or not isinstance(head, kind):
         return False
@@ -492,7 +493,7 @@ def _is_of_peft(head: Any, module: str, name: str) -> bool:
 
 
 def active_module(wrapper: Any) -> Any:
-    """The one of the modules in a `ModulesToSaveWrapper` that it calls."""
+    """The module that a `ModulesToSaveWrapper` calls."""
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     return wrapper.original_module if wrapper.disable_adapters or not active else wrapper.modules_to_save[active[0]]
 
@@ -507,18 +508,18 @@ def stored_options(head: Any) -> dict[str, Any]:
 
 
 def lora_operands(op: str, head: Any, hidden: Tensor) -> HeadOperands:
-    """As `linear_operands`, of PEFT's layer, which may be what is being called."""
+    """As `linear_operands`, for PEFT's LoRA layer, which may be the module that is being called."""
     weight, bias = _parameters(op, head.base_layer)
     if head.disable_adapters and head.merged:
-        raise RuntimeError(f"{op}: the adapters of head are merged into its weight, and disabled; call head.unmerge()")
+        raise RuntimeError(f"{op}: head's adapters are merged into its weight, but disabled; call head.unmerge()")
     rows, columns = [hidden], [weight]
     for name in head.active_adapters if not (head.disable_adapters or head.merged) else ():
         if name not in head.lora_A:
             continue
         if name in head.lora_variant:
             raise TypeError(
-                f"{op}: adapter {name!r} of head is a {type(head.lora_variant[name]).__name__}, whose logits are no "
-                "sum of two products; take plain LoRA for the head, or merge the adapter"
+                f"{op}: head's adapter {name!r} is a {type(head.lora_variant[name]).__name__}, whose logits aren't a "
+                "sum of two products; use plain LoRA for the head, or merge the adapter"
             )
         down, scale = head.lora_A[name], head.scaling[name]
         up, up_bias = _parameters(op, head.lora_B[name])

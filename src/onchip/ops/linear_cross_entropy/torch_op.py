@@ -1,7 +1,7 @@
 """linear_cross_entropy for PyTorch: the public function and module.
 
-`linear_cross_entropy` checks its inputs and chooses a backend, which is an operator (`frontend.torch_register`) of a
-`LinearCrossEntropyCall` (torch_call.py), whatever its labels are, and whether its vocabulary is sharded.  The
+`linear_cross_entropy` checks its inputs and chooses a backend.  Each backend is an operator (`frontend.torch_register`)
+that takes a `LinearCrossEntropyCall` (torch_call.py), for labels of any kind and a sharded vocabulary too.  The
 operator's `_forward` (in plain_op.py, triton_op.py or fp8_op.py) runs a walk of the engine (`vocab`).
 """
 
@@ -48,7 +48,7 @@ BACKENDS = ("triton", "plain")
 
 
 class HeadModuleKeywords(LossKeywords, total=False):
-    """What the module takes by keyword, but for return_stats."""
+    """The module's keywords, except return_stats."""
 
     shift: bool
     strategy: Strategy
@@ -57,7 +57,7 @@ class HeadModuleKeywords(LossKeywords, total=False):
 
 
 class HeadKeywords(LossKeywords, OfToken, OfShards, total=False):
-    """What the function takes by keyword, but for labels and return_stats."""
+    """The function's keywords, except labels and return_stats."""
 
     shift: bool
     strategy: Strategy
@@ -106,7 +106,7 @@ def linear_cross_entropy(
     target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
     bias: Tensor | None = None,  # [V]
     *,
-    labels: Tensor | TopK[Tensor] | None = None,  # another name of target
+    labels: Tensor | TopK[Tensor] | None = None,  # another name for target
     shift: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
@@ -139,88 +139,92 @@ def linear_cross_entropy(
         token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
-    `F.cross_entropy(F.linear(hidden, weight, bias), target)`, with float32 logits (of float64 inputs float64 ones).
+    `F.cross_entropy(F.linear(hidden, weight, bias), target)`, with float32 logits (float64 for float64 inputs).
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T tokens.
         weight: [V, H] like `nn.Linear`'s, of hidden's dtype.  If one of them is float32 and the other has 16 bits, the
-            products have 16 bits; under autocast they have its dtype.  float64 goes with float64 only, and autocast
-            leaves it alone.  The transpose of a [H, V] kernel is read in place; "triton" copies it if V is no multiple
-            of 8.  With precision="fp8" also a weight from `quantize_weight`.
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
-            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1.  All tokens count: soft labels have no ignore_index.
-        labels: another name of target, by keyword.
+            products take 16-bit operands; under autocast they take its dtype.  float64 goes with float64 only, and
+            autocast leaves it alone.  The transpose of an [H, V] weight is read in place, except that "triton" copies
+            it if V is no multiple of 8.  With precision="fp8" it may also be the result of `quantize_weight`.
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels q,
+            for which the loss has sum(q * (lse - z)) in place of lse - z[target]: the probabilities of all entries,
+            floating point [..., V], or those of K entries, `TopK(indices, values, kind, rest="truncated")` of
+            [..., K] with kind "probs" or "log_probs".  q need not sum to 1.  All tokens count then, and there is no
+            ignore_index.
+        labels: another name for target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: pass True if target holds the sequence's own tokens, [..., S]: position i then predicts label i + 1, and
             the last position costs nothing.  token_weight is indexed by label and shifted with it.  Everything else,
             including the losses of reduction="none", is indexed by hidden position.  Labels and their weights are
             copied and hidden isn't; with soft labels, [..., S, V] or [..., S, K], it is the other way round.
-        ignore_index: tokens with this target add no loss, and their gradients are exactly 0, whatever they hold.
+        ignore_index: tokens with this target add no loss, and their gradients are exactly 0, whatever values their
+            hidden states hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
             accumulation, the count over all micro-batches.  If every token is ignored, a 0-d tensor may hold anything.
-            A constant to autograd.
-        token_weight: [...] factor of each token's loss.  It doesn't change what "mean" divides by.  A constant.
-        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, as `F.cross_entropy(weight=)`
-            has them: w[target] of lse - z[target], and w[v] of each lse - z[v] that label smoothing adds; z-loss has
-            none.  "mean" then divides by the sum of w[target] over tokens that are not ignored (by 1 where that is 0),
-            unless there is a normalizer.  With soft labels it multiplies each entry's probability, and "mean" divides
-            by the number of tokens.  A constant.
+        token_weight: [...] factor of each token's loss.  It doesn't change what "mean" divides by.
+        class_weight: [V] float32 or of weight's dtype, 0 or more: factors w of the classes, as in
+            `F.cross_entropy(weight=)`.  w[target] multiplies lse - z[target], w[v] each lse - z[v] that label smoothing
+            adds; z-loss has no factor.  "mean" then divides by the sum of w[target] over tokens that are not ignored
+            (by 1 if that is 0), unless there is a normalizer.  With soft labels w multiplies each entry's probability,
+            and "mean" divides by the number of tokens.
         label_smoothing: in [0, 1]: how much of the target's probability is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: multiplies the logits before softcap.
-        temperature: above 0: divides the logits after softcap; a number, or a constant [...] tensor.
+        temperature: above 0: divides the logits after softcap; a number or a [...] tensor.
         check_inputs: check values on the GPU too, including a quantised weight's copies.  This waits for the device.
             On the CPU values are always checked.
-        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, text like "1GiB" or
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB" or
             "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default: 256 MiB or an
-            eighth of the float32 logits, whichever is more, and at least what one chunk needs; without gradients
-            "triton" takes 64 MiB, and precision="fp8" what chunks of 2048 tokens need.
-        strategy: "stash" does 3 products: "triton" keeps the logits' exponentials until backward, as far as it can in
-            the memory of the weight's gradient; "plain" computes gradients in forward, chunk by chunk of
-            tokens.  "recompute" does 4 in less memory: backward computes the logits again.  "auto" is the fastest that
-            fits scratch_bytes; with "triton" that may be some tokens by one and the rest by the other.  With "plain"
-            and reduction="none", gradients of weight and bias are always made by "recompute".
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "plain" (the framework's own
-            matrix products) or "auto": the first of these that can run; float64 has "plain".
+            eighth of the float32 logits, whichever is more, and at least what one chunk needs; without gradients 64 MiB
+            for "triton", and what chunks of 2048 tokens need for precision="fp8".
+        strategy: "stash" does 3 matrix products: "triton" keeps the logits' exponentials until backward, as far as it
+            can in the memory of the weight's gradient; "plain" computes gradients in forward, chunk by chunk of tokens.
+            "recompute" does 4 products in less memory: backward computes the logits again.  "auto" is the fastest that
+            fits scratch_bytes; with "triton" that may be one strategy for some tokens and the other for the rest.  With
+            "plain" and reduction="none", gradients of weight and bias always take "recompute".
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "plain" (PyTorch's own matrix
+            products) or "auto": the first of these that can run the call.  Products in float32 or float64 take "plain".
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  For an lse with
             a gradient use `linear_log_probs`.
         weight_grad_out: [V, H] float32 (float64 if weight is), contiguous: backward adds the weight's gradient to it,
-            and weight.grad stays as it is.  Use it for a main gradient in float32 over micro-batches.
-        precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
+            and leaves weight.grad alone.  Use it to accumulate a float32 main gradient over micro-batches.
+        precision: "full": products in the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
             must not be "recompute".  Backend "triton" then needs compute capability 9.0; "plain" emulates the same on
             any device by products of the dequantised numbers.
-        vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
-            its rows of weight, bias and weight_grad_out.  Everything else, including targets and class_weight, is for
-            the whole vocabulary and the same on each rank; so is the loss, to the bit.  With soft labels for every
-            entry a rank passes its columns, [..., V_local], as many as its rows of weight; "plain" runs these.
+        vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism).  Each rank
+            passes its rows of weight, bias and weight_grad_out.  Everything else, including targets and class_weight,
+            is for the whole vocabulary and the same on each rank; so is the loss, to the bit.  Of soft labels for all
+            entries a rank passes its columns, [..., V_local], as many as its rows of weight; they take backend "plain".
             DTensors on a mesh of one dimension need no group: a weight with Shard(0), such labels with Shard(-1),
-            hidden states with Replicate() or Shard of tokens.  strategy="stash" with precision="full" raises.  The
-            guide docs/guides/vocab_parallel.md has more.
-        vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
-            rows; shards may be uneven and empty.
+            hidden states with Replicate() or with their tokens sharded.  strategy="stash" with precision="full" raises.
+            See the guide docs/guides/vocab_parallel.md.
+        vocab_start: index of this rank's first row.  By default the rows are split as torch.chunk splits them: all
+            ranks but the last ones have equally many.  Shards may be uneven or empty.
         vocab_size: size of the whole vocabulary, without padding; later rows are left out and get gradients of 0.
-            Default: the number of all ranks' rows, which must then be the same on each.
-        hidden_layout: "replicated": each rank has all tokens.  "sequence": each has a part of the tokens, in one
-            dimension of hidden, in the order of ranks; the targets are those of all.
-        reduce_hidden_grad: False leaves hidden's gradient as the part that comes from this rank's rows: the caller adds
-            up those of all ranks.
+            Default: the number of rows of all ranks, each of which must then have the same number.
+        hidden_layout: "replicated": each rank has all tokens.  "sequence": each has a part of the tokens, along one
+            dimension of hidden, in the order of the ranks; the targets are those of all tokens.
+        reduce_hidden_grad: if False, hidden's gradient is only the part that comes from this rank's rows, and the
+            caller adds up the parts of all ranks.
+
+    Gradients are those of hidden, weight and bias.  Every other tensor must not require one: pass it detached.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or of target's shape; with return_stats `(loss,
         LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, range or option; on the CPU (with check_inputs also on the GPU) a target that
-            is neither ignore_index nor in [0, V), a temperature or normalizer that is not above 0.  On the GPU without
-            check_inputs such a target makes its token's loss, and the gradients that it enters, NaN.
-        RuntimeError: differentiated twice, called inside a torch.func transform, or a weight that has changed since it
-            was quantised (checked as values are).
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, device, range or option is wrong; scratch_bytes is too small (the message says what
+            suffices); or, on the CPU (with check_inputs also on the GPU), a target is neither ignore_index nor in
+            [0, V), or a temperature or normalizer is not above 0.  On the GPU without check_inputs such a target makes
+            its token's loss, and the gradients that it enters, NaN.
+        RuntimeError: the loss is differentiated twice, the call is inside a torch.func transform, or a weight has
+            changed since it was quantised (checked whenever values are).
 
     Memory: `onchip plan` prints it, with `--precision fp8` for precision="fp8"; `scratch_parts` of
     `onchip.vocab.memory` ("plain"), `onchip.vocab.triton.memory` and `onchip.vocab.fp8.memory` (precision="fp8") are
@@ -304,8 +308,8 @@ def linear_cross_entropy(
     if shards.there:
         several = 1 if numbers is None else SENT if kind == "dense" else numbers.shape[-1]
         if chosen == "triton" and shards.most:
-            # What differs from rank to rank, as copies do, must not change the plan; and what a layout of hidden states
-            # takes is beside it.
+            # All ranks must make the same plan, so it leaves out what differs between them: copies, and the memory that
+            # a layout of hidden states takes.
             copied = 4 * sent_numbers(math.prod(leading), several, shards)
         else:
             copied += sent_bytes(math.prod(leading), several, shards, hidden)
@@ -347,7 +351,7 @@ def linear_cross_entropy(
 
 
 def _check_options(options: LinearCrossEntropyOptions, leading: tuple[int, ...], shards: Shards, *, soft: bool) -> None:
-    """Raise for what labels or a vocabulary of this kind have no way to compute."""
+    """Raise for options that labels of this kind, or a sharded vocabulary, don't have."""
     stashed = options.precision == "full" and options.strategy == "stash"
     check_shift(OP, options.shift, leading, "hidden of shape [..., S, H]" if soft else "target of shape [..., S]")
     if soft:
@@ -361,17 +365,17 @@ def _check_options(options: LinearCrossEntropyOptions, leading: tuple[int, ...],
         )
     if soft and options.shift and shards.sequence == len(leading) - 1:
         raise ValueError(
-            f"{OP}: shift=True of soft labels leaves out each sequence's last hidden state, which another rank may "
-            "have; pass hidden that isn't sharded within sequences, or labels of the next positions with a "
-            "token_weight of 0 for the last"
+            f"{OP}: shift=True with soft labels leaves out each sequence's last hidden state, which may lie on another "
+            "rank; pass hidden that isn't sharded within sequences, or the next positions' labels and a token_weight "
+            "of 0 for the last position"
         )
 
 
 def _without_last(
     hidden: Tensor, target: Any, token_weight: Tensor | None, tau: Tensor | None
 ) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
-    """Views without each sequence's last position, which predicts nothing, and the first's soft labels, which nothing
-    predicts; all is by position then."""
+    """Views without each sequence's last position, which predicts nothing, and without its first soft labels, which
+    nothing predicts, so that all of them are indexed by position."""
     if isinstance(target, TopK):
         target = target._replace(indices=target.indices[..., 1:, :], values=target.values[..., 1:, :])
     else:
@@ -386,14 +390,14 @@ def _refusal(hidden: Tensor, numbers: Tensor | None, kind: str, dtype: torch.dty
     if numbers is not None and kind == "dense":
         reason = layout_refusal("target", numbers)
         if shards.there:
-            reason = "its labels of every entry take no sharded vocabulary; pass backend='plain', or K ids"
+            reason = "soft labels for all entries take no sharded vocabulary here; pass backend='plain', or K ids"
     return reason or setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 
 class LinearCrossEntropyLoss(LossModule[Result]):
-    """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
+    """`linear_cross_entropy` as a module without parameters: call it with hidden and weight in place of logits.
 
-    Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
+    It takes the options of `linear_cross_entropy` once; arguments that change from call to call go to `forward`.
 
     Example:
         >>> import torch
@@ -459,7 +463,7 @@ class LinearCrossEntropyLoss(LossModule[Result]):
         hidden_layout: HiddenLayout = "replicated",
         reduce_hidden_grad: bool = True,
     ) -> Result:
-        """The loss, or `(loss, stats)`; arguments as in `linear_cross_entropy`, these overriding the module's."""
+        """The loss, or `(loss, stats)`.  Arguments are as in `linear_cross_entropy` and override the module's."""
         keywords = self.keywords(
             normalizer=normalizer,
             token_weight=token_weight,
@@ -475,7 +479,7 @@ class LinearCrossEntropyLoss(LossModule[Result]):
         made: Any = linear_cross_entropy(hidden, weight, target, bias, labels=labels, **keywords)
         return made  # type: ignore[no-any-return]
 
-    if TYPE_CHECKING:  # torch.nn.Module's has no types
+    if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
         @typed_as(forward)
         def __call__(self, *given: Any, **options: Any) -> Any: ...

@@ -41,7 +41,7 @@ def linear_jsd(
     temperature: float = 1.0,
     temperature_squared: bool = False,
     target: Tensor | None = None,  # [...]
-    labels: Tensor | None = None,  # another name of target
+    labels: Tensor | None = None,  # another name for target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
     reduction: Reduction = "mean",
@@ -86,7 +86,7 @@ def linear_jsd(
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
-        labels: another name of target.
+        labels: another name for target.
         ignore_index, token_weight, reduction, normalizer, check_inputs: as in `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
@@ -173,7 +173,7 @@ def jsd(
     temperature: float = 1.0,
     temperature_squared: bool = False,
     target: Tensor | None = None,  # [...]
-    labels: Tensor | None = None,  # another name of target
+    labels: Tensor | None = None,  # another name for target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
     reduction: Reduction = "mean",

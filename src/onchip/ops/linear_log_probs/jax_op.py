@@ -172,7 +172,7 @@ def linear_log_probs(
     ids: Array | None = None,  # [...] or [..., K]
     bias: Array | None = None,  # [V]
     *,
-    labels: Array | None = None,  # another name of ids
+    labels: Array | None = None,  # another name for ids
     weight_layout: WeightLayout = "vh",
     axis_name: str | None = None,
     vocab_size: int | None = None,
@@ -209,7 +209,7 @@ def linear_log_probs(
             dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
-        labels: another name of ids, by keyword.
+        labels: another name for ids, by keyword.
         shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
             position i + 1, and the last one has none, as if they were ignored.  Each device must hold
             whole sequences inside of `jax.shard_map`.
@@ -316,7 +316,7 @@ def sharded_linear_log_probs(
     ids: Array | None = None,  # [...] or [..., K]
     bias: Array | None = None,  # [V]
     *,
-    labels: Array | None = None,  # another name of ids
+    labels: Array | None = None,  # another name for ids
     vocab_axis: str,
     token_axes: TokenAxes = (),
     mesh: Mesh | AbstractMesh | None = None,

@@ -78,7 +78,7 @@ def log_probs(
     logits: Array,  # [..., V]
     ids: Array | None = None,  # [...] or [..., K]
     *,
-    labels: Array | None = None,  # another name of ids
+    labels: Array | None = None,  # another name for ids
     axis_name: str | None = None,
     vocab_size: int | None = None,
     ignore_index: int = -100,

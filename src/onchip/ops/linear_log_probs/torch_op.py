@@ -166,7 +166,7 @@ def linear_log_probs(
     ids: Tensor | None = None,  # [...] or [..., K]
     bias: Tensor | None = None,  # [V]
     *,
-    labels: Tensor | None = None,  # another name of ids
+    labels: Tensor | None = None,  # another name for ids
     shift: bool = False,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -202,7 +202,7 @@ def linear_log_probs(
         weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as in `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
-        labels: another name of ids, by keyword.
+        labels: another name for ids, by keyword.
         shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
             position i + 1, and the last one has none, as if they were ignored.  ids are copied, hidden isn't.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing

@@ -48,7 +48,7 @@ def log_probs(
     logits: Tensor,  # [..., V]
     ids: Tensor | None = None,  # [...] or [..., K]
     *,
-    labels: Tensor | None = None,  # another name of ids
+    labels: Tensor | None = None,  # another name for ids
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
