@@ -73,7 +73,7 @@ OWN = {
     sharded_linear_jsd: {
         "vocab is too large": ({"vocab": 17}, ValueError, "vocab=17 but 4 devices have 4 entries each"),
         "V doesn't divide": ({"student_weight": ones((15, 8)), "teacher_weight": ones((15, 8))}, ValueError, "student_weight has V=15, which 4 devices along 'model' can't share evenly; pad it to 16 and pass vocab=15"),
-        "V of the models differ": ({"teacher_weight": ones((20, 8))}, ValueError, "parts of a vocabulary that is split must be as large; got 16 and 20 entries; pad both to the same, and pass vocab"),
+        "V of the models differ": ({"teacher_weight": ones((20, 8))}, ValueError, "parts of a split vocabulary must have the same size; got 16 and 20 entries; pad both to one size, and pass vocab"),
         "logits of another V": ({"teacher_hidden": None, "teacher_weight": None, "teacher_logits": ones((2, 6, 20))}, ValueError, "got 16 and 20 entries"),
     },
 }  # fmt: skip

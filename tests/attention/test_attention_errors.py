@@ -29,7 +29,7 @@ WRONG = {
     "sinks": (ValueError, {"sinks": torch.zeros(2)}, "sinks must be [4], a number for each head of q"),
     "scale": (TypeError, {"scale": "1"}, "scale must be"),
     "kernels": (ValueError, {"backend": "triton"}, "backend 'triton' can't run this call: it runs on CUDA tensors"),
-    "budget": (ValueError, {"scratch_bytes": 100}, "scratch_bytes=100 is too small: it needs at least"),
+    "budget": (ValueError, {"scratch_bytes": 100}, "scratch_bytes=100 is too small; the call needs at least"),
     "budget's unit": (ValueError, {"scratch_bytes": "1GB"}, "did you mean '1GiB'"),
     "no mask": (TypeError, {"mask": None}, "mask must be one of Full, Causal"),
     "a matrix": (TypeError, {"mask": torch.ones(6, 6, dtype=torch.bool)}, "mask must be one of"),

@@ -96,7 +96,7 @@ def test_a_sequence_that_is_sharded_by_its_type_raises():
     P = jax.sharding.PartitionSpec
     with jax.set_mesh(mesh):
         given = [jax.device_put(x, P(None, "data")) for x in drawn()]
-        with pytest.raises(ValueError, match="the tokens of q are sharded over 'data', by its type"):
+        with pytest.raises(ValueError, match="by its type q has its tokens sharded over 'data'"):
             jax.jit(attention)(*given)
 
 

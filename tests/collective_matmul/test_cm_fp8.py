@@ -117,7 +117,7 @@ def refusals(rank, ranks):
         for given, more, kind, match in (
             ((x[: 2 * ranks], weight), {}, ValueError, r"128 tokens share a scale .* ranks has \d+; pad .* by 12"),
             ((x.double(), weight.double()), {}, TypeError, "precision='fp8' takes float32, .* float16; got float64"),
-            ((x.bfloat16(), weight.bfloat16()), {"reduce_dtype": torch.bfloat16}, ValueError, "leave reduce_dtype out"),
+            ((x.bfloat16(), weight.bfloat16()), {"reduce_dtype": torch.bfloat16}, ValueError, "leave out reduce_dtype"),
             ((x, weight), {"backend": "collective"}, ValueError, "it has no precision='fp8'; pass backend='ring' or"),
             ((x, weight), {"backend": "symmetric"}, ValueError, "it runs on CUDA tensors, not on 'cpu'"),
             ((x, weight), {"precision": "e4m3"}, ValueError, "precision must be one of 'full', 'fp8'; got 'e4m3'"),

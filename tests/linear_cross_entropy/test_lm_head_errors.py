@@ -176,5 +176,5 @@ def test_labels_that_seem_to_be_shifted():
                 call(shifted, shift=shift)
             for labels in (ids, padded, shifted.to("cpu").roll(1, -1)):
                 call(labels)
-    with pytest.warns(UserWarning, match="LMHead: the last label"):
+    with pytest.warns(UserWarning, match="LMHead: these labels look shifted already"):
         ways["LMHead"](shifted.clamp(min=0).index_fill(1, torch.tensor([8]), 69), ignore_index=69)

@@ -96,7 +96,7 @@ def wrong_divergences(rank, ranks):
         outside,
         ({"teacher_topk": equal}, "must be distinct within a token"),
         ({"teacher_grad": True}, "teacher_grad=True needs a teacher with all logits"),
-        ({"vocab": 60}, "vocab=60 with a sharded vocabulary is called vocab_size"),
+        ({"vocab": 60}, "got vocab=60 with a sharded vocabulary; pass vocab_size"),
         (hidden, "teacher_weight has 122 of the vocabulary's entries but student_weight has"),
     )
     rows = [(wrong, ValueError, match) for wrong, match in rows]

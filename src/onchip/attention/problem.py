@@ -155,7 +155,7 @@ def rows_of_block(
     fixed, least = need(0), least_scratch(p, dtype_bytes, backward=backward, softcap=softcap)
     rows = (budget - fixed) // max(1, need(1) - fixed)
     if budget < least and p.queries * p.keys > 0:
-        raise ValueError(f"{OP}: scratch_bytes={budget} is too small: it needs at least {least} bytes")
+        raise ValueError(f"{OP}: scratch_bytes={budget} is too small; the call needs at least {least} bytes")
     return int(max(1, min(rows, MOST_ROWS, p.queries)))
 
 

@@ -160,7 +160,7 @@ class _Known(NamedTuple):
     inputs: Callable[[Made], Made]
     """The differentiable tensors, of those at all places."""
     kept: Callable[[Made], Made]
-    """What backward is given."""
+    """What forward keeps for backward."""
     saving: Saving | None
     """All else of it."""
     result: Callable[[Made], Any]

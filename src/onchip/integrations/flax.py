@@ -268,7 +268,7 @@ def attention_fn(
     Source: `flax/nnx/nn/attention.py`.
     """
     if bias is not None:
-        raise ValueError("attention_fn: bias must be None: scores have no bias here; leave attention_fn= out")
+        raise ValueError("attention_fn: bias must be None, as scores have no bias here; leave out attention_fn=")
     if dropout_rate > 0 and not deterministic:
         raise ValueError(
             f"attention_fn: dropout_rate must be 0 in training: there is no dropout here; got {dropout_rate}"

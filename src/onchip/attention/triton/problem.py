@@ -57,7 +57,7 @@ def refusal(
         )
     least = least_memory(p, backward=backward, sinks=sinks)
     if scratch_bytes is not None and scratch_bytes < least:
-        return f"scratch_bytes={scratch_bytes} is too small: it needs {least} bytes"
+        return f"scratch_bytes={scratch_bytes} is too small; the call needs {least} bytes"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of attention: its inputs, its peers, and what a result is checked by."""
+"""The benchmark of attention: its inputs, its peers, and how results are checked."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -82,9 +82,9 @@ class AttentionBenchmark(BenchedOp):
         return steps
 
     def floor(self, problem: AttentionBenchProblem, mode: str) -> Step | None:
-        """One dense product of as many operations as those of what is seen, by cuBLAS.
+        """One dense product by cuBLAS, with as many operations as attention needs for the scores that are seen.
 
-        They are two products in forward, and five more in backward, one of which computes the scores again.
+        Attention needs two products in forward, and five more in backward, one of which computes the scores again.
         """
         case, mask = problem.case, problem.mask
         if mask.stop is not None:
@@ -103,7 +103,7 @@ class AttentionBenchmark(BenchedOp):
         return step
 
     def reference(self, problem: AttentionBenchProblem) -> dict[str, Any]:
-        """What is right, in float64, head by head, with the bounds."""
+        """The exact results, computed in float64 head by head, with their bounds."""
         case, dtype = problem.case, dtype_name(problem.q.dtype)
         with self.fw.in_float64():
             right = _in_float64(self.fw, problem)
@@ -132,7 +132,7 @@ class AttentionBenchmark(BenchedOp):
 
 
 _NO_NUMBERS = reference.AttentionResult(*[np.zeros(1)] * 6)
-"""Stands for an oracle's results where bounds need their names alone."""
+"""Stands for an oracle's results where bounds need only their names."""
 
 
 def _called(function: Callable[..., Any], mask: Intervals, options: Mapping[str, Any], q: Any, k: Any, v: Any) -> Any:

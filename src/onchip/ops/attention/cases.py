@@ -17,7 +17,7 @@ Put = Callable[[npt.NDArray[Any]], Any]
 
 
 class Drawn(NamedTuple):
-    """What masks are made of, for a batch of so many queries and keys: positions, and numbers drawn for them."""
+    """The numbers from which masks are made, for a batch of this many queries and keys: positions, and random draws."""
 
     batch: int
     queries: int
@@ -84,7 +84,7 @@ def _same(x: npt.NDArray[Any]) -> Seen:
 
 
 class Kind(NamedTuple):
-    """One kind of mask, and what is seen under it written out, [B, Tq, Tk] or fewer dimensions."""
+    """One kind of mask, and which keys are seen under it, written out: [B, Tq, Tk] or fewer dimensions."""
 
     make: Callable[[Put, Drawn], Mask]
     seen: Callable[[Drawn], Any]
@@ -191,7 +191,7 @@ class AttentionCase:
     value_size: int = 16
     sinks: bool = False
     std: float = 1.0
-    """Of q and k: that of the scores is its square."""
+    """Standard deviation of q and k; that of the scores is its square."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the op: softcap, scale."""
 
@@ -211,7 +211,7 @@ class AttentionCase:
 
 
 class AttentionInputs(NamedTuple):
-    """Arrays of one case; what the case doesn't have is None."""
+    """The arrays of one case; None where the case has no such array."""
 
     q: Float32  # [B, Tq, Hq, D]
     k: Float32  # [B, Tk, Hk, D]
@@ -222,7 +222,7 @@ class AttentionInputs(NamedTuple):
 
 
 def make_inputs(case: AttentionCase, seed: int = 0) -> AttentionInputs:
-    """Random inputs of `case`, ~ N(0, 1) but for q and k."""
+    """Random inputs of `case`, ~ N(0, 1) except q and k."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int, std: float = 1.0) -> Float32:
@@ -278,7 +278,7 @@ class AttentionBenchCase:
     batch: int = 1
     sinks: bool = False
     length: int = 0
-    """Of the window or of each document."""
+    """Length of the window or of each document."""
     dtype: str | None = None
 
 
@@ -298,7 +298,7 @@ def bench_mask(case: AttentionBenchCase, put: Put) -> Mask:
 
 
 def _mixed(case: AttentionBenchCase) -> npt.NDArray[np.int64]:
-    """[T]: ids of documents whose lengths are spread as those of a corpus, `length` on average."""
+    """[T]: ids of documents whose lengths are distributed like a corpus's, with `length` on average."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(case.length) - 0.72, 1.2, 4 * case.tokens // case.length).astype(int) + 1
     return np.searchsorted(lengths.cumsum(), np.arange(case.tokens), side="right")

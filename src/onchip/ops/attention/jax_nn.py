@@ -68,34 +68,37 @@ def dot_product_attention(
     softcap: float | None = None,
     sinks: Array | None = None,  # [N]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""`attention` with the arguments of `jax.nn.dot_product_attention`, to put in its place.
+    r"""`attention` with the arguments of `jax.nn.dot_product_attention`, as a replacement for it.
 
-    Its masks become ranges: `is_causal`, lengths and windows cost no [T, S] array, and hidden blocks no products.  With
-    these, `mask` and `is_causal` together a query sees what all of them let it see.
+    `is_causal`, lengths and windows become ranges: they need no [T, S] array, and blocks of scores that are hidden are
+    skipped.  If several masks are given, a query sees a key if all of them let it.
 
     Args:
-        query: [B, T, N, H] or [T, N, H], of the dtypes of `onchip.jax.attention`.
+        query: [B, T, N, H] or [T, N, H], float32, bfloat16, float16 or float64.
         key: [B, S, K, H] or [S, K, H], with N a multiple of K.
         value: as key.
         bias: None.  Scores have no bias here.
-        mask: one of `onchip.masks`, or bool [T, S], [B, 1, T, S] or [1, 1, T, S]: an array isn't ranges, so it takes
-            the plain path.
+        mask: one of `onchip.masks`, or a bool array [T, S], [B, 1, T, S] or [1, 1, T, S].  An array isn't made of
+            ranges, so it takes the backend "xla".
         scale: factor of the products, by default 1 / sqrt(H).
-        is_causal: whether query i sees the keys up to i alone.
-        query_seq_lengths: [B] integers: queries from there on see nothing, and their result is 0.
-        key_value_seq_lengths: [B] integers: keys from there on aren't seen.
+        is_causal: whether query i sees only the keys up to i.
+        query_seq_lengths: [B] integers: queries from this one on see nothing, and their result is 0.
+        key_value_seq_lengths: [B] integers: keys from this one on aren't seen.
         local_window_size: (left, right), or one number for both: query i sees the keys from i - left to i + right.
-        implementation: `backend` of `onchip.jax.attention`; None is "auto".
-        return_residual: also return the log-sum-exp, [B, T, N] float32.
-        softcap: of `onchip.jax.attention`.
-        sinks: the same.
+        implementation: the `backend` of `onchip.jax.attention`; None is "auto".
+        return_residual: also return the log-sum-exp, [B, T, N] float32 (float64 for float64 inputs).
+        softcap: as in `onchip.jax.attention`.
+        sinks: [N], as in `onchip.jax.attention`.
 
     Returns:
-        As query.  Where a query sees nothing it is 0, and `jax.nn`'s the mean of all values.
+        An array like query; with return_residual `(out, lse)`.  If a query sees nothing, its result is 0, whereas
+        `jax.nn` returns the mean of all values.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape or option, a bias, or a mask that differs between heads.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape or option is wrong, there is a bias, or the mask differs between heads.
+
+    Memory: that of `onchip.jax.attention`.
 
     Example:
         >>> import jax
@@ -107,7 +110,7 @@ def dot_product_attention(
         True
     """
     if bias is not None:
-        raise ValueError(f"{OP}: bias must be None: scores have no bias here; use jax.nn.dot_product_attention")
+        raise ValueError(f"{OP}: bias must be None, as scores have no bias here; use jax.nn.dot_product_attention")
     require_bool(OP, "is_causal", is_causal)
     require_bool(OP, "return_residual", return_residual)
     made = mask_of(OP, mask)
@@ -132,10 +135,10 @@ def dot_product_attention(
 
 
 def mask_of(op: str, mask: Any) -> Mask:
-    """A mask of ours, of one, of None, or of a bool array [B, 1, T, S] or of its last three or two dimensions.
+    """One of `onchip.masks`, from such a mask, None, or a bool array [B, 1, T, S] or its last three or two dimensions.
 
     Raises:
-        TypeError, ValueError: another mask.
+        TypeError, ValueError: any other mask.
     """
     if mask is None:
         return Full()

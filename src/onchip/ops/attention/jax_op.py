@@ -76,41 +76,42 @@ def attention(
         lse  = log(exp(sink) + sum(exp(z)))                                   # without sinks log(sum(exp(z)))
         out  = sum(exp(z[j] - lse) * v[j])
 
-    So without these options it is `jax.nn.dot_product_attention` with the mask as a matrix, in float32.
+    Without these options it is `jax.nn.dot_product_attention` with the mask as a matrix, in float32.
 
     Args:
         q: [B, Tq, Hq, D] float32, bfloat16, float16 or float64.  B may be absent in all three.
         k: [B, Tk, Hk, D] of q's dtype.  Head h of q goes with head h // (Hq / Hk) of k and v.
         v: [B, Tk, Hk, Dv] of q's dtype.
-        mask: one of `onchip.masks`, or several combined by &, as for PyTorch.  It is a pytree: its arrays may be
-            traced, its integers are static.
+        mask: one of `onchip.masks`, or several combined by &, as in PyTorch.  A mask is a pytree: its arrays may be
+            traced, and its integers are static.
         scale: factor of the products, by default 1 / sqrt(D).
         softcap: above 0, or None: squashes the scores smoothly into (-softcap, softcap).
-        sinks: [Hq] of any float dtype: a score of each head that takes part in the softmax and has no value; neither
-            scaled nor capped.
-        layout: "bthd", or "bhtd" for q [B, Hq, Tq, D] and likewise k, v and the results.
+        sinks: [Hq] of any float dtype: for each head a score that takes part in the softmax but has no value.  It is
+            neither scaled nor capped.
+        layout: "bthd", or "bhtd" if q is [B, Hq, Tq, D], and k, v and the results likewise.
         return_lse: also return each query's log-sum-exp, which is differentiable.
-        check_inputs: raise for numbers of the mask that can't be meant, which waits for the device.  On the CPU that is
-            so anyway, but for traced values, with which it can't be asked for.
-        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, heads of at most 128
-            numbers, any mask but `Blocked`), "xla" (plain JAX, any device), or "auto": the first where it can run.
+        check_inputs: check the mask's numbers on a GPU too, which waits for the device.  On the CPU they are always
+            checked, unless they are traced; then check_inputs=True raises.
+        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, D and Dv up to 128, any mask
+            but `Blocked`), "xla" (plain JAX, any device), or "auto": the first of these that can run the call.
 
     Returns:
-        [B, Tq, Hq, Dv] of q's dtype; with return_lse `(out, lse)`, lse [B, Tq, Hq] in float32, of float64 in float64.
-        A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.  What isn't finite makes NaN of
-        the queries that see it: with "xla" in all heads, and of no others; with "mosaic_gpu" in its own heads, and
-        maybe of others that see a token of the same 128.
+        [B, Tq, Hq, Dv] of q's dtype; with return_lse `(out, lse)`, with lse [B, Tq, Hq] in float32 (float64 for float64
+        inputs).  A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.  A number that isn't
+        finite makes the results of the queries that see it NaN: with "xla" in all heads, and no other queries'; with
+        "mosaic_gpu" only in its own heads, but perhaps also for queries that see a token of the same 128.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape or option; a backend that can't serve the call; an id of `Documents` that comes back,
-            where values are checked; an array whose type says that it is sharded, outside of a `jax.shard_map`.
-        NotImplementedError: differentiated twice.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape or option is wrong; the backend can't run the call; an id of `Documents` comes back after
+            another one, where values are checked; or an array's type says that its tokens are sharded, outside
+            `jax.shard_map`.
+        NotImplementedError: the result is differentiated twice.
 
-    Memory: kept for backward are q, k, v, out and 4 * B * Tq * Hq bytes.  Beside these, with "xla", are tiles of 128
-    queries by 256 keys of all heads, and in backward the gradients in float32; with "mosaic_gpu" 8 * B * Tq * Hq bytes
-    in backward and a copy of out's gradient, and copies of what isn't of 64 or 128 numbers a head and of a multiple of
-    8 tokens.
+    Memory: q, k, v, out and 4 * B * Tq * Hq bytes are kept for backward.  "xla" also needs tiles of 128 queries by 256
+    keys for all heads, and in backward the gradients in float32.  "mosaic_gpu" needs 8 * B * Tq * Hq bytes and a copy
+    of out's gradient in backward, and copies of arrays whose heads don't have 64 or 128 numbers or whose tokens aren't
+    a multiple of 8.
 
     Example:
         >>> import jax
@@ -120,7 +121,7 @@ def attention(
         >>> jax.jit(attention)(q, k, v, Causal() & Window(left=3)).shape
         (1, 6, 2, 8)
 
-    Sources: FlashAttention (arXiv:2205.14135); FlashMask (arXiv:2410.01359) for masks as ranges.
+    Sources: FlashAttention (arXiv:2205.14135); FlashMask (arXiv:2410.01359), for masks as ranges.
     """
     arrays = require_arrays(OP, {"q": q, "k": k, "v": v, "sinks": sinks}, optional=("sinks",))
     check_mask(mask, is_array)
@@ -157,14 +158,14 @@ def attention(
 
 
 def _check_shardings(layout: Layout, arrays: Mapping[str, Any]) -> None:
-    """Raise for sequences that devices share, by their types."""
+    """Raise for arrays whose types say that several devices share a sequence."""
     for name in ("q", "k", "v"):
         spec = jax.typeof(arrays[name]).sharding.spec
         over = spec[-3 if layout == "bthd" else -2]
         if over is not None:
             raise ValueError(
-                f"{OP}: the tokens of {name} are sharded over {over!r}, by its type; each device must have whole "
-                f"sequences: pass jax.sharding.reshard({name}, ...), with sequences or heads split"
+                f"{OP}: by its type {name} has its tokens sharded over {over!r}, but each device must have whole "
+                f"sequences; pass jax.sharding.reshard({name}, ...), with sequences or heads split"
             )
 
 
@@ -178,14 +179,14 @@ def mosaic_refusal(platform: str, static: AttentionStatic, dtype: str) -> str | 
     if max(p.size, p.value_size) > most:
         return f"heads have at most {most} numbers; q's have {p.size} and v's {p.value_size}"
     if static.tile:
-        return "the mask has Blocked, which isn't ranges"
+        return "the mask has Blocked, which isn't made of ranges"
     if 0 in (p.batch, p.queries, p.keys):
         return "there are no queries or no keys"
     return hopper_refusal()
 
 
 def _engine(backend: str) -> Any:
-    """The function with gradients."""
+    """The backend's function, with gradients."""
     if backend == "mosaic_gpu":
         from onchip.attention.mosaic.op import ATTENTION as KERNELS  # Pallas takes a second to import
 

@@ -20,7 +20,7 @@ def _problem(asked: PlannedCall) -> AttentionProblem:
 
 
 def _way(asked: PlannedCall) -> Way:
-    """Blocks of queries over all keys: how many of these a mask hides is data."""
+    """Blocks of queries over all keys; how many of these the mask hides isn't known here."""
     p, size = _problem(asked), DTYPE_BYTES[asked.problem.dtype]
     parts = partial(scratch_parts, p, size, backward=asked.gradients, softcap=False)
 
@@ -40,17 +40,17 @@ def _refusal(asked: PlannedCall) -> str | None:
 
 
 def _kernels(asked: PlannedCall) -> Way:
-    """What they take is known from the sizes alone."""
+    """The kernels' memory, which follows from the sizes."""
     return _fixed(memory_parts(_problem(asked), 1, backward=asked.gradients, sinks=False), TILE)
 
 
 def _fixed(parts: Mapping[str, int], rows: int) -> Way:
-    """Of what takes the same memory in every budget."""
+    """A backend that takes the same memory whatever the budget."""
     least = sum(parts.values())
 
     def step(strategy: str, budget: int | None) -> StepPlan:
         if budget is not None and budget < least:
-            raise ValueError(f"attention: scratch_bytes={budget} is too small: it needs {least} bytes")
+            raise ValueError(f"attention: scratch_bytes={budget} is too small; the call needs {least} bytes")
         return StepPlan(dict(parts), 0, 0, {"queries": rows}, None)
 
     return Way(step, lambda strategy: least, lambda strategy: least)

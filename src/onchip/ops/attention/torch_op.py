@@ -34,7 +34,7 @@ from onchip.frontend.torch_register import needed
 from onchip.frontend.torch_repeat import repeatable
 from onchip.frontend.torch_types import Backend
 
-# Best first: the order in which "auto" asks them.
+# Best first: "auto" asks them in this order.
 BACKENDS = ("triton", "plain")
 _CAUSAL = Causal()
 
@@ -95,7 +95,7 @@ def attention(
         lse  = log(exp(sink) + sum(exp(z)))                                   # without sinks log(sum(exp(z)))
         out  = sum(exp(z[j] - lse) * v[j])
 
-    So without these options it is `F.scaled_dot_product_attention` with the mask as a matrix, in float32.
+    Without these options it is `F.scaled_dot_product_attention` with the mask as a matrix, in float32.
 
     Args:
         q: [B, Tq, Hq, D] float32, bfloat16, float16 or float64, any strides.  B may be absent in all three.
@@ -106,35 +106,38 @@ def attention(
             `Blocked(blocks, tile)`.  `mask.lower(B, Tq, Tk, like=q)` is what layers can share.
         scale: factor of the products, by default 1 / sqrt(D).
         softcap: above 0, or None: squashes the scores smoothly into (-softcap, softcap).
-        sinks: [Hq] of any float dtype: a score of each head that takes part in the softmax and has no value; neither
-            scaled nor capped.
-        layout: "bthd", or "bhtd" for q [B, Hq, Tq, D] and likewise k, v and the results.
+        sinks: [Hq] of any float dtype: for each head a score that takes part in the softmax but has no value.  It is
+            neither scaled nor capped.
+        layout: "bthd", or "bhtd" if q is [B, Hq, Tq, D], and k, v and the results likewise.
         return_lse: also return each query's log-sum-exp, which is differentiable.
-        scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, text like "1GiB"
-            or "300 MiB".  Kernels take what the sizes say, and refuse a budget below it.  Default of "plain": 256 MiB,
-            or what 16 queries need.
-        check_inputs: check the mask's numbers on the GPU too, which synchronises.  On the CPU they always are.
+        scratch_bytes: bound on the peak memory above inputs, results and returned gradients: bytes, or a text like
+            "1GiB" or "300 MiB".  The memory of the kernels follows from the sizes, and they refuse a bound below it.
+            Default for "plain": 256 MiB, or what 16 queries need.
+        check_inputs: check the mask's numbers on the GPU too, which waits for the device.  On the CPU they are always
+            checked.
         backend: "triton" (kernels for NVIDIA GPUs from compute capability 8.0 on, written for Hopper: bfloat16 or
-            float16, D and Dv multiples of 8 up to 128, a scale above 0, any mask but `Blocked`), "plain" (the
-            framework's own products, on any device, where on a GPU every block of queries reads all keys) or "auto":
-            the first of these that can run the call.
+            float16, D and Dv multiples of 8 up to 128, a scale above 0, any mask but `Blocked`), "plain" (PyTorch's own
+            products, on any device; on a GPU every block of queries then reads all keys) or "auto": the first of these
+            that can run the call.
 
     Returns:
-        [B, Tq, Hq, Dv] of q's dtype, under autocast of autocast's; with return_lse `(out, lse)`, lse [B, Tq, Hq] in
-        float32, of float64 in float64.  A query that sees nothing has out 0, lse -inf (or its sink), and no gradient.
-        What isn't finite makes NaN of the queries that see it, in all heads, and of no other; with kernels only of
-        its own head, and its neighbours in a tile of 128 tokens may get NaN too, in results and in gradients.
+        [B, Tq, Hq, Dv] of q's dtype (under autocast, of its dtype); with return_lse `(out, lse)`, with lse [B, Tq, Hq]
+        in float32 (float64 for float64 inputs).  A query that sees nothing has out 0, lse -inf (or its sink), and no
+        gradient.  A number that isn't finite makes the results of the queries that see it NaN, in all heads, and no
+        other queries'.  With "triton" it does so only in its own head, but results and gradients of its neighbours in a
+        tile of 128 tokens may be NaN too.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, range or option, or a scratch_bytes that is too small (it names the
-            smallest); on the CPU (with check_inputs also on the GPU) an id of `Documents` that comes back.
-        RuntimeError: differentiated twice, or called inside a torch.func transform.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, device, range or option is wrong; scratch_bytes is too small (the message says what
+            suffices); or, on the CPU (with check_inputs also on the GPU), an id of `Documents` comes back after
+            another one.
+        RuntimeError: the result is differentiated twice, or the call is inside a torch.func transform.
 
-    Memory: kept for backward are q, k, v (where they are cast or copied, the copies), out, the mask's ranges and
-    4 * B * Tq * Hq bytes.  Kernels take Tq / 2 bytes for each mask beside it, and in backward 8 * B * Tq * Hq; numbers
-    that TMA can't read, of strides that aren't multiples of 16 bytes, are copied first.  Of "plain", `scratch_parts` of
-    `onchip.attention.problem` is the formula.
+    Memory: q, k, v (or copies, where they are cast or copied), out, the mask's ranges and 4 * B * Tq * Hq bytes are
+    kept for backward.  "triton" also needs Tq / 2 bytes for each row of the mask and, in backward, 8 * B * Tq * Hq
+    bytes; tensors whose strides aren't multiples of 16 bytes, which TMA can't read, are copied first.  For "plain",
+    `scratch_parts` of `onchip.attention.problem` is the formula.
 
     Example:
         >>> import torch
@@ -145,7 +148,7 @@ def attention(
         >>> out = attention(q, k, v, packed)
         >>> torch.testing.assert_close(out[:, 4:], attention(q[:, 4:], k[:, 4:], v[:, 4:]))
 
-    Sources: FlashAttention (arXiv:2205.14135); FlashMask (arXiv:2410.01359) for masks as ranges.
+    Sources: FlashAttention (arXiv:2205.14135); FlashMask (arXiv:2410.01359), for masks as ranges.
     """
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     tensors = require_tensors(OP, named, optional=("sinks",))

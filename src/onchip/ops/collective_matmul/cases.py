@@ -31,7 +31,7 @@ class CollectiveCase:
 
 
 class CollectiveInputs(NamedTuple):
-    """Arrays of one case; what the case doesn't have is None."""
+    """The arrays of one case; None where the case has no such array."""
 
     x: Float32  # [T, K] or [T, middle, K]
     weight: Float32  # [N, K]

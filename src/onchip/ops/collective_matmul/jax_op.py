@@ -35,31 +35,31 @@ def all_gather_matmul(
 
         out = concatenate([x_0, ..., x_{n-1}]) @ weight.T + bias
 
-    Backward sums up the gradient of x over the devices, as `matmul_reduce_scatter`, and gathers x again for the
+    Backward sums the gradient of x over the devices, as `matmul_reduce_scatter` does, and gathers x again for the
     weight's gradient.
 
     Args:
-        x: [T/n, K], this device's tokens: float32, bfloat16, float16, or float64.  Of [T/n, ..., K] the first dimension
-            is the one that is gathered.
+        x: [T/n, K] or [T/n, ..., K], this device's tokens: float32, bfloat16, float16 or float64.  The first dimension
+            is gathered.
         weight: [N, K], or [K, N] with weight_layout="kn", this device's own, of x's dtype.
-        axis_name: an axis of the mesh, in whose order blocks are concatenated.
+        axis_name: an axis of the mesh; blocks are concatenated in its order.
         bias: [N] of x's dtype.
         weight_layout: "nk" or "kn".
-        keep_gathered: keep the gathered x until backward, in place of gathering it again.
-        reduce_dtype: in what sums over devices travel: None, float32, or x's dtype, which halves the bytes of 16 bits'
-            and rounds each addition.
+        keep_gathered: keep the gathered x until backward, instead of gathering it again.
+        reduce_dtype: the dtype in which sums travel between devices: None or float32 (for float64 inputs float64), or
+            x's dtype, which halves the bytes of 16-bit inputs and rounds each addition.
 
     Returns:
-        [T, N], or [T, ..., N], of x's dtype, which varies over the axis.  Gradients have the dtypes of their inputs.
-        Sums are in float32 and rounded once, those over devices too unless `reduce_dtype` says otherwise.
+        [T, N] or [T, ..., N] of x's dtype, which varies over the axis.  Gradients have the dtypes of their inputs.
+        Sums are in float32 and rounded once; so are sums over devices, unless `reduce_dtype` says otherwise.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape or option, or no such axis here.
-        NotImplementedError: differentiated twice.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape or option is wrong, or there is no such axis here.
+        NotImplementedError: the result is differentiated twice.
 
-    Memory, of the devices' all T: the gathered x, T * K numbers, and in backward as many in float32 for x's gradient.
-    Kept for backward are x and the weight, with keep_gathered the gathered x.
+    Memory, with T the tokens of all devices: the gathered x, T * K numbers, and in backward as many in float32 for x's
+    gradient.  x and the weight are kept for backward; with keep_gathered the gathered x is kept instead of x.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -86,7 +86,7 @@ def matmul_reduce_scatter(
     weight_layout: WeightLayout = "nk",
     reduce_dtype: Any = None,
 ) -> jax.Array:
-    r"""The products of all devices of an axis summed up, each getting its tokens.
+    r"""The sum of the products of all devices of an axis, of which each device gets its own tokens.
 
     Call it inside `jax.shard_map`, under `jax.jit`.  With x_q and weight_q those of device q on the axis, on device r
     of n::
@@ -96,23 +96,22 @@ def matmul_reduce_scatter(
     Backward gathers the gradient of out once, for the gradients of x and weight.
 
     Args:
-        x: [T, K], all tokens, with this device's features: float32, bfloat16, float16, or float64.  T is a multiple of
-            n.  Of [T, ..., K] the first dimension is the one that is split.
+        x: [T, K] or [T, ..., K], all tokens, with this device's features: float32, bfloat16, float16 or float64.  The
+            first dimension is split, and T is a multiple of n.
         weight, axis_name, weight_layout, reduce_dtype: as in `all_gather_matmul`.
         bias: [N] of x's dtype, added once, to the sum.  If it is the same on all devices (not split over the axis), JAX
-            sums up its gradient over them, as it does for any such array.  With check_vma=False it does so where
-            shard_map is differentiated; a gradient that is taken inside is of this device's tokens.
+            sums its gradient over them, as for any such array.  With check_vma=False it does so only if shard_map
+            itself is differentiated; a gradient that is taken inside comes from this device's tokens alone.
 
     Returns:
-        [T/n, N], or [T/n, ..., N], of x's dtype.  The sum over devices is in float32 and rounded once, unless
-        `reduce_dtype` says otherwise, in the order of XLA's collective.
+        [T/n, N] or [T/n, ..., N] of x's dtype.  The sum over devices is in float32 and rounded once, unless
+        `reduce_dtype` says otherwise.  XLA's collective determines the order of the addends.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `all_gather_matmul`; ValueError also for a T that isn't a
-            multiple of n.
+        TypeError, ValueError, NotImplementedError: as `all_gather_matmul`; ValueError also if T isn't a multiple of n.
 
     Memory: the product of all tokens in float32, T * N numbers; in backward the gathered gradient, T * N of x's dtype.
-    Kept for backward are x and the weight.
+    x and the weight are kept for backward.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -182,7 +181,7 @@ def _ranks(op: str, axis: Any) -> int:
         return int(lax.axis_size(axis))
     except NameError as error:
         raise ValueError(
-            f"{op}: there is no axis {axis!r} here; call it inside jax.shard_map, over a mesh that has the axis"
+            f"{op}: there is no axis {axis!r} here; call it inside jax.shard_map, over a mesh that has this axis"
         ) from error
 
 
@@ -192,7 +191,7 @@ def _dims(static: _CollectiveStatic) -> tuple[int, int]:
 
 
 def _sums(op: str, reduce_dtype: Any, dtype: Any) -> Any:
-    """In what sums over devices travel."""
+    """The dtype in which sums travel between devices."""
     exact = jnp.dtype(accumulator(dtype))
     made = exact if reduce_dtype is None else jnp.dtype(reduce_dtype)
     if made not in (exact, dtype):

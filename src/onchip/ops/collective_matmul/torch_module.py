@@ -64,7 +64,7 @@ class _ParallelLinear(Module):
         if sizes[self._sharded] % self.ranks != 0:
             raise ValueError(
                 f"{name}: {self._sharded}={sizes[self._sharded]} can't be shared evenly by the {self.ranks} ranks of "
-                "group; take a multiple of them"
+                f"group; pass a multiple of {self.ranks}"
             )
         shape = [out_features, in_features]
         shape[self._split] //= self.ranks
@@ -122,7 +122,7 @@ class _ParallelLinear(Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """This rank's columns of an nn.Linear, behind a sequence-parallel layer: `all_gather_matmul` with its own weight.
+    """This rank's columns of an nn.Linear, after a sequence-parallel layer: `all_gather_matmul` with its own weight.
 
     Args:
         in_features, out_features, bias, device, dtype: as for the whole `torch.nn.Linear`.
@@ -131,11 +131,11 @@ class ColumnParallelLinear(_ParallelLinear):
         main_grad: backward adds the weight's gradient to `weight.main_grad`, a float32 tensor of its shape that you
             attach, and leaves `weight.grad` alone.
 
-    Parameters are this rank's: weight [out_features / n, in_features] and bias [out_features / n], rows
-    r * out_features / n on, and so is the state_dict, under nn.Linear's names.  The ranks' concatenated along dimension
-    0 are nn.Linear's.
+    The parameters and the state_dict are this rank's, under nn.Linear's names: weight [out_features / n, in_features]
+    and bias [out_features / n], the rows from r * out_features / n on.  Concatenated along dimension 0, all ranks'
+    parameters are nn.Linear's.
 
-    `forward(x_shard)` takes [T/n, ..., in_features], this rank's tokens, and gives [T, ..., out_features / n].
+    `forward(x_shard)` takes [T/n, ..., in_features], this rank's tokens, and returns [T, ..., out_features / n].
 
     Example:
         >>> import torch
@@ -193,36 +193,36 @@ class ColumnParallelLinear(_ParallelLinear):
             group, keep_gathered, main_grad, backend, precision, reduce_dtype: as in the class.
 
         Raises:
-            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
-            ValueError: features that the ranks can't share evenly.
+            TypeError: `linear` has another class, or a forward of its own, which may do more.
+            ValueError: the ranks can't share the features evenly.
         """
         options = {"main_grad": main_grad, "backend": backend, "precision": precision, "reduce_dtype": reduce_dtype}
         return cls._of(linear, group, keep_gathered=keep_gathered, **options)
 
     def forward(self, x_shard: Tensor) -> Tensor:
-        """[T, ..., out_features / n] of [T/n, ..., in_features]."""
+        """[T, ..., out_features / n], from [T/n, ..., in_features]."""
         options = self._keywords() | {"keep_gathered": self.keep_gathered}
         return all_gather_matmul(x_shard, self.weight, self.group, **options)
 
-    if TYPE_CHECKING:  # torch.nn.Module's has no types
+    if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
         def __call__(self, x_shard: Tensor) -> Tensor: ...
 
 
 class RowParallelLinear(_ParallelLinear):
-    """This rank's rows of an nn.Linear, in front of a sequence-parallel layer: `matmul_reduce_scatter` with its weight.
+    """This rank's rows of an nn.Linear, before a sequence-parallel layer: `matmul_reduce_scatter` with its own weight.
 
     Args:
         in_features, out_features, bias, device, dtype: as for the whole `torch.nn.Linear`.
         group: the ranks, which share in_features evenly; None for all processes.
         main_grad, backend, precision, reduce_dtype: as in `ColumnParallelLinear`.
 
-    Parameters are this rank's weight [out_features, in_features / n], columns r * in_features / n on, and the whole
-    bias [out_features], the same on every rank; and so is the state_dict, under nn.Linear's names.  The ranks' weights
-    concatenated along dimension 1 are nn.Linear's.  The bias gets its whole gradient on every rank, the same bits: it
-    needs no all-reduce over the group.
+    The parameters and the state_dict, under nn.Linear's names, are this rank's weight [out_features, in_features / n],
+    the columns from r * in_features / n on, and the whole bias [out_features], the same on every rank.  Concatenated
+    along dimension 1, all ranks' weights are nn.Linear's.  The bias gets its whole gradient on every rank, with the
+    same bits, so it needs no all-reduce over the group.
 
-    `forward(x)` takes [T, ..., in_features / n], all tokens, and gives this rank's [T/n, ..., out_features].
+    `forward(x)` takes [T, ..., in_features / n], all tokens, and returns this rank's [T/n, ..., out_features].
 
     Example: see `ColumnParallelLinear`.
 
@@ -242,14 +242,14 @@ class RowParallelLinear(_ParallelLinear):
         precision: Precision = "full",
         reduce_dtype: torch.dtype | None = None,
     ) -> Self:
-        """As of `ColumnParallelLinear`."""
+        """As `ColumnParallelLinear.from_linear`."""
         options = {"main_grad": main_grad, "backend": backend, "precision": precision, "reduce_dtype": reduce_dtype}
         return cls._of(linear, group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T/n, ..., out_features] of [T, ..., in_features / n]."""
+        """[T/n, ..., out_features], from [T, ..., in_features / n]."""
         return matmul_reduce_scatter(x, self.weight, self.group, **self._keywords())
 
-    if TYPE_CHECKING:  # torch.nn.Module's has no types
+    if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
         def __call__(self, x: Tensor) -> Tensor: ...

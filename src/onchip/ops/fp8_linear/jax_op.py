@@ -61,9 +61,9 @@ def fp8_linear(
         [..., N] of x's dtype.  Gradients have the dtypes of their inputs.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a wrong shape or option, or a backend that can't serve the call.
-        NotImplementedError: differentiated twice.
+        NotImplementedError: the result is differentiated twice.
 
     Memory: what is kept for backward is x in FP8, up(K, 8) * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.
     The quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and a

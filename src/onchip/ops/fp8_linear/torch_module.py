@@ -115,7 +115,7 @@ class Fp8Linear(torch.nn.Linear):
             weight_grad_out=out,
         )
 
-    if TYPE_CHECKING:  # torch.nn.Module's has no types
+    if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
         def __call__(self, input: Tensor | QuantizedActivation) -> Tensor: ...
 

@@ -77,7 +77,7 @@ def fp8_linear(
         [..., N] of x's dtype, under autocast of autocast's.  Gradients have the dtypes of their inputs, rounded once.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a wrong shape, device or option, or a backend that can't run the call.
         RuntimeError: differentiated twice, called inside a torch.func transform, or a weight that has changed since it
             was quantised (checked on the CPU, and with check_inputs on the GPU).

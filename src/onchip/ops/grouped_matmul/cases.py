@@ -41,7 +41,7 @@ class GroupedCase:
 
 
 class GroupedInputs(NamedTuple):
-    """Arrays of one case; what the case doesn't have is None."""
+    """The arrays of one case; None where the case has no such array."""
 
     x: Float32  # [T, K] or [M, K]
     weight: Float32  # [G, N, K]

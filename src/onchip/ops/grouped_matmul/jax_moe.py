@@ -127,7 +127,7 @@ def moe(
         balance the experts, or of its `z_loss` (0.001 in ST-MoE).
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes that don't go together, or a top_k that isn't in [1, E].
 
     Memory: as of two calls of `grouped_matmul` of T * top_k rows, with `rows` and with `scatter_rows`.
@@ -220,7 +220,7 @@ def update_correction_bias(
         [E] of correction_bias' dtype.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes that don't go together, or a rate that isn't above 0.
 
     Example:

@@ -96,7 +96,7 @@ def grouped_matmul(
         result and of all gradients.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
         ValueError: a wrong shape, option, size or index, or a backend that can't serve the call.
         NotImplementedError: differentiated twice, or under vmap: put the elements' rows below each other, as groups of
             one call, or use `jax.lax.map`.

@@ -309,7 +309,7 @@ class MoE(nn.Module):
             rate: how far a step goes, above 0 (DeepSeek-V3: 0.001).
 
         Raises:
-            TypeError: an argument of the wrong type or dtype.
+            TypeError: an argument has the wrong type or dtype.
             ValueError: a layer without correction_bias, or whose buffer was cast to 16 bits, which would lose such
                 steps; counts of a wrong shape or on another device; a rate that isn't above 0.
 
@@ -340,7 +340,7 @@ class MoE(nn.Module):
         load = counts.to(bias.dtype)
         bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
-    if TYPE_CHECKING:  # torch.nn.Module's has no types
+    if TYPE_CHECKING:  # torch.nn.Module.__call__ has no types
 
         @overload
         def __call__(self, x: Tensor, *, return_stats: Literal[False] = False) -> Tensor: ...

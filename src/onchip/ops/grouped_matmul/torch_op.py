@@ -37,7 +37,7 @@ from onchip.groups.torch import loop
 from onchip.groups.torch.call import GroupedCall, GroupedOutputs
 from onchip.groups.triton import op as kernels
 
-# Best first: the order in which "auto" asks them.
+# Best first: "auto" asks them in this order.
 BACKENDS = ("triton", "plain")
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -106,10 +106,10 @@ def grouped_matmul(
         are in float32 and rounded once; with scatter_rows so may be the rows that are added up.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a wrong shape, device or option, or a backend that can't run the call; and, on the GPU only with
             check_inputs, a negative size, sizes whose sum passes T, or an index out of range.
-        RuntimeError: differentiated twice, or called inside a torch.func transform.
+        RuntimeError: the result is differentiated twice, or the call is inside a torch.func transform.
 
     Without check_inputs what can't be right is NaN on the GPU, and nothing outside of the tensors is read or written.
     If a size is negative or the sum up to it passes T, that is all rows of the result and of x's gradient from that

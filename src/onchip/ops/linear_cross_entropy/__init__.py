@@ -17,5 +17,5 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009), and the running softma
 (arXiv:1805.02867).  That the softmax of a tile is taken in the epilogue of its product is from Cut Cross-Entropy too.
 z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
 
-What computes it is in `onchip.vocab`; docs/architecture.md shows what lives where.
+The computation is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """

@@ -1,4 +1,4 @@
-"""Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
+"""Named problems, with real models' sizes or awkward numbers, for the tests, `onchip check` and `onchip bench`."""
 
 from dataclasses import dataclass
 from functools import partial

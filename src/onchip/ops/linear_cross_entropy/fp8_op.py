@@ -65,7 +65,7 @@ class Fp8Call(NamedTuple):
 
 
 class Fp8Outputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     out: LossOutputs
     parts: Parts

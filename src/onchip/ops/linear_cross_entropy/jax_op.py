@@ -1,8 +1,8 @@
 """linear_cross_entropy for JAX: the public functions and the choice of a backend.
 
-They check their inputs and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads calls over
-devices.  `forward` plans the call and moves the tokens that count to the front; the
-backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the package's docstring.
+They check their inputs and call `_op`, which `with_gradients_on_mesh` gives its derivatives and spreads over devices.
+`forward` plans the call and moves the tokens that count to the front; the backend's `forward` launches kernels, or
+walks over XLA's own products.  The package's docstring has the maths.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ ON_MESH = f"sharded_{OP}"
 
 
 class OfWeight(JaxLossKeywords, total=False):
-    """What a function of the weight takes by keyword, but for labels and return_stats."""
+    """The keywords of both functions here, except labels and return_stats."""
 
     strategy: Strategy
     backend: Backend
@@ -57,13 +57,13 @@ class OfWeight(JaxLossKeywords, total=False):
 
 
 class JaxHeadKeywords(OfWeight, total=False):
-    """What the function takes by keyword, but for labels and return_stats."""
+    """The keywords of `linear_cross_entropy`, except labels and return_stats."""
 
     axis_name: str | None
 
 
 class Spreading(OfWeight, total=False):
-    """What the function that spreads itself takes by keyword, but for labels and return_stats."""
+    """The keywords of `sharded_linear_cross_entropy`, except labels and return_stats."""
 
     mesh: Mesh | AbstractMesh | None
     vocab_axis: Required[str]
@@ -140,65 +140,67 @@ def linear_cross_entropy(
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
     the mean of `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T + bias, target)`, with float32 logits
-    whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`; of arrays that are sharded
-    each device computes its own tokens, and entries of the vocabulary.
+    whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.  If arrays are sharded, each
+    device computes its own tokens and its own entries of the vocabulary.
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.  If one of
-            them is float32 and the other has 16 bits, the product has 16 bits, and each gradient its array's dtype.
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
-            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
-            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count: soft
-            labels have no ignore_index, and no strategy="stash".
+            them is float32 and the other has 16 bits, the products take 16-bit operands, and each gradient has its
+            array's dtype.
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels q,
+            for which the loss has sum(q * (lse - z)) in place of lse - z[target]: the probabilities of all entries,
+            floating point [..., V], or those of K entries, `TopK(indices, values, kind, rest="truncated")` of
+            [..., K] with kind "probs" or "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens
+            count then, and there is no ignore_index and no strategy="stash".
         labels: another name for target, by keyword.
         bias: [V] of hidden's dtype or weight's.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
-        axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  weight and bias are
-            then this device's [V / n, H] (or [H, V / n]) and [V / n], in the order of the devices.  Everything else,
+        axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is split.  weight and bias are then
+            this device's [V / n, H] (or [H, V / n]) and [V / n], in the order of the devices.  Everything else,
             including the results, is the same on all devices of that axis.  Tokens may be split over another axis.
-        vocab_size: with axis_name: how many entries there are on all devices without padding, which comes last and may
+        vocab_size: with axis_name, the number of entries on all devices without padding.  Padding comes last and may
             hold any finite numbers.  class_weight is [vocab_size].
-        shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
-            `onchip.torch`; soft labels and hidden are copied for it.  Each device must hold whole sequences inside of
-            `jax.shard_map`.
-        ignore_index: tokens with this target add no loss, and their gradients are exactly 0, whatever they hold.
+        shift: if True, position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
+            `onchip.torch`.  With soft labels, they and hidden are copied for it.  Inside `jax.shard_map` each device
+            must hold whole sequences.
+        ignore_index: tokens with this target add no loss, and their gradients are exactly 0, whatever values their
+            hidden states hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
         token_weight: [...] factor of each token's loss.  It doesn't change what "mean" divides by.
-        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[target] of lse - z[target]
-            and w[v] of each lse - z[v] that label smoothing adds; z-loss has none.  "mean" then divides by the sum of
-            w[target] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
-            With soft labels it multiplies each entry's probability, and "mean" divides by the number of tokens.
+        class_weight: [V] float32 or of weight's dtype, 0 or more: factors w of the classes.  w[target] multiplies
+            lse - z[target], w[v] each lse - z[v] that label smoothing adds; z-loss has no factor.  "mean" then divides
+            by the sum of w[target] over tokens that are not ignored (by 1 if that is 0), unless there is a normalizer.
+            With soft labels w multiplies each entry's probability, and "mean" divides by the number of tokens.
         label_smoothing: in [0, 1]: how much of the target's probability is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: multiplies the logits before softcap.
         temperature: above 0: divides the logits after softcap; may also be a [...] array with one per token.
-        scratch_bytes: bound on the temporary memory, gradients in their parameters' dtypes not counted: bytes, a text
+        scratch_bytes: bound on the temporary memory, not counting gradients in their parameters' dtypes: bytes, a text
             like "1GiB" or "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default:
             256 MiB or an eighth of the float32 logits, whichever is more, and at least what one chunk needs; without
-            gradients "mosaic_gpu" takes 64 MiB.
-        strategy: "stash" does 3 matrix products: "xla" computes gradients in forward, chunk by chunk of tokens, in
-            float32, and scales them in backward, and so does "mosaic_gpu" for a frozen weight and for many tokens; else
-            it keeps the exponentials of up to H tokens in the memory of the weight's gradient, those of more in scratch
-            as far as there is room, and computes logits of further ones again.  "recompute" computes logits again in
-            backward, chunk by chunk of the vocabulary (4 products, less memory).  "auto" is what fits scratch_bytes,
-            the faster first.  With "xla" and reduction="none" a gradient of weight or bias is always made by
-            "recompute".
-        backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
-            the first of these that can run.  "triton" is PyTorch's kernels, for NVIDIA GPUs of compute capability 8.0
-            or later with `onchip[jax-triton]`, which "auto" takes on those that aren't Hopper.
+            gradients 64 MiB for "mosaic_gpu".
+        strategy: "stash" does 3 matrix products.  "xla" then computes gradients in forward, chunk by chunk of tokens,
+            in float32, and scales them in backward; so does "mosaic_gpu" for a frozen weight and for many tokens.
+            Otherwise "mosaic_gpu" keeps the exponentials of up to H tokens in the memory of the weight's gradient and
+            those of more tokens in scratch memory while it lasts; it computes the logits of the rest again.
+            "recompute" computes logits again in backward, chunk by chunk of the vocabulary: 4 products, less memory.
+            "auto" is the fastest that fits scratch_bytes.  With "xla" and reduction="none", gradients of weight and
+            bias always take "recompute".
+        backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), "triton"
+            (PyTorch's kernels, for NVIDIA GPUs of compute capability 8.0 or later, with `onchip[jax-triton]`), or
+            "auto": "mosaic_gpu" on Hopper, "triton" on other GPUs, if they can run the call, and otherwise "xla".
         check_inputs: check values on a GPU too, and raise for wrong labels, temperatures, class weights and numbers.
-            This waits for the device.  On a CPU, and in NumPy arrays, values are always checked.  Under jit they can't
-            be, and check_inputs=True raises.
+            This waits for the device.  On a CPU, and in NumPy arrays, values are always checked.  Under jit that is
+            impossible, and check_inputs=True raises.
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  For an lse with
             a gradient use `linear_log_probs`.
 
     The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or
-    not: a new value then compiles nothing again, but a traced one isn't checked.  They, token_weight and
+    not.  A new value then doesn't compile anything again, but a traced one isn't checked.  They, token_weight and
     class_weight are constants to autodiff.
 
     Returns:
@@ -208,16 +210,16 @@ def linear_cross_entropy(
         makes its token's loss, and the gradients that it enters, NaN.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest); where
-            values are known (see check_inputs), a target out of range, which it names.
-        NotImplementedError: differentiated twice.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape, range or option is wrong; scratch_bytes is too small (the message says what suffices); or a
+            target is out of range, where values are known (see check_inputs; the message names it).
+        NotImplementedError: the loss is differentiated twice.
 
-    Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.vocab.xla.memory`
-    ("xla") and `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
-    4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
-    Of a call that is spread over devices it is that of a device's tokens and entries, as is scratch_bytes.
-    Under vmap each of its arrays gets the mapped dimension: give a batch as leading dimensions instead where you can.
+    Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.vocab.xla.memory` ("xla") and
+    `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the formulas for a jitted step.  In float32 it is about
+    4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".  If a call is
+    spread over devices, memory and scratch_bytes are those of one device, for its own tokens and entries.  Under vmap
+    each array gets the mapped dimension, so pass a batch as leading dimensions where you can.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -304,10 +306,10 @@ def sharded_linear_cross_entropy(
 
         linear_cross_entropy(hidden, weight[:vocab_size], target, bias[:vocab_size], ...)
 
-    of the whole arrays, which are given as such: the call makes its own `jax.shard_map`.  Each device makes the
-    statistics of its tokens over its entries of the vocabulary; along `vocab_axis` a few float32 numbers per token are
-    gathered, once, and merged in a fixed order; then each device makes its part of the weight's gradient, and hidden's
-    gradient is summed over them, in float32.  It works under jit, grad, scan and `jax.checkpoint`, with meshes of
+    Pass the whole arrays: the call makes its own `jax.shard_map`.  Each device computes the statistics of its tokens
+    over its entries of the vocabulary.  A few float32 numbers per token are gathered along `vocab_axis`, once, and
+    merged in a fixed order.  Then each device computes its part of the weight's gradient, and hidden's gradient is
+    summed over the devices in float32.  It works under jit, grad, scan and `jax.checkpoint`, with meshes of
     `AxisType.Auto` and `AxisType.Explicit`.
 
     Args:
@@ -315,35 +317,35 @@ def sharded_linear_cross_entropy(
             devices along `vocab_axis`.
         weight: [V, H], or [H, V] with weight_layout="hv", split over `vocab_axis` along V: V is a multiple of the
             number of its devices.
-        target, labels: as in `linear_cross_entropy`; probabilities of every entry [..., V] are split over `vocab_axis`
+        target, labels: as in `linear_cross_entropy`.  Probabilities of all entries [..., V] are split over `vocab_axis`
             along V, and those of padding don't count.
-        bias: [V], split as the weight.
+        bias: [V], split like the weight.
         vocab_axis: the mesh axis of the vocabulary.
         token_axes: the mesh axes of the leading dimensions, as in a `jax.sharding.PartitionSpec`: a name, or for each
             dimension a name, a tuple of names or None.  The mean is over the tokens of all devices, and weight's
             gradient is summed over these.
         mesh: a `jax.sharding.Mesh`; by default that of `jax.set_mesh`.
-        vocab_size: so many entries count; those behind are padding, and may hold any finite numbers.  Default: V.
-        shift: as in `linear_cross_entropy`; not where token_axes split the sequences.
+        vocab_size: how many entries count.  Those after them are padding and may hold any finite numbers.  Default: V.
+        shift: as in `linear_cross_entropy`; token_axes must then not split the sequences.
         class_weight: [vocab_size], the same on all devices.
         scratch_bytes: bound on each device's temporary memory.
-        strategy: as in `linear_cross_entropy`, but that "stash" is of "mosaic_gpu" alone, which keeps exponentials
-            relative to what each device knows; "xla" would need the softmax of a whole vocabulary at once.
-        backend: "mosaic_gpu", "xla" or "auto", as in `linear_cross_entropy`, by the sizes of a device's part.  With
+        strategy: as in `linear_cross_entropy`, except that only "mosaic_gpu" has "stash": "xla" would need the softmax
+            over the whole vocabulary at once.
+        backend: "mosaic_gpu", "xla" or "auto", as in `linear_cross_entropy`; the sizes of a device's part decide.  With
             padding the kernels take neither softcap nor label_smoothing.
         weight_layout, ignore_index, reduction, normalizer, token_weight: as in `linear_cross_entropy`.
         label_smoothing, z_loss, softcap, logit_scale, temperature, check_inputs, return_stats: likewise.
 
     Returns:
-        As `linear_cross_entropy`: the loss, 0-d and the same on all devices, or of target's shape and split as the
-        tokens; with return_stats `(loss, LinearCrossEntropyStats)`.
+        The loss, as from `linear_cross_entropy`: 0-d and the same on all devices, or of target's shape and split like
+        the tokens; with return_stats `(loss, LinearCrossEntropyStats)`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`; and for no mesh, or axes that aren't of
-            it, that can't share V or tokens evenly, or that an array of an explicit mesh isn't split over.
+        TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.  Also if there is no mesh, it lacks one
+            of the axes, V or the tokens can't be split evenly, or an array on an explicit mesh isn't split as said.
 
     Memory: on each device that of `linear_cross_entropy` for its tokens and its part of the vocabulary, and
-    4 * T * K * (n + 2) bytes for what n devices gather, with K 4 to 9 numbers of each token.
+    4 * T * K * (n + 2) bytes for what n devices gather, K (4 to 9) numbers per token.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -357,14 +359,14 @@ def sharded_linear_cross_entropy(
         >>> jax.jit(jax.grad(loss, argnums=1))(hidden, weight).shape
         (100, 16)
 
-    Sources: Megatron-LM (arXiv:1909.08053) for the vocabulary's shards; Milakov and Gimelshein (arXiv:1805.02867) for
-    softmaxes that are merged.
+    Sources: Megatron-LM (arXiv:1909.08053), for sharding the vocabulary; Milakov and Gimelshein (arXiv:1805.02867), for
+    merging softmaxes.
     """
     return _call(ON_MESH, locals())
 
 
 def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
-    """What the public function of this name returns of its arguments."""
+    """The result of the public function of this name for these arguments."""
     name, _ = take_target(OP, given)
     layout, on_mesh = given["weight_layout"], op == ON_MESH
     check_layout(OP, layout)
@@ -387,12 +389,12 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
     shard: Shard | None
     if on_mesh:
         spread, shard = parallel.on_mesh(ON_MESH, given, layer, name if not soft else "hidden", leading)
-        # A part of the logits is one of those that a device has.
+        # scratch_bytes as a fraction is a part of one device's logits.
         options = options_of(OP, LinearCrossEntropyOptions, given, tokens * layer.vocab // spread.parts)
         if options.shift and spread.leading[len(leading) - 1 :] not in ((), (None,)):
             raise ValueError(
                 f"{ON_MESH}: shift=True needs whole sequences on each device, but token_axes split them along "
-                f"{spread.leading[-1]!r}; shift {name} yourself, and leave shift out"
+                f"{spread.leading[-1]!r}; shift {name} yourself and leave out shift"
             )
     else:
         shard = parallel.shard_of(OP, given, layer.vocab)
@@ -424,7 +426,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | WithStats:
 
 
 def on_device(static: Static, layer: XlaProjection, given: Given) -> tuple[Static, XlaProjection, Constants]:
-    """What `forward` takes, of a layer with hidden [..., H]."""
+    """The arguments of `forward`, made from a layer with hidden [..., H]."""
     projection = layer.flat()
     static, axes = parallel.split_as(static, layer.vocab), () if static.mesh is None else static.mesh.spread.tokens
     constants = Constants.of(given, static.options, projection.accumulator, axes)
@@ -435,7 +437,7 @@ def on_device(static: Static, layer: XlaProjection, given: Given) -> tuple[Stati
 
 
 def problem_of(static: Static, projection: XlaProjection, constants: Constants, needs: XlaProjection) -> Problem:
-    """What plans and refusals depend on, where these gradients are needed."""
+    """The problem, which plans and refusals depend on, given which gradients are needed."""
     return projection.problem(
         needs,
         static.platform,
@@ -460,7 +462,7 @@ def forward(
 def _planned(
     static: Static, needs: XlaProjection, projection: XlaProjection, constants: Constants
 ) -> tuple[ModuleType, Any, LossCall]:
-    """The backend, its plan, and the call as it takes it."""
+    """The backend, its plan, and the call in the form that it takes."""
     backend, strategy = MODULES[static.backend], static.options.strategy
     if (static.shard is not None and static.backend == "xla") or constants.probs is not None:
         strategy = "recompute"
@@ -477,14 +479,14 @@ def backward(static: Static, needs: XlaProjection, saved: Planned, cotangents: X
 
 
 def at_once(static: Static, needs: XlaProjection) -> bool:
-    """Whether gradients are made in forward where the compiler spreads the call."""
+    """Whether forward computes the gradients when the compiler spreads the call."""
     options: LinearCrossEntropyOptions = static.options
     return options.reduction != "none" and options.strategy != "recompute"
 
 
 def keep(static: Static, saved: Planned, projection: XlaProjection, constants: Constants) -> XlaTokenStats | None:
-    """Each token's lse and its ids' log-probabilities: all that backward needs beside the arguments, but with soft
-    labels."""
+    """Each token's lse and its ids' log-probabilities, which with the arguments are all that backward needs, except for
+    soft labels."""
     return None if constants.probs is not None else saved.arrays.stats.by_token(saved.arrays.call.tokens)
 
 

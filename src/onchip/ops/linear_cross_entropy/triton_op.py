@@ -29,14 +29,14 @@ from onchip.vocab.triton.setup import TritonSaved
 
 
 class LinearCrossEntropyTritonOutputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     out: LossOutputs
     saved: TritonSaved
 
 
 class LinearCrossEntropyTritonKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     call: LinearCrossEntropyCall
     config: TritonPlan
@@ -185,7 +185,7 @@ def _forward_of_ids(call: LinearCrossEntropyCall, config: TritonPlan, saved: Tri
 
 
 def _results(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:
-    """What of the outputs isn't among these."""
+    """The outputs that aren't among these statistics."""
     lse, log_prob, top1, entropy, uniform = tensors
     stats = TokenStats(lse, log_prob, top1, entropy, None, None, uniform, None)
     made = LossOutputs.of(call, stats, call.tokens(check_values=False))

@@ -23,5 +23,5 @@ these terms is 0 or more, and an error of a log-sum-exp enters their sum in the 
 Sources: generalised JSD for distillation: GKD (arXiv:2306.13649).  Temperature and its square: Hinton et al.
 (arXiv:1503.02531).  Chunks of tokens with gradients made in forward: Liger Kernel (arXiv:2410.10989).
 
-What computes it is in `onchip.vocab`; docs/architecture.md shows what lives where.
+The computation is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """

@@ -1,4 +1,4 @@
-"""Named problems after real models and with awkward numbers, used by the tests and `onchip check`."""
+"""Named problems, with real models' sizes or awkward numbers, for the tests and `onchip check`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ class JsdCase(cases.Case):
 
 
 class JsdInputs(NamedTuple):
-    """Arrays of one case; what the case doesn't have is None."""
+    """The arrays of one case; None where the case has no such array."""
 
     student_hidden: Float | None
     student_weight: Float | None

@@ -1,7 +1,7 @@
 """linear_jsd and jsd for JAX: the public functions and their checks.
 
-They have their inputs checked and call `_op`, to which `with_gradients_on_mesh` gives its derivatives; it spreads calls
-over devices.  The walks are in jax_walk.py.
+They check their inputs and call `_op`, which `with_gradients_on_mesh` gives its derivatives and spreads over devices.
+The walks are in jax_walk.py.
 """
 
 import math
@@ -99,67 +99,69 @@ def linear_jsd(
 ) -> jax.Array:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
 
-    With s = softmax((student_hidden @ student_weight.T + student_bias) / temperature), t the same of the teacher and
+    With s = softmax((student_hidden @ student_weight.T + student_bias) / temperature), t the same for the teacher, and
     m = (1 - beta) * s + beta * t, the loss of a token is::
 
         jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
         loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
 
     where cross_entropy is the student's with `target`, at temperature 1, and `jsd` is multiplied by temperature**2 if
-    `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is 0 or more, and exactly 0 with
-    exactly zero gradients where both models' logits are the same numbers.  No model's [tokens, V] logits are stored.
-    It works under jit, grad, vmap, scan and `jax.checkpoint`;
-    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
+    `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is never below 0.  If both models'
+    logits are the same numbers, loss and gradients are exactly 0.  No model's [tokens, V] logits are stored.
+    It works under jit, grad, vmap, scan and `jax.checkpoint`.  If arrays are sharded, each device computes its own
+    tokens and its own entries of the vocabulary.
 
     Args:
         student_hidden: [..., Hs] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's
             float64 counts as float32 where JAX's 64-bit mode is off.
         student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype; or one of the two is
-            float32 and the other of 16 bits, as in `linear_cross_entropy`.
-        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype (but for float64) and Ht may
-            differ from the student's.
-        teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype, or so likewise.
-        weight_layout: "vh" or "hv", of both weights.
-        axis_name: inside of `jax.shard_map`: the mesh axis over which the vocabulary is split.  Weights, biases and
+            float32 and the other has 16 bits, as in `linear_cross_entropy`.
+        teacher_hidden: [..., Ht], with the same leading dimensions.  Ht and the dtype may differ from the student's,
+            except that float64 goes with float64 only.
+        teacher_weight: [V, Ht] or [Ht, V], likewise.
+        weight_layout: "vh" or "hv", for both weights.
+        axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is split.  Weights, biases and
             teacher_logits are then this device's [V / n, Hs] (or [Hs, V / n]), [V / n] and [..., V / n] of both models,
-            in the order of the devices, and `vocab` is how many entries of all devices count; all else is the same on
-            all devices of that axis, and so are the results.
-        beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
-            the divergence itself is 0 at both ends, so that the value jumps there.
+            in the order of the devices, and `vocab` is the number of entries on all devices that count.  Everything
+            else, including the result, is the same on all devices of that axis.
+        beta: in [0, 1], the teacher's weight in m.  0 and 1 are special cases, forward and reverse KL.  Elsewhere the
+            divergence tends to 0 towards both ends, so its value jumps there.
         temperature: above 0: divides both models' logits.
-        temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
-        target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        temperature_squared: multiply the divergence by temperature**2, so that its gradients keep their size.
+        target: [...] of any integer dtype: a label in [0, V), or `ignore_index` for a token that doesn't count.
         labels: another name for target.
-        ignore_index, token_weight, reduction, normalizer: as in `linear_cross_entropy`; the arrays are constants.
+        ignore_index, token_weight, reduction, normalizer: as in `linear_cross_entropy`; the arrays get no gradient.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
-        teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
-        hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `target`; the rest is divergence.
-        vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
+        teacher_topk: `TopK(indices, values, kind, rest)` instead of these, if only K entries per token are known.
+        hard_weight: in [0, 1]: the weight of the cross-entropy with `target`; the divergence has the rest.
+        vocab: how many entries count.  Those after them are padding and in neither distribution.  V may then differ
+            between the models.
         teacher_grad: give gradients to the teacher's arrays too.  Otherwise the teacher is a constant.
-        check_inputs: as in `linear_cross_entropy`: raise for targets and a top-k teacher that are wrong on a GPU too.
-        scratch_bytes: bound on the temporary memory: bytes, text like "1GiB", or a float in (0, 1], that part of both
+        check_inputs: as in `linear_cross_entropy`: check targets and a top-k teacher on a GPU too.
+        scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
             models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
             chunk needs.
         backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
 
-    The numbers (beta, temperature, hard_weight) are Python's: another value compiles anew.
+    beta, temperature and hard_weight are Python numbers: a new value makes JAX compile again.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [...].  If every token is ignored, "mean" is 0 with
-        zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
-        with beta 1 the reverse (and the gradients there are not finite).  A target that is neither ignore_index nor in
-        [0, V), a top-k index outside of it or a log-probability above 0, makes its token's loss and the gradients that
-        it enters NaN under jit, and on a GPU without check_inputs; repeated indices aren't found there.
+        zero gradients.  With beta 0 it is infinite if the student gives probability 0 to an entry that the teacher
+        gives more; with beta 1 the other way round (and the gradients there are not finite).  Under jit, or on a GPU
+        without check_inputs, a target that is neither ignore_index nor in [0, V), a top-k index outside [0, V), or a
+        log-probability above 0, makes its token's loss, and the gradients that it enters, NaN; repeated indices aren't
+        noticed there.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, not exactly one teacher, a scratch_bytes that is too small; where
-            values are known, a target or an index out of range, which it names, or repeated indices.
-        NotImplementedError: differentiated twice.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape, range or option is wrong; there isn't exactly one teacher; scratch_bytes is too small; or,
+            where values are known, a target or index is out of range (the message names it) or indices are repeated.
+        NotImplementedError: the result is differentiated twice.
 
-    Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula, for a jitted step: about
-    48 * chunk * V bytes and 8 * V * Hs for the weight's gradient.
+    Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula for a jitted step: about
+    48 * chunk * V bytes, and 8 * V * Hs for the weight's gradient.
 
     Example:
         >>> import jax
@@ -171,7 +173,7 @@ def linear_jsd(
         >>> grads[1].shape
         (100, 16)
 
-    Sources: GKD (arXiv:2306.13649) for the divergence; Liger Kernel (arXiv:2410.10989) for the chunks.
+    Sources: GKD (arXiv:2306.13649), for the divergence; Liger Kernel (arXiv:2410.10989), for the chunks.
     """
     return _call(OP, locals())
 
@@ -208,9 +210,9 @@ def sharded_linear_jsd(
 ) -> jax.Array:
     r"""`linear_jsd` with the vocabulary split over the devices of a mesh axis, none of which has a whole weight.
 
-    The loss and its gradients are those of `linear_jsd` of the whole arrays, which are given as such: the call makes
-    its own `jax.shard_map`.  Along `vocab_axis` a few float32 numbers per token are gathered: once where beta is 0 or
-    1 or with a top-k teacher, else twice, with another product of each head between them.
+    The loss and its gradients are those of `linear_jsd`.  Pass the whole arrays: the call makes its own
+    `jax.shard_map`.  A few float32 numbers per token are gathered along `vocab_axis`: once if beta is 0 or 1 or the
+    teacher is a top-k, and otherwise twice, with another product of each head in between.
 
     Args:
         student_hidden: [..., Hs], T tokens in the leading dimensions, which may be split over `token_axes`; the same on
@@ -220,20 +222,20 @@ def sharded_linear_jsd(
         teacher_logits: [..., V], instead of teacher_hidden and teacher_weight, split over `vocab_axis` along V.
         teacher_topk: instead of these, as in `linear_jsd`; the same on all devices along `vocab_axis`.
         vocab_axis, token_axes, mesh: as in `sharded_linear_cross_entropy`.
-        vocab: so many entries count; those behind are padding, and may hold any finite numbers.  Default: V.
+        vocab: how many entries count.  Those after them are padding and may hold any finite numbers.  Default: V.
         scratch_bytes: bound on each device's temporary memory.
         weight_layout, beta, temperature, temperature_squared, labels, ignore_index: as in `linear_jsd`.
         reduction, normalizer, hard_weight, teacher_grad, check_inputs, backend: likewise.
 
     Returns:
-        As `linear_jsd`: the loss, 0-d and the same on all devices, or [...] and split as the tokens.
+        The loss, as from `linear_jsd`: 0-d and the same on all devices, or [...] and split like the tokens.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `linear_jsd`; and for a mesh or axes that don't fit, as
-            `sharded_linear_cross_entropy`.
+        TypeError, ValueError, NotImplementedError: as `linear_jsd`, and as `sharded_linear_cross_entropy` for a mesh or
+            axes that don't fit.
 
     Memory: on each device that of `linear_jsd` for its tokens and its part of the vocabulary, and
-    4 * T * K * (n + 2) bytes for what n devices gather, with K up to 9 numbers of each token.
+    4 * T * K * (n + 2) bytes for what n devices gather, K (at most 9) numbers per token.
 
     Example:
         >>> import jax
@@ -247,8 +249,9 @@ def sharded_linear_jsd(
         >>> jax.jit(jax.grad(loss, argnums=1))(*arrays).shape
         (100, 16)
 
-    Sources: GKD (arXiv:2306.13649) for the divergence; Megatron-LM (arXiv:1909.08053) for the vocabulary's shards; the
-    chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5) for their divergences.
+    Sources: GKD (arXiv:2306.13649), for the divergence; Megatron-LM (arXiv:1909.08053), for sharding the vocabulary;
+    the chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5), for adding up the
+    shards' divergences.
     """
     return _call(ON_MESH, locals())
 
@@ -278,15 +281,15 @@ def jsd(
 ) -> jax.Array:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
-    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
+    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same for the teacher.
 
     Args:
-        student_logits: [..., V] float32, bfloat16, float16 or float64.  -inf takes an entry out.
+        student_logits: [..., V] float32, bfloat16, float16 or float64.  -inf takes an entry out of the distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64.
-        axis_name: as in `linear_jsd`, of both models' logits.
+        axis_name: as in `linear_jsd`, for both models' logits.
 
-    The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
-    are made in float32, of float64 logits in float64; a gradient is rounded to its logits' dtype once.
+    The other arguments, the result and the errors are those of `linear_jsd`.  Softmaxes, loss and gradients are
+    computed in float32 (float64 for float64 logits); a gradient is rounded to its logits' dtype once.
 
     Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
 
@@ -303,7 +306,7 @@ def jsd(
 
 
 def _call(op: str, given: dict[str, Any]) -> jax.Array:
-    """What the public function of this name returns of its arguments."""
+    """The result of the public function of this name for these arguments."""
     name, _ = take_target(op.removeprefix("sharded_"), given, needed=False)
     on_mesh, topk = op == ON_MESH, given["teacher_topk"]
     axis = given.get("axis_name")
@@ -316,7 +319,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
         every, devices = size, spread.devices(spread.vocab)
         size = check_split(ON_MESH, "student_weight", every, spread, "vocab")
         shard = Shard(spread.vocab, size, parallel.whole_vocab(ON_MESH, "vocab", given["vocab"], size, devices))
-        # A part of the logits is one of those that a device has.
+        # scratch_bytes as a fraction is a part of one device's logits.
         options = options.with_scratch(given, total * every // spread.parts)
     else:
         shard = parallel.shard_of(op, given, size, "vocab") if axis is not None else None
@@ -353,9 +356,9 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array:
 
 
 def _model(given: Mapping[str, Any], who: str, size: int) -> Any:
-    """What of a model may get a gradient: a `XlaProjection`, logits or None.
+    """The part of a model that may get a gradient: an `XlaProjection`, logits or None.
 
-    Padding is cut off here, by what JAX differentiates itself.
+    Padding is cut off here, in code that JAX differentiates itself.
     """
     hidden, weight, bias, logits = (given.get(f"{who}_{part}") for part in PARTS)
     if logits is not None:
@@ -366,7 +369,7 @@ def _model(given: Mapping[str, Any], who: str, size: int) -> Any:
 
 
 def on_device(static: JsdStatic, models: Any, given: JsdConstants) -> tuple[JsdStatic, Any, JsdConstants]:
-    """What `forward` takes, of arrays [...] or [..., n] of tokens."""
+    """The arguments of `forward`, made from arrays [...] or [..., n] of tokens."""
     student, normalizer = models[0], given.normalizer
     shape = (student.hidden if isinstance(student, XlaProjection) else student).shape[:-1]
     labels = jnp.zeros(shape, jnp.int32) if given.labels is None else given.labels
@@ -421,8 +424,8 @@ def _topk_rows(
 def checked(
     op: str, given: Mapping[str, Any], name: str, *, split: bool = False
 ) -> tuple[JsdOptions, tuple[int, ...], int, Any]:
-    """Of a public function's arguments the options, the tokens' shape, the entries that count and the dtype of sums;
-    raise for what is wrong or doesn't fit together.  The target was given by `name`.
+    """The options, the tokens' shape, the number of entries that count and the dtype of sums, from a public function's
+    arguments; raise if one is wrong or they don't fit together.  `name` is the argument that gave the target.
 
     Where the vocabulary is `split` over devices, all entries that there are count, as `vocab` is not of these alone.
     """
@@ -454,7 +457,7 @@ def checked(
 
 
 def _check_sizes(op: str, given: Mapping[str, Any]) -> None:
-    """Raise where the vocabulary is split over devices and both models' parts of it aren't as large."""
+    """Raise if the vocabulary is split over devices and the two models' parts of it differ in size."""
     of_weight = 1 if given.get("weight_layout") == "hv" else 0
     axes = {"student_weight": of_weight, "teacher_weight": of_weight, "student_logits": -1, "teacher_logits": -1}
     named: dict[str, Any] = {name: given.get(name) for name in axes}
@@ -462,6 +465,6 @@ def _check_sizes(op: str, given: Mapping[str, Any]) -> None:
     sizes = {x.shape[axes[name]] for name, x in arrays.items()}
     if len(sizes) > 1:
         raise ValueError(
-            f"{op}: the student's and the teacher's parts of a vocabulary that is split must be as large; got "
-            f"{' and '.join(map(str, sorted(sizes)))} entries; pad both to the same, and pass vocab"
+            f"{op}: the student's and the teacher's parts of a split vocabulary must have the same size; got "
+            f"{' and '.join(map(str, sorted(sizes)))} entries; pad both to one size, and pass vocab"
         )

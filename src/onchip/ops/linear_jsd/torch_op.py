@@ -64,65 +64,67 @@ def linear_jsd(
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
 
-    With s = softmax((student_hidden @ student_weight.T + student_bias) / temperature), t the same of the teacher and
+    With s = softmax((student_hidden @ student_weight.T + student_bias) / temperature), t the same for the teacher, and
     m = (1 - beta) * s + beta * t, the loss of a token is::
 
         jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
         loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
 
     where cross_entropy is the student's with `target`, at temperature 1, and `jsd` is multiplied by temperature**2 if
-    `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is 0 or more, and exactly 0 with
-    exactly zero gradients where both models' logits are the same numbers.  No model's [tokens, V] logits are stored.
+    `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is never below 0.  If both models'
+    logits are the same numbers, loss and gradients are exactly 0.  No model's [tokens, V] logits are stored.
 
     Args:
         student_hidden: [..., Hs] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T
             tokens.
-        student_weight: [V, Hs] of student_hidden's dtype, or of other precision, as `linear_cross_entropy`'s weight.
-        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype (but for float64) and Ht may
-            differ from the student's.
+        student_weight: [V, Hs], of student_hidden's dtype or of the mixtures that `linear_cross_entropy` takes.
+        teacher_hidden: [..., Ht], with the same leading dimensions.  Ht and the dtype may differ from the student's,
+            except that float64 goes with float64 only.
         teacher_weight: [V, Ht] likewise.
-        beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
-            the divergence itself is 0 at both ends, so that the value jumps there.
+        beta: in [0, 1], the teacher's weight in m.  0 and 1 are special cases, forward and reverse KL.  Elsewhere the
+            divergence tends to 0 towards both ends, so its value jumps there.
         temperature: above 0: divides both models' logits.
-        temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
-        target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        temperature_squared: multiply the divergence by temperature**2, so that its gradients keep their size.
+        target: [...] of any integer dtype: a label in [0, V), or `ignore_index` for a token that doesn't count.
         labels: another name for target.
         ignore_index, token_weight, reduction, normalizer, check_inputs: as in `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
-        teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
-        hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `target`; the rest is divergence.
-        vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
-        teacher_grad: give gradients to the teacher's tensors too, where they require them.  Otherwise the teacher is a
+        teacher_topk: `TopK(indices, values, kind, rest)` instead of these, if only K entries per token are known.
+        hard_weight: in [0, 1]: the weight of the cross-entropy with `target`; the divergence has the rest.
+        vocab: how many entries count.  Those after them are padding and in neither distribution.  V may then differ
+            between the models.
+        teacher_grad: give gradients to those of the teacher's tensors that require them.  Otherwise the teacher is a
             constant.
-        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, text like "1GiB", or
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB", or
             a float in (0, 1], that part of both models' float32 logits.  Default: 256 MiB or an eighth of those,
             whichever is more, and at least what one chunk needs.
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
-            gradient of teacher_logits), "plain" (the framework's own operations, on any device) or "auto": the first of
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products in bfloat16 and float16, no teacher_topk, no
+            gradient of teacher_logits), "plain" (PyTorch's own operations, on any device) or "auto": the first of
             these that can run the call.
-        vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
-            ranks of a process group, as in `linear_cross_entropy`: each rank passes its rows of both models' weights
-            and biases, or its columns of teacher_logits; teacher_topk has ids of the whole vocabulary, the same on
-            each.  hidden_layout is that of both models' hidden states; without a target and teacher_topk, "sequence" is
-            of their first dimension.  vocab_size stands for `vocab`.
+        vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: for a vocabulary that is sharded over
+            the ranks of a process group, as in `linear_cross_entropy`.  Each rank passes its rows of both models'
+            weights and biases, or its columns of teacher_logits; teacher_topk has indices in the whole vocabulary, the
+            same on each rank.  hidden_layout holds for both models' hidden states; without a target and teacher_topk,
+            "sequence" splits their first dimension.  vocab_size takes the place of `vocab`.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [...].  If every token is ignored, "mean" is 0 with
-        zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
-        with beta 1 the reverse (and the gradients there are not finite).  Between them it is finite for any logits,
-        -inf among them.
+        zero gradients.  With beta 0 it is infinite if the student gives probability 0 to an entry that the teacher
+        gives more; with beta 1 the other way round (and the gradients there are not finite).  Between them it is finite
+        for any logits, including -inf.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, range or option, not exactly one teacher; on the CPU (with check_inputs also
-            on the GPU) a target that is neither ignore_index nor in [0, V), top-k indices outside of it or repeated.
-            On the GPU without check_inputs what is out of range makes its token's loss and gradients NaN.
-        RuntimeError: differentiated twice, or called inside a torch.func transform.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, device, range or option is wrong; there isn't exactly one teacher; scratch_bytes is too
+            small; or, on the CPU (with check_inputs also on the GPU), a target is neither ignore_index nor in [0, V),
+            or top-k indices are outside [0, V) or repeated.  On the GPU without check_inputs a number out of range
+            makes its token's loss and gradients NaN.
+        RuntimeError: the result is differentiated twice, or the call is inside a torch.func transform.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula: about 13 * chunk * V bytes, and with
-    16-bit weights 4 * V * Hs for their gradient's float32 sum.  That of backend "triton" is in `.triton_memory`: by
-    default at most 512 MiB, about 4 * chunk * V bytes where T <= Hs.
+    Memory: `scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula for "plain": about 13 * chunk * V bytes,
+    and with 16-bit weights 4 * V * Hs for the float32 sum of their gradient.  The formula for "triton" is in
+    `onchip.ops.linear_jsd.triton_memory`: by default at most 512 MiB, and about 4 * chunk * V bytes if T <= Hs.
 
     Example:
         >>> import torch
@@ -134,7 +136,7 @@ def linear_jsd(
         >>> weight.grad.shape
         torch.Size([100, 16])
 
-    Sources: GKD (arXiv:2306.13649) for the divergence; Liger Kernel (arXiv:2410.10989) for the chunks.
+    Sources: GKD (arXiv:2306.13649), for the divergence; Liger Kernel (arXiv:2410.10989), for the chunks.
     """
     return _call(
         OP,
@@ -191,19 +193,19 @@ def jsd(
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
-    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
+    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same for the teacher.
 
     Args:
-        student_logits: [..., V] float32, bfloat16, float16 or float64, any strides.  -inf takes an entry out.  Those
-            whose leading dimensions can't be flattened in place are copied; so are, with "triton", those whose last
-            stride isn't 1.
+        student_logits: [..., V] float32, bfloat16, float16 or float64, any strides.  -inf takes an entry out of the
+            distribution.  Logits are copied if their leading dimensions can't be flattened in place, or, with "triton",
+            if their last stride isn't 1.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, any strides; copied likewise.
 
-    The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
-    are made in float32, of float64 logits in float64; a gradient is rounded to its logits' dtype once.
+    The other arguments, the result and the errors are those of `linear_jsd`.  Softmaxes, loss and gradients are
+    computed in float32 (float64 for float64 logits); a gradient is rounded to its logits' dtype once.
 
-    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; "triton" needs nothing of
-    that size.  Between forward and backward nothing but the inputs is kept.
+    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; "triton" needs far less.
+    Between forward and backward only the inputs are kept.
 
     Example:
         >>> import torch
@@ -250,7 +252,7 @@ def _localized(op: str, given: dict[str, Any], sharding: Sharding) -> tuple[dict
     if not sharding.there(weights | hidden):
         return given, WHOLE
     if given["vocab"] is not None:
-        raise ValueError(f"{op}: vocab={given['vocab']} with a sharded vocabulary is called vocab_size; pass that")
+        raise ValueError(f"{op}: got vocab={given['vocab']} with a sharded vocabulary; pass vocab_size instead")
     last = [name for name in weights if name.endswith("logits")]
     tokens, topk = given["target"], given["teacher_topk"]
     if tokens is None and isinstance(topk, TopK):

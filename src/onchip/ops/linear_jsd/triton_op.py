@@ -63,14 +63,14 @@ class Left(NamedTuple):
 
 
 class JsdTritonOutputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     loss: Tensor
     left: Left
 
 
 class JsdTritonKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     call: JsdCall
     left: Left

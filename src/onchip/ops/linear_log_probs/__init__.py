@@ -24,5 +24,5 @@ gradient, an id's own part is g (1 - p) with 1 - p = -expm1(log p).
 Sources: the running softmax is that of Milakov and Gimelshein (arXiv:1805.02867), the recomputation from the
 log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arXiv:2408.00118).
 
-What computes it is in `onchip.vocab`; docs/architecture.md shows what lives where.
+The computation is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """

@@ -1,4 +1,4 @@
-"""Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
+"""Named problems, with real models' sizes or awkward numbers, for the tests, `onchip check` and `onchip bench`."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ class LogProbsCase(cases.Case):
 
 
 class LogProbsInputs(NamedTuple):
-    """Arrays of one case; floats are float32, and what the case doesn't have is None."""
+    """The arrays of one case, floats in float32; None where the case has no such array."""
 
     hidden: npt.NDArray[np.float32] | None  # [T, H]
     weight: npt.NDArray[np.float32] | None  # [V, H]

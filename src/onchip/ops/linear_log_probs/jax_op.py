@@ -1,8 +1,8 @@
-"""linear_log_probs for JAX: the public functions, and the gradients of their results by each token's logits.
+"""linear_log_probs for JAX: the public functions, and the gradients of their results with respect to logits.
 
-The public functions, and log_probs of jax_rows.py, call `OPERATOR`, to which `with_gradients_on_mesh` gives its
-derivatives; it spreads calls over devices.  What computes them is in `onchip.vocab.jax_ways`, the maths in the
-package's docstring.
+The public functions, and log_probs of jax_rows.py, call `OPERATOR`, which `with_gradients_on_mesh` gives its
+derivatives and spreads over devices.  The computation is in `onchip.vocab.jax_ways`; the package's docstring has the
+maths.
 """
 
 import math
@@ -60,29 +60,30 @@ ON_MESH = f"sharded_{OP}"
 
 
 class LogProbs(NamedTuple):
-    """What `linear_log_probs` and `log_probs` return if more than log_prob was asked for.
+    """What `linear_log_probs` and `log_probs` return if more than log_prob is asked for.
 
-    What wasn't asked for is None, whatever its type here.
+    Fields that weren't asked for are None, although their types here don't say so.
     """
 
     log_prob: jax.Array
-    """[...] or [..., K] float32, of float64 inputs float64, as are the others: log-probability of each id; 0 for
-    ignored ones."""
+    """[...] or [..., K], float32 like the other floats (float64 for float64 inputs): log-probability of each id; 0 for
+    ignored ids."""
     entropy: jax.Array
     """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
     lse: jax.Array
-    """[...]: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
+    """[...]: log-sum-exp of the final logits; 0 for tokens whose ids are all ignored.  Differentiable."""
     top1: jax.Array
-    """[...] int32: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
-    tokens."""
+    """[...] int32: the vocabulary index of the largest logit (the first one, where logits tie); -1 for tokens whose
+    ids are all ignored."""
     mean_logits: jax.Array
-    """[...]: mean of the final logits over the vocabulary, -inf where one of them is; 0 for such tokens."""
+    """[...]: mean of the final logits over the vocabulary, -inf if one of them is; 0 for tokens whose ids are all
+    ignored."""
     log_sum_sq_probs: jax.Array
-    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for such tokens."""
+    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for tokens whose ids are all ignored."""
 
 
 class JaxLogProbsKeywords(TypedDict, total=False):
-    """What all of these ops take by keyword beside what they are asked for."""
+    """The keywords of all these ops, except those that ask for results."""
 
     ignore_index: int
     softcap: Number | None
@@ -94,7 +95,7 @@ class JaxLogProbsKeywords(TypedDict, total=False):
 
 
 class JaxJustLogProb(JaxLogProbsKeywords, total=False):
-    """Nothing else is asked for."""
+    """Only log_prob is asked for."""
 
     entropy: Literal[False]
     lse: Literal[False]
@@ -104,7 +105,7 @@ class JaxJustLogProb(JaxLogProbsKeywords, total=False):
 
 
 class JaxMore(JaxLogProbsKeywords, total=False):
-    """Something else is asked for."""
+    """More than log_prob is asked for."""
 
     entropy: Literal[True]
     lse: Literal[True]
@@ -114,7 +115,7 @@ class JaxMore(JaxLogProbsKeywords, total=False):
 
 
 class JaxEither(JaxLogProbsKeywords, total=False):
-    """Whether something else is asked for, the types don't know."""
+    """The types don't tell whether more than log_prob is asked for."""
 
     entropy: bool
     lse: bool
@@ -199,55 +200,55 @@ def linear_log_probs(
 
     So log_prob is `jnp.take_along_axis(jax.nn.log_softmax(hidden @ weight.T + bias), ids[..., None], -1)[..., 0]`, with
     float32 logits whatever the inputs' dtype.  log_prob, entropy and lse are differentiable with respect to hidden,
-    weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`;
-    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
+    weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`.  If arrays are sharded, each device
+    computes its own tokens and its own entries of the vocabulary.
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.
-        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype; or one of the
-            two is float32 and the other of 16 bits: the product is of 16 bits then, and each gradient of its array's
-            dtype.
+        weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.  If one of
+            them is float32 and the other has 16 bits, the products take 16-bit operands, and each gradient has its
+            array's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         labels: another name for ids, by keyword.
-        shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
-            position i + 1, and the last one has none, as if they were ignored.  Each device must hold
-            whole sequences inside of `jax.shard_map`.
+        shift: pass True if ids are the sequence's own tokens, [..., S] or [..., S, K]: position i of each sequence then
+            takes the ids of position i + 1, and the last one has none, as if they were ignored.  Inside `jax.shard_map`
+            each device must hold whole sequences.
         bias: [V] of hidden's dtype or weight's.
-        ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it leaves exact
-            zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
-        weight_layout, softcap, logit_scale, temperature: as in `linear_cross_entropy`, which also says what holds for
-            NumPy's float64, a bias of -inf, and numbers that are 0-d arrays, traced or not.
+        ignore_index: an id of this value has log_prob 0 and no gradient.  If all ids of a token have it, the results
+            and gradients are exact zeros (top1: -1), whatever its hidden state holds.  Chunks of only such tokens cost
+            nothing.
+        weight_layout, softcap, logit_scale, temperature: as in `linear_cross_entropy`, and so are NumPy's float64, a
+            bias of -inf, and numbers that are 0-d arrays, traced or not.
         axis_name, vocab_size: as in `linear_cross_entropy`: each device of a mesh axis has its own entries of weight
             and bias.
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
-        mean_logits: also return the mean of each token's final logits z over the vocabulary; -inf where a logit is.
-        log_sum_sq_probs: also return log(sum(p**2)) of each token, the logarithm of the probability that two samples
-            are the same.  top1, mean_logits and log_sum_sq_probs are detached: they have no gradient.
-        check_inputs: as in `linear_cross_entropy`: raise for ids and temperatures that are wrong on a GPU too.
-        scratch_bytes: bound on the temporary memory, results and gradients in their parameters' dtypes not counted,
-            given as in `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more,
-            and at least what one chunk needs; without gradients "mosaic_gpu" takes 64 MiB.
-        backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
-            the first of these that can run.  "triton" is as in `linear_cross_entropy`.
+        mean_logits: also return the mean of each token's final logits z over the vocabulary; -inf if one of them is.
+        log_sum_sq_probs: also return log(sum(p**2)) for each token, the logarithm of the probability that two samples
+            are the same.  top1, mean_logits and log_sum_sq_probs have no gradient.
+        check_inputs: as in `linear_cross_entropy`: check ids and temperatures on a GPU too.
+        scratch_bytes: bound on the temporary memory, not counting results and gradients in their parameters' dtypes, in
+            one of the forms that `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits,
+            whichever is more, and at least what one chunk needs; without gradients 64 MiB for "mosaic_gpu".
+        backend: "mosaic_gpu", "xla", "triton" or "auto", as in `linear_cross_entropy`.
 
     Returns:
         log_prob in ids' shape, in float32 (float64 for float64 inputs).  If anything else is asked for,
-        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
+        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for the rest.
         Under jit, or on a GPU without check_inputs, an id that is neither ignore_index nor in [0, V) has log_prob NaN,
         and so are the gradients that its token enters.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest); where
-            values are known, an id out of range, which it names.
-        NotImplementedError: differentiated twice.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape, range or option is wrong; scratch_bytes is too small (the message says what suffices); or
+            an id is out of range, where values are known (the message names it).
+        NotImplementedError: the result is differentiated twice.
 
     Memory: `scratch_parts` of `onchip.vocab.xla.memory` ("xla") and `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the
-    formulas, for a jitted step.  In float32 on a CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and a
-    chunk's weight gradient twice.
+    formulas for a jitted step.  In float32 on a CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and
+    twice the weight's gradient for a chunk.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -259,8 +260,8 @@ def linear_log_probs(
         >>> grads[1].shape
         (100, 16)
 
-    Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
-    Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
+    Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for computing logits again in backward;
+    Milakov and Gimelshein (arXiv:1805.02867), for the running softmax.
     """
     return _call(OP, locals())
 
@@ -342,28 +343,28 @@ def sharded_linear_log_probs(
 
         linear_log_probs(hidden, weight[:vocab_size], ids, bias[:vocab_size], ...)
 
-    of the whole arrays, which are given as such: the call makes its own `jax.shard_map`.  Along `vocab_axis` a few
-    float32 numbers per token are gathered, once, whatever is asked for.
+    Pass the whole arrays: the call makes its own `jax.shard_map`.  A few float32 numbers per token are gathered along
+    `vocab_axis`, once, whichever results are asked for.
 
     Args:
         hidden: [..., H], T tokens in the leading dimensions, which may be split over `token_axes`; the same on all
             devices along `vocab_axis`.
         weight, bias: [V, H] or [H, V], and [V], split over `vocab_axis` along V.
-        ids, labels: [...] or [..., K] integers, split as the tokens.
+        ids, labels: [...] or [..., K] integers, split like the tokens.
         vocab_axis, token_axes, mesh, vocab_size: as in `sharded_linear_cross_entropy`.
         scratch_bytes: bound on each device's temporary memory.
         weight_layout, ignore_index, softcap, logit_scale, temperature, backend: as in `linear_log_probs`.
         entropy, lse, top1, mean_logits, log_sum_sq_probs, check_inputs: likewise.
 
     Returns:
-        As `linear_log_probs`, split as the tokens, and the same on all devices along `vocab_axis`.
+        What `linear_log_probs` returns, split like the tokens, and the same on all devices along `vocab_axis`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `linear_log_probs`; and for a mesh or axes that don't fit, as
-            `sharded_linear_cross_entropy`.
+        TypeError, ValueError, NotImplementedError: as `linear_log_probs`, and as `sharded_linear_cross_entropy` for a
+            mesh or axes that don't fit.
 
-    Memory: on each device that of `linear_log_probs` for its tokens and its part of the vocabulary, and
-    4 * T * (K + 7) * (n + 2) bytes or less for what n devices gather.
+    Memory: on each device that of `linear_log_probs` for its tokens and its part of the vocabulary, and at most
+    4 * T * (K + 7) * (n + 2) bytes for what n devices gather.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -383,7 +384,7 @@ def sharded_linear_log_probs(
 
 
 def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
-    """What the public function of this name returns of its arguments."""
+    """The result of the public function of this name for these arguments."""
     on_mesh, axis = op == ON_MESH, given.get("axis_name")
     given["ids"] = one_target(OP, given["ids"], given.pop("labels"), name="ids")[1]
     check_axis(OP, axis, None if on_mesh else given["vocab_size"])
@@ -397,7 +398,7 @@ def _call(op: str, given: dict[str, Any]) -> jax.Array | LogProbs:
     of_layer, shard = parallel.roles_of(layer), None
     if on_mesh:
         spread, shard = parallel.on_mesh(ON_MESH, given, layer, "hidden", leading)
-        # A part of the logits is one of those that a device has.
+        # scratch_bytes as a fraction is a part of one device's logits.
         options = options_of(OP, LogProbsOptions, given, tokens * layer.vocab // spread.parts)
         of_arrays = {"hidden": BY_TOKEN, "weight": of_layer.weight, "bias": of_layer.bias, "ids": BY_TOKEN}
         check_types(ON_MESH, spread, given, of_arrays | {"temperature": BY_TOKEN})
@@ -441,7 +442,7 @@ OF_GIVEN = GivenToLogProbs(BY_TOKEN, BY_TOKEN, WHOLE)
 
 
 def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogProbs) -> tuple[Static, Any, Any]:
-    """What `forward` takes, of a layer with hidden [..., H], or of logits [..., V]."""
+    """The arguments of `forward`, made from a layer with hidden [..., H], or from logits [..., V]."""
     if isinstance(of, XlaProjection):
         static, layer = parallel.split_as(static, of.vocab), of.flat()
         constants = given.by_token(len(layer.hidden))
@@ -473,7 +474,7 @@ def forward(
         static.shard.refuse_untracked(OP if isinstance(of, XlaProjection) else spec.LOGITS_OP, needs)
     backend, plan, call = _planned(static, needs, of, constants)
     stats, _, saved = jax_ways.each(backend, partial(backend.forward, plan, wanted_of(static.options), needs))(call)
-    # XlaLogits as they came: of 16-bit ones `call.source` may be a copy.
+    # XlaLogits as they came: for 16-bit ones `call.source` may be a copy.
     return outputs_of(stats, call.tokens), None if saved is None else _saved(of, saved, plan)
 
 
@@ -484,7 +485,7 @@ def _saved(of: Any, saved: Any, plan: Any) -> Planned:
 def problem_of(
     static: Static, layer: XlaProjection, constants: tuple[jax.Array, Transform], needs: XlaProjection
 ) -> Problem:
-    """What plans and refusals depend on, where these gradients are needed."""
+    """The problem, which plans and refusals depend on, given which gradients are needed."""
     asked = {"per_token_loss": True, "split": static.shard is not None} | _asked(static.options, constants)
     asked["stats"] = static.options.entropy or static.options.top1
     return layer.problem(needs, static.platform, op=OP, **asked)
@@ -503,7 +504,7 @@ def _asked(options: LogProbsOptions, constants: tuple[jax.Array, Transform]) -> 
 def _planned(
     static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
 ) -> tuple[ModuleType, Any, LossCall]:
-    """The backend, its plan, and the call as it takes it."""
+    """The backend, its plan, and the call in the form that it takes."""
     (ids, transform), options, backend = constants, static.options, MODULES[static.backend]
     plan: Any
     if isinstance(of, XlaProjection):
@@ -551,7 +552,7 @@ def wanted_of(options: LogProbsOptions) -> Wanted:
 
 
 def outputs_of(stats: XlaTokenStats, tokens: CountedTokens) -> WantedOutputs:
-    """By token, of statistics by row."""
+    """The outputs, indexed by token, from statistics that are indexed by row."""
 
     def spread(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else tokens.spread(x)
@@ -569,7 +570,7 @@ def outputs_of(stats: XlaTokenStats, tokens: CountedTokens) -> WantedOutputs:
 def gradient_by_outputs(
     tokens: CountedTokens, ids: jax.Array, stats: XlaTokenStats, upstream: WantedOutputs
 ) -> XlaTokenGradient:
-    """The gradient by each token's logits; None in `upstream` is zero."""
+    """The gradient of each token's logits; None in `upstream` means zero."""
     dtype = stats.lse.dtype
 
     def rows(grad: Any) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""log_probs for JAX, of logits that exist: the public function.  What computes it is in jax_op.py."""
+"""log_probs for JAX, for logits that exist already: the public function.  The computation is in jax_op.py."""
 
 import math
 from typing import Unpack, overload
@@ -94,7 +94,7 @@ def log_probs(
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array | LogProbs:
-    """Log-probabilities of given ids under the softmax of logits that exist already, in little memory beside them.
+    """Log-probabilities of given ids under the softmax of logits that exist already, with little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     p = softmax(z), token by token::
@@ -103,18 +103,19 @@ def log_probs(
 
     So log_prob is `jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), ids[..., None], -1)[..., 0]`,
     without a float32 copy of the logits or a matrix of their softmax.  log_prob, entropy and lse are differentiable
-    with respect to the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`;
-    of arrays that are sharded each device computes its own tokens, and entries of the vocabulary.
+    with respect to the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.  If arrays are sharded, each
+    device computes its own tokens and its own entries of the vocabulary.
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
-            out of the vocabulary (without softcap, which makes it -softcap).
-        ids: and `labels`, `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`,
-            `lse`, `top1`, `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as in `linear_log_probs`.
-        axis_name, vocab_size: as in `linear_log_probs`, of logits [..., V / n] of this device.
-        scratch_bytes: bound on the temporary memory, results and gradient not counted, given as in
-            `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
-            least what a useful chunk of rows needs.
+            out of the vocabulary (unless there is a softcap, which makes it -softcap).
+        ids, labels: [...] or [..., K] of any integer dtype, as in `linear_log_probs`.
+        ignore_index, softcap, logit_scale, temperature: as in `linear_log_probs`; temperature is a number or [...].
+        entropy, lse, top1, mean_logits, log_sum_sq_probs, check_inputs: likewise.
+        axis_name, vocab_size: as in `linear_log_probs`; logits are then this device's, [..., V / n].
+        scratch_bytes: bound on the temporary memory, not counting results and gradient, in one of the forms that
+            `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
+            at least what a useful chunk of rows needs.
         backend: "xla" (plain JAX, on any device), "triton" (PyTorch's kernels, as in `linear_cross_entropy`) or "auto".
 
     Returns:
@@ -123,13 +124,13 @@ def log_probs(
         is its token's gradient.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
-        ValueError: a wrong shape, range or option, or a scratch_bytes below one row's (it names that); where values are
-            known, an id out of range, which it names.
-        NotImplementedError: differentiated twice.
+        TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
+        ValueError: a shape, range or option is wrong; scratch_bytes doesn't suffice for one row (the message says what
+            does); or an id is out of range, where values are known (the message names it).
+        NotImplementedError: the result is differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, with `ids` = K, for a jitted step: about
-    8 * rows * V bytes for chunks of so many rows, and on a CPU a copy of 16-bit logits.
+    Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula for a jitted step, with `ids` = K: about
+    8 * rows * V bytes for chunks of that many rows, and on a CPU a copy of 16-bit logits.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -139,7 +140,7 @@ def log_probs(
         >>> jax.jit(jax.grad(lambda x: log_probs(x, ids).mean()))(logits).shape
         (2, 8, 100)
 
-    Source: the gradient from the log-sum-exp alone, as in Liger Kernel (arXiv:2410.10989).
+    Source: Liger Kernel (arXiv:2410.10989), for the gradient from the log-sum-exp alone.
     """
     ids = one_target(LOGITS_OP, ids, labels, name="ids")[1]
     given = {name: x for name, x in locals().items() if name != "labels"}

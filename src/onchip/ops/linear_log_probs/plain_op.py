@@ -16,7 +16,7 @@ from onchip.vocab.torch.call import OF_LAYER
 
 
 class LogProbsPlainKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     call: LogProbsCall
     log_prob: Tensor

@@ -39,7 +39,7 @@ class LogProbsRowsCall(RowsCall):
 
 
 class LogProbsRowsKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     call: LogProbsRowsCall
     log_prob: Tensor

@@ -1,6 +1,6 @@
 """linear_log_probs for PyTorch: the public function.
 
-It checks its inputs and chooses a backend, which is an operator (`frontend.torch_register`), of plain_op.py or
+It checks its inputs and chooses a backend.  Each backend is an operator (`frontend.torch_register`), in plain_op.py and
 triton_op.py.
 """
 
@@ -36,29 +36,30 @@ BACKENDS = ("triton", "plain")  # "auto" takes the first that can run
 
 
 class LogProbs(NamedTuple):
-    """What `linear_log_probs` and `log_probs` return if more than log_prob was asked for.
+    """What `linear_log_probs` and `log_probs` return if more than log_prob is asked for.
 
-    What wasn't asked for is None, whatever its type here.
+    Fields that weren't asked for are None, although their types here don't say so.
     """
 
     log_prob: Tensor
-    """[...] or [..., K] float32, of float64 inputs float64, as are the others: log-probability of each id; 0 for
-    ignored ones."""
+    """[...] or [..., K], float32 like the other floats (float64 for float64 inputs): log-probability of each id; 0 for
+    ignored ids."""
     entropy: Tensor
     """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
     lse: Tensor
-    """[...]: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
+    """[...]: log-sum-exp of the final logits; 0 for tokens whose ids are all ignored.  Differentiable."""
     top1: Tensor
-    """[...] int64: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
-    tokens."""
+    """[...] int64: the vocabulary index of the largest logit (the first one, where logits tie); -1 for tokens whose
+    ids are all ignored."""
     mean_logits: Tensor
-    """[...]: mean of the final logits over the vocabulary, -inf where one of them is; 0 for such tokens."""
+    """[...]: mean of the final logits over the vocabulary, -inf if one of them is; 0 for tokens whose ids are all
+    ignored."""
     log_sum_sq_probs: Tensor
-    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for such tokens."""
+    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for tokens whose ids are all ignored."""
 
 
 class Keywords(TypedDict, total=False):
-    """What both ops take by keyword beside what they are asked for."""
+    """The keywords of both ops, except those that ask for results."""
 
     ignore_index: int
     softcap: float | None
@@ -70,7 +71,7 @@ class Keywords(TypedDict, total=False):
 
 
 class JustLogProb(Keywords, total=False):
-    """Nothing else is asked for."""
+    """Only log_prob is asked for."""
 
     entropy: Literal[False]
     lse: Literal[False]
@@ -80,7 +81,7 @@ class JustLogProb(Keywords, total=False):
 
 
 class More(Keywords, total=False):
-    """Something else is asked for."""
+    """More than log_prob is asked for."""
 
     entropy: Literal[True]
     lse: Literal[True]
@@ -90,7 +91,7 @@ class More(Keywords, total=False):
 
 
 class Either(Keywords, total=False):
-    """Whether something else is asked for, the types don't know."""
+    """The types don't tell whether more than log_prob is asked for."""
 
     entropy: bool
     lse: bool
@@ -199,44 +200,47 @@ def linear_log_probs(
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T tokens.
-        weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as in `linear_cross_entropy`.
+        weight, bias: [V, H] and [V], of hidden's dtype or of the mixtures that `linear_cross_entropy` takes.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         labels: another name for ids, by keyword.
-        shift: ids hold the tokens as they are, [..., S] or [..., S, K]: position i of each sequence has those of
-            position i + 1, and the last one has none, as if they were ignored.  ids are copied, hidden isn't.
-        ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
-            on the CPU, leaves exact zeros (top1: -1) and may hold anything.
+        shift: pass True if ids are the sequence's own tokens, [..., S] or [..., S, K]: position i of each sequence then
+            takes the ids of position i + 1, and the last one has none, as if they were ignored.  ids are copied, hidden
+            isn't.
+        ignore_index: an id of this value has log_prob 0 and no gradient.  If all ids of a token have it, the results
+            and gradients are exact zeros (top1: -1), whatever its hidden state holds, and on the CPU the token costs
+            nothing.
         softcap, logit_scale, temperature, check_inputs, backend: as in `linear_cross_entropy`.
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
-        mean_logits: also return the mean of each token's final logits z over the vocabulary; -inf where a logit is.
-        log_sum_sq_probs: also return log(sum(p**2)) of each token, the logarithm of the probability that two samples
-            are the same.  top1, mean_logits and log_sum_sq_probs are detached: they have no gradient.
-        scratch_bytes: bound on the peak memory above inputs, results and returned gradients, given as in
-            `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
-            least what one chunk needs; without gradients "triton" takes 64 MiB.
-        vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
-            ranks of a process group, as in `linear_cross_entropy`; ids are those of the whole vocabulary and of all
-            tokens, and each rank returns the same.
+        mean_logits: also return the mean of each token's final logits z over the vocabulary; -inf if one of them is.
+        log_sum_sq_probs: also return log(sum(p**2)) for each token, the logarithm of the probability that two samples
+            are the same.  top1, mean_logits and log_sum_sq_probs have no gradient.
+        scratch_bytes: bound on the peak memory above inputs, results and returned gradients, in one of the forms that
+            `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
+            at least what one chunk needs; without gradients 64 MiB for "triton".
+        vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: for a vocabulary that is sharded over
+            the ranks of a process group, as in `linear_cross_entropy`.  ids are indices in the whole vocabulary, for
+            all tokens, and each rank returns the same.
 
     Returns:
         log_prob in ids' shape, in float32 (float64 for float64 inputs).  If anything else is asked for,
-        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
+        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for the rest.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, range or option, or a scratch_bytes that is too small (it names the
-            smallest); on the CPU (with check_inputs also on the GPU) an id that is neither ignore_index nor in [0, V),
-            or a temperature that is not above 0.  On the GPU without check_inputs such an id's log_prob is NaN, and so
-            are the gradients that its token enters.
-        RuntimeError: differentiated twice, or called inside a torch.func transform.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, device, range or option is wrong; scratch_bytes is too small (the message says what
+            suffices); or, on the CPU (with check_inputs also on the GPU), an id is neither ignore_index nor in [0, V),
+            or a temperature is not above 0.  On the GPU without check_inputs such an id's log_prob is NaN, and so are
+            the gradients that its token enters.
+        RuntimeError: the result is differentiated twice, or the call is inside a torch.func transform.
 
-    Memory: `scratch_parts` of `onchip.vocab.memory` is the formula (of `onchip.vocab.triton.memory` that of "triton");
-    in float32 about 4 * token_chunk * vocab_chunk bytes (twice that with entropy), and 4 * T * H for hidden's gradient
-    in 16 bits.  Between forward and backward the op keeps log_prob, lse and with entropy=True two more floats per
-    token; "triton" also the memory of the gradients that backward will return, with what they are made of.
+    Memory: `scratch_parts` of `onchip.vocab.memory` ("plain") and `onchip.vocab.triton.memory` ("triton") are the
+    formulas.  In float32 it is about 4 * token_chunk * vocab_chunk bytes (twice that with entropy); with 16-bit hidden
+    states their gradient takes 4 * T * H bytes more.  Between forward and backward the op keeps log_prob, lse and, with
+    entropy=True, two more floats per token.  "triton" also allocates the gradients in forward already, and keeps in
+    their memory what backward needs.
 
     Example:
         >>> import torch
@@ -249,8 +253,8 @@ def linear_log_probs(
         >>> weight.grad.shape
         torch.Size([100, 16])
 
-    Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
-    Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
+    Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for computing logits again in backward;
+    Milakov and Gimelshein (arXiv:1805.02867), for the running softmax.
     """
     ids = one_target(OP, ids, labels, name="ids")[1]
     sharding, shards = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad), WHOLE

@@ -1,4 +1,4 @@
-"""log_probs for PyTorch, of logits that exist: the public function.
+"""log_probs for PyTorch, for logits that exist already: the public function.
 
 It checks its inputs, chooses a backend and calls the operator of rows_call.py, which reads the rows once and keeps a
 few numbers per token; backward reads them again and writes a new tensor.
@@ -27,7 +27,7 @@ from onchip.ops.linear_log_probs.torch_op import (
 )
 from onchip.vocab.rows.launches import refusal
 
-# Best first: the order in which "auto" asks them.
+# Best first: "auto" asks them in this order.
 BACKENDS = ("triton", "plain")
 
 
@@ -65,7 +65,7 @@ def log_probs(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
 ) -> Tensor | LogProbs:
-    """Log-probabilities of given ids under the softmax of logits that exist already, in little memory beside them.
+    """Log-probabilities of given ids under the softmax of logits that exist already, with little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     p = softmax(z), token by token::
@@ -78,35 +78,35 @@ def log_probs(
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
-            dimensions hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it
-            -softcap).
-        ids: and `labels`, `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`,
-            `lse`, `top1`, `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as in `linear_log_probs`.
-        scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
-            `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
-            least what a useful chunk of rows needs.
+            dimensions hold T tokens.  -inf takes an entry out of the vocabulary (unless there is a softcap, which
+            makes it -softcap).
+        ids, labels: [...] or [..., K] of any integer dtype, as in `linear_log_probs`.
+        ignore_index, softcap, logit_scale, temperature: as in `linear_log_probs`; temperature is a number or [...].
+        entropy, lse, top1, mean_logits, log_sum_sq_probs, check_inputs: likewise.
+        scratch_bytes: bound on the peak memory above logits, results and returned gradient, in one of the forms that
+            `linear_cross_entropy` takes.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and
+            at least what a useful chunk of rows needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "plain" (the framework's
             own operations) or "auto": the first of these that can run the call.
-        vocab_group, vocab_start, vocab_size: a vocabulary that is sharded over the ranks of a process group, as of
-            `linear_cross_entropy`: each rank passes its columns of the logits, and the same of all else.  A DTensor
-            with Shard(-1) needs none.
+        vocab_group, vocab_start, vocab_size: for a vocabulary that is sharded over the ranks of a process group, as in
+            `linear_cross_entropy`.  Each rank passes its columns of the logits; everything else is the same on each
+            rank.  A DTensor with Shard(-1) needs no group.
 
     Returns:
         log_prob of ids' shape in float32 (float64 for float64 inputs), or `LogProbs`, as in `linear_log_probs`.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, range or option, or a scratch_bytes below one row's (it names that); on the
-            CPU (with check_inputs also on the GPU) an id that is neither ignore_index nor in [0, V), or a temperature
-            that is not above 0.  On the GPU without check_inputs such an id's log_prob is NaN, and so is its token's
-            gradient.
-        RuntimeError: differentiated twice, or called inside a torch.func transform.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, device, range or option is wrong; scratch_bytes doesn't suffice for one row (the message
+            says what does); or, on the CPU (with check_inputs also on the GPU), an id is neither ignore_index nor in
+            [0, V), or a temperature is not above 0.  On the GPU without check_inputs such an id's log_prob is NaN, and
+            so is its token's gradient.
+        RuntimeError: the result is differentiated twice, or the call is inside a torch.func transform.
 
     Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, with `ids` = K: 4 * rows * V bytes for chunks
-    of so many rows, as much again with entropy and in backward with softcap; with "triton" a few numbers per
-    token and id.  Between forward and backward the op keeps
-    logits and ids by reference, log_prob, lse and with entropy=True two more floats per token.  The gradient is one
-    tensor of logits' dtype.
+    of that many rows, as much again with entropy, and in backward with softcap; with "triton" a few numbers per token
+    and id.  Between forward and backward the op keeps logits and ids by reference, log_prob, lse and, with
+    entropy=True, two more floats per token.  The gradient is one tensor of logits' dtype.
 
     Example:
         >>> import torch
@@ -117,7 +117,7 @@ def log_probs(
         >>> logits.grad.shape
         torch.Size([2, 8, 100])
 
-    Source: the gradient from the log-sum-exp alone, as in Liger Kernel (arXiv:2410.10989).
+    Source: Liger Kernel (arXiv:2410.10989), for the gradient from the log-sum-exp alone.
     """
     ids = one_target(LOGITS_OP, ids, labels, name="ids")[1]
     sharding, shards = Sharding(vocab_group, vocab_start, vocab_size), None

@@ -19,14 +19,14 @@ from onchip.vocab.triton.setup import TritonSaved
 
 
 class LogProbsTritonOutputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     out: LogProbsOutputs
     saved: TritonSaved
 
 
 class LogProbsTritonKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     call: LogProbsCall
     config: TritonPlan
