@@ -384,7 +384,7 @@ def test_a_context_that_is_entered_in_a_capture_is_left_in_it():
     with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
         context.__enter__()
         model(xs[0])
-    with pytest.raises(RuntimeError, match="entered in the capture of a CUDA graph and left after it"):
+    with pytest.raises(RuntimeError, match="entered during the capture of a CUDA graph and left after it"):
         context.__exit__(None, None, None)
 
 

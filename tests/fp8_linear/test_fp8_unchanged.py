@@ -264,7 +264,7 @@ def test_copies_are_used_in_the_capture_that_they_were_made_in_alone(captured, q
         assert len(quantised) == times
     now[0] = False
     if captured:
-        with pytest.raises(RuntimeError, match="entered in the capture of a CUDA graph and left after it"):
+        with pytest.raises(RuntimeError, match="entered during the capture of a CUDA graph and left after it"):
             context.__exit__(None, None, None)
     else:
         context.__exit__(None, None, None)

@@ -15,7 +15,7 @@ def changed(**arrays):
 
 
 MOE_CALLS = {
-    "params are a dict": ({"params": PARAMS._asdict()}, TypeError, "params must be MoEParams, as of init_moe; got dict"),
+    "params are a dict": ({"params": PARAMS._asdict()}, TypeError, "params must be MoEParams, as init_moe returns; got dict"),
     "down is None": (changed(down=None), TypeError, "down must be a jax.Array or numpy.ndarray; got NoneType"),
     "half a shared expert": (changed(shared_down=None), TypeError, "one of shared_gate_up and shared_down; pass both or neither"),
     "x is a list": ({"x": [[1.0] * 12]}, TypeError, "x must be a jax.Array or numpy.ndarray; got list"),
@@ -47,7 +47,7 @@ def test_moe_errors(name):
 
 ZEROS, COUNTS = jnp.zeros(6), jnp.arange(6)
 UPDATES = {
-    "counts of other experts": ((ZEROS, COUNTS[1:]), ValueError, "counts has shape [5] but correction_bias [6]; both must be [E]"),
+    "counts of other experts": ((ZEROS, COUNTS[1:]), ValueError, "counts has shape [5] but correction_bias has [6]; both must be [E]"),
     "counts of bools": ((ZEROS, COUNTS > 0), TypeError, "counts must be real numbers; got bool"),
     "counts of a list": ((ZEROS, [1] * 6), TypeError, "counts must be a jax.Array or numpy.ndarray; got list"),
     "a rate of 0": ((ZEROS, COUNTS, 0), ValueError, "rate must be above 0; got 0"),

@@ -100,8 +100,8 @@ def all_gather_matmul(
             "symmetric", a rank missed an earlier call for longer than the group's timeout.
 
     Memory of backend "ring", in numbers of x's dtype: two blocks of T/n * K (one for two ranks; none for one).  x_shard
-    and the weight are kept for backward; with keep_gathered the gathered x, T * K, instead of x_shard.  Backward needs the
-    larger of these two: three float32 blocks of T/n * K; or two blocks of x and the weight's gradient in float32,
+    and the weight are kept for backward; with keep_gathered the gathered x, T * K, instead of x_shard.  Backward needs
+    the larger of these two: three float32 blocks of T/n * K; or two blocks of x and the weight's gradient in float32,
     N * K.  For the other backends see docs/ops/collective_matmul.md.
 
     Example:

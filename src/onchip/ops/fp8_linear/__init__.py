@@ -1,8 +1,8 @@
-r"""Linear layer in blockwise FP8 whose three products, output and both gradients, multiply FP8 numbers.
+r"""Linear layer in blockwise FP8 whose three products, for the output and both gradients, multiply FP8 numbers.
 
-A group of numbers with the largest magnitude a is divided by its scale s = a / 448 and rounded to E4M3 (a / 57344 and
-E5M2 for gradients on request); s = 1 for a group of zeros.  Groups are 1x128 along the contraction for activations and
-gradients, and 128x128 for weights.  With Q for quantising, and products of dequantised values in float32:
+A group of numbers whose largest magnitude is a is divided by its scale s = a / 448 and rounded to E4M3 (on request
+gradients take a / 57344 and E5M2); s = 1 for a group of zeros.  Groups are 1x128 along the contraction for activations
+and gradients, and 128x128 for weights.  With Q for quantising, and products of dequantised values in float32:
 
     y  = Q_1x128(x) Q_128x128(w)^T + b
     dx = Q_1x128(dy) Q_128x128(w)
@@ -13,5 +13,5 @@ copies that the quantiser has transposed, since Hopper's FP8 instructions read o
 
 Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are those of arXiv:2209.05433.
 
-What computes it is in `onchip.fp8`; docs/architecture.md shows what lives where.
+The computation is in `onchip.fp8`; docs/architecture.md shows what lives where.
 """

@@ -1,7 +1,7 @@
 """fp8_linear for JAX: products of dequantised numbers by XLA, on any device, or of FP8 numbers by the Mosaic kernel.
 
-All three are A B^T of matrices with rows along the sum, so backward's are of transposed copies.  Ragged sizes are
-padded with zeros to whole groups of a sum and to the kernel's multiples elsewhere; padding of a result is cut off.
+All three products are A B^T of matrices whose rows run along the sum, so backward multiplies transposed copies.  Zeros
+pad sizes to whole groups along the sum and to the kernel's multiples elsewhere; a result's padding is cut off.
 """
 
 import math
@@ -38,8 +38,8 @@ def fp8_linear(
 ) -> jax.Array:
     r"""Linear layer in blockwise FP8, forward and backward: x @ weight.T + bias.
 
-    With Q for dividing groups of numbers by amax / 448 and rounding them to E4M3, all three products are of FP8
-    numbers, summed in float32::
+    Q divides each group of numbers by its scale, amax / 448, and rounds to E4M3.  All three products multiply FP8
+    numbers and sum in float32::
 
         out         = Q(x) @ Q(weight).T + bias      # x in groups of 1x128 along K, weight of 128x128
         grad_x      = Q(grad_out) @ Q(weight)        # grad_out in groups of 1x128 along N
@@ -48,27 +48,28 @@ def fp8_linear(
 
     Args:
         x: [..., K] float32, bfloat16 or float16.  The leading dimensions hold M rows.
-        weight: [N, K], or [K, N] with weight_layout="kn" as Flax's kernels, of any of the three dtypes.
+        weight: [N, K], or [K, N] with weight_layout="kn" like Flax's kernels, of any of the three dtypes.
         bias: [N] of any of the three dtypes, added in float32.
         weight_layout: "nk" or "kn".
         grad_dtype: FP8 format of the output's gradient: "e4m3", or "e5m2" with more range and one bit less.
-        scale: "float32", or "power_of_two": scales rounded up to the next power of two.
-        backend: "xla" (plain JAX, any device: products of dequantised numbers in float32), "mosaic_gpu" (NVIDIA GPUs
-            of compute capability 9.0: products of FP8 numbers; grad_dtype="e5m2" needs JAX 0.11.2) or "auto": the
-            latter where it can run.
+        scale: "float32", or "power_of_two": scales rounded up to the next power of two, so that scaling is exact.
+        backend: "mosaic_gpu" (products of FP8 numbers, on NVIDIA GPUs of compute capability 9.0; grad_dtype="e5m2"
+            needs JAX 0.11.2), "xla" (plain JAX, on any device: products of dequantised numbers in float32) or "auto":
+            the first of these that can run the call.
 
     Returns:
         [..., N] of x's dtype.  Gradients have the dtypes of their inputs.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a wrong shape or option, or a backend that can't serve the call.
+        ValueError: a shape or option is wrong, or the backend can't run the call.
         NotImplementedError: the result is differentiated twice.
 
-    Memory: what is kept for backward is x in FP8, up(K, 8) * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.
-    The quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and a
-    result of ragged sizes with its padding.  With "xla" forward and backward may hold operands in float32, and multiply
-    them as such, on a GPU too: that saves memory, not time.
+    Memory: x in FP8, up(K, 8) * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself are kept for backward; up(n, m)
+    rounds n up to a multiple of m.  The quantised weight is not kept from call to call.  "mosaic_gpu" holds the
+    operands of a product in FP8, and pads results whose sizes are no multiples of the kernel's.  "xla" may hold
+    operands in float32 and multiplies them in float32, on a GPU too: it saves memory between forward and backward, but
+    no time.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -132,7 +133,7 @@ class _Fp8LinearLayer(NamedTuple):
 def _on_device(
     static: _Fp8LinearStatic, layer: _Fp8LinearLayer, _: None
 ) -> tuple[_Fp8LinearStatic, _Fp8LinearLayer, None]:
-    """What `_forward` takes, of x [..., K]."""
+    """The arguments of `_forward`, made from x [..., K]."""
     rows = math.prod(layer.x.shape[:-1])
     return static, layer._replace(x=layer.x.reshape(rows, layer.x.shape[-1])), None
 

@@ -1,4 +1,4 @@
-"""`fp8_linear` as a module, turning a model's linear layers into it, and copies of their weights that are kept."""
+"""`fp8_linear` as a module, the conversion of a model's linear layers, and quantised weights that are kept."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from onchip.ops.fp8_linear.torch_op import BACKENDS, Backend, fp8_linear, quanti
 
 
 class _KeptWeight(NamedTuple):
-    """What is kept for one layer."""
+    """The copies that are kept for one layer."""
 
     name: str
     copies: tuple[Tensor | str | None, ...]  # of a QuantizedWeight, all but the weight
@@ -29,15 +29,15 @@ class _KeptWeight(NamedTuple):
     check_inputs: bool
 
 
-# The contexts that are open, the innermost last.  Not on the layers: there they would be copied and pickled with them.
+# The open contexts, the innermost last.  They aren't stored on the layers, which would copy and pickle them.
 _OPEN: list[dict["Fp8Linear", _KeptWeight]] = []
 
 
 class Fp8Linear(torch.nn.Linear):
-    """`torch.nn.Linear` whose three products are of FP8 numbers: `fp8_linear` with a weight of its own.
+    """`torch.nn.Linear` whose three products multiply FP8 numbers: `fp8_linear` with a weight of its own.
 
-    Parameters, their names, initial values and the state_dict are nn.Linear's: the weight is kept in its dtype, and a
-    checkpoint of one is one of the other.
+    Parameters, their names, initial values and the state_dict are nn.Linear's.  The weight stays in its dtype, and
+    checkpoints of the two classes are interchangeable.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`.
@@ -87,21 +87,21 @@ class Fp8Linear(torch.nn.Linear):
         backend: Backend = "auto",
         main_grad: bool = False,
     ) -> "Fp8Linear":
-        """A layer with the parameters of `linear` themselves, not copies, its hooks and its training mode.
+        """A layer that shares the parameters of `linear`, without copying them, and has its hooks and training mode.
 
         Args:
-            linear: the layer to stand in for; a plain `torch.nn.Linear`.
+            linear: the layer to replace, a plain `torch.nn.Linear`.
             grad_dtype, scale, backend, main_grad: as in the class.
 
         Raises:
-            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
+            TypeError: `linear` has another class, or a forward of its own, which may do more.
         """
         made = stand_in(cls, linear)
         made._set_options(Fp8Options(grad_dtype, scale), backend, main_grad)
         return made
 
     def forward(self, input: Tensor | QuantizedActivation) -> Tensor:
-        """[..., out_features] of `input` [..., in_features], or of what `quantize_activation` made of one."""
+        """[..., out_features], from `input` [..., in_features] or the result of `quantize_activation`."""
         out = main_grad_of("Fp8Linear", self.weight) if self.main_grad else None
         weight, check_inputs = self._weight()
         return fp8_linear(
@@ -120,7 +120,7 @@ class Fp8Linear(torch.nn.Linear):
         def __call__(self, input: Tensor | QuantizedActivation) -> Tensor: ...
 
     def _weight(self) -> tuple[Tensor | QuantizedWeight, bool]:
-        """What `fp8_linear` takes as its weight and as check_inputs."""
+        """The weight and check_inputs that `fp8_linear` takes."""
         weight = self.weight
         # Compiled code can't see whether it is captured into a CUDA graph, which would outlive the copies.
         if torch.compiler.is_compiling() or not _OPEN:
@@ -130,13 +130,13 @@ class Fp8Linear(torch.nn.Linear):
             return weight, False
         if kept.parameter is not None and (weight is not kept.parameter or weight._version != kept.version):
             raise RuntimeError(
-                f"weights_unchanged: the weight of layer {kept.name!r} changed inside; leave the context before "
-                "weights are changed"
+                f"weights_unchanged: the weight of layer {kept.name!r} changed inside the context; leave it before "
+                "changing weights"
             )
         return QuantizedWeight(weight, *kept.copies), kept.check_inputs  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        """nn.Linear's, and the options that differ from their defaults."""
+        """What nn.Linear shows, and the options that differ from their defaults."""
         mine = vars(self.options) | {"backend": self.backend, "main_grad": self.main_grad}
         defaults = vars(Fp8Options()) | {"backend": "auto", "main_grad": False}
         return ", ".join([super().extra_repr(), *(f"{k}={v!r}" for k, v in mine.items() if v != defaults[k])])
@@ -151,15 +151,16 @@ def convert_linears(
     backend: Backend = "auto",
     main_grad: bool = False,
 ) -> list[str]:
-    """Put an `Fp8Linear` with the same parameters in place of each `torch.nn.Linear` of `model`.
+    """Replace each `torch.nn.Linear` of `model` by an `Fp8Linear` with the same parameters.
 
-    The usual recipe leaves out the output head, routers and other small layers: pass a filter.  Optimizers and
-    names of parameters stay valid.  Subclasses of nn.Linear are left alone, and so are layers whose forward another
-    library has replaced.  A layer that is used in several places stays one layer.
+    The usual recipe leaves out the output head, routers and other small layers: pass a filter.  Optimizers and names of
+    parameters stay valid.  Subclasses of nn.Linear are left alone, and so are layers whose forward another library has
+    replaced.  A layer that is used in several places stays one layer.
 
     Args:
         model: changed in place; must not be an nn.Linear itself.
-        filter: called with each layer's name and the layer; it is replaced where that returns True.  None: all are.
+        filter: a function of a layer's name and the layer; layers for which it returns True are replaced.  None
+            replaces all.
         grad_dtype, scale, backend, main_grad: as in `Fp8Linear`.
 
     Returns:
@@ -200,30 +201,31 @@ def convert_linears(
 
 @contextmanager
 def weights_unchanged(model: torch.nn.Module, *, check_inputs: bool = False) -> Iterator[list[str]]:
-    """A context in which no weight of `model` changes: each `Fp8Linear` quantises its weight once, on entry.
+    """A context in which no weight of `model` changes, so that each `Fp8Linear` quantises its weight once, on entry.
 
-    For the micro-batches between two steps of an optimizer.  Results and gradients are the same bits as without.
+    Use it for the micro-batches between two steps of an optimizer.  Results and gradients are the same, to the bit.
 
-    Layers quantise in each call as ever where copies can't be kept or used: a weight that is a DTensor, on the meta
-    device or sharded (FSDP, outside of forward); another stream than the one of entry; a CUDA graph whose capture began
-    inside of the context; what torch.compile has compiled.  A weight that is computed, as by torch's `weight_norm`, has
-    the value of entry.  Copies are no part of a layer's state: no state_dict, and nothing pickled or copied, has them.
+    A layer still quantises in each call if its copies can't be kept or used: if its weight is a DTensor, on the meta
+    device or sharded (under FSDP, outside forward); on another stream than the one of entry; in a CUDA graph whose
+    capture began inside the context; and in code that torch.compile has compiled.  A weight that is computed, as by
+    torch's `weight_norm`, has its value on entry.  Copies are no part of a layer's state: they aren't in its
+    state_dict, nor pickled or copied with it.
 
     Args:
-        model: the module whose layers are meant; may be an `Fp8Linear` itself.
-        check_inputs: compare the copies with the weight in each call on the GPU too, which synchronises.  On the CPU
-            they always are.
+        model: the module that holds the layers; may be an `Fp8Linear` itself.
+        check_inputs: compare the copies with the weight in each call on the GPU too, which waits for the device.  On
+            the CPU they are always compared.
 
     Yields:
         The names of the layers whose copies are kept.
 
     Raises:
         ValueError: model has no `Fp8Linear`.
-        RuntimeError: a weight changed inside, in a call that can see it: by the identity and the version of a parameter
-            at no cost, by its values where these are checked.  Or the context was entered in the capture of a CUDA
-            graph and left after it.
+        RuntimeError: a call finds that a weight has changed inside the context.  It always compares a parameter's
+            identity and version, which costs nothing, and the values where these are checked.  Or the context was
+            entered during the capture of a CUDA graph and left after it.
 
-    Memory: 2 bytes per element of the weights and scales until the context is left, half of it without gradients.
+    Memory: 2 bytes per element of the weights, and scales, until the context is left; half of that without gradients.
 
     Example:
         >>> import torch
@@ -239,7 +241,7 @@ def weights_unchanged(model: torch.nn.Module, *, check_inputs: bool = False) -> 
     require_bool(op, "check_inputs", check_inputs)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Fp8Linear)}
     if not layers:
-        raise ValueError(f"{op}: model has no Fp8Linear; make them of its linear layers with convert_linears")
+        raise ValueError(f"{op}: model has no Fp8Linear; convert its linear layers with convert_linears")
     captured = _capturing()
     context = {layer: kept for name, layer in layers.items() if (kept := _keep(name, layer, check_inputs))}
     _OPEN.append(context)
@@ -250,12 +252,13 @@ def weights_unchanged(model: torch.nn.Module, *, check_inputs: bool = False) -> 
         context.clear()  # a traceback may hold this frame
     if captured and not _capturing():
         raise RuntimeError(
-            f"{op}: it was entered in the capture of a CUDA graph and left after it; leave it before the capture ends"
+            f"{op}: the context was entered during the capture of a CUDA graph and left after it; leave it before the "
+            "capture ends"
         )
 
 
 def _keep(name: str, layer: Fp8Linear, check_inputs: bool) -> _KeptWeight | None:
-    """None for a weight that isn't there as a whole."""
+    """The copies of a layer's weight; None if the whole weight isn't in memory."""
     weight = layer.weight
     if is_dtensor(weight) or weight.is_meta or weight.shape != (layer.out_features, layer.in_features):
         return None
@@ -266,7 +269,7 @@ def _keep(name: str, layer: Fp8Linear, check_inputs: bool) -> _KeptWeight | None
 
 
 def _where(weight: Tensor) -> tuple[bool, int]:
-    """Whether a CUDA graph is captured, and the stream: copies are read where they were made alone."""
+    """Whether a CUDA graph is being captured, and the stream: copies are only read where they were made."""
     return _capturing(), torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
 
 

@@ -1,9 +1,9 @@
 """fp8_linear for PyTorch: the public functions and their operators.
 
-Read from the top: a public function checks its inputs, chooses a backend, quantises x and the weight unless they come
-quantised, and calls one operator on the copies.  `_forward` multiplies them, and the transposed ones are kept for
-backward; `_gradients` quantises the output's gradient.  Each backend is a quantiser and a product: `quantizer` and
-`multiply` of `onchip.fp8`.  The maths is in the package's docstring.
+A public function checks its inputs, chooses a backend, quantises x and the weight unless they are quantised already,
+and calls one operator on the copies.  `_forward` multiplies them and keeps the transposed ones for backward;
+`_gradients` quantises the output's gradient.  Each backend is a quantiser and a product: `quantizer` and `multiply` of
+`onchip.fp8`.  The package's docstring has the maths.
 """
 
 from typing import Literal, NamedTuple
@@ -49,8 +49,8 @@ def fp8_linear(
 ) -> Tensor:
     r"""Linear layer in blockwise FP8, forward and backward: x @ weight.T + bias.
 
-    With Q for dividing groups of numbers by amax / 448 and rounding them to E4M3, all three products are of FP8
-    numbers, summed in float32::
+    Q divides each group of numbers by its scale, amax / 448, and rounds to E4M3.  All three products multiply FP8
+    numbers and sum in float32::
 
         out         = Q(x) @ Q(weight).T + bias      # x in groups of 1x128 along K, weight of 128x128
         grad_x      = Q(grad_out) @ Q(weight)        # grad_out in groups of 1x128 along N
@@ -58,36 +58,37 @@ def fp8_linear(
         grad_bias   = grad_out.sum over M
 
     Args:
-        x: [..., K] float32, bfloat16 or float16, any strides, or what `quantize_activation` made of one.  The leading
+        x: [..., K] float32, bfloat16 or float16, any strides, or the result of `quantize_activation`.  The leading
             dimensions hold M rows.
         weight: [N, K] like `nn.Linear`'s, of any of the three dtypes: float32 master weights can be passed as they are.
-            Or what `quantize_weight` made of one.
+            Or the result of `quantize_weight`.
         bias: [N] of any of the three dtypes, added in float32.
         grad_dtype: FP8 format of the output's gradient: "e4m3", or "e5m2" with more range and one bit less.
         scale: "float32", or "power_of_two": scales rounded up to the next power of two, so that scaling is exact.
         backend: "scaled_mm" (cuBLAS's blockwise products; compute capability 9.0, CUDA 12.9, no "e5m2"), "triton"
             (kernels for NVIDIA GPUs with FP8), "dequantize" (float32 products, any device) or "auto": the first of
             these that can run the call.
-        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.  They are those of a
-            weight that comes quantised: its copies must be what quantising it again makes.
-        weight_grad_out: [N, K] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
-            its own.  For a main gradient that is kept in float32 over micro-batches.
+        check_inputs: check on the GPU too that a quantised weight hasn't changed since, by quantising it again.  This
+            waits for the device.  On the CPU that is always checked.
+        weight_grad_out: [N, K] float32, contiguous: backward adds the weight's gradient to it, and leaves weight.grad
+            alone.  Use it to accumulate a float32 main gradient over micro-batches.
 
     Returns:
-        [..., N] of x's dtype, under autocast of autocast's.  Gradients have the dtypes of their inputs, rounded once.
+        [..., N] of x's dtype (under autocast, of its dtype).  Gradients have the dtypes of their inputs and are rounded
+        once.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a wrong shape, device or option, or a backend that can't run the call.
-        RuntimeError: differentiated twice, called inside a torch.func transform, or a weight that has changed since it
-            was quantised (checked on the CPU, and with check_inputs on the GPU).
+        ValueError: a shape, device or option is wrong, or the backend can't run the call.
+        RuntimeError: the result is differentiated twice, the call is inside a torch.func transform, or a weight has
+            changed since it was quantised (checked on the CPU, and with check_inputs on the GPU).
 
-    Memory: what is kept for backward is x in FP8, K * up(M, 128) * (1 + 4 / 128) bytes, where the weight needs a
-    gradient, and the weight in FP8, K * up(N, 128) bytes and scales, where x needs one; neither of the two themselves.
-    `saved_bytes` and `weight_bytes` of `onchip.fp8.numbers` are formulas.
+    Memory: if the weight needs a gradient, x is kept for backward in FP8, K * up(M, 128) * (1 + 4 / 128) bytes; if x
+    needs one, the weight in FP8, K * up(N, 128) bytes and scales.  up(n, m) rounds n up to a multiple of m.  Neither is
+    kept in its own dtype.  `saved_bytes` and `weight_bytes` of `onchip.fp8.numbers` are the formulas.
 
-    Numbers: a NaN or an infinity makes its group of 128 NaN.  Groups are scaled however small they are: only below an
-    amax of 5e-36 do numbers lose digits.
+    Numbers: a NaN or an infinity makes its group of 128 NaN.  Groups of small numbers are scaled too; they lose digits
+    only if their amax is below 5e-36.
 
     Example:
         >>> import torch
@@ -122,21 +123,22 @@ def fp8_linear(
 def quantize_activation(x: Tensor, *, scale: Scale = "float32", backend: Backend = "auto") -> QuantizedActivation:
     """x in FP8, for several layers that read the same activation: q, k and v, or gate and up.
 
-    Each `fp8_linear` that is given the result skips quantising, and all of them keep one copy for backward.  Gradients
-    go to x, where they are summed as those of any tensor that is used several times.
+    Each `fp8_linear` that takes the result skips quantising, and all of them share one copy for backward.  Gradients go
+    to x and add up there, as for any tensor that is used several times.
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
         scale: "float32" or "power_of_two", the same as in the layers that will use it.
-        backend: as in `fp8_linear`; how it is quantised, to the same bits by each.
+        backend: as in `fp8_linear`; all of them quantise to the same bits.
 
     Returns:
-        What `fp8_linear` takes in place of x.  It holds x itself: keep it no longer than needed.
+        A `QuantizedActivation`, which `fp8_linear` takes in place of x.  It holds x itself: keep it no longer than
+        needed.
 
     Raises:
         TypeError, ValueError: as `fp8_linear`.
 
-    Memory: 2 * M * K * (1 + 4 / 128) bytes; half of it without gradients.
+    Memory: 2 * M * K * (1 + 4 / 128) bytes; half of that without gradients.
 
     Example:
         >>> import torch
@@ -159,23 +161,23 @@ def quantize_activation(x: Tensor, *, scale: Scale = "float32", backend: Backend
 
 @repeatable
 def quantize_weight(weight: Tensor, *, scale: Scale = "float32", backend: Backend = "auto") -> QuantizedWeight:
-    """weight in FP8, for several calls between two changes of it: the micro-batches of a step.
+    """weight in FP8, for the calls between two changes of it, such as the micro-batches of a step.
 
-    Each `fp8_linear`, or `linear_cross_entropy` with precision="fp8", that is given the result skips quantising.
-    Gradients go to weight.  Nothing is remembered: when weight has changed, quantise it again.
+    Each `fp8_linear`, or `linear_cross_entropy` with precision="fp8", that takes the result skips quantising.
+    Gradients go to weight.  After weight has changed, quantise it again.
 
     Args:
         weight: [N, K] float32, bfloat16 or float16.
         scale: "float32" or "power_of_two", the same as in the calls that will use it.
-        backend: as in `fp8_linear`; how it is quantised, to the same bits by each.
+        backend: as in `fp8_linear`; all of them quantise to the same bits.
 
     Returns:
-        What `fp8_linear` takes in place of weight.
+        A `QuantizedWeight`, which `fp8_linear` takes in place of weight.
 
     Raises:
         TypeError, ValueError: as `fp8_linear`.
 
-    Memory: 2 * N * K bytes and scales, `weight_bytes` of `onchip.fp8.numbers`; half of it without gradients.
+    Memory: 2 * N * K bytes and scales, by `weight_bytes` of `onchip.fp8.numbers`; half of that without gradients.
 
     Example:
         >>> import torch

@@ -15,10 +15,10 @@ With d_i the gradient of y_i, backward is
     dx_i = W_g^T d_i        dW_g = sum over the group's rows of d_i x_i^T        db_g = sum of d_i
     dc_i = a_i . dout_i
 
-`dx` of a row of x that several rows of the product read is the sum over these.
+If several rows of the product read a row of x, its dx is the sum over these.
 
 Source: megablox, the grouped product of MegaBlocks (arXiv:2211.15841) on dense tiles: one product over all rows, whose
-tiles each belong to one group, and the device finds which ones there are.
+tiles each belong to one group; the device finds out which tiles there are.
 
-What computes it is in `onchip.groups`; docs/architecture.md shows what lives where.
+The computation is in `onchip.groups`; docs/architecture.md shows what lives where.
 """

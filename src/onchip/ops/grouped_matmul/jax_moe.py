@@ -20,16 +20,16 @@ _BIASES = ("router_bias", "gate_up_bias", "down_bias")
 
 
 class MoEParams(NamedTuple):
-    """The weights of a layer with E experts from H to F and back: all [out, in], as in PyTorch.  A pytree."""
+    """The weights of a layer with E experts from H to F and back, all [out, in] as in PyTorch.  A pytree."""
 
     router: Any
     """[E, H] float32."""
     gate_up: Any
-    """[E, 2 F, H]: of an expert's rows the first F are the gate's."""
+    """[E, 2 F, H]: the first F of an expert's rows are the gate's."""
     down: Any
     """[E, H, F]"""
     shared_gate_up: Any = None
-    """[2 S, H], of the expert that every token goes to, or None."""
+    """[2 S, H], for the expert that every token goes to, or None."""
     shared_down: Any = None
     """[H, S] or None."""
     router_bias: Any = None
@@ -50,7 +50,7 @@ def init_moe(
     *,
     bias: bool = False,
 ) -> MoEParams:
-    """Random weights of a layer, normal with standard deviation 1 / sqrt(inputs); with `bias`, biases of zeros.
+    """Random weights for `moe`, normal with standard deviation 1 / sqrt(inputs); with `bias`, also biases of zeros.
 
     Example:
         >>> import jax
@@ -59,8 +59,8 @@ def init_moe(
         (4, 64, 16)
 
     Raises:
-        TypeError: a size that is no int, or a `bias` that is no bool.
-        ValueError: a size below 1, or shared_intermediate below 0.
+        TypeError: a size is no int, or `bias` is no bool.
+        ValueError: a size is below 1, or shared_intermediate below 0.
     """
     sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts}
     check_sizes("init_moe", sizes | {"shared_intermediate": shared_intermediate}, may_be_0=("shared_intermediate",))
@@ -96,31 +96,31 @@ def moe(
     topk_group: int = 1,
     backend: Backend = "auto",
 ) -> tuple[jax.Array, MoEStats[jax.Array]]:
-    r"""A mixture-of-experts layer with SwiGLU experts.  Each token goes to all of its experts: there is no capacity.
+    r"""A mixture-of-experts layer with SwiGLU experts, without a capacity: no token is dropped.
 
-    With scores s = softmax(router @ x) in float32, or their sigmoid, and over the top_k experts e of largest s, for
-    each token::
+    For each token, with scores s = softmax(router @ x) in float32, or sigmoid(router @ x), and sums over the top_k
+    experts e with the largest s::
 
         expert_e(x) = down[e] @ (silu(gate) * up)          # gate, up: halves of gate_up[e] @ x
         y = sum over e of w_e * expert_e(x) + shared(x)
         w_e = scaling_factor * s_e / (sum of s over these) # norm_topk=False: scaling_factor * s_e
 
-    With a correction bias b the experts are those of largest s + b; the weights come from s only.
+    With a correction bias b the experts are those with the largest s + b; the weights come from s only.
 
     Args:
-        params: of `init_moe`, or a model's.  The router's bias is added to its logits, those of the experts to the
+        params: from `init_moe`, or a model's.  The router's bias is added to its logits, the experts' biases to the
             products with gate_up and down.
-        x: [..., H] float32, bfloat16, float16 or float64, of the experts' dtype; float64 makes all of it float64.
+        x: [..., H] float32, bfloat16, float16 or float64, of the experts' dtype; with float64 everything is float64.
         top_k: experts per token.
-        norm_topk: weights that sum to 1, which of softmax is that over the chosen experts' logits (Mixtral, Qwen3).
-            False: the scores among all experts (Switch, DeepSeek-V2).
+        norm_topk: True for weights that sum to 1; with softmax these are the softmax over the chosen experts' logits
+            (Mixtral, Qwen3).  False for the scores among all experts (Switch, DeepSeek-V2).
         scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
         scaling_factor: multiplies the weights (DeepSeek-V3: 2.5).
-        correction_bias: [E] float32, a constant to autodiff: what is added to the scores for the choice of experts.
-            `update_correction_bias` balances them by it, without a loss.
-        n_group, topk_group: the experts are n_group groups of neighbours, and a token's are in its topk_group best, by
-            the sum of a group's two largest scores (DeepSeek-V3: 8 and 4).
-        backend: of `grouped_matmul`.
+        correction_bias: [E] float32, a constant to autodiff: it is added to the scores when experts are chosen.
+            `update_correction_bias` changes it so as to balance the experts, without a loss.
+        n_group, topk_group: the experts form n_group groups of neighbours, and a token's experts come from its
+            topk_group best groups, by the sum of a group's two largest scores (DeepSeek-V3: 8 and 4).
+        backend: as in `grouped_matmul`.
 
     Returns:
         y [..., H] of x's dtype, and `MoEStats`.  Add a small part of its `aux_loss` to the loss (0.01 in Switch) to
@@ -128,9 +128,9 @@ def moe(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes that don't go together, or a top_k that isn't in [1, E].
+        ValueError: shapes don't go together, or top_k isn't in [1, E].
 
-    Memory: as of two calls of `grouped_matmul` of T * top_k rows, with `rows` and with `scatter_rows`.
+    Memory: that of two calls of `grouped_matmul` with T * top_k rows, one with `rows` and one with `scatter_rows`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -212,7 +212,7 @@ def update_correction_bias(
 
     Args:
         correction_bias: [E] float32 or float64, zeros at first.
-        counts: [E] of any real dtype, of `MoEStats`: the tokens that went to each expert in the step, the sum over
+        counts: [E] of any real dtype: the tokens that went to each expert in the step, from `MoEStats`, summed over
             micro-batches and devices.
         rate: how far a step goes, above 0 (DeepSeek-V3: 0.001).
 
@@ -221,7 +221,7 @@ def update_correction_bias(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes that don't go together, or a rate that isn't above 0.
+        ValueError: shapes don't go together, or rate isn't above 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -237,8 +237,8 @@ def update_correction_bias(
     _check_of_experts(op, "correction_bias", correction_bias, arrays["correction_bias"].size)
     if counts.shape != correction_bias.shape:
         raise ValueError(
-            f"{op}: counts has shape {list(counts.shape)} but correction_bias {list(correction_bias.shape)}; both must "
-            "be [E]"
+            f"{op}: counts has shape {list(counts.shape)} but correction_bias has {list(correction_bias.shape)}; both "
+            "must be [E]"
         )
     if jnp.issubdtype(counts.dtype, jnp.complexfloating) or counts.dtype == bool:
         raise TypeError(f"{op}: counts must be real numbers; got {counts.dtype}")
@@ -268,12 +268,12 @@ def _check_of_experts(op: str, name: str, x: Any, experts: int) -> None:
 
 def _check(params: Any, x: Any, top_k: Any) -> None:
     if not isinstance(params, MoEParams):
-        raise TypeError(f"{OP}: params must be MoEParams, as of init_moe; got {type(params).__name__}")
+        raise TypeError(f"{OP}: params must be MoEParams, as init_moe returns; got {type(params).__name__}")
     optional = ("shared_gate_up", "shared_down", *_BIASES)
     arrays = require_arrays(OP, {"x": x, **params._asdict()}, optional)
     check_kinds(OP, arrays, integers=(), dtypes=LOSS_DTYPE_BYTES.keys())
     if (params.shared_gate_up is None) != (params.shared_down is None):
-        raise TypeError(f"{OP}: params have one of shared_gate_up and shared_down; pass both or neither")
+        raise TypeError(f"{OP}: params have only one of shared_gate_up and shared_down; pass both or neither")
     require_int(OP, "top_k", top_k)
     if params.router.ndim != 2 or params.down.ndim != 3:
         shapes = f"{list(params.router.shape)} and {list(params.down.shape)}"

@@ -1,7 +1,7 @@
-"""grouped_matmul for JAX: the public function, and what surrounds the kernels of its two backends.
+"""grouped_matmul for JAX: the public function, and the code around the products of its two backends.
 
-Those are `layer`, `weight_product` and `sum_rows` of `onchip.groups.xla.products`, on any device, or of
-`onchip.groups.mosaic.products`.  Gathers and the activation's gradient are XLA's for both.
+The products are `layer`, `weight_product` and `sum_rows` of `onchip.groups.xla.products`, on any device, or of
+`onchip.groups.mosaic.products`.  XLA does the gathers and the activation's gradient for both.
 """
 
 from collections.abc import Callable
@@ -64,48 +64,49 @@ def grouped_matmul(
         a[i]   = y[i]                               # silu(gate) * up with activation="swiglu"
         out[i] = row_scale[i] * a[i]                # added to out[scatter_rows[i]] with scatter_rows
 
-    Sums are in float32 (of float64 in float64) and rounded once; rows that scatter_rows adds up, and those that are
-    added up in x's gradient with `rows`, are rounded before too.  Rows past the last group's end belong to none:
-    whatever they hold, their results and gradients are exact zeros.
+    Sums are in float32 (float64 for float64 inputs) and rounded once; rows that are added up, in the result with
+    `scatter_rows` and in x's gradient with `rows`, are rounded before that too.  Rows past the last group's end belong
+    to no group: whatever they hold, their results and gradients are exact zeros.
 
     Args:
         x: [T, K], or with `rows` [M, K], float32, bfloat16, float16 or float64 (backend "xla").
-        weight: [G, N, K], or [G, K, N] with weight_layout="gkn", of x's dtype; read as it lies, without a copy.
-        group_sizes: [G] int32 or int64, 0 or more, of sum T at most.  Their values may be traced.
-        group_offsets: [G] int32 or int64 in place of group_sizes: where each group ends, their cumulative sums.
+        weight: [G, N, K], or [G, K, N] with weight_layout="gkn", of x's dtype; read in place, without a copy.
+        group_sizes: [G] int32 or int64: how many rows each group has, 0 or more, with a sum of at most T.  The values
+            may be traced.
+        group_offsets: [G] int32 or int64, instead of group_sizes: where each group ends, their cumulative sums.
         weight_layout: "gnk" or "gkn".
         bias: [G, N] of any of the dtypes, added in float32.
         row_scale: [T] of any of the dtypes, such as the router's weights; multiplied in float32.
-        activation: None, or "swiglu": of N = 2 F columns of y half are gate and half up.
-        gate_up: where: "concatenated" (gate first, then up), or "interleaved" (gate, up, gate, up, ...).
+        activation: None, or "swiglu" for silu(gate) * up, where y has N = 2 F columns, half gate and half up.
+        gate_up: which columns: "concatenated" (gate first, then up), or "interleaved" (gate, up, gate, up, ...).
         rows: [T] int32 or int64: row i of the product reads x[rows[i]].  The gradient of a row of x that is read
             several times is the sum, in a fixed order.
         scatter_rows: [T] int32 or int64: row i is added to that row of the result, in float32 and in the order of i.
         num_rows: rows of the result with scatter_rows.
-        backend: "xla" (plain JAX, any device), "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and
-            float16, K and N multiples of 64 and at least 128) or "auto": the latter where it can run.
-        check_inputs: raise for sizes and indices that are wrong, which waits for the device.  On the CPU that is so
-            anyway, but for traced values, with which it can't be asked for.
+        backend: "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and float16, K and N multiples of 64 and
+            at least 128), "xla" (plain JAX, any device) or "auto": the first of these that can run the call.
+        check_inputs: check sizes and indices on a GPU too, which waits for the device.  On the CPU they are always
+            checked, unless they are traced; then check_inputs=True raises.
 
     Returns:
-        [T, N] of x's dtype ([T, F] with an activation), or [num_rows, .].  Gradients have the dtypes of their inputs.
-        What can't be right, where nothing could raise, is NaN.  If a size is negative or the sum up to it passes T,
-        that is all rows from that group on, in x's gradient and row_scale's too, and these groups' gradients of weight
-        and bias; what the groups before make is as it should be.  Where rows are added up, in the result with
-        scatter_rows and in x's gradient with `rows`, all of it is NaN.  An index out of range makes NaN of the whole
-        result and of all gradients.
+        [T, N] of x's dtype ([T, F] with an activation), or with scatter_rows num_rows rows.  Gradients have the dtypes
+        of their inputs.  Wrong sizes and indices that aren't checked make results NaN.  If a size is negative, or the
+        sum up to it passes T, these are NaN: all rows from that group on, in the result and in the gradients of x and
+        row_scale, and the gradients of these groups' weights and biases; earlier groups are right.  Arrays in which
+        rows are added up, the result with scatter_rows and x's gradient with `rows`, are NaN as a whole.  An index out
+        of range makes the whole result and all gradients NaN.
 
     Raises:
         TypeError: an argument has the wrong type or dtype, or the call is differentiated in forward mode.
-        ValueError: a wrong shape, option, size or index, or a backend that can't serve the call.
-        NotImplementedError: differentiated twice, or under vmap: put the elements' rows below each other, as groups of
-            one call, or use `jax.lax.map`.
+        ValueError: a shape, option, size or index is wrong, or the backend can't run the call.
+        NotImplementedError: the result is differentiated twice, or the call is under vmap: concatenate the elements'
+            rows, as groups of one call, or use `jax.lax.map`.
 
-    Memory: kept for backward are the arguments, and with an activation, or where row_scale needs a gradient, y, T N
-    numbers of x's dtype.  Beside it, of x's dtype: with `rows` a copy of the rows that are read, in backward again;
-    with `scatter_rows` T rows of the result; in backward the gradient of y.  "mosaic_gpu" makes y in float32 first, if
-    the activation's gate and up are interleaved, its weight is "gkn", or F no multiple of 64 or below 128.  There is
-    no array of G x T.
+    Memory: the arguments are kept for backward, and with an activation, or if row_scale needs a gradient, y, T * N
+    numbers of x's dtype.  Forward also needs, in x's dtype, a copy of the rows that are read with `rows`, and T rows of
+    the result with `scatter_rows`; backward needs the former again, and the gradient of y.  "mosaic_gpu" computes y in
+    float32 first if gate and up are interleaved, the weight is "gkn" with an activation, or F is below 128 or no
+    multiple of 64.  No array has G * T elements.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -301,8 +302,8 @@ def _unmapped(run: Callable[..., Any]) -> Callable[..., Any]:
     @mapped.def_vmap
     def refuse(size: int, *_: Any) -> Any:
         raise NotImplementedError(
-            f"{OP}: vmap is not supported: its {size} elements would run one after the other. Put their rows below "
-            "each other, as groups of one call; or use jax.lax.map"
+            f"{OP}: vmap is not supported: its {size} elements would run one after the other; concatenate their rows, "
+            "as groups of one call, or use jax.lax.map"
         )
 
     return mapped

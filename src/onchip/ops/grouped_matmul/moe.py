@@ -15,17 +15,17 @@ A = TypeVar("A")
 
 
 class MoEStats(NamedTuple, Generic[A]):
-    """How tokens were spread over the experts.  Both losses have gradients, and so has `mean_prob`."""
+    """How tokens were spread over the experts.  Both losses and `mean_prob` have gradients."""
 
     counts: A
     """[E] int32: the tokens that went to each expert."""
     fraction: A
     """[E] float32: `counts` divided by their sum."""
     mean_prob: A
-    """[E] float32: the part of each expert in a token's scores, the mean over tokens."""
+    """[E] float32: each expert's share of a token's scores, averaged over tokens."""
     aux_loss: A
-    """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), 1 if both are even.  Its gradient is that of
-    mean_prob."""
+    """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), which is 1 if both are even.  Its gradient
+    goes through mean_prob."""
     z_loss: A
     """0-d float32: the mean over tokens of logsumexp(logits)**2, which keeps the router's logits small."""
 
@@ -55,8 +55,8 @@ def check_groups(op: str, num_experts: int, top_k: int, n_group: Any, topk_group
         return
     if num_experts % n_group or num_experts // n_group < 2:
         raise ValueError(
-            f"{op}: n_group={n_group} must divide the {num_experts} experts into groups of two or more, whose two "
-            "largest scores are a group's"
+            f"{op}: n_group={n_group} must divide the {num_experts} experts into groups of two or more, as a group is "
+            "chosen by its two largest scores"
         )
     if top_k > topk_group * (num_experts // n_group):
         raise ValueError(

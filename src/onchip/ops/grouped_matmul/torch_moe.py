@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     experts: Tensor
     """[T, top_k] int64, the largest score first, with the correction bias if there is one."""
     weights: Tensor
-    """[T, top_k]: what each of these experts' results is multiplied by."""
+    """[T, top_k]: the factors of these experts' results."""
     probs: Tensor
     """[T, E]: a token's scores, divided by their sum."""
 
@@ -36,7 +36,7 @@ class Groups(NamedTuple):
     rows: Tensor
     """[T * top_k] int64: the row's token."""
     ends: Tensor
-    """[E] int32: where each expert's rows end.  Those past the last are no expert's."""
+    """[E] int32: where each expert's rows end.  Rows past the last end belong to no expert."""
 
 
 def route(
@@ -50,7 +50,7 @@ def route(
     n_group: int = 1,
     topk_group: int = 1,
 ) -> Routing:
-    """Each token's top_k experts, of router logits [T, E]."""
+    """Each token's top_k experts, given router logits [T, E]."""
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     probs = scores / (scores.sum(-1, keepdim=True) + LEAST_TOTAL)
     # No gradient goes through the choice.
@@ -101,7 +101,7 @@ def moe_forward(
 ) -> Tensor:
     """[T, H]: each token's experts applied to it, and their results added up, multiplied by its weights.
 
-    Without an `activation` it is SwiGLU, gate before up, computed in the first product.
+    Without an `activation`, the first product computes SwiGLU, gate before up.
     """
     first = grouped_matmul(
         x,
@@ -127,7 +127,7 @@ def moe_forward(
 
 
 class Router(nn.Linear):
-    """The layer that gives router logits: in float32, under autocast too and whatever its weight was cast to."""
+    """The layer that computes router logits: in float32, also under autocast and whatever its weight was cast to."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype, kind = accumulator(input.dtype), input.device.type
@@ -139,45 +139,47 @@ class Router(nn.Linear):
 class MoE(nn.Module):
     r"""A mixture of experts with SwiGLU, in place of a transformer's MLP.
 
-    Each token goes to the `top_k` experts of largest score, all of them: there is no capacity, and none is dropped.
-    With scores s = softmax(router x), or their sigmoid, and the set C of a token's chosen experts::
+    Each token goes to all of the `top_k` experts with the largest scores: there is no capacity, and no token is
+    dropped.  With scores s = softmax(router x), or sigmoid(router x), and the set C of a token's chosen experts::
 
         expert_e(x) = down[e] @ (silu(gate) * up)            # gate, up: halves of gate_up[e] @ x
         y = sum over e in C of w_e * expert_e(x) + shared(x)
         w_e = scaling_factor * s_e / (sum of s over C)       # norm_topk=False: scaling_factor * s_e
 
-    With a correction bias b, C are those of largest s + b; the weights come from s only.
+    With a correction bias b, C has the experts with the largest s + b; the weights come from s only.
 
     Args:
-        hidden: H, of a token.
-        intermediate: F, inside of an expert.
+        hidden: H, the size of a token.
+        intermediate: F, the inner size of an expert.
         num_experts: E.
-        top_k: experts for each token.
-        num_shared: every token also goes to an expert of its own, num_shared * F inside; 0: there is none.
+        top_k: experts per token.
+        num_shared: if above 0, every token also goes to a shared expert of inner size num_shared * F.
         norm_topk: divide the weights by their sum, as Mixtral, Qwen3 and DeepSeek-V3 do.
         scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
         scaling_factor: multiplies the weights (DeepSeek-V3: 2.5).
-        correction_bias: the layer has a buffer `e_score_correction_bias`, [E] float32 zeros at first, which is added to
-            the scores for the choice of experts; `update_correction_bias` balances them by it, without a loss.
-        n_group, topk_group: the experts are n_group groups of neighbours, and a token's are in its topk_group best, by
-            the sum of a group's two largest scores (DeepSeek-V3: 8 and 4).
-        bias: the router and all experts add biases.
-        device, dtype: as in `torch.nn.Linear`; the router is in float32, and so is what it computes.
-        backend: of `grouped_matmul`.
+        correction_bias: give the layer a buffer `e_score_correction_bias`, [E] float32, zeros at first, which is added
+            to the scores when experts are chosen.  `update_correction_bias` changes it so as to balance the experts,
+            without a loss.
+        n_group, topk_group: the experts form n_group groups of neighbours, and a token's experts come from its
+            topk_group best groups, by the sum of a group's two largest scores (DeepSeek-V3: 8 and 4).
+        bias: whether the router and all experts add biases.
+        device, dtype: as in `torch.nn.Linear`; the router computes in float32.
+        backend: as in `grouped_matmul`.
 
-    Parameters are gate_up [E, 2 F, H], whose first F rows are the gate's, and down [E, H, F], with bias gate_up_bias
-    [E, 2 F] and down_bias [E, H] too; router, shared_gate_up and shared_down are linear layers, the latter with
-    num_shared.  All start as nn.Linear's do.
+    The parameters are gate_up [E, 2 F, H], whose first F rows are the gate's, and down [E, H, F]; with bias also
+    gate_up_bias [E, 2 F] and down_bias [E, H].  router and, with num_shared, shared_gate_up and shared_down are linear
+    layers.  All are initialised as nn.Linear's are.
 
-    `forward(x)` takes x [..., H], and gives y of the same shape in grouped_matmul's dtype: x's, or autocast's.  With
-    `return_stats=True` it gives (y, `MoEStats`).  Add a small part of their aux_loss to the loss (0.01 in Switch), or
-    of their z_loss (0.001 in ST-MoE).  It doesn't synchronise the device.
+    `forward(x)` takes x [..., H], and returns y of the same shape and of x's dtype (under autocast, of its dtype).
+    With `return_stats=True` it returns (y, `MoEStats`).  Add a small part of their aux_loss to the loss (0.01 in
+    Switch), or of their z_loss (0.001 in ST-MoE).  It never waits for the device.
 
     Raises:
-        TypeError: an argument of the wrong type, and in forward an x of another dtype than the experts'.
-        ValueError: a size below 1, a top_k above num_experts, a word that there isn't; in forward a wrong shape.
+        TypeError: an argument has the wrong type; in forward, x has another dtype than the experts.
+        ValueError: a size is below 1, top_k is above num_experts, or an option has no such value; in forward, a shape
+            is wrong.
 
-    Memory: as of two calls of `grouped_matmul` of T * top_k rows, with `rows` and with `scatter_rows`.
+    Memory: that of two calls of `grouped_matmul` with T * top_k rows, one with `rows` and one with `scatter_rows`.
 
     Example:
         >>> import torch
@@ -250,7 +252,7 @@ class MoE(nn.Module):
             self.shared_down = nn.Linear(inner, hidden, bias, device, dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the experts' parameters anew, uniform up to 1 / sqrt(inputs), as nn.Linear's."""
+        """Draw the experts' parameters anew, uniform in +-1 / sqrt(inputs), as nn.Linear does."""
         for weight, bias in ((self.gate_up, self.gate_up_bias), (self.down, self.down_bias)):
             for x in (weight, bias):
                 if x is not None:
@@ -267,7 +269,7 @@ class MoE(nn.Module):
         if x.ndim < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"MoE: x must be [..., H] with H={self.hidden}; got shape {list(x.shape)}")
         if x.dtype not in LOSS_DTYPES:
-            raise TypeError(f"MoE: x must be of a float dtype, as the experts are; got {dtype_name(x.dtype)}")
+            raise TypeError(f"MoE: x must have a floating-point dtype, like the experts; got {dtype_name(x.dtype)}")
         tokens = x.reshape(-1, self.hidden)
         logits = self.router(tokens)
         routing = route(
@@ -304,14 +306,14 @@ class MoE(nn.Module):
         Call it once a step, after backward: a forward that is recomputed must choose the same experts.
 
         Args:
-            counts: [E], of `MoEStats`: the tokens that went to each expert in the step, the sum over micro-batches and
-                over the ranks that share the layer.
+            counts: [E] of any real dtype: the tokens that went to each expert in the step, from `MoEStats`, summed over
+                micro-batches and the ranks that share the layer.
             rate: how far a step goes, above 0 (DeepSeek-V3: 0.001).
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
-            ValueError: a layer without correction_bias, or whose buffer was cast to 16 bits, which would lose such
-                steps; counts of a wrong shape or on another device; a rate that isn't above 0.
+            ValueError: the layer has no correction_bias, or its buffer was cast to 16 bits, which would lose such small
+                steps; counts has a wrong shape or is on another device; or rate isn't above 0.
 
         Example:
             >>> import torch
@@ -324,7 +326,7 @@ class MoE(nn.Module):
         require_tensor(op, "counts", counts)
         require_positive(op, "rate", rate)
         if bias is None:
-            raise ValueError(f"{op}: the layer has no correction bias; make it by MoE(..., correction_bias=True)")
+            raise ValueError(f"{op}: the layer has no correction bias; create it with MoE(..., correction_bias=True)")
         if bias.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"{op}: e_score_correction_bias was cast to {dtype_name(bias.dtype)}, which loses small steps; set "

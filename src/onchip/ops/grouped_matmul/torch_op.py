@@ -1,7 +1,7 @@
 """grouped_matmul for PyTorch: the public function.
 
-It checks its inputs without reading a value, chooses a backend and calls its operator: that of `onchip.groups.torch` or
-of `onchip.groups.triton`.  The maths is in the package's docstring.
+It checks its inputs without reading a value, chooses a backend and calls its operator, from `onchip.groups.torch` or
+`onchip.groups.triton`.  The package's docstring has the maths.
 """
 
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ def grouped_matmul(
     check_inputs: bool = False,
     precision: Precision = "full",
 ) -> Tensor:
-    r"""A linear layer for each group of rows, forward and backward: the products of a mixture of experts.
+    r"""One linear layer for each group of rows, as for the experts of a mixture of experts.
 
-    Rows are sorted by group; row i, of group g, is multiplied by that group's weight::
+    Rows are sorted by group, and group g has group_sizes[g] of them.  For row i of group g::
 
         y[i]   = weight[g] @ x[rows[i]] + bias[g]            # rows[i] is i without rows
         a[i]   = y[i], or silu(gate[i]) * up[i]              # activation="swiglu": halves of y[i]
@@ -73,58 +73,62 @@ def grouped_matmul(
     With `scatter_rows`, row i is added to row `scatter_rows[i]` of the result instead.
 
     Args:
-        x: [T, K] float32, bfloat16 or float16, with "plain" float64 too.  With `rows` [M, K], in any order.
-        weight: [G, N, K], of x's dtype, any strides: it is read as it lies.
-        group_sizes: [G] int32 or int64: how many rows each group has.  Any may be 0, and their sum may be less than T:
-            rows past it are not read, NaN or not, and are 0 in the result and in x's gradient.
-        group_offsets: [G] int32 or int64, in place of group_sizes: where each group ends, their cumulative sums.
+        x: [T, K] float32, bfloat16 or float16, with "plain" float64 too.  With `rows` it is [M, K], in any order.
+        weight: [G, N, K], of x's dtype, any strides; read in place, without a copy.
+        group_sizes: [G] int32 or int64: how many rows each group has.  Any may be 0, and their sum may be less than T.
+            Rows past it aren't read, even if they are NaN, and are 0 in the result and in x's gradient.
+        group_offsets: [G] int32 or int64, instead of group_sizes: where each group ends, their cumulative sums.
         weight_layout: "gnk", or "gkn" for a weight [G, K, N].
         bias: [G, N] of any of the dtypes, added in float32.
         row_scale: [T] of any of the dtypes: each row of the result is multiplied by its number, in float32.
         activation: None, or "swiglu" for silu(gate) * up of the float32 sums: N = 2 F, and the result has F columns.
-        gate_up: of the activation: "concatenated" (F rows of each weight for gate, then F for up) or "interleaved"
-            (gate, up, gate, up).
-        rows: [T] int32 or int64: the row of x that each row reads.  A row of x may be read any number of times.
-        scatter_rows: [T] int32 or int64: the row of the result that each row is added to, the sums in float32 and in
-            the same order every time.  Needs `num_rows`.
-        num_rows: how many rows the result then has.  Those that nothing is added to are 0.
-        weight_grad_out: float32, contiguous, of weight's shape: backward adds the weight's gradient to it, and weight
-            gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
+        gate_up: for the activation: "concatenated" (F rows of each weight for gate, then F for up) or "interleaved"
+            (gate, up, gate, up, ...).
+        rows: [T] int32 or int64: row i of the product reads x[rows[i]].  A row of x may be read any number of times.
+        scatter_rows: [T] int32 or int64: the row of the result that each row is added to.  The sums are in float32 and
+            in the same order every time.  Needs `num_rows`.
+        num_rows: the number of rows of the result with scatter_rows.  Rows that nothing is added to are 0.
+        weight_grad_out: float32, contiguous, of weight's shape: backward adds the weight's gradient to it, and leaves
+            weight.grad alone.  Use it to accumulate a float32 main gradient over micro-batches.
         backend: "triton" (kernels for NVIDIA GPUs of compute capability 8.0 or later; no float64), "plain" (plain
-            PyTorch, one group after the other) or "auto": the first of these that can run the call.  On other GPUs,
-            and for float64 there, name "plain": it reads sizes and indices on the host, which synchronises, and so
-            "auto" takes it on the CPU alone.
-        check_inputs: check sizes and indices with "triton" too, which synchronises.  On the CPU, and with "plain", they
-            always are.
-        precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
-            quantised to FP8 in blocks, each group as `fp8_linear` of its rows.  "triton" then needs compute capability
-            8.9, and N and K that are multiples of 128; it copies a weight that isn't contiguous.
+            PyTorch, one group after the other) or "auto": "plain" on the CPU, "triton" on GPUs.  "plain" reads sizes
+            and indices on the host, which waits for the device, so name it if you need it on a GPU: for float64, or on
+            older GPUs.
+        check_inputs: check sizes and indices with "triton" too, which waits for the device.  On the CPU, and with
+            "plain", they are always checked.
+        precision: "full": products in the inputs' dtype.  "fp8": an approximation by three products of numbers that are
+            quantised to FP8 in blocks, each group as `fp8_linear` for its rows.  "triton" then needs compute capability
+            8.9, and multiples of 128 for N and K; it copies a weight that isn't contiguous.
 
     Returns:
-        [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype, under
-        autocast of autocast's, to which x and weight are cast first.  Gradients have the dtypes of their inputs.  Sums
-        are in float32 and rounded once; with scatter_rows so may be the rows that are added up.
+        [T, N] ([T, F] with an activation), or with scatter_rows num_rows rows, of x's dtype.  Under autocast x and
+        weight are cast to its dtype first, which is then the result's.  Gradients have the dtypes of their inputs.
+        Sums are in float32 and rounded once; with scatter_rows the rows that are added up may be rounded too.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a wrong shape, device or option, or a backend that can't run the call; and, on the GPU only with
-            check_inputs, a negative size, sizes whose sum passes T, or an index out of range.
+        ValueError: a shape, device or option is wrong; the backend can't run the call; or, where values are checked, a
+            size is negative, the sizes' sum passes T, or an index is out of range.
         RuntimeError: the result is differentiated twice, or the call is inside a torch.func transform.
 
-    Without check_inputs what can't be right is NaN on the GPU, and nothing outside of the tensors is read or written.
-    If a size is negative or the sum up to it passes T, that is all rows of the result and of x's gradient from that
-    group on, and the gradients of these groups' weights and biases and of these rows' scales; what the groups before
-    make is as it should be.  Where rows are added up, in the result with scatter_rows and in x's gradient with rows,
-    all of it is NaN.  An index out of range makes NaN of the whole result and of all gradients.
+    On a GPU without check_inputs wrong sizes and indices make results NaN, and nothing outside the tensors is read or
+    written.  If a size is negative, or the sum up to it passes T, these are NaN: all rows from that group on, in the
+    result and in the gradients of x and row_scale, and the gradients of these groups' weights and biases; earlier
+    groups are right.  Tensors in which rows are added up, the result with scatter_rows and x's gradient with rows, are
+    NaN as a whole.  An index out of range makes the whole result and all gradients NaN.
 
-    Memory: kept for backward are x and the weight, under autocast their copies, and with an activation, or where
-    row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the
-    result beside it; backward the gradient of y, T * N numbers, where there is an activation, a row scale or
-    scatter_rows; with rows T rows of x's gradient beside it, and on Hopper in 16 bits the T rows of x that are read,
-    before or after those; and 4 * (3 * (T / 128 + G) + 2 * G + 6) bytes for the plan of tiles.  With precision="fp8" x
-    and the weight are kept in FP8, (T + 128 G) K and G N K bytes and a 32nd more for scales of x; beside it are as many
-    again in forward, in backward the same of the gradient of y twice, and with rows the T rows of x that are read.
-    "plain": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
+    Memory: x and the weight (under autocast, their copies) are kept for backward, and with an activation, or if
+    row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton" also needs
+
+    - in forward, with scatter_rows, T rows of the result;
+    - in backward the gradient of y, T * N numbers, with an activation, a row scale or scatter_rows; with rows T rows of
+      x's gradient and, on Hopper in 16 bits, before or after them, the T rows of x that are read;
+    - 4 * (3 * (T / 128 + G) + 2 * G + 6) bytes for the plan of tiles.
+
+    With precision="fp8" x and the weight are kept in FP8: (T + 128 * G) * K bytes and 1/32 more for scales, and
+    G * N * K bytes.  Forward needs as many bytes again; backward needs the gradient of y in FP8 twice, and with rows
+    the T rows of x that are read.  "plain" needs a group's weight and rows in float32, and results and gradients in
+    float32 until they are rounded.
 
     Example:
         >>> import torch
@@ -139,7 +143,8 @@ def grouped_matmul(
         >>> experts.grad.shape
         torch.Size([3, 32, 16])
 
-    Source: MegaBlocks (arXiv:2211.15841) and its JAX kernel megablox: one product whose tiles each belong to a group.
+    Source: MegaBlocks (arXiv:2211.15841) and its JAX kernel megablox, for one product whose tiles each belong to one
+    group.
     """
     options = GroupedOptions(weight_layout, activation, gate_up, num_rows, precision)
     require_bool(OP, "check_inputs", check_inputs)
