@@ -89,7 +89,7 @@ def test_what_is_refused(gpu, given, message):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="compiled for the GPU that is there, and PyTorch sees no CUDA device"):
+    with pytest.raises(ValueError, match="compiled for the GPU of this machine, but PyTorch sees no CUDA device"):
         warm_up("cross_entropy", vocab=100)
     result = CliRunner().invoke(cli.app, ["warm-up", "--hidden", "64", "--vocab", "100"])
     assert result.exit_code == 2

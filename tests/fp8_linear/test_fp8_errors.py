@@ -54,7 +54,7 @@ OTHERS = {
     "a layer's scale": (lambda: Fp8Linear(32, 16, scale="x"), ValueError, "fp8_linear: scale must be one of"),
     "a layer's backend": (lambda: Fp8Linear(32, 16, backend="x"), ValueError, "fp8_linear: backend must be one of"),
     "a layer's main_grad": (lambda: Fp8Linear(32, 16, main_grad=W), TypeError, "fp8_linear: main_grad must be True or False; got Tensor"),
-    "a model without layers": (lambda: weights_unchanged(torch.nn.Linear(32, 16)).__enter__(), ValueError, "weights_unchanged: model has no Fp8Linear; make them of .* with conv"),
+    "a model without layers": (lambda: weights_unchanged(torch.nn.Linear(32, 16)).__enter__(), ValueError, "weights_unchanged: model has no Fp8Linear; convert .* with conv"),
     "a context's check_inputs": (lambda: weights_unchanged(Fp8Linear(32, 16), check_inputs=1).__enter__(), TypeError, "weights_unchanged: check_inputs must be True or False"),
 }  # fmt: skip
 

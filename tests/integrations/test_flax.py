@@ -115,9 +115,9 @@ def wrong(error, message, *given, heads="", layer=None, **named):
 
 
 WRONG = {
-    "option without labels": wrong(TypeError, "shift, z_loss: options of the loss; pass", shift=True, z_loss=0.1),
-    "weight_layout": wrong(TypeError, "weight_layout: the layer gives this", y, weight_layout="vh"),
-    "bias": wrong(TypeError, "bias: the layer gives this", y, bias=h),
+    "option without labels": wrong(TypeError, "options of the loss need labels; got shift, z_loss", shift=True, z_loss=0.1),
+    "weight_layout": wrong(TypeError, "the layer itself passes weight_layout", y, weight_layout="vh"),
+    "bias": wrong(TypeError, "the layer itself passes bias", y, bias=h),
     "unknown option": wrong(TypeError, "unexpected keyword argument 'smoothing'", y, shift=True, smoothing=0.1),
     "labels without shift": wrong(TypeError, "shift=True if they are as the data has them", y, z_loss=0.1),
     "labels of another shape": wrong(ValueError, r"labels has shape \[1, 12\]", y[:1], shift=True),

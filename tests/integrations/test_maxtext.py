@@ -298,8 +298,8 @@ def headless(model):
 @pytest.mark.parametrize(
     ("settings", "change", "given", "message"),
     [
-        ({"shard_mode": ShardMode.EXPLICIT}, None, {}, "this loss has no explicit sharding; set shard_mode to 'auto'"),
-        ({}, other_decoder, {}, "Own has no apply_output_head of maxtext.layers.nnx_decoders, so its logits may be"),
+        ({"shard_mode": ShardMode.EXPLICIT}, None, {}, "this loss doesn't support explicit sharding; set shard_mode to 'auto'"),
+        ({}, other_decoder, {}, "Own has no apply_output_head of maxtext.layers.nnx_decoders, so its logits may differ"),
         ({}, other_model, {}, "Own has no logits_from_hidden_states_for_vocab_tiling of maxtext.models.models, so"),
         ({}, headless, {}, "NoneType has no apply_output_head of"),
         ({}, lora, {}, "the head has kernel_lora_a, kernel_lora_b beside kernel, as .* LoRA"),
@@ -332,7 +332,7 @@ def test_axes_that_shard_something_else_than_tokens(spec, monkeypatch):
     mesh = SimpleNamespace(size=8, shape={"data": 4, "fsdp": 1, "tensor": 2})
     axes = "tensor .of 2." if any(spec) else "data .of 4., tensor .of 2."
     with pytest.raises(
-        ValueError, match=f"shards tokens only, and the mesh has {axes}; set the parallelism of that axis"
+        ValueError, match=f"shards only tokens, but the mesh has {axes}; set the parallelism of that axis"
     ):
         integration._token_axes(mesh)
 

@@ -57,7 +57,7 @@ def test_a_stack_that_is_missing_or_of_another_version(name, found, monkeypatch)
     monkeypatch.delitem(sys.modules, f"onchip.integrations.{name}", raising=False)
     monkeypatch.setattr(versions, "installed_version", installed_version)
     distribution, version = DISTRIBUTIONS[name]
-    said = f"{distribution} isn't installed" if found is None else f"this is {distribution} {found}, and onchip knows"
+    said = f"{distribution} isn't installed" if found is None else f"this is {distribution} {found}, but onchip knows"
     remedy = re.escape(f"; pip install '{distribution}=={version}.*'")
     with pytest.raises(ModuleNotFoundError if found is None else RuntimeError, match=f"{name}: {said}.*{remedy}$"):
         start(name)
@@ -350,7 +350,7 @@ def test_nemo(fakes):
 def test_axolotl_refuses(fakes, monkeypatch):
     axolotl = fakes("axolotl", axolotl__integrations__base={"BasePlugin": object})
     for other in axolotl.OTHERS:
-        refused(ValueError, f"{other} replaces the model's loss too; take it out", axolotl.OnchipArgs, **{other: True})
+        refused(ValueError, f"{other} replaces the model's loss too; remove it", axolotl.OnchipArgs, **{other: True})
     assert axolotl.OnchipArgs(onchip=False, liger_cross_entropy=True).onchip is False
     plugin = axolotl.OnchipPlugin()
     assert plugin.get_input_args() == "onchip.integrations.axolotl.OnchipArgs"
@@ -516,7 +516,7 @@ def test_megatron_losses_of_tokens(tied, scale):
         ({"head": ColumnParallelLinear(4, 9)}, RuntimeError, "has a bias.*build it without"),
         ({"tensor_model_parallel_size": 2}, RuntimeError, "set tensor_model_parallel_size to 1"),
         ({"sequence_parallel": True}, RuntimeError, "set sequence_parallel to False"),
-        ({"inference": "context"}, RuntimeError, "this is inference.*pass output_processor in training alone"),
+        ({"inference": "context"}, RuntimeError, "this is inference.*pass output_processor only in training"),
         ({"defer_embedding_wgrad_compute": True}, RuntimeError, "set defer_embedding_wgrad_compute to False"),
         ({"mtp_num_layers": 1}, RuntimeError, "set gradient_accumulation_fusion to False"),
         ({"labels": False}, ValueError, "there are no labels; pass output_processor where labels are passed"),

@@ -130,7 +130,7 @@ def test_skipped_logits_say_so_however_they_are_read(name):
     assert not isinstance(made.logits, torch.Tensor)
     assert not hasattr(made.logits, "dtype")
     with pytest.raises(
-        SkippedLogitsError, match=r"call patch\(model, skip_logits=False\), or the model without labels"
+        SkippedLogitsError, match=r"call patch\(model, skip_logits=False\), or call the model without labels"
     ):
         READ[name](made)
 
@@ -323,7 +323,7 @@ def test_a_function_that_takes_the_logits_inside_of_forward_is_refused():
     patch(model)
     with pytest.warns(UserWarning, match=r"asks for them .*, or take onchip\.torch\.lm_loss of the head"):
         loss = model(**batch()).loss
-    with pytest.raises(RuntimeError, match=r"gave its logits to an autograd\.Function.*unpatch"):
+    with pytest.raises(RuntimeError, match=r"passed its logits to an autograd\.Function.*unpatch"):
         loss.backward()
 
 

@@ -283,7 +283,7 @@ def dtensors(rank, ranks):
         with pytest.raises(ValueError, match=rf"{name} is a DTensor with placement .*must be"):
             linear_cross_entropy(**{"hidden": h, "weight": w, "target": ids(), "bias": b} | wrong)
     z = distribute_tensor(random(*SHAPE, VOCAB), mesh, [Shard(-1)]).requires_grad_()
-    with pytest.raises(ValueError, match="would overwrite the memory of a DTensor"):
+    with pytest.raises(ValueError, match="would overwrite the memory under a DTensor"):
         cross_entropy(z * 1, ids(), inplace_backward=True)
 
 

@@ -78,7 +78,7 @@ def wrong_soft_labels(rank, ranks):
     ]
     if dim == 1:
         last = {"shift": True, "hidden_layout": "sequence", "hidden": head["hidden"].chunk(ranks, dim)[rank]}
-        rows.append((last, ValueError, "another rank may have"))
+        rows.append((last, ValueError, "may lie on another rank"))
     refuse(linear_cross_entropy, head | {"target": topk()}, sizes, rank, (*SHARDS, *rows))
     inplace = ({"inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids")
     entries = ({"target": dense()}, ValueError, "target has 61 of the vocabulary's entries but logits has")

@@ -1,1 +1,1 @@
-"""Where training libraries take onchip's ops: one module for each library, which imports it."""
+"""onchip's ops in training libraries: one module for each library, which imports that library."""

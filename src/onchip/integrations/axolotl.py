@@ -21,7 +21,7 @@ from pydantic import create_model, model_validator
 
 NAME = "onchip.integrations.axolotl"
 
-# What also patches where a model's loss is computed.
+# Options of axolotl that patch the computation of a model's loss too.
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 
 
@@ -29,7 +29,7 @@ _OPTIONS: dict[str, Any] = {f"onchip_{x.name}": (x.type, x.default) for x in fie
 
 
 class OnchipArgs(create_model("Options", **_OPTIONS)):  # type: ignore[misc]
-    """What the plugin adds to axolotl's config: options of `patch`, with onchip_ before their names."""
+    """The keys that the plugin adds to axolotl's config: options of `patch`, with onchip_ before their names."""
 
     onchip: bool = True
     """False: leave the model as it is."""
@@ -41,18 +41,18 @@ class OnchipArgs(create_model("Options", **_OPTIONS)):  # type: ignore[misc]
         others = [name for name in OTHERS if data.get(name)] if data.get("onchip", True) else []
         if others:
             raise ValueError(
-                f"{NAME}: {', '.join(others)} replaces the model's loss too; take it out of the config, or set onchip "
+                f"{NAME}: {', '.join(others)} replaces the model's loss too; remove it from the config, or set onchip "
                 "to false"
             )
         return data
 
 
 class OnchipPlugin(BasePlugin):  # type: ignore[misc]
-    """Compute the losses of the model's logits by `linear_cross_entropy`, without storing the logits.
+    """Compute the model's losses by `linear_cross_entropy`, without storing the logits.
 
     Raises:
-        RuntimeError: when the model is built, if it can't be patched; the reason is in the message.
-        ValueError, TypeError: an option out of range.
+        RuntimeError: the model can't be patched; it is raised when the model is built, and names the reason.
+        ValueError, TypeError: an option is out of range.
 
     Source: axolotl 0.19.0, `axolotl/integrations/base.py`.
     """

@@ -2,9 +2,8 @@
 
 Within the forward of a patched model that has labels, the head returns `DeferredLogits`, which know the hidden states
 and what the model does to the logits next: a scale, a softcap, a slice of the vocabulary, other shapes.
-`torch.nn.functional.cross_entropy` of them is the fused loss, and whatever else is asked of them is answered with the
-logits themselves.  None of them outlives the forward: `DeferredCall.settled` puts logits, or `SkippedLogits`, in
-their place.
+`torch.nn.functional.cross_entropy` of them computes the fused loss; any other operation gets the logits themselves.
+None of them outlives the forward: `DeferredCall.settled` replaces them by logits or `SkippedLogits`.
 """
 
 import math
@@ -29,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class Report:
-    """What `patch` found, and what has happened since."""
+    """What `patch` found in the model, and what has happened since."""
 
     fused: bool
     """Whether the losses of the model are fused."""
@@ -38,7 +37,7 @@ class Report:
     losses: int = 0
     """Losses that were fused so far."""
     materialized: dict[str, int] = field(default_factory=dict)
-    """What in the model's forward asked for the logits themselves, and how often."""
+    """Which operations in the model's forward asked for the logits themselves, and how often."""
 
     def __str__(self) -> str:
         asked = "".join(f"\n  logits materialized {n} x for {what}" for what, n in self.materialized.items())
@@ -54,7 +53,7 @@ class SkippedLogitsError(AttributeError, RuntimeError):
 
 
 class SkippedLogits:
-    """What a patched model returns for logits that it didn't compute; whatever reads it raises."""
+    """Returned by a patched model in place of logits that it didn't compute; reading it raises."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise SkippedLogitsError
@@ -89,8 +88,8 @@ class SkippedByReplica(SkippedLogits):
 
 
 SKIPPED = (
-    "a patched model that is given labels in training mode doesn't compute its logits; for them, call patch(model, "
-    "skip_logits=False), or the model without labels"
+    "a patched model doesn't compute its logits when it gets labels in training mode; if you need them, call "
+    "patch(model, skip_logits=False), or call the model without labels"
 )
 SKIPPED_LOGITS = SkippedLogits()
 
@@ -240,7 +239,7 @@ class _Guard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise RuntimeError(
-            f"{NAME}: the model's forward gave its logits to an autograd.Function, and these aren't computed; call "
+            f"{NAME}: the model's forward passed its logits to an autograd.Function, but they aren't computed; call "
             "unpatch(model), or let the model's loss end in F.cross_entropy"
         )
 
@@ -313,7 +312,7 @@ class _Asked:
         call = x.deferred.call
         if not call.open:
             raise RuntimeError(
-                f"{NAME}: these stand for the logits of a forward that has ended; don't keep what the head returns, or "
+                f"{NAME}: these stand for the logits of a forward that has ended; don't keep the head's result, or "
                 "call unpatch(model)"
             )
         asked = call.report.materialized
@@ -322,8 +321,8 @@ class _Asked:
         if first and not torch.compiler.is_compiling():
             warn(
                 f"the logits {list(x.shape)} are computed and stored, because {self.name} asks for them in the model's "
-                "forward.  The results are right, and memory isn't saved: for that, let model.loss_function end in "
-                "F.cross_entropy of logits.view(-1, vocab), or take onchip.torch.lm_loss of the head and hidden states"
+                "forward.  The results are right, but no memory is saved.  To save it, let model.loss_function end in "
+                "F.cross_entropy of logits.view(-1, vocab), or call onchip.torch.lm_loss on the head and hidden states"
             )
         return x.deferred.logits()
 

@@ -24,9 +24,9 @@ from onchip.masks import Mask
 class LinearHead(nnx.Linear):
     """`nnx.Linear` as a language model's head: logits, or with labels the loss.
 
-    Its arguments and parameters (`kernel` [H, V], `bias` [V]) are those of `nnx.Linear`.  The loss reads the kernel as
-    it lies.  The head computes in the dtype that `nnx.Linear` takes, from `dtype`, the input and the parameters.  The
-    loss's logits are float32 in any case; `precision` and `preferred_element_type` change only the logits that the head
+    Its arguments and parameters (`kernel` [H, V], `bias` [V]) are those of `nnx.Linear`.  The loss reads the kernel in
+    place.  The head computes in the dtype that `nnx.Linear` derives from `dtype`, the input and the parameters.  The
+    loss's logits are always float32; `precision` and `preferred_element_type` change only the logits that the head
     returns.
 
     Example:
@@ -52,24 +52,24 @@ class LinearHead(nnx.Linear):
 
         Args:
             inputs: [..., H].
-            labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-            out_sharding: of the logits, as `nnx.Linear` takes it.
-            shift: must be given with labels: True where they are those that the data has, so that position i predicts
-                label i + 1; False where position i is to predict label i.
-            options: of `onchip.jax.linear_cross_entropy`: `ignore_index`, `reduction`, `label_smoothing`,
-                `softcap`, and so on.
+            labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`; or soft labels.
+            out_sharding: sharding of the logits, as in `nnx.Linear`.
+            shift: must be given with labels: True if they are as the data has them, so that position i predicts label
+                i + 1; False if position i is to predict label i.
+            options: arguments of `onchip.jax.linear_cross_entropy`: `ignore_index`, `reduction`, `label_smoothing`,
+                `softcap` and so on.
 
         Returns:
-            Without labels [..., V] logits, as `nnx.Linear` gives them.  With labels what `linear_cross_entropy`
+            Without labels the logits [..., V], as `nnx.Linear` returns them.  With labels what `linear_cross_entropy`
             returns.
 
         Raises:
-            TypeError, ValueError: what `linear_cross_entropy` raises; options without labels; labels without `shift`;
-                with labels an `out_sharding`, an argument that is the layer's own, or a layer with a `dot_general` of
-                its own.
+            TypeError, ValueError: what `linear_cross_entropy` raises.  Also for options without labels, and for labels
+                without `shift`, with an `out_sharding`, with an argument that the layer itself passes, or on a layer
+                with its own `dot_general`.
 
-        Memory: with labels that of `linear_cross_entropy`, and a copy of the kernel where its dtype isn't the one that
-        the head computes in.
+        Memory: with labels that of `linear_cross_entropy`, and a copy of the kernel if its dtype isn't the one that the
+        head computes in.
         """
         if labels is None:
             _check_logits("LinearHead", options)
@@ -107,19 +107,19 @@ class EmbedHead(nnx.Embed):
 
         Args:
             query: [..., H], the last layer's output.
-            labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-            out_sharding: of the logits, as `nnx.Embed.attend` takes it.
+            labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`; or soft labels.
+            out_sharding: sharding of the logits, as in `nnx.Embed.attend`.
             shift: must be given with labels, as in `LinearHead`.
-            options: of `onchip.jax.linear_cross_entropy`, as in `LinearHead`.
+            options: arguments of `onchip.jax.linear_cross_entropy`, as in `LinearHead`.
 
         Returns:
-            Without labels [..., V] logits, as `nnx.Embed.attend` gives them.  With labels what `linear_cross_entropy`
-            returns.
+            Without labels the logits [..., V], as `nnx.Embed.attend` returns them.  With labels what
+            `linear_cross_entropy` returns.
 
         Raises:
             TypeError, ValueError: as `LinearHead`.
 
-        Memory: as `LinearHead`.
+        Memory: that of `LinearHead`.
         """
         if labels is None:
             _check_logits("EmbedHead.attend", options)
@@ -132,7 +132,8 @@ class EmbedHead(nnx.Embed):
 class DenseHead(linen.Dense):
     """`linen.Dense` as a language model's head: logits, or with labels the loss.
 
-    Its attributes and parameters (`kernel` [H, V], `bias` [V]) are those of `linen.Dense`.  Else it is as `LinearHead`.
+    Its attributes and parameters (`kernel` [H, V], `bias` [V]) are those of `linen.Dense`.  Otherwise it is like
+    `LinearHead`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -152,18 +153,18 @@ class DenseHead(linen.Dense):
 
         Args:
             inputs: [..., H].
-            labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+            labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`; or soft labels.
             shift: must be given with labels, as in `LinearHead`.
-            options: of `onchip.jax.linear_cross_entropy`, as in `LinearHead`.
+            options: arguments of `onchip.jax.linear_cross_entropy`, as in `LinearHead`.
 
         Returns:
-            Without labels [..., V] logits, as `linen.Dense` gives them.  With labels what `linear_cross_entropy`
+            Without labels the logits [..., V], as `linen.Dense` returns them.  With labels what `linear_cross_entropy`
             returns.
 
         Raises:
             TypeError, ValueError: as `LinearHead`.
 
-        Memory: as `LinearHead`.
+        Memory: that of `LinearHead`.
         """
         if labels is None:
             _check_logits("DenseHead", options)
@@ -180,20 +181,20 @@ class DenseHead(linen.Dense):
 def _check_logits(name: str, options: dict[str, Any]) -> None:
     """Raise for options of the loss in a call that gives logits."""
     if options:
-        raise TypeError(f"{name}: {', '.join(options)}: options of the loss; pass labels too")
+        raise TypeError(f"{name}: options of the loss need labels; got {', '.join(options)} without them")
 
 
 def _check_loss(name: str, options: dict[str, Any], out_sharding: Any, own_product: bool = False) -> None:
     """Raise for what a call that gives the loss can't follow."""
     own = [option for option in ("hidden", "weight", "bias", "weight_layout") if option in options]
     if own:
-        raise TypeError(f"{name}: {', '.join(own)}: the layer gives this to the loss; leave it out")
+        raise TypeError(f"{name}: the layer itself passes {', '.join(own)} to the loss; leave out what you passed")
     if out_sharding is not None:
-        raise ValueError(f"{name}: out_sharding is of logits, which the loss doesn't store; leave it out with labels")
+        raise ValueError(f"{name}: out_sharding is for logits, which the loss doesn't store; leave it out with labels")
     if own_product:
         raise ValueError(
-            f"{name}: the layer has a dot_general of its own, which the loss can't compute with; "
-            "compute the loss from the logits, or leave dot_general out"
+            f"{name}: the layer has a dot_general of its own, which the loss can't use; compute the loss from the "
+            "logits, or leave out dot_general"
         )
     if "shift" not in options:
         raise TypeError(
@@ -224,35 +225,32 @@ def attention_fn(
 ) -> jax.Array:
     r"""`onchip.jax.attention` as `attention_fn=` of `nnx.MultiHeadAttention` and of linen's, which calls it.
 
-    A mask of `onchip.masks` is passed to the layer in place of an array.  Options that Flax doesn't know are given
-    by `functools.partial(attention_fn, softcap=30.0)`.
+    Pass a mask of `onchip.masks` to the layer in place of an array, and options that Flax doesn't know by
+    `functools.partial(attention_fn, softcap=30.0)`.
 
     Args:
-        query: [..., T, N, H]; key and value have S tokens.
-        key: likewise.
-        value: likewise.
-        bias: None: scores have no bias here.
-        mask: one of `onchip.masks`, or an array [..., 1, T, S] as Flax makes it, 0 where a query doesn't see a key, the
-            same for all heads; an array takes the plain path.
-        broadcast_dropout: not used.
-        dropout_rng: not used.
-        dropout_rate: of probabilities; above 0 it must be a deterministic call.
-        deterministic: whether there is no dropout.
-        dtype: what query, key and value are cast to; None: the dtype that they promote to.
-        precision: not used: sums are in float32.
-        module: None: probabilities are never in memory, and so can't be kept.
-        is_causal: whether query i sees the keys up to i alone, of those that the mask lets it see.
-        scale: as in `onchip.jax.attention`.
-        softcap: the same.
-        sinks: the same.
-        backend: the same.
+        query: [..., T, N, H].
+        key, value: [..., S, N, H].
+        bias: None, as scores have no bias here.
+        mask: one of `onchip.masks`, or an array [..., 1, T, S] as Flax makes it, the same for all heads, 0 where a
+            query doesn't see a key.  An array takes the backend "xla".
+        broadcast_dropout, dropout_rng: not used.
+        dropout_rate: of the probabilities; if it is above 0, the call must be deterministic.
+        deterministic: True for no dropout.
+        dtype: the dtype to which query, key and value are cast; None for the one that they promote to.
+        precision: not used, as sums are in float32.
+        module: None, as probabilities are never in memory and so can't be kept.
+        is_causal: whether query i sees only keys up to i, among those that the mask lets it see.
+        scale, softcap, sinks, backend: as in `onchip.jax.attention`.
 
     Returns:
-        [..., T, N, H].  Where a query sees nothing it is 0, and Flax's the mean of all values.
+        [..., T, N, H].  If a query sees nothing, its result is 0, whereas Flax returns the mean of all values.
 
     Raises:
-        TypeError: a mask of another type, or another error of `onchip.jax.attention`.
-        ValueError: a bias, dropout, a module, or a mask that differs between heads.
+        TypeError: the mask has another type, or what `onchip.jax.attention` raises.
+        ValueError: there is a bias, dropout or a module, or the mask differs between heads.
+
+    Memory: that of `onchip.jax.attention`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -271,10 +269,10 @@ def attention_fn(
         raise ValueError("attention_fn: bias must be None, as scores have no bias here; leave out attention_fn=")
     if dropout_rate > 0 and not deterministic:
         raise ValueError(
-            f"attention_fn: dropout_rate must be 0 in training: there is no dropout here; got {dropout_rate}"
+            f"attention_fn: dropout_rate must be 0 in training, as there is no dropout here; got {dropout_rate}"
         )
     if module is not None:
-        raise ValueError("attention_fn: sow_weights must be False: probabilities are never in memory")
+        raise ValueError("attention_fn: sow_weights must be False, as probabilities are never in memory")
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     folded = [jnp.asarray(x, dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
     before, shown = query.shape[:-3], mask

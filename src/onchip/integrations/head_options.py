@@ -1,4 +1,4 @@
-"""The options of `linear_cross_entropy` that integrations pass on; all others are the model's to say."""
+"""The options of `linear_cross_entropy` that integrations pass on; the model determines all others."""
 
 from dataclasses import make_dataclass
 

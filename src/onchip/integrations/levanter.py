@@ -1,7 +1,7 @@
 """Levanter's fused cross-entropy through onchip: `register()` adds the implementation "onchip" to its table.
 
-Then `implementation="onchip"` is an argument of Levanter's functions, and with `register(default=True)` it is what its
-models' losses take.  `unregister()` takes it out.
+Levanter's functions then take `implementation="onchip"`, and with `register(default=True)` its models' losses use it.
+`unregister()` removes it.
 """
 
 import importlib
@@ -34,10 +34,10 @@ def register(*, default: bool = False) -> None:
     """Add the implementation "onchip" to Levanter's fused cross-entropy.
 
     Args:
-        default: let it be what Levanter takes where a caller names no implementation, as its models do.  It then
-            replaces Levanter's whole list, so a call that onchip can't compute fails.
+        default: let Levanter use it where a caller names no implementation, as its models do.  It then replaces
+            Levanter's whole list, so that a call that onchip can't compute fails.
 
-    Called again it does nothing new, and never takes the default away.
+    A further call never takes back the default.
 
     Raises:
         TypeError: default isn't True or False.
@@ -60,7 +60,7 @@ def register(*, default: bool = False) -> None:
 
 
 def unregister() -> None:
-    """Take "onchip" out of Levanter's table, and out of its default.  Without `register` before it does nothing."""
+    """Remove "onchip" from Levanter's table and from its default.  Without an earlier `register` it does nothing."""
     api: Any = sys.modules.get(API)
     if api is not None and api.IMPLEMENTATIONS.get(NAME) is fused_cross_entropy:
         del api.IMPLEMENTATIONS[NAME]
@@ -79,25 +79,24 @@ def fused_cross_entropy(
     precision: object = None,
     return_argmax: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """What stands in Levanter's table: (loss [B], lse [B]), with return_argmax (loss, lse, argmax [B]).
+    """The function in Levanter's table: it returns (loss [B], lse [B]), with return_argmax (loss, lse, argmax [B]).
 
     Loss and lse have gradients.  Logits are float32 whatever `dtype` says, and float32 products have full precision.
 
     Args:
         x: [B, H] float32, bfloat16 or float16.
-        labels: [B] integers in [0, V); under jit the loss of any other is NaN, else it raises
-            where it can be read.
-        w: [H, V] of x's dtype, read as it lies.
-        block_sizes: of Levanter's kernels; not used.
+        labels: [B] integers in [0, V).  Any other raises where its value is known; under jit its loss is NaN.
+        w: [H, V] of x's dtype, read in place.
+        block_sizes: block sizes of Levanter's kernels; not used.
         dtype: of loss and lse: float32, bfloat16 or float16; None means float32.
         logit_soft_cap: above 0, or None.
-        precision: of Levanter's products; not used, since these have at least the precision that it can ask for.
-        return_argmax: also return the int32 index of each token's largest logit (the first one, where they tie).
+        precision: precision of Levanter's products; not used, since onchip's are at least as precise.
+        return_argmax: also return the int32 index of each token's largest logit (the first one, where logits tie).
 
     Raises:
-        TypeError, ValueError: what `linear_cross_entropy` raises; another dtype.
+        TypeError, ValueError: what `linear_cross_entropy` raises; also for another dtype.
 
-    Memory: that of `linear_cross_entropy`; with return_argmax, and in backward where lse has a gradient, that of
+    Memory: that of `linear_cross_entropy`; with return_argmax, and in backward if lse has a gradient, that of
     `linear_log_probs`.
 
     Example:
@@ -139,7 +138,7 @@ def fused_cross_entropy(
 
 @jax.custom_vjp
 def _with_gradient(x: jax.Array, w: jax.Array, softcap: Any, lse: jax.Array) -> jax.Array:
-    """`lse` itself, as a function of x and w.  Its gradient costs nothing where nobody asks for it."""
+    """`lse` itself, as a function of x and w.  Its gradient costs nothing unless it is asked for."""
     return lse
 
 
@@ -158,12 +157,12 @@ _with_gradient.defvjp(_forward, _backward)
 
 
 def _only_onchip() -> tuple[str, ...]:
-    """In the place of Levanter's `_default_implementations`."""
+    """The replacement of Levanter's `_default_implementations`."""
     return (NAME,)
 
 
 def _api() -> Any:
-    """Levanter's module; raise unless it is there and has what is used of it."""
+    """Levanter's module; raise unless it is there and has the names that are used here."""
     try:
         api = importlib.import_module(API)
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 """LLaMA-Factory 0.9.5 (its v1 trainers): the kernel plugin "onchip", which patches the model.
 
-Its trainers compute log-probabilities of the model's logits, in `BaseTrainer.compute_log_probs`; of a patched model
-these are `token_losses`.
+Its trainers compute log-probabilities from the model's logits, in `BaseTrainer.compute_log_probs`; for a patched model
+these come from `token_losses`.
 
 Importing this module registers it.  In a YAML config::
 
@@ -27,10 +27,10 @@ NAME = "onchip.integrations.llamafactory"
 
 @KernelPlugin("onchip").register()
 def apply_onchip(model: Any, include_kernels: Any = None) -> Any:
-    """The model, patched by `onchip.integrations.transformers.patch`: the trainers don't store its logits.
+    """The model, patched by `onchip.integrations.transformers.patch`, so that the trainers don't store its logits.
 
     Args:
-        model: of transformers, or PEFT's around one.
+        model: a model of transformers, or PEFT's around one.
         include_kernels: "auto" or True; None or False leaves the model as it is, as LLaMA-Factory's own plugins do.
 
     Raises:
@@ -43,8 +43,8 @@ def apply_onchip(model: Any, include_kernels: Any = None) -> Any:
         return model
     if include_kernels is not True and include_kernels != "auto":
         raise ValueError(
-            f"{NAME}: include_kernels is {include_kernels!r}, and there is one kernel; set it to auto, or leave out "
-            "kernel_config"
+            f"{NAME}: include_kernels is {include_kernels!r}, but there is only one kernel; set it to auto, or leave "
+            "out kernel_config"
         )
     report = patch(model)
     if not report.fused:

@@ -1,7 +1,7 @@
 """MaxText's loss through onchip, where `num_vocab_tiling` is above 1.
 
-There MaxText 0.2.5 hands the last layer's hidden states to `vocab_tiling_nnx_loss`.  `install()` replaces that
-function, and `uninstall()` puts MaxText's own back.
+In that case MaxText 0.2.5 passes the last layer's hidden states to `vocab_tiling_nnx_loss`.  `install()` replaces that
+function, and `uninstall()` restores MaxText's own.
 """
 
 import importlib
@@ -38,7 +38,7 @@ IGNORED = -(2**31)
 def vocab_tiling_nnx_loss(
     model: Any, hidden_states: Array, data: dict[str, Array], config: Any, is_train: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """What stands for MaxText's function: (loss, z-loss), both float32 sums over the tokens that count.
+    """The replacement of MaxText's function: it returns (loss, z-loss), both float32 sums over the tokens that count.
 
     With y = dropout(decoder_norm(hidden_states)) and lse = log(sum(exp(z)))::
 
@@ -46,26 +46,26 @@ def vocab_tiling_nnx_loss(
         z-loss = sum(z_loss_multiplier * lse**2)
         loss = sum(lse - z[target]) + z-loss
 
-    over the tokens whose segment isn't 0; c is `final_logits_soft_cap`, and `normalize_embedding_logits` divides by
-    sqrt(H).  The loss has gradients of hidden_states and of the model's parameters, the z-loss has none.  Logits are
-    float32, whatever `cast_logits_to_fp32` says.  Hidden states and head are multiplied in the model's dtype; a head
-    that isn't tied in float32 with `logits_dot_in_fp32`, which onchip's kernels don't take.
+    over the tokens whose segment isn't 0; c is `final_logits_soft_cap`, and only `normalize_embedding_logits` divides
+    by sqrt(H).  The loss has gradients with respect to hidden_states and the model's parameters; the z-loss has none.
+    Logits are float32, whatever `cast_logits_to_fp32` says.  Hidden states and head are multiplied in the model's
+    dtype, but in float32 if `logits_dot_in_fp32` is set and the head isn't tied; onchip's kernels don't take that.
 
     Args:
         model: MaxText's `Transformer`.
         hidden_states: [B, S, H], before the final norm.
         data: "targets" [B, S] integers in [0, V), and "targets_segmentation" [B, S], 0 for a token that doesn't count.
-            Any other target of a token that counts has a NaN loss under jit.
+            If a token that counts has any other target, its loss is NaN under jit.
         config: MaxText's.  `num_vocab_tiling` and `vocab_tiling_ag_once` change nothing.
-        is_train: whether there is dropout, if `enable_dropout`.  It is drawn for all tokens at once.
+        is_train: whether there is dropout, if `enable_dropout` is set.  It is drawn for all tokens at once.
 
     Raises:
-        ValueError: explicit sharding; a mesh with an axis that shards something else than tokens, such as tensor
-            parallelism; another head than MaxText's own; wrong shapes.
+        ValueError: sharding is explicit; the mesh has an axis that shards something other than tokens, as tensor
+            parallelism does; the head isn't MaxText's own; or shapes are wrong.
         TypeError: what `linear_cross_entropy` raises.
 
-    Memory: that of `linear_cross_entropy`, and a copy of the head in the dtype that it computes in.  On several devices
-    each has its tokens and the whole head.
+    Memory: that of `linear_cross_entropy`, and a copy of the head in the dtype that it computes in.  Each of several
+    devices has its own tokens and the whole head.
 
     Source: MaxText 0.2.5, `maxtext/utils/vocabulary_tiling.py` and `maxtext/layers/nnx_decoders.py`.
     """
@@ -138,8 +138,8 @@ def _parameter(layer: Any, name: str, config: Any) -> jax.Array:
     others = sorted(str(key) for key in nnx.state(layer, nnx.Param) if key != name)
     if others:
         raise ValueError(
-            f"{NAME}: the head has {', '.join(others)} beside {name}, as a bias, FP8 weights or LoRA give it; leave "
-            "the head out of these, or use MaxText's own loss (uninstall)"
+            f"{NAME}: the head has {', '.join(others)} beside {name}, as with a bias, FP8 weights or LoRA; leave the "
+            "head out of these, or use MaxText's own loss (uninstall)"
         )
     value: jax.Array = getattr(layer, name).get_value()
     return jax.device_put(value, jax.memory.Space.Device) if config.parameter_memory_host_offload else value
@@ -155,13 +155,13 @@ KNOWN_METHODS = {
 def _require_known(model: Any, config: Any) -> None:
     """Raise for what isn't followed here."""
     if config.shard_mode.value == "explicit":
-        raise ValueError(f"{NAME}: this loss has no explicit sharding; set shard_mode to 'auto'")
+        raise ValueError(f"{NAME}: this loss doesn't support explicit sharding; set shard_mode to 'auto'")
     for owner, (name, home) in zip((model, getattr(model, "decoder", None)), KNOWN_METHODS.items(), strict=True):
         method = getattr(type(owner), name, None)
         if getattr(method, "__module__", None) != home:
             raise ValueError(
-                f"{NAME}: {type(owner).__name__} has no {name} of {home}, so its logits may be others; use MaxText's "
-                "own loss (uninstall)"
+                f"{NAME}: {type(owner).__name__} has no {name} of {home}, so its logits may differ; use MaxText's own "
+                "loss (uninstall)"
             )
 
 
@@ -174,7 +174,7 @@ def _token_axes(mesh: Any) -> P:
     others = [f"{name} (of {size})" for name, size in mesh.shape.items() if size > 1 and name not in _names(tokens)]
     if others:
         raise ValueError(
-            f"{NAME}: this loss shards tokens only, and the mesh has {', '.join(others)}; set the parallelism of that "
+            f"{NAME}: this loss shards only tokens, but the mesh has {', '.join(others)}; set the parallelism of that "
             "axis to 1, as ici_tensor_parallelism=1, or use MaxText's own loss (uninstall)"
         )
     return tokens
@@ -200,11 +200,11 @@ _REPLACING = Replacing(
 
 
 def install() -> Installed:
-    """Let MaxText's loss be computed by `linear_cross_entropy` where `num_vocab_tiling` is above 1.
+    """Let MaxText compute its loss by `linear_cross_entropy` if `num_vocab_tiling` is above 1.
 
-    Each loaded module of MaxText that holds `vocab_tiling_nnx_loss` takes onchip's instead; modules that are loaded
-    later find onchip's.  Called again, it does that for what was loaded in between.  Call it before the first step is
-    compiled.  With `num_vocab_tiling` 1 MaxText computes logits, and nothing changes.
+    In each loaded module of MaxText that holds `vocab_tiling_nnx_loss`, onchip's function replaces it; modules that are
+    loaded later find onchip's.  A further call does that for modules that were loaded in between.  Call it before the
+    first step is compiled.  With `num_vocab_tiling` 1 MaxText computes logits, and nothing changes.
 
     In float32, loss and gradients are MaxText's up to rounding.  In bfloat16 MaxText rounds the logits, unless
     `logits_dot_in_fp32`, and onchip doesn't.
@@ -214,8 +214,8 @@ def install() -> Installed:
 
     Raises:
         ModuleNotFoundError: MaxText isn't installed.
-        RuntimeError: MaxText's version isn't 0.2.5, or its function isn't what onchip knows, or was replaced by
-            something else.  Then nothing is replaced.
+        RuntimeError: MaxText's version isn't 0.2.5, or its function isn't the one that onchip knows, or something else
+            has replaced it.  Then nothing is replaced.
 
     Memory: as in `linear_cross_entropy`, with the whole head on each device.
 
@@ -236,7 +236,7 @@ def install() -> Installed:
 
 
 def uninstall() -> None:
-    """Put MaxText's own back into each module that holds onchip's.  Without `install` before it does nothing.
+    """Restore MaxText's function in each module that holds onchip's.  Without an earlier `install` it does nothing.
 
     Example:
         >>> from onchip.integrations.maxtext import uninstall

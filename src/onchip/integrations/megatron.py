@@ -34,8 +34,8 @@ def output_processor(
 ) -> Tensor:
     """The losses of GPTModel's tokens, without storing the logits.
 
-    `model(..., labels=labels, output_processor=output_processor)` returns what it returns without it, but for rounding:
-    the tokens' losses, which your loss function masks and averages.  A label of -100 has loss 0 here.
+    `model(..., labels=labels, output_processor=output_processor)` returns the same as without output_processor, except
+    for rounding: the tokens' losses, which your loss function masks and averages.  A label of -100 has loss 0 here.
 
     Args:
         hidden_states: [S, B, H], after the model's last norm.
@@ -45,16 +45,16 @@ def output_processor(
         config: the model's TransformerConfig.
         context: `output_processor_context` of the model's forward: options of `linear_cross_entropy`, such as
             label_smoothing, softcap, scratch_bytes, backend and precision, or None.
-        loss_mask: as all others, what GPTModel passes besides; unused.
+        loss_mask: unused, like all other arguments, which GPTModel passes too.
 
     Returns:
         [B, S] float32.
 
     Raises:
-        RuntimeError: tensor or sequence parallelism, inference, an output layer of another class or with bias,
-            `defer_embedding_wgrad_compute`, or `gradient_accumulation_fusion` with multi-token prediction.
-        ValueError: without labels.
-        TypeError: an option that there isn't; or GPTModel passes other arguments than these, so it is another version.
+        RuntimeError: the model uses tensor or sequence parallelism, inference, an output layer of another class or with
+            bias, `defer_embedding_wgrad_compute`, or `gradient_accumulation_fusion` with multi-token prediction.
+        ValueError: there are no labels.
+        TypeError: there is no such option, or GPTModel passes other arguments than these, as another version does.
 
     Memory: that of `linear_cross_entropy`.
 
@@ -73,7 +73,7 @@ def output_processor(
     if config.sequence_parallel:
         _refuse("sequence parallelism shards the tokens", "set sequence_parallel to False")
     if inference_context is not None:
-        _refuse("this is inference", "pass output_processor in training alone")
+        _refuse("this is inference", "pass output_processor only in training")
     if config.defer_embedding_wgrad_compute:
         _refuse("the head's gradient is deferred", "set defer_embedding_wgrad_compute to False")
     if config.mtp_num_layers and config.gradient_accumulation_fusion:
@@ -93,4 +93,4 @@ def output_processor(
 
 
 def _refuse(what: str, remedy: str) -> None:
-    raise RuntimeError(f"{NAME}: {what}, which this output_processor has not; {remedy}")
+    raise RuntimeError(f"{NAME}: {what}, which this output_processor doesn't support; {remedy}")

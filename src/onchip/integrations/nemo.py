@@ -1,4 +1,4 @@
-"""NeMo Automodel 0.7: its loss of hidden states by `linear_cross_entropy`.
+"""NeMo Automodel 0.7: its loss from hidden states, by `linear_cross_entropy`.
 
 In a recipe's YAML::
 
@@ -22,27 +22,27 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 
 NAME = "onchip.integrations.nemo"
 
-# Settings of a model by which it scales its logits, which no loss of Automodel's is given.
+# Settings by which a model scales its logits.  Automodel passes them to none of its losses.
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
     """Cross-entropy of the head's logits from hidden states, by `linear_cross_entropy`, which stores no logits.
 
-    It is a subclass of Automodel's ChunkedCrossEntropy, so that recipes check the head, and gather FSDP2's weight and
-    cast it, as for that; it has no chunks.  A softcap in the model's config is applied.
+    It is a subclass of Automodel's ChunkedCrossEntropy, so that recipes check the head, and gather and cast FSDP2's
+    weight, as they do for that class; but it has no chunks.  A softcap in the model's config is applied.
 
     Args:
-        ignore_index, reduction: as in `linear_cross_entropy`; reduction must be "sum" where a recipe gives the number
-            of tokens, as all do.
-        options: of `linear_cross_entropy`: the terms that it adds to a loss, such as label_smoothing, scratch_bytes,
+        ignore_index, reduction: as in `linear_cross_entropy`; reduction must be "sum" if a recipe passes the number of
+            tokens, as all do.
+        options: arguments of `linear_cross_entropy`: terms of the loss, such as label_smoothing, and scratch_bytes,
             backend and precision.
 
     Raises:
-        TypeError, ValueError: an option of the wrong type or out of range; from the recipe's setup, a head that is no
-            plain linear layer without bias, or a model that scales its logits.
+        TypeError, ValueError: an option has the wrong type or is out of range; in the recipe's setup also if the head
+            isn't a plain linear layer without bias, or the model scales its logits.
 
-    Memory: that of `linear_cross_entropy`, and the gathered weight, as with Automodel's own.
+    Memory: that of `linear_cross_entropy`, and the gathered weight, as with Automodel's own loss.
 
     Source: NeMo Automodel 0.7.0, `nemo_automodel/components/loss/chunked_ce.py` and `linear_ce_base.py`.
     """
@@ -55,22 +55,22 @@ class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
     ) -> None:
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.options: dict[str, Any] = {"ignore_index": ignore_index, **vars(HeadOptions(**options))}
-        LinearCrossEntropyLoss(**self.options)  # which checks them
+        LinearCrossEntropyLoss(**self.options)  # checks them
 
     def validate_lm_head(self, lm_head: Any, *, model_config: Any = None) -> Any:
-        """The head itself.  Its model's softcap is kept for `forward`, which is given the weight alone.
+        """The head itself.  The model's softcap is kept for `forward`, which gets only the weight.
 
         Raises:
-            ValueError: there is no config, a head that is no plain linear layer, or a model that scales its logits.
+            ValueError: there is no config, the head isn't a plain linear layer, or the model scales its logits.
         """
         if model_config is None:
-            raise ValueError(f"{NAME}: the model has no config, which would say how it scales or caps its logits")
+            raise ValueError(f"{NAME}: the model has no config that says how it scales or caps its logits")
         config = model_config.get_text_config()
         for name in SCALES:
             if getattr(config, name, None) not in (None, 1.0):
                 raise ValueError(
-                    f"{NAME}: the model scales its logits ({name} is {getattr(config, name)}), and Automodel doesn't "
-                    "hand that to its losses; use MaskedCrossEntropy"
+                    f"{NAME}: the model scales its logits ({name} is {getattr(config, name)}), but Automodel doesn't "
+                    "pass that to its losses; use MaskedCrossEntropy"
                 )
         head = ChunkedCrossEntropy.validate_lm_head(lm_head)
         self.options["softcap"] = getattr(config, "final_logit_softcapping", None)
@@ -88,25 +88,25 @@ class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
         mask: Tensor | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The float32 loss; arguments as of Automodel's ChunkedCrossEntropy.
+        """The float32 loss; the arguments are those of Automodel's ChunkedCrossEntropy.
 
         Args:
             hidden_states: [..., H] of this rank.
             labels: [...], or [T] for hidden_states of [1, T, H].
-            lm_weight: [V, H], what `prepare_lm_weight` returns.
-            num_label_tokens: what a sum is divided by; 0 makes it 0.
-            grad_reduce_group: the ranks that share the weight, where it is sharded.
+            lm_weight: [V, H], as `prepare_lm_weight` returns it.
+            num_label_tokens: the divisor of the sum; with 0 the loss is 0.
+            grad_reduce_group: the ranks that share the weight, if it is sharded.
             loss_weights: [...] factor of each token's loss.
             mask: [...]; 0 takes a token out.
-            logits_dtype: unused: logits aren't rounded.
+            logits_dtype: unused, as logits aren't rounded.
 
         Raises:
-            RuntimeError: before `validate_lm_head`, by which a recipe says whose head it is.
-            ValueError: wrong shapes; num_label_tokens or loss_weights with another reduction than "sum".
+            RuntimeError: `validate_lm_head` hasn't been called, by which a recipe says whose head it is.
+            ValueError: shapes are wrong, or there are num_label_tokens or loss_weights and reduction isn't "sum".
         """
         if "softcap" not in self.options:
             raise RuntimeError(
-                f"{NAME}: the model's head wasn't seen; call validate_lm_head(model.lm_head, "
+                f"{NAME}: the model's head isn't known yet; call validate_lm_head(model.lm_head, "
                 "model_config=model.config), as recipes do"
             )
         if self.reduction != "sum" and not (num_label_tokens is None and loss_weights is None):

@@ -1,6 +1,6 @@
-"""PyTorch's `parallelize_module`: the plan of an `LMHead`.
+"""The plan of an `LMHead` for PyTorch's `parallelize_module`.
 
-`HeadParallel` goes where a plan has `ColwiseParallel` for the head.
+`HeadParallel` takes the place of `ColwiseParallel` for the head.
 """
 
 from functools import partial
@@ -17,20 +17,20 @@ NAME = "onchip.integrations.parallelize"
 
 
 class HeadParallel(ColwiseParallel):
-    """`ColwiseParallel` of an `LMHead`: each rank has rows of its weight, and `head(hidden, labels)` gives the loss.
+    """`ColwiseParallel` for an `LMHead`: each rank has rows of its weight, and `head(hidden, labels)` gives the loss.
 
-    The loss is that of the whole vocabulary, a plain tensor with the same bits on every rank.  Hidden states that are
-    sharded by tokens stay so: the loss gathers them, and backward scatters their gradient.  Logits, of `head(hidden)`,
-    are what `ColwiseParallel` makes them.
+    The loss is that of the whole vocabulary, a plain tensor with the same bits on every rank.  Hidden states may stay
+    sharded by tokens: the loss gathers them, and backward scatters their gradient.  The logits, from `head(hidden)`,
+    are laid out as by `ColwiseParallel`.
 
     Args:
-        input_layouts: of hidden states that are plain tensors: `Replicate()`, the default, or `Shard` of a dimension of
-            tokens.  A DTensor has its own.
-        output_layouts, use_local_output: of the logits, as in `ColwiseParallel`.
+        input_layouts: layout of hidden states that are plain tensors: `Replicate()`, the default, or `Shard` of a
+            dimension of tokens.  A DTensor has its own.
+        output_layouts, use_local_output: layout of the logits, as in `ColwiseParallel`.
 
     Raises:
-        TypeError: the module is no `LMHead`, when the plan is applied.
-        Else, when the head is called, as `linear_cross_entropy`.
+        TypeError: when the plan is applied, the module is no `LMHead`.
+        Otherwise, when the head is called, what `linear_cross_entropy` raises.
 
     Example, with hidden states from a norm that is `SequenceParallel()`::
 
@@ -39,14 +39,14 @@ class HeadParallel(ColwiseParallel):
         parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(), "lm_head": HeadParallel()})
         loss = model.lm_head(model.norm(x), labels)
 
-    Source: PyTorch's `torch/distributed/tensor/parallel/style.py` has the style that it follows.
+    Source: PyTorch, `torch/distributed/tensor/parallel/style.py`, for the style that it follows.
     """
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         if not isinstance(module, LMHead):
             raise TypeError(
-                f"{NAME}: HeadParallel is for an LMHead; got {type(module).__name__}: make it one before, with "
-                "LMHead.from_linear(head), or take ColwiseParallel and cross_entropy of its logits"
+                f"{NAME}: HeadParallel is for an LMHead; got {type(module).__name__}; replace the head by "
+                "LMHead.from_linear(head) first, or use ColwiseParallel and pass its logits to cross_entropy"
             )
         distribute_module(module, device_mesh, self._shard)
         module.register_forward_pre_hook(partial(self._lay_out, device_mesh), with_kwargs=True)

@@ -1,7 +1,7 @@
-"""Subclasses of the classes of single modules, for `onchip.integrations.transformers`.
+"""Subclasses of single modules' classes, for `onchip.integrations.transformers`.
 
-A function in the `__dict__` of a module would follow neither `copy.deepcopy` nor the replicas of DataParallel.  A class
-does; where an instance is pickled, the class is made again from the one that it stands for.
+A function in a module's `__dict__` would follow neither `copy.deepcopy` nor the replicas of DataParallel.  A class
+does; when an instance is unpickled, its class is made again from the class that it replaces.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""onchip's functions in place of a library's: in each of its loaded modules that holds them, and back."""
+"""Replace a library's functions by onchip's in each of its loaded modules that holds them, and restore them."""
 
 import importlib
 import inspect
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Installed:
-    """What `install` did; `print` shows it in lines."""
+    """What `install` did; `print` shows it, a name a line."""
 
     version: str
     """Of the library."""
     replaced: tuple[str, ...]
-    """The names that are onchip's now: "trl.trainer.utils._ChunkedLogProbFunction"."""
+    """The names that are onchip's now, such as "trl.trainer.utils._ChunkedLogProbFunction"."""
     trainers: tuple[str, ...] = ()
-    """Of TRL, the trainers whose losses go through these: "trl.SFTTrainer"."""
+    """For TRL, the trainers whose losses go through these, such as "trl.SFTTrainer"."""
     what: str = field(default="", kw_only=True, repr=False)
     """What runs through onchip."""
 
@@ -29,20 +29,20 @@ class Installed:
 
 
 class Ours(NamedTuple):
-    """What stands for something of a library's."""
+    """onchip's replacement for one of a library's functions or classes."""
 
     home: str
     """The module that defines the library's own."""
     value: Any
     parameters: tuple[str, ...]
-    """Those that onchip knows of the library's own."""
+    """The parameters of the library's own, as far as onchip knows."""
     function: Callable[[Any], Any] = lambda found: found
-    """The function of the library's own that has them."""
+    """The library's function that has these parameters."""
 
 
 @dataclass(frozen=True)
 class Replacing:
-    """What onchip stands for in a library, by name."""
+    """onchip's replacements in a library, by name."""
 
     package: str
     remedy: str
@@ -53,10 +53,10 @@ class Replacing:
     """The reasons that were given for running them."""
 
     def install(self, library: str) -> tuple[str, ...]:
-        """Put onchip's in; the names that are onchip's now.  `library`: its name and version.
+        """Put in onchip's replacements, and return the names that are onchip's now.  `library`: its name and version.
 
         Raises:
-            RuntimeError: one of them isn't there, takes other arguments, or was replaced by something else.  Then
+            RuntimeError: a function isn't there, takes other arguments, or was replaced by something else.  Then
                 nothing is replaced.
         """
         self.originals.update({name: self._found(library, name) for name in self.ours})
@@ -70,14 +70,14 @@ class Replacing:
         )
 
     def uninstall(self) -> None:
-        """Put the library's own back; without `install` before it does nothing."""
+        """Restore the library's own; without an earlier `install` it does nothing."""
         for name, original in self.originals.items():
             for module in self._holders(name, self.ours[name].value):
                 setattr(module, name, original)
         self.warned.clear()
 
     def original(self, name: str, reason: str, library: str) -> Any:
-        """The library's own; warn of the reason the first time, at the caller's caller."""
+        """The library's own; the first time, warn of the reason, at the caller's caller."""
         if reason not in self.warned:
             self.warned.add(reason)
             said = f"onchip.integrations.{self.package}: {library}'s own {name} runs, because {reason}"
@@ -104,7 +104,7 @@ class Replacing:
         parameters = tuple(name for name in inspect.signature(function).parameters if name not in ("ctx", "self"))
         if parameters != ours.parameters:
             raise RuntimeError(
-                f"{said}{place} of {library} takes ({', '.join(parameters)}), and onchip knows it with "
+                f"{said}{place} of {library} takes ({', '.join(parameters)}), but onchip knows it with "
                 f"({', '.join(ours.parameters)}); {self.remedy}"
             )
         return found

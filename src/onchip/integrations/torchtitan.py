@@ -36,20 +36,20 @@ NAME = "onchip.integrations.torchtitan"
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
-    """torchtitan's cross-entropy of lm_head's logits, by `linear_cross_entropy`: in one call, without the logits.
+    """torchtitan's cross-entropy of lm_head's logits, by `linear_cross_entropy`: in one call, without storing them.
 
     The loss is the sum over tokens, divided by the global number of valid tokens, as `ChunkedLossWrapper` with
-    `CrossEntropyLoss` computes it; in 16 bits it doesn't round the logits.  The trainer hands it the model's lm_head,
-    which is called as a module once for each batch, so that FSDP2 gathers its weight and reduces its gradient as ever.
+    `CrossEntropyLoss` computes it; in 16 bits it doesn't round the logits.  The trainer passes it the model's lm_head,
+    which is called as a module once for each batch, so that FSDP2 gathers its weight and reduces its gradient as usual.
     Under tensor parallelism each rank computes its rows of the vocabulary.  There are no chunks to choose:
     scratch_bytes bounds the memory.  `compile.components` with "loss" changes nothing.
 
     Args:
-        config: `Config`, whose fields are options of `linear_cross_entropy`: the terms that it adds to a loss,
-            scratch_bytes, backend and precision.
+        config: `Config`, whose fields are arguments of `linear_cross_entropy`: terms of the loss, such as
+            label_smoothing, and scratch_bytes, backend and precision.
 
     Raises:
-        TypeError, ValueError: an option of the wrong type or out of range, and what `linear_cross_entropy` raises.
+        TypeError, ValueError: an option has the wrong type or is out of range, or what `linear_cross_entropy` raises.
 
     Memory: that of `linear_cross_entropy`, and 4 * B * L * D bytes for torchtitan's float32 copy of hidden's gradient.
 
@@ -65,11 +65,11 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(HeadOptions, BaseLoss.Config):  # type: ignore[misc]
-        """`HeadOptions`, and none of ChunkedLossWrapper's: there are no chunks, and no other loss inside."""
+        """`HeadOptions`, and none of ChunkedLossWrapper's fields: there are no chunks, and no other loss inside."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         self.options = {f.name: getattr(config, f.name) for f in fields(config)}
-        Options(**self.options)  # which checks them
+        Options(**self.options)  # checks them
         self.num_chunks = 1
         self.loss_fn = _divided
         self.lm_head: Any = None
@@ -79,7 +79,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
         """Take the model's head, whose forward gives the loss while this loss is computed.  The trainer calls this.
 
         Raises:
-            TypeError: not a linear layer, or its forward is of another class: a softcap, a LoRA adapter, FP8.
+            TypeError: lm_head isn't a linear layer, or has another class's forward: a softcap, a LoRA adapter, FP8.
         """
         own = vars(lm_head).get("forward")
         if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
@@ -121,17 +121,18 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
         *,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and no metrics.
+        """The loss and an empty dict of metrics.
 
         Args:
             pred: [B, L, D] hidden states of this rank, from the model without its head.
-            labels: [B, L] the token that each position is to predict, or -100.
-            global_valid_tokens: what the sum is divided by; None: nothing.
+            labels: [B, L], the token that each position is to predict, or -100.
+            global_valid_tokens: the divisor of the sum; None for no division.
             positions: unused, as in torchtitan's CrossEntropyLoss.
 
         Raises:
-            RuntimeError: before `set_lm_head`; with `spmd_backend` at 'full_dtensor'; with `debug.spmd_typechecking`.
-            ValueError: wrong shapes.
+            RuntimeError: `set_lm_head` hasn't been called, `spmd_backend` is 'full_dtensor', or
+                `debug.spmd_typechecking` is on.
+            ValueError: shapes are wrong.
         """
         if self.lm_head is None:
             raise RuntimeError(f"{NAME}: there is no lm_head yet; call set_lm_head(model.lm_head), as the trainer does")
@@ -141,7 +142,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
                 "'spmd_types' or 'partial_dtensor', or use torchtitan's ChunkedLossWrapper"
             )
         if spmd.is_type_checking():
-            raise RuntimeError(f"{NAME}: this loss has no SPMD types; set debug.spmd_typechecking to False")
+            raise RuntimeError(f"{NAME}: this loss doesn't support SPMD types; set debug.spmd_typechecking to False")
         if pred.ndim != 3 or pred.shape[:-1] != labels.shape:
             raise ValueError(
                 f"{NAME}: hidden states are {list(pred.shape)} and labels are {list(labels.shape)}; they must be "
@@ -180,7 +181,7 @@ def _sharding_of(head: Any) -> dict[str, Any]:
     if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
         raise RuntimeError(
             f"{NAME}: the weight of lm_head is {list(head.weight.shape)} of [{head.out_features}, {head.in_features}], "
-            "and no mesh of torchtitan's has a dimension 'tp'; use torchtitan's ChunkedLossWrapper"
+            "but torchtitan has no mesh with a dimension 'tp'; use torchtitan's ChunkedLossWrapper"
         )
     # Hidden states are replicated ("R"), whose gradient is a sum that torchtitan takes ("P").
     return {"vocab_group": mesh.get_group("tp"), "vocab_size": head.out_features, "reduce_hidden_grad": False}
@@ -192,7 +193,7 @@ def _require_whole(what: str, layer: Any) -> None:
         whole = layer.out_features, layer.in_features
         raise RuntimeError(
             f"{NAME}: the weight of {what} is {list(whole)} and sharded here, as by tensor parallelism, which onchip's "
-            "has not; set parallelism.tensor_parallel_degree to 1, or use torchtitan's own"
+            "layer doesn't support; set parallelism.tensor_parallel_degree to 1, or use torchtitan's own"
         )
 
 
@@ -219,17 +220,17 @@ class TitanFp8Linear(Fp8Linear, Module):  # type: ignore[misc]
 
 
 class Fp8LinearConverter(ModelConfigConverter):  # type: ignore[misc]
-    """Make each plain `Linear` of a model an `onchip.torch.Fp8Linear`, as torchtitan's Float8LinearConverter does.
+    """Replace each plain `Linear` of a model by an `onchip.torch.Fp8Linear`, like torchtitan's Float8LinearConverter.
 
-    Layers whose name has one of filter_fqns in it stay as they are, and so do subclasses of `Linear`, whose forward may
-    do more, and layers with a side that 16 doesn't divide.  Parameters, their names and checkpoints stay the same.
-    Under tensor parallelism the layers raise.
+    These layers stay as they are: those whose name contains one of filter_fqns, subclasses of `Linear`, whose forward
+    may do more, and layers with a size that isn't a multiple of 16.  Parameters, their names and checkpoints stay the
+    same.  Under tensor parallelism the layers raise.
 
     Args:
         config: `Config`.
 
     Raises:
-        ValueError: no layer is left to convert, or an option is out of range.
+        ValueError: there is no layer to convert, or an option is out of range.
 
     Example, in a function of a config registry::
 
@@ -288,15 +289,15 @@ def _put(made: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
 class GroupedMatmulConverter(ModelConfigConverter):  # type: ignore[misc]
     """Compute the products of a model's experts by `grouped_matmul`, in place of `torch._grouped_mm`.
 
-    It overrides `_grouped_mm` of each `GroupedExperts`, and of its subclasses as gpt-oss's: what else they do, their
-    parameters and checkpoints stay the same.  Weights are read as they lie, and rows past the last expert's are 0 in
-    results and gradients.  Experts whose products are another's already, quantised ones, stay as they are.
+    It overrides `_grouped_mm` of each `GroupedExperts` and of subclasses, such as gpt-oss's; everything else, including
+    parameters and checkpoints, stays the same.  Weights are read in place, and rows past the last expert's are 0 in
+    results and gradients.  Experts whose products are replaced already, such as quantised ones, stay as they are.
 
     Args:
         config: `Config`.
 
     Raises:
-        ValueError: no experts are left to convert, or a backend that there isn't.
+        ValueError: there are no experts to convert, or no such backend.
         RuntimeError: in the experts' forward, with `debug.spmd_typechecking`.
 
     Example, in a function of a config registry::
@@ -351,7 +352,9 @@ def _experts_class(owner: Any) -> Any:
         def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
             """[R, N] of A [R, K] and B_t [E, K, N]."""
             if spmd.is_type_checking():
-                raise RuntimeError(f"{NAME}: grouped_matmul has no SPMD types; set debug.spmd_typechecking to False")
+                raise RuntimeError(
+                    f"{NAME}: grouped_matmul doesn't support SPMD types; set debug.spmd_typechecking to False"
+                )
             backend: Any = self.onchip_backend
             return grouped_matmul(A, B_t, group_offsets=offs, weight_layout="gkn", backend=backend)
 

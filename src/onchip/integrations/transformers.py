@@ -3,11 +3,11 @@
 While a patched model that has labels runs, its head returns `DeferredLogits` (deferred_logits.py): a tensor without
 memory that knows the hidden states and what the model does to the logits next (a scale, a softcap, a slice of the
 vocabulary, other shapes).  `torch.nn.functional.cross_entropy`, which is what the model's own loss function ends in,
-hands it to `linear_cross_entropy`.  Whatever else the forward asks of it is answered with the logits themselves: they
-are computed once, and a warning names what asked.  What leaves the forward is a loss like any other, and real logits
-or `SkippedLogits`, which is no tensor.  Without labels nothing is deferred.
+passes it to `linear_cross_entropy`.  Any other operation gets the logits themselves: they are computed once, and a
+warning names the operation.  The forward returns a loss like any other, and real logits or `SkippedLogits`, which is no
+tensor.  Without labels nothing is deferred.
 
-No model is named here, and no forward is rewritten; so a model's own terms (a router's loss, a shift of the labels,
+No model is named here and no forward is rewritten, so a model's own terms (a router's loss, a shift of the labels,
 `num_items_in_batch`) stay as they are.
 """
 
@@ -48,12 +48,12 @@ from onchip.integrations.transformers_heads import called, head_refusal, linear_
 from onchip.ops.linear_cross_entropy.spec import Precision
 from onchip.torch import LinearCrossEntropyLoss
 
-# Whose forwards compute a loss of their own: where they are from, and what to do.
+# Libraries whose forwards compute a loss of their own, and the remedy for each.
 OTHERS = {
     "liger_kernel": "Liger's forward computes the loss itself; load the model without Liger's patch "
     "(use_liger_kernel=False), or do without onchip's",
-    "trl": "a trainer of TRL computes the loss itself, of hidden states; call onchip.integrations.trl.install(), and "
-    "do without patch",
+    "trl": "a trainer of TRL computes the loss itself, from hidden states; call onchip.integrations.trl.install() "
+    "instead of patch",
 }
 
 
@@ -80,32 +80,34 @@ def patch(
 ) -> Report:
     """Compute the loss of a transformers model by `linear_cross_entropy`, without storing the logits.
 
-    Afterwards the model is called as before: with labels, by Trainer, under DDP, FSDP, accelerate or torch.compile.
-    `outputs.loss` is the same but for rounding (16-bit logits are not rounded on the way).  A model that isn't given
-    labels, as in `generate` or in a loop with a loss of its own, does what it did before; for such a loss there is
-    `token_losses`.  A batch without a single label has loss 0, where transformers has NaN.
+    Afterwards call the model as before: with labels, by Trainer, under DDP, FSDP, accelerate or torch.compile.
+    `outputs.loss` is the same except for rounding (16-bit logits are not rounded on the way).  Without labels, as in
+    `generate` or in a loop with its own loss, the model does what it did before; for such a loss there is
+    `token_losses`.  A batch without a single label has loss 0, whereas transformers gives NaN.
 
     Args:
-        model: a model of transformers with a linear head (`get_output_embeddings`), or that in PEFT's, DDP's, FSDP's or
-            torch.compile's module.  It may be patched before or after these wrap it, and before accelerate prepares
-            it.  Patching it again changes the options.
-        label_smoothing, z_loss: added to the model's own loss, of a call with labels in training mode; see
-            `linear_cross_entropy`.  A loss that is computed outside of the model's forward doesn't get them: leave
+        model: a model of transformers with a linear head (`get_output_embeddings`), alone or inside PEFT's, DDP's,
+            FSDP's or torch.compile's module.  It may be patched before or after these wrap it, but before accelerate
+            prepares it.  Patching it again changes the options.
+        label_smoothing, z_loss: added to the model's own loss in calls with labels in training mode; see
+            `linear_cross_entropy`.  A loss that is computed outside the model's forward doesn't get them: leave
             Trainer's `label_smoothing_factor` at 0 and pass label_smoothing here.
         scratch_bytes, backend, precision: as in `linear_cross_entropy`.
-        skip_logits: whether `outputs.logits` of a call with labels are left out: a `SkippedLogits`, which raises an
-            error that says so if something reads it.  None: in training mode with gradients enabled, as Liger does it.
-            True: in evaluation too, which then stores no logits either.  False: never; the loss stays fused.
+        skip_logits: whether a call with labels leaves out `outputs.logits`; in their place is then a `SkippedLogits`,
+            which raises an error that says so if something reads it.  None: in training mode with gradients enabled, as
+            Liger does.  True: in evaluation too, which then stores no logits either.  False: never; the loss stays
+            fused.
 
     Returns:
-        `Report`: whether the model will be fused, or why not; it counts the fused losses, and what asked for logits.
+        `Report`: whether the model will be fused, or why not.  It counts the fused losses, and the operations that
+        asked for logits.
 
     Raises:
-        TypeError: not a module with `get_output_embeddings`, or an option of the wrong type.
-        ValueError: an option out of range.
-        RuntimeError, by the model: label_smoothing or z_loss can't be added to its loss.
+        TypeError: model isn't a module with `get_output_embeddings`, or an option has the wrong type.
+        ValueError: an option is out of range.
+        RuntimeError, when the model is called: label_smoothing or z_loss can't be added to its loss.
 
-    Memory: that of `linear_cross_entropy`, and the logits in the dtype of the head where they aren't skipped.
+    Memory: that of `linear_cross_entropy`, and, unless they are skipped, the logits in the head's dtype.
 
     Example:
         >>> import torch
@@ -128,7 +130,7 @@ def patch(
         "precision": precision,
     }
     base = _base_model(model)
-    LinearCrossEntropyLoss(**options)  # which checks them
+    LinearCrossEntropyLoss(**options)  # checks them
     if skip_logits is not None and not isinstance(skip_logits, bool):
         raise TypeError(f"patch: skip_logits must be True, False or None; got {skip_logits!r}")
     unpatch(model)
@@ -158,26 +160,26 @@ def unpatch(model: nn.Module) -> None:
 
 
 def token_losses(model: nn.Module, labels: Tensor, **inputs: Any) -> Tensor:
-    """The cross-entropy of each token, by a patched model, without storing the logits: for a loss of one's own.
+    """The cross-entropy of each token from a patched model, without storing the logits: for a loss of your own.
 
-    It is computed in the model's forward, so it works under DDP, FSDP and PEFT, of the logits as the model gives them:
-    scaled, or capped.
+    It is computed in the model's forward, so it works under DDP, FSDP and PEFT.  The logits are as the model returns
+    them, scaled or capped.
 
     Args:
-        model: a causal one, patched; it may be wrapped.
-        labels: [B, S], as the data has them: position i is to predict labels[:, i + 1].  Those of -100 are ignored.
-        inputs: what the model is called with: input_ids [B, S], attention_mask and so on.
+        model: a patched causal model; it may be wrapped.
+        labels: [B, S], as the data has them: position i is to predict labels[:, i + 1].  Labels of -100 are ignored.
+        inputs: the model's own arguments: input_ids [B, S], attention_mask and so on.
 
     Returns:
-        [B, S] in float32: position i has -log p(labels[:, i + 1]), and 0 where there is no label to predict.
-        `label_smoothing` and `z_loss` of `patch` aren't in it.
+        [B, S] in float32: position i has -log p(labels[:, i + 1]), or 0 if it has no label to predict.  It doesn't
+        include the `label_smoothing` and `z_loss` of `patch`.
 
     Raises:
-        TypeError: not a model that `patch` takes, or one with an encoder, or labels aren't a tensor.
+        TypeError: `patch` doesn't take the model, the model has an encoder, or labels aren't a tensor.
         RuntimeError: the model isn't patched, or its forward was replaced since.
         ValueError: the model's logits aren't [B, S, V].
 
-    Memory: that of `linear_cross_entropy`; that of the logits where the model isn't fused any more, and has warned.
+    Memory: that of `linear_cross_entropy`; that of the logits if the model isn't fused any more, of which it warns.
 
     Example:
         >>> import torch
@@ -195,9 +197,9 @@ def token_losses(model: nn.Module, labels: Tensor, **inputs: Any) -> Tensor:
     base = _base_model(model)
     made = base.__dict__.get("_onchip")
     if made is None:
-        raise RuntimeError("token_losses: model isn't patched, or can't be; call patch(model), whose report says why")
+        raise RuntimeError("token_losses: model isn't patched, or can't be; call patch(model) and read its report")
     if base.config.is_encoder_decoder:
-        raise TypeError(f"token_losses: {type(base).__name__} has an encoder; pass it labels, for the mean loss")
+        raise TypeError(f"token_losses: {type(base).__name__} has an encoder; call it with labels, for the mean loss")
     losses: Tensor | None = model(**inputs, onchip_labels=labels, return_dict=True).get("loss")
     if losses is None:
         raise RuntimeError(f"token_losses: the model's forward doesn't compute them: {made.report.reason}")
@@ -229,7 +231,7 @@ def _found(model: Any) -> tuple[bool, str]:
     name, head = type(model).__name__, model.get_output_embeddings()
     if "forward" in model.__dict__:
         other = _other(model.forward) or (
-            f"it was set by {origins(model.forward)[0]}, as accelerate sets it; patch the model before, or load it "
+            f"it was set by {origins(model.forward)[0]}, as by accelerate; patch the model before that, or load it "
             "onto one device"
         )
         return False, f"{name} has a forward of its own: {other}"
@@ -249,7 +251,7 @@ def _refusal(model: Any) -> str | None:
     if (refusal := head_refusal(head)) is not None:
         return f"the head of {name} {refusal}"
     if not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
-        return "there are hooks of all modules, such as FlopCounterMode sets, that are to see the head's logits"
+        return "global module hooks, such as FlopCounterMode's, are to see the head's logits"
     return None
 
 
@@ -328,8 +330,8 @@ def _with_token_losses(outputs: Any, labels: Tensor) -> Any:
     logits = outputs["logits"]
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"token_losses: labels are {list(labels.shape)}, and the model's logits are {list(logits.shape)}; labels "
-            "must have one for each position of the logits"
+            f"token_losses: labels are {list(labels.shape)}, but the model's logits are {list(logits.shape)}; there "
+            "must be a label for each position of the logits"
         )
     target = F.pad(labels[..., 1:], (0, 1), value=-100).flatten().long().to(logits.device)
     losses = F.cross_entropy(logits.flatten(0, -2).float(), target, reduction="none")

@@ -1,8 +1,8 @@
 """transformers: attention under masks that are data, `attn_implementation="onchip"`.
 
 transformers describes a mask as a function of a query's and a key's position, and would evaluate it for all pairs.
-Under the masks of its models what a query sees is one range of keys, itself among them; a bisection to either side of
-itself finds where the range begins and ends, in O(T log T).
+Under its models' masks a query sees one range of keys, itself among them; a bisection to either side of itself finds
+where the range begins and ends, in O(T log T).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,15 +33,16 @@ class SharedMasks:
 
 
 def register_attention() -> None:
-    """Add "onchip" to the ways in which transformers computes attention, and to those in which it makes masks.
+    """Add "onchip" to the attention implementations of transformers, and to its ways of making masks.
 
-    A model takes it by `attn_implementation="onchip"` in from_pretrained or from_config, or by
+    A model takes it with `attn_implementation="onchip"` in from_pretrained or from_config, or with
     `model.set_attn_implementation("onchip")`.  Windows, chunks, softcaps, sinks, packed position_ids, padding, images
-    and the keys of a cache are as in its eager attention; tokens that are padding see nothing, and their output is 0.
+    and the keys of a cache are as in its eager attention, except that padding tokens see nothing and their output is 0.
     The mask is made once in each forward and shared by all layers of a kind.
 
-    A mask that isn't one range of keys a query is taken pair by pair, as [B, Tq, Tk] bool: on the CPU every mask is
-    compared with its function, elsewhere one that a model or a caller has a function of its own in.
+    If a query's keys aren't one range, the mask is evaluated for all pairs, as a bool array [B, Tq, Tk].  To find that
+    out, each mask is compared with its function on the CPU; elsewhere only masks are for which a model or a caller has
+    a function of its own.
 
     Call it once in each process, before a model asks for it.
 
@@ -82,24 +83,24 @@ def attention_forward(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What `register_attention` registers: [B, Tq, H, Dv], and no probabilities.
+    """The function that `register_attention` registers: it returns [B, Tq, H, Dv] and None for the probabilities.
 
     Args:
-        attention_mask: what `make_mask` made; bool [B or 1, 1, Tq, Tk]; or None: causal if the module says so, and
-            within sliding_window.
+        attention_mask: the result of `make_mask`; bool [B or 1, 1, Tq, Tk]; or None, for a causal mask if the module
+            says so, within sliding_window.
         s_aux: the sinks.
-        more: of these cu_seq_lens_q and cu_seq_lens_k are documents; a position_bias or a head_mask is refused.
+        more: cu_seq_lens_q and cu_seq_lens_k give documents; a position_bias or a head_mask is refused.
 
     Raises:
-        NotImplementedError: dropout, a bias, a mask of numbers, or lengths beside several rows.
+        NotImplementedError: there is dropout, a bias, a mask of numbers, or cu_seq_lens with several rows.
     """
     for name in ("position_bias", "head_mask"):
         if more.get(name) is not None:
-            raise NotImplementedError(f"{_WHO}: {type(module).__name__} has a {name}; take attn_implementation='eager'")
+            raise NotImplementedError(f"{_WHO}: {type(module).__name__} has a {name}; use attn_implementation='eager'")
     if dropout:
         raise NotImplementedError(f"{_WHO}: attention has no dropout; set the config's attention_dropout to 0")
     if more.get("output_attentions"):
-        raise NotImplementedError(f"{_WHO}: probabilities are never stored; take attn_implementation='eager'")
+        raise NotImplementedError(f"{_WHO}: probabilities are never stored; use attn_implementation='eager'")
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
     if attention_mask is None:
@@ -112,7 +113,7 @@ def attention_forward(
     lengths, of_keys = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
     if lengths is not None:
         if batch != 1 or queries != keys or (of_keys is not None and of_keys.shape != lengths.shape):
-            raise NotImplementedError(f"{_WHO}: cu_seq_lens_q are of one row of tokens that are queries and keys")
+            raise NotImplementedError(f"{_WHO}: cu_seq_lens_q needs one row of tokens, the same for queries and keys")
         mask = mask & Documents.from_cu_seqlens(lengths, keys)
     made = attention(
         query, key, value, mask, scale=scaling, softcap=softcap, sinks=s_aux, layout="bhtd"
@@ -125,7 +126,7 @@ def _without_mask(causal: bool, window: int | None, queries: int, keys: int) -> 
         return Full() if window is None else Window(window - 1, None if causal else window - 1, keys - queries)
     if queries != keys:
         raise NotImplementedError(
-            f"{_WHO}: there is no mask of {queries} queries and {keys} keys; register it with register_attention"
+            f"{_WHO}: no mask was made for {queries} queries and {keys} keys; call register_attention"
         )
     return Causal() if window is None else Window(window - 1)
 
@@ -134,8 +135,8 @@ def _of_matrix(mask: Tensor) -> Mask:
     """Of what a caller passes in place of [B, T]: bool [B or 1, 1, Tq, Tk]."""
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1] != 1:
         raise NotImplementedError(
-            f"{_WHO}: a mask in place of [B, T] must be bool [B, 1, Tq, Tk]; got {mask.dtype} {list(mask.shape)}; what "
-            "is added to scores needs attn_implementation='eager'"
+            f"{_WHO}: a mask in place of [B, T] must be bool [B, 1, Tq, Tk]; got {mask.dtype} {list(mask.shape)}; a "
+            "mask that is added to scores needs attn_implementation='eager'"
         )
     return Blocked(mask[:, 0], 1)
 

@@ -11,14 +11,14 @@ NAME = "onchip"
 
 
 def register_experts() -> None:
-    """Add "onchip" to the ways in which transformers computes experts.
+    """Add "onchip" to the expert implementations of transformers.
 
-    A model takes it by `experts_implementation="onchip"` in from_pretrained or from_config, or by
-    `model.set_experts_implementation("onchip")`.  Then the products of each layer's experts are two calls of
+    A model takes it with `experts_implementation="onchip"` in from_pretrained or from_config, or with
+    `model.set_experts_implementation("onchip")`.  The products of each layer's experts are then two calls of
     `grouped_matmul`: the first gathers the tokens and computes SwiGLU, the second multiplies by the router's weights
-    and adds up.  Weights, biases and layouts stay as the model has them; an activation that isn't plain SwiGLU
-    (gpt-oss) is the model's own, between the two.  An id of no expert's, as of another rank's under expert parallelism,
-    costs nothing and adds nothing.
+    and adds up.  Weights, biases and layouts stay as they are in the model; an activation that isn't plain SwiGLU
+    (gpt-oss) is the model's own, between the two calls.  An id that belongs to no expert here, as under expert
+    parallelism, costs nothing and adds nothing.
 
     Call it once in each process, before a model asks for it.
 
@@ -43,12 +43,12 @@ def register_experts() -> None:
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What `register_experts` registers, of a module that transformers' `use_experts_implementation` decorates.
+    """The function that `register_experts` registers, for modules decorated with `use_experts_implementation`.
 
     Args:
         self: the module.
         hidden_states: [T, H].
-        top_k_index: [T, top_k] expert ids; one that is num_experts or more is no expert's.
+        top_k_index: [T, top_k] expert ids; an id of num_experts or more belongs to no expert.
         top_k_weights: [T, top_k].
 
     Raises:
@@ -56,8 +56,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     if getattr(self, "has_post_expert_norm", False):
         raise NotImplementedError(
-            f"onchip.integrations.transformers: {type(self).__name__} has a norm after each expert, before the "
-            "router's weights; choose experts_implementation='grouped_mm' or 'eager'"
+            f"onchip.integrations.transformers: {type(self).__name__} has a norm between each expert and the router's "
+            "weights; use experts_implementation='grouped_mm' or 'eager'"
         )
     widening, bias = ("gate_up_proj", "gate_up_proj_bias") if self.has_gate else ("up_proj", "up_proj_bias")
     weight = getattr(self, widening)

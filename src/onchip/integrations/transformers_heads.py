@@ -1,4 +1,4 @@
-"""Which heads `onchip.integrations.transformers` can fuse, and what the logits of one are products of."""
+"""Which heads `onchip.integrations.transformers` can fuse, and the operands of their products."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,21 +44,21 @@ def head_refusal(head: Any) -> str | None:
             return f"{'' if module is head else 'has a layer inside that '}{reason}"
     if not isinstance(linear, nn.Linear) or type(linear).forward not in (nn.Linear.forward, LMHead.forward):
         return (
-            f"is a {_full_name(linear)}, not a plain nn.Linear; for logits that are another function of hidden states, "
+            f"is a {_full_name(linear)}, not a plain nn.Linear; if its logits are another function of hidden states, "
             "call an op of onchip.torch in a loss of your own"
         )
     kind = _full_name(head)
     if head is not linear and kind not in OF_PEFT:
-        return f"is PEFT's {kind}, not plain LoRA; leave the head out of target_modules, or take LoRA for it"
+        return f"is PEFT's {kind}, not plain LoRA; leave the head out of target_modules, or use LoRA for it"
     if variants := getattr(head, "lora_variant", None):
         names = ", ".join(type(x).__name__ for x in variants.values())
-        return f"has an adapter that is not plain LoRA: {names}; take plain LoRA for the head"
+        return f"has an adapter that is not plain LoRA: {names}; use plain LoRA for the head"
     if linear.weight.dtype not in DTYPES:
         return f"has a weight of {linear.weight.dtype}; the loss takes {', '.join(dtype_name(x) for x in DTYPES)}"
     if _grouped(head):
         return (
-            "is in one group of fully_shard's with other modules, and its weight is gone after its forward; shard it "
-            "alone, or with the model, or pass reshard_after_forward=False for the group"
+            "is in a fully_shard group with other modules, which frees its weight after its forward; shard it alone, "
+            "or with the model, or pass reshard_after_forward=False for the group"
         )
     return None
 
@@ -72,7 +72,7 @@ def _more_than_its_class(module: Any) -> str | None:
     """What a call of the module would run beside the forward of its class."""
     if "forward" in module.__dict__:
         return (
-            f"has a forward of its own, set by {origins(module.forward)[0]}, as accelerate sets it for device_map and "
+            f"has a forward of its own, set by {origins(module.forward)[0]}, as by accelerate for device_map and "
             "cpu_offload; load the model onto one device, or put the forward into the layer's class"
         )
     for name in HOOKS:
@@ -82,7 +82,7 @@ def _more_than_its_class(module: Any) -> str | None:
             if not _gathers(hook):
                 named = getattr(hook, "__qualname__", type(hook).__name__)
                 return (
-                    f"has a hook, {named} of {origins(hook)[0]}, that is to see or change its logits; remove the hook, "
+                    f"has a hook, {named} of {origins(hook)[0]}, which may read or change its logits; remove the hook, "
                     "or put it on another module"
                 )
     return None

@@ -1,8 +1,8 @@
 """TRL's trainers through onchip's ops.
 
-`install()` puts onchip in place of the two functions that TRL 1.16 computes losses of hidden states with: its
-chunked log-probabilities (SFT, DPO, KTO, GRPO, RLOO and what is made of them) and its chunked divergence
-(distillation).  `uninstall()` puts TRL's own back.  Trainers need no change, and those that exist already take part.
+`install()` replaces the two functions by which TRL 1.16 computes losses from hidden states: its chunked
+log-probabilities (SFT, DPO, KTO, GRPO, RLOO and trainers built on these) and its chunked divergence (distillation).
+`uninstall()` restores TRL's own.  Trainers need no change, and existing ones use onchip's functions too.
 
 A call that onchip can't compute goes to TRL's own function, with one warning for each reason.
 """
@@ -24,7 +24,7 @@ from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.torch import LogProbs, linear_jsd, linear_log_probs
 
 REMEDY = "pip install 'trl==1.16.*'"
-"""Whose functions these are; another TRL that has the same will do."""
+"""The TRL whose functions these are; another version that has the same functions works too."""
 
 LOG_PROBS = "_ChunkedLogProbFunction"
 DIVERGENCE = "_chunked_divergence_loss"
@@ -81,7 +81,7 @@ class DivergenceCall(NamedTuple):
 
 
 class ChunkedLogProbs:
-    """What stands for TRL's class, of which TRL calls `apply` alone."""
+    """The replacement of TRL's class, of which TRL calls only `apply`."""
 
     @staticmethod
     def apply(*given: Any) -> tuple[Tensor | None, ...]:
@@ -97,9 +97,9 @@ class ChunkedLogProbs:
 
 
 def chunked_divergence_loss(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What stands for TRL's function: (loss [], sum of the student's entropies [], number of tokens []).
+    """The replacement of TRL's function: (loss [], sum of the student's entropies [], number of tokens []).
 
-    The first has gradients.
+    Only the loss has gradients.
     """
     call = DivergenceCall(*given, **named)
     reason = _unfit_divergence(call)
@@ -126,28 +126,30 @@ _REPLACING = Replacing(
 def install() -> Installed:
     """Let TRL compute log-probabilities by `linear_log_probs` and divergences by `linear_jsd`.
 
-    Each module of TRL that holds one of its two functions takes onchip's instead.  Called again, it does that for
-    modules that were loaded since.
+    In each module of TRL that holds one of its two functions, onchip's replaces it.  A further call does that for
+    modules that were loaded in between.
 
     Losses, metrics and gradients are TRL's up to rounding.  In 16 bits TRL rounds the logits of its log-probabilities
-    to 16 bits, and onchip doesn't.  Memory is that of the two ops; TRL's chunk sizes aren't used.  A step of
-    distillation projects the student's hidden states once more, for the entropy that TRL logs.
+    to 16 bits, and onchip doesn't.  A step of distillation projects the student's hidden states once more, for the
+    entropy that TRL logs.
 
-    TRL's own function runs, with one warning for each reason, where
+    TRL's own function runs, with one warning for each reason, if
 
     - DeepSpeed ZeRO-3 partitions the head,
     - a dtype isn't float32, bfloat16 or float16, or tensors are neither on the CPU nor on a CUDA device,
     - a logit scale or softcap isn't above 0,
-    - in distillation, a model has a softcap, the two have different logit scales, or a head's dtype isn't that of its
-      hidden states without autocast.
+    - in distillation, a model has a softcap, the two models have different logit scales, or, without autocast, a head's
+      dtype isn't that of its hidden states.
 
     Returns:
         What was replaced, and the trainers that this reaches.
 
     Raises:
         ModuleNotFoundError: TRL isn't installed.
-        RuntimeError: one of TRL's functions isn't there, takes other arguments than those that onchip knows of TRL
-            1.16, or was replaced by something else.  Then nothing is replaced.
+        RuntimeError: one of TRL's functions isn't there, takes other arguments than in TRL 1.16, or was replaced by
+            something else.  Then nothing is replaced.
+
+    Memory: that of `linear_log_probs` and `linear_jsd`; TRL's chunk sizes aren't used.
 
     Example:
         >>> from onchip.integrations.trl import install, uninstall
@@ -163,7 +165,7 @@ def install() -> Installed:
 
 
 def uninstall() -> None:
-    """Put TRL's own functions back into each module that holds onchip's.  Without `install` before it does nothing.
+    """Restore TRL's own functions in each module that holds onchip's.  Without an earlier `install` it does nothing.
 
     Example:
         >>> from onchip.integrations.trl import uninstall
@@ -188,13 +190,13 @@ def _version() -> str:
 
 
 def _unfit_log_probs(call: LogProbCall) -> str | None:
-    """Why TRL must compute them, if it must."""
+    """Why TRL must compute these log-probabilities, or None."""
     head = _unfit_head("", call.hidden, call.weight, call.bias)
     return head or _unfit_logits(call.final_logit_softcapping, call.logit_scale)
 
 
 def _unfit_divergence(call: DivergenceCall) -> str | None:
-    """Why TRL must compute it, if it must."""
+    """Why TRL must compute this divergence, or None."""
     heads = {
         "the student's ": (call.student_hidden_states, call.student_lm_head_weight, call.student_lm_head_bias),
         "the teacher's ": (call.teacher_hidden_states, call.teacher_lm_head_weight, call.teacher_lm_head_bias),
@@ -209,7 +211,7 @@ def _unfit_divergence(call: DivergenceCall) -> str | None:
     if call.student_logit_scale != call.teacher_logit_scale:
         return (
             f"the student's logits are scaled by {call.student_logit_scale} and the teacher's by "
-            f"{call.teacher_logit_scale}, and linear_jsd has one scale"
+            f"{call.teacher_logit_scale}, but linear_jsd has one scale"
         )
     return _unfit_logits(None, call.student_logit_scale)
 

@@ -1,9 +1,9 @@
 """verl's fused log-probabilities through `linear_log_probs`.
 
-`install()` puts onchip in place of the two things that verl 0.9 computes log-probabilities of hidden states with,
-where `use_fused_kernels` is set: `linear_cross_entropy` (the 'triton' backend, and Megatron's) and `FusedLinearForPPO`
-(the 'torch' and 'liger' backends).  `uninstall()` puts verl's own back.  Call it in each worker: it changes the process
-that it runs in.
+`install()` replaces the function and the class by which verl 0.9 computes log-probabilities from hidden states if
+`use_fused_kernels` is set: `linear_cross_entropy` (the 'triton' backend, and Megatron's) and `FusedLinearForPPO` (the
+'torch' and 'liger' backends).  `uninstall()` restores verl's own.  Call `install()` in each worker: it changes the
+process in which it runs.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from onchip.integrations.versions import require
 from onchip.torch import linear_log_probs
 
 VERSION = "0.9"
-"""Of verl, whose functions these are."""
+"""The version of verl whose functions these are."""
 
 FUNCTION = "linear_cross_entropy"
 MODULE = "FusedLinearForPPO"
@@ -34,7 +34,7 @@ class VerlCall(NamedTuple):
 
 
 def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor]:
-    """What stands for verl's function: (log-probability, entropy), both [T] float32, with gradients.
+    """The replacement of verl's function: (log-probability, entropy), both [T] float32, with gradients.
 
     Under tensor parallelism, and with another reduction than 'none', verl's own runs, with one warning for each reason.
     """
@@ -48,7 +48,7 @@ def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 class FusedLinearForPPO(nn.Module):
-    """What stands for verl's module, whose arguments it takes; chunk_size and impl_backend choose nothing."""
+    """The replacement of verl's module, with the same arguments; chunk_size and impl_backend have no effect."""
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
@@ -86,10 +86,10 @@ _REPLACING = Replacing(
 
 
 def install() -> Installed:
-    """Let verl's fused log-probabilities and entropies be computed by `linear_log_probs`.
+    """Let verl compute its fused log-probabilities and entropies by `linear_log_probs`.
 
-    Each loaded module of verl that holds one of the two names takes onchip's instead; modules that are loaded later
-    find onchip's.  Called again, it does that for what was loaded in between.
+    In each loaded module of verl that holds one of the two names, onchip's replaces it; modules that are loaded later
+    find onchip's.  A further call does that for modules that were loaded in between.
 
     In float32, results and gradients are verl's up to rounding.  In 16 bits verl's 'torch' rounds the logits, their
     gradient and the entropy to 16 bits, and onchip doesn't: its entropy is float32.  A token whose id is -100 has
@@ -100,8 +100,8 @@ def install() -> Installed:
 
     Raises:
         ModuleNotFoundError: verl isn't installed.
-        RuntimeError: verl's version isn't 0.9, or one of the two isn't what onchip knows, or was replaced by something
-            else.  Then nothing is replaced.
+        RuntimeError: verl's version isn't 0.9, or one of the two isn't the one that onchip knows, or something else has
+            replaced it.  Then nothing is replaced.
 
     Memory: that of `linear_log_probs`.
 
@@ -118,7 +118,7 @@ def install() -> Installed:
 
 
 def uninstall() -> None:
-    """Put verl's own back into each module that holds onchip's.  Without `install` before it does nothing.
+    """Restore verl's own in each module that holds onchip's.  Without an earlier `install` it does nothing.
 
     Example:
         >>> from onchip.integrations.verl import uninstall
@@ -128,7 +128,7 @@ def uninstall() -> None:
 
 
 def _unfit(call: VerlCall) -> str | None:
-    """Why verl must compute it, if it must."""
+    """Why verl must compute this call itself, or None."""
     group = call.dist_process_group
     if group is not None and torch.distributed.get_world_size(group) > 1:
         return "tensor parallelism shards the vocabulary"

@@ -11,7 +11,7 @@ def require(integration: str, distribution: str, version: str) -> str:
     Args:
         integration: the module of `onchip.integrations` that asks.
         distribution: the stack's name for pip.
-        version: whose interface the integration was written for, as far as it matters: "0.3" or "0.9.5".
+        version: the version for whose interface the integration was written, as far as it matters: "0.3" or "0.9.5".
 
     Raises:
         ModuleNotFoundError: the stack isn't installed.
@@ -27,7 +27,7 @@ def require(integration: str, distribution: str, version: str) -> str:
     known = _numbers(version)
     if _numbers(found)[: len(known)] != known:
         raise RuntimeError(
-            f"onchip.integrations.{integration}: this is {distribution} {found}, and onchip knows the interface of "
+            f"onchip.integrations.{integration}: this is {distribution} {found}, but onchip knows the interface of "
             f"{distribution} {version}; {remedy}"
         )
     return found
