@@ -140,7 +140,7 @@ def check_inference_mode(call, device):
 def test_main_gradient_of_inference_mode():
     """It can't be added to."""
     x, weight = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="fp8_linear: weight_grad_out was made in inference mode"):
+    with pytest.raises(ValueError, match="fp8_linear: weight_grad_out was created in inference mode"):
         onchip.torch.fp8_linear(x, weight, weight_grad_out=of_inference(weight))
 
 

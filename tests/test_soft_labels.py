@@ -286,13 +286,13 @@ OFF = K.indices.clone()
 OFF[1, 7, 2] = 70
 WRONG = {
     "kind": ({"target": K._replace(kind="logits")}, ValueError, "target.kind must be 'probs' or 'log_probs'; got 'logits'; pass log-probabilities, as values.log_softmax(-1)"),
-    "rest": ({"target": K._replace(rest="tail")}, ValueError, "target.rest must be 'truncated', a sum over the K entries alone; got 'tail', which linear_jsd and jsd take"),
+    "rest": ({"target": K._replace(rest="tail")}, ValueError, "target.rest must be 'truncated', a sum over only the K entries; got 'tail', which only linear_jsd and jsd take"),
     "indices are float": ({"target": K._replace(indices=K.values)}, TypeError, "target.indices must hold integers; got float32"),
     "values are integers": ({"target": K._replace(values=K.indices)}, TypeError, "target.values must be float32, bfloat16, float16 or float64; got int64"),
     "values is a list": ({"target": K._replace(values=[0.5])}, TypeError, "target.values must be a torch.Tensor; got list"),
     "values elsewhere": ({"target": K._replace(values=K.values.to("meta"))}, ValueError, "target.values is on meta but"),
     "values need a gradient": ({"target": K._replace(values=K.values.clone().requires_grad_())}, ValueError, "target.values gets no gradient from this op; pass target.values.detach()"),
-    "shapes differ": ({"target": K._replace(values=K.values[..., :2])}, ValueError, "target.indices has shape [2, 12, 3] and values [2, 12, 2]; they must have one shape"),
+    "shapes differ": ({"target": K._replace(values=K.values[..., :2])}, ValueError, "target.indices has shape [2, 12, 3] but values has [2, 12, 2]; they must have the same shape"),
     "flat": ({"target": K._replace(indices=K.indices[0], values=K.values[0])}, ValueError, "target.indices has shape [12, 3] but"),
     "no entries": ({"target": K._replace(indices=K.indices[..., :0], values=K.values[..., :0])}, ValueError, "and one more for K >= 1 entries"),
     "out of range": ({"target": K._replace(indices=OFF)}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
@@ -301,7 +301,7 @@ WRONG = {
     "float64": ({"target": DENSE.double()}, TypeError, " is float32 but target is float64; cast one of them"),
     "needs a gradient": ({"target": DENSE.clone().requires_grad_()}, ValueError, "target gets no gradient from this op; pass target.detach()"),
     "one number a token": ({"target": torch.rand(2, 12)}, TypeError, "target must hold integers; got float32"),
-    "ignore_index": ({"target": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids; give a token that is to be ignored a token_weight of 0"),
+    "ignore_index": ({"target": K, "ignore_index": 0}, ValueError, "ignore_index=0 is only for targets that are ids; give a token that is to be ignored a token_weight of 0"),
     "class_weight too short": ({"target": DENSE, "class_weight": torch.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
     "class_weight < 0": ({"target": K, "class_weight": -torch.ones(70)}, ValueError, "class_weight must be finite and 0 or more; got -1.0"),
     "class_weight is float64": ({"target": K, "class_weight": torch.ones(70).double()}, TypeError, "class_weight must be float32; got float64"),
@@ -326,7 +326,7 @@ OWN = {
         "a quantised weight": ({"target": K, "weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
         "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
     },
-    CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], those of the next positions"),
+    CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is only for targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], the next positions' labels"),
          "in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
 }  # fmt: skip
 

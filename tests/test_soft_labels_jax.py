@@ -167,7 +167,7 @@ WRONG = {
     "flat": ({"labels": K._replace(indices=K.indices[0], values=K.values[0])}, ValueError, "labels.indices has shape [12, 3] but"),
     "too short": ({"labels": DENSE[..., :69]}, ValueError, "labels has shape [2, 12, 69]; probabilities must be [..., V], [2, 12, 70]"),
     "one number a token": ({"labels": DENSE[..., 0]}, TypeError, "labels must hold integers; got float32"),
-    "ignore_index": ({"labels": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids"),
+    "ignore_index": ({"labels": K, "ignore_index": 0}, ValueError, "ignore_index=0 is only for targets that are ids"),
     "class_weight too short": ({"labels": DENSE, "class_weight": jnp.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
     "class_weight is bfloat16": ({"labels": DENSE, "class_weight": jnp.ones(70, "bfloat16")}, TypeError, "class_weight must be float32; got bfloat16"),
     "token_weight": ({"labels": K, "token_weight": jnp.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
@@ -182,7 +182,7 @@ OWN = {
         "dtypes differ": ({"labels": K, "hidden": jnp.ones((2, 12, 16), "float16"), "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float16 but weight is bfloat16"),
     },
     CE: {
-        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of targets that are ids; pass logits[..., :-1, :] with labels[..., 1:, :], those of the next positions"),
+        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is only for targets that are ids; pass logits[..., :-1, :] with labels[..., 1:, :], the next positions' labels"),
     },
 }  # fmt: skip
 

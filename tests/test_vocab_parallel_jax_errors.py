@@ -49,7 +49,7 @@ EVERY = {
     "token_axes is a list": ({"token_axes": ["data"]}, TypeError, "token_axes must be the name of a mesh axis, or a tuple with a name, a tuple of names or None for each leading dimension"),
     "token_axes holds a number": ({"token_axes": (0,)}, TypeError, "token_axes must be the name of a mesh axis"),
     "too many token_axes": ({"token_axes": ("data", None, None)}, ValueError, "has an entry for each of 3 dimensions, but"),
-    "an axis twice": ({"token_axes": "model"}, ValueError, "an axis can split one dimension; got vocab_axis='model', token_axes='model'"),
+    "an axis twice": ({"token_axes": "model"}, ValueError, "an axis can split only one dimension; got vocab_axis='model', token_axes='model'"),
     "tokens don't divide": ({"token_axes": (None, "model"), "vocab_axis": "data"}, ValueError, "has 6 at dimension 1, which 4 devices along 'model' can't share evenly; pad the tokens, with targets of ignore_index"),
 }  # fmt: skip
 VOCAB = {
@@ -229,7 +229,7 @@ def test_inside_of_a_shard_map_over_another_axis():
     with jax.set_mesh(mesh):
         call = partial(sharded_linear_cross_entropy, vocab_axis="model", reduction="none")
         run = jax.shard_map(call, in_specs=(P("data"), P(), P("data")), out_specs=P("data"), axis_names={"data"})
-        message = "inside of jax.shard_map the call can't say over which axes its results vary; call it outside, or call linear_cross_entropy with axis_name inside of one over 'model' too"
+        message = "inside jax.shard_map the call can't say over which axes its results vary; call it outside, or call linear_cross_entropy with axis_name inside a jax.shard_map over 'model' too"
         assert_refused("sharded_linear_cross_entropy", lambda: jax.eval_shape(run, H, W, Y), ValueError, message)
 
 
@@ -238,5 +238,5 @@ def test_inside_of_a_shard_map_over_its_axis():
     run = jax.shard_map(
         lambda w: sharded_linear_cross_entropy(H, w, Y, vocab_axis="model"), mesh=mesh, in_specs=P(), out_specs=P()
     )
-    message = "vocab_axis 'model' is an axis of a jax.shard_map around the call; inside of it call linear_cross_entropy with axis_name"
+    message = "vocab_axis 'model' is an axis of a jax.shard_map around the call; inside that call linear_cross_entropy with axis_name"
     assert_refused("sharded_linear_cross_entropy", lambda: jax.eval_shape(run, W), ValueError, message)

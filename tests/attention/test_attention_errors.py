@@ -23,7 +23,7 @@ WRONG = {
     "no batch in one": (ValueError, {"k": K[0]}, "k must be [B, T, H, D], or without B"),
     "batches": (ValueError, {"k": K[:1]}, "q, k and v have 2, 1 and 2 sequences"),
     "tokens": (ValueError, {"v": V[:, :5]}, "k has 6 tokens and 2 heads but v has 5 and 2"),
-    "heads": (ValueError, {"q": Q[:, :, :3]}, "q has 3 heads, no multiple of the 2 of k and v"),
+    "heads": (ValueError, {"q": Q[:, :, :3]}, "q has 3 heads, which isn't a multiple of the 2 heads of k and v"),
     "no heads": (ValueError, {"q": Q[:, :, :0]}, "heads and their sizes must be 1 or more"),
     "sizes": (ValueError, {"q": Q[..., :3]}, "q has head size 3 but k has 4"),
     "sinks": (ValueError, {"sinks": torch.zeros(2)}, "sinks must be [4], a number for each head of q"),
@@ -38,7 +38,7 @@ WRONG = {
     "left": (TypeError, {"mask": Window(True)}, "Window.left must be an int; got bool"),
     "size": (ValueError, {"mask": Chunked(0)}, "Chunked.size must be above 0; got 0"),
     "within": (TypeError, {"mask": Chunked(4, within=Causal())}, "Chunked.within must be a Documents; got Causal"),
-    "ids": (TypeError, {"mask": Documents([0, 1])}, "Documents.ids must be an array of the framework's; got list"),
+    "ids": (TypeError, {"mask": Documents([0, 1])}, "Documents.ids must be an array of q's framework; got list"),
     "ids of NumPy": (TypeError, {"mask": Documents(np.zeros(6, int))}, "Documents.ids must be an array of the fr"),
     "float ids": (TypeError, {"mask": Documents(IDS.float())}, "Documents.ids must be integers; got float32"),
     "too few ids": (ValueError, {"mask": Documents(IDS[:5])}, "Documents.ids must be [2, 6] or [6]; got shape [1, 5]"),
@@ -66,7 +66,7 @@ WRONG = {
     "blocks twice": (
         ValueError,
         {"mask": Blocked(torch.ones(3, 3, dtype=torch.bool), 2) & Blocked(torch.ones(2, 2, dtype=torch.bool), 3)},
-        "of two masks Blocked one alone can be combined",
+        "only one Blocked can be combined",
     ),
 }
 

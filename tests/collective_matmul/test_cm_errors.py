@@ -67,7 +67,7 @@ def test_groups_that_have_nothing_for_a_device():
     ring = ProcessRing(dist.group.WORLD.group_name, 0, 2)
     assert refusal(ring, torch.device("cpu")) is None
     assert refusal(ring, torch.device("cuda")) == (
-        "cuda tensors travel by nccl, and the group has gloo for them; create it with backend='nccl'"
+        "cuda tensors travel by nccl, but the group has gloo for them; create it with backend='nccl'"
     )
     assert refusal(ring, torch.device("mps")) == "it runs on cpu, cuda tensors, not on 'mps'"
     assert refusal(ring._replace(ranks=1), torch.device("cuda")) is None
@@ -86,7 +86,7 @@ def test_groups_that_have_nothing_for_a_device():
         (lambda layer: layer(8, 4, None, reduce_dtype="bf16"), TypeError, "{}: reduce_dtype must be a torch.dtype, or None; got str"),
         (lambda layer: layer(8, 4, "tp"), TypeError, "{}: group must be a torch.distributed.ProcessGroup, or None"),
         (lambda layer: layer.from_linear(torch.nn.ReLU(), None), TypeError, "{}.from_linear: it takes a torch.nn.Linear; got ReLU"),
-        (lambda layer: layer(8, 4, None, main_grad=True)(X), ValueError, "{}: main_grad=True needs weight.main_grad, float32"),
+        (lambda layer: layer(8, 4, None, main_grad=True)(X), ValueError, "{}: main_grad=True needs weight.main_grad, a float32"),
     ],
 )  # fmt: skip
 def test_wrong_layers(layer, make, error, message):

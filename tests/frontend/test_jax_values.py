@@ -114,7 +114,7 @@ def test_soft_labels_of_k_entries(op):
         ((indices.at[1, 0].set(V), values), r"target.indices\[1, 0, 0\] is 20, which is not in \[0, 20\)"),
         (
             (indices, values.at[1, 0].set(3)),
-            r"target.values\[1, 0, 0\] is 3, and a log-probability is at most 0 \(up to",
+            r"target.values\[1, 0, 0\] is 3, but a log-probability is at most 0 \(up to",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -47,7 +47,7 @@ def test_a_log_probability_above_0(op, name, rest):
     bad = values.clone()
     bad[1, 0, 2] = 2.5
     message = (
-        rf"{name}.values\[1, 0, 2\] is 2.5, and a log-probability is at most 0 \(up to 0.001 passes for rounding\)"
+        rf"{name}.values\[1, 0, 2\] is 2.5, but a log-probability is at most 0 \(up to 0.001 passes for rounding\)"
     )
     with pytest.raises(ValueError, match=message):
         op(**{name: TopK(indices, bad, "log_probs", rest)})

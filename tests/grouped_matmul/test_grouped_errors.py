@@ -38,8 +38,8 @@ BOTH = [
     ({"weight": W[:, :3], **SWIGLU}, ValueError, "weight has N=3; activation='swiglu' needs an even N, gate and up"),
     # options
     ({"activation": "silu"}, ValueError, "activation must be None or 'swiglu'; got 'silu'"),
-    ({"gate_up": "interleaved"}, ValueError, "gate_up='interleaved' is of activation='swiglu', which is not given"),
-    ({"scatter_rows": I6}, TypeError, "scatter_rows needs num_rows, how many rows the result has"),
+    ({"gate_up": "interleaved"}, ValueError, "gate_up='interleaved' needs activation='swiglu'; pass that too"),
+    ({"scatter_rows": I6}, TypeError, "scatter_rows needs num_rows, the number of rows of the result"),
     ({"num_rows": 6}, TypeError, "num_rows is the number of rows that scatter_rows writes to; pass both or neither"),
     ({**SCATTER, "num_rows": -1}, ValueError, "num_rows must be 0 or more; got -1"),
     ({**SCATTER, "num_rows": 6.0}, TypeError, "num_rows must be an int; got float"),
@@ -62,7 +62,7 @@ BOTH = [
 VALUES = [
     ({"group_sizes": np.array([2, -1, 3])}, ValueError, "group_sizes[1] is -1; sizes must be 0 or more"),
     ({"group_sizes": np.array([2, 0, 5])}, ValueError, "the sum of group_sizes up to 2 is 7, more than the T=6 rows of the product"),
-    ({"group_sizes": None, "group_offsets": np.array([2, 1, 3])}, ValueError, "group_offsets[1] is 1; offsets must be 0 or more, and none below the last"),
+    ({"group_sizes": None, "group_offsets": np.array([2, 1, 3])}, ValueError, "group_offsets[1] is 1; offsets must be 0 or more and never decrease"),
     ({"group_sizes": None, "group_offsets": np.array([-1, 1, 3])}, ValueError, "group_offsets[0] is -1; offsets must be 0 or more"),
     ({"group_sizes": None, "group_offsets": np.array([2, 7, 7])}, ValueError, "the value of group_offsets at 1 is 7, more than the T=6 rows"),
     ({"rows": I6 + 2}, ValueError, "rows[4] is 6 but x has 6 rows"),

@@ -115,7 +115,7 @@ def wrong(error, message, *given, heads="", layer=None, **named):
 
 
 WRONG = {
-    "option without labels": wrong(TypeError, "options of the loss need labels; got shift, z_loss", shift=True, z_loss=0.1),
+    "option without labels": wrong(TypeError, "options of the loss need labels; got shift", shift=True, z_loss=0.1),
     "weight_layout": wrong(TypeError, "the layer itself passes weight_layout", y, weight_layout="vh"),
     "bias": wrong(TypeError, "the layer itself passes bias", y, bias=h),
     "unknown option": wrong(TypeError, "unexpected keyword argument 'smoothing'", y, shift=True, smoothing=0.1),

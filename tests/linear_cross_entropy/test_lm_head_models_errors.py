@@ -64,19 +64,19 @@ def scaled_twice(model, hidden):
 
 
 UNKNOWN = {
-    "hidden is scaled": (lambda: Model(lambda m, h: m.lm_head(h / 2)), "its head is called with something else than the last hidden states"),
+    "hidden is scaled": (lambda: Model(lambda m, h: m.lm_head(h / 2)), "its head is called with something other than the last hidden states"),
     "a layer between": (lambda: Model(lambda m, h: m.lm_head(m.norm(h)[0])), "a LayerNorm comes between hidden states and logits"),
     "a head of two calls": (lambda: Model(scaled_twice), "its forward calls the head 2 times"),
     "no call": (lambda: Model(lambda m, h: F.linear(h, m.lm_head.weight)), "its forward calls the head 0 times"),
-    "a bias afterwards": (lambda: Model(lambda m, h: m.lm_head(h) + torch.arange(60)), "its logits are changed entry by entry"),
-    "an offset": (lambda: Model(lambda m, h: m.lm_head(h) + 1), "neither scaled nor capped by a tanh"),
-    "another cap": (lambda: Model(lambda m, h: m.lm_head(h).clamp(-5, 5)), "neither scaled nor capped by a tanh"),
+    "a bias afterwards": (lambda: Model(lambda m, h: m.lm_head(h) + torch.arange(60)), "it changes single entries of its logits"),
+    "an offset": (lambda: Model(lambda m, h: m.lm_head(h) + 1), "it does more to its logits than scale them or cap them by a tanh"),
+    "another cap": (lambda: Model(lambda m, h: m.lm_head(h).clamp(-5, 5)), "it does more to its logits than scale them or cap them by a tanh"),
     "a negative scale": (lambda: Model(lambda m, h: -m.lm_head(h)), "its logits are scaled by -1.0"),
-    "a slice": (lambda: Model(lambda m, h: m.lm_head(h)[..., :50]), "it makes [1, 1, 50] of logits of [1, 1, 60]"),
-    "a transposed result": (lambda: Model(lambda m, h: m.lm_head(h).mT), "it makes [1, 60, 1] of logits of [1, 1, 60]"),
+    "a slice": (lambda: Model(lambda m, h: m.lm_head(h)[..., :50]), "it turns logits [1, 1, 60] into [1, 1, 50]"),
+    "a transposed result": (lambda: Model(lambda m, h: m.lm_head(h).mT), "it turns logits [1, 1, 60] into [1, 60, 1]"),
     "an error": (lambda: Model(lambda m, h: h.nothing), "has no attribute 'nothing'"),
     "a forward that was replaced": (replaced, "Model of test_lm_head_models_errors whose forward was replaced"),
-    "a head inside": (of_roberta, "its head is not a module of its own, but one further in"),
+    "a head inside": (of_roberta, "its head lies inside another module"),
 }  # fmt: skip
 
 

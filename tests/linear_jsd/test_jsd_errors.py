@@ -55,8 +55,8 @@ WRONG = {
     "topk values need a gradient": (NO_TEACHER | {"teacher_topk": topk(values=R(2, 12, 3, requires_grad=True))}, ValueError, "teacher_topk.values gets no gradient"),
     # dtypes and types
     "student_weight is None": ({"student_weight": None}, TypeError, "student_weight must be a torch.Tensor; got NoneType"),
-    "student dtypes differ": ({"student_hidden": R(2, 12, 16).half(), "student_weight": R(70, 16).bfloat16()}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither holds the other's numbers"),
-    "teacher dtypes differ": ({"teacher_hidden": R(2, 12, 24).bfloat16(), "teacher_weight": R(70, 24).half()}, TypeError, "teacher_hidden is bfloat16 but teacher_weight is float16, and neither holds the other's numbers"),
+    "student dtypes differ": ({"student_hidden": R(2, 12, 16).half(), "student_weight": R(70, 16).bfloat16()}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither dtype holds the other's numbers"),
+    "teacher dtypes differ": ({"teacher_hidden": R(2, 12, 24).bfloat16(), "teacher_weight": R(70, 24).half()}, TypeError, "teacher_hidden is bfloat16 but teacher_weight is float16, and neither dtype holds the other's numbers"),
     "target is float": ({"target": torch.zeros(2, 12)}, TypeError, "target must hold integers; got float32"),
     # ranges and options
     "hard_weight alone": ({"hard_weight": 0.5}, ValueError, "hard_weight=0.5 needs target, the hard labels"),
@@ -65,7 +65,7 @@ WRONG = {
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, V=70"),
     "too small a part of both models' logits": ({"scratch_bytes": 0.01}, ValueError, "scratch_bytes=134 is too small for T=24, V=70"),
     "scratch_bytes is 2.0": ({"scratch_bytes": 2.0}, ValueError, "scratch_bytes=2.0 is a float"),
-    "scratch_bytes in MB": ({"scratch_bytes": "10MB"}, ValueError, "scratch_bytes must be like '1GiB'"),
+    "scratch_bytes in MB": ({"scratch_bytes": "10MB"}, ValueError, "scratch_bytes as a text must be like '1GiB'"),
     "teacher elsewhere": ({"teacher_hidden": R(2, 12, 24, device="meta")}, ValueError, "teacher_hidden is on meta but student_hidden is on cpu"),
     "bad label": ({"target": torch.full((2, 12), -100).index_put((torch.tensor(1), torch.tensor(7)), torch.tensor(70))}, ValueError, "target[1, 7] is 70, which is neither ignore_index (-100) nor in [0, 70); 1 of 24"),
     "token_weight needs a gradient": ({"token_weight": torch.ones(2, 12, requires_grad=True)}, ValueError, "token_weight gets no gradient"),
@@ -91,7 +91,7 @@ J = {"student_hidden": np.ones((4, 8), np.float32), "student_weight": np.ones((9
 TEACHER = {"teacher_hidden": np.ones((4, 6), np.float32), "teacher_weight": np.ones((9, 6), np.float32)}
 WRONG_IN_JAX = {
     "other layout": (J | TEACHER | {"weight_layout": "hv"}, ValueError, "student_hidden has H=8 but student_weight has H=9"),
-    "dtypes": (J | TEACHER | {"student_hidden": jnp.ones((4, 8), "float16"), "student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither holds the other's numbers"),
+    "dtypes": (J | TEACHER | {"student_hidden": jnp.ones((4, 8), "float16"), "student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither dtype holds the other's numbers"),
     "target float": (J | TEACHER | {"target": np.ones(4, np.float32)}, TypeError, "target must hold integers"),
     "target and labels": (J | TEACHER | {"target": np.ones(4, np.int32), "labels": np.ones(4, np.int32)}, TypeError, "labels is another name for target; pass one of them"),
     "labels float": (J | TEACHER | {"labels": np.ones(4, np.float32)}, TypeError, "labels must hold integers"),
@@ -101,7 +101,7 @@ WRONG_IN_JAX = {
     "scratch": (J | TEACHER | {"scratch_bytes": 10}, ValueError, "scratch_bytes=10 is too small"),
     "part of the logits": (J | TEACHER | {"scratch_bytes": 0.1}, ValueError, "scratch_bytes=28 is too small"),
     "part above 1": (J | TEACHER | {"scratch_bytes": 2.0}, ValueError, "scratch_bytes=2.0 is a float"),
-    "text": (J | TEACHER | {"scratch_bytes": "much"}, ValueError, "scratch_bytes must be like '1GiB'"),
+    "text": (J | TEACHER | {"scratch_bytes": "much"}, ValueError, "scratch_bytes as a text must be like '1GiB'"),
 }  # fmt: skip
 
 

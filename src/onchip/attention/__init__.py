@@ -1,1 +1,1 @@
-"""The engine of attention: masks as ranges of keys, and what computes attention under them."""
+"""The engine of attention: masks as ranges of keys, and the code that computes attention under them."""

@@ -1,17 +1,19 @@
-r"""Masks as data: which keys each query sees, in two or three integers a token.
+r"""Masks as data: which keys each query sees, in two or three integers per token.
 
-In the normal form, `Intervals`, query i sees key j where
+In the normal form, `Intervals`, query i sees key j if
 
     start[i] <= j < end[i],    and with `stop`    i < stop[j]
 
-Every mask here is made of that in O(T) operations on the device.  Nothing is read on the host and nothing has the size
-of [queries, keys], so that another mask or length costs no compilation, and all layers share one lowered mask.  `a & b`
-sees what both see: the larger start, the smaller end and stop.
+Every mask here is lowered to that in O(T) operations on the device; only `Blocked` adds an array of tiles.  Nothing is
+read on the host and nothing has the size of [queries, keys], so another mask needs no compilation, and all layers can
+share one lowered mask.  Under `a & b` a query sees what both masks let it see: the larger start, the smaller end and
+stop.
 
-Masks are frozen dataclasses of integers and of arrays, PyTorch's or JAX's; in JAX they are pytrees, whose integers are
-static.  Positions begin at 0, in a batch's row or in a batch that all rows share: an array [B, T], or [T].
+Masks are frozen dataclasses of integers and arrays, PyTorch's or JAX's; in JAX they are pytrees whose integers are
+static.  Arrays are [B, T], or [T] for all rows of a batch.  Positions begin at 0 in each row.
 
-Sources: FlashMask (arXiv:2410.01359) has masks as ranges by column, tokamax's `Mask(k_start, k_end)` by row.
+Sources: FlashMask (arXiv:2410.01359), for masks as ranges by column; tokamax's `Mask(k_start, k_end)`, for ranges by
+row.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +27,10 @@ Array = Any
 
 
 class MaskArrays(NamedTuple):
-    """What masks need of a framework."""
+    """The functions that masks need from a framework."""
 
     xp: Any
-    """Where functions are found that both frameworks call the same."""
+    """The module of functions that have the same names in both frameworks."""
     positions: Callable[[Array, int], Array]
     """`positions(like, n)`: [n] int32, 0, 1, 2 and so on, beside `like`."""
     integers: Callable[[Array], Array]
@@ -48,7 +50,7 @@ KNOWN: dict[str, MaskArrays] = {}
 
 
 def arrays_of(like: Array) -> MaskArrays:
-    """Of the framework that an array is of."""
+    """The functions of an array's framework."""
     name = "torch" if type(like).__module__.partition(".")[0] == "torch" else "xla"
     if name not in KNOWN:  # torch.compile can't trace an import
         import_module(f"onchip.attention.{name}.arrays")
@@ -56,7 +58,7 @@ def arrays_of(like: Array) -> MaskArrays:
 
 
 class MaskSizes(NamedTuple):
-    """What a mask is lowered for."""
+    """The sizes for which a mask is lowered."""
 
     of: MaskArrays
     like: Array
@@ -84,17 +86,17 @@ class MaskSizes(NamedTuple):
         """Raise unless queries and keys are the same tokens."""
         if self.queries != self.keys:
             raise ValueError(
-                f"{OP}: {mask} is of tokens that are queries and keys; got {self.queries} queries and {self.keys} "
+                f"{OP}: {mask} needs tokens that are both queries and keys; got {self.queries} queries and {self.keys} "
                 "keys; pass Intervals"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What all masks have."""
+    """The base of all masks: lowering, and `&`."""
 
     def lower(self, batch: int, queries: int, keys: int, like: Array) -> "Intervals":
-        """The normal form for a batch of so many queries and keys, in `like`'s framework and on its device.
+        """The normal form for a batch with these numbers of queries and keys, in `like`'s framework and on its device.
 
         Make it once in a step, and pass it to each layer.
         """
@@ -102,7 +104,7 @@ class Mask:
         return self._ranges(sizes)._within(sizes)
 
     def ranges(self, batch: int, queries: int, keys: int, like: Array) -> "Intervals":
-        """As `lower`, of integers of any dtype, which may reach beyond the queries and keys that there are."""
+        """As `lower`, but with integers of any dtype, which may lie beyond the queries and keys that there are."""
         return self._ranges(MaskSizes(arrays_of(like), like, batch, queries, keys))
 
     def _ranges(self, sizes: MaskSizes) -> "Intervals":
@@ -116,10 +118,10 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Intervals(Mask):
-    """Query i sees key j where start[i] <= j < end[i], and with `stop` i < stop[j].
+    """Query i sees key j if start[i] <= j < end[i], and with `stop` also i < stop[j].
 
-    A tree of answers in depth-first order, a prompt that several answers share, sink tokens before a window: these are
-    ranges with a `stop`, the first query that sees a key no longer.
+    `stop[j]` is the first query that doesn't see key j any more.  It describes a tree of answers in depth-first order,
+    a prompt that several answers share, or sink tokens before a window.
     """
 
     start: Array  # [B, Tq] or [Tq]
@@ -143,7 +145,7 @@ class Intervals(Mask):
 
     def _and(self, other: "Intervals", xp: Any) -> "Intervals":
         if self.blocks is not None and other.blocks is not None:
-            raise ValueError(f"{OP}: of two masks Blocked one alone can be combined; pass the blocks that both see")
+            raise ValueError(f"{OP}: only one Blocked can be combined with &; pass the blocks that both see")
         blocks = self if other.blocks is None else other
         stop = other.stop if self.stop is None else self.stop
         if self.stop is not None and other.stop is not None:
@@ -155,7 +157,7 @@ class Intervals(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Both(Mask):
-    """What `a & b` makes."""
+    """The mask `a & b`."""
 
     a: Mask
     b: Mask
@@ -175,7 +177,7 @@ class Full(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
-    """Query i sees the keys up to i + offset: with offset = Tk - Tq the last query sees the last key."""
+    """Query i sees the keys up to i + offset.  With offset = Tk - Tq the last query sees the last key."""
 
     offset: int = 0
 
@@ -186,9 +188,9 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
-    """Query i sees the keys from i + offset - left to i + offset + right; None: all on that side.
+    """Query i sees the keys from i + offset - left to i + offset + right; None means all keys on that side.
 
-    `Window(left=w - 1)` is causal, with w keys: what transformers calls `sliding_window=w`.
+    `Window(left=w - 1)` is causal, with w keys: transformers calls it `sliding_window=w`.
     """
 
     left: int | None
@@ -203,10 +205,10 @@ class Window(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Tokens see those of their own document: a run of equal `ids`.  Tokens with the id `padding` see nothing, and
-    nothing sees them.
+    """Tokens see the tokens of their own document, which is a run of equal `ids`.  Tokens with the id `padding` see
+    nothing, and nothing sees them.
 
-    An id that comes back later is another document.  Where values are checked it raises.
+    An id that comes back after another one begins another document; where values are checked, it raises.
     """
 
     ids: Array  # [B, T] or [T]
@@ -214,14 +216,14 @@ class Documents(Mask):
 
     @staticmethod
     def from_position_ids(position_ids: Array) -> "Documents":  # [B, T] or [T]
-        """A document begins where a position isn't one more than the last."""
+        """Documents that begin where a position isn't one more than the one before."""
         of = arrays_of(position_ids)
         begins = _begins(of, position_ids, position_ids[..., 1:] != position_ids[..., :-1] + 1)
         return Documents(of.integers(begins.cumsum(-1)))
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Array, tokens: int) -> "Documents":  # [N + 1]
-        """Documents that end at cu_seqlens[1:], of so many tokens in one row; what follows the last is padding."""
+        """Documents that end at cu_seqlens[1:], in one row of `tokens` tokens; those after the last end are padding."""
         of = arrays_of(cu_seqlens)
         ends = of.integers(cu_seqlens)[None, 1:]
         ids = of.count_not_above(ends, of.positions(cu_seqlens, tokens)[None])
@@ -238,7 +240,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Chunked(Mask):
-    """Tokens see those of their own chunk of `size`; with documents chunks are counted from each one's start.
+    """Tokens see the tokens of their own chunk of `size`.  With documents, chunks start at each document's start.
 
     `Chunked(size) & Causal()` is the local attention of Llama 4.
     """
@@ -259,9 +261,9 @@ class Chunked(Mask):
 
 @dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
-    """Causal, but all tokens see the first `lengths` tokens, these too.
+    """Causal, except that all tokens see the first `lengths` tokens, even those among them.
 
-    With documents, `lengths` are those of each token's document's prefix.
+    With documents, each token's length is that of its document's prefix.
     """
 
     lengths: Array  # [B], or by token [B, T]
@@ -286,8 +288,8 @@ class PrefixLM(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Mask):
-    """Causal, but tokens of a run of equal `ids` of 0 or more see each other both ways: the tokens of an image, or a
-    block of a model that is causal by blocks.  A token with an id below 0 is its own block.
+    """Causal, except that the tokens of a run of equal `ids`, 0 or more, all see each other, such as the tokens of an
+    image, or a block in a model that is causal by blocks.  A token with an id below 0 is a block of its own.
     """
 
     ids: Array  # [B, T] or [T]
@@ -316,7 +318,8 @@ class Tree(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Blocked(Mask):
-    """Query i sees key j where blocks[i // tile, j // tile]: for what is no range, as blocks that a router chose."""
+    """Query i sees key j if blocks[i // tile, j // tile] is True: for masks that aren't ranges, such as blocks that a
+    router chose."""
 
     blocks: Array  # [B, Tq / tile, Tk / tile] bool, or without B
     tile: int
@@ -339,7 +342,7 @@ STATIC = ("offset", "left", "right", "size", "padding", "tile")
 
 
 def check_mask(mask: Any, is_array: Callable[[Any], bool]) -> None:
-    """Raise for what is no mask, or has a field of the wrong type, dtype or range; reads no array."""
+    """Raise unless `mask` is a mask whose fields have the right types, dtypes and ranges; reads no array."""
     if not isinstance(mask, Mask):
         raise TypeError(
             f"{OP}: mask must be one of {', '.join(x.__name__ for x in MASKS[:-1])}, or several combined by &; got "
@@ -358,7 +361,7 @@ def check_mask(mask: Any, is_array: Callable[[Any], bool]) -> None:
                 raise ValueError(f"{OP}: {name}.{field.name} must be above 0; got {value}")
         elif value is not None or field.name not in ("stop", "blocks", "within"):
             if field.name == "within" or not is_array(value):
-                must = "a Documents" if field.name == "within" else "an array of the framework's"
+                must = "a Documents" if field.name == "within" else "an array of q's framework"
                 raise TypeError(f"{OP}: {name}.{field.name} must be {must}; got {type(value).__name__}")
             dtype, kind = str(value.dtype).removeprefix("torch."), "bool" if field.name == "blocks" else "int"
             if kind not in dtype:
@@ -396,7 +399,7 @@ def sees_blocks(mask: Mask) -> bool:
 
 
 def check_mask_values(mask: Mask) -> None:
-    """Raise for numbers that can't be meant, where there are numbers: an id that comes back."""
+    """Raise for an id that comes back after another one, if values can be read."""
     for field in fields(mask):
         value = getattr(mask, field.name)
         if isinstance(value, Mask):
@@ -410,8 +413,8 @@ def check_mask_values(mask: Mask) -> None:
         for x in firsts:
             if x in known and x != mask.padding:
                 raise ValueError(
-                    f"{OP}: Documents.ids has {x} in two places; tokens of a document must be next to each other: sort "
-                    "them, or number the runs apart"
+                    f"{OP}: Documents.ids has {x} in two places; a document's tokens must be next to each other; sort "
+                    "them, or give each run its own id"
                 )
             known.add(x)
 

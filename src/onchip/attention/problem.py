@@ -71,12 +71,12 @@ def check_shapes(layout: str, shapes: Mapping[str, Sequence[int]]) -> AttentionP
     value_batch, values, value_heads, value_size = found["v"]
     if not batch == key_batch == value_batch:
         raise ValueError(
-            f"{OP}: q, k and v have {batch}, {key_batch} and {value_batch} sequences; they must be as many"
+            f"{OP}: q, k and v have {batch}, {key_batch} and {value_batch} sequences; the numbers must be the same"
         )
     if keys != values or key_heads != value_heads:
         raise ValueError(
-            f"{OP}: k has {keys} tokens and {key_heads} heads but v has {values} and {value_heads}; they must be as "
-            "many"
+            f"{OP}: k has {keys} tokens and {key_heads} heads but v has {values} and {value_heads}; the numbers must "
+            "be the same"
         )
     if size != key_size:
         raise ValueError(f"{OP}: q has head size {size} but k has {key_size}; they must be the same")
@@ -85,7 +85,7 @@ def check_shapes(layout: str, shapes: Mapping[str, Sequence[int]]) -> AttentionP
             f"{OP}: heads and their sizes must be 1 or more; got q {list(shapes['q'])}, v {list(shapes['v'])}"
         )
     if heads % key_heads:
-        raise ValueError(f"{OP}: q has {heads} heads, no multiple of the {key_heads} of k and v")
+        raise ValueError(f"{OP}: q has {heads} heads, which isn't a multiple of the {key_heads} heads of k and v")
     sinks = tuple(shapes.get("sinks", (heads,)))
     if sinks != (heads,):
         raise ValueError(f"{OP}: sinks must be [{heads}], a number for each head of q; got shape {list(sinks)}")
@@ -111,18 +111,18 @@ def scale_of(options: AttentionOptions, p: AttentionProblem) -> float:
 
 
 def flops(p: AttentionProblem) -> int:
-    """Of the two products, as if every query saw every key: a mask's numbers aren't read."""
+    """Operations of the two products, as if every query saw every key, since a mask's numbers aren't read."""
     return 2 * p.batch * p.heads * p.queries * p.keys * (p.size + p.value_size)
 
 
 def gradient_flops(p: AttentionProblem, wanted: Sequence[bool]) -> int:
-    """Of the four products that are no repetition."""
+    """Operations of backward's four products, without the one that is computed again."""
     each = 2 * p.batch * p.heads * p.queries * p.keys
     return each * ((wanted[0] + wanted[1]) * p.size + (wanted[2] + 1) * p.value_size)
 
 
 def scratch_parts(p: AttentionProblem, dtype_bytes: int, rows: int, *, backward: bool, softcap: bool) -> dict[str, int]:
-    """Bytes beside inputs and results that the plain path of PyTorch takes for blocks of so many queries."""
+    """Bytes beside inputs and results that PyTorch's plain path takes with blocks of `rows` queries."""
     total = max(4, dtype_bytes)
     scores = 2 + backward + softcap
     of_keys = total * p.keys * p.key_heads
@@ -142,10 +142,10 @@ def scratch_parts(p: AttentionProblem, dtype_bytes: int, rows: int, *, backward:
 def rows_of_block(
     p: AttentionProblem, dtype_bytes: int, scratch_bytes: int | None, *, backward: bool, softcap: bool
 ) -> int:
-    """How many queries a block has, the same whatever is wanted of it.
+    """How many queries a block has, whichever results are wanted.
 
     Raises:
-        ValueError: a budget in which one query doesn't fit.
+        ValueError: not even one query fits into the budget.
     """
 
     def need(rows: int) -> int:

@@ -1,4 +1,4 @@
-"""What both front ends agree on: names, sizes, memory, and the bytes that travel.  No framework."""
+"""What both front ends agree on: names, sizes, memory, and the bytes that ranks send.  No framework."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
@@ -42,7 +42,7 @@ def check_shapes(op: str, shapes: Mapping[str, Sequence[int]], ranks: int, layou
         missing = -x[0] % ranks
         raise ValueError(
             f"{op}: {name} has {x[0]} rows in its first dimension, which {ranks} ranks can't share evenly; pad it by "
-            f"{missing} {'row' if missing == 1 else 'rows'}, and leave out what comes of them"
+            f"{missing} {'row' if missing == 1 else 'rows'}, and leave out their results"
         )
     rows = 1
     for size in x[:-1]:

@@ -1,6 +1,7 @@
-"""Memory of GPUs of one host that map each other's: how it is made and freed, and what a lost rank leaves behind.
+"""Memory that GPUs of one host map for each other: how it is created and freed, and what a lost rank leaves behind.
 
-A buffer is PyTorch's symmetric memory: a head, of what ranks tell each other, and blocks.  No NVLink multicast is used.
+A buffer is PyTorch's symmetric memory: a head, in which ranks tell each other where they are, and blocks.  It doesn't
+use NVLink multicast.
 """
 
 import os

@@ -1,6 +1,6 @@
 """One collective of the process group before or after one product, for groups that can't map each other's memory.
 
-What doesn't depend on the collective is computed under it.  `torch_symmetric` has the same functions.
+Computations that don't depend on the collective run while it does.  `torch_symmetric` has the same functions.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""A ring of exchanges for PyTorch: at each step a rank sends to the next and receives from the one before.
+"""A ring of exchanges for PyTorch: at each step a rank sends to the next one and receives from the one before.
 
-Each exchange is started before the product that it overlaps with, and waited for after it.  With NCCL both only order
-streams: the host waits for nothing.  With gloo the host waits, and the exchange runs in gloo's own threads meanwhile.
-Every rank starts its send and its receive together, so no rank waits for one that waits for it.
+Each exchange starts before the product that it overlaps with, and is waited for after it.  With NCCL that only orders
+streams, and the host waits for nothing.  With gloo the host waits, while the exchange runs in gloo's own threads.
+Every rank starts its send and its receive together, so no two ranks wait for each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ def ring_of(op: str, group: Any) -> ProcessRing:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(f"{op}: there is no process group; call torch.distributed.init_process_group first")
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"{op}: this process is no rank of group; call it on the group's ranks alone")
+            raise ValueError(f"{op}: this process is not a rank of group; call it only on the group's ranks")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             remedy = "; pass mesh.get_group(), of one of its dimensions" if hasattr(group, "get_group") else ""
             raise TypeError(
@@ -146,7 +146,7 @@ def refusal(ring: ProcessRing, device: torch.device) -> str | None:
     if ring.ranks == 1 or found == needed:
         return None
     return (
-        f"{device.type} tensors travel by {needed}, and the group has {found or 'nothing'} for them; create it with "
+        f"{device.type} tensors travel by {needed}, but the group has {found or 'nothing'} for them; create it with "
         f"backend={needed!r}"
     )
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other by their group's store, on the host: before they map each other's memory, and for that."""
+"""What ranks tell each other through their group's store, on the host, in order to map each other's memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Activations and weights in FP8: those that callers pass on and their checks, and how operators take them."""
+"""Activations and weights in FP8: the classes that callers pass, their checks, and how operators take them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from onchip.frontend.torch_register import are_plain, inside_operator
 
 
 class QuantizedActivation(NamedTuple):
-    """An activation in FP8 that several layers share, as `quantize_activation` makes it."""
+    """An activation in FP8 that several layers share, as returned by `quantize_activation`."""
 
     x: Tensor
-    """[..., K]: what it was made of, for its shape, its dtype and its gradient; no layer keeps it."""
+    """[..., K]: the original, for its shape, its dtype and its gradient; no layer keeps it."""
     rows: Tensor
     """[M, K rounded up to 128] E4M3: scaled along K, for the output."""
     row_scales: Tensor
     """[K / 128, M] float32."""
     columns: Tensor | None
-    """[K, M rounded up to 128] E4M3: transposed and scaled along M, for the weight's gradient; None without."""
+    """[K, M rounded up to 128] E4M3: transposed and scaled along M, for weights' gradients; None without gradients."""
     column_scales: Tensor | None
     """[M / 128, K] float32."""
     scale: Scale
@@ -32,10 +32,10 @@ class QuantizedActivation(NamedTuple):
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in FP8 for several calls between two changes of it, as `quantize_weight` makes it."""
+    """A weight in FP8 for the calls between two changes of it, as returned by `quantize_weight`."""
 
     weight: Tensor
-    """[N, K]: what it was made of, for its shape, its dtype and its gradient."""
+    """[N, K]: the original, for its shape, its dtype and its gradient."""
     rows: Tensor
     """[N, K rounded up to 128] E4M3, for the output."""
     row_scales: Tensor

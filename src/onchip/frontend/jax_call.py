@@ -111,7 +111,7 @@ def _given(cotangent: Any) -> Any:
 def refuse_second_derivative(op: str, *_: Any) -> Any:
     """The derivative, by `jax.custom_jvp`, of an op's forward and backward functions: it raises."""
     raise NotImplementedError(
-        f"{op}: differentiated twice; it has first derivatives by reverse mode only (jax.grad, jax.vjp)"
+        f"{op}: differentiated twice; the op has only first derivatives, by reverse mode (jax.grad, jax.vjp)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What JAX's public functions check at their door, from types, shapes and dtypes alone: it works on tracers."""
+"""What JAX's public functions check first, from types, shapes and dtypes alone, so that it works on tracers."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -124,8 +124,8 @@ def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> 
     both, bias = {hidden, weight}, f"{whose}bias"
     if len(both) > 1 and np.dtype(np.float32) not in both:
         raise TypeError(
-            f"{op}: {whose}hidden is {hidden} but {whose}weight is {weight}, and neither holds the other's numbers; "
-            "cast one of them"
+            f"{op}: {whose}hidden is {hidden} but {whose}weight is {weight}, and neither dtype holds the other's "
+            "numbers; cast one of them"
         )
     if bias in arrays and dtype_of(arrays[bias]) not in both:
         raise TypeError(f"{op}: {whose}hidden is {hidden} but {bias} is {dtype_of(arrays[bias])}; cast one of them")

@@ -1,4 +1,4 @@
-"""What JAX's cross-entropies check of their labels: ids, or soft ones."""
+"""The checks of labels, ids or soft ones, in JAX's cross-entropies."""
 
 from collections.abc import Mapping
 from typing import Any

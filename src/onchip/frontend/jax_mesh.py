@@ -1,5 +1,5 @@
-"""How a call is spread over the devices of a mesh: which mesh axes split its tokens and its vocabulary, and what each
-of its arrays has of those."""
+"""How a call is spread over the devices of a mesh: which mesh axes split its tokens and its vocabulary, and which
+dimensions of its arrays these are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,7 +146,7 @@ def spread_of(op: str, mesh: Any, vocab_axis: Any, token_axes: Any, of: str, lea
     if len(entries) > len(leading):
         raise ValueError(
             f"{op}: token_axes={token_axes!r} has an entry for each of {len(entries)} dimensions, but {of} has "
-            f"{len(leading)} leading ones; several axes of one dimension are a tuple in the tuple: (('a', 'b'),)"
+            f"{len(leading)} leading ones; write several axes for one dimension as a tuple in the tuple: (('a', 'b'),)"
         )
     spread = Spread(mesh, vocab_axis, tuple(entries))
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -156,17 +156,17 @@ def spread_of(op: str, mesh: Any, vocab_axis: Any, token_axes: Any, of: str, lea
             raise ValueError(f"{op}: {argument} {name!r} is not an axis of the mesh, whose axes are {mesh.axis_names}")
         if name in manual:
             raise ValueError(
-                f"{op}: {argument} {name!r} is an axis of a jax.shard_map around the call; inside of it call "
+                f"{op}: {argument} {name!r} is an axis of a jax.shard_map around the call; inside that call "
                 f"{op.removeprefix('sharded_')} with axis_name"
             )
     if any(map(is_tracked, manual)):
         raise ValueError(
-            f"{op}: inside of jax.shard_map the call can't say over which axes its results vary; call it outside, or "
-            f"call {op.removeprefix('sharded_')} with axis_name inside of one over {vocab_axis!r} too"
+            f"{op}: inside jax.shard_map the call can't say over which axes its results vary; call it outside, or call "
+            f"{op.removeprefix('sharded_')} with axis_name inside a jax.shard_map over {vocab_axis!r} too"
         )
     if len({name for _, name in named}) < len(named):
         raise ValueError(
-            f"{op}: an axis can split one dimension; got vocab_axis={vocab_axis!r}, token_axes={token_axes!r}"
+            f"{op}: an axis can split only one dimension; got vocab_axis={vocab_axis!r}, token_axes={token_axes!r}"
         )
     for i, (size, entry) in enumerate(zip(leading, entries, strict=False)):
         if size % spread.devices(entry):

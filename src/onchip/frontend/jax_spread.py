@@ -1,13 +1,13 @@
-"""Calls whose arrays are spread over devices: each has its own tokens, and what tokens share is summed over them once.
+"""Calls whose arrays are spread over devices: each has its own tokens, and gradients that tokens share are summed once.
 
-Each half of a derivative rule is spread as a whole.  So no derivative is taken through it: what a device's gradient
-is, and what is summed over which devices, is said where it is computed, whatever JAX knows of the mesh; kernels need
-not say over which axes their results vary; and loops over a device's tokens are planned by how many those are.
+Each half of a derivative rule, forward or backward, is spread as a whole, so no derivative is taken through the
+spreading.  The code that computes a gradient also says over which devices it is summed, whatever JAX knows of the mesh;
+kernels need not say over which axes their results vary; and loops are planned for the tokens of one device.
 
-Where types say how arrays are sharded (explicit axes), or the caller does, a half is a `jax.shard_map`, and what a
-device leaves for backward stays there.  Under plain `jit` with automatic axes the compiler alone knows, and asks while
-it partitions: there a half is a `custom_partitioning`.  All of its results must have shapes that don't depend on the
-devices, so what passes from forward to backward are numbers of each token, or the gradients themselves.
+If types say how arrays are sharded (explicit axes), or the caller does, a half is a `jax.shard_map`, and what a device
+keeps for backward stays there.  Under plain `jit` with automatic axes only the compiler knows, while it partitions;
+there a half is a `custom_partitioning`.  The shapes of all its results must not depend on the devices, so only numbers
+for each token, or the gradients themselves, pass from forward to backward.
 """
 
 import math
@@ -434,13 +434,13 @@ def _in_parts(
         spread = _found(mesh, dimensions, of_leaves, [x.shape for x in operands], specs)
         if mesh.empty and not all(x.sharding.is_fully_replicated for x in operands):
             raise NotImplementedError(
-                f"{op}: its arrays are sharded over several meshes, or over none that JAX names; put them on one "
-                "jax.sharding.Mesh, or call it inside of jax.shard_map"
+                f"{op}: its arrays are sharded over several meshes, or not over a mesh with named axes; put them on "
+                "one jax.sharding.Mesh, or call it inside jax.shard_map"
             )
         if (spread.tokens or spread.vocab) and device not in PLATFORMS:
             raise NotImplementedError(
-                f"{op}: arrays that are sharded under plain jit are for CPU and GPU devices, not for "
-                f"{device!r}; call it inside of jax.shard_map"
+                f"{op}: arrays that are sharded under plain jit must be on CPU or GPU devices, not on "
+                f"{device!r}; call it inside jax.shard_map"
             )
         wanted = [P()] * count
         of_made = []

@@ -21,22 +21,22 @@ class LossStats(NamedTuple):
     lse: jax.Array
     """[...] of the loss's dtype: log-sum-exp of the final logits."""
     log_prob: jax.Array
-    """[...] of the loss's dtype: log-probability of the target; with soft labels q sum(q log p)."""
+    """[...] of the loss's dtype: log-probability of the target; with soft labels q it is sum(q * log(p))."""
     entropy: jax.Array
     """[...] of the loss's dtype: entropy of the softmax, in nats."""
     correct: jax.Array
-    """[...] bool: whether the target, or the likeliest label, is the argmax."""
+    """[...] bool: whether the target, or with soft labels the likeliest one, is the argmax."""
     argmax: jax.Array
     """[...] int32: the vocabulary index of the largest logit (the first one, where logits tie)."""
     target_logit: jax.Array
-    """[...] of the loss's dtype: the target's final logit; with soft labels q sum(q z)."""
+    """[...] of the loss's dtype: the target's final logit z; with soft labels q it is sum(q * z)."""
 
 
 WithStats = tuple[jax.Array, LossStats]
 
 
 class JaxLossKeywords(OptionsOfLoss[Number], total=False):
-    """What every cross-entropy takes by keyword, but for return_stats."""
+    """The keywords of every cross-entropy, except return_stats."""
 
     normalizer: Number | None
     token_weight: Array | None

@@ -1,7 +1,7 @@
-"""What JAX's public functions check of the values of arrays, where these have any: outside of jit.
+"""What JAX's public functions check of arrays' values, outside jit.
 
-On a CPU, and of NumPy's arrays, they are always read; of arrays elsewhere only where the caller asks for it, since that
-waits for the device.  While tracing no value is known: what is wrong makes NaN.
+Values on a CPU, and in NumPy's arrays, are always read; others only if the caller asks for it, since that waits for the
+device.  While tracing no value is known, and wrong ones make NaN.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ def read(op: str, name: str, x: Any, check_inputs: bool) -> np.ndarray[Any, Any]
         why = "which has none while it is traced" if traced else "which are spread over processes"
         remedy = "call it outside of jit" if traced else "check what each process has"
         raise ValueError(
-            f"{op}: check_inputs=True reads the values of {name}, {why}; {remedy}, or leave check_inputs out: what is "
-            "wrong makes NaN"
+            f"{op}: check_inputs=True reads the values of {name}, {why}; {remedy}, or leave out check_inputs: wrong "
+            "values then make NaN"
         )
     if traced or not x.is_fully_addressable:
         return None

@@ -76,8 +76,8 @@ def require_fraction(op: str, name: str, value: Any) -> None:
 
 
 def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
-    """What `scratch_bytes` says of a call with so many logits, as bytes: a text has a unit, and a float is a part of
-    the logits' memory in float32.  None is the default, and so is a part of nothing.
+    """`scratch_bytes` in bytes, for a call with this many logits: a text has a unit, and a float is a part of the
+    logits' memory in float32.  None means the default, and so does a part of no logits.
     """
     if value is None or type(value) is int:
         return value
@@ -87,7 +87,7 @@ def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
             meant = re.sub(r"([kmg])(i?b)?$", lambda unit: f"{unit[1].upper()}iB", value, flags=re.IGNORECASE)
             hint = "" if _bytes_of(meant) is None else f"; did you mean {meant!r}?"
             raise ValueError(
-                f"{op}: scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got {value!r}{hint}"
+                f"{op}: scratch_bytes as a text must be like '1GiB', '512 MiB' or '0.5 KiB'; got {value!r}{hint}"
             )
         return size
     if isinstance(value, Integral) or not isinstance(value, Real):
@@ -209,9 +209,10 @@ def check_shift(op: str, shift: bool, tokens: tuple[int, ...], what: str) -> Non
 
 
 def check_options(op: str, options: Any, /, **words: Sequence[str]) -> None:
-    """Raise for a wrong one of `options`, a dataclass; make Python's numbers of NumPy's, and floats where they are due.
+    """Raise if one of `options`, a dataclass, is wrong; convert NumPy's numbers to Python's, and ints to floats.
 
-    An option of a name means the same in every op.  `words` are what some may be; what is left are flags.
+    An option of one name means the same in every op.  `words` are the values that word options may have; options that
+    are neither words nor numbers are flags.
     """
     words["reduction"] = REDUCTIONS
     for name in (field.name for field in fields(options)):  # PyTorch 2.11 can't trace `vars(options).items()`
@@ -310,7 +311,7 @@ def raise_for_label(
     wrong: int,
     total: int,
 ) -> NoReturn:
-    """For the first of so many labels, of the argument `name`, that are out of range."""
+    """Raise for the first of the labels of the argument `name` that are out of range: `wrong` of `total`."""
     position = f"{name}[{', '.join(map(str, where))}]" if where else name
     legal = "not in" if ignore_index is None else f"neither ignore_index ({ignore_index}) nor in"
     remedy = f"; if {label} marks tokens to ignore, pass ignore_index={label}"

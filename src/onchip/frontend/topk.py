@@ -1,4 +1,4 @@
-"""K entries of a vocabulary for each token, with a number each: a teacher of linear_jsd, or soft labels."""
+"""K entries of the vocabulary for each token, each with a number: a teacher for linear_jsd, or soft labels."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -14,22 +14,23 @@ A_co = TypeVar("A_co", covariant=True)
 
 
 class TopK(NamedTuple, Generic[A_co]):
-    """A teacher, or soft labels, of which only the K most likely tokens are known.
+    """A teacher, or soft labels, of which only K entries per token are known, usually the most likely ones.
 
-    With s the student's full softmax, the three meanings of `rest` are:
+    With s the student's full softmax and t the teacher's, the three meanings of `rest` are:
 
     - "tail": all other tokens are one more outcome, of probability 1 - sum(t_k) for the teacher and 1 - sum(s_k) for
-      the student.  A lower bound of the full divergence.
+      the student.  The loss is a lower bound of the full divergence.
     - "truncated": the loss's sum runs over the K entries only, with probabilities as they are.  It is no
       divergence: with beta 0 or 1 it can be negative, and its minimum need not be where the models agree.
-    - "renormalised": both models given that the token is one of the K: s_k / sum(s), t_k / sum(t).  Probability that
+    - "renormalised": both distributions are conditioned on the K entries: s_k / sum(s), t_k / sum(t).  Probability that
       the student puts elsewhere costs nothing.
 
-    As the target of `linear_cross_entropy` or `cross_entropy` it has rest="truncated".
+    As the target of `linear_cross_entropy` or `cross_entropy` it must have rest="truncated".
 
-    Making one with another word than these raises ValueError.  The functions that take it raise for what they can't
-    use, such as a log-probability above 0; for rounding, up to 1e-3 in float32 and float64, 1/16 in float16 and 1/2 in
-    bfloat16 are allowed.
+    Raises:
+        ValueError: kind or rest is none of the words below.  The functions that take a `TopK` raise if they can't use
+            it, for example for a log-probability above 0; they allow for rounding, up to 1e-3 in float32 and float64,
+            1/16 in float16 and 1/2 in bfloat16.
     """
 
     indices: A_co
@@ -40,16 +41,16 @@ class TopK(NamedTuple, Generic[A_co]):
     """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are: a call
     with temperature=2 takes (logits / 2).log_softmax(-1).  Those of temperature 1 are logits up to a constant.
     "logits": divided by `temperature`; their normaliser is not known, so they need rest="renormalised".
-    "probs": probabilities, used as they are; of a cross-entropy's target alone."""
+    "probs": probabilities, used as they are; only for the target of a cross-entropy."""
     rest: Literal["tail", "truncated", "renormalised"]
-    """"tail", "truncated" or "renormalised"."""
+    """"tail", "truncated" or "renormalised": how the other entries count."""
 
 
 _make = TopK.__new__
 
 
 def _checked(cls: type[TopK[Any]], indices: Any, values: Any, kind: Any, rest: Any) -> TopK[Any]:
-    """A `TopK` of words that mean something; what no text stands for, as in a tree of something else, is let pass."""
+    """A `TopK` with checked words; values that are no text, as when a tree of other things is built, pass."""
     for name, word in (("kind", kind), ("rest", rest)):
         if isinstance(word, str) and word not in WORDS[name]:
             near = [(of, found) for of in (name, *WORDS) for found in get_close_matches(word, WORDS[of], 1)][:1]
@@ -58,22 +59,22 @@ def _checked(cls: type[TopK[Any]], indices: Any, values: Any, kind: Any, rest: A
     return _make(cls, indices, values, kind, rest)
 
 
-_checked.__qualname__ = "TopK"  # which a call without all arguments is told
+_checked.__qualname__ = "TopK"  # Python names it in the error of a call with too few arguments
 # A NamedTuple's class can't have a __new__ of its own, and a subclass with one is no named tuple to torch.compile.
 TopK.__new__ = _checked  # type: ignore[method-assign, assignment]
 
 
 def most_log_prob(eps: float) -> float:
-    """The largest number that may be a log-probability, in a dtype with this `eps`: where it is z - lse of two rounded
-    numbers it may be above 0."""
+    """The largest number that passes as a log-probability, in a dtype with this `eps`.  It is above 0, since the
+    difference z - lse of two rounded numbers may be."""
     return max(64 * eps, 1e-3)
 
 
 def raise_for_log_prob(op: str, name: str, where: Sequence[int], value: float, eps: float) -> NoReturn:
-    """For a log-probability of the argument `name` that can't be one."""
+    """Raise for a number of the argument `name` that can't be a log-probability."""
     other = "kind='logits' with rest='renormalised'" if name == "teacher_topk" else "kind='probs' for probabilities"
     raise ValueError(
-        f"{op}: {name}.values[{', '.join(map(str, where))}] is {value:.6g}, and a log-probability is at most 0 (up to "
+        f"{op}: {name}.values[{', '.join(map(str, where))}] is {value:.6g}, but a log-probability is at most 0 (up to "
         f"{most_log_prob(eps):g} passes for rounding); subtract the logits' log-sum-exp over the whole vocabulary, or "
         f"pass {other}"
     )
@@ -86,8 +87,8 @@ def check_labels(op: str, name: str, target: TopK[Any]) -> None:
         raise ValueError(f"{op}: {name}.kind must be 'probs' or 'log_probs'; got {target.kind!r}{remedy}")
     if target.rest != "truncated":
         raise ValueError(
-            f"{op}: {name}.rest must be 'truncated', a sum over the K entries alone; got {target.rest!r}, "
-            "which linear_jsd and jsd take"
+            f"{op}: {name}.rest must be 'truncated', a sum over only the K entries; got {target.rest!r}, which only "
+            "linear_jsd and jsd take"
         )
 
 
@@ -112,7 +113,8 @@ def check_label_shapes(op: str, name: str, shapes: Mapping[str, Shape], of: str,
     indices, values = (shapes.get(f"{name}.{part}") for part in ("indices", "values"))
     if indices is not None and values is not None and indices != values:
         raise ValueError(
-            f"{op}: {name}.indices has shape {list(indices)} and values {list(values)}; they must have one shape"
+            f"{op}: {name}.indices has shape {list(indices)} but values has {list(values)}; they must have the same "
+            "shape"
         )
     check_class_weight(op, shapes, vocab)
     for factor in ("token_weight", "temperature"):
@@ -128,15 +130,15 @@ def refuse_options(op: str, options: Any) -> None:
     """Raise for options that soft labels don't have."""
     if options.ignore_index != -100:
         raise ValueError(
-            f"{op}: ignore_index={options.ignore_index} is of targets that are ids; give a token that is to be ignored "
-            "a token_weight of 0"
+            f"{op}: ignore_index={options.ignore_index} is only for targets that are ids; give a token that is to be "
+            "ignored a token_weight of 0"
         )
 
 
 def refuse_shift(op: str, shift: bool, name: str) -> None:
-    """Raise where soft labels of logits, an argument of this name, are to be shifted."""
+    """Raise if soft labels for logits, an argument of this name, are to be shifted."""
     if shift:
         raise ValueError(
-            f"{op}: shift=True is of targets that are ids; pass logits[..., :-1, :] with {name}[..., 1:, :], those of "
-            "the next positions"
+            f"{op}: shift=True is only for targets that are ids; pass logits[..., :-1, :] with {name}[..., 1:, :], the "
+            "next positions' labels"
         )

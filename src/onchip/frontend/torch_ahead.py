@@ -1,8 +1,8 @@
-"""What a call is about to launch, known before it does: rehearsals, on tensors without memory.
+"""Rehearsals of a call on tensors without memory, which tell what the call will launch before it does.
 
 A kernel takes seconds to compile, and a call launches some twenty.  So the first launch whose kernel isn't compiled
-asks for a rehearsal of the whole call, forward and backward, and of calls with other numbers of tokens: all that they
-would launch is then compiled at once (`kernels/triton/compiling.py`).
+starts a rehearsal of the whole call, forward and backward, and of calls with other numbers of tokens.  All kernels that
+these would launch are then compiled at once (`kernels/triton/compiling.py`).
 """
 
 import threading
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onchip.frontend.torch_prepared import unstated
 
-# Plans differ by the number of tokens, and by how many times H that is; these have nearly all kernels between them.
+# Plans depend on the number of tokens, and on its ratio to H; these lengths together need nearly all kernels.
 _LENGTHS = 1, 256, 1536, 4096, 12288, 24576, 49152, 98304, 262144
 _OF_HIDDEN = 0.5, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 6.0
 # In training they are within a factor of 3.

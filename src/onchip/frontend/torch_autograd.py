@@ -1,4 +1,4 @@
-"""What autograd formulas share."""
+"""What the backward functions of all ops share."""
 
 from collections.abc import Sequence
 from typing import Any

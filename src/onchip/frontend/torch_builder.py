@@ -1,6 +1,6 @@
-"""What is taken down of an operator that states what it does (torch_prepared.py), and the steps that do it again.
+"""The record of an operator that states what it does (torch_prepared.py), and the steps that do the same again.
 
-Places in lists have the stream first, then the given tensors, then all else in the order in which it was stated.
+In lists the stream comes first, then the given tensors, then everything else in the order in which it was stated.
 """
 
 import threading

@@ -1,6 +1,7 @@
 """What torch.utils.flop_counter counts for the operators: the multiplications and additions of their matrix products.
 
-To import it takes 0.2 s, since it imports Triton, so it is told where somebody else has.
+Importing the counter takes 0.2 s, since it imports Triton; so it learns the formulas only once something else has
+imported it.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What PyTorch's public functions check at their door, without reading a value of a tensor."""
+"""What PyTorch's public functions check first, without reading a tensor's values."""
 
 import sys
 from collections.abc import Collection, Mapping
@@ -79,11 +79,11 @@ def require_tensor(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(x).__name__}{remedy}")
     if type(x) not in (Tensor, Parameter) and is_dtensor(x):
         raise TypeError(
-            f"{op}: {name} is a DTensor; pass {name}.full_tensor(), or {name}.to_local() where that is all this rank "
+            f"{op}: {name} is a DTensor; pass {name}.full_tensor(), or {name}.to_local() if that is all this rank "
             "needs; under FSDP2, call the op inside the forward of the module that holds it, where it is a plain tensor"
         )
     if x.is_nested:
-        raise TypeError(f"{op}: {name} is a nested tensor; pass torch.cat({name}.unbind()), and all others like it")
+        raise TypeError(f"{op}: {name} is a nested tensor; pass torch.cat({name}.unbind()), and the others likewise")
     if x.layout is not torch.strided:
         raise TypeError(f"{op}: {name} is {str(x.layout).removeprefix('torch.')}; pass {name}.to_dense()")
     if x.is_quantized:
@@ -96,7 +96,7 @@ def require_tensor(op: str, name: str, x: Any) -> None:
 
 def _instead_of_module(op: str, name: str) -> str:
     if op in OF_HEADS and name.endswith("weight"):
-        return f"; pass the head, or its model, to {OF_HEADS[op]}, which is right where an adapter is on it too"
+        return f"; pass the head, or its model, to {OF_HEADS[op]}, which includes adapters on the head too"
     return f"; pass a parameter of it, as {name}.weight"
 
 
@@ -207,7 +207,7 @@ def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> to
     if len(both) > 1 and torch.float32 not in both:
         raise TypeError(
             f"{op}: {whose}hidden is {dtype_name(hidden.dtype)} but {whose}weight is {dtype_name(weight.dtype)}, and "
-            f"neither holds the other's numbers; {remedy}"
+            f"neither dtype holds the other's numbers; {remedy}"
         )
     if bias is not None and bias.dtype not in both:
         raise TypeError(
@@ -345,6 +345,6 @@ def check_weight_grad_out(op: str, out: Any, weight: Tensor) -> None:
         raise RuntimeError(f"{op}: weight_grad_out is not supported inside torch.compile")
     if torch.is_grad_enabled() and out.is_inference():
         raise ValueError(
-            f"{op}: weight_grad_out was made in inference mode, outside of which nothing can be added to it; pass "
-            "memory made outside"
+            f"{op}: weight_grad_out was created in inference mode, so nothing can be added to it outside; create it "
+            "outside inference mode"
         )

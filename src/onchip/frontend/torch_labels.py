@@ -1,4 +1,4 @@
-"""What PyTorch's cross-entropies check of soft labels."""
+"""The checks of soft labels in PyTorch's cross-entropies."""
 
 from collections.abc import Mapping
 from typing import Any

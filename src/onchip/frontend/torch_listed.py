@@ -1,7 +1,7 @@
-"""What a call of PyTorch's launches and computes, as a list that something else can do: JAX, on its own arrays.
+"""The launches and computations of a PyTorch call, as a list that JAX can carry out on its own arrays.
 
-The call runs on tensors without memory, forward and backward, as it would on a GPU.  Memory has a number, and a tensor
-is a `View` of it.  What PyTorch itself computes between kernels is listed by the names of ATen's operators.
+The call runs on tensors without memory, forward and backward, as it would on a GPU.  Each piece of memory has a number,
+and a tensor is a `View` of it.  What PyTorch itself computes between kernels is listed under ATen's operator names.
 """
 
 from collections.abc import Callable, Iterator, Sequence

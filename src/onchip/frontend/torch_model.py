@@ -9,16 +9,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from onchip.frontend.torch_module import described
 
-# Whose forward hands all its arguments on to the module inside, and what they call that.
+# Wrappers whose forward passes all its arguments to the module inside, and their name for that module.
 WRAPPERS = {
     "DistributedDataParallel": "module",
     "FullyShardedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
-# What else may be around a whole model.
+# Other wrappers that may be around a whole model.
 MODEL_WRAPPERS = {"DataParallel": "module", "DeepSpeedEngine": "module"}
 
-# Logits that tell a scale and a softcap: of small ones the slope is seen, and of huge ones the cap.
+# Logits that reveal a scale and a softcap: small ones show the slope, huge ones the cap.
 PROBES = (0.0, 2.0**-20, 2.0**100, 1.0, -3.0, 7.0, -40.0, 1000.0)
 
 
@@ -49,7 +49,7 @@ def own_logits(op: str, model: Any, head: Any, remedy: str) -> tuple[float | Non
             return _found(_logits(model, head))
     except Exception as error:
         raise TypeError(
-            f"{op}: what {type(model).__name__} does between hidden states and logits is not known ({error}); {remedy}"
+            f"{op}: can't tell what {type(model).__name__} does between hidden states and logits ({error}); {remedy}"
         ) from error
 
 
@@ -61,7 +61,7 @@ def _logits(model: Any, head: Any) -> Tensor:
     """[..., V] float64: what the model makes of `PROBES`, entry by entry and again."""
     names = [name for name, module in model._modules.items() if module is head]
     if len(names) != 1:
-        raise ValueError("its head is not a module of its own, but one further in")
+        raise ValueError("its head lies inside another module")
     tokens = 1 if head.out_features >= len(PROBES) else len(PROBES)
     hidden = torch.arange(tokens * head.in_features, dtype=torch.int64, device="cpu") % 11 + 1  # exact in any dtype
     hidden = hidden.view(1, tokens, -1).to(torch.float32)
@@ -77,7 +77,7 @@ def _logits(model: Any, head: Any) -> Tensor:
         raise ValueError(f"its forward calls the head {of_head.calls} times")
     logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
     if logits.shape != (1, tokens, head.out_features):
-        raise ValueError(f"it makes {list(logits.shape)} of logits of {[1, tokens, head.out_features]}")
+        raise ValueError(f"it turns logits {[1, tokens, head.out_features]} into {list(logits.shape)}")
     return logits.double()
 
 
@@ -93,7 +93,7 @@ def _found(logits: Tensor) -> tuple[float | None, float]:
     probes = torch.tensor(PROBES, dtype=torch.float64, device="cpu")
     values = logits.flatten()[: len(PROBES)]
     if not torch.equal(logits, _again(values, logits.shape)):
-        raise ValueError("its logits are changed entry by entry")
+        raise ValueError("it changes single entries of its logits")
     scale, most = (values[1] / probes[1]).item(), values[2].item()
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale
     if not scale > 0:
@@ -102,7 +102,7 @@ def _found(logits: Tensor) -> tuple[float | None, float]:
     own = probes * scale
     own = own if softcap is None else softcap * (own / softcap).tanh()
     if softcap == 0 or not torch.allclose(values, own, rtol=1e-5, atol=1e-12):
-        raise ValueError("its logits are neither scaled nor capped by a tanh")
+        raise ValueError("it does more to its logits than scale them or cap them by a tanh")
     return softcap, scale
 
 
@@ -145,7 +145,7 @@ class _Head(_Body):
         self.calls += 1
         (x,) = (*given, *named.values())
         if not (isinstance(x, Tensor) and x.shape == self._made.shape and torch.equal(x.float(), self._made)):
-            raise ValueError("its head is called with something else than the last hidden states")
+            raise ValueError("its head is called with something other than the last hidden states")
         probes = torch.tensor(PROBES, dtype=torch.float64, device="cpu")
         return _again(probes, torch.Size((*x.shape[:-1], self.out_features)))
 

@@ -1,4 +1,4 @@
-"""Modules of PyTorch: a loss, and a layer in place of an nn.Linear."""
+"""What PyTorch modules share: those of a loss, and layers that replace an nn.Linear."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -22,9 +22,9 @@ def typed_as(of: F) -> Callable[[Any], F]:
 
 
 def stand_in(cls: type[L], linear: Module) -> L:
-    """A `cls` with the parameters of `linear` themselves, its hooks and its training mode.
+    """A `cls` that shares the parameters of `linear`, with its hooks and its training mode.
 
-    What `cls` has beside is for the caller to set.  Raises in the name of `cls.from_linear`.
+    The caller sets the other attributes of `cls`.  Errors speak for `cls.from_linear`.
     """
     require_linear(f"{cls.__name__}.from_linear", linear)
     made = cls.__new__(cls)
@@ -40,7 +40,7 @@ def require_linear(name: str, linear: Module) -> None:
         raise TypeError(f"{name}: it takes a torch.nn.Linear; got {described(linear)}")
     if "forward" in vars(linear):
         raise TypeError(
-            f"{name}: linear.forward was replaced, and would run in place of this class's; convert before it is"
+            f"{name}: linear.forward was replaced, and would run instead of this class's; convert the layer before that"
         )
 
 
@@ -50,7 +50,7 @@ def main_grad_of(name: str, weight: Tensor) -> Tensor | None:
         return None
     out: Tensor | None = getattr(weight, "main_grad", None)
     if out is None:
-        raise ValueError(f"{name}: main_grad=True needs weight.main_grad, float32 and of weight's shape")
+        raise ValueError(f"{name}: main_grad=True needs weight.main_grad, a float32 tensor of weight's shape")
     return out
 
 
@@ -63,7 +63,7 @@ def described(x: Any) -> str:
 
 
 class LossModule(Module, Generic[Result]):
-    """A module that owns the options of a loss and no parameter."""
+    """A module that holds the options of a loss and no parameters."""
 
     def __init__(self, op: str, options: type, backends: Sequence[str], given: Mapping[str, Any]) -> None:
         """`given` are the arguments of the module, by name: the fields of `options`, normalizer and backend."""

@@ -1,7 +1,7 @@
-"""Arguments of losses whose vocabulary is sharded over the ranks of a process group: tensor parallelism's head.
+"""Arguments of losses whose vocabulary is sharded over the ranks of a process group, as under tensor parallelism.
 
-Rank r holds rows [start, start + rows) of the weight, or columns of logits.  `Sharding` has what a caller says of that;
-`localized` checks it, takes DTensors apart and makes `Shards` of it, which operators take.
+Rank r holds rows [start, start + rows) of the weight, or columns of logits.  `Sharding` holds the caller's arguments;
+`localized` checks them, takes DTensors apart and turns them into `Shards`, which operators take.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class Sharding:
             if hasattr(self.vocab_group, "get_group"):
                 remedy = "; pass mesh.get_group('tp'), the group of one dimension"
             elif self.vocab_group is dist.GroupMember.NON_GROUP_MEMBER:
-                remedy = "; this rank is no member of the group, and must not call the loss"
+                remedy = "; this rank is no member of the group and must not call the loss"
             raise TypeError(
                 f"{op}: vocab_group must be a torch.distributed.ProcessGroup; got "
                 f"{type(self.vocab_group).__name__}{remedy}"
@@ -151,7 +151,7 @@ def localized(
         if sharding.said:
             sharding.check(op)
             raise ValueError(
-                f"{op}: vocab_start and vocab_size, as hidden_layout and reduce_hidden_grad, are of a sharded "
+                f"{op}: vocab_start, vocab_size, hidden_layout and reduce_hidden_grad are only for a sharded "
                 "vocabulary; pass its vocab_group"
             )
         return Localized(tensors, None)
@@ -161,7 +161,7 @@ def localized(
             if x is not None and name not in dtensors:  # whose ranks may have other tokens, as with FSDP2
                 other = next(iter(dtensors))
                 raise TypeError(
-                    f"{op}: {other} is a DTensor; pass {other}.full_tensor(), or {other}.to_local() where that is all "
+                    f"{op}: {other} is a DTensor; pass {other}.full_tensor(), or {other}.to_local() if that is all "
                     "this rank needs; under FSDP2, call the op inside the forward of the module that holds it, where "
                     f"it is a plain tensor; under tensor parallelism pass vocab_group too, or {name} as a DTensor"
                 )
@@ -201,7 +201,7 @@ def localized(
             require_tensor(op, name, x)
             at = -1 if sharding.hidden_layout == "replicated" else _sequence_dim(op, name, x, tokens, ranks)
         if name != next(iter(hidden)) and at != sequence:
-            raise ValueError(f"{op}: {name} must be laid out as {next(iter(hidden))} is; redistribute one of them")
+            raise ValueError(f"{op}: {name} must be laid out like {next(iter(hidden))}; redistribute one of them")
         sequence = at
     # An empty shard lies at the end, wherever it is said to.
     start = start if rows else vocab
@@ -240,7 +240,7 @@ def _group_of(op: str, name: str, x: Any, group: ProcessGroup | None) -> Process
     mesh = x.device_mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"{op}: {name} is a DTensor on a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}; losses take one on "
+            f"{op}: {name} is a DTensor on a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one on only "
             f"the dimension of tensor parallelism, mesh['tp'], or {name}.to_local() with vocab_group="
             "mesh.get_group('tp')"
         )
@@ -262,7 +262,7 @@ def _local_weight(op: str, name: str, x: Any, dim: int) -> Tensor:
     dim %= x.ndim
     if not placement.is_shard(dim) or type(placement).__name__ != "Shard":
         raise ValueError(
-            f"{op}: {name} is a DTensor with placement {placement}, and must be Shard({dim}), the vocabulary's "
+            f"{op}: {name} is a DTensor with placement {placement}, but must be Shard({dim}), the vocabulary's "
             f"dimension: pass {name}.full_tensor() and all else as plain tensors, or "
             f"{name}.redistribute(placements=[Shard({dim})])"
         )
@@ -290,7 +290,9 @@ def _local_hidden(op: str, name: str, x: Any, reduce: bool) -> tuple[Tensor, int
             "pad it to a multiple, with ignored targets"
         )
     if not reduce:
-        raise ValueError(f"{op}: {name} is sharded by tokens, and its gradient a sum; pass reduce_hidden_grad=True")
+        raise ValueError(
+            f"{op}: {name} is sharded by tokens, so its gradient is a sum over ranks; pass reduce_hidden_grad=True"
+        )
     return x.to_local(), dim
 
 

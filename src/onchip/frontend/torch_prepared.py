@@ -1,17 +1,17 @@
-"""Calls that are prepared: what an operator allocates and launches, stated once and done again for other tensors.
+"""Prepared calls: what an operator allocates and launches is stated once and done again for other tensors.
 
-Operators' functions get memory from `empty`, `zeros` and `zero`, launch kernels by `Launch.run`, and run PyTorch's
-operators on that memory by `call`.  Each states what it does to the thread's `Builder` (torch_builder.py), if there is
-one.
+Operators' functions get memory from `empty`, `zeros` and `zero`, launch kernels with `Launch.run`, and run PyTorch's
+operators on that memory with `call`.  Each of these tells the thread's `Builder` (torch_builder.py), if there is one,
+what it does.
 
-What is done depends on the shapes, strides, dtypes and alignments of an operator's tensors and on all else that it is
-called with, never on numbers in tensors: that is the key of `Kinds`.  The first call of a kind runs as it is.  So does
-the second, and states what it does.  Later ones do what was stated: allocate the same, fill in the new addresses,
+A call depends on the shapes, strides, dtypes and alignments of an operator's tensors and on all its other arguments,
+never on numbers in tensors: that is the key of `Kinds`.  The first call of a kind just runs.  The second runs too, and
+states what it does.  Later calls do what was stated: they allocate the same memory, fill in the new addresses and
 launch the same kernels.  At T=512 deciding on 15 launches takes several times as long as launching.
 
-An operator on memory that nobody stated can't be repeated: the result isn't known when a launch takes it, or when it is
-returned, and calls of this kind run as they are each time.  A test (test_torch_prepared.py) looks for operators in
-place that aren't stated.
+An operator on memory that wasn't stated can't be repeated: its result isn't known when a launch takes it or when it is
+returned.  Calls of such a kind run in full each time.  A test (test_torch_prepared.py) looks for in-place operators
+that aren't stated.
 
 A prepared call holds no tensor.  It frees what it allocates after the last use, so it takes at most the memory of the
 call that stated it.

@@ -7,9 +7,9 @@ needs, in another such object, and `gradients(kept, upstream, wanted)` computes 
 dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's functions directly and attaches autograd
 to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
-Two public functions, of a head's loss and of experts' products, end as `Operator.__call__` does, so that they alone are
-on the stack when `forward` runs; the others call the operator.  Calls of a kind that was seen before come to `connect`
-alone (torch_repeat.py).
+Two public functions, for a head's loss and for experts' products, end as `Operator.__call__` does, so that the stack
+is one function shorter when `forward` runs; the others call the operator.  Calls of a kind that was seen before only
+reach `connect` (torch_repeat.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -453,7 +453,7 @@ def _refuse_second(op: str, ctx: Any) -> None:
     """Raise for a second backward of the same graph, which autograd keeps where the first one failed."""
     _ = ctx._raw_saved_tensors  # raises if the first came through
     raise RuntimeError(
-        f"{op}: an earlier backward was interrupted after it had begun to overwrite what it needs; run forward again, "
+        f"{op}: an earlier backward was interrupted after it had begun to overwrite its own inputs; run forward again, "
         "and set weight_grad_out anew if there is one"
     )
 

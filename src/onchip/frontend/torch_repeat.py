@@ -1,10 +1,10 @@
-"""Public functions whose calls are prepared: of a kind that was seen, the same checks pass and the same is launched.
+"""Public functions whose calls are prepared: for a kind of call that was seen, checks and launches are the same again.
 
-Checking arguments, choosing a backend and planning take several times as long as launching what comes of it.  They
-depend on the options, on the shapes, strides, dtypes and alignments of tensors, and on what they are to autograd, never
-on their numbers (where they do, no call is prepared).  So the first call of a kind runs as it is, the second states
-what it does (torch_prepared.py), and later ones do that and attach autograd's node to what it made, which runs hooks
-for saved tensors in each call.
+Checking arguments, choosing a backend and planning take several times as long as the launches themselves.  They depend
+on the options, on the shapes, strides, dtypes and alignments of tensors, and on their role in autograd, but never on
+their numbers (if they do, no call is prepared).  So the first call of a kind just runs, the second states what it does
+(torch_prepared.py), and later ones do what was stated and attach autograd's node to the results.  Attaching it runs
+hooks for saved tensors, so it happens in each call.
 """
 
 import math

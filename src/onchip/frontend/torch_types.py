@@ -16,15 +16,15 @@ class LossStats(NamedTuple):
     lse: Tensor
     """[...] of the loss's dtype: log-sum-exp of the final logits."""
     log_prob: Tensor
-    """[...] of the loss's dtype: log-probability of the target; with soft labels q sum(q log p)."""
+    """[...] of the loss's dtype: log-probability of the target; with soft labels q it is sum(q * log(p))."""
     entropy: Tensor
     """[...] of the loss's dtype: entropy of the softmax, in nats."""
     correct: Tensor
-    """[...] bool: whether the target, or the likeliest label, is the argmax."""
+    """[...] bool: whether the target, or with soft labels the likeliest one, is the argmax."""
     argmax: Tensor
     """[...] int64: the vocabulary index of the largest logit (the first one, where logits tie)."""
     target_logit: Tensor
-    """[...] of the loss's dtype: the target's final logit; with soft labels q sum(q z)."""
+    """[...] of the loss's dtype: the target's final logit z; with soft labels q it is sum(q * z)."""
 
 
 WithStats = tuple[Tensor, LossStats]
@@ -33,14 +33,14 @@ Result = TypeVar("Result", default=Tensor)
 
 
 class OfToken(TypedDict, total=False):
-    """What a call of a cross-entropy takes and its module doesn't."""
+    """The keywords that a call of a cross-entropy takes and its module doesn't."""
 
     token_weight: Tensor | None
     class_weight: Tensor | None
 
 
 class LossKeywords(OptionsOfLoss[float], total=False):
-    """What every cross-entropy and its module take by keyword, but for return_stats."""
+    """The keywords of every cross-entropy and its module, except return_stats."""
 
     normalizer: float | Tensor | None
     backend: Backend

@@ -1,4 +1,4 @@
-"""What `warm_up` calls the ops with.  No framework."""
+"""The arguments with which `warm_up` calls the ops.  No framework."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from onchip.registry import OPS
 
 
 class Sizes(NamedTuple):
-    """Those of any op; 0 for what isn't given."""
+    """The sizes of any op; 0 for those that aren't given."""
 
     tokens: int
     hidden: int
@@ -26,12 +26,12 @@ class WarmUpCall(NamedTuple):
     """A function with kernels to compile."""
 
     sizes: Sequence[str]
-    """What must be given."""
+    """The sizes that must be given."""
     arguments: Callable[[Sizes, Make], dict[str, Any]]
 
 
 def calls() -> dict[str, WarmUpCall]:
-    """Those of all ops, by the function's name in `onchip.torch`."""
+    """The calls of all ops, by the function's name in `onchip.torch`."""
     return {name: call for op in OPS.values() if op.warms_up for name, call in op.entry("warm_up:CALLS").items()}
 
 

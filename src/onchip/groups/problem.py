@@ -1,4 +1,4 @@
-"""What every backend of grouped_matmul agrees on: options, sizes, and what wrong numbers are.  No framework."""
+"""What every backend of grouped_matmul agrees on: options, sizes, and which numbers are wrong.  No framework."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class GroupedOptions:
             raise ValueError(f"{OP}: activation must be None or 'swiglu'; got {self.activation!r}")
         require_one_of(OP, "gate_up", self.gate_up, GATE_UPS)
         if self.activation is None and self.gate_up != "concatenated":
-            raise ValueError(f"{OP}: gate_up={self.gate_up!r} is of activation='swiglu', which is not given")
+            raise ValueError(f"{OP}: gate_up={self.gate_up!r} needs activation='swiglu'; pass that too")
         require_one_of(OP, "precision", self.precision, PRECISIONS)
         if self.num_rows is not None:
             require_int(OP, "num_rows", self.num_rows)
@@ -105,7 +105,7 @@ def check_shapes(options: GroupedOptions, shapes: Mapping[str, Sequence[int]]) -
         if shape != (tokens,):
             raise ValueError(f"{OP}: {name} has shape {list(shape)} but {of} T={tokens}; {name} must be [T]")
     if "scatter_rows" in shapes and options.num_rows is None:
-        raise TypeError(f"{OP}: scatter_rows needs num_rows, how many rows the result has")
+        raise TypeError(f"{OP}: scatter_rows needs num_rows, the number of rows of the result")
     if "scatter_rows" not in shapes and options.num_rows is not None:
         raise TypeError(f"{OP}: num_rows is the number of rows that scatter_rows writes to; pass both or neither")
     return GroupedProblem(
@@ -120,10 +120,10 @@ def check_shapes(options: GroupedOptions, shapes: Mapping[str, Sequence[int]]) -
 
 
 def check_values(p: GroupedProblem, which: str, groups: Any, rows: Any = None, scatter_rows: Any = None) -> None:
-    """Raise ValueError for numbers that are wrong, NumPy arrays; `which` names `groups`: group_sizes or group_offsets.
+    """Raise ValueError for wrong numbers in these NumPy arrays; `which` names `groups`: group_sizes or group_offsets.
 
-    Of `rows` and `scatter_rows` those past the last group's end may be anything.  Where nothing can raise, a backend
-    makes NaN of what can't be right: from the first wrong size on, and of everything where an index is out of range.
+    Entries of `rows` and `scatter_rows` past the last group's end may be anything.  Where values can't be checked, a
+    backend returns NaN instead: for all rows from the first wrong size on, or everywhere if an index is out of range.
     """
     of = [int(x) for x in groups]
     ends = of if which == "group_offsets" else [sum(of[: i + 1]) for i in range(len(of))]
@@ -131,7 +131,7 @@ def check_values(p: GroupedProblem, which: str, groups: Any, rows: Any = None, s
         if size < 0 and which == "group_sizes":
             raise ValueError(f"{OP}: group_sizes[{i}] is {size}; sizes must be 0 or more")
         if size < 0:
-            raise ValueError(f"{OP}: group_offsets[{i}] is {end}; offsets must be 0 or more, and none below the last")
+            raise ValueError(f"{OP}: group_offsets[{i}] is {end}; offsets must be 0 or more and never decrease")
         if end > p.tokens:
             what = "sum of group_sizes up to" if which == "group_sizes" else "value of group_offsets at"
             raise ValueError(f"{OP}: the {what} {i} is {end}, more than the T={p.tokens} rows of the product")
@@ -147,7 +147,7 @@ def check_values(p: GroupedProblem, which: str, groups: Any, rows: Any = None, s
 
 
 def sizes_of(which: str, values: Sequence[int]) -> list[int]:
-    """Group sizes, of what may be offsets."""
+    """Group sizes, from `values` that may be offsets."""
     if which == "group_sizes":
         return list(values)
     return [end - start for start, end in zip((0, *values), values, strict=False)]

@@ -1,4 +1,4 @@
-"""The arguments of grouped_matmul's operators, their results, and what backward is given."""
+"""The arguments of grouped_matmul's operators, their results, and what forward keeps for backward."""
 
 from typing import Any, NamedTuple
 

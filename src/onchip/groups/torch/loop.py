@@ -1,4 +1,4 @@
-"""The plain path of grouped_matmul: one group after the other, in float32, by sizes that the host reads."""
+"""The plain path of grouped_matmul: one group after the other, in float32, with sizes that the host reads."""
 
 from collections.abc import Iterator
 
@@ -27,12 +27,12 @@ from onchip.groups.torch.call import (
 def refusal(device: torch.device, *, named: bool) -> str | None:
     """Why it can't serve a call on this device, or None; `named`: the caller chose it."""
     if device.type == "cuda" and not named:
-        return "it waits for the sizes on the host; name it if that may be, by backend='plain'"
+        return "it waits for the sizes on the host; pass backend='plain' to use it all the same"
     return torch_refusal(device)
 
 
 def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each group that has rows, and these."""
+    """Each group that has rows, and the slice of its rows."""
     start = 0
     for g, size in enumerate(sizes_of(which, groups.tolist())):
         if size > 0:

@@ -1,1 +1,1 @@
-"""Grouped products by Triton kernels: tiles, kernels, their launches, and what the operator computes with them."""
+"""Grouped products by Triton kernels: tiles, kernels, their launches, and the operator that uses them."""

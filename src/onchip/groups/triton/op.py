@@ -30,7 +30,7 @@ _MOST_GROUPS, _MOST_ROWS = 16384, 1 << 30
 def refusal(
     device: torch.device, dtype: torch.dtype, groups: int, rows: int, fp8_sizes: tuple[int, int] | None = None
 ) -> str | None:
-    """Why the kernels can't serve a call with so many groups, and rows of x, of the product or of the result.
+    """Why the kernels can't serve a call with `groups` groups and `rows` rows, in x, the product or the result.
 
     `fp8_sizes`: N and K, with precision='fp8'.
     """
