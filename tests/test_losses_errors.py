@@ -136,7 +136,7 @@ OWN = {
         "fp8's bias": (FP8 | {"reduction": "none"}, ValueError, "with precision='fp8' and reduction='none' bias gets no gradient"),
         "fp8's kernels": (FP8 | {"backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
         "fp8's scratch": (FP8 | {"scratch_bytes": 1000}, ValueError, "scratch_bytes=1000 is too small for T=24, H=16, V=70 with precision='fp8'"),
-        "a quantised weight": ({"weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
+        "a quantised weight": ({"weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which only precision='fp8' takes"),
     },
     CE: {
         "nothing to shift along": ({"logits": torch.randn(70), "target": INTEGERS[0, 0], "shift": True}, ValueError, "shift=True needs target of shape [..., S], a sequence of S tokens; got no dimension; pass shift=False for a single token"),

@@ -323,7 +323,7 @@ OWN = {
         "fp8's float64": ({"target": DENSE.double(), "precision": "fp8", **{n: x.double() for n, x in LCE.problem().items() if n != "target"}}, TypeError, "precision='fp8' takes no float64"),
         "fp8's index out of range": ({"target": K._replace(indices=OFF), "precision": "fp8"}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
         "fp8's scratch": ({"target": DENSE, "precision": "fp8", "scratch_bytes": 1000}, ValueError, "scratch_bytes=1000 is too small for T=24, H=16, V=70 with precision='fp8'"),
-        "a quantised weight": ({"target": K, "weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
+        "a quantised weight": ({"target": K, "weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which only precision='fp8' takes"),
         "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
     },
     CE: {"shift": ({"target": DENSE, "shift": True}, ValueError, "shift=True is only for targets that are ids; pass logits[..., :-1, :] with target[..., 1:, :], the next positions' labels"),

@@ -163,7 +163,7 @@ WRONG = {
     "indices are float": ({"labels": K._replace(indices=K.values)}, TypeError, "labels.indices must hold integers; got float32"),
     "values are integers": ({"labels": K._replace(values=K.indices)}, TypeError, "labels.values must be float32, bfloat16, float16 or float64"),
     "values is a list": ({"labels": K._replace(values=[0.5])}, TypeError, "labels.values must be a jax.Array or numpy.ndarray; got list"),
-    "shapes differ": ({"labels": K._replace(values=K.values[..., :2])}, ValueError, "labels.indices has shape [2, 12, 3] and values [2, 12, 2]"),
+    "shapes differ": ({"labels": K._replace(values=K.values[..., :2])}, ValueError, "labels.indices has shape [2, 12, 3] but values has [2, 12, 2]"),
     "flat": ({"labels": K._replace(indices=K.indices[0], values=K.values[0])}, ValueError, "labels.indices has shape [12, 3] but"),
     "too short": ({"labels": DENSE[..., :69]}, ValueError, "labels has shape [2, 12, 69]; probabilities must be [..., V], [2, 12, 70]"),
     "one number a token": ({"labels": DENSE[..., 0]}, TypeError, "labels must hold integers; got float32"),

@@ -384,7 +384,9 @@ def in_each_group(rank, ranks, check):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             check(group)
         else:
-            with pytest.raises(ValueError, match="all_gather_matmul: this process is not a rank of group; call it only on "):
+            with pytest.raises(
+                ValueError, match="all_gather_matmul: this process is not a rank of group; call it only on "
+            ):
                 all_gather_matmul(torch.randn(2, K), torch.randn(N, K), group)
 
 

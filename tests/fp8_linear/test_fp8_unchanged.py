@@ -125,7 +125,7 @@ def test_linear_cross_entropy_takes_one():
     losses = [linear_cross_entropy(h, given, targets, precision="fp8") for given in (quantized, w)]
     assert torch.equal(*losses)
     assert_equal(*(torch.autograd.grad(loss, (h, w)) for loss in losses))
-    with pytest.raises(TypeError, match="weight is a QuantizedWeight, which precision='fp8' alone takes"):
+    with pytest.raises(TypeError, match="weight is a QuantizedWeight, which only precision='fp8' takes"):
         linear_cross_entropy(h, quantized, targets)
     with pytest.raises(ValueError, match="weight was quantised without gradients but hidden needs one"):
         linear_cross_entropy(h, quantized._replace(transposed=None), targets, precision="fp8")

@@ -28,8 +28,8 @@ def call(**changes):
 
 NO_TEACHER = {"teacher_hidden": None, "teacher_weight": None}
 WRONG = {
-    "no teacher": (NO_TEACHER, ValueError, "give exactly one of teacher_hidden with teacher_weight, teacher_logits, teacher_topk; got 0"),
-    "two teachers": ({"teacher_logits": R(2, 12, 70)}, ValueError, "give exactly one of"),
+    "no teacher": (NO_TEACHER, ValueError, "pass exactly one of teacher_hidden with teacher_weight, teacher_logits, teacher_topk; got 0"),
+    "two teachers": ({"teacher_logits": R(2, 12, 70)}, ValueError, "pass exactly one of"),
     "half a teacher": ({"teacher_weight": None}, ValueError, "teacher_hidden and teacher_weight go together"),
     "teacher_bias alone": (NO_TEACHER | {"teacher_logits": R(2, 12, 70), "teacher_bias": R(70)}, ValueError, "teacher_bias goes with teacher_hidden"),
     "student_weight transposed": ({"student_weight": R(16, 70)}, ValueError, "student_hidden has H=16 but student_weight has H=70; student_weight must be [V, H]; pass student_weight.T"),
@@ -79,7 +79,7 @@ def test_wrong_call(name):
 
 
 def test_jsd_speaks_of_itself():
-    with pytest.raises(ValueError, match=r"^jsd: give exactly one of teacher_logits, teacher_topk; got 0"):
+    with pytest.raises(ValueError, match=r"^jsd: pass exactly one of teacher_logits, teacher_topk; got 0"):
         jsd(R(2, 5))
     with pytest.raises(ValueError, match=r"^jsd: teacher_logits has shape \[3, 5\] but student_logits"):
         jsd(R(2, 5), R(3, 5))

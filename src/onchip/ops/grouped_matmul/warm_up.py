@@ -1,4 +1,4 @@
-"""What `warm_up` calls the op with.  No framework."""
+"""The arguments with which `warm_up` calls the op.  No framework."""
 
 from typing import Any
 

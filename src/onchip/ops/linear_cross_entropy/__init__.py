@@ -12,10 +12,10 @@ with eps = label_smoothing, and with p = softmax(z), for an upstream gradient g_
     d loss / d z_tv = g_t (p_tv (1 + 2 z_loss lse_t) - (1 - eps) [v = y_t] - eps / V)
     d z_tv / d a_tv = (1 - tanh(a_tv / softcap)^2) / tau_t
 
-Sources: the loss over chunks of tokens is that of Liger Kernel (arXiv:2410.10989), the recomputation from the
-log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009), and the running softmax that of Milakov and Gimelshein
-(arXiv:1805.02867).  That the softmax of a tile is taken in the epilogue of its product is from Cut Cross-Entropy too.
-z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
+Sources: Liger Kernel (arXiv:2410.10989), for the loss over chunks of tokens; Cut Cross-Entropy (arXiv:2411.09009), for
+recomputing from the log-sum-exp and for taking a tile's softmax in the epilogue of its product; Milakov and Gimelshein
+(arXiv:1805.02867), for the running softmax; PaLM (arXiv:2204.02311), for z-loss; Gemma 2 (arXiv:2408.00118), for
+softcap.
 
 The computation is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """

@@ -1,8 +1,8 @@
 """The benchmark of linear_cross_entropy: its inputs, this op with several budgets, and its peers.
 
-The loss is the mean over the tokens that are not ignored, without bias; of a case with reduction="none" it is each
-token's, and the gradients are those of their mean.  A case's options are passed to all; a peer that lacks one is listed
-with what it raises.
+The loss is the mean over the tokens that are not ignored, without bias.  In a case with reduction="none" it is each
+token's loss, and the gradients are those of their mean.  A case's options are passed to all implementations; one that
+lacks an option is listed with the error that it raises.
 """
 
 import math
@@ -55,7 +55,7 @@ def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> BenchProblem:
 
 @dataclass
 class LossBenchmark(Benchmark):
-    """Of losses of a linear layer, some of which run under autocast."""
+    """The benchmark of losses of a linear layer, some of which run under autocast."""
 
     def plain_steps(self, problem: BenchProblem, function: Loss) -> Mapping[str, Step]:
         hidden, weight, _ = problem.arrays
@@ -72,7 +72,7 @@ def _returned(problem: BenchProblem) -> tuple[str]:
 
 
 def _sizes(fw: Any, problem: BenchProblem, mode: str = "forward+backward") -> memory.Problem:
-    """What the op's plan depends on."""
+    """The problem, on which the op's plan depends."""
     hidden, weight, _ = problem.arrays
     backward = mode != "forward"
     return memory.Problem(
@@ -92,7 +92,7 @@ def _sizes(fw: Any, problem: BenchProblem, mode: str = "forward+backward") -> me
 
 
 def _small(fw: Any, p: memory.Problem) -> int:
-    """As the name says; in JAX, with many more tokens than H, what the kernels need for a useful chunk."""
+    """64 MiB + 4TH; in JAX, with many more tokens than H, the memory that the kernels need for a useful chunk."""
     budget = 64 * MIB + 4 * p.tokens * p.hidden
     return budget if fw.NAME == "torch" else max(budget, mosaic_memory.useful_scratch(p, "auto"))
 
@@ -136,7 +136,7 @@ def _own(
 def _plan(
     fw: Any, p: memory.Problem, scratch: int | None, strategy: str = "auto", backend: str = "auto"
 ) -> dict[str, Any]:
-    """The backend that takes the problem, and how it cuts it."""
+    """The backend that takes the problem, and how it cuts the problem."""
     refusals = plain_refusals(p.device, p.dtype, fw.NAME, vars(p))
     plan: Any
     if fw.NAME == "jax":
@@ -194,7 +194,7 @@ def plain(fw: Any, wide: bool = False, **losses: Any) -> Loss:
 
 
 def _linear_cross_entropy(options: str | None) -> Loss:
-    """PyTorch's own, with its default options in chunks if `options` is given."""
+    """PyTorch's own linear_cross_entropy, with its default options, in chunks if `options` is given."""
     from torch import nn
 
     function = nn.functional.linear_cross_entropy
@@ -307,7 +307,8 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
 
 
 def _quack_scaled_exp(problem: BenchProblem) -> dict[str, Any]:
-    """Its options.  It takes no chunk of exactly H tokens: it can't tell a vector by token from one by column then."""
+    """quack's options.  It takes no chunk of exactly H tokens, where it can't tell a vector by token from one by
+    column."""
     tokens, hidden = problem.arrays[0].shape
 
     def taken(chunk: int) -> bool:
@@ -332,7 +333,7 @@ def _own_part(x: Any) -> Any:
 
 
 def _make_sharded(fw: Any, case: cases.Case, device: str, dtype: str) -> BenchProblem:
-    """All tokens, and this rank's rows of the weight: every rank draws the same whole."""
+    """All tokens, and this rank's rows of the weight; every rank draws the same whole weight."""
     whole = _make(fw, case, device, dtype)
     hidden, weight, target = whole.arrays
     return replace(whole, arrays=(hidden, fw.leaf(_own_part(weight), dtype), target))
@@ -340,7 +341,7 @@ def _make_sharded(fw: Any, case: cases.Case, device: str, dtype: str) -> BenchPr
 
 @dataclass
 class ShardedBenchmark(LossBenchmark):
-    """Of a vocabulary that is sharded over the ranks of the default process group."""
+    """The benchmark with a vocabulary that is sharded over the ranks of the default process group."""
 
     def plain_steps(self, problem: BenchProblem, function: Loss) -> Mapping[str, Step]:
         """The steps of a function of hidden [T, H], this rank's weight and target, which is also told where its rows
@@ -352,9 +353,9 @@ class ShardedBenchmark(LossBenchmark):
         return super().plain_steps(problem, partial(function, start=start, vocab=vocab))
 
     def reference(self, problem: BenchProblem) -> Reference:
-        """That of the whole vocabulary, with this rank's rows of the weight's gradient.
+        """The reference for the whole vocabulary, with this rank's rows of the weight's gradient.
 
-        All peers add up the gradient of hidden in its dtype, and round as often as there are ranks.
+        All peers add up hidden's gradient in its dtype, and so round once for each rank.
         """
         import torch.distributed as dist
 
@@ -382,7 +383,7 @@ def _of_whole_tokens(fw: Any, **more: Any) -> Loss:
 
 
 def _sequence_steps(problem: BenchProblem, loss: Loss) -> Mapping[str, Step]:
-    """Steps of a rank that has its part of the tokens alone."""
+    """Steps of a rank that has only its part of the tokens."""
     hidden, weight, target = problem.arrays
     mine = WORLD.fw.leaf(_own_part(hidden), dtype_name(hidden.dtype))
     part = replace(problem, arrays=(mine, weight, target))
@@ -462,7 +463,7 @@ def _tokamax(implementation: str) -> Loss:
 
 
 def _of_counted_tokens(problem: BenchProblem, loss: Loss, *, turned: bool = False) -> Mapping[str, Step]:
-    """Steps of a function that knows no ignored tokens and, if `turned`, takes the weight as [H, V]."""
+    """Steps of a function that has no ignored tokens and, if `turned`, takes the weight as [H, V]."""
     hidden, weight, labels = problem.arrays
     if bool((labels == IGNORED).any()):
         raise NotImplementedError("it has no ignore_index")

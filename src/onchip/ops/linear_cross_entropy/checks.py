@@ -9,7 +9,7 @@ from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, pl
 
 
 def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}) -> dict[str, str | None]:
-    """As `kernel_refusals`; in JAX they depend on the sizes, the layout and the strategy."""
+    """As `kernel_refusals`; in JAX refusals depend on the sizes, the layout and the strategy."""
     if framework == "torch":
         return kernel_refusals("onchip.vocab.triton.setup:refusal", device, dtype, framework)
     from onchip.vocab.jax_ways import refusals_of

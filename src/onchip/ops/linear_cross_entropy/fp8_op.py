@@ -1,7 +1,7 @@
 """linear_cross_entropy with precision='fp8': its operator and autograd.
 
-Forward makes hidden's gradient and keeps the logits' in FP8, both for an upstream gradient of 1.  Backward multiplies
-with the upstream gradient and makes the weight's.  The walk is `vocab.fp8.walk`.
+Forward computes hidden's gradient and keeps the logits' gradient in FP8, both for an upstream gradient of 1.  Backward
+multiplies them by the upstream gradient and computes the weight's.  The walk is `vocab.fp8.walk`.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ from onchip.vocab.torch.tiles import Tokens
 
 
 def check_options(options: LinearCrossEntropyOptions, *, grad_bias: bool) -> None:
-    """Raise for what this precision can't do."""
+    """Raise for options that this precision doesn't have."""
     if options.strategy == "recompute":
         raise ValueError(
             f"{OP}: precision='fp8' computes logits once and keeps their gradient; pass strategy='auto', or "
@@ -44,7 +44,7 @@ def check_options(options: LinearCrossEntropyOptions, *, grad_bias: bool) -> Non
         )
     if options.reduction == "none" and grad_bias:
         raise ValueError(
-            f"{OP}: with precision='fp8' and reduction='none' bias gets no gradient, as it is summed over tokens "
+            f"{OP}: with precision='fp8' and reduction='none' bias gets no gradient, since that is summed over tokens "
             "before their upstream gradients are known; pass bias.detach(), another reduction, or precision='full'"
         )
 
@@ -72,7 +72,7 @@ class Fp8Outputs(NamedTuple):
 
 
 class LinearCrossEntropyFp8Kept(NamedTuple):
-    """What backward is given: not the weight, of which all that it needs was multiplied in forward."""
+    """What forward keeps for backward; not the weight, whose products are all computed in forward."""
 
     parts: Parts
     hidden: Tensor | None  # where weight needs a gradient
@@ -125,7 +125,7 @@ def _known(call: LinearCrossEntropyCall) -> dict[str, bool]:
 
 
 def _logits_call(call: LinearCrossEntropyCall, tokens: Tokens | None) -> LogitsCall:
-    """What is asked of the logits, of a shard with ids as it numbers them."""
+    """The call for the logits; in a shard, with ids as the shard numbers them."""
     shards, options, labels, kind = call.shards, call.options, call.labels, call.kind
     ids, tau = call.ids.to(torch.int64), call.token_temperature
     tau = None if tau is None else tau.expand(call.leading)
@@ -161,8 +161,9 @@ def _logits_call(call: LinearCrossEntropyCall, tokens: Tokens | None) -> LogitsC
 def _forward_of_shards(
     call: LinearCrossEntropyCall, mine: LinearCrossEntropyCall, source: walk.Source, tokens: Tokens, chunk: int
 ) -> Fp8Outputs:
-    """Each rank makes the statistics of its shard, one all-gather those of the whole vocabulary, and from these each
-    rank the gradient of its own logits, which are held in between where all tokens are one chunk, and else made again.
+    """Each rank computes the statistics of its shard, and one all-gather gives those of the whole vocabulary.  From
+    these each rank computes the gradient of its own logits.  The logits are kept in between if all tokens are one
+    chunk, and otherwise computed again.
     """
     shards, options, parts = call.shards, call.options, Parts.empty(mine.hidden, mine.weight, call.grads)
     there = shards.rows > 0 and tokens.number > 0
@@ -221,7 +222,7 @@ def _save(arguments: Fp8Call, made: Fp8Outputs) -> LinearCrossEntropyFp8Kept:
 
 
 def _gradients(kept: LinearCrossEntropyFp8Kept, upstreams: Made, wanted: Wanted) -> Made:
-    """The ranks' parts of hidden's gradient are summed in float32, under the product of the weight's."""
+    """Sum the ranks' parts of hidden's gradient in float32, while the product for the weight's gradient runs."""
     (grad_loss,), shards = upstreams, kept.shards
     assert grad_loss is not None
     upstream, parts, summed = _upstream_of(kept, grad_loss), kept.parts, None
@@ -253,7 +254,7 @@ def _ignored(kept: LinearCrossEntropyFp8Kept) -> Tensor | None:
 
 
 def _weight_gradient(kept: LinearCrossEntropyFp8Kept, upstream: Tensor) -> Tensor | None:
-    """That of this rank's rows; None: it was added to the caller's."""
+    """The gradient of this rank's rows; None if it was added to the caller's memory."""
     assert kept.hidden is not None
     ignored, per_token, add_to = _ignored(kept), kept.reduction == "none", kept.weight_grad_out
     h = parallel.whole_hidden(kept.hidden, kept.shards)
@@ -282,13 +283,13 @@ def _fake_gradients(kept: LinearCrossEntropyFp8Kept, upstreams: Made, wanted: Wa
 
 
 def _flops(arguments: Any) -> int:
-    """Of the logits, and of hidden's gradient, which forward makes."""
+    """Operations for the logits and for hidden's gradient, both in forward."""
     made: int = arguments.call.flops * (1 + arguments.call.grads[0])
     return made
 
 
 def _weight_flops(kept: LinearCrossEntropyFp8Kept, upstreams: Made, wanted: Wanted) -> int:
-    """Of weight's gradient."""
+    """Operations for the weight's gradient."""
     if not wanted[1] or kept.parts.columns is None:
         return 0
     return 2 * len(kept.parts.columns) * kept.tokens * kept.shape[-1]
@@ -310,15 +311,15 @@ LOSS: Operator[Any, Fp8Outputs] = Operator(
 
 
 def check_dtypes(weight: Tensor | QuantizedWeight, precision: str, dtype: torch.dtype) -> None:
-    """Raise for a weight, or products of a dtype, that a precision doesn't take."""
+    """Raise for a weight, or a dtype of products, that a precision doesn't take."""
     if isinstance(weight, QuantizedWeight) and precision != "fp8":
-        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
+        raise TypeError(f"{OP}: weight is a QuantizedWeight, which only precision='fp8' takes; pass the weight itself")
     if precision == "fp8" and dtype == torch.float64:
         raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
 
 
 def arguments_of(call: LinearCrossEntropyCall, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call:
-    """The arguments of the operator, of a call."""
+    """The operator's arguments for a call."""
     check_options(call.options, grad_bias=call.grads[2])
     refused, shards, given = refusals(call.hidden.device), call.shards, weight
     if call.dense and shards.there:

@@ -1,7 +1,7 @@
 """linear_cross_entropy for PyTorch on its own matrix products: the operators of backend 'plain'.
 
-'recompute' makes the gradients in backward, from logits that it computes again; 'stash' makes them in forward, for an
-upstream gradient of 1.  What is computed is in `vocab.torch`.
+'recompute' computes the gradients in backward, from logits that it computes again; 'stash' computes them in forward,
+for an upstream gradient of 1.  The computation is in `vocab.torch`.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from onchip.vocab.torch.softmax import TokenGradient
 
 
 class Stash(NamedTuple):
-    """The gradients in the dtype of sums for an upstream gradient of 1; None: not wanted, or not made in forward."""
+    """The gradients, in the dtype of sums, for an upstream gradient of 1; None if not wanted or not made in forward."""
 
     grad_hidden: Tensor | None = None
     grad_weight: Tensor | None = None
@@ -94,7 +94,7 @@ RECOMPUTED = Operator(
 
 
 class KeptStash(NamedTuple):
-    """What 'stash' keeps for backward: neither hidden nor weight, but the target to tell ignored tokens by."""
+    """What 'stash' keeps for backward: neither hidden nor weight, but the target, which tells ignored tokens."""
 
     stash: Stash
     target: Tensor

@@ -37,8 +37,8 @@ def linear_cross_entropy(
 ) -> LinearCrossEntropyResult:
     """Loss, statistics and the gradients of sum(grad_loss * loss), all in float64.
 
-    The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
-    out of range give.  With `shift` each position has the next one's target and weight, and the last one none.
+    The options are those of `onchip.oracle.reference.cross_entropy`, which also says how ignored tokens and targets out
+    of range are treated.  With `shift` each position has the next one's target and weight, and the last one none.
     """
     if shift:
         target = _next(np.asarray(target).astype(np.int64), ignore_index)
@@ -72,7 +72,7 @@ def soft_linear_cross_entropy(
     bias: npt.ArrayLike | None = None,  # [V]
     **options: Any,
 ) -> LinearCrossEntropySoftResult:
-    """The same of targets that are probabilities; the options are those of
+    """The same for targets that are probabilities; the options are those of
     `onchip.oracle.reference.soft_cross_entropy`."""
     layer = Linear(hidden, weight, bias)
     loss = reference.soft_cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
@@ -80,5 +80,5 @@ def soft_linear_cross_entropy(
 
 
 def _next(x: npt.NDArray[Any], last: int) -> npt.NDArray[Any]:
-    """The next position's, and `last` at the end of each sequence."""
+    """`x` at the next position, and `last` at the end of each sequence."""
     return np.concatenate([x[..., 1:], np.full_like(x[..., :1], last)], -1)

@@ -11,7 +11,7 @@ Loss = Callable[..., Any]
 
 
 def on_every_rank() -> Any:
-    """hidden, whose gradients are summed up over the ranks."""
+    """A function that returns hidden, and sums its gradient over the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -30,8 +30,8 @@ def on_every_rank() -> Any:
 
 
 def three_reductions() -> Loss:
-    """What Megatron-LM (arXiv:1909.08053) and torchtitan do: this rank's logits in float32, and all-reduces of their
-    maximum, of the sum of exponentials and of the target's logit; backward all-reduces the gradient of hidden."""
+    """What Megatron-LM (arXiv:1909.08053) and torchtitan do: this rank's logits in float32, and all-reduces for their
+    maximum, the sum of exponentials and the target's logit; backward all-reduces hidden's gradient."""
     import torch
     import torch.distributed as dist
     from torch.nn import functional
@@ -71,7 +71,7 @@ def three_reductions() -> Loss:
 
 
 def of_own_logits(fw: Any) -> Loss:
-    """One product, and this library's loss of its logits, whose gradient takes their memory."""
+    """One product, and this library's loss of its logits, with the gradient written over them."""
     import torch.distributed as dist
     from torch.nn import functional
 
@@ -85,7 +85,7 @@ def of_own_logits(fw: Any) -> Loss:
 
 
 def loss_in_parallel(*, compiled: bool = False) -> Loss:
-    """torchtitan's: a DTensor of logits, and PyTorch's `loss_parallel` of them in float32."""
+    """torchtitan's way: a DTensor of logits, and PyTorch's `loss_parallel` on them in float32."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh

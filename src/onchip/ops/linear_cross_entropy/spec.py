@@ -1,4 +1,4 @@
-"""What every front end of linear_cross_entropy shares: options and what shapes go together."""
+"""What every front end of linear_cross_entropy shares: options, and the checks of shapes."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,7 +15,7 @@ PRECISIONS = get_args(Precision)
 
 @dataclass(frozen=True)
 class LinearCrossEntropyOptions(LossOptions):
-    """The options that are plain numbers and words, checked when made."""
+    """The options that are plain numbers, words and flags; making it checks them."""
 
     shift: bool = False
     strategy: str = "auto"
@@ -26,7 +26,7 @@ class LinearCrossEntropyOptions(LossOptions):
 
 
 def check_labels(shapes: Shapes, *, soft: bool) -> tuple[int, ...]:
-    """Raise ValueError unless all shapes are right, of targets that are ids or `soft` labels; return the tokens'."""
+    """Raise ValueError unless all shapes are right, for ids or `soft` labels; return the tokens' shape."""
     if soft:
         check_label_shapes(OP, "target", shapes, "hidden", check_head(OP, shapes))
     else:

@@ -27,7 +27,7 @@ class LinearCrossEntropyCall(LinearCall):
     weight_grad_out: Tensor | None  # [V, H] in the dtype of sums; used in backward
     options: LinearCrossEntropyOptions
     labels: Tensor | None
-    """As the next one in `vocab.torch.labels`; of labels of every entry this rank has those of its rows."""
+    """As in the next class in `vocab.torch.labels`; if every entry has a label, this rank has those of its rows."""
     kind: str
 
     @property
@@ -36,7 +36,7 @@ class LinearCrossEntropyCall(LinearCall):
         return self.kind == "dense"
 
     def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
-        """Which tokens count; values are always checked on the CPU, unless all tokens are to be there."""
+        """The tokens that count; values are always checked on the CPU, unless all tokens are to be kept."""
         return labels_of.tokens(OP, self, check_values=check_values, compact=compact and not self.kernels)
 
     def divisor(self, kept: Tensor) -> Tensor:
@@ -80,9 +80,9 @@ class LinearCrossEntropyCall(LinearCall):
             )  # fmt: skip
 
     def empty_outputs(self, *, kernels: bool = False, reduced: bool = True) -> LossOutputs:
-        """Not yet filled, as `LossOutputs.empty`."""
+        """Outputs that are still to be filled, as from `LossOutputs.empty`."""
         return LossOutputs.empty(self, self.hidden, kernels=kernels, reduced=reduced)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """One that is added to memory of the caller's is None."""
+        """Gradients that are still to be filled; None for one that is added to the caller's memory."""
         return super().empty_gradients((wanted[0], wanted[1] and self.weight_grad_out is None, wanted[2]))

@@ -1,11 +1,12 @@
 """linear_cross_entropy for PyTorch on the Triton kernels.
 
-`_forward` computes the loss, and leaves what gradients need in the memory that they will take: the exponentials of the
-logits in the weight's, the tokens' hidden states in hidden's.  `_gradients` turns these into the gradients, in place.
-What is launched is in `vocab.triton.walks`; of labels of every entry, in `vocab.triton.labels`.
+`_forward` computes the loss, and leaves what backward needs in the memory of the gradients: the logits' exponentials in
+that of the weight's gradient, the tokens' hidden states in that of hidden's.  `_gradients` turns these into the
+gradients, in place.  The launches are in `vocab.triton.walks`; for labels of all entries in `vocab.triton.labels`.
 
-Of targets, kernels make the loss and its gradients by the logarithms that a softmax consists of.  Of labels of K ids,
-and of a vocabulary that is sharded over ranks, a few of PyTorch's operations on numbers of tokens and ids do.
+If the targets are ids and the vocabulary isn't sharded, kernels compute the loss and its gradients from each token's
+log-sum-exp and log-probability.  For labels of K ids, and for a sharded vocabulary, a few PyTorch operations on numbers
+per token and id do so.
 """
 
 from dataclasses import replace
@@ -82,12 +83,12 @@ def _forward(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
 
 
 def _plan(call: LinearCrossEntropyCall) -> TritonPlan:
-    """The same in forward and backward, also of a fake call."""
+    """The plan: the same in forward and backward, and for a fake call."""
     return shards.plan(call, **_known(call))
 
 
 def _known(call: LinearCrossEntropyCall) -> dict[str, bool]:
-    """Fields of the problem: of labels of K ids kernels are given another call."""
+    """Fields of the problem: for labels of K ids kernels get another call."""
     weighed = {"class_weight": call.class_weight is not None}
     return weighed | {"stats": call.options.return_stats} if call.dense else weighed
 
@@ -97,7 +98,7 @@ def _fake(call: LinearCrossEntropyCall) -> LinearCrossEntropyTritonOutputs:
 
 
 def _divisor(call: LinearCrossEntropyCall, number: Tensor) -> Tensor | None:
-    """What the loss is divided by, unless it is the number of tokens that are not ignored."""
+    """The loss's divisor, unless that is the number of tokens that are not ignored."""
     return None if call.normalizer is None else call.divisor(number)
 
 
@@ -106,7 +107,7 @@ def _save(call: LinearCrossEntropyCall, made: LinearCrossEntropyTritonOutputs) -
 
 
 def _gradients(kept: LinearCrossEntropyTritonKept, upstream: Made, wanted: Wanted) -> Made:
-    """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's if there is any."""
+    """Turn the kept memory into hidden's and weight's gradients; weight's is added to the caller's memory if given."""
     from onchip.vocab.triton import records, walks
 
     call, (grad_loss,) = kept.call, upstream
@@ -120,7 +121,7 @@ def _gradients(kept: LinearCrossEntropyTritonKept, upstream: Made, wanted: Wante
         if call.kind == "ids" and (call.class_weight is None or not call.shards.there):
             divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
             mean = call.options.reduction == "mean"
-            # What forward rounded is divided already.
+            # Forward divided the numbers that it rounded.
             rounded = kept.config.in_forward and rounds_in_forward(call.problem("cuda"))
             return walks.loss_gradients(run, known, grad_loss, divisor, weight, mean=mean, by_mean=mean and not rounded)
         made = LOSS.stated(call, _by_outputs, grad_loss, known.lse, known.log_prob)
@@ -156,8 +157,8 @@ def _gradients(kept: LinearCrossEntropyTritonKept, upstream: Made, wanted: Wante
 
 
 def _as_kernels_take_it(call: LinearCrossEntropyCall) -> LinearCrossEntropyCall:
-    """Of labels of K ids.  z-loss and class weights are taken in here, but for what smoothing spreads; and no id is
-    ignored: one that looks like it is out of range."""
+    """The call for kernels, with labels of K ids.  It includes z-loss and class weights, except for the part that
+    smoothing spreads.  No id is ignored; one that equals ignore_index is out of range."""
     if call.kind == "ids":
         return call
     ids = stated.call(_ids, call.ids, call.options.ignore_index)
@@ -170,7 +171,7 @@ def _ids(ids: Tensor, ignore_index: int) -> Tensor:
 
 
 def _forward_of_ids(call: LinearCrossEntropyCall, config: TritonPlan, saved: TritonSaved) -> LossOutputs:
-    """Of a number for each of K ids."""
+    """Forward for labels of K ids, which have a number each."""
     from onchip.vocab.triton import walks
 
     given, shape = _as_kernels_take_it(call), call.hidden.shape[:-1]
@@ -217,7 +218,7 @@ def _forward_of_shards(call: LinearCrossEntropyCall) -> LinearCrossEntropyTriton
 
 
 def _outputs_of_shards(call: LinearCrossEntropyCall, *tensors: Any) -> list[Any]:
-    """Of this shard's statistics."""
+    """The outputs, from this shard's statistics."""
     tokens = call.tokens(check_values=False)
     stats = shards.combined(OP, call, TokenStats(*tensors), tokens, asked_by(call.options, call.class_weight))
     return [*LossOutputs.of(call, stats, tokens)]
@@ -269,7 +270,7 @@ def _gradients_of_labels(kept: LinearCrossEntropyTritonKept, grad_loss: Tensor, 
 
 
 def _rows(call: LinearCrossEntropyCall, grad_loss: Any) -> Tensor:
-    """[T] float32: of each token's loss, times the derivative of the logits by the product."""
+    """[T] float32: each token's upstream gradient, times the derivative of logits with respect to the product."""
     tokens = call.tokens(check_values=False)
     row, _ = scaled_rows(tokens, call.options, tokens.upstream(grad_loss, call.options.reduction), torch.float32)
     return row

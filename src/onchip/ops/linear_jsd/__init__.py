@@ -7,21 +7,22 @@ s = softmax(z), t = softmax(u), m = (1 - b) s + b t, the loss of a token is
     L = KL(t || s)   (forward KL)                            b = 0
     L = KL(s || t)   (reverse KL)                            b = 1
 
-The ends are special cases, not limits: JSD_b goes to 0 with b, and JSD_b / b to KL(t || s).  The gradients are
+The ends are special cases, not limits: with b JSD_b goes to 0, and JSD_b / b to KL(t || s).  The gradients are
 
     dL/dz = (1 - b) s (log(s / m) - KL(s || m))              dL/du = b t (log(t / m) - KL(t || m))
     dL/dz = s - t                                            dL/du = t (log(t / s) - KL(t || s))            b = 0
     dL/dz = s (log(s / t) - KL(s || t))                      dL/du = t - s                                  b = 1
 
-over `temperature`.  (1 - b)(s - m) is not the first of them: it is the gradient of b (1 - b) KL(t || s).
+divided by `temperature`.  Note that (1 - b)(s - m) isn't the first of them: it is the gradient of b (1 - b) KL(t || s).
 
-How it is computed: with d = log t - log s and x = log1p(c expm1(-|d|)), where c is b for d <= 0 and 1 - b for d > 0,
-log(m / s) = x + max(d, 0) and log(m / t) = x - min(d, 0).  Nothing overflows, and d = 0 gives exact zeros.  The sums of
-the loss run over -(1 - b) s log(m / s) - b t log(m / t), for the ends over t d - t + s and its mirror image: each of
-these terms is 0 or more, and an error of a log-sum-exp enters their sum in the second order only.
+With d = log t - log s and x = log1p(c expm1(-|d|)), where c is b for d <= 0 and 1 - b for d > 0, the computation uses
+log(m / s) = x + max(d, 0) and log(m / t) = x - min(d, 0).  Nothing overflows, and d = 0 gives exact zeros.  The loss is
+the sum of -(1 - b) s log(m / s) - b t log(m / t), at the ends of t d - t + s and its mirror image.  Each of these terms
+is 0 or more, and an error in a log-sum-exp enters their sum only in second order.
 
-Sources: generalised JSD for distillation: GKD (arXiv:2306.13649).  Temperature and its square: Hinton et al.
-(arXiv:1503.02531).  Chunks of tokens with gradients made in forward: Liger Kernel (arXiv:2410.10989).
+Sources: GKD (arXiv:2306.13649), for generalised JSD in distillation; Hinton et al. (arXiv:1503.02531), for the
+temperature and its square; Liger Kernel (arXiv:2410.10989), for chunks of tokens whose gradients are computed in
+forward.
 
 The computation is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """

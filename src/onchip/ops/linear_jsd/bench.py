@@ -1,6 +1,6 @@
 """The benchmark of linear_jsd: its inputs and its peers.
 
-Bench cases are plain: mean over all tokens, temperature 1, a teacher that is a constant; so every peer can run them.
+Its cases take the mean over all tokens, temperature 1 and a constant teacher, so that every peer can run them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Loss = Callable[..., Any]
 
 
 def _make(fw: Any, case: cases.JsdCase, device: str, dtype: str) -> BenchProblem:
-    """Two models of their own."""
+    """The inputs: two models with heads of their own."""
     normal = fw.drawer(device)
     student = [fw.leaf(x, dtype) for x in draw_layer(normal, case, case.hidden)]
     teacher = [fw.constant(x, dtype) for x in draw_layer(normal, case, case.teacher_hidden or case.hidden)]
@@ -34,7 +34,7 @@ def _liger() -> Loss:
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     def loss(h: Any, w: Any, x: Any, v: Any, beta: float) -> Any:
-        # It wants labels, for a hard loss whose weight is 0 here.
+        # It needs labels, for a hard loss that has weight 0 here.
         labels = torch.zeros(len(h), dtype=torch.int64, device=h.device)
         soft = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
         out = soft(h, w, x, v, labels, None, None)

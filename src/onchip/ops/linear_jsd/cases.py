@@ -15,19 +15,20 @@ Float = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class JsdCase(cases.Case):
-    """One problem.  `vocab` are the entries that both models have, and the numbers of logits are the student's.
+    """One problem.  `vocab` is the number of entries that both models have; the options on logits are the student's.
 
-    With `masked` entries the first ones have a bias of -inf in both models, the next as many in the student alone.
+    With `masked` entries, that many first ones have a bias of -inf in both models, and as many after them only in the
+    student.
     """
 
     teacher_hidden: int = 0
-    """0: as the student's."""
+    """The teacher's hidden size; 0: as the student's."""
     student: str = "hidden"
     """"hidden" for `linear_jsd`, "logits" for `jsd`."""
     teacher: str = "hidden"
-    """"hidden", "logits", or what a top-k of 8 means by its rest: "tail", "truncated", "renormalised"."""
+    """"hidden", "logits", or a top-k of 8 with this rest: "tail", "truncated" or "renormalised"."""
     noise: float | None = None
-    """The teacher is the student, its hidden states off by so much (0: exactly); None: a model of its own."""
+    """How far the teacher's hidden states are off, if it is the student itself; None: it is a model of its own."""
     padding: tuple[int, int] = (0, 0)
     """Entries behind `vocab` in the student and in the teacher."""
 

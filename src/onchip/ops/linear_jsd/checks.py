@@ -13,10 +13,10 @@ from onchip.ops.linear_jsd.cases import CHECK_CASES, JsdCase, JsdInputs, make_in
 from onchip.ops.linear_jsd.spec import OP, JsdOptions
 from onchip.oracle.checks import DEVIATIONS, Checker, adapter_of, kernel_refusals, op_in, plain_reduction
 
-# Half the distance of two numbers next to each other, relative to them.
+# Half the distance between neighbouring numbers, relative to them.
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 
-# Below these, numbers are this far apart, whatever their size.
+# Numbers smaller than these are this far apart, whatever their size.
 _SMALLEST = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
 
 

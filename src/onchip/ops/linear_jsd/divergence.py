@@ -1,7 +1,7 @@
 """Loss and gradients of rows of logits by the package's formulas, once for PyTorch and JAX.
 
-What a framework calls otherwise than the other it gives in `Arrays`.  PyTorch runs this step by step: what isn't needed
-any more is deleted, since it takes memory; of what isn't used, XLA makes nothing.
+`Arrays` holds the functions that differ between the frameworks.  PyTorch runs this step by step, so arrays that aren't
+needed any more are deleted to free memory; XLA doesn't compute what isn't used.
 """
 
 import math
@@ -15,7 +15,7 @@ Array = Any
 
 
 class Arrays(NamedTuple):
-    """What the formulas need of a framework; all but `xp` takes matrices and works on their rows."""
+    """The functions that the formulas need from a framework; all but `xp` take matrices and work on their rows."""
 
     xp: Any
     """Where functions are found that both frameworks call the same."""
@@ -109,14 +109,14 @@ def difference(xp: Any, ls: Array, lt: Array) -> Array:
 
 
 def _centred(by_log_p: Array, p: Array, total: Array | None) -> Array:
-    """The derivative by logits, from that by the log-probabilities that they give, whose sum over all entries is
-    `total`; None where it is that of these."""
+    """The derivative with respect to logits, from that with respect to log-probabilities, whose sum over all entries is
+    `total`; None if these are all entries."""
     return by_log_p - p * (by_log_p.sum(1) if total is None else total)[:, None]
 
 
 def sums_of(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]:
-    """Of each row of log-probabilities, for 0 < beta < 1: the divergence, and the sums of the derivatives by both; of
-    parts of rows, what is to be added up."""
+    """For each row of log-probabilities and 0 < beta < 1: the divergence, and the sums of both derivatives.  For parts
+    of rows, these add up to those of the whole rows."""
     by_s, by_t = mixture_terms(xp, difference(xp, ls, lt), xp.exp(ls), xp.exp(lt), beta)
     return (by_s + by_t).clip(min=0).sum(1), by_s.sum(1), by_t.sum(1)
 

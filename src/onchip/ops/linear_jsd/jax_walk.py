@@ -1,16 +1,16 @@
 """The walks of linear_jsd and jsd in plain JAX: chunks of tokens, whose losses and gradients are made by divergence.py.
 
-Of a vocabulary that is split over devices each has its own entries.  At the ends of beta a divergence is that of the
-devices' parts of the probability, and those on the devices::
+If the vocabulary is split over devices, each has its own entries.  At the ends of beta the divergence is the sum of
+one between the devices' shares of probability and those on the devices::
 
     KL(t || s) = KL(T || S) + sum_r T_r KL(t_r || s_r)
 
-where device r has the part T_r of the teacher's probability, and t_r is the distribution over its own entries.  So both
-models' normalisers and the devices' own divergences go with one all-gather, and nothing cancels.  A mixture has no such
-rule: the sums of its terms take another product and another all-gather.  A top-k teacher asks for the student's
+where T_r is device r's share of the teacher's probability, and t_r the distribution over its own entries.  So one
+all-gather suffices, for both models' normalisers and the devices' own divergences, and nothing cancels.  A mixture has
+no such rule: the sums of its terms take another product and another all-gather.  A top-k teacher needs the student's
 log-probabilities of its ids, and that of all others together.  Backward computes logits again.
 
-Source of the rule: the chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5).
+Source: the chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5), for that rule.
 """
 
 from dataclasses import replace

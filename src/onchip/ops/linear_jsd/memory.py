@@ -7,11 +7,11 @@ from onchip.core.sizes import LOSS_DTYPE_BYTES, accumulator
 from onchip.vocab import memory
 from onchip.vocab.chunks import Planner, default_scratch, even_chunk, largest
 
-# Tokens of a chunk.  Below the smallest nothing is planned, whatever the budget.  The default budget allows for a
-# useful one, which keeps the device busy.
+# Tokens of a chunk.  No plan has fewer than the smallest, whatever the budget.  The default budget allows for a useful
+# chunk, which keeps the device busy.
 SMALLEST = 16
 USEFUL = {"cpu": 64, "cuda": 256}
-# The elementwise part of a chunk is done in so many blocks of rows: its temporaries are that much smaller.
+# The elementwise part of a chunk is done in this many blocks of rows, which makes its temporaries smaller.
 BLOCKS = 10
 # Vocabulary entries whose weights are widened to float32 at a time.
 SLAB = 4096

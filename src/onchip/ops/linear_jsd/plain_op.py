@@ -1,7 +1,7 @@
 """The operator of linear_jsd and jsd for PyTorch with the framework's own products.
 
 `_forward` walks over chunks of tokens (torch_halves.py, torch_walk.py).  Where hidden states are given, the loss is one
-number and nothing is sharded, that walk makes the gradients too, and backward scales them.  Otherwise backward walks
+number and nothing is sharded, that walk computes the gradients too, and backward scales them.  Otherwise backward walks
 again, in `_gradients`.
 """
 
@@ -27,7 +27,7 @@ class JsdPlainOutputs(NamedTuple):
 
 
 class JsdPlainKept(NamedTuple):
-    """What backward is given: with `stash` gradients to scale, and no input is kept alive; else the call."""
+    """What forward keeps for backward: with `stash` the gradients to scale, and no input; otherwise the call."""
 
     call: JsdCall
     student: JsdModel

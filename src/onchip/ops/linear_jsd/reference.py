@@ -10,7 +10,7 @@ from onchip.oracle.reference import Array, Linear
 
 
 class JsdResult(NamedTuple):
-    """Loss and gradients.  Gradients of what wasn't given are None, but for a bias."""
+    """Loss and gradients.  Gradients of arguments that weren't given are None, except for a bias."""
 
     loss: Array
     grad_student_hidden: Array | None = None
@@ -22,7 +22,7 @@ class JsdResult(NamedTuple):
     grad_teacher_bias: Array | None = None
     grad_teacher_logits: Array | None = None
     distance: float = 0.0
-    """Root mean square of log t - log s, each entry weighted by its probability: what rounding of logits is held to."""
+    """Root mean square of log t - log s, each entry weighted by its probability: the scale for rounding errors."""
 
 
 class _JsdRows(NamedTuple):
@@ -82,8 +82,8 @@ def jsd(
 ) -> JsdResult:
     """Loss and the gradients of the logits.
 
-    Ignored tokens give 0 everywhere, whatever their other inputs hold.  A target outside [0, V) that is not
-    ignore_index gives NaN.  Logits from `vocab` on are out of both distributions.
+    Ignored tokens have 0 everywhere, whatever their other inputs hold.  A target outside [0, V) that is not
+    ignore_index gives NaN.  Logits from index `vocab` on are in neither distribution.
     """
     z_all = np.asarray(student_logits, np.float64)
     shape, width = z_all.shape[:-1], z_all.shape[-1]

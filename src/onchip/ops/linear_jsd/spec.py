@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class JsdOptions:
-    """The options that are plain numbers and words, checked when made."""
+    """The options that are plain numbers, words and flags; making it checks them."""
 
     op: str = OP
     beta: float = 0.5
@@ -39,18 +39,18 @@ class JsdOptions:
 
     @staticmethod
     def of(op: str, given: Mapping[str, Any], scratch_bytes: int | None = None) -> "JsdOptions":
-        """Those among the arguments of a public function, but for scratch_bytes."""
+        """The options among the arguments of a public function, except scratch_bytes."""
         return JsdOptions(op, **{name: given[name] for name in _OPTIONS if name in given}, scratch_bytes=scratch_bytes)
 
     def with_scratch(self, given: Mapping[str, Any], logits: int) -> "JsdOptions":
-        """With the scratch_bytes of the arguments, for models with so many logits each."""
+        """The same with the scratch_bytes of the arguments, for models with this many logits each."""
         number = logits * (2 if given["teacher_topk"] is None else 1)
         scratch_bytes = scratch_in_bytes(self.op, given["scratch_bytes"], number)
         return self if scratch_bytes is None else JsdOptions.of(self.op, given, scratch_bytes)
 
     @property
     def soft_factor(self) -> float:
-        """What the divergence is multiplied by."""
+        """The factor of the divergence in the loss."""
         return (1 - self.hard_weight) * (self.temperature**2 if self.temperature_squared else 1.0)
 
 
@@ -60,7 +60,7 @@ _OPTIONS = tuple(f.name for f in fields(JsdOptions)[1:] if f.name != "scratch_by
 # ------------------------------------------------------------------------------------------------ what fits together
 
 PARTS = ("hidden", "weight", "bias", "logits")
-"""What a model is given by: its last layer or its logits, arguments like `student_hidden`."""
+"""The arguments that give a model, such as `student_hidden`: its last layer or its logits."""
 _REQUIRED = {OP: ("student_hidden", "student_weight"), LOGITS_OP: ("student_logits",)}
 _ROWS = ("teacher_hidden", "teacher_logits", "teacher_topk.indices", "teacher_topk.values")
 """The arguments that have a row of numbers for each token."""
@@ -120,11 +120,11 @@ def check_shapes(options: JsdOptions, shapes: Mapping[str, Shape], labels: str) 
     if indices is not None and values is not None:
         if indices != values or indices[-1] < 1:
             raise ValueError(
-                f"{op}: teacher_topk.indices has shape {list(indices)} and values {list(values)}; "
+                f"{op}: teacher_topk.indices has shape {list(indices)} and values has {list(values)}; "
                 "both must be [..., K] with K >= 1"
             )
         if indices[-1] > size:
-            raise ValueError(f"{op}: teacher_topk has K={indices[-1]} but there are {size} tokens")
+            raise ValueError(f"{op}: teacher_topk has K={indices[-1]} but the vocabulary has {size} entries")
     return leading, size
 
 
@@ -137,7 +137,7 @@ def _check_sources(options: JsdOptions, shapes: Mapping[str, Shape], labels: str
     given = sum(name in shapes for name in ("teacher_hidden", "teacher_logits", "teacher_topk.indices"))
     if given != 1:
         one = "teacher_hidden with teacher_weight, " if op == OP else ""
-        raise ValueError(f"{op}: give exactly one of {one}teacher_logits, teacher_topk; got {given}")
+        raise ValueError(f"{op}: pass exactly one of {one}teacher_logits, teacher_topk; got {given}")
     if options.teacher_grad and "teacher_topk.indices" in shapes:
         raise ValueError(f"{op}: teacher_grad=True needs a teacher with all logits, not teacher_topk")
     if options.hard_weight > 0 and labels not in shapes:

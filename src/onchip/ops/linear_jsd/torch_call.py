@@ -1,4 +1,4 @@
-"""The call that the public functions make, and what is read off its arguments."""
+"""The call that the public functions make, and what follows from its arguments."""
 
 import math
 from dataclasses import replace
@@ -56,7 +56,7 @@ _SPLIT = ("weight", "logits")
 
 
 class JsdCall(NamedTuple):
-    """The arguments of every backend's operator, of a sharded vocabulary this rank's."""
+    """The arguments of every backend's operator; with a sharded vocabulary, this rank's."""
 
     student: JsdModel
     teacher: JsdModel  # empty where the teacher is a top-k, whose ids are of the whole vocabulary
@@ -106,7 +106,7 @@ class JsdCall(NamedTuple):
         return self.shards.vocab if self.shards.there else self.size
 
     def of_all_tokens(self, *, fake: bool = False) -> "JsdCall":
-        """With the hidden states of all ranks' tokens, of a `fake` call not yet filled."""
+        """The call with the hidden states of all ranks' tokens; in a `fake` call these aren't filled."""
         shards = self.shards
         if shards.sequence < 0:
             return self
@@ -131,15 +131,15 @@ class JsdCall(NamedTuple):
         return [stated.empty_like(x, dtype) if x is not None and want else None for x, want in pairs]
 
     def targets(self) -> tuple[Tensor, int]:
-        """Targets [...] and what is ignored of them; all are kept where there are none."""
+        """Targets [...] and the index that is ignored; without targets, ones that keep all tokens."""
         if self.target is None:
             return stated.zeros(self.shape, torch.int64, self.first.device), -1
         return self.target, self.options.ignore_index
 
     def tokens(self, *, check: bool) -> Tokens:
-        """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for.
+        """The tokens that count; with `check`, values are checked on the CPU, and elsewhere if that was asked for.
 
-        Where ranks run kernels the CPU is a device as others.
+        If ranks run kernels, the CPU is treated like any other device.
         """
         (target, ignore_index), options, op = self.targets(), self.options, self.options.op
         check_values = check and options.check_inputs
@@ -157,7 +157,7 @@ class JsdCall(NamedTuple):
         return tokens
 
     def reduced(self, tokens: Tokens, losses: Tensor) -> Tensor:
-        """The loss, of the computed tokens' without weights."""
+        """The loss, from the computed tokens' losses without weights."""
         loss = tokens.spread(losses * tokens.weight, self.shape)
         return loss if self.options.reduction == "none" else loss.sum() * tokens.inverse_count
 
@@ -185,7 +185,7 @@ class JsdCall(NamedTuple):
         return self.grads[4 * who : 4 * who + 4]
 
     def layer(self, who: int) -> Layer | None:
-        """As the engine takes it; None of a model that is given by its logits."""
+        """The layer as the engine takes it; None for a model that is given by its logits."""
         hidden, weight, bias, _ = self.models[who]
         if hidden is None or weight is None:
             return None
@@ -193,13 +193,13 @@ class JsdCall(NamedTuple):
         return Layer(hidden, weight, bias, self.dtypes[who], grads)
 
     def flops(self, gradients: Wanted, *, logits: bool) -> int:
-        """Of the matrix products for these gradients, of `PARAMETERS`, and for the models' logits."""
+        """Operations of the matrix products for these gradients, of `PARAMETERS`, and for the models' logits."""
         hidden = [0 if x.hidden is None else x.hidden.shape[-1] for x in self.models]
         products = [logits + gradients[4 * who] + gradients[4 * who + 1] for who in (0, 1)]
         return sum(2 * self.number * self.size * h * times for h, times in zip(hidden, products, strict=True))
 
     def head(self, who: int, *, kernels: bool = False) -> Head:
-        """What plans know of the student (0) or the teacher (1); with `kernels` those of the Triton kernels."""
+        """What plans know of the student (0) or the teacher (1), with `kernels` for the Triton kernels."""
         hidden, weight, _, logits = self.models[who]
         copied = copied_rows(hidden) + copied_rows(logits, columns_apart=not kernels)
         if kernels and weight is not None:
@@ -215,7 +215,7 @@ class JsdCall(NamedTuple):
         )
 
     def problem(self, *, kernels: bool = False) -> JsdProblem:
-        """What plans are made for."""
+        """The problem, for which plans are made."""
         student, teacher = (self.head(who, kernels=kernels) for who in (0, 1))
         topk, shards, sent = 0 if self.indices is None else self.indices.shape[-1], self.shards, 0
         if shards.there:

@@ -1,20 +1,20 @@
 """The two halves of the divergence: each token's loss, and the gradients.
 
-Of a whole vocabulary one walk makes both.  Where each rank has a part of it, ranks exchange what they know, and of the
-numbers that come of it a walk in backward makes the gradients.
+If the vocabulary is whole, one walk computes both.  If each rank has a part of it, ranks exchange what they know, and a
+walk in backward computes the gradients from the resulting numbers.
 
-With both softmaxes mixtures of the ranks', w_r the weight of rank r's part in each, the divergence of the wholes is
-that of the weights and those of the parts::
+Each softmax is a mixture of the ranks' softmaxes, with the weight w[r] for rank r's part.  So the divergence is the sum
+of the weights' divergence and the parts'::
 
     KL(t || s) = KL(w_t || w_s) + sum_r w_t[r] KL(t_r || s_r)
 
-So at both ends of beta one all-gather of log-sum-exps and the parts' own divergences does, and where both models are
-equal it is exactly 0.  Between them m = (1 - beta) s + beta t needs both log-sum-exps first: a second walk adds up the
-parts' terms, in one all-gather more.
+At both ends of beta one all-gather of log-sum-exps and the parts' own divergences is therefore enough, and if both
+models are equal the result is exactly 0.  Between the ends m = (1 - beta) s + beta t needs both log-sum-exps first: a
+second walk adds up the parts' terms, with another all-gather.
 
-Of a top-k teacher ranks send the log-probabilities of the ids that they have and, for a tail, that of all others
-together.  One all-gather makes them those of the whole vocabulary, and from these follows all else: the gradient of a
-token's logits z is a factor of exp(z - center), and a number at each id.
+With a top-k teacher ranks send the log-probabilities of the ids that they have and, for a tail, that of all others
+together.  One all-gather turns them into those of the whole vocabulary, from which everything else follows: the
+gradient of a token's logits z is a factor times exp(z - center), plus a number at each id.
 """
 
 import math
@@ -35,21 +35,22 @@ from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, write_at
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
 
-# A part that weighs less has probabilities that are 0 in float32, and no mean.
+# A part with less weight has only probabilities that are 0 in float32, and no mean.
 TINY = 1e-30
 Softmaxes = Callable[[], list[Tensor]]
-"""What a rank knows by itself, [n] each: both models' log-sum-exps; at the ends of beta the divergence; with hard
-labels the student's log-sum-exp at temperature 1, and the label's log-probability, 0 if another rank has it."""
+"""The numbers that a rank knows by itself, [n] each: both models' log-sum-exps; at the ends of beta the divergence;
+with hard labels the student's log-sum-exp at temperature 1, and the label's log-probability, 0 if another rank has it.
+"""
 Terms = Callable[[Tensor, Tensor], Sequence[Tensor]]
-"""Of the mixture, given both models' log-sum-exps over the whole vocabulary: this rank's part of the divergence, and
-the means of the derivatives by log s and log t under its own softmaxes, [n] each."""
+"""For the mixture, given both models' log-sum-exps over the whole vocabulary: this rank's part of the divergence, and
+the means of the derivatives with respect to log s and log t under its own softmaxes, [n] each."""
 
 
 def width(call: JsdCall) -> int:
-    """How many numbers of a token gradients are made of: of two models the log-sum-exps, and the sums of the
-    derivatives by their log-probabilities, at an end of beta the divergence; of a top-k teacher center, factor, and
-    what the K ids have; and with hard labels the student's log-sum-exp at temperature 1 and the label's
-    log-probability.  None are needed where nothing is sharded."""
+    """How many numbers per token the gradients are computed from.  For two models: the log-sum-exps, and the sums of
+    the derivatives with respect to their log-probabilities, or at an end of beta the divergence.  For a top-k teacher:
+    center, factor, and a number for each of the K ids.  With hard labels also the student's log-sum-exp at temperature
+    1 and the label's log-probability.  If nothing is sharded, none are needed."""
     if not call.shards.there:
         return 0
     own = 4 if call.indices is None else 2 + call.indices.shape[-1]
@@ -73,12 +74,12 @@ def forward(call: JsdCall, tokens: Tokens) -> tuple[Tensor, list[Tensor | None],
 
 
 def of_two_models(call: JsdCall, tokens: Tokens, softmaxes: Softmaxes, terms: Terms) -> tuple[Tensor, Tensor]:
-    """[n] losses without weights, and [n, width(call)] numbers, by these ways to what a rank knows."""
+    """[n] losses without weights, and [n, width(call)] numbers, given functions that compute what a rank knows."""
     shards, options = call.shards, call.options
     found = parallel.gather(options.op, shards, softmaxes(), check_values=options.check_inputs)
     (student, log_s), (teacher, log_t) = (parallel.log_sum(x) for x in found.numbers[:2])
     if options.beta in (0, 1):
-        # Of a part that one of the models gives nothing the weights say all.
+        # If one of the models gives a part no probability, the weights tell everything.
         own = found.numbers[2].masked_fill((log_s == -torch.inf) | (log_t == -torch.inf), 0)
         weights = (log_t if options.beta == 0 else log_s).exp()
         within = torch.where(weights == 0, 0, weights * own).sum(0)

@@ -15,14 +15,14 @@ and for upstream gradients g_tk of log_prob, gH_t of entropy and gL_t of lse:
     d / d z_tv = sum_k g_tk ([v = y_tk] - p_tv) - gH_t p_tv (z_tv - mean_t) + gL_t p_tv
     d z_tv / d a_tv = (1 - tanh(a_tv / softcap)^2) / tau_t
 
-where z_tv - mean_t = log p_tv + entropy_t, without the digits that adding two nearly opposite numbers would lose.
+where z_tv - mean_t equals log p_tv + entropy_t, but loses no digits by adding two nearly opposite numbers.
 
-The running softmax follows the largest logit and the sum of the exponentials of all *others*, so that
-log_prob = -log1p(others) keeps its digits where an id is nearly certain, whichever of the ids that is.  In the
-gradient, an id's own part is g (1 - p) with 1 - p = -expm1(log p).
+The running softmax keeps the largest logit and the sum of the exponentials of all *others*, so that
+log_prob = -log1p(others) keeps its digits if an id is nearly certain, whichever of the ids that is.  In the gradient,
+an id's own part is g (1 - p) with 1 - p = -expm1(log p).
 
-Sources: the running softmax is that of Milakov and Gimelshein (arXiv:1805.02867), the recomputation from the
-log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arXiv:2408.00118).
+Sources: Milakov and Gimelshein (arXiv:1805.02867), for the running softmax; Cut Cross-Entropy (arXiv:2411.09009), for
+recomputing from the log-sum-exp; Gemma 2 (arXiv:2408.00118), for softcap.
 
 The computation is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """

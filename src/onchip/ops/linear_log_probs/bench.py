@@ -1,6 +1,6 @@
 """The benchmark of linear_log_probs: its inputs and its peers.
 
-Backward is that of a loss: the mean of the log-probabilities, plus that of the entropies where the case asks for them.
+Backward starts from a loss: the mean of the log-probabilities, plus the mean entropy if the case asks for it.
 """
 
 from collections.abc import Callable, Sequence

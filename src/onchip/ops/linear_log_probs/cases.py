@@ -15,7 +15,7 @@ from onchip.oracle.cases import MODELS, named_case, softmax_cases
 class LogProbsCase(cases.Case):
     """One problem: its shape, what its numbers look like, and the options that it passes to the op.
 
-    With hidden=0 it is log_probs': the logits are given.
+    With hidden=0 it is a problem for log_probs: the logits are given.
     """
 
     ids: int = 0
@@ -39,9 +39,9 @@ class LogProbsInputs(NamedTuple):
 
 
 def make_inputs(case: LogProbsCase, seed: int = 0) -> LogProbsInputs:
-    """Random inputs: as linear_cross_entropy's, whose target is the first id, and upstream gradients ~ N(0, 1).
+    """Random inputs: those of linear_cross_entropy, whose target is the first id, and upstream gradients ~ N(0, 1).
 
-    Every fourth token of several ids has its first id twice.
+    If tokens have several ids, every fourth one has its first id twice.
     """
     made = cases.make_inputs(case if case.hidden else replace(case, hidden=1), seed)
     rng = np.random.default_rng(seed + 1)
@@ -71,7 +71,7 @@ def make_inputs(case: LogProbsCase, seed: int = 0) -> LogProbsInputs:
 def _draw_logits(
     case: LogProbsCase, target: npt.NDArray[np.int64], bias: npt.NDArray[np.float32] | None, rng: np.random.Generator
 ) -> npt.NDArray[np.float32]:
-    """[T, V]: ~ N(0, logit_std), the targets' raised as the case says, and the bias, which masks and shifts."""
+    """[T, V] logits ~ N(0, logit_std), with the targets' raised as the case says, plus the bias, which may mask."""
     logits = rng.standard_normal((case.tokens, case.vocab), dtype=np.float32) * np.float32(case.logit_std)
     if case.target_prob is not None:
         logits[np.arange(case.tokens), target] = cases.target_logit(case)

@@ -62,7 +62,7 @@ def plain_log_probs(
     entropy: bool = True,
     **transform: Any,
 ) -> WantedOutputs:
-    """log_probs likewise, in the dtype of the logits."""
+    """log_probs, likewise written with the framework's own functions, in the logits' dtype."""
     fw = adapter_of(logits)
     xp = fw.xp
     z = plain_logits(logits, **transform)

@@ -83,12 +83,12 @@ def _log_probs(
     """The values of a `LogProbsResult`, and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy *
     entropy) + sum(grad_lse * lse).
 
-    `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
-    the gradient by them.
+    `products(rows)` returns [n, V], these tokens' logits before their transform.  `backward(rows, grad)` receives their
+    gradient.
 
-    An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has top1 -1 and 0 in all else,
-    whatever its other inputs hold.  An id outside [0, V) that is not ignore_index has log_prob NaN, and its token's
-    gradients are NaN: what a GPU does, where raising would need a synchronisation.
+    An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has top1 -1 and 0 in everything
+    else, whatever its other inputs hold.  An id outside [0, V) that is not ignore_index has log_prob NaN, and its
+    token's gradients are NaN, as on a GPU, where raising would have to wait for the device.
     """
     ids = np.asarray(ids)
     n_tokens = int(np.prod(shape))

@@ -1,4 +1,4 @@
-"""log_probs for PyTorch, of logits that exist: its call and its operator."""
+"""log_probs for PyTorch, for logits that exist already: its call and its operator."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ def _gradients(kept: LogProbsRowsKept, upstream: Made, wanted: Wanted) -> Made:
 
 
 def _of_all_tokens(call: LogProbsRowsCall, *tensors: Any) -> list[Any]:
-    """The fields of a `TokenGradient` of all T, of what is kept beside the call and the upstream gradients."""
+    """The fields of a `TokenGradient` for all T tokens, from what is kept and the upstream gradients."""
     tokens = call.tokens(check_values=False)
     gradient, _ = gradient_by_outputs(LogProbsRowsKept(call, *tensors[:4]), tensors[4:], tokens, shares_of_ids)
     return [*vars(gradient).values()]

@@ -25,7 +25,7 @@ class LogProbsOptions:
     shift: bool = False
     check_inputs: bool = False
     scratch_bytes: int | None = None
-    # What an engine asks of the options of any loss.
+    # Options that an engine reads from any loss.
     label_smoothing: ClassVar[float] = 0.0
     strategy: ClassVar[str] = "auto"
 
@@ -42,7 +42,7 @@ class LogitsOptions(LogProbsOptions):
 
 
 class WantedOutputs(NamedTuple):
-    """What is computed of each id and token; None is what wasn't asked for."""
+    """The results for each id and token; None for those that weren't asked for."""
 
     log_prob: Any
     entropy: Any
@@ -74,7 +74,7 @@ def _check_ids(op: str, shapes: Shapes, of: str) -> None:
     if ids != leading and ids[:-1] != leading:
         raise ValueError(
             f"{op}: ids has shape {list(ids)} but {of} has shape {list(shapes[of])}; ids must have {whose} leading "
-            f"dimensions, {list(leading)}, or those and one more for several ids per token"
+            f"dimensions, {list(leading)}, and may have one more, for several ids per token"
         )
     if len(ids) > len(leading) and ids[-1] < 1:
         raise ValueError(f"{op}: ids has shape {list(ids)}; [..., K] needs K >= 1")

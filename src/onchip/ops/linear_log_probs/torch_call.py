@@ -1,4 +1,4 @@
-"""Arguments and outputs of both backends in PyTorch, and the gradient of logits by these outputs."""
+"""Arguments and outputs of both backends in PyTorch, and the logits' gradient from those of the outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class LogProbsCall(LinearCall):
         return {"op": OP, "ids": self.several, "stats": self.options.entropy, "more_stats": more}
 
     def tokens(self, *, check_values: bool, compact: bool = True) -> Ids:
-        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there."""
+        """The tokens and ids that count; values are always checked on the CPU, unless all tokens are to be kept."""
         return tiles.select(
             OP,
             "ids",
@@ -68,7 +68,7 @@ class LogProbsOutputs(NamedTuple):
 
     @staticmethod
     def empty(options: LogProbsOptions, like: Tensor, shape: Sequence[int], ids: Tensor) -> "LogProbsOutputs":
-        """Not yet filled, for tokens of `shape`, of hidden states or logits `like` these."""
+        """Outputs that are still to be filled, for tokens of `shape` with hidden states or logits `like` these."""
         total = accumulator(like.dtype)
 
         def make(wanted: bool, dtype: torch.dtype = total) -> Any:
@@ -85,7 +85,7 @@ class LogProbsOutputs(NamedTuple):
 
 
 class LogProbsPlainOutputs(NamedTuple):
-    """What an operator by PyTorch's operations returns, and that of log_probs."""
+    """The outputs of the operator on PyTorch's operations, and of the one of log_probs."""
 
     out: LogProbsOutputs
     mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
@@ -94,8 +94,8 @@ class LogProbsPlainOutputs(NamedTuple):
     def of(
         options: LogProbsOptions, stats: TokenStats, tokens: Ids | None, shape: torch.Size, ids: Tensor
     ) -> "LogProbsPlainOutputs":
-        """For `ids` of tokens of `shape`; without `tokens` statistics are of all of them, and have what ignored ones
-        are given."""
+        """The outputs for `ids` of tokens of `shape`.  Without `tokens`, the statistics are those of all tokens, with
+        ignored ones filled in already."""
 
         def spread(x: Tensor | None, shape: torch.Size = shape, fill: int = 0) -> Any:
             return x if x is None else x.view(shape) if tokens is None else tokens.spread(x, shape, fill)
@@ -112,7 +112,7 @@ class LogProbsPlainOutputs(NamedTuple):
 
     @staticmethod
     def empty(options: LogProbsOptions, like: Tensor, shape: Sequence[int], ids: Tensor) -> "LogProbsPlainOutputs":
-        """Not yet filled; arguments as in `LogProbsOutputs.empty`."""
+        """Outputs that are still to be filled; arguments as in `LogProbsOutputs.empty`."""
         out = LogProbsOutputs.empty(options, like, shape, ids)
         return LogProbsPlainOutputs(out, None if out.entropy is None else stated.empty_like(out.entropy))
 
@@ -125,7 +125,7 @@ def asked_by(options: LogProbsOptions) -> Asked:
 def gradient_by_outputs(
     kept: Any, upstream: Made, tokens: Ids, shares: Shares | None = None
 ) -> tuple[TokenGradient, Tensor | None]:
-    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing).
+    """The gradient of each token's logits, and the factor that keeps it in float16's range (None: there is none).
 
     `kept` is a `Kept`, of this op or of log_probs; `shares` as in `token_gradient`.
     """
@@ -135,7 +135,7 @@ def gradient_by_outputs(
         return None if x is None else tokens.take(x.reshape(tokens.total, *shape).to(tokens.dtype))
 
     def scaled(grad: Tensor | None) -> Any:
-        # A NaN that is sent to an ignored token must not leak.
+        # A NaN in an ignored token's upstream gradient must not spread.
         return None if grad is None else tokens.mask(rows(grad)) * factor
 
     log_prob, g = rows(kept.log_prob, ids.shape[1]), rows(upstream[0], ids.shape[1])

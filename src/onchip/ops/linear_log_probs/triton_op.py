@@ -1,8 +1,8 @@
 """linear_log_probs for PyTorch on Triton kernels.
 
-As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in the memory that they will take, and
-backward turns it into them, in place.  What is launched is in `vocab.triton.walks`; where the vocabulary is sharded,
-`vocab.triton.shards` has what the ranks do between.
+As in linear_cross_entropy's triton_op.py, forward leaves what backward needs in the memory of the gradients, and
+backward turns it into them, in place.  The launches are in `vocab.triton.walks`; for a sharded vocabulary the exchange
+between ranks is in `vocab.triton.shards`.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class LogProbsTritonKept(NamedTuple):
 
 
 def _stats(call: LogProbsCall) -> bool:
-    """Whether the entropy and top1 are followed."""
+    """Whether kernels compute the entropy and top1."""
     return call.options.entropy or call.options.top1
 
 
@@ -76,7 +76,7 @@ def _save(call: LogProbsCall, made: LogProbsTritonOutputs) -> LogProbsTritonKept
 
 
 def _gradients(kept: LogProbsTritonKept, upstream: Made, wanted: Wanted) -> Made:
-    """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
+    """Turn the kept memory into hidden's and weight's gradients, overwriting the scratch memory."""
     from onchip.vocab.triton import records, walks
 
     call, config, saved, shape = kept.call, kept.config, kept.saved, (kept.call.number, kept.call.several)
