@@ -124,7 +124,7 @@ WRONG = {
     "labels are floats": wrong(TypeError, "labels must hold integers; got float32", h[..., 0], shift=True),
     "labels are a list": wrong(TypeError, r"got list; pass jax.numpy.asarray\(labels\)", y.tolist(), shift=True),
     "out_sharding": wrong(
-        ValueError, "out_sharding is of logits", y, heads="Linear Embed", out_sharding=jax.P()
+        ValueError, "out_sharding is for logits", y, heads="Linear Embed", out_sharding=jax.P()
     ),
     "dot_general": wrong(
         ValueError, "compute the loss from the logits", y, heads="Linear Dense", layer={"dot_general": own_product}

@@ -179,7 +179,7 @@ def test_torchtitan_refuses(torchtitan, monkeypatch):
     refused(RuntimeError, "spmd_typechecking to False", loss, torch.ones(2, 3, 4), torch.ones(2, 3).long())
     head.out_features = 14  # the weight is half of what the layer says
     loss._labels = torch.zeros(2, dtype=torch.int64)
-    refused(RuntimeError, r"lm_head is \[7, 4\] of \[14, 4\], and no mesh .* 'tp'", head, torch.ones(2, 4))
+    refused(RuntimeError, r"lm_head is \[7, 4\] of \[14, 4\], but .* no mesh .* 'tp'", head, torch.ones(2, 4))
     fp8 = torchtitan.TitanFp8Linear(torchtitan.TitanFp8Linear.Config(in_features=32, out_features=16))
     fp8.out_features = 32
     refused(RuntimeError, "sharded here.*tensor_parallel_degree to 1", fp8, torch.ones(2, 32))

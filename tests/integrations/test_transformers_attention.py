@@ -210,7 +210,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(NotImplementedError, match=message):
             forward(module, x, x, x, None, **given)
-    with pytest.raises(NotImplementedError, match="no mask of 3 queries and 4 keys"):
+    with pytest.raises(NotImplementedError, match="no mask was made for 3 queries and 4 keys"):
         forward(module, x[:, :, :3], x, x, None)
     assert forward(module, x, x, x, None, sliding_window=2)[0].shape == (1, 4, 2, 8)
     assert forward(module, x[:, :, :1], x, x, None, is_causal=False)[0].shape == (1, 1, 2, 8)

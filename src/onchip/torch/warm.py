@@ -56,9 +56,9 @@ def warm_up(
         hidden: H, for ops whose name begins with linear; for linear_jsd the student's.
         vocab: V, for ops that have a vocabulary.
         teacher_hidden: the teacher's H, for linear_jsd.  Default: `hidden`.
-        in_features: K, for fp8_linear and grouped_matmul.
-        out_features: N, for fp8_linear and grouped_matmul.
-        experts: the number of groups, for grouped_matmul.
+        in_features: K, for a linear layer in FP8, or for those of experts.
+        out_features: N, for the same ops.
+        experts: the number of experts.
         tokens: T, or the number of rows.
         dtype: dtype of the inputs.
         weight_dtype: dtype of the weight, if it is another one, as in mixed precision.
