@@ -36,7 +36,7 @@ class ForwardInputs(NamedTuple):
 
 
 class KernelSaved(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     given: Parameters
     mask: Ranges

@@ -1,4 +1,4 @@
-"""PyTorch as masks need it."""
+"""The functions that masks need, for PyTorch."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""Attention on PyTorch's own matrix products: blocks of queries over their range of keys, made again in backward.
+"""Attention on PyTorch's own matrix products: blocks of queries over their range of keys, computed again in backward.
 
-On the CPU a block takes the keys from the first to the last that any of its queries sees.  Elsewhere it takes all,
-since to read where they are would wait for the device.
+On the CPU a block takes the keys from the first to the last that any of its queries sees.  Elsewhere it takes all keys,
+since reading the range would wait for the device.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionOutputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     out: Tensor  # [B, Tq, Hq, Dv]
     lse: Tensor  # [B, Tq, Hq] in the dtype of sums
 
 
 class AttentionKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     call: AttentionCall
     out: Tensor
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 
 def blocks(call: AttentionCall, b: int, step: int) -> Iterator[Block]:
-    """Those of `step` queries of a sequence."""
+    """Blocks of `step` queries of a sequence."""
     p = call.problem
     start, end = call.start[b % len(call.start)], call.end[b % len(call.end)]
     bad_query, bad_key = _not_finite(call.q[b]), _not_finite(call.k[b]) | _not_finite(call.v[b])
@@ -81,7 +81,7 @@ def blocks(call: AttentionCall, b: int, step: int) -> Iterator[Block]:
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """[T] bool, of [T, H, D]: a token that has a number which isn't."""
+    """[T] bool, from [T, H, D]: whether a token has a number that isn't finite."""
     return ~(x.amax((1, 2)).isfinite() & x.amin((1, 2)).isfinite())
 
 
@@ -93,9 +93,9 @@ def _rows(call: AttentionCall, *, backward: bool) -> int:
 
 
 class _Sequence:
-    """Keys and values of one sequence, by head, in the dtype of sums, with zeros for what isn't finite.
+    """Keys and values of one sequence, by head, in the dtype of sums, with zeros for numbers that aren't finite.
 
-    In a product a zero beside that would be NaN, for queries that don't see it too.
+    Otherwise a product with a probability of 0 would be NaN, also for queries that don't see the number.
     """
 
     def __init__(self, call: AttentionCall, b: int) -> None:
@@ -174,7 +174,7 @@ def _of_block(call: AttentionCall, q: Tensor, sequence: _Sequence, block: Block)
 
 
 def fake(call: AttentionCall) -> AttentionOutputs:
-    """Not yet filled."""
+    """Outputs that are still to be filled."""
     p = call.problem
     shape, q = (p.batch, p.queries, p.heads), call.q
     return AttentionOutputs(
@@ -219,7 +219,7 @@ def _gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> Made:
 
 
 class _UpstreamRows(NamedTuple):
-    """What the gradients of a block's scores are made of, [Hk, G rows, 1] but for the first."""
+    """What the gradients of a block's scores are computed from, [Hk, G rows, 1] except the first."""
 
     out: Tensor  # [Hk, G rows, Dv]: the upstream gradient of out
     more: Tensor  # that of lse less delta
@@ -230,7 +230,7 @@ class _UpstreamRows(NamedTuple):
         (grad_out, grad_lse), call, lse = upstream, kept.call, kept.lse[b, rows, :, None]
         out = kept.out[b, rows]
         given = torch.zeros_like(out) if grad_out is None else grad_out[b, rows]
-        # What is sent to a query that sees nothing may be anything.
+        # A query that sees nothing may have any upstream gradient.
         given = by_head(given.masked_fill(~seen.any(1)[:, None, None], 0), call)
         more = -(given * by_head(out, call)).sum(2, keepdim=True)
         if grad_lse is not None:
@@ -247,7 +247,7 @@ class _UpstreamRows(NamedTuple):
 
 
 def fake_gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> list[Tensor | None]:
-    """Not yet filled; contiguous, whatever the inputs' strides."""
+    """Gradients that are still to be filled; contiguous, whatever the inputs' strides."""
     given = kept.call.q, kept.call.k, kept.call.v, kept.call.sinks
     return [
         torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and want else None

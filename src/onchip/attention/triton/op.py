@@ -1,4 +1,4 @@
-"""attention's operator on the kernels, forward and backward.  Triton is imported there."""
+"""attention's operator on the Triton kernels, forward and backward.  The kernels' modules import Triton."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class KernelCall(NamedTuple):
 
 
 class KernelOutputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     out: Tensor  # [B, Tq, Hq, Dv], or as the layout has it
     lse: Tensor  # [B, Tq, Hq], or as the layout has it; in both a head's numbers are next to each other
@@ -44,7 +44,7 @@ class KernelOutputs(NamedTuple):
 
 
 class KernelKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     q: Tensor
     k: Tensor

@@ -1,4 +1,4 @@
-"""JAX as masks need it."""
+"""The functions that masks need, for JAX."""
 
 from functools import partial
 from typing import Any

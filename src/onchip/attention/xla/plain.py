@@ -1,7 +1,7 @@
-"""Attention in plain JAX: tiles of queries by tiles of keys, with a running softmax, made again in backward.
+"""Attention in plain JAX: tiles of queries by tiles of keys, with a running softmax, computed again in backward.
 
 A loop goes over the tiles of keys that any query of a tile sees, so hidden tiles cost nothing.  Its bounds are numbers
-of the mask, known to the device alone.
+of the mask, which only the device knows.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class Ranges(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     given: Parameters
     mask: Ranges
@@ -81,15 +81,15 @@ def _add(x: Array, part: Array, at: Array, axis: int = 1) -> Array:
 
 
 def _not_finite(x: Array) -> Array:
-    """[B, T] bool, of [B, T, H, D]: a token that has a number which isn't."""
+    """[B, T] bool, from [B, T, H, D]: whether a token has a number that isn't finite."""
     return ~jnp.isfinite(x).all((2, 3))
 
 
 class _Tiles(NamedTuple):
     """A call cut in tiles.
 
-    What isn't finite is 0 in them: in a product a zero beside it would be NaN, for queries that don't see it too.  The
-    scores of those that do are NaN.
+    Numbers that aren't finite are 0 in them: a product with a probability of 0 would otherwise be NaN, even for queries
+    that don't see the number.  The scores of queries that do see it are NaN.
     """
 
     static: AttentionStatic
@@ -235,7 +235,7 @@ def _backward(static: AttentionStatic, needs: Parameters, saved: AttentionSaved,
     def step(n: Any, made: Parameters) -> Parameters:
         at, new = _AttentionCut.of(n, tiles.rows, p.queries)
         q, shift = tiles.queries(tiles.given.q, at), tiles.queries(finite, at)
-        # What is sent to a query that sees nothing may be anything: its out is 0, and it takes part in no product.
+        # A query that sees nothing may have any upstream gradient: its out is 0, and it takes part in no product.
         given_out, own = tiles.queries(grad_out, at), tiles.queries(out, at)
         nan = ~jnp.isfinite(given_out).all(-1)[..., None]
         do = jnp.where(nan | ~new[None, None, None, :, None], 0, given_out)
@@ -277,7 +277,7 @@ def _backward(static: AttentionStatic, needs: Parameters, saved: AttentionSaved,
 
 
 def roles_of(given: Parameters, heads: int) -> Roles:
-    """What arrays with heads at this dimension have of sequences and heads: devices may share both."""
+    """The roles of arrays with heads at this dimension: devices may share sequences and heads."""
     by_head = Role(True, heads)
     of_sinks = None if given.sinks is None else Role(vocab=0)
     of_kept = by_head, Role(True, 1)
@@ -285,7 +285,7 @@ def roles_of(given: Parameters, heads: int) -> Roles:
 
 
 def on_device(static: AttentionStatic, given: Parameters, mask: Ranges) -> tuple[AttentionStatic, Parameters, Ranges]:
-    """What forward takes of a device's sequences and heads."""
+    """The arguments of forward, for a device's sequences and heads."""
     heads = 2 if static.mesh is None else static.mesh.roles.outputs[0].vocab
     sizes = {"batch": given.q.shape[0], "heads": given.q.shape[heads], "key_heads": given.k.shape[heads]}
     problem = static.problem if static.mesh is None else static.problem._replace(**sizes)

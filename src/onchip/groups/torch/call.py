@@ -31,14 +31,14 @@ class GroupedCall(NamedTuple):
 
 
 class GroupedOutputs(NamedTuple):
-    """What every operator returns."""
+    """Every operator's outputs."""
 
     out: Tensor  # [T, C] or [num_rows, C]
     product: Tensor | None  # [T, N] of x's dtype: before activation and scale
 
 
 class GroupedKept(NamedTuple):
-    """What backward is given."""
+    """What forward keeps for backward."""
 
     x: Tensor | None  # for the weight's gradient, in the products' dtype; for 'triton' in FP8 its quantised columns
     weight: Tensor | None  # for x's; for 'triton' in FP8 quantised

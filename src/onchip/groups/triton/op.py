@@ -1,4 +1,4 @@
-"""grouped_matmul's operator on the Triton kernels, forward and backward.  Triton is imported there."""
+"""grouped_matmul's operator on the Triton kernels, forward and backward.  The kernels' modules import Triton."""
 
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ def refusal(
 
 
 class GroupedTritonOutputs(NamedTuple):
-    """What the operator returns."""
+    """The operator's outputs."""
 
     of_call: GroupedOutputs
     plan: Tensor  # int32: which rows are whose

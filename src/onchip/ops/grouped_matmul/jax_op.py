@@ -234,7 +234,7 @@ class _GroupedSaved(NamedTuple):
 def _on_device(
     static: _GroupedStatic, layer: _GroupedLayer, at: _GroupedRows
 ) -> tuple[_GroupedStatic, _GroupedLayer, _GroupedRows]:
-    """What `_forward` takes of a device's rows."""
+    """The arguments of `_forward`, for a device's rows."""
     parts = 1 if static.mesh is None else static.mesh.spread.parts
     if parts == 1:
         return static, layer, at
