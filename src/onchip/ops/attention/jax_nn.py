@@ -98,7 +98,7 @@ def dot_product_attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: a shape or option is wrong, there is a bias, or the mask differs between heads.
 
-    Memory: that of `onchip.jax.attention`.
+    Memory and sources: those of `onchip.jax.attention`.
 
     Example:
         >>> import jax

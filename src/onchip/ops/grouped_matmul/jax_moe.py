@@ -52,6 +52,13 @@ def init_moe(
 ) -> MoEParams:
     """Random weights for `moe`, normal with standard deviation 1 / sqrt(inputs); with `bias`, also biases of zeros.
 
+    Args:
+        key: a random key of JAX.
+        hidden, intermediate, num_experts: H, F and E.
+        shared_intermediate: S, the inner size of an expert that every token goes to; 0 for none.
+        dtype: dtype of the experts; the router is float32.
+        bias: whether the router and the experts get biases.
+
     Example:
         >>> import jax
         >>> from onchip.jax import init_moe
@@ -206,9 +213,9 @@ def update_correction_bias(
     counts: Array,  # [E]
     rate: float = 0.001,
 ) -> jax.Array:
-    """The correction bias in `moe` after a step: correction_bias + rate * sign(mean(counts) - counts).
+    """The correction bias for `moe` after a step: correction_bias + rate * sign(mean(counts) - counts).
 
-    Experts with too many tokens get fewer.
+    Experts with too many tokens then get fewer.
 
     Args:
         correction_bias: [E] float32 or float64, zeros at first.

@@ -287,9 +287,18 @@ def jsd(
         student_logits: [..., V] float32, bfloat16, float16 or float64.  -inf takes an entry out of the distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64.
         axis_name: as in `linear_jsd`, for both models' logits.
+        beta, temperature, temperature_squared, target, labels, ignore_index: as in `linear_jsd`.
+        token_weight, reduction, normalizer, teacher_topk, hard_weight, vocab: likewise.
+        teacher_grad, check_inputs, scratch_bytes, backend: likewise.
 
-    The other arguments, the result and the errors are those of `linear_jsd`.  Softmaxes, loss and gradients are
-    computed in float32 (float64 for float64 logits); a gradient is rounded to its logits' dtype once.
+    Softmaxes, loss and gradients are computed in float32 (float64 for float64 logits); a gradient is rounded to its
+    logits' dtype once.
+
+    Returns:
+        The loss, as from `linear_jsd`.
+
+    Raises:
+        What `linear_jsd` raises.
 
     Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
 

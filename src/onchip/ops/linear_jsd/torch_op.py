@@ -200,9 +200,18 @@ def jsd(
             distribution.  Logits are copied if their leading dimensions can't be flattened in place, or, with "triton",
             if their last stride isn't 1.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, any strides; copied likewise.
+        beta, temperature, temperature_squared, target, labels, ignore_index: as in `linear_jsd`.
+        token_weight, reduction, normalizer, teacher_topk, hard_weight, vocab: likewise.
+        teacher_grad, check_inputs, scratch_bytes, backend, vocab_group, vocab_start, vocab_size: likewise.
 
-    The other arguments, the result and the errors are those of `linear_jsd`.  Softmaxes, loss and gradients are
-    computed in float32 (float64 for float64 logits); a gradient is rounded to its logits' dtype once.
+    Softmaxes, loss and gradients are computed in float32 (float64 for float64 logits); a gradient is rounded to its
+    logits' dtype once.
+
+    Returns:
+        The loss, as from `linear_jsd`.
+
+    Raises:
+        What `linear_jsd` raises.
 
     Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; "triton" needs far less.
     Between forward and backward only the inputs are kept.
