@@ -39,7 +39,7 @@ WRONG = {
     "size": (ValueError, {"mask": Chunked(0)}, "Chunked.size must be above 0; got 0"),
     "within": (TypeError, {"mask": Chunked(4, within=Causal())}, "Chunked.within must be a Documents; got Causal"),
     "ids": (TypeError, {"mask": Documents([0, 1])}, "Documents.ids must be an array of q's framework; got list"),
-    "ids of NumPy": (TypeError, {"mask": Documents(np.zeros(6, int))}, "Documents.ids must be an array of the fr"),
+    "ids of NumPy": (TypeError, {"mask": Documents(np.zeros(6, int))}, "Documents.ids must be an array of q's fr"),
     "float ids": (TypeError, {"mask": Documents(IDS.float())}, "Documents.ids must be integers; got float32"),
     "too few ids": (ValueError, {"mask": Documents(IDS[:5])}, "Documents.ids must be [2, 6] or [6]; got shape [1, 5]"),
     "ids of a batch": (

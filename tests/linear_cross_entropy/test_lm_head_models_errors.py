@@ -87,7 +87,7 @@ def test_a_model_that_is_not_understood(make, message):
     with pytest.raises(TypeError, match=re.escape(message)) as caught:
         lm_log_probs(make(), hidden, IDS)
     said = str(caught.value)
-    assert said.startswith("lm_log_probs: what ")
+    assert said.startswith("lm_log_probs: can't tell what ")
     assert "pass its head instead, as model.get_output_embeddings(), with the model's own softcap=" in said
     with pytest.raises(TypeError, match=r"if its logits are the model's, .* or pass both models' logits to jsd"):
         lm_jsd(make(), hidden, teacher_logits=torch.randn(2, 9, 60))
