@@ -1,14 +1,31 @@
 """Wrong calls of losses whose vocabulary is sharded: all ranks raise, and none waits for another."""
 
+import re
 from datetime import timedelta
+from functools import partial
 
 import agreement
 import pytest
 import torch
 import torch.distributed as dist
-from parts import LAYOUTS, SHAPE, VOCAB, dense, factors, ids, models, part, random, taken, teachers, tensors, topk
+from parts import (
+    LAYOUTS,
+    SHAPE,
+    VOCAB,
+    Watching,
+    dense,
+    factors,
+    ids,
+    models,
+    part,
+    random,
+    taken,
+    teachers,
+    tensors,
+    topk,
+)
 
-from onchip.torch import cross_entropy, linear_cross_entropy, linear_jsd, log_probs
+from onchip.torch import cross_entropy, linear_cross_entropy, linear_jsd, log_probs, quantize_weight
 from sharded import cut, spawn
 
 BAD = ids().masked_fill(ids() == -100, VOCAB)
@@ -50,7 +67,7 @@ def wrong_calls(rank, ranks):
     sizes, head, logits = LAYOUTS[ranks][1], tensors(), {"logits": random(*SHAPE, VOCAB)}
     del head["bias"]
     refuse(linear_cross_entropy, head | {"target": ids()}, sizes, rank, (*SHARDS, *OF_GROUPS))
-    there = LAYOUTS[ranks][0]  # of logits an empty shard needs no scratch: its rank would wait for the others
+    there = LAYOUTS[ranks][0]
     refuse(cross_entropy, logits | {"target": ids()}, there, rank, SHARDS)
     no_dimension = {"logits": torch.ones([])}, ValueError, "logits has no dimension that could be sharded"
     refuse(cross_entropy, logits | {"target": ids()}, sizes, rank, [no_dimension])
@@ -129,16 +146,87 @@ def ranks_that_differ(rank, ranks):
         log_probs(random(*SHAPE, VOCAB)[..., own], ids(), **taken(more, sizes, rank))
 
 
-def a_rank_that_fails(rank, ranks):
+def refused_by(which, rank, run, match):
+    """Raise unless the `which` rank raises for its own reason, and the others hear it."""
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
+        run()
+    said = str(raised.value)
+    assert re.search(match, said), said
+    assert (f"rank {which} of vocab_group refused the call: " in said) == (rank != which), said
+
+
+def ranks_beside_an_empty_shard(rank, ranks):
+    """It needs no scratch of its own, and hears that the others refuse theirs."""
+    hidden, weight, labels = agreement.problem()
+    for empty in range(ranks):
+        sizes = [0 if r == empty else agreement.VOCAB // (ranks - 1) for r in range(ranks)]
+        for op in agreement.of_logits(labels).values():
+            with pytest.raises(ValueError, match="scratch_bytes=8 is too small"):
+                op(hidden @ weight.T, cut(sizes, rank), **taken({"scratch_bytes": 8}, sizes, rank))
+
+
+def a_rank_with_a_wrong_argument(rank, ranks):
+    """Whatever is wrong, in whatever op and however it runs."""
+    hidden, weight, labels = agreement.problem()
+    rows, given = agreement.mine(rank, ranks), {"vocab_group": dist.group.WORLD}
+    for which in range(ranks):
+        wrong = rank == which
+        for op in agreement.of_layers(labels).values():
+            run = partial(op, hidden, weight[:, :100] if wrong else weight, rows, **given)
+            refused_by(which, rank, run, "H=128")
+            with Watching():
+                refused_by(which, rank, run, "H=128")
+            refused_by(which, rank, partial(op, hidden, weight, rows, scratch_bytes=8 if wrong else None, **given), "8")
+        for op in agreement.of_logits(labels).values():
+            run = partial(op, hidden @ weight.T, rows, backend="gpu" if wrong else "auto", **given)
+            refused_by(which, rank, run, "backend must be")
+            run = partial(op, hidden @ weight.T, rows, scratch_bytes=8 if wrong else None, **given)
+            refused_by(which, rank, run, "scratch_bytes=8")
+    linear_cross_entropy(hidden, weight[rows], labels, **given)  # ranks are where they were
+
+
+def a_rank_that_waits(rank, ranks):
+    """Of tokens that ranks have parts of, none is gathered before."""
+    hidden, weight, labels = agreement.problem()
+    parts = {"hidden_layout": "sequence", "vocab_group": dist.group.WORLD}
+    part = hidden.repeat(1, ranks, 1).chunk(ranks, 1)[rank]
+    labels = labels.repeat(1, ranks)
+    rows = agreement.mine(rank, ranks)
+    for op in (
+        lambda **x: linear_cross_entropy(part, weight[rows], labels, **parts, **x),
+        lambda **x: linear_cross_entropy(part, weight[rows], labels, precision="fp8", **parts, **x),
+        lambda **x: linear_jsd(part, weight[rows], part, weight[rows], target=labels, **parts, **x),
+    ):
+        refused_by(0, rank, partial(op, scratch_bytes=8 if rank == 0 else None), "scratch_bytes=8")
+        op()
+
+
+def a_weight_that_changed(rank, ranks):
+    """Of copies in FP8, one rank's are no longer of its weight."""
+    hidden, weight, labels = agreement.problem()
+    mine = weight[agreement.mine(rank, ranks)].clone()
+    copies = quantize_weight(mine)
+    mine += rank == 0
+    run = partial(linear_cross_entropy, hidden, copies, labels, precision="fp8", vocab_group=dist.group.WORLD)
+    refused_by(0, rank, run, "changed")
+
+
+def a_rank_that_never_calls(rank, ranks):
     """The others raise at the group's time-out."""
     group, sizes = dist.new_group(timeout=timedelta(seconds=1)), LAYOUTS[ranks][0]
     hidden, weight, _ = tensors().values()
-    given = taken({}, sizes, rank) | {"vocab_group": group}
-    with pytest.raises(RuntimeError if rank else ValueError, match=r"[Tt]imed" if rank else "hidden has H="):
-        linear_cross_entropy(hidden[..., : 16 - (rank == 0)], weight[cut(sizes, rank)], ids(), **given)
+    if rank:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed"):
+            linear_cross_entropy(
+                hidden, weight[cut(sizes, rank)], ids(), **taken({}, sizes, rank) | {"vocab_group": group}
+            )
 
 
-WRONG = (wrong_calls, wrong_soft_labels, wrong_divergences, ranks_that_differ, *agreement.CHECKS, a_rank_that_fails)
+REFUSED = (ranks_beside_an_empty_shard, a_rank_with_a_wrong_argument, a_rank_that_waits, a_weight_that_changed)
+WRONG = (
+    wrong_calls, wrong_soft_labels, wrong_divergences, ranks_that_differ, *agreement.CHECKS, *REFUSED,
+    a_rank_that_never_calls,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

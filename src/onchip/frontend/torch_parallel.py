@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from onchip.frontend.options import Shapes, require_bool, require_int, require_one_of, require_positive_int
 from onchip.frontend.torch_inputs import is_dtensor, require_tensor
+from onchip.frontend.torch_refusals import others_wait
 
 HiddenLayout = Literal["replicated", "sequence"]
 
@@ -170,6 +171,9 @@ def localized(
     for name, x in dtensors.items():
         group = _group_of(op, name, x, group)
     assert group is not None
+    there = next((x for x in given.values() if isinstance(x, Tensor)), None)
+    if there is not None:
+        others_wait(group, there)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sizes = []
     for name, x in weights.items():

@@ -28,6 +28,7 @@ from onchip.frontend import torch_prepared
 from onchip.frontend.torch_builder import Builder, Prepared, versions
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_prepared import SEEN_ONCE, Known
+from onchip.frontend.torch_refusals import refused_together
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +53,8 @@ def repeatable(function: F) -> F:
         given: list[Tensor] = []
         kind = _kind(args, kwargs, given)
         if kind is None:
-            return function(*args, **kwargs)
+            with refused_together(kwargs.get("check_inputs")):
+                return function(*args, **kwargs)
         found = known.get(kind)
         if isinstance(found, _Known):
             if found.prepared.may_run():

@@ -1,13 +1,14 @@
 """Checks that the ranks which share a vocabulary were given matching arguments, by comparing these over the ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip.vocab.parallel import all_gather, group_of
+from onchip.frontend.torch_refusals import all_gather, go_on_together
+from onchip.vocab.parallel import group_of
 
 # 2**64 over the golden ratio, as int64 has it: spreads bits.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
@@ -25,18 +26,23 @@ def require_agreement(
     split: Mapping[str, Tensor | None],
     hidden: Mapping[str, Tensor | None] | None = None,
     ids: Tensor | None = None,
+    check: Callable[[], Any] | None = None,
 ) -> None:
     """Raise if the ranks differ in what must be the same, or have the same where each must have its own part; this runs
     on the CPU and with check_inputs.
 
     sizes: those of hidden or the logits, and dtypes.  values: targets, ids and weights.  split: what is sharded, by
     name; weights by their first dimension, logits [..., V] by their last.  hidden: the hidden states, by name; those of
-    tokens whose `ids`, [...] or [..., K], are ignored may be anything.
+    tokens whose `ids`, [...] or [..., K], are ignored may be anything.  check: raises if this rank finds
+    something wrong that the others may not.
     """
     options, shards = call.options, call.shards
     device = next(x.device for x in split.values() if x is not None)
     if shards.ranks == 1 or not (options.check_inputs or device.type == "cpu"):
+        if check is not None:
+            check()
         return
+    go_on_together(op, group_of(shards), device, check)
     said = {
         "vocab_size": shards.vocab,
         "hidden_layout": shards.sequence,

@@ -26,11 +26,11 @@ from torch._C._distributed_c10d import _resolve_process_group
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
+from onchip.frontend.torch_refusals import all_gather
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 
-# Newer releases of PyTorch have other names for these.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Newer releases of PyTorch have another name for it.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Larger than any index of a vocabulary.
 NO_INDEX = 2**31 - 1

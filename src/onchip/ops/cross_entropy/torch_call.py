@@ -80,7 +80,7 @@ class CrossEntropyCall(RowsCall):
         sizes = self.logits.shape[:-1], self.logits.dtype, self.kind
         require_agreement(
             OP, self, sizes, self.ids, None if self.dense else self.labels, self.token_weight, self.normalizer,
-            self.class_weight, self.token_temperature, split={"logits": self.logits},
+            self.class_weight, self.token_temperature, split={"logits": self.logits}, check=self.require_memory,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ multiplies them by the upstream gradient and computes the weight's.  The walk is
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,14 +91,12 @@ class LinearCrossEntropyFp8Kept(NamedTuple):
 
 def _forward(arguments: Fp8Call) -> Fp8Outputs:
     call, backend = arguments.call, arguments.backend
-    call.check_ranks()
+    call.check_ranks(partial(_check_own, arguments))
     mine, check = parallel.local(call), call.options.check_inputs or not call.hidden.is_cuda
     tokens = call.tokens(check_values=check) if check or call.shards.there else None
-    if arguments.check_weight:
-        check_unchanged(OP, mine.weight, arguments.copies, SCALE, QUANTIZERS[backend])
-    # Of the inputs' own dtypes, whatever autocast's.
-    problem = mine.problem("cuda" if backend == "triton" else "cpu", **_known(call))
-    chunk = memory.plan(replace(problem, dtype=DTYPES[call.hidden.dtype]), call.budget, call.shards.ranks)
+    if not call.shards.there:
+        _check_own(arguments)
+    chunk = _plan(mine, backend)
     asked = _logits_call(call, tokens)
     source = walk.Source(backend, mine.hidden, mine.weight, arguments.copies, mine.bias, asked)
     if call.shards.there:
@@ -112,6 +111,21 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
     if call.options.reduction != "none":
         out = out._replace(loss=softmax.loss.sum() / asked.divisor)
     return Fp8Outputs(out, parts)
+
+
+def _check_own(arguments: Fp8Call) -> None:
+    """Raise for what this rank alone may find wrong."""
+    mine = parallel.local(arguments.call, fake=True)
+    if arguments.check_weight:
+        check_unchanged(OP, mine.weight, arguments.copies, SCALE, QUANTIZERS[arguments.backend])
+    _plan(mine, arguments.backend)
+
+
+def _plan(mine: LinearCrossEntropyCall, backend: str) -> int:
+    """How many tokens a chunk has, of this rank's call."""
+    # Of the inputs' own dtypes, whatever autocast's.
+    problem = mine.problem("cuda" if backend == "triton" else "cpu", **_known(mine))
+    return memory.plan(replace(problem, dtype=DTYPES[mine.hidden.dtype]), mine.budget, mine.shards.ranks)
 
 
 def _known(call: LinearCrossEntropyCall) -> dict[str, bool]:

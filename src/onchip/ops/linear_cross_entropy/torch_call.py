@@ -1,6 +1,6 @@
 """Arguments of every backend in PyTorch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +69,15 @@ class LinearCrossEntropyCall(LinearCall):
         memory.PLANNER.require(problem, strategy, self.budget)
         return "recompute"
 
-    def check_ranks(self) -> None:
-        """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
+    def check_ranks(self, check: Callable[[], Any] | None = None) -> None:
+        """On the CPU and with check_inputs: raise where ranks' arguments don't belong together; anywhere what `check`
+        raises."""
         if self.shards.there:
             ids = self.ids if self.kind == "ids" else None
             require_agreement(
                 OP, self, (self.sizes, self.kind), self.ids, None if self.dense else self.labels, self.token_weight,
                 self.normalizer, self.class_weight, self.token_temperature, split={"weight": self.weight},
-                hidden={"hidden": self.hidden}, ids=ids,
+                hidden={"hidden": self.hidden}, ids=ids, check=check,
             )  # fmt: skip
 
     def empty_outputs(self, *, kernels: bool = False, reduced: bool = True) -> LossOutputs:

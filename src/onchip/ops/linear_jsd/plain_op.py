@@ -37,8 +37,8 @@ class JsdPlainKept(NamedTuple):
 
 
 def _forward(call: JsdCall) -> JsdPlainOutputs:
-    call = call.of_all_tokens()
     call.check_ranks()
+    call = call.of_all_tokens()
     loss, made, known = torch_halves.forward(call, call.tokens(check=True))
     return JsdPlainOutputs(loss, JsdModel(*made[:4]), JsdModel(*made[4:]), known)
 

@@ -162,8 +162,7 @@ class JsdCall(NamedTuple):
         return loss if self.options.reduction == "none" else loss.sum() * tokens.inverse_count
 
     def check_ranks(self) -> None:
-        """On the CPU and with check_inputs: raise where ranks' arguments don't belong together; the call is of all
-        tokens."""
+        """On the CPU and with check_inputs: raise where ranks' arguments don't belong together."""
         if not self.shards.there:
             return
         names = ("student_", "teacher_")

@@ -79,8 +79,9 @@ class JsdTritonKept(NamedTuple):
 def _forward(call: JsdCall) -> JsdTritonOutputs:
     from onchip.ops.linear_jsd import triton_walk
 
-    plan, call = _plan(call), call.of_all_tokens()
+    plan = _plan(call)
     call.check_ranks()
+    call = call.of_all_tokens()
     if call.options.check_inputs or call.first.device.type == "cpu":
         call.tokens(check=True)  # for its checks alone
     made = _memory(call, plan)

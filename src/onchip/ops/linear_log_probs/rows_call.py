@@ -52,7 +52,10 @@ def _forward(call: LogProbsRowsCall) -> LogProbsPlainOutputs:
     logits = call.logits
     if call.shards.there:
         sizes = logits.shape[:-1], logits.dtype
-        require_agreement(LOGITS_OP, call, sizes, call.ids, call.token_temperature, split={"logits": logits})
+        require_agreement(
+            LOGITS_OP, call, sizes, call.ids, call.token_temperature, split={"logits": logits},
+            check=call.require_memory,
+        )  # fmt: skip
     stats, tokens = walk.statistics(LOGITS_OP, call, asked_by(call.options))
     return LogProbsPlainOutputs.of(call.options, stats, tokens, logits.shape[:-1], call.ids)
 

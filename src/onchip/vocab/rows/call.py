@@ -109,6 +109,13 @@ class RowsCall:
         }
         return memory.RowsProblem(**given, **of_op)
 
+    def require_memory(self) -> None:
+        """Raise for labels, and for a scratch_bytes, that no config can be made for."""
+        if not self.runs_kernels:
+            self.config(self.tokens(check_values=self.options.check_inputs))
+        elif self.options.scratch_bytes is not None:
+            self.config()
+
     def config(self, tokens: Ids | None = None) -> ChunkConfig:
         """The rows of a chunk, the same in forward and backward, so that forward refuses a budget that is too small."""
         vocab = self.mine.shape[-1]

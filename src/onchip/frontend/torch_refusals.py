@@ -1,0 +1,93 @@
+"""A call of a sharded vocabulary that one rank refuses, all refuse: none waits for a rank that has raised.
+
+Ranks look at what they were given, which may differ, before they exchange anything.  On the CPU, and with check_inputs,
+each then tells the others whether it goes on: one that does in `go_on_together`, one that has raised in
+`refused_together`, with the reason.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Newer releases of PyTorch have another name for it.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Bytes of a reason.
+_SIZE = 1024
+
+
+class _Ranks(NamedTuple):
+    """Those that share a vocabulary, and where what they exchange is."""
+
+    group: ProcessGroup
+    device: torch.device
+
+
+class _Waiting(threading.local):
+    """The ranks that wait to hear of the call that this thread is in; None: it is of no sharded vocabulary, or they
+    have heard."""
+
+    ranks: _Ranks | None = None
+
+
+_WAITING = _Waiting()
+
+
+@contextmanager
+def refused_together(check_inputs: Any) -> Iterator[None]:
+    """While a public function runs: if it raises for its arguments, the ranks that share its vocabulary hear of it."""
+    before, _WAITING.ranks = _WAITING.ranks, None
+    try:
+        yield
+    except Exception as error:
+        ranks = _waiting()
+        if ranks is not None and (ranks.device.type == "cpu" or check_inputs is True):
+            _refuse(ranks, error)
+        raise
+    finally:
+        _WAITING.ranks = before
+
+
+def _waiting() -> _Ranks | None:
+    return _WAITING.ranks
+
+
+def others_wait(group: ProcessGroup, x: Tensor) -> None:
+    """From now on the ranks of this group wait to hear whether the call of this thread, of tensors as `x`, goes on."""
+    if not torch.compiler.is_compiling() and not x.is_meta:
+        _WAITING.ranks = _Ranks(group, x.device)
+
+
+def go_on_together(op: str, group: ProcessGroup, device: torch.device, check: Callable[[], Any] | None) -> None:
+    """Raise on every rank if `check` raises on one, or if one has refused the call before."""
+    _WAITING.ranks = None
+    ranks = _Ranks(group, device)
+    if check is not None:
+        try:
+            check()
+        except Exception as error:
+            _refuse(ranks, error)
+            raise
+    for rank, reason in enumerate(_told(ranks, "")):
+        if reason:
+            raise ValueError(f"{op}: rank {rank} of vocab_group refused the call: {reason}")
+
+
+def _refuse(ranks: _Ranks, error: Exception) -> None:
+    with suppress(Exception):  # of a group that has failed this rank says nothing new
+        _told(ranks, str(error) or type(error).__name__)
+
+
+def _told(ranks: _Ranks, reason: str) -> list[str]:
+    """Why each rank refuses, given why this one does; "": it goes on."""
+    said = torch.tensor([*reason.encode()[:_SIZE].ljust(_SIZE, b"\0")], dtype=torch.uint8, device=ranks.device)
+    if type(said) is not Tensor:  # without memory, as a mode makes them
+        return []
+    out = said.new_empty(ranks.group.size(), _SIZE)
+    all_gather(out.view(-1), said, group=ranks.group)
+    return [bytes(x).rstrip(b"\0").decode(errors="ignore") for x in out.tolist()]
