@@ -210,6 +210,40 @@ def test_logits_that_were_changed_in_place():
 
 
 @pytest.mark.filterwarnings("ignore:onchip")
+def test_float32_logits_that_were_changed_in_place_as_float():
+    """Which is the tensor itself."""
+
+    def loss(z, labels):
+        z = z.float()
+        z[..., :50] = -1e4
+        return F.cross_entropy(z.view(-1, 97), TARGET.clamp(min=50))
+
+    model = with_loss(loss)
+    expected = step(model)
+    patch(model)
+    assert_close(step(model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
+def test_transforms_of_functions():
+    """That take no custom loss are given logits."""
+    model = llama().requires_grad_(False)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (), batch()).loss
+
+    expected = torch.func.grad(loss)(parameters)
+    report = patch(model)
+    torch.testing.assert_close(torch.func.grad(loss)(parameters), expected)
+    assert report.losses == 0
+    assert list(report.materialized) == ["a transform of torch.func"]
+    patch(model.train(), z_loss=1e-4)
+    with pytest.raises(RuntimeError, match=r"z_loss can't be added.*a transform of torch.func"):
+        torch.func.grad(loss)(parameters)
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
 def test_logits_that_were_read_without_gradients_have_them_later():
     def loss(z, labels):
         with torch.no_grad():

@@ -35,7 +35,7 @@ class Report:
     reason: str
     """Why not, or what is fused."""
     losses: int = 0
-    """Losses that were fused so far."""
+    """Losses that were fused so far; under torch.compile, in what was compiled."""
     materialized: dict[str, int] = field(default_factory=dict)
     """Which operations in the model's forward asked for the logits themselves, and how often."""
 
@@ -94,6 +94,15 @@ SKIPPED = (
 SKIPPED_LOGITS = SkippedLogits()
 
 
+def _count(report: Report) -> None:
+    """One loss more; under torch.compile, which runs this as it traces, one for each compilation."""
+    report.losses += 1
+
+
+# As torch.compiler.assume_constant_result has it: traced, the number would be guarded, and each call compiled anew.
+_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @dataclass
 class DeferredCall:
     """A call of a patched model with labels, for as long as its forward lasts."""
@@ -120,7 +129,7 @@ class DeferredCall:
             options["softcap"] = made.cap
         options["logit_scale"] = made.scale if made.cap is None else made.scale * made.cap
         self.losses += 1
-        self.report.losses += 1
+        _count(self.report)
 
         def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             if made.vocab < len(weight):
@@ -129,6 +138,15 @@ class DeferredCall:
 
         loss: Tensor = made.apply(of)
         return loss
+
+    def compute(self, reason: str) -> None:
+        """Let the head compute the logits, for who takes them, and say so once."""
+        who = reason.partition(",")[0]
+        self.require_no_options(f"the logits are computed for {reason}")
+        asked = self.report.materialized
+        asked[who] = asked.get(who, 0) + 1
+        if asked[who] == 1:
+            warn(f"the logits are computed and stored for {reason}.  The results are right, and memory isn't saved")
 
     def require_no_options(self, why: str) -> None:
         require_no_options(self.model, self.options, why)
@@ -194,13 +212,12 @@ class Deferred:
             return self.of_head(f, self.hidden)
 
     def logits(self) -> Tensor:
-        for other in self.ancestors():
-            if other.changed:
+        stale = self.value is not None and torch.is_grad_enabled() and not self.value.requires_grad
+        if self.value is None or (stale and self.with_gradients and not self.changed):
+            if any(other.changed for other in self.ancestors()):
                 raise RuntimeError(
                     f"{NAME}: logits that others were made of have been changed in place since; make a copy first"
                 )
-        stale = self.value is not None and torch.is_grad_enabled() and not self.value.requires_grad
-        if self.value is None or (stale and self.with_gradients and not self.changed):
             self.value = self.apply(F.linear) if self.parent is None else self.replay(self.parent.logits())
             self.version = _version(self.value)
         return self.value
@@ -262,7 +279,7 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         name, x = getattr(func, "__name__", ""), args[0] if args else None
         if isinstance(x, DeferredLogits):
-            if func in _AS_THEY_ARE:
+            if func in _AS_THEY_ARE or _is_for_compiler(name):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             made = None if x.deferred.changed else _derived(x, name, func, args[1:], kwargs)
@@ -276,6 +293,14 @@ class DeferredLogits(Tensor):
             name = func.__self__.__name__
         args, kwargs = tree_map_only(DeferredLogits, _Asked(name), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _is_for_compiler(name: str) -> bool:
+    """Whether it is torch.compile that asks for this, to know a tensor by its properties."""
+    if torch.compiler.is_dynamo_compiling() or name not in _FOR_COMPILER:
+        return False
+    asks = sys._getframe(2).f_globals.get("__name__", "")
+    return asks.startswith(("torch._dynamo", "torch._subclasses"))
 
 
 def _unwritten(deferred: Deferred, shape: Any, dtype: torch.dtype) -> DeferredLogits:
@@ -298,6 +323,8 @@ _AS_THEY_ARE = {
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_inference),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
 }
+# The same, if torch.compile asks: it does of what comes to a graph after a break of the one before.
+_FOR_COMPILER = {"stride", "storage_offset", "untyped_storage", "is_mkldnn", "is_conj", "is_neg", "_is_view", "__get__"}
 _SAME = {"contiguous", "clone"}
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -320,9 +320,21 @@ def patched_head_class(base: Any) -> type:
         fits = call is not None and call.is_here() and len(args) == 1 and not kwargs
         if not fits or not isinstance(args[0], Tensor) or args[0].dtype not in DTYPES:
             return base.__call__(self, *args, **kwargs)
+        if (reason := _undeferrable()) is not None:
+            call.compute(reason)
+            return base.__call__(self, *args, **kwargs)
         return _deferred(call, self, args[0])
 
     return derived(base, f"Patched{base.__name__}", {"__call__": __call__}, patched_head_class)
+
+
+def _undeferrable() -> str | None:
+    """Who can't be given deferred logits where the head is called now, and what to do; or None."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func, which can't differentiate the fused loss; for that, take torch.autograd"
+    return None
 
 
 def _with_token_losses(outputs: Any, labels: Tensor) -> Any:
