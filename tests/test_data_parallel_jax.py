@@ -310,6 +310,15 @@ def inside_of_shard_map():
     assert_same(gradients(mapped)(h, w, y), gradients(partial(linear_cross_entropy, reduction="sum"))(h, w, y))
 
 
+@check
+def no_dtype_is_promoted_by_jax():
+    h, w, y = arrays()
+    given = placed(mesh_of("data"), (("data",), (), ("data",)), (h.astype(jnp.bfloat16), w.astype(jnp.bfloat16), y))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        found = gradients(linear_cross_entropy)(*given)
+    jax.tree.map(np.testing.assert_array_equal, found, gradients(linear_cross_entropy)(*given))
+
+
 @slow
 def gradients_of_16_bits():
     """An upstream gradient scales what forward made; of float16 the gradients are made in backward, where they don't

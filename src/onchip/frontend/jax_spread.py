@@ -137,7 +137,9 @@ def with_gradients_on_mesh(
         kept, *given = residuals
         if not given:
             (upstream,) = jax.tree.leaves(cotangents)
-            return _gradients(needs, [g.astype(jnp.promote_types(g.dtype, upstream.dtype)) * upstream for g in kept])
+            # Not promote_types, which raises where jax_numpy_dtype_promotion is "strict".
+            wider = [max(g.dtype, upstream.dtype, key=lambda dtype: dtype.itemsize) for g in kept]
+            return _gradients(needs, [g.astype(x) * upstream.astype(x) for g, x in zip(kept, wider, strict=True)])
         static, roles = between.resumable(static), static.mesh.roles
 
         def run(spread: Spread, wanted: list[P], _: Any, parameters: Any, constants: Any, *more: Any) -> _Made:
