@@ -299,7 +299,7 @@ def _is_for_compiler(name: str) -> bool:
     """Whether it is torch.compile that asks for this, to know a tensor by its properties."""
     if torch.compiler.is_dynamo_compiling() or name not in _FOR_COMPILER:
         return False
-    asks = sys._getframe(2).f_globals.get("__name__", "")
+    asks: str = sys._getframe(2).f_globals.get("__name__", "")
     return asks.startswith(("torch._dynamo", "torch._subclasses"))
 
 
