@@ -41,6 +41,10 @@ RATES = {
 }
 
 
+# Launches of weight's product: with more the host is kept busy.
+MOST_WEIGHT_CHUNKS = 11
+
+
 class BesideCuts(NamedTuple):
     """What `Costs.of_cuts` needs to know about a plan that keeps exponentials."""
 
@@ -79,38 +83,58 @@ class Costs:
     # ------------------------------------------------------------------------------- gradients in forward
 
     def in_forward(self, tokens: int, size: int, first: int = 0, weight_chunk: int = 0) -> float:
-        """With gradients made in forward, in chunks of so many tokens, of which the first may be longer."""
-        p, launch, programs = self.problem, self.launch, self.rates.programs
-        rest, last = divmod(tokens - min(first, tokens), size)
-        chunks = [(-(-size // TOKEN_TILE), rest), (-(-last // TOKEN_TILE), int(last > 0))]
-        longer = -(-min(first, tokens) // TOKEN_TILE)
-        number = rest + int(last > 0) + int(longer > 0)
-        rows = longer + sum(n * times for n, times in chunks)
-        time = tokens * (self.token + self.keep) + launch * (4 + number) + self.accumulate * max(0, number - 1)
-        each = tokens / max(1, rows)
-        if longer:
-            product = each * self.product * longer
-            time += product * (evenness(longer * self.tiles, programs) - 1)
-            if p.grad_hidden:
-                time += self._longer_hidden(tokens, size, longer, weight_chunk, each)
-            if p.grad_weight:
-                uneven, launches = nested_evenness(
-                    self.columns, weight_chunk, weight_chunk, self.units_by_tokens, programs
-                )
-                time += launch * launches + product * self.padding * uneven
-        for n, times in chunks:
-            if not times:
-                continue
-            product, taken = each * self.product * n, 0.0
-            taken = product * (evenness(n * self.tiles, programs) - 1)
-            if p.grad_hidden:
-                slices = self._slices(n, min(size, tokens))
-                taken += launch + product * hidden_time(n, self.hidden, slices, programs)
-                taken += each * n * self.add * (2 * slices - 1)  # each sum is zeroed, and read once more
-            if p.grad_weight:
-                taken += launch + product * self.padding * self.whole
-            time += times * taken
-        return time
+        """With gradients that forward makes, in chunks of so many tokens, of which the first may be longer."""
+        first = min(first, tokens)
+        number, last = divmod(tokens - first, size)
+        rows, taken, launches = number * -(-size // TOKEN_TILE), 0.0, 0.0
+        if number:
+            of_rows, of_launches = self._of_chunk(-(-size // TOKEN_TILE), min(size, tokens))
+            taken, launches = number * of_rows, number * of_launches
+        if last:
+            short = -(-last // TOKEN_TILE)
+            of_rows, of_launches = self._of_chunk(short, min(size, tokens))
+            number, rows, taken, launches = number + 1, rows + short, taken + of_rows, launches + of_launches
+        if first:
+            longer = -(-first // TOKEN_TILE)
+            of_rows, of_launches = self._of_first(longer, weight_chunk)
+            number, rows, taken, launches = number + 1, rows + longer, taken + of_rows, launches + of_launches
+        time = tokens * (self.token + self.keep) + self.launch * (4 + number) + self.accumulate * max(0, number - 1)
+        return time + tokens / max(1, rows) * taken + launches
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019 - those of a head are kept with it
+    def _of_chunk(self, rows: int, size: int) -> tuple[float, float]:
+        """Of a chunk of so many rows of tiles: a token of each row, and launches; `size`: tokens of the largest."""
+        p, added, taken = self.problem, 0, evenness(rows * self.tiles, self.rates.programs) - 1
+        if p.grad_hidden:
+            slices = self._slices(rows, size)
+            taken += hidden_time(rows, self.hidden, slices, self.rates.programs)
+            added = 2 * slices - 1  # each sum is zeroed, and read once more
+        if p.grad_weight:
+            taken += self.padding * self.whole
+        return rows * (self.product * taken + self.add * added), self.launch * (p.grad_hidden + p.grad_weight)
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def _of_first(self, rows: int, weight_chunk: int) -> tuple[float, float]:
+        """As `_of_chunk`, of a longer first chunk."""
+        taken = rows * self.product * (evenness(rows * self.tiles, self.rates.programs) - 1)
+        launches = 0
+        if self.problem.grad_weight:
+            uneven, launches = nested_evenness(
+                self.columns, weight_chunk, weight_chunk, self.units_by_tokens, self.rates.programs
+            )
+            taken += rows * self.product * self.padding * uneven
+        if self.problem.grad_hidden:
+            lent = self.sizes.weight_row * weight_chunk
+            room = self.sizes.work(rows * TOKEN_TILE, 0, lent, longer=True) // (4 * self.hidden)
+            step = even_step(rows * TOKEN_TILE, self.hidden, room) // TOKEN_TILE
+            number, last = divmod(rows, step)
+            for n, times in (step, number), (last, int(last > 0)):
+                if times:
+                    slices = chunk_hidden(n * TOKEN_TILE, self.hidden, room)[1]
+                    uneven = hidden_time(n, self.hidden, slices, self.rates.programs)
+                    taken += times * n * (self.product * uneven + self.add * (2 * slices - 1))
+                    launches += times
+        return taken, self.launch * launches
 
     def _slices(self, rows: int, size: int) -> int:
         """Sums of hidden's gradient for a chunk of so many rows of tiles; `size`: tokens of the largest chunk."""
@@ -119,20 +143,6 @@ class Costs:
             return slices
         room = self.sizes.work(rows * TOKEN_TILE, size, 0, longer=False) // (4 * self.hidden)
         return max(1, min(slices, room // (rows * TOKEN_TILE)))
-
-    def _longer_hidden(self, tokens: int, size: int, rows: int, weight_chunk: int, each: float) -> float:
-        """The time of a longer first chunk's hidden gradient."""
-        lent = self.sizes.weight_row * weight_chunk
-        room = self.sizes.work(rows * TOKEN_TILE, size, lent, longer=True) // (4 * self.hidden)
-        step = even_step(rows * TOKEN_TILE, self.hidden, room) // TOKEN_TILE
-        number, last = divmod(rows, step)
-        time = 0.0
-        for n, times in (step, number), (last, int(last > 0)):
-            if times:
-                slices = chunk_hidden(n * TOKEN_TILE, self.hidden, room)[1]
-                uneven = hidden_time(n, self.hidden, slices, self.rates.programs)
-                time += times * (self.launch + each * n * (self.product * uneven + self.add * (2 * slices - 1)))
-        return time
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 
@@ -173,25 +183,32 @@ class Costs:
             time += tokens * self.product * self.padding * uneven + self.launch * launches
         return time
 
+    def of_weight(self, chunk: int) -> tuple[float, float]:
+        """Of the weight's gradient in backward: what a token adds, and launches."""
+        uneven, launches = nested_evenness(self.columns, chunk, chunk, self.units, self.rates.programs)
+        return self.product * self.padding * uneven, self.launch * launches
+
     def weight(self, tokens: int, chunk: int) -> float:
         """The time of the weight's gradient in backward."""
         if not self.problem.grad_weight:
             return 0.0
-        uneven, launches = nested_evenness(self.columns, chunk, chunk, self.units, self.rates.programs)
-        return tokens * self.product * self.padding * uneven + self.launch * launches
+        of_token, of_launches = self.of_weight(chunk)
+        return tokens * of_token + of_launches
 
-    def kept_bound(self, tokens: int, kept: int) -> tuple[float, float]:
-        """A bound, without the weight's gradient, for plans that keep at most so many tokens: no plan with one chunk of
-        recomputed logits takes less; and what each further chunk adds.
+    def is_late(self, chunk: int) -> bool:
+        """Whether so many launches of weight's product keep the host busy: the GPU is no faster."""
+        return self.problem.grad_weight and chunk * MOST_WEIGHT_CHUNKS < self.problem.vocab
+
+    def kept_bound(self, tokens: int) -> tuple[float, float, float, float]:
+        """Beside the weight's gradient no plan that keeps exponentials takes less, with one chunk of logits that are
+        computed again; with each token of these, each chunk more, and each of these tokens in that it takes so much
+        more.
         """
-        p, launch = self.problem, self.launch
-        share = min(1.0, kept / max(1, tokens))
-        again, more = (1 - share) * tokens, launch
-        time = tokens * self.token + 9 * launch + share * tokens * self.keep + again * (self.product + self.again)
-        if p.grad_hidden:
-            time += tokens * self.product * self.least_hidden + (tokens + again) * self.add + launch * (2 + (kept > 0))
-            more += launch + again * self.add
-        return time, more
+        time, again = tokens * (self.token + self.keep) + 9 * self.launch, self.product + self.again
+        if not self.problem.grad_hidden:
+            return time, again - self.keep, self.launch, 0.0
+        time += tokens * (self.product * self.least_hidden + self.add) + 2 * self.launch
+        return time, again - self.keep + self.add, 2 * self.launch, self.add
 
     def in_forward_bound(self, tokens: int) -> tuple[float, float]:
         """A bound for plans with gradients made in forward: no plan with one chunk takes less; and what each further

@@ -17,6 +17,7 @@ memory that float32 would take beyond that, scratch or a float32 gradient's own,
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.vocab.chunks import in_chunks
@@ -200,51 +201,81 @@ class TritonSizes:
         work = self.work(tokens, size, lent, longer=longer)
         return self.row * tokens, self.exponentials * rows, work if work > lent else 0
 
-    def even_chunk(self, tokens: int, size: int) -> int:
-        """Bytes of the largest of chunks of so many tokens, of which none is longer."""
-        size = min(size, tokens)
+    @lru_cache(maxsize=1 << 14)  # noqa: B019 - those of a head are kept with it
+    def even_chunk(self, size: int) -> int:
+        """Of the largest of chunks of so many tokens, of which none is longer."""
         return sum(self.chunk(size, size, 0, longer=False))
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def first_chunk(self, tokens: int, weight: int) -> int:
+        """Of a longer first chunk of so many tokens, with what is beyond the gradient's memory, and that of digits."""
+        lent = self.weight_row * weight
+        beyond = self.beyond(weight) + self.digits_beyond(tokens, weight)
+        return beyond + sum(self.chunk(tokens, tokens, lent, longer=True))
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def other_chunk(self, tokens: int, weight: int) -> int:
+        """Of a chunk after that, with what is beyond the gradient's memory."""
+        beyond = self.beyond(weight)
+        return beyond + sum(self.chunk(tokens, tokens, beyond, longer=False))
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 
-    def kept(
-        self,
-        tokens: int,
-        in_gradient: int,
-        in_scratch: int,
-        vocab_chunk: int,
-        weight_chunk: int,
-        *,
-        halves: bool,
-    ) -> tuple[int, int, int, int, int, int]:
-        """Bytes of a plan that keeps exponentials, in addition to what every plan takes: `KEPT_PARTS`."""
-        rows, kept = -(-tokens // TOKEN_TILE) * TOKEN_TILE, in_gradient + in_scratch
-        left = max(0, rows - kept)
-        again, hidden_sums = self.element * left * vocab_chunk, 0
+    def kept(self, tokens: int, in_gradient: int, in_scratch: int, *, halves: bool) -> "KeptBytes":
+        """Of a plan that keeps exponentials."""
+        rows, kept = up(tokens, TOKEN_TILE), in_gradient + in_scratch
+        left, sums = max(0, rows - kept), 0
         if self.grad_hidden:
             summed = min(rows, kept) + 2 * left if halves else tokens
             # What ranks add up, while the weight's products still read hidden's rows.
-            hidden_sums = 4 * summed * self.hidden + self.hidden_row * tokens * self.sharded
-        # The softmax of each tile is gone before the gradients are begun.
-        later = again + hidden_sums + self.bias
-        return (
-            0 if self.grad_hidden else self.row * tokens,
-            self.weight_row * (self.padded + weight_chunk) if in_gradient else 0,
-            self.exponentials * in_scratch,
-            again,
-            hidden_sums,
-            max(0, self.of_softmax(tokens) - later),
+            sums = 4 * summed * self.hidden + self.hidden_row * tokens * self.sharded
+        vectors = self.of_tokens(tokens, sorted_by_target=kept > 0)  # with exponentials kept, targets are sorted
+        of_row = self.weight_row if in_gradient else 0
+        hidden_rows = 0 if self.grad_hidden else self.row * tokens
+        padding, exponentials = of_row * self.padded, self.exponentials * in_scratch
+        return KeptBytes(
+            vectors,
+            hidden_rows,
+            padding,
+            exponentials,
+            sums,
+            vectors + hidden_rows + padding + exponentials + sums,
+            max(0, self.of_softmax(tokens) - sums - self.bias),
+            of_row,
+            self.element * left,
         )
 
 
-KEPT_PARTS = (
-    "hidden rows",
-    "one more chunk of the weight's gradient",
-    "exponentials in scratch",
-    "logits' gradient, recomputed",
-    "hidden gradient in float32",
-    "softmax of each tile",
-)
+class KeptBytes(NamedTuple):
+    """Of plans that keep exponentials of so many tokens, beside what every plan takes."""
+
+    vectors: int
+    hidden_rows: int
+    padding: int
+    exponentials: int
+    sums: int
+    fixed: int  # all of these
+    softmax: int  # of each tile, beyond the memory of those sums: it is gone before the gradients are begun
+    of_row: int  # for each row of a chunk of the weight's gradient
+    of_column: int  # for each column of a chunk of logits that are computed again
+
+    def size(self, vocab_chunk: int, weight_chunk: int) -> int:
+        """With chunks of such a size."""
+        return self.fixed + self.of_row * weight_chunk + max(self.softmax, self.of_column * vocab_chunk)
+
+    def parts(self, vocab_chunk: int, weight_chunk: int) -> dict[str, int]:
+        again = self.of_column * vocab_chunk
+        return {
+            "vectors": self.vectors,
+            "hidden rows": self.hidden_rows,
+            "one more chunk of the weight's gradient": self.padding + self.of_row * weight_chunk,
+            "exponentials in scratch": self.exponentials,
+            "logits' gradient, recomputed": again,
+            "hidden gradient in float32": self.sums,
+            "softmax of each tile": max(0, self.softmax - again),
+        }
+
+
 CHUNK_PARTS = (
     "hidden rows",
     "exponentials in scratch",
@@ -265,14 +296,17 @@ def _sizes(p: Problem) -> TritonSizes:
 def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     s = sizes_of(p)
-    # With exponentials kept, targets are sorted.
-    vectors = s.of_tokens(p.tokens, sorted_by_target=c.kept > 0 or c.in_forward)
-    parts = {"weight in the products' dtype": s.cast, "copies of strided inputs": p.copied, "vectors": vectors}
+    parts = {"weight in the products' dtype": s.cast, "copies of strided inputs": p.copied}
     if not p.any_grad:
-        parts |= {"hidden rows": s.row * c.token_chunk, "softmax of each tile": s.of_softmax(c.token_chunk)}
+        parts |= {
+            "vectors": s.of_tokens(p.tokens, sorted_by_target=False),
+            "hidden rows": s.row * c.token_chunk,
+            "softmax of each tile": s.of_softmax(c.token_chunk),
+        }
     elif c.in_forward:
         by_chunk = [_chunk_parts(p, c, size, first=i == 0) for i, size in enumerate(c.token_chunks(p.tokens)[:2])]
         parts |= {
+            "vectors": s.of_tokens(p.tokens, sorted_by_target=True),
             "one more chunk of the weight's gradient": bytes_beyond(p, c),
             "more digits of hidden's gradient": hidden_digits(p),
             "the weight's sum" if p.weight_grad_out else "more digits of the weight's gradient": s.sum_in_scratch,
@@ -280,8 +314,8 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
             **dict(zip(CHUNK_PARTS, max(by_chunk, key=sum), strict=True)),
         }
     else:
-        sizes = c.kept_in_gradient, c.kept_in_scratch, c.vocab_chunk, c.weight_chunk
-        parts |= zip(KEPT_PARTS, s.kept(p.tokens, *sizes, halves=c.halves), strict=True)
+        kept = s.kept(p.tokens, c.kept_in_gradient, c.kept_in_scratch, halves=c.halves)
+        parts |= kept.parts(c.vocab_chunk, c.weight_chunk)
     return parts | ({"ids": id_bytes(p)} if p.ids else {})
 
 

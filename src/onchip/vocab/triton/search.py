@@ -3,23 +3,29 @@ framework.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from onchip.core.sizes import up
 from onchip.vocab.chunks import Fastest, largest, largest_within
 from onchip.vocab.memory import Problem
-from onchip.vocab.triton.costs import BesideCuts, costs_of
-from onchip.vocab.triton.memory import TritonPlan, hidden_digits, id_bytes, may_hold, may_run_in_forward, sizes_of
+from onchip.vocab.triton.costs import BesideCuts, Costs, costs_of
+from onchip.vocab.triton.memory import (
+    KeptBytes,
+    TritonPlan,
+    hidden_digits,
+    id_bytes,
+    may_hold,
+    may_run_in_forward,
+    sizes_of,
+)
 from onchip.vocab.triton.tiling import PROGRAMS, TOKEN_TILE, VOCAB_TILE, hidden_apart, hidden_units
 
 # Plans that take up to so many times the least pass for equally fast: no model is better than that.
 SLACK = 1.007
 # A bound that is a sum in another order may be above what it bounds by a rounding.
 LEAST = 1 + 1e-12
-# Launches of weight's product: with more the host is kept busy, and the GPU is no faster.
-MOST_WEIGHT_CHUNKS = 11
 # Tokens of the smallest chunk whose product is added to the weight's sum.
 SMALLEST_SUMMED = 512
 # Tiles of the vocabulary in the smallest chunk of the gradients.
@@ -31,27 +37,30 @@ FEW_TILES, FEW_TOKENS = 12, 512
 # Chunks of the weight's gradient are left out if smaller ones take so much less time.
 MUCH_LONGER = 1.06
 
-# For chunks of the vocabulary and of the weight's gradient, and with halves or not: tokens whose exponentials are
-# kept in the memory of the weight's gradient, and in scratch; None where that doesn't fit.
-Kept = Callable[[int, int, bool], tuple[int, int] | None]
-
 
 def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> TritonPlan | None:
     """The fastest plan that fits; of equally fast ones, the smallest of those with few launches.  `kept`: for each
     strategy but 'auto', how many tokens are kept in the memory of the weight's gradient, and in scratch.
     """
-    made, columns = TritonSearch(p, budget), up(p.vocab, VOCAB_TILE)
-    holds = strategy != "recompute" and may_hold(p)
+    holds, auto = strategy != "recompute" and may_hold(p), strategy == "auto"
+    made, columns = TritonSearch(p, kept, budget, most=auto and holds), up(p.vocab, VOCAB_TILE)
     if holds:
         # All in scratch: the weight's gradient in one launch.
         made.try_kept((0, made.rows), columns, columns, halves=False)
-    some = made.keep(made.what_fits if strategy == "auto" and holds else lambda vocab, weight, halves: kept)
-    if strategy == "auto" and may_run_in_forward(p):
+    some = made.keep()
+    if auto and may_run_in_forward(p):
         made.in_forward()
-    some()
+    made.keep_some(some)
     # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
     made.keep_alike(kept)
     return made.plan()
+
+
+class Beside(NamedTuple):
+    """What plans that keep so many exponentials take, whatever their chunks."""
+
+    costs: BesideCuts
+    sizes: KeptBytes
 
 
 class TritonSearch(Fastest[dict[str, Any]]):
@@ -59,26 +68,22 @@ class TritonSearch(Fastest[dict[str, Any]]):
     last, then the larger ones.
     """
 
-    def __init__(self, p: Problem, budget: int) -> None:
+    def __init__(self, p: Problem, kept: tuple[int, int], budget: int, *, most: bool) -> None:
+        """`most`: the weight's gradient holds as many tokens as it can, and scratch as fit; else `kept` are kept."""
         super().__init__(SLACK)
         self.problem, self.costs, self.sizes = p, costs_of(p), sizes_of(p)
         self.tokens, self.rows, self.columns = p.tokens, up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE)
         self.budget = budget - self.sizes.cast - p.copied - id_bytes(p)
-        # Of `what_fits`, with chunks of nothing: tokens that the weight's gradient holds, and others; without and with
-        # halves room, and what the softmax has above what comes later; and bytes of a token that is kept.
-        sizes, tokens = self.sizes, p.tokens
-        self.in_gradient = min(self.rows, sizes.capacity)
-        self.left, held = self.rows - self.in_gradient, self.in_gradient > 0
-        vectors = sizes.of_tokens(tokens, sorted_by_target=held)
-        of_none = [sizes.kept(tokens, self.in_gradient, 0, 0, 0, halves=halves) for halves in (False, True)]
-        self.room = [self.budget - vectors - sum(parts[:-1]) for parts in of_none]
-        self.short = [sizes.of_softmax(tokens) - parts[-2] - sizes.bias for parts in of_none]
-        more = sizes.of_tokens(tokens, sorted_by_target=True) - vectors
-        self.each = TOKEN_TILE * sizes.exponentials + more, 4 * TOKEN_TILE * sizes.hidden
-        self.again, self.by_weight = sizes.element * self.left, sizes.weight_row if held else 0
-        self.by_vocab = TOKEN_TILE * sizes.element
-        self.bounds: dict[int, tuple[float, float]] = {}
-        self.beside: dict[tuple[int, bool], BesideCuts] = {}
+        self.halves = (False, True) if p.grad_hidden else (False,)
+        self.known: dict[tuple[tuple[int, int], bool], Beside] = {}
+        self.kept_bound = self.costs.kept_bound(p.tokens)
+        # Of `what_fits`: what is kept at least, and beside that; how much more, and bytes of a token that is.
+        self.kept = (min(self.rows, self.sizes.capacity), 0) if most else kept
+        self.least = [self.sizes.kept(p.tokens, *self.kept, halves=halves) for halves in self.halves]
+        self.more, vectors = self.rows - self.kept[0] if most else 0, self.least[0].vectors
+        each = TOKEN_TILE * self.sizes.exponentials
+        each += self.sizes.of_tokens(self.tokens, sorted_by_target=True) - vectors
+        self.each = [each, each - 4 * TOKEN_TILE * self.sizes.hidden]
 
     def plan(self) -> TritonPlan | None:
         """The best plan."""
@@ -90,27 +95,44 @@ class TritonSearch(Fastest[dict[str, Any]]):
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 
-    def kept_size(self, kept: tuple[int, int], vocab: int, weight: int, *, halves: bool) -> int:
-        vectors = self.sizes.of_tokens(self.tokens, sorted_by_target=sum(kept) > 0)
-        return vectors + sum(self.sizes.kept(self.tokens, *kept, vocab, weight, halves=halves))
+    def beside(self, kept: tuple[int, int], halves: bool) -> Beside:
+        made = self.known.get((kept, halves))
+        if made is None:
+            costs = self.costs.beside_cuts(self.tokens, sum(kept), halves)
+            made = self.known[kept, halves] = Beside(costs, self.sizes.kept(self.tokens, *kept, halves=halves))
+        return made
 
     def what_fits(self, vocab: int, weight: int, halves: bool) -> tuple[int, int] | None:
-        """As `Kept`: as many tokens as fit."""
-        again = self.again * vocab
-        short, room = self.short[halves] - again, self.room[halves] - again - self.by_weight * weight
-        each, in_halves = self.each
-        if short > 0:
-            room -= short
-        else:  # what is kept of a token isn't computed again, nor summed in two halves; else the softmax needs that
-            each -= self.by_vocab * vocab + (in_halves if halves else 0)
+        """Tokens whose exponentials are kept in the memory of the weight's gradient, and in scratch, as many as fit
+        beside such chunks; None: none of these do.
+        """
+        sizes = self.least[halves]
+        room, again, each = self.budget - sizes.size(vocab, weight), sizes.of_column * vocab, self.each[0]
         if room < 0:
             return None
-        return self.in_gradient, min(self.left, room // max(1, each) * TOKEN_TILE)
+        if again >= sizes.softmax:  # what is kept isn't computed again, nor summed in two halves; else that has it all
+            each = self.each[halves] - TOKEN_TILE * self.sizes.element * vocab
+        return self.kept[0], self.kept[1] + min(self.more, room // max(1, each) * TOKEN_TILE)
+
+    def least_again(self, weight: int) -> float:
+        """Tokens whose logits would be computed again if chunks of them took no memory."""
+        sizes, left = self.least[0], max(0, self.tokens - sum(self.kept))
+        room = self.budget - sizes.fixed - sizes.of_row * weight
+        return max(0.0, left - room / self.sizes.exponentials) if self.more else left
+
+    def some_bound(self, again: float, chunks: float) -> float:
+        """Beside the weight's gradient no plan takes less that computes `least_again` tokens' logits again, in so many
+        chunks: of a chunk's memory, 1 / chunks of theirs, some of these tokens could be kept.
+        """
+        time, each, launches, added = self.kept_bound
+        if self.more and again:
+            again *= chunks / (chunks - 1) if chunks > 1 else math.inf
+        return time + again * each + (chunks - 1) * (launches + again * added)
 
     def try_kept(self, kept: tuple[int, int], vocab: int, weight: int, *, halves: bool) -> None:
-        beside = self.beside_cuts(sum(kept), halves)
-        cost = beside.time + self.costs.of_cuts(beside, self.tokens, vocab, weight)
-        if cost > self.bound or (size := self.kept_size(kept, vocab, weight, halves=halves)) > self.budget:
+        costs, sizes = self.beside(kept, halves)
+        cost = costs.time + self.costs.of_cuts(costs, self.tokens, vocab, weight)
+        if cost > self.bound or (size := sizes.size(vocab, weight)) > self.budget:
             return
         if not self.problem.grad_weight:
             weight = vocab
@@ -122,111 +144,82 @@ class TritonSearch(Fastest[dict[str, Any]]):
             "kept_in_scratch": kept[1],
             "halves": halves,
         }
-        self.add(cost, (self.is_late(weight), size, cost, 0, vocab, halves), fields)
+        self.add(cost, (self.costs.is_late(weight), size, cost, 0, vocab, halves), fields)
 
-    def beside_cuts(self, kept: int, halves: bool) -> BesideCuts:
-        made = self.beside.get((kept, halves))
-        if made is None:
-            made = self.beside[kept, halves] = self.costs.beside_cuts(self.tokens, kept, halves)
-        return made
-
-    def kept_bound(self, kept: int) -> tuple[float, float]:
-        made = self.bounds.get(kept)
-        if made is None:
-            made = self.bounds[kept] = self.costs.kept_bound(self.tokens, kept)
-        return made
-
-    def is_late(self, weight: int) -> bool:
-        return self.problem.grad_weight and weight * MOST_WEIGHT_CHUNKS < self.problem.vocab
-
-    def cuts(self) -> list[tuple[float, int, tuple[int, ...]]]:
-        """The chunk sizes of the weight's gradient, with what it takes in such chunks, and the chunks of logits that
-        may go with each.
+    def keep(self) -> list[tuple[float, float, float, int, tuple[int, ...]]]:
+        """Looks at plans that keep all tokens' exponentials.  Of chunks of the weight's gradient beside which only some
+        are kept: what plans take at least, `least_again`, the chunk's time and size, and the chunks of logits that may
+        go with it.
         """
-        p, soonest, found = self.problem, {True: math.inf, False: math.inf}, []
-        if not p.grad_weight:
-            return [(0.0, VOCAB_TILE, _alike(p.hidden, p.vocab))]
-        for weight, sizes in _cuts(p.hidden, p.vocab):
-            time, late = self.costs.weight(self.tokens, weight), self.is_late(weight)
-            if time < MUCH_LONGER * soonest[late]:
-                soonest[late] = min(soonest[late], time)
-                found.append((time, weight, sizes))
-        return found
-
-    def keep(self, kept: Kept) -> Callable[[], None]:
-        """Try plans that keep all tokens' exponentials.  Returns a function that tries those that keep some."""
-        some = []
-        for time, weight, sizes in self.cuts():
-            if (held := kept(sizes[0], weight, False)) is None:
+        some, soonest = [], [math.inf, math.inf]
+        _, each, launches, added = self.kept_bound
+        for of_token, of_launches, late, weight, sizes in _cuts(self.costs):
+            time = self.tokens * of_token + of_launches
+            if time >= MUCH_LONGER * soonest[late]:
                 continue
-            if sum(held) >= self.rows:  # the size of the other chunks doesn't matter
-                self.try_kept(held, sizes[0], weight, halves=False)
-            else:
-                bound, more = self.kept_bound(sum(held))
-                some.append((bound + time, more, weight, sizes))
+            soonest[late] = min(soonest[late], time)
+            again = self.least_again(weight)
+            if again == 0 and (held := self.what_fits(sizes[-1], weight, halves=False)) and sum(held) >= self.rows:
+                self.try_kept(held, sizes[-1], weight, halves=False)  # the size of the other chunks doesn't matter
+                continue
+            # More chunks are more launches, and fewer tokens that are computed again: with so many it is least.
+            number = 1 + math.sqrt(again * each / (launches + again * added)) if self.more else 1
+            some.append((self.some_bound(again, number) + time, again, time, weight, sizes))
+        return some
 
-        def keep_some() -> None:
-            for bound, more, weight, sizes in sorted(some):
-                if bound <= self.bound:
-                    self.keep_some(kept, bound, more, weight, sizes)
-
-        return keep_some
-
-    def keep_some(self, kept: Kept, bound: float, more: float, weight: int, sizes: tuple[int, ...]) -> None:
-        """Try plans with this chunk of the weight's gradient, which take at least `bound` and, for each chunk of logits
-        after the first, `more`.
-        """
-        time, listed, lefts = self.costs.weight(self.tokens, weight), [], set()
-        ways = (False, True) if self.problem.grad_hidden else (False,)
-
-        def consider(size: int) -> None:
-            number = -(-self.columns // size)
-            for halves in ways:
-                if (held := kept(size, weight, halves)) is None:
-                    break
-                all_held = held[0] + held[1]
-                lefts.add(self.rows - all_held)
-                bound, more = self.kept_bound(all_held)
-                if bound + time + more * (number - 1) > self.bound:
-                    break
-                beside = self.beside_cuts(all_held, halves)
-                least = beside.time + beside.product + beside.more * number + time
-                if least <= LEAST * self.bound:
-                    listed.append((least, size, halves, held))
-
-        for size in reversed(sizes):  # the fewest launches first
-            if bound + more * (-(-self.columns // size) - 1) > self.bound:
+    def keep_some(self, some: list[tuple[float, float, float, int, tuple[int, ...]]]) -> None:
+        """Looks at plans that keep some, of what `keep` returns."""
+        for bound, again, time, weight, sizes in sorted(some):
+            if bound > LEAST * self.bound:
                 break
-            consider(size)
-        # Now that it is known how many are left: chunks whose tiles fill whole waves.
-        waves = [PROGRAMS * TOKEN_TILE * n // left for left in lefts if left > 0 for n in (1, 2, 4)]
-        filling = {min(x * VOCAB_TILE // weight * weight, up(self.columns, weight)) for x in waves}
-        for size in filling.difference(sizes, (0,)):
-            consider(size)
-        for least, size, halves, held in sorted(listed):
-            if least <= LEAST * self.bound:
+            listed = []
+            for size in sizes:
+                if self.some_bound(again, self.columns / size) + time <= LEAST * self.bound:
+                    listed += self.in_chunks(size, time, weight)
+            # Now that it is known how many are left: chunks whose tiles fill whole waves.
+            waves = {PROGRAMS * n // left for *_, left in listed if left for n in (1, 2, 4)}
+            for size in {min(x * VOCAB_TILE // weight * weight, up(self.columns, weight)) for x in waves}:
+                if size and size not in sizes:
+                    listed += self.in_chunks(size, time, weight)
+            for least, size, halves, held, _ in sorted(listed):
+                if least > LEAST * self.bound:
+                    break
                 self.try_kept(held, size, weight, halves=halves)
 
+    def in_chunks(self, size: int, time: float, weight: int) -> Iterator[tuple[float, int, bool, tuple[int, int], int]]:
+        """Of chunks of logits beside such a chunk of the weight's gradient: what plans take at least, the size, whether
+        in halves, what is kept, and the rows of tiles that are left.
+        """
+        for halves in self.halves:
+            if (held := self.what_fits(size, weight, halves)) is None:
+                return
+            costs = self.beside(held, halves).costs
+            least = costs.time + costs.product + costs.more * -(-self.columns // size) + time
+            yield least, size, halves, held, costs.left
+
     def keep_alike(self, kept: tuple[int, int]) -> None:
-        """Try plans whose chunks of logits and of the weight's gradient have the same size."""
-        bound, more = self.kept_bound(sum(kept))
+        """Plans whose chunks of logits and of the weight's gradient are the same."""
+        time, each, launches, added = self.kept_bound
+        again = max(0, self.tokens - sum(kept))
+        bound, more = time + again * each, launches + again * added
         if bound > self.bound:
             return
-        sizes = set(_alike(self.problem.hidden, self.problem.vocab))
-        for halves in (False, True) if self.problem.grad_hidden else (False,):
-
-            def taken(size: int, halves: bool = halves) -> int:
-                return self.kept_size(kept, size, size, halves=halves)
-
-            most = largest_within(taken, self.budget, VOCAB_TILE, self.columns, VOCAB_TILE)
-            tried = {size for size in sizes if size <= most}
+        for halves in self.halves:
+            sizes = self.beside(kept, halves).sizes
+            room, most = self.budget - sizes.fixed, self.columns
+            for taken, each in (0, sizes.of_row + sizes.of_column), (sizes.softmax, sizes.of_row):
+                most = min(most, (room - taken) // each if each else most if room >= taken else 0)
+            most = most // VOCAB_TILE * VOCAB_TILE
+            tried = [size for size in _alike(self.problem.hidden, self.problem.vocab) if size <= most]
             if most <= FEW_TILES * VOCAB_TILE or self.rows <= FEW_TOKENS or not self.problem.grad_weight:
                 # A tile more or less counts: the largest that fits, and the largest whose tiles fill whole waves.
                 waves = most * self.rows // (VOCAB_TILE * TOKEN_TILE * PROGRAMS)
-                tried |= {most, waves * PROGRAMS * TOKEN_TILE // max(TOKEN_TILE, self.rows) * VOCAB_TILE} - {0}
-            for size in sorted(tried, reverse=True):
+                tried += [most, waves * PROGRAMS * TOKEN_TILE // max(TOKEN_TILE, self.rows) * VOCAB_TILE]
+            for size in sorted({size for size in tried if size > 0}, reverse=True):
                 least = bound + more * (-(-self.columns // size) - 1)
-                if least <= self.bound and least + self.costs.weight(self.tokens, size) <= self.bound:
+                if least > self.bound:
+                    break
+                if least + self.costs.weight(self.tokens, size) <= self.bound:
                     self.try_kept(kept, size, size, halves=halves)
 
     # ------------------------------------------------------------------------------- gradients in forward
@@ -237,10 +230,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
         fixed = sizes.of_tokens(self.tokens, sorted_by_target=True) + hidden_digits(p) + sizes.sum_in_scratch
         room = self.budget - fixed
 
-        def taken(size: int) -> int:
-            return sizes.even_chunk(self.tokens, size)
-
-        fits = largest(lambda size: taken(size) <= room, TOKEN_TILE, rows, TOKEN_TILE)
+        fits = largest(lambda size: sizes.even_chunk(min(size, p.tokens)) <= room, TOKEN_TILE, rows, TOKEN_TILE)
         fewest = -(-rows // fits)
         tried = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
         tried |= {size for size in _filling(p.hidden) if size <= fits}
@@ -251,23 +241,11 @@ class TritonSearch(Fastest[dict[str, Any]]):
         for size in sorted((x for x in tried if least <= x <= most), reverse=True):
             if bound + more * (-(-self.tokens // size) - 1) > self.bound:
                 break
-            if (chunk := taken(size)) <= room:
+            if (chunk := sizes.even_chunk(min(size, p.tokens))) <= room:
                 cost = self.costs.in_forward(self.tokens, size)
                 self.add(cost, (False, fixed + chunk, cost, 1, size), {"token_chunk": size, "in_forward": True})
         if p.grad_weight and not p.weight_grad_out and p.weight_dtype == p.dtype:
             self.longer_first(fixed)
-
-    def first_size(self, tokens: int, weight: int) -> int:
-        """The size of a longer first chunk, with what is beyond the memory of the gradient and of the digits."""
-        sizes = self.sizes
-        beyond = sizes.beyond(weight) + sizes.digits_beyond(tokens, weight)
-        return beyond + sum(sizes.chunk(tokens, tokens, sizes.weight_row * weight, longer=True))
-
-    def other_size(self, tokens: int, weight: int, first: int) -> int:
-        """The size of the chunks after that."""
-        sizes, beyond = self.sizes, self.sizes.beyond(weight)
-        chunk = sizes.chunk(tokens, min(tokens, self.tokens), beyond, longer=False)
-        return beyond + sizes.digits_beyond(first, weight) + sum(chunk)
 
     def longer_first(self, fixed: int) -> None:
         """Try chunks of tokens of which the first has as many more as make the others even."""
@@ -276,16 +254,21 @@ class TritonSearch(Fastest[dict[str, Any]]):
         bound, more = costs.in_forward_bound(self.tokens)
         step = up(rows // 128, TOKEN_TILE)  # of any number of tokens as many sizes
         for weight in _filling_weights(self.problem.hidden):
-            first_size = partial(self.first_size, weight=weight)
-            if first_size(SMALLEST_SUMMED) > room:
-                continue
-            most = largest_within(first_size, room, SMALLEST_SUMMED, rows, TOKEN_TILE)
-            # Sizes of the other chunks: for a first one without exponentials where digits will be, and for the largest.
-            short, long = (
-                largest_within(partial(self.other_size, weight=weight, first=first), room, TOKEN_TILE, rows, TOKEN_TILE)
-                for first in (capacity, most)
+            first_chunk, other_chunk = (
+                partial(sizes.first_chunk, weight=weight),
+                partial(sizes.other_chunk, weight=weight),
             )
-            for size in reversed(range(SMALLEST_SUMMED, min(short, most, rows - TOKEN_TILE) + 1, step)):
+            if first_chunk(SMALLEST_SUMMED) > room:
+                continue
+            most = largest_within(first_chunk, room, SMALLEST_SUMMED, rows, TOKEN_TILE)
+            # Of the other chunks, beside a first one that has no exponentials where digits will be, and the largest.
+            beyond = sizes.digits_beyond(most, weight)
+            short = largest_within(other_chunk, room, TOKEN_TILE, rows, TOKEN_TILE)
+            long = largest_within(other_chunk, room - beyond, TOKEN_TILE, rows, TOKEN_TILE) if beyond else short
+            # More chunks than that take too long: smaller ones would be more.
+            others = (self.bound - bound) / more
+            least = up(max(0, math.ceil((rows - most) / others) - SMALLEST_SUMMED), step) if others > 0 else rows
+            for size in reversed(range(SMALLEST_SUMMED + least, min(short, most, rows - TOKEN_TILE) + 1, step)):
                 here = min(most, rows - size)
                 if size > long:
                     here = min(here, max(size, capacity))
@@ -297,7 +280,8 @@ class TritonSearch(Fastest[dict[str, Any]]):
         listed = sorted(listed)[:MOST_LONGER]
         for _, least, first, size, weight in sorted(listed, key=lambda x: x[1]):
             if least <= self.bound and (cost := costs.in_forward(self.tokens, size, first, weight)) <= self.bound:
-                chunk = max(self.first_size(first, weight), self.other_size(size, weight, first))
+                other = sizes.other_chunk(size, weight) + sizes.digits_beyond(first, weight)
+                chunk = max(sizes.first_chunk(first, weight), other)
                 if chunk <= room:
                     fields = {"token_chunk": size, "weight_chunk": weight, "in_forward": True, "first_chunk": first}
                     self.add(cost, (False, fixed + chunk, cost, 2, weight, size), fields)
@@ -329,13 +313,19 @@ def _alike(hidden: int, vocab: int) -> tuple[int, ...]:
     return tuple(sorted(tiles * VOCAB_TILE for tiles in _again(vocab) | _weights(hidden, vocab)))
 
 
-@lru_cache(maxsize=256)
-def _cuts(hidden: int, vocab: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Chunks of the weight's gradient, and for each the chunks of logits, made of whole ones, that may go with it."""
-    tiles, made = -(-vocab // VOCAB_TILE), []
-    for weight in sorted(_weights(hidden, vocab)):
-        sizes = {min(up(x, weight), up(tiles, weight)) * VOCAB_TILE for x in _again(vocab) | {weight}}
-        made.append((weight * VOCAB_TILE, tuple(sorted(sizes))))
+@lru_cache(maxsize=1024)
+def _cuts(costs: Costs) -> tuple[tuple[float, float, bool, int, tuple[int, ...]], ...]:
+    """Chunks of the weight's gradient: what they take, of a token and of launches, whether they keep the host busy, how
+    large they are; and the chunks of logits, of whole ones, that may go with each, the largest first.
+    """
+    hidden, vocab, made = costs.problem.hidden, costs.problem.vocab, []
+    if not costs.problem.grad_weight:
+        return ((0.0, 0.0, False, VOCAB_TILE, _alike(hidden, vocab)[::-1]),)
+    for tiles in sorted(_weights(hidden, vocab)):
+        weight, columns = tiles * VOCAB_TILE, up(costs.columns, tiles * VOCAB_TILE)
+        sizes = {min(up(x * VOCAB_TILE, weight), columns) for x in _again(vocab) | {tiles}}
+        taken = costs.of_weight(weight)
+        made.append((*taken, costs.is_late(weight), weight, tuple(sorted(sizes, reverse=True))))
     return tuple(made)
 
 
