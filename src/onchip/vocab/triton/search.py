@@ -3,16 +3,15 @@ framework.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from onchip.core.sizes import up
 from onchip.vocab.chunks import Fastest, largest, largest_within
 from onchip.vocab.memory import Problem
 from onchip.vocab.triton.costs import BesideCuts, Costs, costs_of
 from onchip.vocab.triton.memory import (
-    KeptBytes,
     TritonPlan,
     hidden_digits,
     id_bytes,
@@ -56,13 +55,6 @@ def search(p: Problem, kept: tuple[int, int], strategy: str, budget: int) -> Tri
     return made.plan()
 
 
-class Beside(NamedTuple):
-    """What plans that keep so many exponentials take, whatever their chunks."""
-
-    costs: BesideCuts
-    sizes: KeptBytes
-
-
 class TritonSearch(Fastest[dict[str, Any]]):
     """Plans of a problem with gradients, as their fields.  Of equally fast ones, those that keep the host busy come
     last, then the larger ones.
@@ -75,15 +67,18 @@ class TritonSearch(Fastest[dict[str, Any]]):
         self.tokens, self.rows, self.columns = p.tokens, up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE)
         self.budget = budget - self.sizes.cast - p.copied - id_bytes(p)
         self.halves = (False, True) if p.grad_hidden else (False,)
-        self.known: dict[tuple[tuple[int, int], bool], Beside] = {}
+        self.known: dict[tuple[int, bool], BesideCuts] = {}
         self.kept_bound = self.costs.kept_bound(p.tokens)
-        # Of `what_fits`: what is kept at least, and beside that; how much more, and bytes of a token that is.
+        # Of `what_fits`: what is kept at least, and how much more; beside that, and bytes of a token that is.
         self.kept = (min(self.rows, self.sizes.capacity), 0) if most else kept
-        self.least = [self.sizes.kept(p.tokens, *self.kept, halves=halves) for halves in self.halves]
-        self.more, vectors = self.rows - self.kept[0] if most else 0, self.least[0].vectors
-        each = TOKEN_TILE * self.sizes.exponentials
-        each += self.sizes.of_tokens(self.tokens, sorted_by_target=True) - vectors
-        self.each = [each, each - 4 * TOKEN_TILE * self.sizes.hidden]
+        self.more, self.by_vocab = self.rows - self.kept[0] if most else 0, TOKEN_TILE * self.sizes.element
+        self.least = []
+        for halves in self.halves:
+            vectors, *_, fixed, softmax, of_row, of_column = self.sizes.kept(p.tokens, *self.kept, halves=halves)
+            each = TOKEN_TILE * self.sizes.exponentials
+            each += self.sizes.of_tokens(self.tokens, sorted_by_target=True) - vectors
+            in_halves = each - halves * 4 * TOKEN_TILE * self.sizes.hidden
+            self.least.append((fixed, softmax, of_row, of_column, each, in_halves))
 
     def plan(self) -> TritonPlan | None:
         """The best plan."""
@@ -95,29 +90,29 @@ class TritonSearch(Fastest[dict[str, Any]]):
 
     # ------------------------------------------------------------------------------- exponentials that are kept
 
-    def beside(self, kept: tuple[int, int], halves: bool) -> Beside:
+    def beside(self, kept: int, halves: bool) -> BesideCuts:
         made = self.known.get((kept, halves))
         if made is None:
-            costs = self.costs.beside_cuts(self.tokens, sum(kept), halves)
-            made = self.known[kept, halves] = Beside(costs, self.sizes.kept(self.tokens, *kept, halves=halves))
+            made = self.known[kept, halves] = self.costs.beside_cuts(self.tokens, kept, halves)
         return made
 
     def what_fits(self, vocab: int, weight: int, halves: bool) -> tuple[int, int] | None:
         """Tokens whose exponentials are kept in the memory of the weight's gradient, and in scratch, as many as fit
         beside such chunks; None: none of these do.
         """
-        sizes = self.least[halves]
-        room, again, each = self.budget - sizes.size(vocab, weight), sizes.of_column * vocab, self.each[0]
+        fixed, softmax, of_row, of_column, each, in_halves = self.least[halves]
+        again = of_column * vocab
+        if again >= softmax:  # what is kept isn't computed again, nor summed in two halves; else that has it all
+            softmax, each = again, in_halves - self.by_vocab * vocab
+        room = self.budget - fixed - of_row * weight - softmax
         if room < 0:
             return None
-        if again >= sizes.softmax:  # what is kept isn't computed again, nor summed in two halves; else that has it all
-            each = self.each[halves] - TOKEN_TILE * self.sizes.element * vocab
-        return self.kept[0], self.kept[1] + min(self.more, room // max(1, each) * TOKEN_TILE)
+        return self.kept[0], self.kept[1] + (min(self.more, room // max(1, each) * TOKEN_TILE) if self.more else 0)
 
     def least_again(self, weight: int) -> float:
         """Tokens whose logits would be computed again if chunks of them took no memory."""
-        sizes, left = self.least[0], max(0, self.tokens - sum(self.kept))
-        room = self.budget - sizes.fixed - sizes.of_row * weight
+        (fixed, _, of_row, *_), left = self.least[0], max(0, self.tokens - sum(self.kept))
+        room = self.budget - fixed - of_row * weight
         return max(0.0, left - room / self.sizes.exponentials) if self.more else left
 
     def some_bound(self, again: float, chunks: float) -> float:
@@ -130,9 +125,12 @@ class TritonSearch(Fastest[dict[str, Any]]):
         return time + again * each + (chunks - 1) * (launches + again * added)
 
     def try_kept(self, kept: tuple[int, int], vocab: int, weight: int, *, halves: bool) -> None:
-        costs, sizes = self.beside(kept, halves)
-        cost = costs.time + self.costs.of_cuts(costs, self.tokens, vocab, weight)
-        if cost > self.bound or (size := sizes.size(vocab, weight)) > self.budget:
+        beside = self.beside(sum(kept), halves)
+        cost = beside.time + self.costs.of_cuts(beside, self.tokens, vocab, weight)
+        if cost > self.bound:
+            return
+        size = self.sizes.kept(self.tokens, *kept, halves=halves).size(vocab, weight)
+        if size > self.budget:
             return
         if not self.problem.grad_weight:
             weight = vocab
@@ -172,30 +170,29 @@ class TritonSearch(Fastest[dict[str, Any]]):
         for bound, again, time, weight, sizes in sorted(some):
             if bound > LEAST * self.bound:
                 break
-            listed = []
-            for size in sizes:
-                if self.some_bound(again, self.columns / size) + time <= LEAST * self.bound:
-                    listed += self.in_chunks(size, time, weight)
+            tried = [x for x in sizes if self.some_bound(again, self.columns / x) + time <= LEAST * self.bound]
+            listed = self.in_chunks(tried, time, weight)
             # Now that it is known how many are left: chunks whose tiles fill whole waves.
             waves = {PROGRAMS * n // left for *_, left in listed if left for n in (1, 2, 4)}
-            for size in {min(x * VOCAB_TILE // weight * weight, up(self.columns, weight)) for x in waves}:
-                if size and size not in sizes:
-                    listed += self.in_chunks(size, time, weight)
+            filling = {min(x * VOCAB_TILE // weight * weight, up(self.columns, weight)) for x in waves}
+            listed += self.in_chunks(filling.difference(sizes, (0,)), time, weight)
             for least, size, halves, held, _ in sorted(listed):
                 if least > LEAST * self.bound:
                     break
                 self.try_kept(held, size, weight, halves=halves)
 
-    def in_chunks(self, size: int, time: float, weight: int) -> Iterator[tuple[float, int, bool, tuple[int, int], int]]:
+    def in_chunks(self, sizes: Iterable[int], time: float, weight: int) -> list[tuple[Any, ...]]:
         """Of chunks of logits beside such a chunk of the weight's gradient: what plans take at least, the size, whether
         in halves, what is kept, and the rows of tiles that are left.
         """
-        for halves in self.halves:
-            if (held := self.what_fits(size, weight, halves)) is None:
-                return
-            costs = self.beside(held, halves).costs
-            least = costs.time + costs.product + costs.more * -(-self.columns // size) + time
-            yield least, size, halves, held, costs.left
+        listed = []
+        for size in sizes:
+            for halves in self.halves:
+                if (held := self.what_fits(size, weight, halves)) is None:
+                    break
+                at, left, product, more = self.beside(held[0] + held[1], halves)
+                listed.append((at + product + more * -(-self.columns // size) + time, size, halves, held, left))
+        return listed
 
     def keep_alike(self, kept: tuple[int, int]) -> None:
         """Plans whose chunks of logits and of the weight's gradient are the same."""
@@ -205,7 +202,7 @@ class TritonSearch(Fastest[dict[str, Any]]):
         if bound > self.bound:
             return
         for halves in self.halves:
-            sizes = self.beside(kept, halves).sizes
+            sizes = self.sizes.kept(self.tokens, *kept, halves=halves)
             room, most = self.budget - sizes.fixed, self.columns
             for taken, each in (0, sizes.of_row + sizes.of_column), (sizes.softmax, sizes.of_row):
                 most = min(most, (room - taken) // each if each else most if room >= taken else 0)
