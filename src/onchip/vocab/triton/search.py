@@ -156,12 +156,15 @@ class TritonSearch(Fastest[dict[str, Any]]):
             if time >= MUCH_LONGER * soonest[late]:
                 continue
             soonest[late] = min(soonest[late], time)
-            again = self.least_again(weight)
-            if again == 0 and (held := self.what_fits(sizes[-1], weight, halves=False)) and sum(held) >= self.rows:
-                self.try_kept(held, sizes[-1], weight, halves=False)  # the size of the other chunks doesn't matter
+            if (held := self.what_fits(sizes[-1], weight, halves=False)) is None:
+                continue
+            if sum(held) >= self.rows:  # the size of the other chunks doesn't matter
+                self.try_kept(held, sizes[-1], weight, halves=False)
                 continue
             # More chunks are more launches, and fewer tokens that are computed again: with so many it is least.
-            number = 1 + math.sqrt(again * each / (launches + again * added)) if self.more else 1
+            again, number = self.least_again(weight), 1.0
+            if self.more:
+                number = min(number + math.sqrt(again * each / (launches + again * added)), self.columns / sizes[-1])
             some.append((self.some_bound(again, number) + time, again, time, weight, sizes))
         return some
 

@@ -147,9 +147,9 @@ def even_step(tokens: int, hidden: int, room: int) -> int:
     """
 
     def time(rows: int, tokens: int) -> float:
-        """The time in rows of tiles; a launch counts as half of one."""
-        apart, slices = chunk_hidden(tokens, hidden, room)
-        return 0.5 + rows * hidden_evenness(rows, hidden, apart, max(2, slices))
+        """In rows of tiles; a launch is half of one."""
+        apart, slices = _hidden_way(rows, hidden)
+        return 0.5 + rows * hidden_evenness(rows, hidden, apart, max(2, min(slices, room // tokens)))
 
     rows = -(-tokens // TOKEN_TILE)
     best, soonest = 0, float("inf")
@@ -158,7 +158,7 @@ def even_step(tokens: int, hidden: int, room: int) -> int:
         if soonest <= rows + 0.5 * (number + (rest > 0)):  # as long as this and all shorter ones take at least
             break
         taken = number * time(step, step * TOKEN_TILE) if number else 0.0
-        if rest:
+        if rest and taken < soonest:
             taken += time(-(-rest // TOKEN_TILE), rest)
         if taken < soonest:
             best, soonest = step * TOKEN_TILE, taken
