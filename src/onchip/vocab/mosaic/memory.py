@@ -9,10 +9,10 @@ and H / 4 or H / 2 more in the memory of the sum's digits, so that fewer chunks 
 The formulas give what XLA allocates for a jitted step beyond its arguments and results.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from onchip.core.sizes import MIB
 from onchip.core.sizes import up as up
@@ -104,17 +104,24 @@ class Group:
 
 
 def groups(vocab: int, c: MosaicPlan, *, recomputed: bool) -> list[Group]:
-    """Groups that cover the vocabulary in order; as few as possible if no logits are recomputed."""
-    end = split_at(vocab, c.chunk) if c.kept_in_gradient else up(vocab, VOCAB_TILE)
-    number, rest = divmod(end, c.chunk)
-    together = c.recompute_chunks if recomputed else max(number, 1)
+    """All of the vocabulary, in order; in as few groups as there can be where no logits are recomputed."""
+    return cut_groups(vocab, c.chunk, c.recompute_chunks if recomputed else 0, kept=c.kept_in_gradient > 0)
+
+
+def cut_groups(vocab: int, chunk: int, together: int, *, kept: bool) -> list[Group]:
+    """The same of chunks of which so many are together, 0: all; `kept`: exponentials are in the memory of the weight's
+    gradient.
+    """
+    end = split_at(vocab, chunk) if kept else up(vocab, VOCAB_TILE)
+    number, rest = divmod(end, chunk)
+    together = together or max(number, 1)
     times, more = divmod(number, together)
     made = []
-    if start := [(size, n) for size, n in ((rest, 1), (c.chunk, more)) if size * n]:
+    if start := [(size, n) for size, n in ((rest, 1), (chunk, more)) if size * n]:
         made.append(Group(0, tuple(start)))
     if times:
-        made.append(Group(rest + more * c.chunk, ((c.chunk, together),), times))
-    if c.kept_in_gradient:
+        made.append(Group(rest + more * chunk, ((chunk, together),), times))
+    if kept:
         made.append(Group(end, ((up(vocab, VOCAB_TILE) - end, 1),), in_spare=True))
     return made
 
@@ -240,79 +247,210 @@ def _of_entropy(p: Problem) -> bool:
     return p.ids > 0 and p.stats
 
 
+class MosaicHead:
+    """What plans of a problem are made of, whatever its tokens: bytes, and steps that each program takes."""
+
+    def __init__(self, p: Problem) -> None:
+        self.problem = p
+        self.vocab, self.tiles = up(p.vocab, VOCAB_TILE), -(-p.vocab // VOCAB_TILE)
+        self.softmax = _softmax_bytes(p)  # of a token
+        self.digits, self.in_digits, self.hidden_step = digits_bytes(p), digits_capacity(p), hidden_step(p.hidden)
+        # Of so many tokens or vocabulary entries the tiles along hidden, and of a tile of logits the steps.
+        tile = hidden_tile(p.hidden)
+        self.columns, self.steps = -(-p.hidden // tile), -(-p.hidden // _DEPTH) + _EPILOGUE
+        # Of a product that makes such tiles the steps, by the work of the largest.
+        self.depth = _DEPTH * VOCAB_TILE / tile
+        # Chunks whose tiles of the weight's gradient leave no wave half empty, and some small ones.
+        sizes = [tiles // self.columns * TOKEN_TILE for tiles in _FILLING] + [VOCAB_TILE * 2**k for k in range(5)]
+        self.chunk_sizes = {min(x // VOCAB_TILE * VOCAB_TILE, self.vocab) for x in sizes if x >= VOCAB_TILE}
+
+    def fixed(self, tokens: int, positions: int) -> dict[str, int]:
+        """Bytes of what every plan takes."""
+        p = self.problem
+        # Of each id its logit and gradient, and places in a chunk.
+        vectors = 64 * p.ids * up(tokens, TOKEN_TILE) + 256 * positions
+        parts = {"vectors": vectors + 4 * self.vocab * (1 + int(p.class_weight)) + MIB}
+        if p.split and p.grad_hidden:
+            parts["hidden gradient before it is summed"] = 4 * tokens * p.hidden
+        return parts
+
+    # ------------------------------------------------------------------------------- chunks of tokens
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019 - those of a head are kept with it
+    def chunk(self, rows: int, in_gradient: int = 0, in_digits: int = 0, chunk: int = 0) -> dict[str, int]:
+        """Bytes of one chunk of tokens that gradients are made of in forward; of the larger one, exponentials that are
+        in the memory of the weight's gradient and of digits, and of what chunks that is computed.
+        """
+        p, in_memory = self.problem, in_gradient + in_digits
+        at_a_time = max(in_gradient, in_digits, rows - in_memory)
+        softmax = {"hidden rows": _ELEMENT * at_a_time * p.hidden, "softmax of each tile": self.softmax * rows}
+        # One, or one of each slice, and as XLA scatters them.
+        sums = 2 * min(rows, self.hidden_step) if in_memory else (1 + hidden_slices(rows, p.hidden)) * rows
+        hidden = {"hidden gradient in float32": 4 * sums * p.hidden if p.grad_hidden else 0}
+        weight = {"hidden rows": _ELEMENT * rows * p.hidden if p.grad_weight else 0}
+        exponentials = self.exponentials(in_memory, rows - in_memory, chunk)
+        largest = max((softmax, hidden, weight), key=lambda phase: sum(phase.values()))
+        return {"exponentials in scratch": exponentials} | largest
+
+    def exponentials(self, in_memory: int, in_scratch: int, chunk: int) -> int:
+        """Bytes of the exponentials of so many tokens in scratch, and of those for which other memory has no room."""
+        return _ELEMENT * (in_memory * (self.vocab - split_at(self.problem.vocab, chunk)) + in_scratch * self.vocab)
+
+    def by_tokens(
+        self, tokens: int, rows: int, first: int = 0, in_gradient: int = 0, in_digits: int = 0, chunk: int = 0
+    ) -> dict[str, int]:
+        """Bytes of a plan that goes by chunks of tokens."""
+        p, made, gaps = self.problem, self.chunk(rows), 0
+        if first:
+            longer = self.chunk(first, in_gradient, in_digits, chunk)
+            smaller = min(first, self.hidden_step)
+            if sum(longer.values()) >= sum(made.values()):
+                made, smaller = longer, rows
+            # XLA lays buffers of two sizes out with gaps: on an H200 13 MB more than the larger chunk's were needed
+            # where a sum of the other one's is 21, and 0.4 where it is 6.
+            gaps = 4 * smaller * p.hidden
+        return self.fixed(tokens, first + up(max(0, tokens - first), rows)) | {
+            # The first 16 bits of both sums are where the gradients will be.
+            "more digits of the weight's gradient": self.digits if p.grad_weight else 0,
+            "more digits of hidden's gradient": tokens * p.hidden if p.grad_hidden else 0,
+            "gaps": gaps,
+            **made,
+        }
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def of_chunk(self, rows: int, size: int) -> float:
+        """Steps of a chunk of so many tokens; `size`: of the largest."""
+        p, tiles = self.problem, -(-rows // TOKEN_TILE)
+        work = waves(tiles * self.tiles, _PROGRAMS) * self.steps
+        if p.grad_hidden:
+            slices = hidden_slices(size, p.hidden)
+            work += waves(tiles * slices * self.columns, _PROGRAMS) / slices * p.vocab / self.depth
+        if p.grad_weight:
+            work += waves(-(-p.vocab // TOKEN_TILE) * self.columns, _PROGRAMS) * tiles * TOKEN_TILE / self.depth
+        return work
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def of_first(self, rows: int, chunk: int) -> tuple[float, int]:
+        """As `of_chunk`, of a larger first chunk, and launches beside its ten."""
+        p, tiles = self.problem, -(-rows // TOKEN_TILE)
+        work, launches = waves(tiles * self.tiles, _PROGRAMS) * self.steps, 0
+        if p.grad_hidden:
+            for n in in_chunks(tiles, self.hidden_step // TOKEN_TILE):
+                work += waves(n * self.columns, _PROGRAMS, halves=True) * p.vocab / self.depth
+        if p.grad_weight:
+            cut = [x for group in cut_groups(p.vocab, chunk, 0, kept=True) for x in group.chunks]
+            of_weight = sum(n * waves(-(-size // TOKEN_TILE) * self.columns, _PROGRAMS) for size, n in cut)
+            work += of_weight * tiles * TOKEN_TILE / self.depth
+            launches = sum(n for _, n in cut) - 1
+        return work, launches
+
+    def by_tokens_ms(self, tokens: int, size: int, first: int = 0, chunk: int = 0) -> float:
+        """Milliseconds of a plan that goes by chunks of tokens."""
+        number, last = divmod(tokens - min(first, tokens), size)
+        work, launches = number * self.of_chunk(size, size), 10 * number
+        if last:
+            work, number, launches = work + self.of_chunk(last, size), number + 1, launches + 10
+        if first:
+            of_first, more = self.of_first(min(first, tokens), chunk)
+            work, number, launches = work + of_first, number + 1, launches + 10 + more
+        return work * _STEP + 1e-3 * _LAUNCH * launches + self.moved_ms(number, size)
+
+    def moved_ms(self, number: int, token_chunk: int) -> float:
+        """Milliseconds that reading and writing the weight's sum takes, of so many chunks of tokens."""
+        p = self.problem
+        if not p.grad_weight:
+            return 0.0
+        of_gradient = _ELEMENT * p.vocab * p.hidden
+        of_sum = of_gradient + self.digits
+        # It is added to, and in float16 read and rounded at the end.
+        additions = 2 * (number - 1) / (1 + token_chunk / _ADDITION_TOKENS)
+        at_the_end = of_sum + of_gradient if p.dtype == "float16" else 0
+        return 1e-9 * (of_sum * additions + at_the_end) / _MEMORY
+
+    # ------------------------------------------------------------------------------- exponentials that wait
+
+    def keeping(
+        self, tokens: int, in_gradient: int, in_scratch: int, chunk: int, together: int, *, halves: bool
+    ) -> dict[str, int]:
+        """Bytes of a plan whose exponentials wait for backward."""
+        p, rows, kept = self.problem, up(tokens, TOKEN_TILE), in_gradient + in_scratch
+        recomputed, hidden_rows = rows - kept, {"hidden rows": _ELEMENT * rows * p.hidden}
+        # What is left for the last chunk may be a tile more than the others.
+        group = min(self.vocab, max(together * chunk, chunk + VOCAB_TILE))
+        slices = 1 if in_gradient else hidden_slices(kept, p.hidden)
+        sums = slices * kept, (1 + int(halves)) * recomputed
+        of_kept, of_others = ({"hidden gradient in float32": 4 * n * p.hidden if p.grad_hidden else 0} for n in sums)
+        # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
+        forward = hidden_rows | {"softmax of each tile": self.softmax * rows}
+        rest = hidden_rows | {"recomputed logits' gradient": _ELEMENT * recomputed * group} | of_others
+        exponentials = {"exponentials in scratch": self.exponentials(in_gradient, in_scratch, chunk)}
+        phase = max((forward, of_kept, rest), key=lambda phase: sum(phase.values()))
+        return self.fixed(tokens, rows) | exponentials | phase
+
+    def of_hidden(self, rows: int, in_gradient: int, in_scratch: int, *, halves: bool) -> float:
+        """Steps of hidden's gradient."""
+        if not self.problem.grad_hidden:
+            return 0.0
+        kept = in_gradient + in_scratch
+        slices = 1 if in_gradient else hidden_slices(kept, self.problem.hidden)
+        of_kept = waves(kept // TOKEN_TILE * self.columns * slices, _PROGRAMS, halves=slices == 1) / slices
+        others = waves((rows - kept) // TOKEN_TILE * self.columns, _PROGRAMS, halves=halves)
+        return (of_kept + others) * self.problem.vocab / self.depth
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def of_weight(self, chunk: int) -> tuple[float, int]:
+        """Steps of the weight's gradient in such chunks, for each token, and launches."""
+        chunks = -(-self.problem.vocab // chunk)
+        if not self.problem.grad_weight:
+            return 0.0, chunks
+        return chunks * waves(chunk // TOKEN_TILE * self.columns, _PROGRAMS) / self.depth, chunks
+
+    def keeping_ms(
+        self, tokens: int, in_gradient: int, in_scratch: int, chunk: int, together: int, *, halves: bool
+    ) -> float:
+        """Milliseconds of such a plan."""
+        rows = up(tokens, TOKEN_TILE)
+        recomputed = (rows - in_gradient - in_scratch) // TOKEN_TILE
+        of_weight, launches = self.of_weight(chunk)
+        again = waves(rows // TOKEN_TILE * self.tiles, _PROGRAMS)
+        if recomputed:
+            for group in cut_groups(self.problem.vocab, chunk, together, kept=in_gradient > 0):
+                again += group.times * waves(recomputed * (group.size // VOCAB_TILE), _PROGRAMS)
+                launches += 2 * group.times
+        work = again * self.steps + self.of_hidden(rows, in_gradient, in_scratch, halves=halves) + of_weight * rows
+        return work * _STEP + 1e-3 * _LAUNCH * launches
+
+
+@lru_cache(maxsize=1024)
+def head_of(p: Problem) -> MosaicHead:
+    return _head(replace(p, tokens=0, copied=0))
+
+
+@lru_cache(maxsize=1024)
+def _head(p: Problem) -> MosaicHead:
+    return MosaicHead(p)
+
+
 def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     """Peak temporary memory in bytes, part by part."""
-    rows = up(c.token_chunk, TOKEN_TILE)
-    hidden_rows, softmax = _ELEMENT * rows * p.hidden, _softmax_bytes(p, rows)
-    # Each id's logit and gradient, and its places in a chunk.
-    vectors = (256 + 64 * p.ids) * up(p.tokens, TOKEN_TILE)
-    vectors += 4 * up(p.vocab, VOCAB_TILE) * (1 + int(p.class_weight)) + MIB
-    parts = {"vectors": vectors}
-    if p.split and p.grad_hidden:
-        parts["hidden gradient before it is summed"] = 4 * p.tokens * p.hidden
+    head, rows = head_of(p), up(c.token_chunk, TOKEN_TILE)
     if c.strategy == "forward":
-        return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    vocab = up(p.vocab, VOCAB_TILE)
+        of_rows = {"hidden rows": _ELEMENT * rows * p.hidden, "softmax of each tile": head.softmax * rows}
+        return head.fixed(p.tokens, up(p.tokens, TOKEN_TILE)) | of_rows
     if c.by_tokens:
-        parts["vectors"] += 256 * (c.positions(p.tokens) - up(p.tokens, TOKEN_TILE))
-        # The first 16 bits of both sums are where the gradients will be.
-        parts["more digits of the weight's gradient"] = digits_bytes(p) if p.grad_weight else 0
-        parts["more digits of hidden's gradient"] = p.tokens * p.hidden if p.grad_hidden else 0
-        chunks = {c.first_chunk, rows} - {0}
-        made = {size: _token_chunk_parts(p, c, size, first=size == c.first_chunk) for size in chunks}
-        largest = max(made, key=lambda size: sum(made[size].values()))
-        # XLA lays buffers of two sizes out with gaps: on an H200 13 MB more than the larger chunk's were needed where a
-        # sum of the other one's is 21, and 0.4 where it is 6.
-        at_a_time = {size: min(size, hidden_step(p.hidden)) if size == c.first_chunk else size for size in made}
-        parts["gaps"] = 4 * sum(at_a_time[size] for size in made if size != largest) * p.hidden
-        return parts | made[largest]
-    recomputed = rows - c.kept
-    # What is left for the last chunk may be a tile more than the others.
-    group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
-    parts["exponentials in scratch"] = _scratch_exponentials(p, c, c.kept_in_scratch)
-    # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
-    forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    slices = 1 if c.kept_in_gradient else hidden_slices(c.kept, p.hidden)
-    kept = {"hidden gradient in float32": 4 * slices * c.kept * p.hidden if p.grad_hidden else 0}
-    rest = {
-        "hidden rows": hidden_rows,
-        "recomputed logits' gradient": _ELEMENT * recomputed * group,
-        "hidden gradient in float32": 4 * (1 + int(c.halves)) * recomputed * p.hidden if p.grad_hidden else 0,
-    }
-    return parts | max((forward, kept, rest), key=lambda phase: sum(phase.values()))
+        return head.by_tokens(p.tokens, rows, c.first_chunk, c.kept_in_gradient, c.kept_in_digits, c.chunk)
+    cut = c.kept_in_scratch, c.chunk, c.recompute_chunks
+    return head.keeping(p.tokens, c.kept_in_gradient, *cut, halves=c.halves)
 
 
-def _softmax_bytes(p: Problem, rows: int) -> int:
-    """Bytes of what the softmax of so many tokens leaves for each tile."""
+def _softmax_bytes(p: Problem) -> int:
+    """Of what the softmax of a token leaves for all tiles."""
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics; with labels of every entry
     # always argmax, and two sums of those, with and without weights of classes
     partials = 2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats
     if p.labels:
         partials += 2 + (2 * int(p.class_weight) if p.stats else 1)
-    return 4 * -(-p.vocab // VOCAB_TILE) * rows * partials
-
-
-def _scratch_exponentials(p: Problem, c: MosaicPlan, in_scratch: int, *, more: bool = True) -> int:
-    """Bytes of the exponentials in scratch for so many tokens and, with `more`, of those for which the gradient's
-    memory has no room.
-    """
-    vocab = up(p.vocab, VOCAB_TILE)
-    in_memory = c.kept_in_gradient + c.kept_in_digits if more else 0
-    return _ELEMENT * (in_memory * (vocab - split_at(p.vocab, c.chunk)) + in_scratch * vocab)
-
-
-def _token_chunk_parts(p: Problem, c: MosaicPlan, rows: int, *, first: bool) -> dict[str, int]:
-    """Bytes of one chunk of tokens whose gradients are made in forward; `first`: of the larger first chunk."""
-    in_memory = c.kept_in_gradient + c.kept_in_digits if first else 0
-    at_a_time = max(c.kept_in_gradient, c.kept_in_digits, rows - in_memory) if first else rows
-    softmax = {"hidden rows": _ELEMENT * at_a_time * p.hidden, "softmax of each tile": _softmax_bytes(p, rows)}
-    # One, or one of each slice, and as XLA scatters them.
-    sums = 2 * min(rows, hidden_step(p.hidden)) if first else (1 + hidden_slices(rows, p.hidden)) * rows
-    hidden = {"hidden gradient in float32": 4 * sums * p.hidden if p.grad_hidden else 0}
-    weight = {"hidden rows": _ELEMENT * rows * p.hidden if p.grad_weight else 0}
-    exponentials = _scratch_exponentials(p, c, rows - in_memory, more=first)
-    largest = max((softmax, hidden, weight), key=lambda phase: sum(phase.values()))
-    return {"exponentials in scratch": exponentials} | largest
+    return 4 * -(-p.vocab // VOCAB_TILE) * partials
 
 
 def predict(p: Problem, c: MosaicPlan) -> float:
@@ -320,56 +458,10 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     if c.strategy == "forward":
         product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
         return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
-    rows = up(p.tokens, TOKEN_TILE)
-    # For so many tokens or vocabulary entries: the tiles along hidden, and the steps of a tile of logits.
-    tile = hidden_tile(p.hidden)
-    columns, steps = -(-p.hidden // tile), -(-p.hidden // _DEPTH) + _EPILOGUE
-    # The steps of a product that makes such tiles, by the work of the largest.
-    depth = _DEPTH * VOCAB_TILE / tile
     if c.by_tokens:
-        each, work = c.token_chunks(p.tokens), 0.0
-        number, launches = len(each), 10 * len(each)
-        for i, tokens in enumerate(each):
-            tiles, first = -(-tokens // TOKEN_TILE), i == 0 and c.first_chunk > 0
-            work += waves(tiles * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
-            if p.grad_hidden:
-                slices = 1 if first else hidden_slices(c.token_chunk, p.hidden)
-                for rows in in_chunks(tiles, hidden_step(p.hidden) // TOKEN_TILE) if first else [tiles * slices]:
-                    work += waves(rows * columns, _PROGRAMS, halves=first) / slices * p.vocab / depth
-            if p.grad_weight:
-                cut = [(p.vocab, 1)]
-                if first:
-                    cut = [chunk for group in groups(p.vocab, c, recomputed=False) for chunk in group.chunks]
-                of_weight = sum(n * waves(-(-size // TOKEN_TILE) * columns, _PROGRAMS) for size, n in cut)
-                work += of_weight * tiles * TOKEN_TILE / depth
-                launches += sum(n for _, n in cut) - 1
-        moved = _moved_ms(p, number, c.token_chunk) if p.grad_weight else 0.0
-        return work * _STEP + 1e-3 * _LAUNCH * launches + moved
-    recomputed = rows - c.kept
-    chunks = -(-p.vocab // c.chunk)
-    work = waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
-    recomputed_groups = groups(p.vocab, c, recomputed=True) if recomputed else []
-    for group in recomputed_groups:
-        work += group.times * waves(recomputed // TOKEN_TILE * (group.size // VOCAB_TILE), _PROGRAMS) * steps
-    if p.grad_hidden:
-        slices = 1 if c.kept_in_gradient else hidden_slices(c.kept, p.hidden)
-        tiles = c.kept // TOKEN_TILE * columns * slices
-        work += waves(tiles, _PROGRAMS, halves=slices == 1) / slices * p.vocab / depth
-        work += waves(recomputed // TOKEN_TILE * columns, _PROGRAMS, halves=c.halves) * p.vocab / depth
-    if p.grad_weight:
-        work += chunks * waves(c.chunk // TOKEN_TILE * columns, _PROGRAMS) * rows / depth
-    launches = chunks + 2 * sum(group.times for group in recomputed_groups)
-    return work * _STEP + 1e-3 * _LAUNCH * launches
-
-
-def _moved_ms(p: Problem, number: int, token_chunk: int) -> float:
-    """Milliseconds that reading and writing the weight's sum takes, for so many chunks of tokens."""
-    of_gradient = _ELEMENT * p.vocab * p.hidden
-    of_sum = of_gradient + digits_bytes(p)
-    # It is added to, and in float16 read and rounded at the end.
-    additions = 2 * (number - 1) / (1 + token_chunk / _ADDITION_TOKENS)
-    at_the_end = of_sum + of_gradient if p.dtype == "float16" else 0
-    return 1e-9 * (of_sum * additions + at_the_end) / _MEMORY
+        return head_of(p).by_tokens_ms(p.tokens, c.token_chunk, c.first_chunk, c.chunk)
+    cut = c.kept_in_scratch, c.chunk, c.recompute_chunks
+    return head_of(p).keeping_ms(p.tokens, c.kept_in_gradient, *cut, halves=c.halves)
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
@@ -387,9 +479,13 @@ def useful_scratch(p: Problem, strategy: str) -> int:
     return scratch_bytes(p, _cut(p, strategy, min(16 * VOCAB_TILE, up(p.vocab, VOCAB_TILE))))
 
 
+def _kept(p: Problem, strategy: str) -> int:
+    """Tokens in the memory of the weight's gradient."""
+    return 0 if strategy == "recompute" else capacity(p)
+
+
 def _cut(p: Problem, strategy: str, chunk: int) -> MosaicPlan:
-    kept = 0 if strategy == "recompute" else capacity(p)
-    if kept:
+    if kept := _kept(p, strategy):
         chunk = min(chunk, p.vocab // VOCAB_TILE // 2 * VOCAB_TILE)
     return MosaicPlan("stash" if kept else "recompute", p.tokens, kept, chunk)
 
@@ -413,7 +509,7 @@ def _smallest(p: Problem, strategy: str) -> Iterator[MosaicPlan]:
         yield _by_tokens(p, TOKEN_TILE)
     if kept := _cut(p, strategy, VOCAB_TILE).kept_in_gradient:
         yield _in_scratch(p)
-    yield from (_cut(p, strategy, size) for size in _chunk_sizes(p, rows - kept))
+    yield from (_cut(p, strategy, size) for size in _chunk_sizes(head_of(p), rows - kept))
 
 
 def _goes_by_tokens(p: Problem, strategy: str) -> bool:
@@ -437,131 +533,157 @@ def _in_scratch(p: Problem) -> MosaicPlan:
 SLACK = 1.002
 
 
-class MosaicSearch(Fastest[MosaicPlan]):
-    """Plans of a problem with gradients."""
+class MosaicSearch(Fastest[dict[str, Any]]):
+    """Plans of a problem with gradients, as their fields."""
 
     def __init__(self, p: Problem, budget: int) -> None:
         super().__init__(SLACK)
-        self.problem, self.budget, self.rows = p, budget, up(p.tokens, TOKEN_TILE)
-        tile, tiles = hidden_tile(p.hidden), self.rows // TOKEN_TILE
-        self.columns, self.depth = -(-p.hidden // tile), _DEPTH * VOCAB_TILE / tile
+        self.problem, self.budget, self.head = p, budget, head_of(p)
+        self.tokens, self.rows = p.tokens, up(p.tokens, TOKEN_TILE)
+        # Tokens whose exponentials take all of the budget.
+        self.most = budget // (_ELEMENT * p.vocab)
         # Milliseconds of products whose tiles fill whole waves.
-        wave = _STEP / _PROGRAMS
-        self.logits = wave * tiles * -(-p.vocab // VOCAB_TILE) * (-(-p.hidden // _DEPTH) + _EPILOGUE)
-        self.hidden = wave * tiles * self.columns * p.vocab / self.depth if p.grad_hidden else 0.0
-        self.weight = wave * -(-p.vocab // TOKEN_TILE) * self.columns * self.rows / self.depth if p.grad_weight else 0.0
-        self.weight *= 1 - 1e-9
+        of_tile, head = _STEP / _PROGRAMS * (self.rows // TOKEN_TILE) * (1 - 1e-9), self.head
+        self.logits = of_tile * head.tiles * head.steps
+        self.hidden = of_tile * head.columns * p.vocab / head.depth * p.grad_hidden
+        of_weight = -(-p.vocab // TOKEN_TILE) * TOKEN_TILE / head.depth * p.grad_weight
+        self.weight = of_tile * head.columns * of_weight
 
-    def fits(self, c: MosaicPlan) -> bool:
-        """Whether the plan fits; if it may be among the fastest, it is noted."""
-        if (size := scratch_bytes(self.problem, c)) > self.budget:
+    def fits(self, cost: float, parts: dict[str, int], **fields: Any) -> bool:
+        """Whether it does; if it may be among the fastest, it is noted."""
+        if (size := sum(parts.values())) > self.budget:
             return False
-        cost = predict(self.problem, c)
-        self.add(cost, (size, cost), c)
+        self.add(cost, (size, cost), fields)
         return True
 
     def by_tokens_bound(self, number: int, size: int) -> float:
-        """A bound: no plan that makes gradients in forward, in so many chunks of tokens, costs less."""
-        moved = _moved_ms(self.problem, number, size) if self.problem.grad_weight else 0.0
-        return self.logits + self.hidden + self.weight + 1e-3 * _LAUNCH * 10 * number + moved
+        """With gradients in forward, in so many chunks of tokens, no plan takes less."""
+        products = self.logits + self.hidden + self.weight
+        return products + 1e-3 * _LAUNCH * 10 * number + self.head.moved_ms(number, size)
 
     def by_tokens(self) -> None:
-        """Try chunks of tokens: some small ones, and the fewest even chunks."""
-        p = self.problem
-        for size in reversed(_token_chunks(self.rows, self.budget // (_ELEMENT * p.vocab))):
-            if self.by_tokens_bound(-(-p.tokens // size), size) > self.bound:
+        """Chunks of tokens: the fewest even chunks, and some small ones."""
+        head, tokens, before = self.head, self.tokens, 0
+        most = max(self.most, TOKEN_TILE)
+        numbers = range(max(1, self.rows // (most + TOKEN_TILE)), 65)
+        for size in (*(up(-(-self.rows // number), TOKEN_TILE) for number in numbers), TOKEN_TILE):
+            if size > most or size == before:
+                continue
+            if self.by_tokens_bound(-(-tokens // size), size) > self.bound:
                 break
-            self.fits(_by_tokens(p, size))
+            cost, before = head.by_tokens_ms(tokens, size), size
+            if cost <= self.bound:
+                fields = {"token_chunk": size, "chunk": head.vocab, "kept_in_scratch": self.rows, "by_tokens": True}
+                self.fits(cost, head.by_tokens(tokens, size), strategy="stash", **fields)
 
     def longer_first(self) -> None:
-        """Try chunks of tokens of which the first is so much larger that as few others as possible are left."""
-        p, rows, kept, digits = self.problem, self.rows, capacity(self.problem), digits_capacity(self.problem)
+        """Chunks of tokens of which the first has so many more that as few others as possible are left."""
+        p, head, rows, kept = self.problem, self.head, self.rows, capacity(self.problem)
         if not kept:
             return
-        in_scratch = self.budget // (_ELEMENT * p.vocab)
-        most, listed = kept + digits + in_scratch, []
+        most, listed, products = kept + head.in_digits + self.most, [], self.logits + self.hidden + self.weight
         # Entries whose tiles of the weight's gradient fill two and four waves.
-        for chunk in {_PROGRAMS * n // self.columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4)}:
-            cut = replace(_cut(p, "stash", max(chunk, VOCAB_TILE)), by_tokens=True)
-            for size in range(min(rows - kept, up(in_scratch + 1, TOKEN_TILE)) - TOKEN_TILE, 0, -TOKEN_TILE):
-                others = max(1, -(-(rows - most) // size))
-                listed.append((self.by_tokens_bound(1 + others, size), others, size, cut))
-        for bound, others, size, cut in sorted(listed, key=lambda x: x[:3]):
+        filling = (_PROGRAMS * n // head.columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4))
+        chunks = {min(max(chunk, VOCAB_TILE), p.vocab // VOCAB_TILE // 2 * VOCAB_TILE) for chunk in filling}
+
+        def bound_of(number: int, size: int) -> float:
+            """With so many chunks after the first."""
+            others = number * (_STEP * head.of_chunk(size, size) * (1 - 1e-9) - products * size / rows)
+            return products + others + 1e-3 * _LAUNCH * 10 * (1 + number) + head.moved_ms(1 + number, size)
+
+        for size in range(min(rows - kept, up(self.most + 1, TOKEN_TILE)) - TOKEN_TILE, 0, -TOKEN_TILE):
+            others = max(1, -(-(rows - most) // size))
+            if self.by_tokens_bound(1 + others, size) > self.bound:
+                break
+            listed += [(bound_of(others, size), others, size, chunk) for chunk in chunks]
+        for bound, others, size, chunk in sorted(listed):
             if bound > self.bound:
                 break
             for number in range(others, (rows - max(size, kept) - 1) // size + 1):
+                if bound_of(number, size) > self.bound:
+                    break
                 first = rows - number * size
-                in_digits = min(first - kept, digits)
-                left = rows - kept - in_digits
-                plan = replace(cut, token_chunk=size, first_chunk=first, kept_in_digits=in_digits, kept_in_scratch=left)
-                if self.by_tokens_bound(1 + number, size) > self.bound or self.fits(plan):
+                fields = {"token_chunk": size, "first_chunk": first, "chunk": chunk, "kept_in_gradient": kept}
+                fields["kept_in_digits"] = in_digits = min(first - kept, head.in_digits)
+                parts = head.by_tokens(self.tokens, size, first, kept, in_digits, chunk)
+                cost, left = head.by_tokens_ms(self.tokens, size, first, chunk), rows - kept - in_digits
+                if self.fits(cost, parts, strategy="stash", by_tokens=True, kept_in_scratch=left, **fields):
                     break
 
     def keep(self, strategy: str) -> None:
         """Try plans that keep exponentials until backward, for as many tokens as the gradient's memory has room for and
         some more; the other tokens' logits are computed again.
         """
-        p, rows, kept = self.problem, self.rows, _cut(self.problem, strategy, VOCAB_TILE).kept_in_gradient
-        if kept:
-            self.fits(_in_scratch(p))
+        head, rows, kept = self.head, self.rows, _kept(self.problem, strategy)
+        if kept:  # all in scratch: the weight's gradient in one launch
+            self.keep_chunk(0, rows, head.vocab)
         # More than that fits no budget; and a few dozen are enough.
-        most = min(rows - kept, self.budget // (_ELEMENT * p.vocab)) if kept else 0
+        most, listed = min(rows - kept, self.most) if kept else 0, []
         step = max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))
-        for in_scratch in range(most // step * step, -1, -step):
-            recomputed = rows - kept - in_scratch
-            again = self.logits * recomputed / rows
-            if self.logits + self.hidden + self.weight + again > self.bound:
+        forward = waves(rows // TOKEN_TILE * head.tiles, _PROGRAMS) * head.steps
+        for in_scratch in range(0, most + 1, step):
+            of_hidden = min(head.of_hidden(rows, kept, in_scratch, halves=halves) for halves in (False, True))
+            again = self.logits * (rows - kept - in_scratch) / rows
+            listed.append(((forward + of_hidden) * _STEP * (1 - 1e-9) + again, in_scratch))
+        for bound, in_scratch in sorted(listed):
+            if bound + self.weight > self.bound:
                 break
-            self.keep_some(strategy, in_scratch, recomputed, self.logits + self.hidden + again)
+            self.keep_some(kept, in_scratch, bound)
 
-    def keep_some(self, strategy: str, in_scratch: int, recomputed: int, bound: float) -> None:
-        """Try several chunks of the vocabulary; `bound` doesn't count the weight's gradient."""
-        p, listed = self.problem, []
-        for size in _chunk_sizes(p, recomputed):
-            chunks, least = -(-p.vocab // size), bound
-            if p.grad_weight:
-                of_weight = chunks * waves(size // TOKEN_TILE * self.columns, _PROGRAMS)
-                least += _STEP * of_weight * self.rows / self.depth
-            listed.append((least + 1e-3 * _LAUNCH * chunks, size))
-        largest = math.inf  # that may fit
+    def keep_some(self, kept: int, in_scratch: int, bound: float) -> None:
+        """Chunks of the vocabulary; `bound` is without the weight's gradient."""
+        p, head, recomputed, listed = self.problem, self.head, self.rows - kept - in_scratch, []
+        for size in _chunk_sizes(head, recomputed):
+            of_weight, launches = head.of_weight(size)
+            least = bound + _STEP * of_weight * self.rows * (1 - 1e-9) + 1e-3 * _LAUNCH * launches
+            if least <= self.bound:
+                listed.append((least, size))
+        largest = p.vocab // VOCAB_TILE // 2 * VOCAB_TILE if kept else head.vocab  # that may fit
+        most = largest
         for least, size in sorted(listed):
             if least > self.bound:
                 break
-            plan = replace(_cut(p, strategy, size), kept_in_scratch=in_scratch)
-            if plan.chunk >= largest:
-                continue
-            if (room := self.budget - scratch_bytes(p, plan)) < 0:
-                largest = plan.chunk
-                continue
-            for halves in (False, True) if recomputed and p.grad_hidden else (False,):
-                plan = replace(plan, halves=halves, recompute_chunks=1)
-                if halves:
-                    room = self.budget - scratch_bytes(p, plan)
-                if plan.kept and recomputed:  # where nothing is kept, larger chunks do the same
-                    plan = replace(plan, recompute_chunks=_together(p, recomputed, size, room))
-                self.fits(plan)
+            chunk = min(size, most)
+            if chunk <= largest and not self.keep_chunk(kept, in_scratch, chunk, size):
+                largest = chunk - VOCAB_TILE
+
+    def keep_chunk(self, kept: int, in_scratch: int, chunk: int, size: int = 0) -> bool:
+        """Such chunks; whether they fit."""
+        head, tokens, recomputed = self.head, self.tokens, self.rows - kept - in_scratch
+        strategy = "stash" if kept + in_scratch else "recompute"
+        for halves in (False, True) if recomputed and self.problem.grad_hidden else (False,):
+            parts, together = head.keeping(tokens, kept, in_scratch, chunk, 1, halves=halves), 1
+            room = self.budget - sum(parts.values())
+            if not halves and room < 0:
+                return False
+            if kept + in_scratch and recomputed:  # where nothing is kept, larger chunks do the same
+                together = _together(self.problem, recomputed, size, room)
+            cost = head.keeping_ms(tokens, kept, in_scratch, chunk, together, halves=halves)
+            if cost <= self.bound:
+                if together > 1:
+                    parts = head.keeping(tokens, kept, in_scratch, chunk, together, halves=halves)
+                fields = {"token_chunk": tokens, "kept_in_gradient": kept, "chunk": chunk, "halves": halves}
+                self.fits(
+                    cost, parts, strategy=strategy, kept_in_scratch=in_scratch, recompute_chunks=together, **fields
+                )
+        return True
 
 
 def _search(p: Problem, strategy: str, budget: int) -> MosaicPlan | None:
-    """Without gradients, the fewest even chunks of tokens; otherwise the fastest plan of one strategy, or of both."""
-    made = MosaicSearch(p, budget)
+    """Without gradients the fewest even chunks of tokens; else of one strategy, or of both, what is fastest."""
     if not p.any_grad:
-        whole = made.rows
+        whole = up(p.tokens, TOKEN_TILE)
         fits = largest(lambda n: scratch_bytes(p, MosaicPlan("forward", n)) <= budget, TOKEN_TILE, whole, TOKEN_TILE)
-        made.fits(MosaicPlan("forward", up(even_chunk(p.tokens, fits, TOKEN_TILE), TOKEN_TILE)))
-        return made.best()
+        made = MosaicPlan("forward", up(even_chunk(p.tokens, fits, TOKEN_TILE), TOKEN_TILE))
+        return made if scratch_bytes(p, made) <= budget else None
+    search = MosaicSearch(p, budget)
     for each in _strategies(strategy):
         if _goes_by_tokens(p, each):
-            made.by_tokens()
-            made.longer_first()
-        made.keep(each)
-    return made.best()
-
-
-def _token_chunks(rows: int, most: int) -> list[int]:
-    """Sizes for a chunk of tokens: some small ones, and those of the fewest even chunks."""
-    even = {up(-(-rows // number), TOKEN_TILE) for number in range(1, 65)}
-    return sorted(size for size in even | {TOKEN_TILE} if size <= max(most, TOKEN_TILE))
+            search.by_tokens()
+            search.longer_first()
+        search.keep(each)
+    best = search.best()
+    return None if best is None else MosaicPlan(**best)
 
 
 def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
@@ -577,19 +699,19 @@ def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
     return min(tried, key=cost)
 
 
-def _chunk_sizes(p: Problem, recomputed: int) -> list[int]:
-    """Sizes for a chunk that leave no wave half empty, whether of the weight gradient's tiles or of logits recomputed
-    for so many tokens; and some small ones.
+# Tiles that fill whole waves.
+_FILLING = (*(_PROGRAMS * n * 2**k for k in range(6) for n in (4, 5, 6, 7)), *(_PROGRAMS * n for n in (1, 2, 3)))
+
+
+def _chunk_sizes(head: MosaicHead, recomputed: int) -> set[int]:
+    """Sizes of a chunk that leave no wave half empty, of the weight gradient's tiles or of the logits that are
+    recomputed for so many tokens; and some small ones.
     """
-    whole = up(p.vocab, VOCAB_TILE)
-    columns = -(-p.hidden // hidden_tile(p.hidden))
-    filling = [_PROGRAMS * w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
-    filling += [_PROGRAMS * w for w in (1, 2, 3)]
-    sizes = [tiles // columns * TOKEN_TILE for tiles in filling]
+    sizes = set(head.chunk_sizes)
     if recomputed:
-        sizes += [tiles // (recomputed // TOKEN_TILE) * VOCAB_TILE for tiles in filling]
-    sizes += [VOCAB_TILE * 2**k for k in range(5)]
-    return sorted({min(size // VOCAB_TILE * VOCAB_TILE, whole) for size in sizes if size >= VOCAB_TILE})
+        rows, most = recomputed // TOKEN_TILE, head.tiles
+        sizes |= {min(tiles // rows, most) * VOCAB_TILE for tiles in _FILLING if tiles >= rows}
+    return sizes
 
 
 PLANNER: Planner[MosaicPlan] = Planner(
