@@ -12,7 +12,7 @@ The formulas give what XLA allocates for a jitted step beyond its arguments and 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from onchip.core.sizes import MIB
 from onchip.core.sizes import up as up
@@ -369,23 +369,22 @@ class MosaicHead:
 
     # ------------------------------------------------------------------------------- exponentials that wait
 
-    def keeping(
-        self, tokens: int, in_gradient: int, in_scratch: int, chunk: int, together: int, *, halves: bool
-    ) -> dict[str, int]:
-        """Bytes of a plan whose exponentials wait for backward."""
+    def keeping(self, tokens: int, in_gradient: int, in_scratch: int, *, halves: bool) -> "Keeping":
+        """Of plans whose exponentials wait for backward."""
         p, rows, kept = self.problem, up(tokens, TOKEN_TILE), in_gradient + in_scratch
-        recomputed, hidden_rows = rows - kept, {"hidden rows": _ELEMENT * rows * p.hidden}
-        # What is left for the last chunk may be a tile more than the others.
-        group = min(self.vocab, max(together * chunk, chunk + VOCAB_TILE))
         slices = 1 if in_gradient else hidden_slices(kept, p.hidden)
-        sums = slices * kept, (1 + int(halves)) * recomputed
-        of_kept, of_others = ({"hidden gradient in float32": 4 * n * p.hidden if p.grad_hidden else 0} for n in sums)
-        # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
-        forward = hidden_rows | {"softmax of each tile": self.softmax * rows}
-        rest = hidden_rows | {"recomputed logits' gradient": _ELEMENT * recomputed * group} | of_others
-        exponentials = {"exponentials in scratch": self.exponentials(in_gradient, in_scratch, chunk)}
-        phase = max((forward, of_kept, rest), key=lambda phase: sum(phase.values()))
-        return self.fixed(tokens, rows) | exponentials | phase
+        of_sum = 4 * p.hidden if p.grad_hidden else 0
+        return Keeping(
+            self,
+            sum(self.fixed(tokens, rows).values()),
+            in_gradient,
+            in_scratch,
+            _ELEMENT * rows * p.hidden,
+            self.softmax * rows,
+            of_sum * slices * kept,
+            of_sum * (1 + int(halves)) * (rows - kept),
+            _ELEMENT * (rows - kept),
+        )
 
     def of_hidden(self, rows: int, in_gradient: int, in_scratch: int, *, halves: bool) -> float:
         """Steps of hidden's gradient."""
@@ -421,6 +420,52 @@ class MosaicHead:
         return work * _STEP + 1e-3 * _LAUNCH * launches
 
 
+class Keeping(NamedTuple):
+    """Bytes of plans whose exponentials wait for backward, of so many tokens."""
+
+    head: MosaicHead
+    fixed: int
+    in_gradient: int
+    in_scratch: int
+    hidden_rows: int
+    softmax: int
+    of_kept: int  # sums of hidden's gradient, of what is kept and of the other tokens
+    of_others: int
+    of_column: int  # of each entry of the vocabulary whose logits are computed again at a time
+
+    def again(self, chunk: int, together: int) -> int:
+        """Of logits that are computed again."""
+        # What is left for the last chunk may be a tile more than the others.
+        return self.of_column * min(self.head.vocab, max(together * chunk, chunk + VOCAB_TILE))
+
+    def size(self, chunk: int, together: int) -> int:
+        again = self.hidden_rows + self.of_others + self.again(chunk, together)
+        exponentials = self.head.exponentials(self.in_gradient, self.in_scratch, chunk)
+        return self.fixed + exponentials + max(self.hidden_rows + self.softmax, self.of_kept, again)
+
+    def parts(self, chunk: int, together: int) -> dict[str, int]:
+        hidden_rows = {"hidden rows": self.hidden_rows}
+        again = {"recomputed logits' gradient": self.again(chunk, together)}
+        of_kept, of_others = ({"hidden gradient in float32": size} for size in (self.of_kept, self.of_others))
+        # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
+        phases = hidden_rows | {"softmax of each tile": self.softmax}, of_kept, hidden_rows | again | of_others
+        exponentials = self.head.exponentials(self.in_gradient, self.in_scratch, chunk)
+        return {"exponentials in scratch": exponentials, **max(phases, key=lambda phase: sum(phase.values()))}
+
+    def largest(self, budget: int) -> int:
+        """Chunk that may fit."""
+        if self.size(self.head.vocab, 1) <= budget:
+            return self.head.vocab
+        room = budget - self.fixed - self.head.exponentials(self.in_gradient, self.in_scratch, 0)
+        of_entry, beside = _ELEMENT * self.in_gradient, max(self.hidden_rows + self.softmax, self.of_kept)
+        if room < beside:
+            return 0
+        again = self.hidden_rows + self.of_others + self.of_column * VOCAB_TILE
+        most = (room - again) // max(1, of_entry + self.of_column)
+        most = min(most, (room - beside) // of_entry) if of_entry else most
+        return most // VOCAB_TILE * VOCAB_TILE
+
+
 @lru_cache(maxsize=1024)
 def head_of(p: Problem) -> MosaicHead:
     return _head(replace(p, tokens=0, copied=0))
@@ -439,8 +484,8 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         return head.fixed(p.tokens, up(p.tokens, TOKEN_TILE)) | of_rows
     if c.by_tokens:
         return head.by_tokens(p.tokens, rows, c.first_chunk, c.kept_in_gradient, c.kept_in_digits, c.chunk)
-    cut = c.kept_in_scratch, c.chunk, c.recompute_chunks
-    return head.keeping(p.tokens, c.kept_in_gradient, *cut, halves=c.halves)
+    keeping = head.keeping(p.tokens, c.kept_in_gradient, c.kept_in_scratch, halves=c.halves)
+    return head.fixed(p.tokens, rows) | keeping.parts(c.chunk, c.recompute_chunks)
 
 
 def _softmax_bytes(p: Problem) -> int:
@@ -542,6 +587,10 @@ class MosaicSearch(Fastest[dict[str, Any]]):
         self.tokens, self.rows = p.tokens, up(p.tokens, TOKEN_TILE)
         # Tokens whose exponentials take all of the budget.
         self.most = budget // (_ELEMENT * p.vocab)
+        # By tokens, those of a chunk whose exponentials and softmax take all of it.
+        fixed = sum(self.head.fixed(self.tokens, self.rows).values()) + self.head.digits * p.grad_weight
+        self.of_token = _ELEMENT * self.head.vocab + self.head.softmax
+        self.in_chunk = max(0, budget - fixed - p.tokens * p.hidden * p.grad_hidden) // self.of_token
         # Milliseconds of products whose tiles fill whole waves.
         of_tile, head = _STEP / _PROGRAMS * (self.rows // TOKEN_TILE) * (1 - 1e-9), self.head
         self.logits = of_tile * head.tiles * head.steps
@@ -549,9 +598,9 @@ class MosaicSearch(Fastest[dict[str, Any]]):
         of_weight = -(-p.vocab // TOKEN_TILE) * TOKEN_TILE / head.depth * p.grad_weight
         self.weight = of_tile * head.columns * of_weight
 
-    def fits(self, cost: float, parts: dict[str, int], **fields: Any) -> bool:
+    def fits(self, cost: float, size: int, **fields: Any) -> bool:
         """Whether it does; if it may be among the fastest, it is noted."""
-        if (size := sum(parts.values())) > self.budget:
+        if size > self.budget:
             return False
         self.add(cost, (size, cost), fields)
         return True
@@ -564,7 +613,7 @@ class MosaicSearch(Fastest[dict[str, Any]]):
     def by_tokens(self) -> None:
         """Chunks of tokens: the fewest even chunks, and some small ones."""
         head, tokens, before = self.head, self.tokens, 0
-        most = max(self.most, TOKEN_TILE)
+        most = max(self.in_chunk, TOKEN_TILE)
         numbers = range(max(1, self.rows // (most + TOKEN_TILE)), 65)
         for size in (*(up(-(-self.rows // number), TOKEN_TILE) for number in numbers), TOKEN_TILE):
             if size > most or size == before:
@@ -574,14 +623,18 @@ class MosaicSearch(Fastest[dict[str, Any]]):
             cost, before = head.by_tokens_ms(tokens, size), size
             if cost <= self.bound:
                 fields = {"token_chunk": size, "chunk": head.vocab, "kept_in_scratch": self.rows, "by_tokens": True}
-                self.fits(cost, head.by_tokens(tokens, size), strategy="stash", **fields)
+                self.fits(cost, sum(head.by_tokens(tokens, size).values()), strategy="stash", **fields)
 
     def longer_first(self) -> None:
         """Chunks of tokens of which the first has so many more that as few others as possible are left."""
         p, head, rows, kept = self.problem, self.head, self.rows, capacity(self.problem)
         if not kept:
             return
-        most, listed, products = kept + head.in_digits + self.most, [], self.logits + self.hidden + self.weight
+        # Of the first chunk: what is beside a chunk's exponentials, and those that are in other memory.
+        most = max(
+            kept + head.in_digits, self.in_chunk + (kept + head.in_digits) * _ELEMENT * head.vocab // self.of_token
+        )
+        listed, products = [], self.logits + self.hidden + self.weight
         # Entries whose tiles of the weight's gradient fill two and four waves.
         filling = (_PROGRAMS * n // head.columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for n in (2, 4))
         chunks = {min(max(chunk, VOCAB_TILE), p.vocab // VOCAB_TILE // 2 * VOCAB_TILE) for chunk in filling}
@@ -591,7 +644,7 @@ class MosaicSearch(Fastest[dict[str, Any]]):
             others = number * (_STEP * head.of_chunk(size, size) * (1 - 1e-9) - products * size / rows)
             return products + others + 1e-3 * _LAUNCH * 10 * (1 + number) + head.moved_ms(1 + number, size)
 
-        for size in range(min(rows - kept, up(self.most + 1, TOKEN_TILE)) - TOKEN_TILE, 0, -TOKEN_TILE):
+        for size in range(min(rows - kept - TOKEN_TILE, self.in_chunk) // TOKEN_TILE * TOKEN_TILE, 0, -TOKEN_TILE):
             others = max(1, -(-(rows - most) // size))
             if self.by_tokens_bound(1 + others, size) > self.bound:
                 break
@@ -605,9 +658,9 @@ class MosaicSearch(Fastest[dict[str, Any]]):
                 first = rows - number * size
                 fields = {"token_chunk": size, "first_chunk": first, "chunk": chunk, "kept_in_gradient": kept}
                 fields["kept_in_digits"] = in_digits = min(first - kept, head.in_digits)
-                parts = head.by_tokens(self.tokens, size, first, kept, in_digits, chunk)
+                taken = sum(head.by_tokens(self.tokens, size, first, kept, in_digits, chunk).values())
                 cost, left = head.by_tokens_ms(self.tokens, size, first, chunk), rows - kept - in_digits
-                if self.fits(cost, parts, strategy="stash", by_tokens=True, kept_in_scratch=left, **fields):
+                if self.fits(cost, taken, strategy="stash", by_tokens=True, kept_in_scratch=left, **fields):
                     break
 
     def keep(self, strategy: str) -> None:
@@ -616,7 +669,8 @@ class MosaicSearch(Fastest[dict[str, Any]]):
         """
         head, rows, kept = self.head, self.rows, _kept(self.problem, strategy)
         if kept:  # all in scratch: the weight's gradient in one launch
-            self.keep_chunk(0, rows, head.vocab)
+            of_all = head.keeping(self.tokens, 0, rows, halves=False)
+            self.keep_chunk(of_all, head.vocab, head.vocab, halves=False)
         # More than that fits no budget; and a few dozen are enough.
         most, listed = min(rows - kept, self.most) if kept else 0, []
         step = max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))
@@ -638,35 +692,29 @@ class MosaicSearch(Fastest[dict[str, Any]]):
             least = bound + _STEP * of_weight * self.rows * (1 - 1e-9) + 1e-3 * _LAUNCH * launches
             if least <= self.bound:
                 listed.append((least, size))
-        largest = p.vocab // VOCAB_TILE // 2 * VOCAB_TILE if kept else head.vocab  # that may fit
-        most = largest
+        ways = (False, True) if recomputed and p.grad_hidden else (False,)
+        bytes_of = [head.keeping(self.tokens, kept, in_scratch, halves=halves) for halves in ways]
+        most = p.vocab // VOCAB_TILE // 2 * VOCAB_TILE if kept else head.vocab
+        fits = bytes_of[0].largest(self.budget)
         for least, size in sorted(listed):
             if least > self.bound:
                 break
-            chunk = min(size, most)
-            if chunk <= largest and not self.keep_chunk(kept, in_scratch, chunk, size):
-                largest = chunk - VOCAB_TILE
+            if (chunk := min(size, most)) <= fits:
+                for halves, of_way in zip(ways, bytes_of, strict=False):
+                    self.keep_chunk(of_way, chunk, size, halves=halves)
 
-    def keep_chunk(self, kept: int, in_scratch: int, chunk: int, size: int = 0) -> bool:
-        """Such chunks; whether they fit."""
-        head, tokens, recomputed = self.head, self.tokens, self.rows - kept - in_scratch
-        strategy = "stash" if kept + in_scratch else "recompute"
-        for halves in (False, True) if recomputed and self.problem.grad_hidden else (False,):
-            parts, together = head.keeping(tokens, kept, in_scratch, chunk, 1, halves=halves), 1
-            room = self.budget - sum(parts.values())
-            if not halves and room < 0:
-                return False
-            if kept + in_scratch and recomputed:  # where nothing is kept, larger chunks do the same
-                together = _together(self.problem, recomputed, size, room)
-            cost = head.keeping_ms(tokens, kept, in_scratch, chunk, together, halves=halves)
-            if cost <= self.bound:
-                if together > 1:
-                    parts = head.keeping(tokens, kept, in_scratch, chunk, together, halves=halves)
-                fields = {"token_chunk": tokens, "kept_in_gradient": kept, "chunk": chunk, "halves": halves}
-                self.fits(
-                    cost, parts, strategy=strategy, kept_in_scratch=in_scratch, recompute_chunks=together, **fields
-                )
-        return True
+    def keep_chunk(self, of_way: "Keeping", chunk: int, size: int, *, halves: bool) -> None:
+        """Such chunks, or `size`, as many together as pays."""
+        kept, in_scratch, together = of_way.in_gradient, of_way.in_scratch, 1
+        recomputed = self.rows - kept - in_scratch
+        if kept + in_scratch and recomputed:  # where nothing is kept, larger chunks do the same
+            together = _together(self.problem, recomputed, size, self.budget - of_way.size(chunk, 1))
+        cost = self.head.keeping_ms(self.tokens, kept, in_scratch, chunk, together, halves=halves)
+        if cost <= self.bound:
+            fields = {"token_chunk": self.tokens, "kept_in_gradient": kept, "kept_in_scratch": in_scratch}
+            fields |= {"chunk": chunk, "halves": halves, "recompute_chunks": together}
+            strategy = "stash" if kept + in_scratch else "recompute"
+            self.fits(cost, of_way.size(chunk, together), strategy=strategy, **fields)
 
 
 def _search(p: Problem, strategy: str, budget: int) -> MosaicPlan | None:
