@@ -6,6 +6,7 @@ of the weight's gradient nor in scratch have their logits recomputed in backward
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.ops.linear_jsd.memory import Head, JsdProblem, logits_bytes
@@ -76,8 +77,15 @@ class JsdSizes:
                 self.sums += (1 + p.sharded) * block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
                 self.sums += 4 * h.vocab if h.grad_bias else 0
         tiles = self.columns // VOCAB_TILE
-        # Of a chunk's logits, of one token at least.
+        # Of a token at least: of a chunk's logits; of what is recomputed, and of each column of that; of its gradient
+        # that is kept, beyond what the weights' memory holds.
         self.of_token = sum(distance * self.columns + 12 * tiles + row for distance, _, row in self.layers)
+        self.again_row = sum(row for *_, row in self.layers)
+        self.again_column = sum(distance + element for distance, element, _ in self.layers)
+        self.of_kept, self.held = (
+            sum(each for each, _ in self.kept),
+            sum(each * capacity for each, capacity in self.kept),
+        )
         self.capacity = max((capacity for _, capacity in self.kept), default=0)
 
     def beyond(self, kept: int, weight_chunk: int) -> int:
@@ -135,7 +143,12 @@ class JsdSizes:
 
 def scratch_parts(p: JsdProblem, c: JsdPlan) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
-    return JsdSizes(p).parts(c)
+    return sizes_of(p).parts(c)
+
+
+@lru_cache(maxsize=64)
+def sizes_of(p: JsdProblem) -> JsdSizes:
+    return JsdSizes(p)
 
 
 class JsdCosts:
@@ -217,10 +230,15 @@ class JsdSearch(Fastest[JsdPlan]):
 
     def __init__(self, p: JsdProblem, budget: int) -> None:
         super().__init__(SLACK)
-        self.problem, self.sizes, self.costs = p, JsdSizes(p), JsdCosts(p, RATES["h100"])
+        self.problem, self.sizes, self.costs = p, sizes_of(p), JsdCosts(p, RATES["h100"])
         self.budget = budget - self.sizes.casts - p.copied - self.sizes.vectors - self.sizes.hidden_rows - p.sent
         self.rows, self.tiles = self.sizes.rows, self.costs.tiles
         self._beyond: dict[tuple[bool, int], int] = {}
+        of_tokens = {min(self.rows, USEFUL_TOKENS), TOKEN_TILE}
+        self.beside = {self.sizes.forward(tokens) for tokens in of_tokens}
+        # Room for chunks of tokens beyond which it is better kept for what is kept.
+        worth = 5 * self.costs.launch * self.sizes.of_token * self.sizes.of_kept / max(1e-9, self.costs.product)
+        self.worth = max(1.0, p.tokens * math.sqrt(worth))
         # At least: of one chunk of tokens, with tiles that fill whole waves.
         self.floor = 5 * self.costs.launch + self.costs.product + self.costs.hidden
 
@@ -236,9 +254,10 @@ class JsdSearch(Fastest[JsdPlan]):
         sizes, rows = self.sizes, self.rows
         fixed = self.beyond(kept, weight) + sizes.in_scratch(kept)
         backward, room = sizes.backward(kept, vocab * VOCAB_TILE), self.budget - fixed
-        if backward > room:
+        if max(backward, TOKEN_TILE * sizes.of_token) > room:
             return
-        most = largest_within(sizes.forward, room, TOKEN_TILE, rows, TOKEN_TILE)
+        most = min(rows, room // sizes.of_token // TOKEN_TILE * TOKEN_TILE)
+        most = largest_within(sizes.forward, room, TOKEN_TILE, most, TOKEN_TILE)
         fewest = max(1, -(-rows // most))
         tried = {most} | {up(-(-self.problem.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
         time = self.costs.hidden
@@ -253,42 +272,52 @@ class JsdSearch(Fastest[JsdPlan]):
 
     def kept(self, weight: int) -> list[int]:
         """Tokens that can be kept beside a useful chunk of tokens or the smallest, whatever is recomputed beside."""
-        room = self.budget - self.beyond(self.rows, weight)
-        beside = {self.sizes.forward(tokens) for tokens in (min(self.rows, USEFUL_TOKENS), TOKEN_TILE)}
-        return [largest_within(self.sizes.in_scratch, room - size, 0, self.rows, TOKEN_TILE) for size in beside]
+        sizes, made = self.sizes, []
+        for beside in self.beside:
+            room = self.budget - self.beyond(self.rows, weight) - beside
+            most = max(0, min(self.rows, (room + sizes.held) // max(1, sizes.of_kept) // TOKEN_TILE * TOKEN_TILE))
+            made.append(largest_within(sizes.in_scratch, room, 0, most, TOKEN_TILE))
+        return made
 
-    def most_kept(self, vocab: int, weight: int) -> float:
-        """Tokens of which no more can be kept beside what is recomputed, of the others."""
-        sizes, columns = self.sizes, vocab * VOCAB_TILE
-        each = sum(each for each, _ in sizes.kept)
-        again = sum((distance + element) * columns + row for distance, element, row in sizes.layers)
-        if each <= again:
-            return math.inf
-        room = (
-            self.budget - self.beyond(self.rows, weight) - sizes.sums + sum(x * capacity for x, capacity in sizes.kept)
-        )
-        return (room - self.rows * again) / (each - again)
+    def most_kept(self, vocab: int, weight: int, kept: list[int]) -> float:
+        """Tokens of which no more can be kept beside what is recomputed, of the others; below 0: nothing fits."""
+        sizes, columns, most = self.sizes, vocab * VOCAB_TILE, min(max(kept), self.rows - TOKEN_TILE)
+        again = sizes.again_column * columns + sizes.again_row
+        room = self.budget - self.beyond(self.rows, weight) - sizes.sums - self.rows * again
+        if again >= sizes.of_kept:  # the more are kept the better
+            return most if room + sizes.held + most * (again - sizes.of_kept) >= 0 else -1.0
+        return min(most, (room + sizes.held) / (sizes.of_kept - again))
+
+    def some_bound(self, vocab: int, weight: int, most: float) -> float:
+        """Of what is kept, recomputed, and of chunks of tokens beside it no plan takes less that keeps so many at most.
+
+        A token that is kept isn't recomputed, and makes chunks of tokens smaller: up to a number it is worth it.
+        """
+        costs, tokens, each = self.costs, max(1, self.problem.tokens), max(1, self.sizes.of_kept)
+        room = self.budget - self.beyond(self.rows, weight) + self.sizes.held
+        left = max(room - each * most, self.worth)
+        again = max(0.0, 1 - (room - left) / (each * tokens))
+        more = 5 * costs.launch * max(0.0, tokens * self.sizes.of_token / left - 1)
+        return again * costs.product + more + costs.again_launches(vocab)
 
     def keep(self, vocab: int, weight: int, time: float, kept: list[int]) -> None:
         """No tokens kept, or as many as fit."""
-        sizes, tiles = self.sizes, vocab * VOCAB_TILE
+        sizes, columns, before = self.sizes, vocab * VOCAB_TILE, self.rows
         room = self.budget - self.beyond(self.rows, weight)
 
         def backward(kept: int) -> int:
-            return sizes.in_scratch(kept) + sizes.backward(kept, tiles)
+            return sizes.in_scratch(kept) + sizes.backward(kept, columns)
 
         for most in sorted({*kept, 0}, reverse=True):
-            again = 1 - min(1.0, most / max(1, self.problem.tokens))
-            if time + again * self.costs.product + self.costs.again_launches(vocab) > self.bound:
+            if before < most:  # all that fits is less
                 continue
             if most and backward(most) > room:
                 # What is kept in the weight's memory makes that less, in scratch more.
                 least = min(most, sizes.capacity)
                 most = largest_within(backward, room, least, most, TOKEN_TILE) if backward(least) <= room else 0
-            tokens = max(TOKEN_TILE, (room - sizes.in_scratch(most)) // sizes.of_token) if most else self.rows
-            more = 5 * self.costs.launch * (-(-self.problem.tokens // tokens) - 1)
-            if most < self.rows and time + more + self.costs.again(most, tiles) <= self.bound:
+            if most < before and time + self.some_bound(vocab, weight, most) <= self.bound:
                 self.chunks(most, vocab, weight)
+            before = most
 
 
 def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
@@ -306,11 +335,9 @@ def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
                 soonest = min(soonest, time)
                 made.chunks(made.rows, tiles, weight)
                 kept = made.kept(weight)
-            for vocab in {max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}:
-                most = min(max(kept), made.most_kept(vocab, weight), made.rows - TOKEN_TILE)
-                again = 1 - min(1.0, max(0.0, most) / max(1, p.tokens))
-                least = time + again * costs.product + costs.again_launches(vocab)
-                some.append((least, vocab, weight, time, kept))
+            vocabs = {max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}
+            most = {vocab: made.most_kept(vocab, weight, kept) for vocab in vocabs}
+            some += [(time + made.some_bound(x, weight, n), x, weight, time, kept) for x, n in most.items() if n >= 0]
     for least, vocab, weight, time, kept in sorted(some):
         if least <= made.bound:
             made.keep(vocab, weight, time, kept)
