@@ -225,8 +225,10 @@ def _config(p: JsdProblem, kept: int, tokens: int, vocab_tiles: int, weight_tile
     return JsdPlan(min(p.tokens, tokens), kept, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE)
 
 
-class JsdSearch(Fastest[JsdPlan]):
-    """Plans that fit a budget and may be among the fastest: what surely takes longer is not looked at."""
+class JsdSearch(Fastest[tuple[int, int, int, int]]):
+    """Plans that fit a budget and may be among the fastest, as `_config` takes them: what surely takes longer is not
+    looked at.
+    """
 
     def __init__(self, p: JsdProblem, budget: int) -> None:
         super().__init__(SLACK)
@@ -254,7 +256,7 @@ class JsdSearch(Fastest[JsdPlan]):
         sizes, rows = self.sizes, self.rows
         fixed = self.beyond(kept, weight) + sizes.in_scratch(kept)
         backward, room = sizes.backward(kept, vocab * VOCAB_TILE), self.budget - fixed
-        if max(backward, TOKEN_TILE * sizes.of_token) > room:
+        if max(backward, min(rows, TOKEN_TILE) * sizes.of_token) > room:
             return
         most = min(rows, room // sizes.of_token // TOKEN_TILE * TOKEN_TILE)
         most = largest_within(sizes.forward, room, TOKEN_TILE, most, TOKEN_TILE)
@@ -266,9 +268,13 @@ class JsdSearch(Fastest[JsdPlan]):
         for tokens in sorted(size for size in tried if size <= most):
             cost = time + self.costs.forward(tokens)
             if cost <= self.bound and (forward := sizes.forward(tokens)) <= room:
-                plan = _config(self.problem, kept, tokens, vocab, weight)
-                order = fixed + max(forward, backward), round(cost, 9), kept, -plan.token_chunk
-                self.add(cost, order, plan)
+                order = fixed + max(forward, backward), round(cost, 9), kept, -min(self.problem.tokens, tokens)
+                self.add(cost, order, (kept, tokens, vocab, weight))
+
+    def plan(self) -> JsdPlan | None:
+        """The best."""
+        best = self.best()
+        return None if best is None else _config(self.problem, *best)
 
     def kept(self, weight: int) -> list[int]:
         """Tokens that can be kept beside a useful chunk of tokens or the smallest, whatever is recomputed beside."""
@@ -324,7 +330,7 @@ def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
     made = JsdSearch(p, budget)
     if not p.any_grad:
         made.chunks(0, made.tiles, 1)
-        return made.best()
+        return made.plan()
     tiles, costs, some, soonest = max(made.tiles, 1), made.costs, [], math.inf
     for weight in sorted(_weights(p, tiles)):
         time = made.floor + costs.weight(weight * VOCAB_TILE)
@@ -341,7 +347,7 @@ def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
     for least, vocab, weight, time, kept in sorted(some):
         if least <= made.bound:
             made.keep(vocab, weight, time, kept)
-    return made.best()
+    return made.plan()
 
 
 def _weights(p: JsdProblem, tiles: int) -> set[int]:

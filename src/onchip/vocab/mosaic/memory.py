@@ -448,9 +448,10 @@ class Keeping(NamedTuple):
         again = {"recomputed logits' gradient": self.again(chunk, together)}
         of_kept, of_others = ({"hidden gradient in float32": size} for size in (self.of_kept, self.of_others))
         # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
-        phases = hidden_rows | {"softmax of each tile": self.softmax}, of_kept, hidden_rows | again | of_others
+        forward, rest = hidden_rows | {"softmax of each tile": self.softmax}, hidden_rows | again | of_others
         exponentials = self.head.exponentials(self.in_gradient, self.in_scratch, chunk)
-        return {"exponentials in scratch": exponentials, **max(phases, key=lambda phase: sum(phase.values()))}
+        largest = max((forward, of_kept, rest), key=lambda phase: sum(phase.values()))
+        return {"exponentials in scratch": exponentials} | largest
 
     def largest(self, budget: int) -> int:
         """Chunk that may fit."""
@@ -686,22 +687,25 @@ class MosaicSearch(Fastest[dict[str, Any]]):
 
     def keep_some(self, kept: int, in_scratch: int, bound: float) -> None:
         """Chunks of the vocabulary; `bound` is without the weight's gradient."""
-        p, head, recomputed, listed = self.problem, self.head, self.rows - kept - in_scratch, []
-        for size in _chunk_sizes(head, recomputed):
-            of_weight, launches = head.of_weight(size)
-            least = bound + _STEP * of_weight * self.rows * (1 - 1e-9) + 1e-3 * _LAUNCH * launches
-            if least <= self.bound:
-                listed.append((least, size))
+        p, head, recomputed = self.problem, self.head, self.rows - kept - in_scratch
         ways = (False, True) if recomputed and p.grad_hidden else (False,)
         bytes_of = [head.keeping(self.tokens, kept, in_scratch, halves=halves) for halves in ways]
         most = p.vocab // VOCAB_TILE // 2 * VOCAB_TILE if kept else head.vocab
-        fits = bytes_of[0].largest(self.budget)
+        fits, launch, listed = bytes_of[0].largest(self.budget), 1e-3 * _LAUNCH, []
+        if fits < VOCAB_TILE or bound + self.weight + launch * -(-p.vocab // fits) > self.bound:
+            return
+        of_rows = _STEP * self.rows * (1 - 1e-9)
+        for size in _chunk_sizes(head, recomputed):
+            if size <= fits or most <= fits:
+                of_weight, launches = head.of_weight(size)
+                least = bound + of_rows * of_weight + launch * launches
+                if least <= self.bound:
+                    listed.append((least, size))
         for least, size in sorted(listed):
             if least > self.bound:
                 break
-            if (chunk := min(size, most)) <= fits:
-                for halves, of_way in zip(ways, bytes_of, strict=False):
-                    self.keep_chunk(of_way, chunk, size, halves=halves)
+            for halves, of_way in zip(ways, bytes_of, strict=True):
+                self.keep_chunk(of_way, min(size, most), size, halves=halves)
 
     def keep_chunk(self, of_way: "Keeping", chunk: int, size: int, *, halves: bool) -> None:
         """Such chunks, or `size`, as many together as pays."""

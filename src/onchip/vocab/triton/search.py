@@ -267,8 +267,8 @@ class TritonSearch(Fastest[dict[str, Any]]):
             long = largest_within(other_chunk, room - beyond, TOKEN_TILE, rows, TOKEN_TILE) if beyond else short
             # More chunks than that take too long: smaller ones would be more.
             others = (self.bound - bound) / more
-            least = up(max(0, math.ceil((rows - most) / others) - SMALLEST_SUMMED), step) if others > 0 else rows
-            for size in reversed(range(SMALLEST_SUMMED + least, min(short, most, rows - TOKEN_TILE) + 1, step)):
+            more_than = up(max(0, math.ceil((rows - most) / others) - SMALLEST_SUMMED), step) if others > 0 else rows
+            for size in reversed(range(SMALLEST_SUMMED + more_than, min(short, most, rows - TOKEN_TILE) + 1, step)):
                 here = min(most, rows - size)
                 if size > long:
                     here = min(here, max(size, capacity))
