@@ -25,6 +25,7 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.triton import costs as triton_costs
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import planner as triton_planner
+from onchip.vocab.triton import search as triton_search
 from onchip.vocab.triton import tiling
 from onchip.vocab.xla import memory as xla_memory
 
@@ -247,40 +248,56 @@ def count_calls(monkeypatch, *where):
 
 
 def distill(head):
-    teacher = replace(head, grad_hidden=False, grad_weight=False)
-    return jsd_memory.JsdProblem(head.vocab, head, teacher)
+    teacher = replace(head, grad_hidden=False, grad_weight=False, grad_bias=False)
+    return jsd_memory.JsdProblem(head.vocab, head, teacher, sent=40 * head.tokens * head.sharded)
 
 
-SUMS = {
+# What a search evaluates, a microsecond or a few each.
+EVALUATED = {
     "triton": [
-        (triton_memory.TritonSizes, ("chunk", "kept")), (triton_costs.Costs, ("in_forward", "kept", "kept_bound")),
+        (triton_search.TritonSearch, ("what_fits", "some_bound", "beside", "try_kept")),
+        (triton_memory.TritonSizes, ("kept", "even_chunk", "first_chunk", "other_chunk")),
+        (triton_costs.Costs, ("in_forward", "beside_cuts", "of_cuts", "of_weight")),
     ],
-    "mosaic": [(mosaic_memory, ("predict", "scratch_bytes"))],
+    "mosaic": [
+        (mosaic_memory.MosaicHead, ("by_tokens", "by_tokens_ms", "moved_ms", "keeping", "keeping_ms", "of_hidden")),
+        (mosaic_memory.Keeping, ("size", "largest")),
+    ],
     "jsd, triton": [
         (jsd_triton_memory.JsdSizes, ("beyond", "in_scratch", "forward", "backward")),
         (jsd_triton_memory.JsdCosts, ("forward", "again", "weight")),
+        (jsd_triton_memory.JsdSearch, ("most_kept", "some_bound")),
     ],
-}  # fmt: skip
+}
+HEADS = [(4096, 128256), (2048, 128256), (1024, 151936), (640, 262144), (2560, 262144), (576, 49152)]
+FEATURES = [
+    {}, {"softcap": True}, {"grad_bias": True}, {"smoothing": 0.1}, {"smoothing": 0.1, "softcap": True},
+    {"stats": True}, {"class_weight": True}, {"per_token_loss": True}, {"grad_weight": False}, {"grad_hidden": False},
+    {"ids": 8}, {"ids": 1, "stats": True}, {"labels": "float32"}, {"weight_dtype": "float32"}, {"dtype": "float16"},
+    {"sharded": True}, {"sharded": True, "even": True}, {"copied": 4096},
+]  # fmt: skip
 
 
-# Sums of a microsecond or two, of mosaic's plans thirty: how many a plan takes, on average and at most.
 @pytest.mark.parametrize(
-    ("name", "count", "mean", "most"),
-    [("triton", 200, 250, 800), ("jsd, triton", 60, 1300, 3000), ("mosaic", 25, 400, 2000)],
+    ("name", "mean", "most"), [("triton", 300, 800), ("jsd, triton", 340, 900), ("mosaic", 330, 1300)]
 )
-@pytest.mark.parametrize("options", [{}, {"per_token_loss": True}, {"grad_weight": False}], ids=str)
-def test_a_plan_for_another_number_of_tokens_costs_little(monkeypatch, name, count, mean, most, options):
-    planner, rng = PLANNERS[name][0], random.Random(0)
-    counted = count_calls(monkeypatch, *SUMS[name])
-    of_plan = []
-    for tokens in (rng.choice((rng.randint(1, 100_000), rng.randint(3000, 9000))) for _ in range(count)):
-        hidden, vocab = rng.choice([(4096, 128256), (2048, 128256), (1024, 151936), (640, 262144)])
-        p = Problem(tokens, hidden, vocab, "bfloat16", device="cuda", **options)
-        counted.clear()
-        planner.plan.__wrapped__(planner, distill(p) if name == "jsd, triton" else p, "auto")
-        of_plan.append(counted["calls"])
-    assert max(of_plan) <= most
-    assert sum(of_plan) <= mean * count
+@pytest.mark.parametrize("more", [None, 32 * MIB], ids=["default", "small"])
+def test_what_a_plan_for_another_number_of_tokens_evaluates(monkeypatch, name, mean, most, more):
+    """No feature makes it grow: on average over numbers of tokens, and at most."""
+    planner, rng, counted = PLANNERS[name][0], random.Random(0), count_calls(monkeypatch, *EVALUATED[name])
+    for features in FEATURES:
+        of_plan = []
+        for hidden, vocab in 3 * HEADS:
+            tokens = rng.choice((rng.randint(1, 100_000), rng.randint(1000, 9000)))
+            p = Problem(tokens, hidden, vocab, **{"dtype": "bfloat16", "device": "cuda", **features})
+            if name == "jsd, triton":
+                p = distill(p)
+            budget = None if more is None else planner.least(p, "auto") + more
+            counted.clear()
+            planner.plan.__wrapped__(planner, p, "auto", budget)
+            of_plan.append(counted["calls"])
+        assert sum(of_plan) <= mean * len(of_plan), features
+        assert max(of_plan) <= most, features
 
 
 def grid(p, budget):
