@@ -20,6 +20,7 @@ from onchip.vocab import chunks, memory
 from onchip.vocab.chunks import even_chunk, largest
 from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import head as mosaic_head
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.triton import costs as triton_costs
@@ -260,8 +261,8 @@ EVALUATED = {
         (triton_costs.Costs, ("in_forward", "beside_cuts", "of_cuts", "of_weight")),
     ],
     "mosaic": [
-        (mosaic_memory.MosaicHead, ("by_tokens", "by_tokens_ms", "moved_ms", "keeping", "keeping_ms", "of_hidden")),
-        (mosaic_memory.Keeping, ("size", "largest")),
+        (mosaic_head.MosaicHead, ("by_tokens", "by_tokens_ms", "moved_ms", "keeping", "keeping_ms", "of_hidden")),
+        (mosaic_head.Keeping, ("size", "largest")),
     ],
     "jsd, triton": [
         (jsd_triton_memory.JsdSizes, ("beyond", "in_scratch", "forward", "backward")),

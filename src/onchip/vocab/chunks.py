@@ -116,8 +116,8 @@ class Fastest(Generic[Plan]):
         return min(equal, key=lambda x: x[1])[2] if equal else None
 
     def soonest(self) -> Plan | None:
-        """The fastest plan itself."""
-        return min(self._found, key=lambda x: x[:2])[2] if self._found else None
+        """The fastest itself."""
+        return min(self._found, key=lambda x: (round(x[0], 9), x[1]))[2] if self._found else None
 
 
 def default_scratch(logits_bytes: int, useful: int = 0) -> int:

@@ -16,7 +16,7 @@ from jax import lax
 
 from onchip.frontend.jax_call import IGNORED
 from onchip.vocab.mosaic import memory
-from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
+from onchip.vocab.mosaic.head import VOCAB_TILE, MosaicPlan
 from onchip.vocab.mosaic.positions import (
     LOWEST,
     MosaicLabels,

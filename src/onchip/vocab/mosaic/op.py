@@ -17,19 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from onchip.core.sizes import up
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import hopper_refusal
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import labels, positions
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic.bits import split
-from onchip.vocab.mosaic.memory import (
+from onchip.vocab.mosaic.head import (
     VOCAB_TILE,
     Group,
     MosaicPlan,
     groups,
     hidden_step,
-    up,
 )
 from onchip.vocab.mosaic.positions import (
     LOWEST,

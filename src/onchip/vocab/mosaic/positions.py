@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.vocab.mosaic.bits import join
-from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan
+from onchip.vocab.mosaic.head import VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import LossCall
 from onchip.vocab.xla.tiles import (
     CountedTokens,

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onchip.core.sizes import up
 from onchip.vocab.mosaic import memory as mosaic_spec
-from onchip.vocab.mosaic.memory import VOCAB_TILE, MosaicPlan, hidden_slices, split_at, up
+from onchip.vocab.mosaic.head import VOCAB_TILE, MosaicPlan, hidden_slices, split_at
 from onchip.vocab.mosaic.positions import Positions, after
 from onchip.vocab.xla.loss import LossCall
 from onchip.vocab.xla.tiles import XlaProjection
