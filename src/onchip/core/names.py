@@ -41,7 +41,7 @@ def naming_options(*arguments: str, **flags: str) -> Iterator[None]:
     before = "|".join(
         f"(?<={words} )" for words in (":", ",", ";", "give", "leave", "needs", "and", "or", "no", "but", "as")
     )
-    pattern = rf"(?:{before})({names})(?=,|;|=|$| (?:must|is|are|and|or|out|shares|of|in)\b)"
+    pattern = rf"(?:{before})({names})(?=,|;|=|$| (?:must|is|are|and|or|out|shares|of|in|as)\b)"
     try:
         yield
     except ValueError as error:
