@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy.typing as npt
 
 from onchip.frontend.jax_types import Array
+from onchip.integrations.levanter_attention import install_attention as install_attention
+from onchip.integrations.levanter_attention import uninstall_attention as uninstall_attention
 from onchip.jax import linear_cross_entropy, linear_log_probs
 
 NAME = "onchip"
