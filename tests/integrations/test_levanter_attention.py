@@ -190,7 +190,7 @@ def test_install(stand_in, monkeypatch):
         install_attention()
     monkeypatch.setattr(integration.importlib.util, "find_spec", lambda name: name)
     module = stand_in("levanter.layers.attention")
-    with pytest.raises(RuntimeError, match="Levanter has no levanter.layers.attention._try_te_attention; pip install"):
+    with pytest.raises(RuntimeError, match=r"Levanter has no levanter\.layers\.attention._try_te_attention; pip install"):
         install_attention()
     theirs.__module__, theirs.__signature__ = module.__name__, integration.inspect.signature(named_attention)
     module._try_te_attention = theirs

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -146,6 +147,22 @@ class TitanExperts(nn.Module):
 TitanExperts.Config._owner = TitanExperts
 
 
+class TitanVarlen(nn.Module):
+    """As torchtitan's VarlenAttention, whose kernel runs on GPUs alone."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        window_size: tuple[int, int] = (-1, 0)
+
+    def __init__(self, config):
+        raise AssertionError  # it loads flash-attention
+
+
+class TitanVarlenMetadata(NamedTuple):
+    cu_seq_q: torch.Tensor
+    cu_seq_k: torch.Tensor
+
+
 @pytest.fixture
 def torchtitan(fakes):
     return fakes(
@@ -153,6 +170,7 @@ def torchtitan(fakes):
         spmd_types={"is_type_checking": lambda: False},
         torchtitan__components__loss={"IGNORE_INDEX": -100, "BaseLoss": TitanLoss, "ChunkedLossWrapper": TitanLoss},
         torchtitan__distributed__spmd_types={"current_spmd_mesh": lambda: None},
+        torchtitan__models__common__attention={"VarlenAttention": TitanVarlen},
         torchtitan__models__common__linear={"Linear": TitanLinear},
         torchtitan__models__common__moe={"GroupedExperts": TitanExperts},
         torchtitan__protocols__model={"ModelConfigConverter": TitanConverter},
@@ -222,6 +240,79 @@ def test_torchtitan_converts_linears(torchtitan):
     )
     wrong = torchtitan.Fp8LinearConverter.Config(scale="int8")
     refused(ValueError, "scale", torchtitan.Fp8LinearConverter, wrong)
+
+
+def titan_attention(torchtitan, **options):
+    """An attention, q, k and v [2, 12, heads, 8], torchtitan's mask of their documents, and the pairs that it shows."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 12, heads, size, requires_grad=True) for heads, size in ((4, 8), (2, 8), (2, 6)))
+    ends = torch.tensor([0, 5, 12, 15, 24], dtype=torch.int32)  # of 5 and 7 tokens in a row, 3 and 9 in the other
+    ids = (torch.arange(24) >= ends[1:, None]).sum(0).reshape(2, 12)
+    same = ids[:, :, None] == ids[:, None]
+    module = torchtitan.OnchipAttention(torchtitan.OnchipAttention.Config(**options))
+    return module, (q, k, v), TitanVarlenMetadata(ends, ends.clone()), same
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3, 0), (2, 1), (-1, -1)])
+def test_torchtitan_attention(torchtitan, window):
+    module, given, masks, same = titan_attention(torchtitan, window_size=window)
+    back = torch.arange(12)[:, None] - torch.arange(12)
+    left, right = (12 if side < 0 else side for side in window)
+    seen = (same & (back <= left) & (back >= -right))[:, None]
+    made = module(*given, attention_masks=masks, scale=0.3, enable_gqa=True)
+    q, k, v = (x.transpose(1, 2) for x in given)
+    expected = F.scaled_dot_product_attention(q, k, v, seen, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(made, expected)
+    weights = torch.randn(made.shape)
+    for x, y in zip(*(torch.autograd.grad((out * weights).sum(), given) for out in (made, expected)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_torchtitan_attention_with_sinks(torchtitan):
+    """As gpt-oss rescales what it gets."""
+    module, given, masks, same = titan_attention(torchtitan, window_size=(-1, -1))
+    sinks = torch.randn(4)
+    made = module(
+        *given, attention_masks=masks, out_transform=lambda out, lse: out * (lse - sinks).sigmoid()[..., None]
+    )
+    q, k, v = (x.transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in given)
+    scores = torch.where(same[:, None], q @ k.mT * 8**-0.5, -torch.inf)
+    p = torch.cat([scores, sinks[None, :, None, None].expand(2, 4, 12, 1)], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(made, (p @ v).transpose(1, 2))
+
+
+def test_torchtitan_attention_refuses(torchtitan, monkeypatch):
+    module, given, masks, _ = titan_attention(torchtitan)
+    with pytest.raises(TypeError, match="attention has no score_mod; leave AttentionConverter out"):
+        module(*given, attention_masks=masks, score_mod=abs)
+    for wrong in (None, object()):
+        with pytest.raises(
+            TypeError, match=f"a {type(wrong).__name__}, and must be a VarlenMetadata; build the model wi"
+        ):
+            module(*given, attention_masks=wrong)
+    q, k, v = given
+    with pytest.raises(
+        ValueError, match=r"queries are \[2, 3, 4, 8\] and keys \[2, 12, 2, 8\], and must be the same to"
+    ):
+        module(q[:, :3], k, v, attention_masks=masks)
+    monkeypatch.setattr(torchtitan.spmd, "is_type_checking", lambda: True)
+    with pytest.raises(RuntimeError, match="attention has no SPMD types; set debug"):
+        module(*given, attention_masks=masks)
+
+
+def test_torchtitan_converts_attention(torchtitan):
+    class Own(TitanVarlen.Config):
+        pass
+
+    converter = torchtitan.AttentionConverter(torchtitan.AttentionConverter.Config(backend="plain"))
+    model = TitanModel(layers=[TitanVarlen.Config(window_size=(7, 0)), Own()], last=TitanVarlen.Config())
+    assert converter.convert(model) is model
+    assert (model.layers[0].window_size, model.layers[0].backend) == ((7, 0), "plain")
+    assert type(model.last) is torchtitan.OnchipAttention.Config
+    assert type(model.layers[1]) is Own
+    refused(ValueError, "is left to convert; build it with attn_backend='varlen'", converter.convert, TitanModel())
+    wrong = torchtitan.AttentionConverter.Config(backend="flex")
+    refused(ValueError, "backend", torchtitan.AttentionConverter, wrong)
 
 
 def test_torchtitan_converts_experts(torchtitan, monkeypatch):

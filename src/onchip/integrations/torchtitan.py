@@ -1,12 +1,13 @@
 """torchtitan 0.3: its loss through `linear_cross_entropy`, its linear layers through `fp8_linear`, its experts through
-`grouped_matmul`.
+`grouped_matmul`, its attention through `attention`.
 
 `LinearCrossEntropyLoss.Config` goes where a trainer's config has `ChunkedLossWrapper.Config`;
 `Fp8LinearConverter.Config` goes where it has `Float8LinearConverter.Config`; `GroupedMatmulConverter.Config` goes where
-it has `MXFP8GroupedExpertsConverter.Config`.
+it has `MXFP8GroupedExpertsConverter.Config`; `AttentionConverter.Config` goes among the converters too.
 """
 
 # ruff: noqa: E402
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onchip.attention.masks import Documents, Window
 from onchip.core.backends import choose_backend
 from onchip.frontend.torch_inputs import dtype_name, is_dtensor
 from onchip.integrations.head_options import HeadOptions
 from onchip.integrations.versions import require
+from onchip.ops.attention.torch_op import BACKENDS as ATTENTION_BACKENDS
 from onchip.ops.grouped_matmul.torch_op import BACKENDS
-from onchip.torch import Fp8Linear, grouped_matmul, linear_cross_entropy
+from onchip.torch import Fp8Linear, attention, grouped_matmul, linear_cross_entropy
 from onchip.torch import LinearCrossEntropyLoss as Options
 
 require("torchtitan", "torchtitan", "0.3")
@@ -27,6 +30,7 @@ require("torchtitan", "torchtitan", "0.3")
 import spmd_types as spmd
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
 from torchtitan.distributed.spmd_types import current_spmd_mesh
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import ModelConfigConverter
@@ -360,3 +364,121 @@ def _experts_class(owner: Any) -> Any:
 
     OnchipExperts.__name__ = OnchipExperts.__qualname__ = f"Onchip{owner.__name__}"
     return OnchipExperts
+
+
+class OnchipAttention(VarlenAttention):  # type: ignore[misc]
+    """torchtitan's attention of packed documents, by `attention`; `AttentionConverter` makes it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):  # type: ignore[misc]
+        """torchtitan's, whose window_size has -1 where a side is unlimited, and a backend of `attention`."""
+
+        backend: str = "auto"
+
+    def __init__(self, config: Config) -> None:
+        super(VarlenAttention, self).__init__()  # VarlenAttention's own loads flash-attention
+        self.window_size, self.backend = config.window_size, config.backend
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any,
+        scale: float | None = None,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        enable_gqa: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """[B, L, N, H] of q's dtype, or what out_transform makes of it and of the log-sum-exp [B, L, N].
+
+        Args:
+            q_BLNH: [B, L, N, H]; v's heads may be of another size.
+            k_BLNH: [B, L, K, H], with N a multiple of K.
+            v_BLNH: as k.
+            attention_masks: torchtitan's `VarlenMetadata`, of documents that end at cu_seq_q[1:] in B * L tokens.
+                Tokens of different rows never see each other.
+            scale: of the products; None: 1 / sqrt(H).
+            out_transform: as gpt-oss's sinks are.
+            enable_gqa: not used: K says it.
+            others: refused.
+
+        Raises:
+            TypeError: another mask, as a `BlockMask`, or another argument.
+            ValueError: queries and keys of different lengths; what `attention` raises.
+            RuntimeError: with `debug.spmd_typechecking`.
+        """
+        if others:
+            raise TypeError(f"{NAME}: attention has no {', '.join(others)}; leave AttentionConverter out")
+        ends, of_keys = getattr(attention_masks, "cu_seq_q", None), getattr(attention_masks, "cu_seq_k", None)
+        if ends is None or of_keys is None:
+            raise TypeError(
+                f"{NAME}: attention_masks is a {type(attention_masks).__name__}, and must be a VarlenMetadata; build "
+                "the model with attn_backend='varlen', or leave AttentionConverter out"
+            )
+        if spmd.is_type_checking():
+            raise RuntimeError(f"{NAME}: attention has no SPMD types; set debug.spmd_typechecking to False")
+        batch, tokens = q_BLNH.shape[:2]
+        if k_BLNH.shape[:2] != (batch, tokens) or ends.shape != of_keys.shape:
+            raise ValueError(
+                f"{NAME}: queries are {list(q_BLNH.shape)} and keys {list(k_BLNH.shape)}, and must be the same tokens; "
+                "leave AttentionConverter out"
+            )
+        packed = Documents.from_cu_seqlens(ends, batch * tokens)
+        left, right = (None if side < 0 else side for side in self.window_size)
+        mask = Documents(packed.ids.reshape(batch, tokens), packed.padding) & Window(left, right)
+        backend: Any = self.backend
+        out, lse = attention(q_BLNH, k_BLNH, v_BLNH, mask, scale=scale, return_lse=True, backend=backend)
+        return out if out_transform is None else out_transform(out, lse)
+
+
+class AttentionConverter(ModelConfigConverter):  # type: ignore[misc]
+    """Compute a model's attention by `attention`, in place of `varlen_attn`.
+
+    It replaces each `VarlenAttention`, so build the model with attn_backend="varlen": then torchtitan's masks of packed
+    documents, its causal windows and gpt-oss's sinks are computed as they are.  `FlexAttention` stays, since its masks
+    are functions.  torchtitan's varlen casts to bfloat16; onchip computes in the dtype that queries have.
+
+    Args:
+        config: `Config`.
+
+    Raises:
+        ValueError: no VarlenAttention is left to convert, or a backend that there isn't.
+
+    Memory: that of `attention`.  Selective activation checkpointing computes it again in backward.
+
+    Example, in a function of a config registry::
+
+        from onchip.integrations.torchtitan import AttentionConverter
+
+        config.model_spec = model_registry("8B", attn_backend="varlen", converters=[AttentionConverter.Config()])
+
+    Source: torchtitan 0.3.0, `torchtitan/models/common/attention.py`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):  # type: ignore[misc]
+        """Which backend of `attention`."""
+
+        backend: str = "auto"
+
+    def __init__(self, config: Config) -> None:
+        choose_backend(NAME, config.backend, dict.fromkeys(ATTENTION_BACKENDS))
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """The config of the model with its attention; changed in place, but for a config that is attention's itself."""
+        converted = 0
+        for _, varlen, parent, attribute in list(model_config.traverse(VarlenAttention.Config)):
+            if type(varlen) is not VarlenAttention.Config:  # a subclass, whose forward may do more
+                continue
+            given = {f.name: getattr(varlen, f.name) for f in fields(varlen)}
+            made = OnchipAttention.Config(**given, backend=self.config.backend)
+            converted += 1
+            model_config = _put(made, parent, attribute, model_config)
+        if not converted:
+            raise ValueError(
+                f"{NAME}: no VarlenAttention of the model is left to convert; build it with attn_backend='varlen'"
+            )
+        return model_config
