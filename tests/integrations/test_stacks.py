@@ -242,20 +242,24 @@ def test_torchtitan_converts_linears(torchtitan):
     refused(ValueError, "scale", torchtitan.Fp8LinearConverter, wrong)
 
 
-def titan_attention(torchtitan, **options):
+def titan_attention(torchtitan, rows_begin=True, **options):
     """An attention, q, k and v [2, 12, heads, 8], torchtitan's mask of their documents, and the pairs that it shows."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 12, heads, size, requires_grad=True) for heads, size in ((4, 8), (2, 8), (2, 6)))
-    ends = torch.tensor([0, 5, 12, 15, 24], dtype=torch.int32)  # of 5 and 7 tokens in a row, 3 and 9 in the other
-    ids = (torch.arange(24) >= ends[1:, None]).sum(0).reshape(2, 12)
+    begins = [0, 5, 12, 15]  # of 5 and 7 tokens in a row, 3 and 9 in the other
+    begins = begins if rows_begin else [5, 15]
+    ends = torch.tensor([*begins, 24], dtype=torch.int32)
+    ids = (torch.arange(24) >= ends[:, None]).sum(0).reshape(2, 12)
     same = ids[:, :, None] == ids[:, None]
     module = torchtitan.OnchipAttention(torchtitan.OnchipAttention.Config(**options))
     return module, (q, k, v), TitanVarlenMetadata(ends, ends.clone()), same
 
 
+@pytest.mark.parametrize("rows_begin", [True, False])
 @pytest.mark.parametrize("window", [(-1, 0), (3, 0), (2, 1), (-1, -1)])
-def test_torchtitan_attention(torchtitan, window):
-    module, given, masks, same = titan_attention(torchtitan, window_size=window)
+def test_torchtitan_attention(torchtitan, window, rows_begin):
+    """A row may also begin in the middle of a document."""
+    module, given, masks, same = titan_attention(torchtitan, rows_begin, window_size=window)
     back = torch.arange(12)[:, None] - torch.arange(12)
     left, right = (12 if side < 0 else side for side in window)
     seen = (same & (back <= left) & (back >= -right))[:, None]

@@ -397,8 +397,8 @@ class OnchipAttention(VarlenAttention):  # type: ignore[misc]
             q_BLNH: [B, L, N, H]; v's heads may be of another size.
             k_BLNH: [B, L, K, H], with N a multiple of K.
             v_BLNH: as k.
-            attention_masks: torchtitan's `VarlenMetadata`, of documents that end at cu_seq_q[1:] in B * L tokens.
-                Tokens of different rows never see each other.
+            attention_masks: torchtitan's `VarlenMetadata`, of documents that begin at cu_seq_q in B * L tokens.  Rows
+                are documents of their own.
             scale: of the products; None: 1 / sqrt(H).
             out_transform: as gpt-oss's sinks are.
             enable_gqa: not used: K says it.
@@ -425,7 +425,8 @@ class OnchipAttention(VarlenAttention):  # type: ignore[misc]
                 f"{NAME}: queries are {list(q_BLNH.shape)} and keys {list(k_BLNH.shape)}, and must be the same tokens; "
                 "leave AttentionConverter out"
             )
-        packed = Documents.from_cu_seqlens(ends, batch * tokens)
+        # What is before the first document is one too.
+        packed = Documents.from_cu_seqlens(nn.functional.pad(ends, (1, 0)), batch * tokens)
         left, right = (None if side < 0 else side for side in self.window_size)
         mask = Documents(packed.ids.reshape(batch, tokens), packed.padding) & Window(left, right)
         backend: Any = self.backend
