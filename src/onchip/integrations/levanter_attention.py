@@ -175,7 +175,8 @@ def _segments(of_queries: jax.Array, of_keys: jax.Array) -> Mask:
     documents = Documents(of_keys)
     if jax.default_backend() == "cpu":
         check_mask_values(documents)
-    runs = documents.lower(*of_keys.shape, of_keys.shape[1], of_keys)
+    batch, tokens = of_keys.shape
+    runs = documents.lower(batch, tokens, tokens, of_keys)
 
     def of_row(mine: jax.Array, ids: jax.Array, start: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         order = jnp.argsort(ids, stable=True)
