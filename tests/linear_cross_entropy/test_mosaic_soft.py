@@ -35,7 +35,7 @@ def as_on_hopper(monkeypatch):
     monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
 
 
-QUICK = ("dense, everything", "dense, masked", "ids, everything, none")
+QUICK = ("dense, everything", "ids, everything, none")
 
 
 @pytest.mark.parametrize(

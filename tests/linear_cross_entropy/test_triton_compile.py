@@ -244,7 +244,7 @@ def test_what_hidden_apart_does_not_take():
 @pytest.mark.parametrize(
     ("device", "hidden", "options"),
     [
-        (HOPPER, 515, "everything"),
+        pytest.param(HOPPER, 515, "everything", marks=pytest.mark.slow),
         pytest.param(AMPERE, 512, "held", marks=pytest.mark.slow),
         (AMPERE, 512, "in forward"),
         (CONSUMER, 512, "everything"),
