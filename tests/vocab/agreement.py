@@ -82,6 +82,14 @@ def shards_of_one_number(rank, ranks):
     torch.testing.assert_close(loss, torch.tensor(float(VOCAB)).log())
 
 
+def shards_that_are_equal(rank, ranks):
+    """As those of a framework that draws each rank's part with one seed; the call says that they are parts."""
+    hidden, weight, ids = problem()
+    part = weight[: VOCAB // ranks]
+    loss = linear_cross_entropy(hidden, part, ids, vocab_group=dist.group.WORLD, vocab_size=VOCAB)
+    torch.testing.assert_close(loss, linear_cross_entropy(hidden, torch.cat([part] * ranks), ids))
+
+
 def hidden_states_that_differ(rank, ranks):
     hidden, weight, ids = problem()
     given = {"vocab_group": dist.group.WORLD}
@@ -103,4 +111,4 @@ def hidden_states_that_differ(rank, ranks):
         linear_cross_entropy(*bfloat16, ids, **given)
 
 
-CHECKS = (shards_that_are_the_whole, shards_of_one_number, hidden_states_that_differ)
+CHECKS = (shards_that_are_the_whole, shards_of_one_number, shards_that_are_equal, hidden_states_that_differ)

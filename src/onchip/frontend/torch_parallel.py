@@ -96,6 +96,7 @@ class Shards:
     sequence: int  # the dimension of hidden whose tokens are sharded; -1: every rank has all
     reduce: bool  # hidden's gradient, over the ranks
     most: int  # rows of each rank but the last ones, which have no more, where all know so and all have some; else 0
+    stated: bool = True  # the call says which rows this rank has; else they might be the whole vocabulary
 
     @property
     def there(self) -> bool:
@@ -210,7 +211,9 @@ def localized(
     # An empty shard lies at the end, wherever it is said to.
     start = start if rows else vocab
     most = most if (ranks - 1) * most < vocab else 0
-    made = Shards(group.group_name, ranks, start, rows, vocab, sequence, sharding.reduce_hidden_grad, most)
+    size = sizes[0][1]
+    stated = first in dtensors or sharding.vocab_start is not None or (sharding.vocab_size is not None and size < vocab)
+    made = Shards(group.group_name, ranks, start, rows, vocab, sequence, sharding.reduce_hidden_grad, most, stated)
     return Localized(tensors, made)
 
 

@@ -64,7 +64,7 @@ def require_agreement(
         raise ValueError(
             f"{op}: the ranks of vocab_group differ in {', '.join(dict.fromkeys(wrong))}; pass the same on each"
         )
-    for name, column in zip(own, apart.T.tolist(), strict=True):
+    for name, column in () if shards.stated else zip(own, apart.T.tolist(), strict=True):
         _require_parts(op, name, column)
     for name, x in (hidden or {}).items():
         if x is not None and x.numel() > 0 and shards.sequence < 0:
