@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import LossTerms
+from onchip.integrations.maxtext_attention import install_attention as install_attention
+from onchip.integrations.maxtext_attention import uninstall_attention as uninstall_attention
 from onchip.integrations.replacing import Installed, Ours, Replacing
 from onchip.integrations.versions import require
 from onchip.jax import linear_cross_entropy
