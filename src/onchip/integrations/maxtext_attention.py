@@ -64,8 +64,8 @@ def apply_attention(
     The others are refused where they aren't None, 0 or False, but for what attention in training doesn't read.
 
     Raises:
-        NotImplementedError: what onchip doesn't follow: decoding, dropout, another attention_type, MoBA, quantised keys,
-            context parallelism, or another mask.
+        NotImplementedError: what onchip doesn't follow: decoding, dropout, another attention_type, MoBA, quantised
+            keys, context parallelism, or another mask.
         TypeError, ValueError: what `onchip.jax.attention` raises.
 
     Source: MaxText 0.2.5, `maxtext/layers/attention_op.py`.
@@ -126,9 +126,9 @@ def install_attention() -> Installed:
     """Let MaxText's attention be computed by `onchip.jax.attention` where `attention` is "cudnn_flash_te".
 
     onchip's stands in the place of Transformer Engine's, which needn't be installed; other kernels stay MaxText's.
-    Causal and full attention, packed segments, sliding windows, Llama 4's chunks, softcaps, sinks and heads whose values
-    have another size are computed.  Anything else raises, and doesn't fall back.  Called again it does nothing new.
-    Call it before the first step is compiled.
+    Causal and full attention, packed segments, sliding windows, Llama 4's chunks, softcaps, sinks and heads whose
+    values have another size are computed.  Anything else raises, and doesn't fall back.  Called again it does nothing
+    new.  Call it before the first step is compiled.
 
     Returns:
         What was replaced.
