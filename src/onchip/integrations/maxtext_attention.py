@@ -148,7 +148,7 @@ def install_attention() -> Installed:
     Source: MaxText 0.2.5, `maxtext/layers/attention_op.py`.
     """
     version = require("maxtext", "maxtext", VERSION)
-    owner = getattr(importlib.import_module(HOME), "AttentionOp", None)
+    owner: Any = getattr(importlib.import_module(HOME), "AttentionOp", None)
     found = getattr(owner, "apply_attention", None)
     if found is not apply_attention:
         known = None if found is None else tuple(inspect.signature(found).parameters)
