@@ -369,7 +369,12 @@ def torchtitan() -> Checked:
     from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    from onchip.integrations.torchtitan import GroupedMatmulConverter, LinearCrossEntropyLoss, TitanFp8Linear
+    from onchip.integrations.torchtitan import (
+        GroupedMatmulConverter,
+        LinearCrossEntropyLoss,
+        OnchipAttention,
+        TitanFp8Linear,
+    )
 
     def step(config: Any) -> list[Any]:
         torch.manual_seed(0)
@@ -418,6 +423,11 @@ def torchtitan() -> Checked:
     fp8, model = titan_steps(defined["llama3_onchip_fp8"]())
     quantized = agreed(fp8[:3], theirs[:3], bound=1e-3)
     layers = sum(isinstance(module, TitanFp8Linear) for module in model.modules())
+    attended, model = titan_steps(defined["llama3_onchip_attention"]())
+    attentions = sum(isinstance(module, OnchipAttention) for module in model.modules())
+    compiled = defined["llama3_onchip_attention"]()
+    compiled.compile.enable = True
+    packed = max(agreed(attended, theirs), agreed(titan_steps(compiled)[0], theirs))
     theirs, _ = titan_steps(deepseek_v3_debugmodel())
     mixed, model = titan_steps(defined["deepseek_v3_onchip"]())
     compiled = defined["deepseek_v3_onchip"]()
@@ -428,11 +438,12 @@ def torchtitan() -> Checked:
         f"the loss and `ChunkedLossWrapper`, loss and gradients: {alone:.0e}; torchtitan's Trainer with FSDP2 on 2 "
         f"processes, 3 steps of Llama 3's debug model, eager and compiled, losses and gradient norms: {together:.0e}; "
         f"with tensor parallelism, and the head alone at `spmd_types`: {split:.0e}; "
-        f"with {layers} FP8 layers, losses: {quantized:.0e}; `GroupedExperts` in bfloat16, results and gradients: "
-        f"{rounded:.0e}; 3 such steps of DeepSeek-V3's debug model, with {mixtures} layers of experts, eager and "
-        f"compiled: {mixture:.0e}"
+        f"with {layers} FP8 layers, losses: {quantized:.0e}; with {attentions} layers of attention, eager and "
+        f"compiled: {packed:.0e}; `GroupedExperts` in bfloat16, results and gradients: {rounded:.0e}; 3 such steps of "
+        f"DeepSeek-V3's debug model, with {mixtures} layers of experts, eager and compiled: {mixture:.0e}"
     )
-    return "`ChunkedLossWrapper`, `ModelConfigConverter`, `GroupedExperts._grouped_mm`", how
+    hooked = "`ChunkedLossWrapper`, `ModelConfigConverter`, `GroupedExperts._grouped_mm`, `VarlenAttention`"
+    return hooked, how
 
 
 def tensor_parallel(config: Any, sequence: bool) -> Any:
@@ -484,6 +495,8 @@ def titan_steps(config: Any) -> tuple[list[float], Any]:
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.models.common.attention import BaseAttention, ScaledDotProductAttention
 
+    from onchip.integrations.torchtitan import OnchipAttention
+
     class Data(BaseDataLoader):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -523,7 +536,8 @@ def titan_steps(config: Any) -> tuple[list[float], Any]:
     # Its flex attention has no gradient on the CPU.
     ScaledDotProductAttention.sdpa_backends = [SDPBackend.MATH]
     for _, attention, _, _ in config.model_spec.model.traverse(BaseAttention.Config):
-        attention.inner_attention = ScaledDotProductAttention.Config()
+        if not isinstance(attention.inner_attention, OnchipAttention.Config):
+            attention.inner_attention = ScaledDotProductAttention.Config()
     config.dataloader, config.tokenizer = Data.Config(), NoTokenizer.Config()
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 32, 3
     config.training.mixed_precision_param = "float32"
