@@ -202,5 +202,5 @@ def test_install(stand_in, monkeypatch):
         assert module._try_te_attention is theirs
     module._try_te_attention = lambda q: q
     module._try_te_attention.__module__ = module.__name__
-    with pytest.raises(RuntimeError, match=r"of Levanter takes \(q\), and onchip knows it with \(QPos, KPos, Key,"):
+    with pytest.raises(RuntimeError, match=r"of Levanter takes \(q\), but onchip knows it with \(QPos, KPos, Key,"):
         install_attention()

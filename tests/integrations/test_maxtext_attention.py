@@ -149,5 +149,5 @@ def test_install(layer, monkeypatch):
     with pytest.raises(RuntimeError, match=r"of MaxText 0\.2\.5 isn't what onchip knows, or was replaced; reinstall"):
         install_attention()
     monkeypatch.setattr(versions, "installed_version", lambda distribution: "0.2.4")
-    with pytest.raises(RuntimeError, match=r"this is maxtext 0\.2\.4, and onchip knows the interface of maxtext"):
+    with pytest.raises(RuntimeError, match=r"this is maxtext 0\.2\.4, but onchip knows the interface of maxtext"):
         install_attention()
