@@ -33,6 +33,7 @@ _UNITS = {"µs": ("s", 1e-6), "ms": ("s", 1e-3), "MB": ("B", 1e6), "GB": ("B", 1
 _SETTING = re.compile(r"\d+%\s(?:of\s(?:the\s|all\s)?(?:labels|targets|tokens)\s)?(?:are\s|is\s)?ignored")
 _RATIO_KEY = re.compile(r"ratio|percent|over the products|of.copy|multiples|geometric_mean|relative", re.IGNORECASE)
 _RECIPE = re.compile(r"<!-- ratio: (\S+): (.+?) / (.+?)(?:: (.+?))? -->")
+_SIZES = (*"TNKHVGMmnk", "tokens", "hidden", "vocab", "ranks")
 _WHO = ("case", "model", "head", "layer", "impl", "implementation", "by", "loss")
 
 
@@ -69,13 +70,14 @@ def passages(text: str) -> Iterator[tuple[str, str, str, set[str]]]:
             cells = part.strip().strip("|").split("|")
             heads = heads or cells
             for head, cell in zip(heads, cells, strict=False):
-                yield cell, " | ".join(cells), f"{head} {cells[0]}", files
+                yield cell, " | ".join(cells), f"{head} {cells[0]} {cell}", files
 
 
 def leaves(x: Any, about: Mapping[str, str]) -> Iterator[tuple[Mapping[str, str], float]]:
     """Each number of a document with what describes it: the texts beside it, and under "" the keys above it."""
     if isinstance(x, Mapping):
-        beside = {k: re.sub(r" \d[\d.]*$", "", v) for k, v in x.items() if isinstance(v, str) and k != "date"}
+        beside = {k: re.sub(r" \d[\d.]*$", "", str(v)) for k, v in x.items()
+                  if k not in ("date", "error_name") and (isinstance(v, str) or k in _SIZES and isinstance(v, int))}  # fmt: skip
         for k, v in x.items():
             yield from leaves(v, {**about, **beside, "": f"{about.get('', '')}/{k}"})
     elif isinstance(x, list):
@@ -99,11 +101,12 @@ def ratios(path: Path) -> list[tuple[Mapping[str, str], float]]:
 
 
 def quotients(path: Path, one: str, other: str, filters: list[str]) -> list[float]:
-    """The quotients that a comment names, of ms if no filter names another key."""
-    keys = [x for x in filters if x.startswith("/")] or ["*ms*"]
+    """The quotients that a comment names: of median_ms, or else of ms, if it doesn't name another key, "*/extra_bytes"."""
+    usual = "*/median_ms" if any(about[""].endswith("/median_ms") for about, _ in values(path)) else "*ms*"
+    keys = ["*"] if one.startswith("*/") else [x for x in filters if x.startswith("*/")] or [usual]
     alike: dict[Any, dict[str, float]] = defaultdict(dict)
     for about, x in values(path):
-        if not all(any(fnmatchcase(v, f) for v in about.values()) for f in filters if not f.startswith("/")):
+        if not all(any(fnmatchcase(v, f) for v in about.values()) for f in filters if f not in keys):
             continue
         for name in (one, other):
             by = next((k for k, v in about.items() if fnmatchcase(v, name)), None)
@@ -138,15 +141,16 @@ def how(figure: Figure, passage: str, words: str, paths: Mapping[str, Path]) -> 
         return any(abs(scale * x - figure.value) <= figure.half * (1 + 1e-6) + scale * error for x in of)
 
     words = squeezed(words)
-    if any(gives(x) and fits(words, about) for path in paths.values() for about, x in ratios(path)):
-        return "a"
+    for about, x in (one for path in paths.values() for one in ratios(path)):
+        if abs(x * (1 if "percent" in about.get("", "") else scale) - figure.value) <= figure.half and fits(words, about):
+            return "a"
     shown = [(*_UNITS.get(f.unit, (f.unit, 1.0)), f) for f in listed(_MEASURE, _CODE.sub(" ", passage)) if f.value]
     for kind, size, f in shown:
         for other, unit, g in shown:
             ratio = f.value * size / (g.value * unit)
             if f is not g and kind == other and gives(ratio, ratio * (f.half / f.value + g.half / g.value)):
                 return "b"
-    for stem, one, other, filters in _RECIPE.findall(passage):
+    for stem, one, other, filters in _RECIPE.findall(" ".join(passage.split())):
         found = quotients(paths[stem], one, other, [x for x in filters.split("; ") if x])
         some = [f(found) for f in (min, max, statistics.median, statistics.geometric_mean)] if found else []
         if any(map(gives, some)):
@@ -157,7 +161,7 @@ def how(figure: Figure, passage: str, words: str, paths: Mapping[str, Path]) -> 
 def each_figure(text: str, results: Path) -> Iterator[tuple[Figure, str, str]]:
     """Every share and ratio of a page, how it follows, and its passage."""
     for part, passage, words, stems in passages(text):
-        stems = stems | {found[0] for found in _RECIPE.findall(passage)}
+        stems = stems | {found[0] for found in _RECIPE.findall(" ".join(passage.split()))}
         paths = {stem: path for stem in sorted(stems) if (path := results / f"{stem}.json").exists()}
         for figure in listed(_RATIO, _SETTING.sub(" ", _CODE.sub(" ", part))):
             yield figure, how(figure, passage, words, paths), passage
