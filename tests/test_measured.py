@@ -26,7 +26,7 @@ def test_pages_show_what_results_hold():
         (
             "docs/guides/x.md",
             "It takes 39.6 ms and 492 MiB, 31% less (2026-11-26-h100-linear_cross_entropy-users.json).",
-            [],
+            ["31 %"],
         ),
         ("docs/guides/x.md", "It is 31% faster, and compiles in 17 s.", ["17 s", "31 %"]),
         ("docs/guides/parallelism.md", "At 80% of the data sheet's rate.", []),
@@ -35,6 +35,41 @@ def test_pages_show_what_results_hold():
 )
 def test_a_figure_that_no_file_has_is_found(page, text, found):
     assert measured.strangers(page, text) == found
+
+
+QUACK = "<!-- ratio: 2026-11-22-h100-cross_entropy: quack / onchip auto: forward"
+FILE = "(2026-11-26-h100-linear_cross_entropy-users.json)"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        # Of two figures in the same passage.
+        ("It takes 0.90 ms where the other takes 1.20 ms: 25% less, or 1.33 times as fast.", []),
+        ("It takes 0.90 ms where the other takes 1.20 ms: 27% less.", ["27 %"]),
+        ("It takes 0.90 ms where the other takes 1.20 ms.\n\nThat is 25% less.", ["25 %"]),
+        ("With 1.50 or 1.80 ms it takes 50 to 60% of 3.00 ms.", []),
+        ("With 1.50 or 1.80 ms it takes 50 to 64% of 3.00 ms.", ["64 %"]),
+        # What a comment says it is: of several the least, the largest, or a mean.
+        (f"It takes 4 to 28% less.\n{QUACK} -->", []),
+        (f"It takes 4 to 20% less.\n{QUACK} -->", ["20 %"]),
+        (f"It takes 12% less.\n{QUACK}; vocab-32000 -->", []),
+        (f"It takes 12% more.\n{QUACK}; vocab-32000 -->", ["12 %"]),
+        (f"It takes 12% less.\n{QUACK}; vocab-32001 -->", ["12 %"]),
+        # A ratio of the file, of the case and the implementation that are named.
+        (f"{FILE}\n\n| head | onchip | torch.compile |\n|---|---|---|\n| smollm T=16384 | 1.31 x | 1.60 x |", []),
+        (f"{FILE}\n\n| head | onchip | torch.compile |\n|---|---|---|\n| smollm T=16384 | 1.60 x | 1.31 x |",
+         ["1.6 x", "1.31 x"]),
+        # No ratios: sizes, what is computed, and a case's input.
+        ("Tiles of 128 x 256, `1.5 times`, $1.5 \\times 2$, 90% ignored, with 90% of the labels ignored, 1.5 x H.", []),
+    ],
+)  # fmt: skip
+def test_a_share_or_ratio_that_follows_from_nothing_is_found(text, found):
+    assert measured.without_a_measurement(text, measured.RESULTS) == found
+
+
+def test_a_page_whose_figures_were_noted_by_hand_says_so():
+    assert all("noted by hand" in (ROOT / page).read_text() for page in measured.NOTED_BY_HAND)
 
 
 @pytest.fixture

@@ -53,12 +53,8 @@ def figures(text: str) -> list[tuple[str, str]]:
 _FILE = re.compile(r"(\d{4}-\d\d-\d\d-[\w.-]+?)\.(?:json|html)")
 
 
-def links_a_file(text: str) -> bool:
-    return _FILE.search(text) is not None
-
-
 def without_a_file(text: str, results: Path) -> list[tuple[str, str]]:
-    """The figures that no file has which the page links to; shares and ratios are not checked."""
+    """The times and sizes that no file has which the page links to; `ratios_in_prose` checks shares and ratios."""
     names = sorted(set(_FILE.findall(text)))
     there = [path for name in names if (path := results / f"{name}.json").exists()]
     known = sorted({number for path in there for number in numbers_in(json.loads(path.read_text(encoding="utf-8")))})

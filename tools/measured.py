@@ -1,9 +1,10 @@
 """Makes anew what README and docs show of results/: python tools/measured.py [--check]
 
-It writes `docs/numbers.md`, the picture `docs/images/time-memory.svg`, and what stands in README and docs between `<!--
-numbers: NAME -->` and `<!-- end -->`, each from the newest file of its kind.  With --check it writes nothing, and fails
-if one of these differs from what results/ give, if a page shows a time or a size that is in no file to which the page
-links, or if it shows a share and links to none.  `OWN_WORDS` lists pages whose figures all stand between such marks.
+It writes `docs/numbers.md`, the picture `docs/images/time-memory.svg`, and what stands in README and docs between
+`<!-- numbers: NAME -->` and `<!-- end -->`, each from the newest file of its kind. With --check it writes nothing,
+and fails if one of these differs from what results/ give, if a page shows a time or a size that is in no file to
+which the page links, or a share or a ratio that doesn't follow from measurements (`ratios_in_prose`). `OWN_WORDS`
+lists pages whose figures all stand between such marks.
 """
 
 import argparse
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from figures_in_prose import figures, links_a_file, without_a_file
+from figures_in_prose import figures, without_a_file
 from plots import MODE, time_memory_svg
+from ratios_in_prose import without_a_measurement
 
 from onchip.bench.report import short_name
 from onchip.bench.units import format_bytes, format_ms
@@ -27,8 +29,10 @@ RESULTS = ROOT / "results"
 PICTURE = "docs/images/time-memory.svg"
 NUMBERS = "docs/numbers.md"
 OWN_WORDS = ("README.md", "docs/index.md")
-ASSUMPTIONS = ("docs/benchmark_cases.md", "docs/guides/parallelism.md")
-"""Pages whose shares are what a case or a prediction is made with."""
+ASSUMPTIONS = ("docs/benchmark_cases.md", "docs/guides/parallelism.md", "docs/command_line.md")
+"""Pages whose shares are what a case or a prediction is made with, or how far off predictions were."""
+NOTED_BY_HAND = ("docs/internals/tried.md",)
+"""Pages that say themselves that their shares and ratios were noted by hand."""
 
 Row = Mapping[str, Any]
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -521,10 +525,10 @@ def strangers(page: str, text: str) -> list[str]:
     """
     if page in OWN_WORDS:
         return [" ".join(one) for one in figures(_BLOCK.sub(" ", text))]
-    found = without_a_file(text, RESULTS)
-    if page not in ASSUMPTIONS and not links_a_file(text):
-        found += [one for one in figures(_BLOCK.sub(" ", text)) if one[1] == "%"]
-    return [" ".join(one) for one in found]
+    found = [" ".join(one) for one in without_a_file(text, RESULTS)]
+    if page not in (*ASSUMPTIONS, *NOTED_BY_HAND):
+        found += without_a_measurement(_BLOCK.sub(" ", text), RESULTS)
+    return found
 
 
 def made_anew() -> dict[str, str]:
@@ -560,7 +564,7 @@ def wrong() -> list[str]:
     for path in pages():
         page = str(path.relative_to(ROOT))
         if found := strangers(page, path.read_text(encoding="utf-8")):
-            where = "outside of marks" if page in OWN_WORDS else "that no file has which it links to"
+            where = "outside of marks" if page in OWN_WORDS else "that don't follow from files which it links to"
             said.append(f"{page} has figures {where}: {', '.join(found)}")
     return said
 

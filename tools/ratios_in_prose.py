@@ -1,9 +1,9 @@
-"""Finds shares (23%) and ratios (1.1 times, 1.26 x) in a page's prose and tables, and how they follow from measurements.
+"""Finds shares (23%) and ratios (1.1 times, 1.26 x) in prose and tables, and how they follow from measurements.
 
 `how` lets one pass by the first of these that gives its digits:
 (a) a number that a file to which the section links has as a ratio: its key says so (`ratio_to_floor`), or a text there
     has it with the sign.  The passage (of a cell: its row's first one and its column's head) names the number's case,
-    implementation, and mode other than forward+backward; onchip's default needs no name.
+    implementation, and mode other than forward+backward; onchip's default is "onchip".
 (b) the quotient of two figures of one unit in the same passage (paragraph, list item or row of a table), what it is
     above 1, or what it lacks to 1, as far as their own digits go.
 (c) what a comment in the passage says it is: `<!-- ratio: FILE: ONE / OTHER: FILTER; FILTER -->`, the quotients of the
@@ -49,7 +49,12 @@ class Figure(NamedTuple):
 def listed(pattern: re.Pattern[str], text: str) -> list[Figure]:
     """The figures in a text, also those that share a unit: "8 to 15%"."""
     return [
-        Figure(float(x), 0.5 * 10.0 ** -len(x.partition(".")[2]), found[2], text[found.end() : found.end() + 30])
+        Figure(
+            float(x),
+            0.5 * 10.0 ** -len(x.partition(".")[2]),
+            found[2],
+            re.split(r"[,;:.(]", text[found.end() : found.end() + 30])[0],
+        )
         for found in pattern.finditer(text)
         for x in (x.replace(",", "") for x in re.findall(r"\d[\d,]*(?:\.\d+)?", found[1].replace(", ", " ")))
     ]
@@ -76,8 +81,8 @@ def passages(text: str) -> Iterator[tuple[str, str, str, set[str]]]:
 def leaves(x: Any, about: Mapping[str, str]) -> Iterator[tuple[Mapping[str, str], float]]:
     """Each number of a document with what describes it: the texts beside it, and under "" the keys above it."""
     if isinstance(x, Mapping):
-        beside = {k: re.sub(r" \d[\d.]*$", "", str(v)) for k, v in x.items()
-                  if k not in ("date", "error_name") and (isinstance(v, str) or k in _SIZES and isinstance(v, int))}  # fmt: skip
+        known = {k: str(v) for k, v in x.items() if isinstance(v, str) or (k in _SIZES and isinstance(v, int))}
+        beside = {k: re.sub(r" \d[\d.]*$", "", v) for k, v in known.items() if k not in ("date", "error_name")}
         for k, v in x.items():
             yield from leaves(v, {**about, **beside, "": f"{about.get('', '')}/{k}"})
     elif isinstance(x, list):
@@ -100,19 +105,21 @@ def ratios(path: Path) -> list[tuple[Mapping[str, str], float]]:
     return [one for one in values(path) if _RATIO_KEY.search(one[0].get("", ""))] + said
 
 
-def quotients(path: Path, one: str, other: str, filters: list[str]) -> list[float]:
-    """The quotients that a comment names: of median_ms, or else of ms, if it doesn't name another key, "*/extra_bytes"."""
+@cache
+def quotients(path: Path, one: str, other: str, filters: tuple[str, ...]) -> list[float]:
+    """The quotients that a comment names: of median_ms, or else of ms, if no filter is a key ("*/extra_bytes")."""
     usual = "*/median_ms" if any(about[""].endswith("/median_ms") for about, _ in values(path)) else "*ms*"
     keys = ["*"] if one.startswith("*/") else [x for x in filters if x.startswith("*/")] or [usual]
-    alike: dict[Any, dict[str, float]] = defaultdict(dict)
+    alike: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for about, x in values(path):
         if not all(any(fnmatchcase(v, f) for v in about.values()) for f in filters if f not in keys):
             continue
         for name in (one, other):
             by = next((k for k, v in about.items() if fnmatchcase(v, name)), None)
             if by is not None and any(fnmatchcase(about[""], key) for key in keys):
-                alike[by, frozenset((k, v) for k, v in about.items() if k != by)][name] = x
-    return [pair[one] / pair[other] for pair in alike.values() if len(pair) == 2]
+                alike[by, frozenset((k, v) for k, v in about.items() if k != by)][name].append(x)
+    pairs = [(pair[one], pair[other]) for pair in alike.values()]
+    return [x[0] / y[0] for x, y in pairs if len(x) == len(y) == 1]
 
 
 def squeezed(text: str) -> str:
@@ -121,7 +128,7 @@ def squeezed(text: str) -> str:
 
 def names(words: str, what: str) -> bool:
     """Whether words name a case such as "qwen3-0.6b-t8192", or an implementation."""
-    parts = re.split(r"[-_ /,]+", re.sub(r"\b(?:onchip|auto|torch)\b(?!\.)", "", what))
+    parts = re.split(r"[-_ /,]+", re.sub(r"\b(?:auto|torch)\b(?!\.)", "", what))
     return all(re.sub(r"^t(?=\d+$)", "", squeezed(part)) in words for part in parts)
 
 
@@ -142,7 +149,9 @@ def how(figure: Figure, passage: str, words: str, paths: Mapping[str, Path]) -> 
 
     words = squeezed(words)
     for about, x in (one for path in paths.values() for one in ratios(path)):
-        if abs(x * (1 if "percent" in about.get("", "") else scale) - figure.value) <= figure.half and fits(words, about):
+        if abs(x * (1 if "percent" in about.get("", "") else scale) - figure.value) <= figure.half and fits(
+            words, about
+        ):
             return "a"
     shown = [(*_UNITS.get(f.unit, (f.unit, 1.0)), f) for f in listed(_MEASURE, _CODE.sub(" ", passage)) if f.value]
     for kind, size, f in shown:
@@ -151,17 +160,22 @@ def how(figure: Figure, passage: str, words: str, paths: Mapping[str, Path]) -> 
             if f is not g and kind == other and gives(ratio, ratio * (f.half / f.value + g.half / g.value)):
                 return "b"
     for stem, one, other, filters in _RECIPE.findall(" ".join(passage.split())):
-        found = quotients(paths[stem], one, other, [x for x in filters.split("; ") if x])
+        found = stem in paths and quotients(paths[stem], one, other, tuple(filter(None, filters.split("; "))))
         some = [f(found) for f in (min, max, statistics.median, statistics.geometric_mean)] if found else []
         if any(map(gives, some)):
             return "c"
     return ""
 
 
-def each_figure(text: str, results: Path) -> Iterator[tuple[Figure, str, str]]:
-    """Every share and ratio of a page, how it follows, and its passage."""
+def without_a_measurement(text: str, results: Path) -> list[str]:
+    """The shares and ratios of a page that follow from nothing."""
+    return [f"{figure.value:g} {figure.unit}" for figure, way in each_figure(text, results) if not way]
+
+
+def each_figure(text: str, results: Path) -> Iterator[tuple[Figure, str]]:
+    """Every share and ratio of a page, and how it follows."""
     for part, passage, words, stems in passages(text):
         stems = stems | {found[0] for found in _RECIPE.findall(" ".join(passage.split()))}
         paths = {stem: path for stem in sorted(stems) if (path := results / f"{stem}.json").exists()}
         for figure in listed(_RATIO, _SETTING.sub(" ", _CODE.sub(" ", part))):
-            yield figure, how(figure, passage, words, paths), passage
+            yield figure, how(figure, passage, words, paths)
