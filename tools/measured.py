@@ -564,7 +564,11 @@ def wrong() -> list[str]:
     for path in pages():
         page = str(path.relative_to(ROOT))
         if found := strangers(page, path.read_text(encoding="utf-8")):
-            where = "outside of marks" if page in OWN_WORDS else "that don't follow from files which it links to"
+            where = (
+                "outside of marks"
+                if page in OWN_WORDS
+                else "that don't follow from files which it links to (tools/ratios_in_prose.py)"
+            )
             said.append(f"{page} has figures {where}: {', '.join(found)}")
     return said
 

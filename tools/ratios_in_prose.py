@@ -1,15 +1,16 @@
 """Finds shares (23%) and ratios (1.1 times, 1.26 x) in prose and tables, and how they follow from measurements.
 
 `how` lets one pass by the first of these that gives its digits:
-(a) a number that a file to which the section links has as a ratio: its key says so (`ratio_to_floor`), or a text there
-    has it with the sign.  The passage (of a cell: its row's first one and its column's head) names the number's case,
-    implementation, and mode other than forward+backward; onchip's default is "onchip".
-(b) the quotient of two figures of one unit in the same passage (paragraph, list item or row of a table), what it is
+(a) A number that a file to which the section links has as a ratio, by its key (`ratio_to_floor`).  The passage names
+    the case, the implementation (onchip's default is "onchip") and a mode other than forward+backward; for a cell its
+    row's first cell and its column's head do.
+(b) The quotient of two figures of one unit in the same passage (paragraph, list item or row of a table), what it is
     above 1, or what it lacks to 1, as far as their own digits go.
-(c) what a comment in the passage says it is: `<!-- ratio: FILE: ONE / OTHER: FILTER; FILTER -->`, the quotients of the
-    times in that file that are described by ONE and OTHER and otherwise alike, of those that FILTERs describe.  Of
-    several it is the least, largest, median or geometric mean.
-That (b) relates the right two of a passage's figures, and that (c)'s words are the sentence's, isn't proved.
+(c) What a comment in the passage says: `<!-- ratio: FILE: ONE / OTHER: FILTER; FILTER -->` is the quotients of those
+    times in the file that ONE and OTHER describe, that are otherwise alike, and that all FILTERs describe.  Of several
+    it is the least, the largest, the median or the geometric mean.
+It isn't proved that (b) relates the right two of a passage's figures, and that the sentence says what (c)'s comment
+says.  Bare numbers, as multiples in brackets or in a column of their own, aren't found.
 """
 
 import json
@@ -31,7 +32,7 @@ _MEASURE = re.compile(_LIST.replace("UNIT", r"(?:ms|µs|[KMG]iB|[MG]B|TFLOP/s|TB
 _UNITS = {"µs": ("s", 1e-6), "ms": ("s", 1e-3), "MB": ("B", 1e6), "GB": ("B", 1e9), "KiB": ("B", 2.0**10),
           "MiB": ("B", 2.0**20), "GiB": ("B", 2.0**30)}  # fmt: skip
 _SETTING = re.compile(r"\d+%\s(?:of\s(?:the\s|all\s)?(?:labels|targets|tokens)\s)?(?:are\s|is\s)?ignored")
-_RATIO_KEY = re.compile(r"ratio|percent|over the products|of.copy|multiples|geometric_mean|relative", re.IGNORECASE)
+_RATIO_KEY = re.compile(r"ratio|over the products|of.copy|multiples|geometric_mean|relative", re.IGNORECASE)
 _RECIPE = re.compile(r"<!-- ratio: (\S+): (.+?) / (.+?)(?:: (.+?))? -->")
 _SIZES = (*"TNKHVGMmnk", "tokens", "hidden", "vocab", "ranks")
 _WHO = ("case", "model", "head", "layer", "impl", "implementation", "by", "loss")
@@ -49,14 +50,10 @@ class Figure(NamedTuple):
 def listed(pattern: re.Pattern[str], text: str) -> list[Figure]:
     """The figures in a text, also those that share a unit: "8 to 15%"."""
     return [
-        Figure(
-            float(x),
-            0.5 * 10.0 ** -len(x.partition(".")[2]),
-            found[2],
-            re.split(r"[,;:.(]", text[found.end() : found.end() + 30])[0],
-        )
+        Figure(float(x), 0.5 * 10.0 ** -len(x.partition(".")[2]), found[2], re.split("[,;:.(]", after, maxsplit=1)[0])
         for found in pattern.finditer(text)
-        for x in (x.replace(",", "") for x in re.findall(r"\d[\d,]*(?:\.\d+)?", found[1].replace(", ", " ")))
+        for after in (text[found.end() : found.end() + 30],)
+        for x in re.findall(r"\d+(?:\.\d+)?", re.sub(r",(?=\d{3})", "", found[1]))
     ]
 
 
@@ -66,7 +63,8 @@ def passages(text: str) -> Iterator[tuple[str, str, str, set[str]]]:
     """
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
-        files, heads = set(_FILE.findall(section)), []
+        files = set(_FILE.findall(section))
+        heads: list[str] = []
         for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\s*\|)", section):
             if not part.lstrip().startswith("|"):
                 heads = []
@@ -99,10 +97,8 @@ def values(path: Path) -> list[tuple[Mapping[str, str], float]]:
 
 @cache
 def ratios(path: Path) -> list[tuple[Mapping[str, str], float]]:
-    """What a file has as ratios, by keys or in its texts."""
-    texts = " ".join(x for x in json.loads(path.read_text(encoding="utf-8")).values() if isinstance(x, str))
-    said = [({}, figure.value / (100 if figure.unit == "%" else 1)) for figure in listed(_RATIO, texts)]
-    return [one for one in values(path) if _RATIO_KEY.search(one[0].get("", ""))] + said
+    """What a file has as ratios."""
+    return [one for one in values(path) if _RATIO_KEY.search(one[0].get("", ""))]
 
 
 @cache
@@ -149,9 +145,7 @@ def how(figure: Figure, passage: str, words: str, paths: Mapping[str, Path]) -> 
 
     words = squeezed(words)
     for about, x in (one for path in paths.values() for one in ratios(path)):
-        if abs(x * (1 if "percent" in about.get("", "") else scale) - figure.value) <= figure.half and fits(
-            words, about
-        ):
+        if abs(scale * x - figure.value) <= figure.half and fits(words, about):
             return "a"
     shown = [(*_UNITS.get(f.unit, (f.unit, 1.0)), f) for f in listed(_MEASURE, _CODE.sub(" ", passage)) if f.value]
     for kind, size, f in shown:
