@@ -261,7 +261,14 @@ def test_gradients_of_some():
     assert torch.autograd.grad(lse.sum(), (q, k))[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.bfloat16, 5.0)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "softcap"),
+    [
+        pytest.param(torch.float32, None, marks=pytest.mark.slow),
+        (torch.bfloat16, 5.0),
+    ],
+    ids=str,
+)
 def test_memory_is_at_most_the_formula(dtype, softcap):
     q, k, v = (x.detach().to(dtype) for x in drawn(queries=90, heads=8, key_heads=2, size=32))
     p, size = AttentionProblem(1, 90, 90, 8, 2, 32, 32), dtype.itemsize

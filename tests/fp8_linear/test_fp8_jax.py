@@ -177,6 +177,7 @@ def test_too_much_shared_memory():
         lower(f, scaled(8, 128), scaled(8, 128, True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_hopper")
 def test_the_kernels_are_the_same_in_a_shard_map():
     op = partial(fp8_linear, backend="mosaic_gpu")

@@ -53,7 +53,7 @@ def between_head_and_loss():
     return model
 
 
-@pytest.mark.parametrize("make", [before_the_head, between_head_and_loss])
+@pytest.mark.parametrize("make", [pytest.param(before_the_head, marks=pytest.mark.slow), between_head_and_loss])
 def test_graphs_that_break(make):
     model = make()
     expected = step(model)

@@ -295,6 +295,7 @@ def test_softmax_all_kept_in_scratch(interpreter):
     assert (values[s.n :] == 0).all()
 
 
+@pytest.mark.slow
 def test_rooms():
     """In a process of its own: the interpreter's threads wait for each other in XLA's, of which a process that ran
     other tests may have too few left; and on two cores now and then another one too, which is ended."""
@@ -451,7 +452,7 @@ def test_sums(vocab_major, tile_n, dtype, bound, interpreter):
 @pytest.mark.parametrize(
     ("vocab_major", "dtype", "bound"),
     [
-        (True, jnp.bfloat16, 2**-13),
+        pytest.param(True, jnp.bfloat16, 2**-13, marks=SLOW),
         pytest.param(False, jnp.bfloat16, 2**-13, marks=SLOW),
         pytest.param(True, jnp.float16, 2**-17, marks=SLOW),
         pytest.param(False, jnp.float16, 2**-17, marks=SLOW),
