@@ -5,6 +5,15 @@ import torch
 
 from integrations.tiny import assert_close, assert_unchanged, batch, llama, step
 from onchip.integrations.transformers import patch
+from onchip.torch import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    lm_jsd,
+    lm_log_probs,
+    lm_loss,
+    log_probs,
+)
 
 WAYS = {
     "body": {"target_modules": ["q_proj", "v_proj"]},
@@ -39,6 +48,28 @@ def model(config, tied=False):
 def test_adapters(name):
     config = dict(WAYS[name])
     assert_unchanged(model(config, config.pop("tied", False)))
+
+
+@pytest.mark.parametrize("name", ["trainable tokens", "trainable tokens, tied"])
+def test_losses_of_trainable_tokens(name):
+    """`lm_*` refuses them, and what the message names computes the loss."""
+    config = dict(WAYS[name])
+    made, labels = model(config, config.pop("tied", False)), batch()["input_ids"]
+    hidden = made(input_ids=labels, output_hidden_states=True).hidden_states[-1].detach()
+    head = made.get_output_embeddings()
+    for given in (made, head):
+        with pytest.raises(TypeError, match=r"call linear_cross_entropy\(hidden, head\.weight, labels, "):
+            lm_loss(given, hidden, labels)
+        with pytest.raises(TypeError, match=r"call linear_log_probs\(hidden, head\.weight, ids, "):
+            lm_log_probs(given, hidden, labels)
+        with pytest.raises(TypeError, match=r"call linear_jsd with head\.weight and "):
+            lm_jsd(given, hidden, head.original_module, hidden, labels=labels)
+    loss = linear_cross_entropy(hidden, head.weight, labels, head.original_module.bias, shift=True)
+    torch.testing.assert_close(loss, cross_entropy(made.get_base_model().lm_head(hidden), labels, shift=True))
+    loss.backward()
+    assert any("delta" in name and p.grad.any() for name, p in made.named_parameters() if p.grad is not None)
+    log_prob = linear_log_probs(hidden, head.weight, labels, head.original_module.bias, shift=True)
+    torch.testing.assert_close(log_prob[:, :-1], log_probs(head(hidden)[:, :-1], labels[:, 1:]))
 
 
 def of_base_merged(made):

@@ -39,9 +39,16 @@ Made = TypeVar("Made")
 Compute = Callable[[Tensor, Tensor, Tensor | None], Made]
 """A function of hidden states, a weight and a bias, which is called while the whole weight is in memory."""
 
-# Two of PEFT's classes: module and name.
+# Three of PEFT's classes: module and name.
 LORA = ("peft.tuners.lora.layer", "Linear")
 SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
+TOKENS = ("peft.utils.other", "TrainableTokensWrapper")
+# What to call for a head in the last one, whose `weight` has the trained rows.
+WITH_TOKENS = {
+    "lm_loss": "linear_cross_entropy(hidden, head.weight, labels, head.original_module.bias, shift=True)",
+    "lm_log_probs": "linear_log_probs(hidden, head.weight, ids, head.original_module.bias, shift=True)",
+    "lm_jsd": "linear_jsd with head.weight and head.original_module.bias, whose target is shifted by the caller",
+}
 
 
 class LMHead(Linear, Generic[Result]):
@@ -300,8 +307,9 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
         What `linear_cross_entropy` returns: the loss, or with return_stats `(loss, LinearCrossEntropyStats)`.
 
     Raises:
-        TypeError: the head has another class, or an adapter of another kind; or the model does more to its logits than
-            scale and cap them, or its forward can't be followed: then pass its head.
+        TypeError: the head has another class, an adapter of another kind, or trainable tokens of PEFT's (the message
+            says what to call); or the model does more to its logits than scale and cap them, or its forward can't be
+            followed: then pass its head.
         ValueError: softcap or logit_scale isn't the model's.
         RuntimeError: the head's whole weight isn't in memory, or the head has hooks, which must run: make it an
             `LMHead`.  Or PEFT's adapters are merged and disabled.
@@ -318,6 +326,8 @@ def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any
         >>> loss = lm_loss(head, hidden, labels)
         >>> logits = head(hidden)[:, :-1].flatten(0, 1)
         >>> torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()))
+
+    Sources: as `linear_cross_entropy`; LoRA (arXiv:2106.09685), for the adapters.
     """
     for name, x in (("hidden", hidden), ("labels", labels)):
         require_tensor("lm_loss", name, x)
@@ -337,10 +347,12 @@ def found_head(op: str, given: Any, options: Mapping[str, Any], remedy: str = HE
     """
     model = inner_model(given)
     if model is None:
+        _refuse_trained_tokens(op, given)
         return given, {}
     head = model.get_output_embeddings()
     if head is None:
         raise TypeError(f"{op}: {type(model).__name__} has no output embeddings; pass its head, the last linear layer")
+    _refuse_trained_tokens(op, head, model)
     softcap, logit_scale = own_logits(op, model, head, remedy)
     own: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
     for whose, said in (("an LMHead with", stored_options(head)), ("got", options)):
@@ -353,6 +365,16 @@ def found_head(op: str, given: Any, options: Mapping[str, Any], remedy: str = HE
                     "out, or pass the head alone, as model.get_output_embeddings()"
                 )
     return head, own
+
+
+def _refuse_trained_tokens(op: str, head: Any, model: Any = None) -> None:
+    """Raise for a head whose weight PEFT computes, with the rows of its trainable tokens."""
+    if _is_of_peft(head, *TOKENS):
+        found = "" if model is None else ", where head is model.get_output_embeddings()"
+        scaled = "" if op == "lm_jsd" else ", with the model's own softcap= and logit_scale="
+        raise TypeError(
+            f"{op}: PEFT trains some rows of this head (trainable_token_indices); call {WITH_TOKENS[op]}{found}{scaled}"
+        )
 
 
 def computed(op: str, head: Any, hidden: Tensor, compute: Compute[Made], *, sharded: bool = False) -> Made:
