@@ -117,6 +117,8 @@ def lm_log_probs(
         >>> log_prob = lm_log_probs(model, hidden, ids)  # [2, 8], with the model's softcap
         >>> plain = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         >>> torch.testing.assert_close(log_prob[:, :-1], plain)
+
+    Sources: as `linear_log_probs`; LoRA (arXiv:2106.09685), for the adapters.
     """
     ids = one_target(LOG_PROBS, ids, labels, name="ids")[1]
     for name, x in (("hidden", hidden), ("ids", ids)):
@@ -186,6 +188,8 @@ def lm_jsd(
         >>> lm_jsd(student, hidden, teacher, teacher_hidden, labels=labels, beta=0.5).backward()
         >>> student.weight.grad.shape
         torch.Size([100, 16])
+
+    Sources: as `linear_jsd`; LoRA (arXiv:2106.09685), for the adapters.
     """
     target = one_target(JSD, target, labels, needed=False)[1]
     require_tensor(JSD, "student_hidden", student_hidden)

@@ -169,12 +169,16 @@ def convert_linears(
     Raises:
         ValueError: `model` is an nn.Linear: use `Fp8Linear.from_linear`.
 
+    Memory: none; the parameters are not copied.  Calls of the layers take that of `fp8_linear`.
+
     Example:
         >>> import torch
         >>> from onchip.torch import convert_linears
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
         >>> convert_linears(model, lambda name, layer: layer.out_features >= 128)
         ['0']
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3, for the layers and for which ones to leave out.
     """
     if type(model) is torch.nn.Linear:
         raise ValueError("convert_linears: model is a Linear itself; use Fp8Linear.from_linear")

@@ -149,6 +149,8 @@ def quantize_activation(x: Tensor, *, scale: Scale = "float32", backend: Backend
         >>> (fp8_linear(shared, gate).sigmoid() * fp8_linear(shared, up)).sum().backward()
         >>> x.grad.shape
         torch.Size([16, 256])
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.2, for the scales of groups of 128.
     """
     name = "quantize_activation"
     require_one_of(name, "scale", scale, numbers.SCALES)
@@ -188,6 +190,8 @@ def quantize_weight(weight: Tensor, *, scale: Scale = "float32", backend: Backen
         ...     fp8_linear(micro_batch, quantized).sum().backward()
         >>> weight.grad.shape
         torch.Size([512, 256])
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.2, for the scales of 128x128 blocks.
     """
     name = "quantize_weight"
     require_one_of(name, "scale", scale, numbers.SCALES)

@@ -59,15 +59,21 @@ def init_moe(
         dtype: dtype of the experts; the router is float32.
         bias: whether the router and the experts get biases.
 
+    Returns:
+        `MoEParams`.
+
+    Raises:
+        TypeError: a size is no int, or `bias` is no bool.
+        ValueError: a size is below 1, or shared_intermediate below 0.
+
+    Memory: 3 * (E * F + S) * H numbers of `dtype` and E * H in float32, and the biases; while a weight is made, it is
+    in memory once more before it is cast.
+
     Example:
         >>> import jax
         >>> from onchip.jax import init_moe
         >>> init_moe(jax.random.key(0), 16, 32, 4).gate_up.shape
         (4, 64, 16)
-
-    Raises:
-        TypeError: a size is no int, or `bias` is no bool.
-        ValueError: a size is below 1, or shared_intermediate below 0.
     """
     sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts}
     check_sizes("init_moe", sizes | {"shared_intermediate": shared_intermediate}, may_be_0=("shared_intermediate",))
@@ -229,6 +235,8 @@ def update_correction_bias(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes don't go together, or rate isn't above 0.
+
+    Memory: a few arrays of E numbers.
 
     Example:
         >>> import jax.numpy as jnp

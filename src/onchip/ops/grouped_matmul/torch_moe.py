@@ -315,12 +315,16 @@ class MoE(nn.Module):
             ValueError: the layer has no correction_bias, or its buffer was cast to 16 bits, which would lose such small
                 steps; counts has a wrong shape or is on another device; or rate isn't above 0.
 
+        Memory: a few tensors of E numbers.
+
         Example:
             >>> import torch
             >>> from onchip.torch import MoE
             >>> layer = MoE(16, 32, num_experts=4, top_k=2, scoring="sigmoid", correction_bias=True)
             >>> y, stats = layer(torch.randn(2, 5, 16), return_stats=True)
             >>> layer.update_correction_bias(stats.counts)
+
+        Source: Loss-Free Balancing (arXiv:2408.15664).
         """
         op, bias = "MoE.update_correction_bias", self.e_score_correction_bias
         require_tensor(op, "counts", counts)
