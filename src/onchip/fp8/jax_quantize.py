@@ -1,4 +1,4 @@
-"""Quantising in plain JAX, bit for bit the numbers of reference.py, and the operands of products."""
+"""Quantising in plain JAX, with the same bits as reference.py, and the operands of products."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,20 +11,20 @@ from onchip.fp8.numbers import BLOCK, COLUMN, FP8_MAX, LEAST_SCALE, ROW, SQUARE,
 
 FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 ROWS = 8
-"""An operand of a product has a multiple of so many rows."""
+"""The number of rows of a product's operand is a multiple of this."""
 
 
 class JaxQuantized(NamedTuple):
-    """FP8 numbers, and the scales of groups of them; as an operand of a product, rows along the sum."""
+    """FP8 numbers, and the scale of each group of them.  In an operand of a product, rows run along the sum."""
 
-    data: jax.Array  # [R, C], up to whole groups and 0 there; of an operand R is a multiple of ROWS and C of 128
-    scales: jax.Array  # float32 [R / rows of a group, C / columns of a group]; of an operand the other way round
+    data: jax.Array  # [R, C], padded to whole groups with 0; for an operand R is a multiple of ROWS, and C of 128
+    scales: jax.Array  # float32 [R / rows of a group, C / columns of a group]; for an operand transposed
 
 
 def quantize(
     x: Any, group: tuple[int, int], fmt: str = "e4m3", scale: str = "float32", multiple: tuple[int, int] = (1, 1)
 ) -> JaxQuantized:
-    """x [R, C] in groups of `group`; the result has rows and columns in such multiples besides."""
+    """x [R, C] in groups of `group`; the result's rows and columns are also multiples of `multiple`."""
     rows, columns = (up(up(n, g), m) for n, g, m in zip(x.shape, group, multiple, strict=True))
     padded = jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
     groups = _cut(padded, group).astype(jnp.float32)
@@ -34,10 +34,10 @@ def quantize(
 
 
 def operand(x: Any, fmt: str, scale: str, *, turned: bool = False, by_block: bool = False) -> JaxQuantized:
-    """x [R, C], or its transpose, for a product along the rows: with scales of 1x128, or `by_block` of 128x128."""
+    """x [R, C], or its transpose, for a product along the rows, with 1x128 scales, or `by_block` with 128x128 ones."""
     if len(x) == 0:
         x = jnp.zeros((1, x.shape[1]), x.dtype)
-    # Transposed before, in its own dtype, there would be another copy.
+    # Transposing x before, in its own dtype, would make another copy.
     group, multiple = (COLUMN, (1, ROWS)) if turned else (ROW, (ROWS, 1))
     q = quantize(x, SQUARE if by_block else group, fmt, scale, multiple)
     return JaxQuantized(q.data.T, q.scales) if turned else JaxQuantized(q.data, q.scales.T)
@@ -60,9 +60,9 @@ def _cut(x: Any, group: tuple[int, int]) -> Any:
 def _largest(x: Any, group: tuple[int, int]) -> Any:
     """The bits of the largest magnitude of each group of x [R, C], with dimensions of 1 as in `_cut`.
 
-    NaN wins, as it does among integers, where XLA's own maximum may lose it.  Along one dimension after the other: for
-    a maximum over dimensions 1 and 3 of `_cut` XLA first wrote x turned in float32, 448 MiB of a [8192, 14336]
-    (compiled for an H200; this way 4 MiB).
+    NaN wins, since its bits are the largest integer; XLA's own maximum may lose it.  The dimensions are reduced one
+    after the other: for a maximum over dimensions 1 and 3 of `_cut` XLA first wrote x transposed in float32, 448 MiB
+    for [8192, 14336]; this way it needs 4 MiB (compiled for an H200).
     """
     rows, columns = group
     bits = _bits(jnp.abs(x.astype(jnp.float32)))
@@ -81,8 +81,8 @@ def _to_scale(amax: Any, fmt: str, scale: str) -> Any:
     return jnp.where(amax == 0, jnp.float32(1), _number(s))
 
 
-# On a GPU XLA divides to within two of the last digit, and what is quantised must be the same bits everywhere.  So both
-# divisions are done in integers, exactly; there is one of each to 128 numbers.
+# On a GPU XLA's quotient may be off by two units in the last place, but quantising must give the same bits everywhere.
+# So both divisions are done in integers, exactly; there is one of each for 128 numbers.
 _INFINITE = 0x7F800000  # the bits of infinity, below those of NaN
 _ONE = 0x800000  # the first bit of a mantissa, and of the smallest normal number
 
@@ -101,7 +101,7 @@ def _seventh(amax: Any, fp8_max: float) -> Any:
     assert n == int(n)
     assert LEAST_SCALE == 2.0**-126
     mantissa = (amax & (_ONE - 1)) | _ONE
-    # So far to the left that the quotient has 24 bits.
+    # The shift that gives the quotient 24 bits.
     shift = jnp.where(mantissa < 7 << 21, 3, 2)
     wide = mantissa << shift
     quotient = wide // 7
@@ -111,10 +111,10 @@ def _seventh(amax: Any, fp8_max: float) -> Any:
 
 
 def _inverse(scale: Any) -> Any:
-    """1 / scale rounded to nearest, of a scale that isn't below the smallest normal number."""
+    """1 / scale rounded to nearest, for a scale that isn't below the smallest normal number."""
     rough, bits = 1 / scale, _bits(scale)
     mantissa, exponent = (bits & (_ONE - 1)) | _ONE, 253 - (bits >> 23)
-    # The mantissa of the inverse is 2**47 / mantissa, near that of `rough`, which may be of the next power of two.
+    # The inverse's mantissa is 2**47 / mantissa: near that of `rough`, whose exponent may be the next one.
     near = (_bits(rough) & (_ONE - 1)) | _ONE
     power = (_bits(rough) >> 23) - exponent
     near = jnp.where(power > 0, near << 1, jnp.where(power < 0, near >> 1, near))

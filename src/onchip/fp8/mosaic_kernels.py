@@ -5,9 +5,10 @@ A step's product is summed in an accumulator that starts from zero, multiplied w
 and added to the result in float32 registers: WGMMA itself sums FP8 products with fewer bits than float32 has.  Scales
 arrive in shared memory together with the numbers that they belong to.
 
-Matrices in device memory have rows of a multiple of 128 numbers, and a multiple of 8 rows.  TMA reads zeros beyond.
+Matrices in device memory have a multiple of 8 rows, and rows of a multiple of 128 numbers.  TMA reads zeros past their
+ends.
 
-Source: sums of two levels are those of DeepSeek-V3 (arXiv:2412.19437), section 3.3.2.
+Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.2, for sums on two levels.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +38,9 @@ from onchip.kernels.mosaic.program import persistent_product
 from onchip.kernels.mosaic.registers import Registers
 
 CONFIG = MosaicConfig(tile_m=256, tile_n=128, tile_k=BLOCK, stages=4, in_flight=0, staging_slots=1)
-# By whether B has scales of blocks.  On an H200 at M = N = K = 8192: with two accumulators 988 TFLOP/s for blocks and
-# 814 for rows, whose scales of columns take registers too, with one 706 and 872.  Tiles of 128x256 were no faster.
+# The config depends on whether B has scales of blocks.  On an H200 at M = N = K = 8192 two accumulators reach 988
+# TFLOP/s with scales of blocks and 814 with scales of rows, which take registers for the columns' scales too; one
+# accumulator reaches 706 and 872.  Tiles of 128x256 were no faster.
 _CONFIGS = {True: replace(CONFIG, in_flight=1), False: CONFIG}
 
 
@@ -52,9 +54,9 @@ def scaled_product(
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> Array:
-    """A B^T + bias, each element rounded once: [M, N rounded up to whole 128 bytes, two of them at least]."""
+    """A B^T + bias, each element rounded once: [M, N rounded up to a multiple of 128 bytes, at least 256 bytes]."""
     c = config or _CONFIGS[by_block]
-    # The accumulators that are in use at a time are of 64 registers together.
+    # The accumulators that are in use at a time take 64 registers together.
     wave_n = BLOCK // (1 + c.in_flight)
     (m, k), n = a.data.shape, b.data.shape[0]
     assert b.data.shape[1] == k
@@ -64,8 +66,8 @@ def scaled_product(
     # Mosaic cuts a matrix into columns of 128 bytes; with a single one, what is copied beyond it would land in it.
     width = max(up(n, columns), 2 * columns)
     shape = (BOX, wave_n)
-    # A block's scale is there once for each row of a wave, as if it were the rows': a copy of single numbers, and their
-    # load, end in an illegal instruction (JAX 0.11.2).
+    # A block's scale is repeated for each row of a wave, as if rows had scales: copying and loading single numbers ends
+    # in an illegal instruction (JAX 0.11.2).
     scales_of_b = c.tile_n // BLOCK * BOX if by_block else c.tile_n
     registers = Registers(interpret)
 

@@ -7,7 +7,7 @@ from onchip.frontend.options import require_one_of
 
 OP = "fp8_linear"
 BLOCK = 128
-"""Elements that share a scale along the contraction; of a weight, along both of its dimensions."""
+"""Elements that share a scale along the contraction; in a weight, along both of its dimensions."""
 # Rows and columns that share a scale: 1x128, 128x1 and 128x128.
 ROW, COLUMN, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -15,7 +15,7 @@ FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 LEAST_SCALE = 2.0**-126
 """The smallest normal float32: what is scaled by less has an inverse scale that overflows."""
 SCALE_MULTIPLE = 4
-"""Rows of a weight's scales are padded to so many, as cuBLAS reads them."""
+"""Rows of a weight's scales are padded to a multiple of this, as cuBLAS reads them."""
 GradDtype = Literal["e4m3", "e5m2"]
 Scale = Literal["float32", "power_of_two"]
 SCALES = get_args(Scale)
@@ -39,7 +39,7 @@ def up(size: int, multiple: int = BLOCK) -> int:
 
 
 def blocks(size: int) -> int:
-    """How many scales so many elements have."""
+    """How many scales this many elements have."""
     return -(-size // BLOCK)
 
 
@@ -54,7 +54,7 @@ class Fp8Problem:
 
 
 def quantized_bytes(rows: int, columns: int) -> int:
-    """Bytes of a matrix in FP8 with 1x128 scales: of rows that are padded to whole blocks."""
+    """Bytes of a matrix in FP8 with 1x128 scales, its rows padded to whole blocks."""
     return rows * up(columns) + 4 * rows * blocks(columns)
 
 

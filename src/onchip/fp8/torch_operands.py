@@ -49,7 +49,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def check_quantized(op: str, made: QuantizedActivation | QuantizedWeight, scale: str, *, wanted: str | None) -> None:
-    """Raise unless `made` serves a call with this scale; for the gradient of the input named `wanted`, too.
+    """Raise unless `made` serves a call with this scale, and the gradient of the input named `wanted`, if there is one.
 
     Kernels rely on the layout, which is that of `torch_quantize.empty`.
     """
@@ -98,7 +98,7 @@ class Copies(NamedTuple):
 
 
 def quantizer(backend: str) -> Callable[..., tuple[TorchQuantized | None, TorchQuantized | None]]:
-    """`torch_quantize.quantize` or the kernel's: both make the same bits; the kernel reads a matrix once."""
+    """`torch_quantize.quantize` or the kernel's function: both give the same bits; the kernel reads a matrix once."""
     if backend == "dequantize":
         return torch_quantize.quantize
     from onchip.fp8 import triton_launches
@@ -115,9 +115,9 @@ def copies_of(
     by_block: bool,
     wanted: str | None,
 ) -> Copies:
-    """A tensor [..., C] in E4M3, with the scales of a weight or of an activation; or what was quantised before.
+    """A tensor [..., C] in E4M3, with a weight's or an activation's scales; of a quantised one, the copies that it has.
 
-    The transpose is for the gradient of the input named `wanted`; None: none is needed.
+    The transpose is for the gradient of the input named `wanted`; with None it isn't made.
     """
     if not isinstance(given, Tensor):
         check_quantized(op, given, scale, wanted=wanted)
@@ -133,7 +133,7 @@ def copies_of(
 
 
 def check_unchanged(op: str, weight: Tensor, copies: Copies, scale: str, backend: str) -> None:
-    """Raise unless these copies are what quantising the weight makes."""
+    """Raise unless quantising the weight gives these copies."""
     stated.refuse("values are compared in each call")
     again = _quantize(weight.detach(), scale, backend, True, copies.turned is not None)
     for p, q in zip(again, copies, strict=True):

@@ -12,10 +12,10 @@ from onchip.fp8.torch_quantize import TorchQuantized, dequantize
 from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 
-# Elements of a chunk of an operand in float32: 64 MiB.
+# Elements of an operand's chunk, 64 MiB in float32.
 _CHUNK = 1 << 24
 _DEVICES = ("cpu", "cuda", "meta")
-# What cuBLAS wants the sizes of an FP8 product to be multiples of.
+# cuBLAS wants the sizes of an FP8 product to be multiples of these.
 _CUBLAS_MULTIPLE = 16
 _CUBLAS_ALIGNMENT = 16  # bytes
 
@@ -50,7 +50,7 @@ def multiply(
 def dequantized_product(
     a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
-    """As `multiply`, of float32 copies of the operands, a chunk of rows of each at a time."""
+    """As `multiply`, on float32 copies of the operands, a chunk of rows of each at a time."""
     stated.refuse("products are of float32 copies, made part by part")
     out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     depth = a.data.shape[1]
@@ -93,7 +93,7 @@ def scaled_mm_refusal(device: torch.device, grad_dtype: str = "e4m3") -> str | N
 def triton_refusal(device: torch.device) -> str | None:
     """Why the Triton kernels can't serve a call on this device, or None."""
     reason = device_refusal(device.type, device.index, torch.float32)
-    if reason is not None or device.type != "cuda":  # on the CPU it is Triton's interpreter that refuses nothing
+    if reason is not None or device.type != "cuda":  # on the CPU Triton's interpreter runs, which refuses nothing
         return reason
     major, minor = torch.cuda.get_device_capability(device)
     return None if (major, minor) >= (8, 9) else f"FP8 needs compute capability 8.9 or later; this is {major}.{minor}"
@@ -112,7 +112,7 @@ def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | 
 def scaled_mm_product(
     a: TorchQuantized, b: TorchQuantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
-    """As `multiply`, by cuBLAS.  Ragged sizes are padded with rows of zeros, and what they make is cut off."""
+    """As `multiply`, by cuBLAS.  Ragged sizes are padded with rows of zeros, and their results are cut off."""
     if add_to is not None and cublas.added(a, b, by_block, add_to):
         return add_to
     rows, columns = len(a.data), len(b.data)

@@ -1,4 +1,4 @@
-"""Quantising with PyTorch's own operations, bit for bit as reference.py, and the layout of what is quantised.
+"""Quantising with PyTorch's own operations, with the same bits as reference.py, and the layout of quantised matrices.
 
 A chunk of rows at a time is widened to float32, so that no float32 copy of a whole matrix is made.
 """
@@ -13,7 +13,7 @@ from onchip.fp8.numbers import BLOCK, COLUMN, FP8_MAX, LEAST_SCALE, ROW, SCALE_M
 from onchip.frontend import torch_prepared as stated
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# Elements of a chunk in float32: 16 MiB.
+# Elements of a chunk, 16 MiB in float32.
 _CHUNK = 1 << 22
 
 
@@ -27,7 +27,7 @@ class TorchQuantized(NamedTuple):
 
 
 def operand(data: Tensor | None, scales: Tensor | None) -> TorchQuantized | None:
-    """The operand of these two, which are None together."""
+    """The operand with this data and these scales; both are None together."""
     return None if data is None or scales is None else TorchQuantized(data, scales)
 
 
@@ -37,12 +37,12 @@ def empty(rows: int, columns: int, fmt: str, like: Tensor, *, by_block: bool = F
     if not by_block:
         return TorchQuantized(data, stated.empty((blocks(columns), rows), torch.float32, like.device))
     wide = up(blocks(columns), SCALE_MULTIPLE)
-    new = stated.empty if wide == blocks(columns) else stated.zeros  # what pads them is never written
+    new = stated.empty if wide == blocks(columns) else stated.zeros  # padding is never written
     return TorchQuantized(data, new((blocks(rows), wide), torch.float32, like.device))
 
 
 def nothing(like: Tensor) -> TorchQuantized:
-    """Of no elements: what stands for None among an operator's results."""
+    """A tensor of no elements, which stands for None among an operator's results."""
     return TorchQuantized(stated.empty(0, FP8["e4m3"], like.device), stated.empty(0, torch.float32, like.device))
 
 
@@ -97,7 +97,7 @@ def _quantized(v: Tensor, group: tuple[int, int], fmt: str, scale: str) -> tuple
 
 
 def _to_scale(amax: Tensor, fmt: str, scale: str) -> Tensor:
-    # By a tensor on the device: by a number, CUDA's division multiplies with its rounded inverse.
+    # The divisor is a tensor on the device: to divide by a number, CUDA multiplies with its rounded inverse.
     s = (amax / amax.new_full((), FP8_MAX[fmt])).clamp(min=LEAST_SCALE)
     if scale == "power_of_two":
         bits = (s.view(torch.int32) + 0x7FFFFF) & 0x7F800000

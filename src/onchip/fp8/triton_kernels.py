@@ -1,8 +1,8 @@
-"""The Triton kernel of the product A B^T, and what quantising is made of; the quantiser is in triton_words.py.
+"""The Triton kernel of the product A B^T, and the parts of the quantiser, which is in triton_words.py.
 
-Matrices of FP8 numbers have rows of whole blocks of 128 bytes along the contraction (`Quantized` of torch_quantize.py),
-so descriptors always fit them, and what pads them is 0.  The persistent loop over tiles is that of Triton's matrix
-multiplication tutorial; a partial sum over 128 elements that is then scaled is from DeepSeek-V3 (arXiv:2412.19437).
+Matrices of FP8 numbers have rows of whole blocks of 128 bytes along the contraction (`TorchQuantized` in
+torch_quantize.py), padded with 0, so descriptors always fit them.  The persistent loop over tiles is that of Triton's
+matrix multiplication tutorial; scaling each partial sum over 128 elements is from DeepSeek-V3 (arXiv:2412.19437).
 """
 
 import triton  # type: ignore[import-untyped]

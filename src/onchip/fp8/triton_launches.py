@@ -1,4 +1,4 @@
-"""The launches of fp8_linear's Triton kernels, one function for each; what they return is as torch_quantize.py's.
+"""The launches of fp8_linear's Triton kernels, one function for each; results have the layout of torch_quantize.py.
 
 A `Launch` is run, or compiled ahead of time.
 """
@@ -17,9 +17,9 @@ from onchip.fp8.triton_words import quantize_words
 from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import Launch, describe, descriptor, device_of
 
-# Of a quantiser's program.
+# Warps of a quantiser's program.
 _WARPS = 8
-# The kernel's offsets within a block have 32 bits, and blocks below each other the grid's second axis.
+# The kernel's offsets within a block have 32 bits, and rows of blocks are counted by the grid's second axis.
 _LONGEST_ROW, _MOST_BLOCKS = 1 << 24, 65535
 _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
@@ -63,12 +63,12 @@ def quantize_launch(
     by_block: bool = False,
     tiles: Tensor | None = None,  # [R / 128, 3] int32, contiguous: a number, and the block's first row of x and its end
 ) -> Launch:
-    """What isn't contiguous in rows or in columns is copied first.
+    """The launch of the quantiser.  A matrix that is contiguous neither in rows nor in columns is copied first.
 
-    With `tiles` each block of 128 rows of the results is of up to 128 rows of x, wherever they are, and zeros.
+    With `tiles` each block of 128 rows of the results comes from up to 128 rows of x, wherever they are, and zeros.
     """
     turned = tiles is None and x.stride(0) == 1 != x.stride(1) < _LONGEST_ROW
-    if turned:  # x^T lies in rows; its copies are x's, the other way round
+    if turned:  # x^T is contiguous in rows; its rows and columns are x's columns and rows
         x, rows, columns = x.T, columns, rows
     elif x.stride(1) != 1 or x.stride(0) >= _LONGEST_ROW:
         x = stated.converted(x, Tensor.contiguous)
@@ -80,8 +80,8 @@ def quantize_launch(
     tall = blocks(height) > _MOST_BLOCKS
     grid = (blocks(height), blocks(width)) if tall else (blocks(width), blocks(height))
     whole = tiles is None and width % BLOCK == 0
-    # More programs at once; the compiler alone takes 175 of float32, 125 of what isn't aligned, and 80 of last rows,
-    # which are few.
+    # Fewer registers let more programs run at once; the compiler by itself takes 175 for float32, 125 for numbers that
+    # aren't aligned, and 80 for last blocks, which are few.
     registers = 128 if words == BLOCK else 80 if not aligned else 64 if whole else None
     arguments = {
         "x": x,

@@ -1,4 +1,4 @@
-"""How products in Triton are cut, and those of fp8_linear.  No framework."""
+"""How products in Triton are cut into tiles, and fp8_linear's configs.  No framework."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,11 +11,11 @@ class ProductConfig:
     """How a product A B^T is cut."""
 
     rows: int = 128
-    """Of a tile of the result."""
+    """Rows of a tile of the result."""
     columns: int = 128
-    """Of a tile: of a product in FP8 64 or 128, since more would span two scales of a weight."""
+    """Columns of a tile: for a product in FP8 64 or 128, since more would span two scales of a weight."""
     depth: int = BLOCK
-    """Of a step along the sum: in FP8 what shares a scale."""
+    """Length of a step along the sum: in FP8 the numbers that share a scale."""
     stages: int = 4
     """Steps whose operands are in shared memory at once."""
     warps: int = 8
@@ -24,16 +24,17 @@ class ProductConfig:
     per_processor: int = 1
     """Persistent programs for each multiprocessor: with two, one multiplies while the other scales."""
     parts: int = 1
-    """A tile of the result leaves in so many pieces, each staged in shared memory."""
+    """The number of pieces in which a tile of the result leaves, each staged in shared memory."""
 
 
 @lru_cache
 def product_config(shared: int, by_block: bool) -> ProductConfig:
-    """The config by the device's shared memory per block in bytes, and by whether B has 128x128 scales: the output's
-    and x's gradient's product, and the weight's gradient's.
+    """The config for a device's shared memory per block, in bytes, and for whether B has 128x128 scales, as in the
+    products for the output and for x's gradient, or not, as in that for the weight's gradient.
     """
-    group = 8 if by_block else 16  # of a weight's gradient 2 to 7% faster than 8, on an H200
+    group = 8 if by_block else 16  # 16 makes a weight's gradient 2 to 7% faster than 8, on an H200
     if shared >= 227 * 1024:
-        # On an H100 670 to 900 TFLOP/s, and 720 to 750 of a weight's gradient; tiles of 128x128 650 to 800, and 560.
+        # On an H100 these reach 670 to 900 TFLOP/s, and 720 to 750 for a weight's gradient; tiles of 128x128 reach 650
+        # to 800, and 560.
         return ProductConfig(rows=64, stages=3, warps=4, group=group, per_processor=2, parts=2)
     return ProductConfig(stages=2, group=group, parts=2)

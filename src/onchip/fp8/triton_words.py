@@ -2,22 +2,22 @@
 numbers.
 
 A block of 128x128 numbers of 16 bits is 8192 pairs of neighbours in a row, each an int32, the left one low.  There are
-few cycles for a block at the speed of memory, and the kernel is shaped to take few: 696 instructions of each of 8 warps
-for both orientations of whole blocks with 1x128 scales; of float32 755 (compiled for compute capability 9.0).  Without
-words it was 1410 and 1266.
+few cycles for a block at the speed of memory, and the kernel is shaped to take few: each of 8 warps runs 696
+instructions for both orientations of whole blocks with 1x128 scales, and 755 for float32 (compiled for compute
+capability 9.0).  Without words it was 1410 and 1266.
 
-- A block is read once and stays in registers, of 16-bit numbers 32 of each thread's, with 64 in all: four programs run
-  at once.  Of float32 it is 64, with at most 128 in all: two programs.
+- A block is read once and stays in registers.  Of 16-bit numbers each thread holds 32 registers, and has 64 in all, so
+  four programs run at once; of float32 it holds 64, and has at most 128 in all, so two programs run at once.
 - Rows of 16-bit numbers may begin in the middle of a word, as those of odd matrices do.  A pair is then put together
   from two words, in 1089 instructions and 80 registers: three programs.
-- Maxima are those of words: of pairs in one instruction each, which takes the magnitudes too.
+- Maxima are taken word by word: one instruction takes the magnitudes of two pairs and their maxima.
 - A thread computes the scale of one row and of one column.  `tl.gather` brings the maxima there and the factors back:
   it goes through shared memory, and its index alone says how the result is laid out.  With a conversion in its place,
   Triton computes a row's scale again in each thread that holds a part of the row.
-- A thread holds EACH rows below each other, of 4 words.  Four of them make an int32 of the transpose without another
-  thread, and two such change places through shared memory at once, no two threads in one bank.  Triton gives a thread
-  rows that lie apart, so element t of a tensor of rows is row t % (128 / EACH) * EACH + t // (128 / EACH).
-- Of whole blocks nothing is masked, and offsets within a block have 32 bits.
+- A thread holds EACH rows below each other, of 4 words.  Four of them make an int32 of the transpose within the thread,
+  and two such int32 are exchanged through shared memory at once, with no two threads in one bank.  Triton gives a
+  thread rows that lie apart, so element t of a tensor of rows is row t % (128 / EACH) * EACH + t // (128 / EACH).
+- In whole blocks nothing is masked, and offsets within a block have 32 bits.
 """
 
 import triton  # type: ignore[import-untyped]
@@ -26,7 +26,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from onchip.fp8.triton_kernels import BLOCK, conversion, four_bytes, inverse, magnitude_bits, one_byte, to_scale
 from onchip.kernels.triton.tiles import INTERPRETED
 
-# The larger magnitude of each half, its sign being whatever; NaN if one is NaN.
+# The larger magnitude of each half, with an arbitrary sign; NaN if one is NaN.
 LARGER_BF16 = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 LARGER_FP16 = tl.constexpr("max.NaN.xorsign.abs.f16x2 $0, $1, $2;")
 # Two pairs, given as both left and both right numbers.

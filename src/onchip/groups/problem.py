@@ -1,4 +1,4 @@
-"""What every backend of grouped_matmul agrees on: options, sizes, and which numbers are wrong.  No framework."""
+"""What every backend of grouped_matmul agrees on: options, sizes, and checks of values.  No framework."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Precision = Literal["full", "fp8"]
 LAYOUTS, ACTIVATIONS, GATE_UPS = get_args(WeightLayout), get_args(Activation), get_args(GateUp)
 PRECISIONS = get_args(Precision)
 ROWS = 128
-"""Of a tile: of all kernels in Triton that read a plan, and in Pallas where groups have that many."""
+"""Rows of a tile, in all Triton kernels that read a plan; in Pallas, where groups have that many."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class GroupedProblem(NamedTuple):
     """The sizes of a call."""
 
     tokens: int
-    """T: rows of the product, past the last group's too."""
+    """T: rows of the product, with those past the last group's end."""
     source_rows: int
     """M: rows of x; T without `rows`."""
     groups: int
     n: int
     k: int
     columns: int
-    """Of a result: n, or n / 2 with an activation."""
+    """Columns of a result: n, or n / 2 with an activation."""
     out_rows: int
     """num_rows; T without `scatter_rows`."""
 
 
 def check_one_of_two(sizes: Any, offsets: Any) -> tuple[str, Any]:
-    """The name and the value of the one that is given: group_sizes or group_offsets."""
+    """The name and the value of the argument that is given: group_sizes or group_offsets."""
     if sizes is not None and offsets is not None:
         raise TypeError(f"{OP}: group_offsets are the cumulative sums of group_sizes; pass one of them")
     if sizes is None and offsets is None:
@@ -154,7 +154,7 @@ def sizes_of(which: str, values: Sequence[int]) -> list[int]:
 
 
 def are_short(tokens: int, groups: int) -> bool:
-    """Whether groups have a tile of rows on average, or less."""
+    """Whether groups have one tile of rows on average, or less."""
     return tokens <= ROWS * groups
 
 

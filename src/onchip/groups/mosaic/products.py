@@ -1,8 +1,8 @@
 """Hopper kernels of grouped products in Pallas Mosaic GPU, with their launchers.
 
 Both are the persistent product of `onchip.kernels.mosaic.product`.  TMA reads blocks of operands whose first row is a
-multiple of 8, and groups begin anywhere.  So a group is cut from the last multiple of 8 before its first row on, and up
-to 7 rows of its first tile or step, like those past its end, are other groups':
+multiple of 8, but groups begin anywhere.  So a group is cut from the last multiple of 8 before its first row on, and up
+to 7 rows of its first tile or step belong to other groups, as do the rows past its end:
 
 - `rows_product` cuts a group into tiles of tile_m rows and stores its own rows of each.  Rows without a group are one
   more group, of one step.
@@ -10,8 +10,8 @@ to 7 rows of its first tile or step, like those past its end, are other groups':
   in shared memory, so that whatever they hold stays out of the sums.  An empty group has no step.  Large groups come
   first, and each program takes its next tile from a counter, so that all programs end together.
 
-Where groups and their tiles begin, XLA computes on the device.  `layer` and `weight_product` are called as those of
-`onchip.groups.xla.products`, where `fill` is explained.
+XLA computes on the device where groups and their tiles begin.  `layer` and `weight_product` are called like those of
+`onchip.groups.xla.products`, which explains `fill`.
 
 Source: megablox, the grouped product of MegaBlocks (arXiv:2211.15841), finds tiles on the device like this.
 """
@@ -43,7 +43,7 @@ from onchip.kernels.mosaic.registers import Registers
 __all__ = ["layer", "sum_rows", "weight_product"]
 
 _ROWS = 8
-"""What is copied by blocks has a multiple of so many rows."""
+"""A matrix that is copied in blocks has a multiple of this many rows."""
 ROWS_CONFIG = MosaicConfig(tile_m=ROWS, tile_n=256, staging_slots=1)
 FEW_ROWS_CONFIG = replace(ROWS_CONFIG, tile_m=64, split="n")
 WEIGHT_CONFIG = MosaicConfig(tile_m=128, tile_n=256)
@@ -53,25 +53,25 @@ class GroupTile(NamedTuple):
     """Rows of one group that are multiplied together."""
 
     row: Any
-    """The first one that is read."""
+    """The first row that is read."""
     group: Any
-    """G: rows without a group."""
+    """The group's number; G for rows without a group."""
     begin: Any
     """The group's first row."""
     end: Any
-    """Past its last one."""
+    """The row past its last one."""
 
 
 def tiles_up_to(ends: Array, rows: int, tile: int) -> Array:
-    """How many tiles of rows there are of all groups up to each [G + 1] int32, the last of which is the rows without
-    one."""
+    """The number of tiles of rows of all groups up to and including each, [G + 1] int32; the last entry includes the
+    rows without a group."""
     ends = jnp.concatenate([ends, jnp.full(1, rows, jnp.int32)])
     starts = starts_of(ends)
     return running_sums(jnp.where(ends > starts, ceil_div(ends - _aligned(starts), tile), 0))
 
 
 def tile_at(i: Any, up_to: Any, ends: Any, rows: int, tile: int) -> GroupTile:
-    """Tile i, of references to `tiles_up_to` and to [G] where groups end.
+    """Tile i, found from references to the result of `tiles_up_to` and to the ends of groups, [G].
 
     The copying warpgroup has time to search: a table of all tiles was one more launch, of about 3 us on an H100.
     """
@@ -127,7 +127,7 @@ def layer(
 
 
 def _rows_config(rows: int, groups: int) -> MosaicConfig:
-    """By the mean rows of a group: fewer take smaller tiles."""
+    """The config for a group's mean number of rows: fewer rows take smaller tiles."""
     if rows < 96 * groups:
         return FEW_ROWS_CONFIG
     return replace(ROWS_CONFIG, group=tiles_together(rows, groups))
@@ -154,7 +154,7 @@ def rows_product(
     c = config or _rows_config(rows, groups)
     wide = -(-rows // _ROWS) * _ROWS
     columns = 128 // jnp.dtype(dtype).itemsize
-    # Of a tile's columns, those of each warpgroup's part are of the gate, and then of the up projection.
+    # The columns of a warpgroup's part of a tile belong to the gate first, and then to the up projection.
     half = c.part_n // 2 if swiglu else 0
     out_n = n // 2 if swiglu else n
     tiles_n = -(-out_n // (c.tile_n // 2 if swiglu else c.tile_n))
@@ -240,7 +240,7 @@ def rows_product(
                         _send_rows(staging, first, count, target, row + m, column + n)
 
     def vector(x: Array | None, size: int) -> Array | None:
-        """In float32, with so many numbers more: tiles may reach beyond."""
+        """The vector in float32, with this many more numbers, since tiles may reach past its end."""
         return None if x is None else jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, size)])
 
     inputs = {"x": _padded(x), "weight": weight, "bias": vector(bias, c.tile_n), "fill": fill}
@@ -259,12 +259,13 @@ def rows_product(
         stored=dtype,
         right_copies=c.tile_n // half if swiglu else 1,
         look_up=LookUp(GroupTile, look_up),
-        # Where tiles share no weight, memory is what they wait for, and whoever is ready goes on: 3.06 ms for 3.25 with
-        # 256 groups of 128 rows.  Where they do, lists keep them together: 0.31 for 0.34 ms with 128 groups of 512.
+        # Where tiles share no weight, programs wait for memory, and a counter lets any that is ready go on: 3.06 ms
+        # instead of 3.25 with 256 groups of 128 rows.  Where they share one, lists keep programs together: 0.31 ms
+        # instead of 0.34 with 128 groups of 512 rows.
         counter=are_short(rows, groups),
-        # Blocks of a weight that no other tile reads: two are next to each other in memory.
+        # A weight that no other tile reads is copied two blocks at a time, which are next to each other in memory.
         in_pairs=lambda tile: tile.end - tile.begin <= c.tile_m,
-        # Without the layout of other results: that has rows by eights.
+        # Other results' layout would not do: it takes rows by eights.
         scratch={"staging": ((2, BOX, columns), dtype)},
     )
     made = persistent_product(
@@ -278,7 +279,7 @@ def rows_product(
 
 
 def _send_rows(staging: Any, first: Any, count: Any, target: Any, row: Any, column: Any) -> None:
-    """Copy so many rows of staging [BOX, columns], from the first on, to those of target from `row` + `first` on.
+    """Copy `count` rows of staging [BOX, columns], from `first` on, to target's rows from `row` + `first` on.
 
     The sizes of copies are static: a number of rows is a sum of powers of two.
     """
@@ -305,9 +306,9 @@ def weight_product(
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> Array:
-    """[G, M, N]: for each group left.T @ right over its rows; of their dtype."""
+    """[G, M, N]: for each group left.T @ right over its rows, in their dtype."""
     (rows, m), n, groups, dtype = left.shape, right.shape[1], len(ends), left.dtype
-    # Rows of tiles of one group are walked together, where that has few: no time or 3% less on an H100.
+    # The rows of tiles of a group that has few are walked together, which takes up to 3% less time on an H100.
     c = config or replace(WEIGHT_CONFIG, group=min(WEIGHT_CONFIG.group, -(-m // WEIGHT_CONFIG.tile_m)))
     if rows == 0:
         return products.weight_product(left, right, ends, fill)
@@ -324,7 +325,7 @@ def weight_product(
         return jnp.where(tile.begin < tile.end, ceil_div(tile.end - tile.row, c.tile_k), 0), tile
 
     def column(i: Any) -> Any:
-        """Of left, of a row of tiles."""
+        """The first column of `left` for a row of tiles."""
         return lax.rem(i, jnp.int32(tiles_m)) * c.tile_m
 
     def copies(refs: Refs, s: ProductStep, a: Any, b: Any, barrier: Any) -> None:

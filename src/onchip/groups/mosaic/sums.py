@@ -16,12 +16,12 @@ from onchip.kernels.mosaic.launch import Refs, launch, multiprocessors
 from onchip.kernels.mosaic.order import ceil_div
 from onchip.kernels.mosaic.registers import Registers
 
-_THREADS = 128  # of a warpgroup
-_AHEAD = 4  # rows that are on their way at a time
+_THREADS = 128  # in a warpgroup
+_AHEAD = 4  # rows that are being loaded at a time
 
 
 def sum_rows(x: Array, index: Array, ends: Array, rows: int, *, interpret: Any = None) -> Array:
-    """As that of `onchip.groups.xla.groups`, for a multiple of 8 columns; each addend is read once."""
+    """As `sum_rows` of `onchip.groups.xla.groups`, for a multiple of 8 columns; each addend is read once."""
     (length, width), dtype = x.shape, x.dtype
     if length == 0 or rows == 0 or width < _THREADS:
         return groups.sum_rows(x, index, ends, rows)

@@ -1,1 +1,1 @@
-"""Grouped products in PyTorch: the fields of a call, and the plain path, one group after the other."""
+"""Grouped products in PyTorch: the arguments of a call, and the plain path, one group after the other."""

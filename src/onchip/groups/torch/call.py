@@ -15,7 +15,7 @@ class GroupedCall(NamedTuple):
 
     x: Tensor  # [T, K]; with rows [M, K]
     weight: Tensor  # [G, N, K] or [G, K, N]
-    cast_x: Tensor  # both in the products' dtype: under autocast another than their own
+    cast_x: Tensor  # x and the weight in the products' dtype, which under autocast isn't their own
     cast_weight: Tensor
     groups: Tensor  # [G]: sizes or offsets
     bias: Tensor | None  # [G, N]
@@ -34,18 +34,18 @@ class GroupedOutputs(NamedTuple):
     """Every operator's outputs."""
 
     out: Tensor  # [T, C] or [num_rows, C]
-    product: Tensor | None  # [T, N] of x's dtype: before activation and scale
+    product: Tensor | None  # [T, N] in x's dtype, before activation and scale
 
 
 class GroupedKept(NamedTuple):
     """What forward keeps for backward."""
 
-    x: Tensor | None  # for the weight's gradient, in the products' dtype; for 'triton' in FP8 its quantised columns
-    weight: Tensor | None  # for x's; for 'triton' in FP8 quantised
-    x_scales: Tensor | None  # of these alone
+    x: Tensor | None  # for the weight's gradient, in the products' dtype; quantised columns for 'triton' in FP8
+    weight: Tensor | None  # for x's gradient; quantised for 'triton' in FP8
+    x_scales: Tensor | None  # of quantised columns alone
     weight_scales: Tensor | None
-    groups: Tensor  # of the call; for 'triton' the plan
-    rows: Tensor | None  # of the call; for 'triton' checked, as the next
+    groups: Tensor  # the call's; for 'triton' the plan
+    rows: Tensor | None  # the call's; for 'triton' checked, like scatter_rows
     scatter_rows: Tensor | None
     row_scale: Tensor | None
     product: Tensor | None
@@ -68,12 +68,12 @@ def by_row(weight: Tensor, options: GroupedOptions) -> Tensor:
 
 
 def keeps_product(call: GroupedCall) -> bool:
-    """Whether backward needs the product: the slope of an activation, or what a row's scale is multiplied by."""
+    """Whether backward needs the product, for the slope of an activation or for the gradient of row_scale."""
     return any(call.grads) if call.options.activation is not None else call.grads[3]
 
 
 def empty_outputs(call: GroupedCall) -> GroupedOutputs:
-    """Memory for them."""
+    """Memory for the outputs."""
     p, x = call.problem, call.cast_x
     product = stated.empty((p.tokens, p.n), x.dtype, x.device) if keeps_product(call) else None
     return GroupedOutputs(stated.empty((p.out_rows, p.columns), x.dtype, x.device), product)
@@ -82,7 +82,7 @@ def empty_outputs(call: GroupedCall) -> GroupedOutputs:
 def kept(
     call: GroupedCall, outputs: GroupedOutputs, groups: Tensor, rows: Tensor | None, scatter_rows: Tensor | None
 ) -> GroupedKept:
-    """What backward is given of a call, with these in place of its own."""
+    """What backward gets from a call, with these groups, rows and scatter_rows in place of the call's own."""
     return GroupedKept(
         call.cast_x if call.grads[1] else None,
         call.cast_weight if call.grads[0] else None,
@@ -102,13 +102,13 @@ def kept(
 
 
 def flops(call: GroupedCall) -> int:
-    """Of the product of all rows, those past the last group's among them: which these are is a value."""
+    """Operations of the product of all rows, with those past the last group's end, which only the values tell."""
     p = call.problem
     return 2 * p.tokens * p.n * p.k
 
 
 def gradient_flops(kept: GroupedKept, upstream: Made, wanted: Wanted) -> int:
-    """Of the gradients of x and the weight."""
+    """Operations of the gradients of x and the weight."""
     p = kept.problem
     return 2 * p.tokens * p.n * p.k * (wanted[0] + wanted[1])
 
@@ -119,7 +119,7 @@ def weight_shape(kept: GroupedKept) -> tuple[int, int, int]:
 
 
 def empty_gradients(kept: GroupedKept, upstream: Made, wanted: Wanted) -> Made:
-    """Memory for the gradients of x, weight, bias and row_scale; None for a weight's that is added elsewhere."""
+    """Memory for the gradients of x, weight, bias and row_scale; None for a weight's gradient that goes elsewhere."""
     (grad_out,) = upstream
     assert grad_out is not None
     p = kept.problem
@@ -134,7 +134,7 @@ def empty_gradients(kept: GroupedKept, upstream: Made, wanted: Wanted) -> Made:
 
 
 def operator(name: str, *, states: bool = False, **functions: Any) -> Operator[GroupedCall, Any]:
-    """An operator of these functions."""
+    """The operator that these functions make."""
     return Operator(
         name,
         op=OP,

@@ -25,7 +25,7 @@ from onchip.groups.torch.call import (
 
 
 def refusal(device: torch.device, *, named: bool) -> str | None:
-    """Why it can't serve a call on this device, or None; `named`: the caller chose it."""
+    """Why this backend can't serve a call on this device, or None; `named`: the caller chose it."""
     if device.type == "cuda" and not named:
         return "it waits for the sizes on the host; pass backend='plain' to use it all the same"
     return torch_refusal(device)
@@ -43,7 +43,7 @@ def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
     """Add rows to those of `total` that `index` names, in the same order every time."""
     if total.is_cuda:
-        total.index_put_((index,), rows, accumulate=True)  # sorts, where index_add_ has atomics
+        total.index_put_((index,), rows, accumulate=True)  # it sorts; index_add_ uses atomics
     else:
         total.index_add_(0, index, rows)
 
@@ -54,7 +54,7 @@ def _forward(call: GroupedCall) -> GroupedOutputs:
     weight = by_row(call.cast_weight, call.options)
     out = torch.zeros_like(made.out, dtype=total)
     if made.product is not None:
-        made.product.zero_()  # the rows past the last group's, which nobody reads, among them
+        made.product.zero_()  # also the rows past the last group's end, which nobody reads
     for g, mine in slices(call.which, call.groups):
         x = call.cast_x[mine if call.rows is None else call.rows[mine]]
         y = product_of_rows(x, weight[g], call.options.precision)

@@ -1,17 +1,18 @@
-"""The products in 16 bits with groups of warps for multiplying and a warp for copying, in Gluon, for Hopper.
+"""The products in 16 bits, with groups of warps that multiply and a warp that copies, in Gluon, for Hopper.
 
-One warp copies blocks of the next tile while two groups of four end theirs, each its half of a tile, the second one
-behind: `onchip.kernels.triton.staggered` has that.  A result leaves while the next tile is multiplied.  Programs are
-persistent.  They take the next tile from a counter where tiles take different times, as for the weight's gradient, and
-where groups are short: most tiles share no weight then, and memory is what programs wait for.  Elsewhere each has a
-list of its own, and they go through memory together: with 128 groups of 512 rows an H100 took 0.32 ms instead of 0.35.
+One warp copies blocks of the next tile while two groups of four warps end theirs.  Each group has half of a tile, and
+the second one stays behind, as in `onchip.kernels.triton.staggered`.  A result leaves while the next tile is
+multiplied.  Programs are persistent.  They take the next tile from a counter where tiles take different times, as in
+the weight's gradient, and where groups are short: then most tiles share no weight, and programs wait for memory.
+Elsewhere each has a list of its own, and they go through memory together: with 128 groups of 512 rows an H100 took 0.32
+ms instead of 0.35.
 
-For the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton pipelines no
-loop across tiles whose number of steps is read from memory: at each end the tensor cores wait for the next tile's first
-blocks.
+In the weight's gradient a group's few rows make short sums, so tiles begin and end all the time.  Triton doesn't
+pipeline a loop across tiles if their number of steps is read from memory: at each end the tensor cores would wait for
+the next tile's first blocks.
 
-Of a SwiGLU over gate and up that lie apart, both are one block here, whose halves come from two places.  As two
-products of Triton's, ptxas waits for each step of one before the next.
+For SwiGLU with gate and up apart, both are one block here, whose halves come from two places.  If they were two
+products in Triton, ptxas would wait for each step of one before the next.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -24,14 +25,15 @@ from onchip.kernels.triton.gluon import copy_in, new_barriers, send
 from onchip.kernels.triton.staggered import STEP, begin_copies, begin_product, end_product, new_ring, wait_for_room
 from onchip.kernels.triton.tiles import halves, place_tile
 
-# Rows of a tile of the result, and of a group's half of it; WIDTH columns at a time leave by way of shared memory.
+# Rows of a tile of the result, and of a group's half of it; results leave WIDTH columns at a time, by way of shared
+# memory.
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
 COLUMNS = gl.constexpr(APART_COLUMNS)
 WIDTH = gl.constexpr(128)
 STAGES = gl.constexpr(4)
 STEP_BYTES = gl.constexpr(64 * (128 + 256) * 2)
-# Threads' registers: of both groups that multiply, and of the one that copies.
+# Registers of a thread, in both groups that multiply, and in the warp that copies.
 REGISTERS = gl.constexpr(240)
 FEW_REGISTERS = gl.constexpr(24)
 

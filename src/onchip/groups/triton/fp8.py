@@ -1,7 +1,7 @@
-"""The FP8 operands of grouped_matmul's Triton kernels: what fp8_linear's quantiser makes of rows and weights.
+"""The FP8 operands of grouped_matmul's Triton kernels, which fp8_linear's quantiser makes from rows and weights.
 
 Rows are quantised tile by tile: 128 rows of the copies for each tile of the plan, those past a group's end 0.  So the
-128 rows that share a scale in the weight's gradient are of one group, the same as if it were alone.
+128 rows that share a scale in the weight's gradient belong to one group, as if it were alone.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ SCALE = "float32"
 class Weight(NamedTuple):
     """A weight [G, N, K] in FP8, or its transpose."""
 
-    data: Tensor  # [G, N, K], any strides but of K
+    data: Tensor  # [G, N, K]; K has stride 1, the others any
     scales: Tensor  # [G, N / 128, K / 128]
 
 
@@ -28,14 +28,14 @@ def empty_rows(p: GroupedProblem, columns: int, like: Tensor) -> TorchQuantized:
 
 
 def empty_columns(p: GroupedProblem, columns: int, like: Tensor) -> TorchQuantized:
-    """Memory for the same transposed, scaled along the rows."""
+    """Memory for their transpose, scaled along the rows."""
     return empty(columns, padded_rows(p), "e4m3", like)
 
 
 def quantize_rows(
     p: GroupedProblem, x: Tensor, plan: Tensor, rows: TorchQuantized | None, columns: TorchQuantized | None
 ) -> None:
-    """Quantise the rows of x [T, C] that groups have into these; None: not wanted."""
+    """Quantise the rows of x [T, C] that have a group into `rows` and `columns`, except one that is None."""
     from onchip.fp8.triton_launches import quantize_launch
 
     tiles = plan[PLAN_HEAD + 2 * (p.groups + 1) :].view(-1, 3)
@@ -43,9 +43,9 @@ def quantize_rows(
 
 
 def empty_weight(p: GroupedProblem, options: GroupedOptions, like: Tensor, *, turned: bool) -> TorchQuantized:
-    """Memory for all groups' weights as the quantiser makes them, `turned` those for x's gradient.
+    """Memory for all groups' quantised weights; `turned` for x's gradient.
 
-    It takes the weight as one matrix, group below group, and makes that and its transpose.
+    The quantiser takes the weight as one matrix, group below group, and makes that and its transpose.
     """
     height, width = (p.n, p.k) if options.weight_layout == "gnk" else (p.k, p.n)
     if turned == (options.weight_layout == "gnk"):
@@ -56,7 +56,7 @@ def empty_weight(p: GroupedProblem, options: GroupedOptions, like: Tensor, *, tu
 def quantize_weight(
     weight: Tensor, options: GroupedOptions, forward: TorchQuantized, backward: TorchQuantized | None
 ) -> None:
-    """Quantise a weight as it lies, for the result and for x's gradient."""
+    """Quantise a weight, in its own layout, for the result and for x's gradient."""
     from onchip.fp8.triton_launches import quantize_launch
 
     rows, columns = (forward, backward) if options.weight_layout == "gnk" else (backward, forward)
@@ -64,7 +64,7 @@ def quantize_weight(
 
 
 def by_group(made: TorchQuantized, groups: int, rows: int, columns: int) -> Weight:
-    """What `quantize_weight` made, as [G, rows, columns]: groups lie below each other, or side by side."""
+    """The result of `quantize_weight`, whose groups lie below each other or side by side, as [G, rows, columns]."""
     data, scales = made
     across = columns // 128
     if len(data) == groups * rows:

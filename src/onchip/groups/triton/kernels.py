@@ -1,21 +1,21 @@
-"""The Triton kernels of grouped_matmul: the plan of tiles, the products, and what is done row by row.
+"""The Triton kernels of grouped_matmul: the plan of tiles, the products, and work that goes row by row.
 
-Rows are sorted by group.  A *tile* is up to BLOCK_M rows of one group, the first of which is a multiple of BLOCK_M
-rows after the group's own first: so no tile has rows of two groups, and the last one of a group may be short.
-`plan_tiles` finds them from the sizes, on the device; the host knows only how many there can be.  This is the idea of
-megablox, the grouped product of MegaBlocks, but for where tiles begin: there they lie on a fixed grid, and one is
-visited by each group that it has rows of.
+Rows are sorted by group.  A *tile* is up to BLOCK_M rows of one group, and begins a multiple of BLOCK_M rows after the
+group's first row: so no tile has rows of two groups, and the last tile of a group may be short.  `plan_tiles` finds
+them from the sizes, on the device; the host knows only how many there can be.  The idea is that of megablox, the
+grouped product of MegaBlocks, except that there tiles lie on a fixed grid, and each group that has rows in a tile
+visits it.
 
 A plan is int32: [tiles, rows of all groups, NaN's bits or 0, first wrong group or G], the groups' first rows and the
 end of the last, [G + 1], their first tiles in the same way, and for each tile its group, first row and its group's end;
-all 0 for tiles that there could be but aren't.  The first group whose size can't be right has all rows that are left,
-and those after it none, so that nothing is out of bounds; to what is stored for these groups NaN is added (`poison`).
-Where an index is out of range, it is added to all that is stored.
+all 0 for tiles beyond those that exist.  The first group whose size is wrong has all rows that are left, and groups
+after it have none, so that nothing is out of bounds; NaN is added to all that is stored for these groups (`poison`),
+and to all results if an index is out of range.
 
 A block of a group's rows is read and written through a descriptor that ends where the group does (`load_rows`): the
-hardware then reads 0 past it, whatever is there, and writes nothing.  Two dimensions in front of the matrix's own
-do that: their strides cancel what the third one's index is too large by, modulo 2**64.  That trick is from Triton's
-own `triton.tools.ragged_tma`.
+hardware then reads 0 past it, whatever is there, and writes nothing.  Two more dimensions, in front of the matrix's
+own, do that: their strides cancel, modulo 2**64, what the third one's index is too large by.  The trick is that of
+Triton's `triton.tools.ragged_tma`.
 """
 
 import triton  # type: ignore[import-untyped]
@@ -27,9 +27,9 @@ from onchip.kernels.triton.tiles import halves, place_tile
 HEAD = tl.constexpr(4)  # numbers of a plan before the groups'
 TILE_ROWS = tl.constexpr(128)  # of a plan's tile
 NAN_BITS = tl.constexpr(0x7FC00000)
-# What a descriptor's rows are counted up to.
+# A descriptor counts rows up to here.
 LAST = tl.constexpr(1 << 30)
-# How a product's columns are gate and up: not at all, first all of gate, or by turns.
+# Where gate and up are in a product's columns: there is no gate; all of gate comes first; or they take turns.
 PLAIN, CONCATENATED, INTERLEAVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 

@@ -35,12 +35,12 @@ from onchip.kernels.triton.launch import (
     shared_descriptor,
 )
 
-# Of what is done row by row.
+# What a program of the kernels that go row by row takes at a time.
 _COLUMNS = 1024
 _INDICES = 1024
 # Elements of the table of tiles and groups that a program of the plan has in registers.
 _PLAN_ELEMENTS = 16384
-# Columns of a copy of 16 bits that TMA can read are a multiple of this.
+# TMA can read copies in 16 bits whose columns are a multiple of this.
 _ALIGNED = 8
 # See LAST in kernels.py.
 _LAST = 1 << 30
@@ -72,10 +72,10 @@ def check_indices(indices: Tensor, limit: int, into: Tensor, of_plan: Tensor) ->
 
 
 class _Cut(NamedTuple):
-    """How a kernel of products is launched, from all that is no tensor."""
+    """How a kernel of products is launched, as far as that doesn't depend on the tensors' memory."""
 
     shared: Shared  # arguments
-    widths: tuple[int, ...]  # of the blocks that go through descriptors
+    widths: tuple[int, ...]  # of blocks that go through descriptors
     warps: int
     stages: int
 
@@ -87,7 +87,7 @@ def _product_cut(
     sizes: tuple[int, int, int],  # G, N, K
     strides: tuple[tuple[int, ...], ...],  # of x, weight, out and product
     aligned: tuple[bool, ...],  # these, for TMA
-    scale_strides: tuple[int, ...] | None,  # of a weight's in FP8
+    scale_strides: tuple[int, ...] | None,  # of an FP8 weight's scales
     *,
     product: bool,
     indexed: bool,
@@ -95,7 +95,7 @@ def _product_cut(
     gated: int,
     turned: bool,
 ) -> _Cut:
-    """Of `product`.  A call in which all of this is as before has none of it to do."""
+    """The cut of `product`, cached for calls with the same arguments."""
     of_x, of_out = (dtype.itemsize for dtype in dtypes)
     groups, n, k = sizes
     of_bytes = of_x, of_x, of_out, of_out
@@ -108,7 +108,7 @@ def _product_cut(
     of_scales = (0, 0, 0) if scale_strides is None else scale_strides
     # A block of gate must not reach into up.
     tma_product = product and tma[3] and (gated != 1 or n // 2 % half == 0)
-    # What TMA stores and what pointers store is staged apart: that is room for a step less.
+    # If TMA stores one result and pointers the other, they are staged apart, which leaves room for one step less.
     stages = c.stages - 1 if product and tma[2] and not tma_product else c.stages
     arguments = {
         "x_stride": strides[0][0],
@@ -156,7 +156,7 @@ def product(
     before: Tensor | None = None,  # [T, N]
     options: GroupedOptions | None = None,  # with their activation
 ) -> Launch:
-    """out = activation(x @ weight.T + bias) * row_scale of each group, and `before` what the activation is given."""
+    """out = activation(x @ weight.T + bias) * row_scale for each group; `before` gets the activation's input."""
     x, x_scales = (x, None) if isinstance(x, Tensor) else x
     weight, weight_scales = (weight, None) if isinstance(weight, Tensor) else weight
     device = describe(out.device)
@@ -213,7 +213,7 @@ def product(
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x by an index of which what is past x's rows is nobody's."""
+    """Rows of x by an index; entries past x's rows belong to nobody and may give any row."""
     if len(x) == 0:
         return stated.zeros((len(index), x.shape[1]), x.dtype, x.device)
     return stated.call(_rows_at, x, index)
@@ -283,7 +283,7 @@ def _gradient_cut(
     indexed: tuple[bool, bool],  # a and b
     add: bool,
 ) -> _Cut:
-    """Of `weight_gradient`, as `_product_cut`."""
+    """The cut of `weight_gradient`, as `_product_cut`."""
     of_a, of_out = (dtype.itemsize for dtype in dtypes)
     tma = [fits and suits(of, size) for fits, of, size in zip(aligned, strides, (of_a, of_a, of_out), strict=True)]
     c = gradient_config(device.shared, of_a)
@@ -305,7 +305,7 @@ def _gradient_cut(
         "TMA_OUT": tma[2],
         "PRECISION": precision(of_a),
     }
-    # Where an index is fetched before its rows are, of two stages one has rows in shared memory.
+    # Where an index is fetched before its rows, only every other stage has rows in shared memory.
     stages = 2 * c.stages - 1 if any(indexed) else c.stages
     return _Cut(Shared(arguments), (c.depth, c.columns, c.columns // parts), c.warps, stages)
 
@@ -321,15 +321,15 @@ def weight_gradient(
     limit: int = 0,
     add: bool = False,
 ) -> Launch:
-    """out = a.T @ b of each group's rows, or added to it."""
+    """out = a.T @ b for each group's rows; with `add` it is added to `out`."""
     device = describe(out.device)
     tma = device.capability >= 90
     a, b = in_rows(a), in_rows(b)
     groups, rows, columns = out.shape
     whole = all(index is None or x.shape[1] % _ALIGNED == 0 for x, index in ((a, a_index), (b, b_index)))
     if whole and not add and tma and _run_apart(device, (a, b, out)):
-        # Copied first: read by an index here and in forward, a step of mixtral's gate and up took 19.8 ms on an H100,
-        # with copies 15.0.
+        # Copying first is faster: a step of mixtral's gate and up took an H100 15.0 ms with copies, and 19.8 ms with
+        # rows that are read by an index here and in forward.
         a, b = (x if index is None else gathered(x, index) for x, index in ((a, a_index), (b, b_index)))
         return _weight_gradient_apart(a, b, out, of_plan, device)
     cut = _gradient_cut(
@@ -387,7 +387,7 @@ def scaled_weight_gradient(
     *,
     add: bool = False,
 ) -> Launch:
-    """out = a @ b.T over each group's tiles, or added to it."""
+    """out = a @ b.T over each group's tiles; with `add` it is added to `out`."""
     device = describe(out.device)
     tma = device.capability >= 90
     groups, rows, columns = out.shape
@@ -428,7 +428,7 @@ def product_gradient(
     tokens: int,
     options: GroupedOptions,
 ) -> Launch:
-    """From the gradient of the result's rows those of the product and of the scales."""
+    """The gradients of the product and of row_scale, from that of the result's rows."""
     grad = in_rows(grad)
     columns = grad.shape[1]
     arguments = {
@@ -476,13 +476,13 @@ def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of
 
 
 def _by_row(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where in `index` each row is, row by row, and where each row's places begin."""
+    """The places in `index`, sorted by the row that they name, and where each row's places begin."""
     ascending, order = torch.sort(index, stable=True)
     return order, torch.searchsorted(ascending, torch.arange(rows + 1, dtype=index.dtype, device=index.device))
 
 
 def weight_blocks(weight: Tensor, rows: int, depth: int, made: Callable[..., Any] = block_descriptor) -> Any:
-    """A weight [G, N, K] in blocks of so many rows and numbers of each, as it lies."""
+    """A descriptor of a weight [G, N, K] in blocks of `rows` rows and `depth` columns, in the order of its memory."""
     (groups, n, k), (step, row, column) = weight.shape, weight.stride()
     if column == 1:
         return made(weight, weight.shape, weight.stride(), (1, rows, depth))
@@ -494,19 +494,19 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """A matrix whose columns are next to each other."""
+    """x, or a copy, with the numbers of a row next to each other."""
     return x if x.stride(1) == 1 else stated.converted(x, Tensor.contiguous)
 
 
 def gates(options: GroupedOptions | None) -> int:
-    """How a product's columns are gate and up: PLAIN, CONCATENATED or INTERLEAVED of kernels.py."""
+    """Where gate and up are in a product's columns: PLAIN, CONCATENATED or INTERLEAVED of kernels.py."""
     if options is None or options.activation is None:
         return 0
     return 1 if options.gate_up == "concatenated" else 2
 
 
 def suits(strides: Sequence[int], element_bytes: int) -> bool:
-    """Whether a descriptor can have them: one of the last two is 1, and all others are multiples of 16 bytes."""
+    """Whether a descriptor can have these strides: one of the last two is 1, all others are multiples of 16 bytes."""
     others = list(strides)
     if 1 not in others[-2:]:
         return False
@@ -522,5 +522,5 @@ def ragged(x: Any, columns: int, rows: int, made: Callable[..., Any] = block_des
 
 
 def precision(element_bytes: int) -> str:
-    """Products of float32 are in float32, not in the tensor cores' 19 bits."""
+    """Products of float32 operands are computed in float32, not in the tensor cores' 19 bits."""
     return "ieee" if element_bytes == 4 else "tf32"

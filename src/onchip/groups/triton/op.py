@@ -30,9 +30,9 @@ _MOST_GROUPS, _MOST_ROWS = 16384, 1 << 30
 def refusal(
     device: torch.device, dtype: torch.dtype, groups: int, rows: int, fp8_sizes: tuple[int, int] | None = None
 ) -> str | None:
-    """Why the kernels can't serve a call with `groups` groups and `rows` rows, in x, the product or the result.
+    """Why the kernels can't serve a call, or None.
 
-    `fp8_sizes`: N and K, with precision='fp8'.
+    `rows` is the largest number of rows of x, the product and the result; `fp8_sizes` is (N, K) for precision='fp8'.
     """
     reason = device_refusal(device.type, device.index, dtype)
     if reason is None and fp8_sizes is not None:
@@ -48,10 +48,10 @@ class GroupedTritonOutputs(NamedTuple):
     """The operator's outputs."""
 
     of_call: GroupedOutputs
-    plan: Tensor  # int32: which rows are whose
+    plan: Tensor  # int32: see kernels.py
     read: Tensor | None  # [T] int32: rows, checked
     write: Tensor | None  # [T] int32: scatter_rows, checked
-    # With precision='fp8', of what has a gradient: x's columns for the weight's, and the weight for x's.
+    # With precision='fp8', if the gradients are wanted: x's columns for the weight's, and the weight for x's.
     columns: Tensor | None
     column_scales: Tensor | None
     weight: Tensor | None
@@ -91,7 +91,7 @@ def _forward(call: GroupedCall) -> GroupedTritonOutputs:
         if given is not None and into is not None:
             launches.check_indices(given, limit, into, made.plan).run()
     out = result
-    if made.write is not None:  # rows without their scales; those are what is kept where there is no activation
+    if made.write is not None:  # unscaled rows, which are also what is kept if there is no activation
         if before is not None and options.activation is None:
             out, before = before, None
         else:
@@ -205,7 +205,7 @@ def _of_nothing(plan: Tensor, groups: int) -> Tensor:
 
 
 def of_nothing(plan: Tensor, groups: int) -> Tensor:
-    """[G]: each group's sum over no rows: 0, or NaN from the first one on whose size says that there are some."""
+    """Each group's sum over no rows, [G]: 0, and NaN from the first group on whose size isn't 0."""
     group = torch.arange(groups, dtype=torch.int64, device=plan.device)
     return torch.zeros_like(group, dtype=torch.float32).where(group < plan[3], torch.nan)
 

@@ -1,4 +1,4 @@
-"""Which rows belong to which group, and sums over rows in a fixed order, in arrays of fixed shapes.
+"""Which rows belong to which group, and sums over rows in a fixed order, with arrays of fixed shapes.
 
 T rows are sorted by group; `ends` [G] int32 has where each group ends.  Rows past the last end belong to none.
 """
@@ -13,7 +13,9 @@ from onchip.frontend.jax_inputs import accumulator
 
 
 def ends_of_sizes(sizes: Array, rows: int) -> tuple[Array, Array]:
-    """Where groups of these sizes end, as `ends_where`: none is negative, and they fit into so many rows."""
+    """Where groups of these sizes end, and which are right, by `ends_where`: none is negative, and they fit into
+    `rows`.
+    """
     most = rows + 1
     clipped = jnp.where(sizes < 0, most, jnp.minimum(sizes, most)).astype(jnp.uint32)
     ends = running_sums(clipped)
@@ -23,14 +25,14 @@ def ends_of_sizes(sizes: Array, rows: int) -> tuple[Array, Array]:
 
 
 def ends_of_offsets(offsets: Array, rows: int) -> tuple[Array, Array]:
-    """These ends, as `ends_where`: the first is 0 or more, none is below the one before, and they fit."""
+    """The same for offsets: they are 0 or more, never decrease, and fit."""
     wrong = (offsets < starts_of(offsets)) | (offsets > rows)
     right = running_sums(wrong.astype(jnp.int32)) == 0
     return ends_where(right, jnp.clip(offsets, 0, rows).astype(jnp.int32)), right
 
 
 def ends_where(right: Array, ends: Array) -> Array:
-    """Where groups end [G] int32: from the first on that is wrong, where the last one ends that is right [G] bool."""
+    """Where groups end, [G] int32; a wrong one, and all after it, end where the last one ends that is `right`."""
     return _up_to_each(jnp.where(right, ends, 0)).max(1)
 
 
@@ -40,24 +42,26 @@ def starts_of(ends: Array) -> Array:
 
 
 def running_sums(x: Array) -> Array:
-    """[G] of x's dtype: of the first, of the first two, ...; one operation of XLA's, where its own takes several."""
+    """The running sums of x, [G] in its dtype, in one operation of XLA's; `cumsum` takes several."""
     return _up_to_each(x).sum(1, dtype=x.dtype)
 
 
 def _up_to_each(x: Array) -> Array:
-    """[G, G]: in each row as many of x [G] as its number says, and zeros; nothing that XLA writes to memory."""
+    """[G, G]: row i has x [G] up to entry i, then zeros; XLA never writes it to memory."""
     index = jnp.arange(len(x), dtype=jnp.int32)
     return jnp.where(index[None] <= index[:, None], x[None], 0)
 
 
 def number_up_to(ascending: Array, x: Array) -> Array:
-    """For each of x [N] how many of `ascending` [G] are no larger, int32: `searchsorted` without its loop, whose turns
-    take a GPU longer than to compare each with each."""
+    """For each of x [N], how many of `ascending` [G] are no larger, int32.
+
+    It is `searchsorted` without its loop, whose turns take a GPU longer than comparing each with each.
+    """
     return (ascending[None] <= x[:, None]).sum(1, dtype=jnp.int32)
 
 
 def largest_first(ends: Array) -> tuple[Array, Array, Array]:
-    """The groups, where each begins, and where it ends, [G] int32 each, by size; of the same size in their order."""
+    """The groups, their begins and their ends, [G] int32 each, the largest first; equal ones in their order."""
     starts, index = starts_of(ends), jnp.arange(len(ends), dtype=jnp.int32)
     sizes = ends - starts
     larger, same = sizes[None] > sizes[:, None], sizes[None] == sizes[:, None]
@@ -73,7 +77,7 @@ def has_group(ends: Array, rows: int) -> Array:
 
 
 def group_sums(x: Array, ends: Array, block: int = 128) -> Array:
-    """[G, N]: the sum of each group's rows of x [T, N]: of each block's rows first, then of each group's blocks."""
+    """[G, N]: the sum of each group's rows of x [T, N], first within blocks of rows, then over a group's blocks."""
     rows, width = x.shape
     if rows == 0:
         return jnp.zeros((len(ends), width), x.dtype)
@@ -92,18 +96,18 @@ def group_sums(x: Array, ends: Array, block: int = 128) -> Array:
 
 
 def in_range(index: Array, ends: Array, rows: int) -> Array:
-    """Whether the indices of all rows that have a group are those of one of so many rows."""
+    """Whether the indices of all rows that have a group are in [0, rows)."""
     return (((index >= 0) & (index < rows)) | ~has_group(ends, len(index))).all()
 
 
 def take_rows(x: Array, index: Array) -> Array:
-    """x[index]; for an index that is out of range any row."""
+    """x[index]; an index that is out of range may give any row."""
     return jnp.take(x, index, axis=0, mode="clip") if len(x) else jnp.zeros((len(index), *x.shape[1:]), x.dtype)
 
 
 def rows_by_index(index: Array, ends: Array, rows: int) -> tuple[Array, Array]:
-    """The rows that have a group, [T] int32, in the order of their index, and where those of each index begin and end,
-    [rows + 1] int32; of the same index in the order of the rows."""
+    """The rows that have a group, [T] int32, in the order of their index (equal ones in the order of rows), and where
+    those of each index begin and end, [rows + 1] int32."""
     key = jnp.where(has_group(ends, len(index)), index, rows).astype(jnp.int32)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     # Counted, since a search in the sorted keys is a loop of XLA's.
@@ -114,8 +118,8 @@ def rows_by_index(index: Array, ends: Array, rows: int) -> tuple[Array, Array]:
 def sum_rows(x: Array, index: Array, ends: Array, rows: int) -> Array:
     """[rows, N] of x's dtype: row i of x [T, N] is added to row index[i], if it has a group.
 
-    That is in the order of i, without atomics and in the accumulator's dtype.  It takes as many passes over the result
-    as addends go to one row, at most: in a mixture of experts, experts per token.
+    Rows are added in the order of i, without atomics, in the accumulator's dtype.  It takes as many passes over the
+    result as there are addends of the row that has the most: in a mixture of experts, experts per token.
     """
     (length, width), total = x.shape, accumulator(x.dtype)
     zeros = jnp.zeros((rows, width), total)

@@ -1,10 +1,10 @@
 """Products over groups of rows in plain JAX: one block of a group's rows after the other, on any device.
 
-A group of n rows is cut into ceil(n / block) blocks, so there are at most T / block + G; how many, the device knows.
-A row of another group, or of none, never enters a result, whatever it holds.
+A group of n rows is cut into ceil(n / block) blocks, so there are at most T / block + G; only the device knows how
+many.  A row of another group, or of none, never enters a result, whatever it holds.
 
-`fill` [G] is what an empty group's weight gets, and its last what rows without a group get: 0, or NaN where sizes or
-indices can't be right.  Groups that can't be right are empty.
+`fill` [G] holds what an empty group's weight gradient gets; its last entry is what rows without a group get.  It is 0,
+or NaN where sizes or indices are wrong.  Groups with wrong sizes are empty.
 """
 
 from functools import partial
@@ -30,11 +30,11 @@ class _Blocks(NamedTuple):
     number: Array
     group: Array  # [bound] int32
     begin: Array  # [bound] int32: its own first row
-    end: Array  # [bound] int32: past its last row
+    end: Array  # [bound] int32: the row past its last one
 
     def rows(self, i: Any, rows: int) -> tuple[Array, Array]:
-        """Of block i the first row that is read, no more than lets `size` rows fit, and whether each [size, 1] is its
-        own."""
+        """For block i: the first row that is read, so that `size` rows fit, and whether each row is its own, [size, 1]
+        bool."""
         first = jnp.minimum(self.begin[i], rows - self.size)
         row = first + jnp.arange(self.size, dtype=jnp.int32)[:, None]
         return first, (row >= self.begin[i]) & (row < self.end[i])
@@ -42,7 +42,7 @@ class _Blocks(NamedTuple):
 
 def _blocks(ends: Array, rows: int) -> _Blocks:
     groups = len(ends)
-    # About a group's rows, so that little is wasted; 512 keep a GPU busy.
+    # A block has about as many rows as a group, so that little is wasted; 512 rows keep a GPU busy.
     size = 32
     while size < min(512, rows // groups):
         size *= 2
@@ -65,7 +65,7 @@ def layer(
     options: GroupedOptions,
     keeps: bool,
 ) -> tuple[Array, Array | None]:
-    """The result of each row, and its products with bias if `keeps`, of x's dtype."""
+    """The result of each row, and if `keeps` its products with bias, in x's dtype."""
     rows, total = len(x), accumulator(x.dtype)
     over = 2 if options.weight_layout == "gnk" else 1
     n = weight.shape[3 - over]
@@ -92,7 +92,7 @@ def layer(
 
 
 def weight_product(left: Array, right: Array, ends: Array, fill: Array) -> Array:
-    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N]; of their dtype."""
+    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N], in their dtype."""
     rows, total = len(left), accumulator(left.dtype)
     shape = left.shape[1], right.shape[1]
     out = jnp.broadcast_to(fill[:, None, None], (len(ends), *shape)).astype(left.dtype)
@@ -107,7 +107,7 @@ def weight_product(left: Array, right: Array, ends: Array, fill: Array) -> Array
         a, b = (jnp.where(own, lax.dynamic_slice_in_dim(x, first, blocks.size), 0) for x in (left, right))
         begins = (i == 0) | (blocks.group[jnp.maximum(i - 1, 0)] != group)
         sums = jnp.where(begins, 0, sums) + product(a, b, (0, 0))
-        # The group's sum so far: the last one stays.
+        # This writes the group's sum so far; the last write stays.
         return lax.dynamic_update_index_in_dim(out, sums.astype(left.dtype), group, 0), sums
 
     state = vary_alike((out, jnp.zeros(shape, total)), (left, right, ends))

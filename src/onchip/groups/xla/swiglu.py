@@ -1,4 +1,4 @@
-"""silu(gate) * up and its gradient, of rows that hold both, in JAX."""
+"""silu(gate) * up and its gradient, for rows that hold both, in JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from onchip.groups.problem import GroupedOptions
 
 
 def split(options: GroupedOptions, y: Array) -> tuple[Array, Array]:
-    """Gate and up, each [T, F], of y [T, 2 F], or of y [2, T, F], which has them apart."""
+    """Gate and up, each [T, F], from y [T, 2 F] or y [2, T, F]."""
     if y.ndim == 3:
         return y[0], y[1]
     if options.gate_up == "interleaved":
@@ -18,7 +18,7 @@ def split(options: GroupedOptions, y: Array) -> tuple[Array, Array]:
 
 
 def activated(options: GroupedOptions, y: Array) -> Array:
-    """The activation of y, or y if there is none."""
+    """The activation of y, or y itself if there is none."""
     if options.activation is None:
         return y
     gate, up = split(options, y)
