@@ -13,13 +13,13 @@ class CollectiveSizes(NamedTuple):
 
     ranks: int
     rows: int
-    """Of a block: T / n, all leading dimensions multiplied."""
+    """Rows of a block: T / n, all leading dimensions multiplied."""
     n: int
     k: int
 
 
 def check_shapes(op: str, shapes: Mapping[str, Sequence[int]], ranks: int, layout: str = "nk") -> CollectiveSizes:
-    """The sizes of a call, from the shapes of its arguments by name, of which the tokens are the first.
+    """The sizes of a call, from the shapes of its arguments by name; the first is that of the tokens.
 
     Raises:
         ValueError: shapes that don't go together.
@@ -54,14 +54,14 @@ def check_shapes(op: str, shapes: Mapping[str, Sequence[int]], ranks: int, layou
 
 
 class Cost(NamedTuple):
-    """What a call takes in PyTorch on a GPU; on the CPU operands of 16 bits are copied to float32 besides."""
+    """The memory of a call in PyTorch on a GPU; on the CPU, copies of 16-bit operands in float32 come on top."""
 
     kept: dict[str, int]
     """Bytes that are kept until backward, above inputs and results."""
     forward: dict[str, int]
     """Bytes at the peak of forward, above inputs, results and what is kept."""
     backward: dict[str, int]
-    """The same of backward, above returned gradients."""
+    """The same for backward, above returned gradients too."""
     sent: int
     """Bytes that each rank sends."""
 
@@ -69,7 +69,7 @@ class Cost(NamedTuple):
 def cost(
     op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, weight_bytes: int, keep_gathered: bool = False
 ) -> Cost:
-    """What a call takes, in a dtype of so many bytes; a weight's gradient is of `weight_bytes` each."""
+    """The memory of a call; a number takes `bytes_each`, and one of the weight's gradient `weight_bytes`."""
     total = max(bytes_each, 4)
     steps = s.ranks - 1
     weight_sum = {"the weight's gradient in float32": total * s.n * s.k} if weight_bytes < total else {}
@@ -92,16 +92,16 @@ HEAD, SMALLEST = 8192, 1 << 21
 
 
 def buffer_bytes(arriving: int) -> int:
-    """The bytes of a buffer that peers map, of so many that arrive: its head besides, and then a power of two."""
+    """The bytes of a buffer that peers map: those that arrive and its head, rounded up to a power of two."""
     return max(SMALLEST, 1 << (arriving + HEAD - 1).bit_length())
 
 
 def cost_at_once(
     op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, mapped: bool, sum_bytes: int = 0
 ) -> Cost:
-    """What a call takes whose backend is "symmetric" (`mapped`) or "collective"; sums travel in `sum_bytes` each.
+    """The memory of a call with backend "symmetric" (`mapped`) or "collective"; a number of a sum takes `sum_bytes`.
 
-    Buffers are outside of PyTorch's allocator, and those of a size serve all calls of a group.
+    Buffers are outside of PyTorch's allocator, and one of each size serves all calls of a group.
     """
     total, steps = sum_bytes or max(bytes_each, 4), s.ranks - 1
     columns = s.n if op == SCATTER else s.k

@@ -1,6 +1,6 @@
-"""Memory that GPUs of one host map for each other: how it is created and freed, and what a lost rank leaves behind.
+"""Memory that GPUs of one host map for each other: how it is created and freed, and what happens when a rank is lost.
 
-A buffer is PyTorch's symmetric memory: a head, in which ranks tell each other where they are, and blocks.  It doesn't
+A buffer is PyTorch's symmetric memory: a head, by which ranks tell each other how far they are, and blocks.  It doesn't
 use NVLink multicast.
 """
 
@@ -34,14 +34,14 @@ class Buffer:
     memory: Tensor
     at: Any  # Meeting of triton_launches
     side: torch.cuda.Stream
-    """Where pushes are."""
+    """The stream of pushes."""
     last: torch.cuda.Stream
-    """That of the last call."""
+    """The stream of the last call."""
     known: dict[Any, Tensor] = field(default_factory=dict)
-    """Views of it, by what they are of."""
+    """Views of buffers, by rank, shape, dtype and place."""
 
     def blocks(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
-        """What a rank's buffer holds, so many bytes after its head."""
+        """A part of a rank's buffer, this many bytes after its head."""
         key = rank, shape, dtype, begin
         if key not in self.known:
             if len(self.known) > _MOST_KNOWN:
@@ -63,30 +63,30 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Of:
-    """What a group has."""
+    """A group's buffers and state."""
 
     buffers: dict[_Key, Buffer] = field(default_factory=dict)
     lost: Tensor | None = None
-    """A word of the host that GPUs can write: whether a rank didn't come."""
+    """A word on the host that GPUs can write: whether a rank didn't come."""
     refusal: str | None = "unknown"
     """Why ranks can't map each other's memory."""
 
 
-# By the group itself: another one can get its name.
+# Keyed by the group itself, since a later group can get its name.
 _GROUPS: "WeakKeyDictionary[Any, _Of]" = WeakKeyDictionary()
 
 
 def free_buffers(group: "dist.ProcessGroup | None" = None) -> None:
     """Free the buffers of a group, or, for None, of all processes; a later call makes new ones.
 
-    Call it on every rank, with no call under way: memory is given back when the last rank let go of it.  CUDA graphs
-    that were captured with them can't be replayed any more.
+    Call it on every rank, with no call under way: memory is given back once the last rank has let go of it.  CUDA
+    graphs that were captured with these buffers can't be replayed any more.
     """
     _GROUPS.pop(dist.group.WORLD if group is None else group, None)
 
 
 def opened(ring: ProcessRing, device: torch.device, size: int) -> Buffer:
-    """The group's buffer of so many bytes, free for a call in the current stream.
+    """The group's buffer of this many bytes, free for a call in the current stream.
 
     Raises:
         RuntimeError: in an earlier call a rank didn't come in time.
@@ -134,14 +134,14 @@ def _made(ring: ProcessRing, device: torch.device, size: int, of_group: _Of) -> 
     memory: Any = torch._C._distributed_c10d._SymmetricMemory
     name, store = named_store(ring, "buffer")
     try:
-        # Not `symmetric_memory.empty`, whose pool could give ranks memory at different places of theirs.
+        # Not `symmetric_memory.empty`, whose pool could give ranks memory at different offsets.
         made = memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
         head = made[:HEAD].view(torch.int32)
         head.zero_()
         head[-1] = 1
         if of_group.lost is None:
             of_group.lost = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        # PyTorch clears new memory and doesn't wait.  What a peer wrote before that was done would be gone.
+        # PyTorch clears new memory without waiting.  Anything that a peer wrote before that is done would be lost.
         torch.cuda.synchronize(device)
         with _no_multicast(), registered(name, store, ring):
             handle = memory.rendezvous(made, name)
@@ -157,7 +157,7 @@ def _made(ring: ProcessRing, device: torch.device, size: int, of_group: _Of) -> 
 
 
 def _patience(ring: ProcessRing, device: torch.device) -> int:
-    """The group's timeout, in microseconds: half an hour at most, which is gloo's."""
+    """The group's timeout, in microseconds; at most half an hour, which is gloo's default."""
     group, timeout = process_group(ring.group), None
     with suppress(RuntimeError, AttributeError):
         timeout = group._get_backend(device).options._timeout
@@ -167,7 +167,7 @@ def _patience(ring: ProcessRing, device: torch.device) -> int:
 
 @contextmanager
 def _no_multicast() -> Iterator[None]:
-    """PyTorch maps memory for NVLink's multicast too, unless this variable says no.  Some hosts can't."""
+    """PyTorch maps memory for NVLink's multicast too, unless this variable forbids it.  Some hosts can't do that."""
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:
@@ -183,7 +183,7 @@ def _no_multicast() -> Iterator[None]:
 
 
 def refusal(ring: ProcessRing, device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> str | None:
-    """Why this can't serve a call, or None.  Whether ranks map each other's memory `mapping_refusal` says."""
+    """Why this backend can't serve a call, or None.  `mapping_refusal` says whether ranks map each other's memory."""
     if device.type != "cuda":
         return f"it runs on CUDA tensors, not on {device.type!r}"
     if dtype not in (torch.bfloat16, torch.float16) and not fp8:
@@ -204,7 +204,9 @@ def _allocator_refusal() -> str | None:
 
 
 def mapping_refusal(ring: ProcessRing, index: int) -> str | None:
-    """Why the ranks' GPUs can't map each other's memory, or None: the same on all ranks, who ask together at first."""
+    """Why the ranks' GPUs can't map each other's memory, or None.  All ranks find the same, together, in the first
+    call.
+    """
     return _mapping_refusal(ring.group, ring.rank, ring.ranks, index)
 
 

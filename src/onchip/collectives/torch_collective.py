@@ -28,14 +28,14 @@ def linear_of_all(
     whole: bool = False,
     into: Tensor | None = None,
 ) -> Tensor:
-    """out = all ranks' x [rows, C] @ weight [C, N] + bias.  Returns all ranks' x, [ranks, rows, C], those in `into`."""
+    """out = all ranks' x [rows, C] @ weight [C, N] + bias.  Returns all ranks' x, [ranks, rows, C], in `into` if given."""
     rows = _gathered(ring, x, into)()
     linear(out, rows.flatten(0, 1), weight, bias)
     return rows
 
 
 def gathered(ring: ProcessRing, x: Tensor) -> Tensor:
-    """All ranks' x [rows, C], [ranks, rows, C]."""
+    """All ranks' x [rows, C] as [ranks, rows, C]."""
     return _gathered(ring, x)()
 
 
@@ -48,10 +48,10 @@ def summed(
     dtype: torch.dtype,
     meanwhile: tuple[Tensor, Callable[[Tensor], None]] | None = None,
 ) -> None:
-    """out [rows, N] = the sum over all ranks of their x [ranks * rows, C], this rank's rows of it, @ weight [C, N].
+    """out [rows, N] = bias + this rank's rows of the sum over all ranks of x [ranks * rows, C] @ weight [C, N].
 
-    And bias.  Addends are summed in `dtype`, in the collective's order.  With `meanwhile`, a tensor and a function, the
-    function is given all ranks' tensors.
+    Addends are summed in `dtype`, in the collective's order.  With `meanwhile`, a tensor and a function, the function
+    is given all ranks' tensors.
     """
     rows = None if meanwhile is None else _gathered(ring, meanwhile[0])
     addends = out.new_empty((len(x), out.shape[1]), dtype=dtype)
@@ -72,7 +72,7 @@ def summed(
 
 
 def _gathered(ring: ProcessRing, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-    """Begin to gather x; what is returned waits for all ranks'."""
+    """Begin to gather x; the returned function waits for all ranks' x."""
     x = x.contiguous()
     if ring.ranks == 1 or x.numel() == 0:
         return lambda: x.expand(ring.ranks, *x.shape) if into is None else into.copy_(x)

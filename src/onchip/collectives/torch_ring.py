@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What each device's messages go through.
+# The communication backend of each device's messages.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _SAID = 256
 
 
 class ProcessRing(NamedTuple):
-    """The ranks of a group, in their order, as an operator's arguments, and what moves their blocks."""
+    """The ranks of a group, in their order, as arguments of an operator, and the functions that move their blocks."""
 
     group: str
     rank: int
@@ -27,16 +27,16 @@ class ProcessRing(NamedTuple):
 
 
 def process_group(name: str) -> Any:
-    """The group of this name, by which operators' arguments tell of it."""
+    """The group of this name, which stands for it in operators' arguments."""
     c10d: Any = dist.distributed_c10d
     return c10d._resolve_process_group(name)
 
 
 def blocks(ring: ProcessRing, x: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Each rank's number and its block x: one's own first, then that of the rank before, and so on around the ring.
+    """Each rank's number and its block x: this rank's first, then that of the rank before, and so on around the ring.
 
-    While the caller works on a block, the next one arrives.  A block is there until the iterator is asked for the next,
-    or to stay in `into` [ranks, *x.shape], which has all of them then.
+    While the caller works on a block, the next one arrives.  A block is valid until the iterator is asked for the next;
+    with `into` [ranks, *x.shape] all of them stay there.
     """
     here = x.contiguous()
     if into is not None:
@@ -55,16 +55,16 @@ def blocks(ring: ProcessRing, x: Tensor, into: Tensor | None = None) -> Iterator
         exchange = _exchange(ring, here, arriving)
         yield number, here
         _wait(exchange)
-        # One's own block is the caller's memory.
+        # This rank's own block is the caller's memory.
         spare, here = (here if step > 0 else None), arriving
 
 
 def reduced(ring: ProcessRing, product: Callable[[int, Tensor], None], like: Tensor) -> Tensor:
-    """The sum over all ranks of product(this rank's number): of memory as `like`, which is the first of its buffers.
+    """The sum over all ranks of product(this rank's number), in memory like `like`, which is the first of its buffers.
 
-    product(number, out) computes this rank's addend for a rank.  The sum for a rank begins at the rank after it and
-    goes around the ring; each adds its own on the way: always in the same order, and never rounded to fewer digits.
-    While a sum travels, the addend for the next one is computed.
+    product(number, out) computes this rank's addend for the rank `number`.  The sum for a rank begins at the rank after
+    it and goes around the ring, and each rank adds its own addend: always in the same order, and without rounding to
+    fewer digits.  While a sum travels, the addend for the next one is computed.
     """
     here = like
     arriving = leaving = None
@@ -126,7 +126,7 @@ def ring_of(op: str, group: Any) -> ProcessRing:
 
 
 def backend_of(group: str, device: str) -> str | None:
-    """The name of what moves tensors of a device in a group, or None."""
+    """The name of the backend that moves a device's tensors in a group, or None."""
     made = process_group(group)
     kind = torch.device(device)
     return str(made._get_backend(kind).name()) if kind in made._device_types else None
@@ -152,7 +152,7 @@ def refusal(ring: ProcessRing, device: torch.device) -> str | None:
 
 
 def check_alike(op: str, ring: ProcessRing, said: str, device: torch.device) -> None:
-    """Raise ValueError on every rank unless all say the same of their calls.  It waits for the device."""
+    """Raise ValueError on every rank unless all describe their calls alike.  It waits for the device."""
     if ring.ranks == 1:
         return
     encoded = said.encode()[:_SAID].ljust(_SAID)

@@ -3,8 +3,8 @@
 Each rank has a buffer that all ranks of the group map (`torch_buffers`).  A rank's copy engine pushes its blocks into
 its peers' buffers, on a stream of its own, while multiprocessors multiply.  To gather, a flag follows each piece of a
 block, and a product's tiles begin when their rows' flag is set (`triton_kernels.gated_product`).  To reduce, a block's
-product is pushed to its owner while the next one is computed, and the tiles of the owner's own product add what came
-(`adding_product`).  All is in the order of streams: the host waits for nothing.
+product is pushed to its owner while the next one is computed, and the tiles of the owner's own product add the blocks
+that have come (`adding_product`).  Streams order all of this: the host waits for nothing.
 
 Every walk begins with a barrier in the caller's stream, so that no rank writes where a peer still reads:
 docs/internals/collective_matmul.md has the proof.
@@ -42,8 +42,8 @@ def linear_of_all(
 ) -> Tensor:
     """out = all ranks' x [rows, C] @ weight [C, N] + bias, each row as soon as it is there.
 
-    Returns all ranks' x, [ranks, rows, C], that of this rank only if `whole`; it stays until the group's next call, or
-    is copied `into` memory of the caller's.
+    Returns all ranks' x, [ranks, rows, C], in which this rank's is filled only if `whole`.  It stays valid until the
+    group's next call, or is copied `into` memory of the caller's.
     """
     from onchip.collectives import triton_launches as launches
 
@@ -67,7 +67,7 @@ def linear_of_all(
 
 
 def gathered(ring: ProcessRing, x: Tensor) -> Tensor:
-    """All ranks' x [rows, C], [ranks, rows, C]; it stays until the group's next call."""
+    """All ranks' x [rows, C] as [ranks, rows, C]; it stays valid until the group's next call."""
     from onchip.collectives import triton_launches as launches
 
     x = x.contiguous()
@@ -86,10 +86,10 @@ def summed(
     dtype: torch.dtype,
     meanwhile: tuple[Tensor, Callable[[Tensor], None]] | None = None,
 ) -> None:
-    """out [rows, N] = the sum over all ranks of their x [ranks * rows, C], this rank's rows of it, @ weight [C, N].
+    """out [rows, N] = bias + this rank's rows of the sum over all ranks of x [ranks * rows, C] @ weight [C, N].
 
-    And bias; rounded once.  Addends travel in `dtype`, and are added in the order rank + 1, rank + 2, ..., rank.  With
-    `meanwhile`, a tensor and a function, the function is given all ranks' tensors while they do.
+    The sum is rounded once.  Addends travel in `dtype`, and are added in the order rank + 1, rank + 2, ..., rank.  With
+    `meanwhile`, a tensor and a function, the function is given all ranks' tensors while addends travel.
     """
     from onchip.collectives import triton_launches as launches
 
@@ -112,9 +112,9 @@ def summed(
 
 
 def blocks(ring: ProcessRing, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """As the ring's, of bytes: all blocks are on their way while one's own is worked on.
+    """As the ring's function, for bytes: all blocks are on their way while the rank works on its own.
 
-    A block of a rank that doesn't come is NaN, in 16 bits, in 32 bits and in FP8.
+    The block of a rank that doesn't come is NaN, in 16 bits, in 32 bits and in FP8.
     """
     from onchip.collectives import triton_launches as launches
 
@@ -136,7 +136,9 @@ def blocks(ring: ProcessRing, x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def reduced(ring: ProcessRing, addend: Callable[[int, Tensor], None], like: Tensor) -> Tensor:
-    """As the ring's: an addend leaves while the next one is computed; one's own is the last, and first in the sum."""
+    """As the ring's function: an addend leaves while the next is computed; the rank's own is computed last and added
+    first.
+    """
     from onchip.collectives import triton_launches as launches
 
     buffer = opened(ring, like.device, ring.ranks * like.nbytes)
@@ -157,8 +159,8 @@ def reduced(ring: ProcessRing, addend: Callable[[int, Tensor], None], like: Tens
 def _sent(
     ring: ProcessRing, buffer: Buffer, like: Tensor, dtype: torch.dtype, addend: Callable[[int, Tensor], None]
 ) -> list[Tensor]:
-    """Compute this rank's addends for others, each while the one before leaves; from memory that has to live until the
-    current stream has waited for pushes."""
+    """Compute this rank's addends for others, each while the one before leaves.  Their memory has to live until the
+    current stream has waited for the pushes."""
     leaving = [torch.empty_like(like, dtype=dtype) for _ in range(min(2, ring.ranks - 1))]
     left: list[torch.cuda.Event] = []
     for step in range(1, ring.ranks):
@@ -173,7 +175,7 @@ def _sent(
 
 
 def _gathered(ring: ProcessRing, buffer: Buffer, x: Tensor, which: int, begin: int = 0) -> Callable[[], Tensor]:
-    """Begin to push x, with a set of flags; what is returned waits for all ranks', in the caller's stream."""
+    """Begin to push x, with a set of flags; the returned function waits for all ranks' x, in the caller's stream."""
     from onchip.collectives import triton_launches as launches
 
     blocks = buffer.blocks(ring.rank, (ring.ranks, *x.shape), x.dtype, begin)
@@ -195,7 +197,7 @@ def _gathered(ring: ProcessRing, buffer: Buffer, x: Tensor, which: int, begin: i
 def _push(
     ring: ProcessRing, buffer: Buffer, step: int, x: Tensor, which: int, begin: int = 0, cut: "Cut | None" = None
 ) -> None:
-    """Push this rank's block to the rank so many after it: as a whole, or piece by piece; each with its flag."""
+    """Push this rank's block to the rank `step` after it, as a whole or piece by piece, each piece with its flag."""
     from onchip.collectives.triton_launches import PIECES
 
     peer = (ring.rank + step) % ring.ranks
@@ -211,7 +213,7 @@ def _push(
 
 @contextmanager
 def _aside(buffer: Buffer) -> Iterator[None]:
-    """The stream of pushes, behind what the current one was given so far."""
+    """The stream of pushes, ordered behind everything that is in the current stream so far."""
     buffer.side.wait_stream(torch.cuda.current_stream(buffer.side.device))
     with torch.cuda.stream(buffer.side):
         yield
@@ -222,7 +224,7 @@ def _join(buffer: Buffer) -> None:
 
 
 def _set(buffer: Buffer, peer: int, which: int, i: int) -> None:
-    """Set a peer's flag behind what the current stream was given, with a fence; a graph has a copy, not this write."""
+    """Set a peer's flag behind the current stream's work, with a fence; a CUDA graph has a copy instead of this write."""
     flags = buffer.flags(peer, which)
     if torch.cuda.is_current_stream_capturing():
         flags[i : i + 1].copy_(buffer.at.head[-1:])

@@ -12,14 +12,14 @@ from onchip.collectives.torch_ring import ProcessRing, process_group
 _DIST: Any = dist
 _C10D: Any = distributed_c10d
 _Store: Any = _DIST.Store
-# How often ranks of a group of this name asked for a store, by what for.
+# How often a group of this name asked for a store, for each purpose.
 _COUNTS: dict[str, int] = {}
 
 
 class OwnNumbers(_Store):  # type: ignore[misc]
     """A store in which the exchanges of one rendezvous are counted from 0.
 
-    PyTorch's names have the number of the exchange in this process, over all groups: ranks that were in other groups
+    PyTorch numbers exchanges over all groups of a process, and names them by the number: ranks that are in other groups
     too would wait for each other under different names.
     """
 
@@ -45,7 +45,7 @@ class OwnNumbers(_Store):  # type: ignore[misc]
 
 
 def named_store(ring: ProcessRing, what: str) -> tuple[str, Any]:
-    """A name that all ranks of the group have, and no other group nor another time, and a store for it."""
+    """A name that all ranks of the group share, unlike other groups and earlier calls, and a store for it."""
     group = process_group(ring.group)
     name = f"onchip/{ring.group}/{'.'.join(map(str, dist.get_process_group_ranks(group)))}/{what}"
     count = _COUNTS[name] = _COUNTS.get(name, 0) + 1
@@ -67,7 +67,7 @@ def registered(name: str, store: Any, ring: ProcessRing) -> Iterator[None]:
 
 
 def heard(ring: ProcessRing, said: str) -> list[str]:
-    """What each rank says; every rank waits for all."""
+    """Each rank's message; every rank waits for all."""
     _, store = named_store(ring, "word")
     store.set(str(ring.rank), said)
     return [store.get(str(rank)).decode() for rank in range(ring.ranks)]

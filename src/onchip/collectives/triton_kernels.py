@@ -1,16 +1,16 @@
-"""Triton kernels between ranks that map each other's memory: products that wait for their rows or addends, a barrier.
+"""Triton kernels between ranks that map each other's memory: products that wait for rows or addends, and a barrier.
 
 `gated_product` multiplies all ranks' blocks while they arrive.  Another rank's copy engine writes a piece of its block,
-and then that piece's flag.  Before a tile reads its rows, it spins on the flag of its piece: with acquire semantics for
-the whole system, so that what was written before the flag is seen after it.  TMA reads through another proxy, which a
-fence orders behind that.  `adding_product` multiplies a rank's own block and adds what other ranks computed for it; its
-tiles wait before they add.
+and then that piece's flag.  Before a tile reads its rows, it spins on the flag of its piece, with acquire semantics for
+the whole system, so that it sees everything that was written before the flag.  TMA reads through another proxy, so a
+fence orders its reads behind the flag.  `adding_product` multiplies a rank's own block and adds the addends of other
+ranks; its tiles wait before they add.
 
-Programs are persistent and fewer than there are multiprocessors, and nothing that a flag depends on needs one of
-theirs: see docs/internals/collective_matmul.md.
+Programs are persistent, and there are fewer than multiprocessors; nothing that sets a flag needs one of the
+multiprocessors that they occupy: see docs/internals/collective_matmul.md.
 
-A rank that waits has a deadline.  Behind it, the rank writes in every rank's memory, and in its host's, that somebody
-is lost.  Whoever reads that waits no more, and its results are NaN.
+A rank that waits has a deadline.  After it, the rank writes to every rank's memory, and to its host's, that a rank is
+lost.  A rank that reads this waits no more, and its results are NaN.
 
 Sources: Wang et al., "Introducing Async Tensor Parallelism in PyTorch" (2024), for copies by the engines into mapped
 memory; Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion" (arXiv:2406.06858)
@@ -22,8 +22,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.tiles import INTERPRETED, halves, load_block, place_tile, store_columns
 
-# A head, in int32: flags of pieces in two sets, the count at which each rank came to a barrier, this rank's count,
-# whether a rank is lost, and a 1.
+# A head, in int32: two sets of flags of pieces, each rank's count when it came to a barrier, this rank's count, whether
+# a rank is lost, and a 1.
 SET = tl.constexpr(512)
 MET = tl.constexpr(1024)
 COUNT = tl.constexpr(2045)

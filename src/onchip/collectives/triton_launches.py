@@ -1,4 +1,4 @@
-"""How the kernels between ranks are launched: their tiles, and a block's pieces."""
+"""The launches of the kernels between ranks: their tiles, and the pieces of a block."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,10 @@ from onchip.collectives import triton_kernels as kernels
 from onchip.kernels.triton.launch import Device, Launch, describe, descriptor
 
 PIECES = 4
-"""The most that a block travels in."""
+"""The most pieces in which a block travels."""
 SPARE = 2
-"""Multiprocessors that a product which waits leaves to others: should the driver make a kernel of a copy, there is room
-for it."""
-_PIECE_ROWS = 512  # fewer make a product whose weight is read too often
+"""Multiprocessors that a waiting product leaves free: if the driver copies by a kernel, there is room for it."""
+_PIECE_ROWS = 512  # with fewer, the product reads the weight too often
 _BLOCK_M, _BLOCK_C = 128, 64
 _BLOCK = 1024
 HEAD, SET, LOST = (x.value for x in (kernels.HEAD, kernels.SET, kernels.LOST))
@@ -25,15 +24,15 @@ class Meeting(NamedTuple):
     rank: int
     ranks: int
     head: Tensor  # [HEAD] int32: this rank's
-    addresses: Tensor  # [ranks + 1] int64: of all ranks' heads, and of a word of this rank's host
-    patience: int  # microseconds, in 32 bits: kernels are compiled once for all
+    addresses: Tensor  # [ranks + 1] int64: all ranks' heads, and a word on this rank's host
+    patience: int  # microseconds, in 32 bits, so that one compiled kernel serves all values
 
     @property
     def arguments(self) -> dict[str, Any]:
         return {**self._asdict(), "LANES": max(32, 1 << (self.ranks - 1).bit_length())}
 
     def flags(self, which: int = 0) -> Tensor:
-        """[ranks, PIECES]: one of two sets of flags, of other ranks' pieces that have come."""
+        """[ranks, PIECES]: one of two sets of flags, which say which pieces of other ranks have come."""
         return flags_of(self.head, which)[: self.ranks * PIECES].view(self.ranks, PIECES)
 
 
@@ -42,11 +41,11 @@ def flags_of(head: Tensor, which: int) -> Tensor:
 
 
 class Cut(NamedTuple):
-    """A block's pieces."""
+    """How a block is cut into pieces."""
 
     pieces: int
     tiles: int
-    """Tiles of rows in a piece; in the last one there may be fewer."""
+    """Tiles of rows in a piece; the last piece may have fewer."""
 
     @property
     def rows(self) -> int:
@@ -54,7 +53,7 @@ class Cut(NamedTuple):
 
 
 def cut(rows: int) -> Cut:
-    """The pieces of a block of so many rows, each of whole tiles."""
+    """The pieces of a block with this many rows, each of whole tiles."""
     tiles = -(-rows // _BLOCK_M)
     wanted = max(1, min(PIECES, rows // _PIECE_ROWS))
     of_piece = -(-tiles // wanted)
@@ -67,7 +66,9 @@ def meet(at: Meeting, *, clear: bool = False) -> Launch:
 
 
 def arrive(at: Meeting, flags: Tensor, row: Tensor, pieces: int, sender: int | None = None) -> Launch:
-    """Wait until a sender's block, or all other ranks', of so many pieces is there, and make a row NaN if not."""
+    """Wait until a sender's block, or all other ranks' blocks, are there in all pieces; write a row of NaN if one
+    isn't.
+    """
     numbers = row.view(torch.int16)
     first, last = (0, at.ranks) if sender is None else (sender, sender + 1)
     arguments = {"first": first, "last": last, "flags": flags, "row": numbers, "numbers": numbers.numel()}
@@ -85,7 +86,7 @@ def gated_product(
     *,
     tma: bool | None = None,
 ) -> Launch:
-    """out = blocks @ weight + bias: `own` is this rank's block, and others are there when the first flags are set."""
+    """out = blocks @ weight + bias; `own` is this rank's block, and the first set of flags tells when others are there."""
     ranks, rows, columns = blocks.shape
     device, tma, common = _product(at, own, weight, bias, out, ranks * rows, tma, parts=2)
     # A descriptor ends where all blocks do, not where a block does.
@@ -111,9 +112,10 @@ def adding_product(
     *,
     tma: bool | None = None,
 ) -> Launch:
-    """out = the sum of all ranks' addends and bias: this rank's is own @ weight, others are there with their flags.
+    """out = the sum of all ranks' addends and bias; this rank's addend is own @ weight, and flags tell when others
+    come.
 
-    An addend is one piece: it is computed as a whole before it leaves.
+    An addend is one piece, since it is computed as a whole before it leaves.
     """
     device, tma, common = _product(at, own, weight, bias, out, len(own), tma, parts=4)
     arguments = {**common, "addends": addends, "flags": at.flags()}
@@ -130,7 +132,7 @@ def _product(
     tma: bool | None,
     parts: int,
 ) -> tuple[Device, bool, dict[str, Any]]:
-    """The GPU, whether TMA is used, and what both products take; `parts`: in how many a wide tile is stored."""
+    """The GPU, whether TMA is used, and the arguments of both products; a wide tile is stored in `parts` parts."""
     device = describe(out.device)
     tma = device.capability >= 90 if tma is None else tma
     rows, columns = own.shape

@@ -1,7 +1,7 @@
 """The kernels of backward: one for the gradient of queries, tile by tile, and one for those of keys and values.
 
-Both make probabilities again, of the products and of lse, so neither waits for the other, and all sums have an order.
-Tiles of keys sum up the queries of all heads that share them.
+Both compute probabilities again, from products and lse, so neither waits for the other, and all sums have a fixed
+order.  A tile of keys sums over the queries of all heads that share it.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """How a kernel of backward is cut."""
+    """The sizes of a kernel of backward."""
 
     block: int
-    """Tokens of a block that a tile meets."""
+    """Tokens in a block that a tile meets."""
     stages: int = 2
-    """Blocks that are in shared memory at a time."""
+    """How many blocks are in shared memory at a time."""
     registers: tuple[int, int] = (232, 40)
-    """Of the threads that multiply, and of those that copy."""
+    """Registers of a thread that multiplies, and of one that copies."""
     l2_bytes: int = L2_BYTES
 
 
@@ -46,7 +46,7 @@ class GradientInputs(NamedTuple):
     q: Array  # [B, Tq, Hq, D] or [B, Hq, Tq, D]
     k: Array  # likewise, Tk and Hk
     v: Array
-    grad_out: Array  # as q
+    grad_out: Array  # like q
     limits: Array  # [B, 2, Tq rounded up to 128] int32: start and end
     stop: Array | None  # [B, Tk rounded up] int32
     numbers: Array  # [B, Hq, 2, Tq rounded up] float32: lse times log2(e), +inf where a query sees nothing; and
@@ -54,11 +54,11 @@ class GradientInputs(NamedTuple):
 
 
 class _Gradient:
-    """What both kernels are made of."""
+    """What both kernels have in common."""
 
     name: str
     own: tuple[str, ...]
-    """What a tile has, and what its blocks have."""
+    """The inputs of a tile, and those of the blocks that it meets."""
     met: tuple[str, ...]
 
     def __init__(self, refs: Refs, config: BackwardConfig, layout: str, heads: tuple[int, int], scores: Scores,
@@ -107,7 +107,7 @@ class _Gradient:
 
     @staticmethod
     def copies(name: str) -> int:
-        """That come with a block of what is met."""
+        """How many copies come with a block of this input."""
         return 1
 
     def slot(self, number: Any) -> Any:
@@ -155,7 +155,7 @@ class _Gradient:
         return before + steps
 
     def copy_beside(self, name: str, item: TileWork, first: Any, head: Any, slot: Any) -> None:
-        """What comes with a block of what is met."""
+        """Copy what comes with a block of this input."""
 
     # ------------------------------------------------------------------------------------------- those that multiply
 
@@ -169,7 +169,7 @@ class _Gradient:
         raise NotImplementedError
 
     def mine(self, name: str) -> Any:
-        """This warpgroup's part of what the tile has."""
+        """This warpgroup's half of an input of the tile."""
         return self.refs[f"{name}_block"].at[pl.ds(self.warpgroup * HALF, HALF)]
 
     def send(self, name: str, value: Any, item: TileWork, row: Any) -> None:
@@ -184,8 +184,8 @@ class _Gradient:
         log_sum: Callable[[], Any], delta: Callable[[], Any], masked: Callable[[Any], Any],
         between: Callable[[Any], Any],
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Of a block: what `between` makes of the probabilities, while the second product runs, and the gradient of the
-        products but for the scale."""
+        """For a block: the result of `between` for the probabilities, computed while the second product runs, and the
+        gradient of the products, without the scale."""
         sums, refs = self.sums, self.refs
 
         def product(total: Any, own: str, met: str) -> Any:
@@ -202,7 +202,7 @@ class _Gradient:
 
 
 class ByQuery(_Gradient):
-    """Of queries: tiles of these, with blocks of keys."""
+    """The gradient of queries: tiles of queries with blocks of keys."""
 
     name = "attention_queries_gradient"
     own, met = ("q", "grad_out"), ("k", "v")
@@ -250,7 +250,7 @@ class ByQuery(_Gradient):
 
 
 class ByKey(_Gradient):
-    """Of keys and values: tiles of these, with blocks of the queries of all heads that share them."""
+    """The gradients of keys and values: tiles of keys with blocks of queries, of all heads that share the keys."""
 
     name = "attention_keys_gradient"
     own, met = ("k", "v"), ("q", "grad_out")
@@ -330,7 +330,7 @@ class ByKey(_Gradient):
 def by_query(
     given: GradientInputs, items: Array, *, config: BackwardConfig = BY_QUERY, interpret: Any = None, **how: Any
 ) -> Array:
-    """q's gradient; items: of `query_items`."""
+    """q's gradient; `items` come from `query_items`."""
     outputs = {"grad_q": jax.ShapeDtypeStruct(given.q.shape, given.q.dtype)}
     return ByQuery.launch(given, items, outputs, config=config, interpret=interpret, **how)["grad_q"]
 
@@ -338,7 +338,7 @@ def by_query(
 def by_key(
     given: GradientInputs, items: Array, *, config: BackwardConfig = BY_KEY, interpret: Any = None, **how: Any
 ) -> tuple[Array, Array]:
-    """k's and v's; items: of `key_items`."""
+    """k's and v's gradients; `items` come from `key_items`."""
     outputs = {f"grad_{x}": jax.ShapeDtypeStruct(given.k.shape, given.k.dtype) for x in "kv"}
     made = ByKey.launch(given, items, outputs, config=config, interpret=interpret, **how)
     return made["grad_k"], made["grad_v"]

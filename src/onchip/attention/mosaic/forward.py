@@ -1,8 +1,8 @@
 """The kernel of forward: tiles of queries, each with its blocks of keys and a running softmax.
 
 Two warpgroups have 64 queries each, and a third copies.  A warpgroup multiplies its queries with a block of keys while
-the probabilities of the block before are multiplied with values, and makes the softmax of one while the other's
-products run: they take turns.
+it multiplies the previous block's probabilities with values.  The two take turns: one computes its softmax while the
+other's products run.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How forward is cut."""
+    """The sizes of forward's kernel."""
 
     block: int = 128
     """Keys of a block."""
     stages: int = 2
-    """Blocks that are in shared memory at a time."""
+    """How many blocks are in shared memory at a time."""
     turns: bool = True
     """Whether the warpgroups take turns."""
     registers: tuple[int, int] = (240, 24)
-    """Of the threads that multiply, and of those that copy."""
+    """Registers of a thread that multiplies, and of one that copies."""
     l2_bytes: int = L2_BYTES
 
 
@@ -49,7 +49,7 @@ def forward(
     end: Array,
     stop: Array | None,  # [B, Tk rounded up] int32
     sinks: Array | None,  # [B, Hq] float32
-    items: Array,  # of `query_items`
+    items: Array,  # from `query_items`
     *,
     layout: str,
     heads: tuple[int, int],
@@ -57,7 +57,7 @@ def forward(
     config: ForwardConfig,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """out, as q, and lse [B, Hq, Tq rounded up to 128] float32."""
+    """out, laid out like q, and lse [B, Hq, Tq rounded up to 128] float32."""
     c, size, dtype = config, q.shape[-1], q.dtype
     (of_q, of_k), batch = heads, q.shape[0]
     programs = programs_of(len(items) * of_q, interpret)
@@ -222,7 +222,7 @@ class _Forward:
         return acc, most, total
 
     def begin(self, item: TileWork) -> tuple[Any, Any]:
-        """The largest exponent and the sum of exponentials, of the sink alone if there is one."""
+        """The largest exponent and the sum of exponentials before the first block: those of the sink, if there is one."""
         if "sinks" not in self.refs:
             return self.registers.vector(HALF, LOWEST), self.registers.vector(HALF, 0.0)
         sink = self.refs["sinks"][item.batch, item.head] * LOG2E

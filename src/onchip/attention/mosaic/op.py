@@ -1,4 +1,4 @@
-"""Attention by the kernels for Hopper: what surrounds them, and their derivative."""
+"""Attention by the kernels for Hopper: their calls, and the derivative."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +22,11 @@ Array = jax.Array
 
 FORWARD = ForwardConfig()
 SIZES = (64, 128)
-"""Of heads, in kernels: others are filled up with zeros."""
+"""The head sizes that kernels have; other heads are padded with zeros."""
 
 
 class ForwardInputs(NamedTuple):
-    """What forward's kernel reads, of which everything has the batch as its first dimension."""
+    """What forward's kernel reads; the first dimension of each array is the batch."""
 
     q: Array  # [B, Tq, Hq, D], or with layout "bhtd" [B, Hq, Tq, D]
     k: Array
@@ -45,7 +45,7 @@ class KernelSaved(NamedTuple):
 
 
 def _folded(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, of trees of arrays [B, ...]; under vmap elements are sequences of one batch."""
+    """`run`, a function of trees of arrays [B, ...]; vmap makes the elements sequences of one batch."""
     mapped = jax.custom_batching.custom_vmap(run)
 
     @mapped.def_vmap
@@ -62,7 +62,7 @@ def _folded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filled(x: Array, axis: int, size: int, value: Any = 0) -> Array:
-    """With so many more of `value` that the axis has this size."""
+    """x, padded with `value` to this size along the axis."""
     widths = [(0, size - x.shape[axis] if n == axis % x.ndim else 0) for n in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
 
@@ -72,14 +72,14 @@ def _up(tokens: int, to: int = TILE) -> int:
 
 
 def _for_copies(static: AttentionStatic, interpret: Any, x: Array) -> Array:
-    """Heads of a size that kernels have, and tokens by eights, as Mosaic cuts them; the CPU interpreter writes no part
-    of a block."""
+    """x, padded to a head size that kernels have and to a multiple of 8 tokens, as Mosaic's copies need; on the CPU to
+    whole tiles, since the interpreter writes no part of a block."""
     axis = _token_axis(static)
     return _filled(_filled(x, -1, _head_size(static)), axis, _up(x.shape[axis], 8 if interpret is None else TILE))
 
 
 def _cut(static: AttentionStatic, x: Array, tokens: int, size: int) -> Array:
-    """What `_for_copies` has filled up."""
+    """The part of x that `_for_copies` didn't pad."""
     return lax.slice_in_dim(x[..., :size], 0, tokens, axis=_token_axis(static))
 
 
@@ -102,7 +102,7 @@ def _how(static: AttentionStatic) -> dict[str, Any]:
 
 
 def _limits(static: AttentionStatic, mask: Ranges) -> tuple[Intervals, Array, Array, Array | None]:
-    """The mask, and its arrays as kernels read them: tokens that aren't there see nothing and aren't seen."""
+    """The mask, and its arrays as kernels read them: padding tokens see nothing and aren't seen."""
     p = static.problem
     start, end = (_filled(x, 1, _up(p.queries)) for x in (mask.start, mask.end))
     stop = None if mask.stop is None else _filled(mask.stop, 1, _up(p.keys))
@@ -147,14 +147,14 @@ def _backward_kernels(
 
 
 def _heads_first(static: AttentionStatic, x: Array) -> Array:
-    """[B, Hq, Tq], of numbers of queries as they lie in the layout."""
+    """[B, Hq, Tq], from numbers for queries in the layout."""
     return x if static.options.layout == "bhtd" else jnp.swapaxes(x, 1, 2)
 
 
 def attend(
     static: AttentionStatic, given: Parameters, mask: Ranges, config: ForwardConfig = FORWARD, interpret: Any = None
 ) -> tuple[tuple[Array, Array], KernelSaved]:
-    """(out, lse) as the layout has them, and what backward is given."""
+    """(out, lse) in the layout, and what backward is given."""
     sinks = None
     if given.sinks is not None:
         sinks = jnp.broadcast_to(given.sinks.astype(jnp.float32), (len(given.q), len(given.sinks)))
@@ -166,7 +166,7 @@ def attend(
 def gradients(
     static: AttentionStatic, needs: Parameters, saved: KernelSaved, cotangents: Any, interpret: Any = None
 ) -> Parameters:
-    """Of what is needed."""
+    """The gradients that are needed."""
     given, mask, out, lse = saved
     grad_out, grad_lse = cotangents
     tokens = static.problem.queries
@@ -175,8 +175,8 @@ def gradients(
     if grad_out is None:
         grad_out, more = jnp.zeros_like(out), jnp.zeros_like(lse)
     else:
-        # What is sent to a query that sees nothing may be anything; and kernels get the rounded numbers that delta is
-        # made of, which XLA would else not round.
+        # A query that sees nothing may have any upstream gradient.  The barrier makes XLA round the numbers, so that
+        # delta is made from the same ones that kernels get.
         grad_out = jnp.where(_heads_first(static, nothing)[..., None], 0, lax.optimization_barrier(grad_out))
         more = _heads_first(static, (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1))
     if grad_lse is not None:

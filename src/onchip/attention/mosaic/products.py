@@ -1,4 +1,4 @@
-"""Products of blocks in shared memory, and the maths of their scores."""
+"""Products of blocks in shared memory, scores, and masks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from onchip.kernels.mosaic.maths import LOG2E, tanh
 from onchip.kernels.mosaic.registers import Registers
 
 LOWEST = -1e30
-"""Below any score: what is hidden is -inf, and -inf less -inf would not be 0."""
+"""Below any score.  A hidden score is -inf, and -inf minus -inf would not be 0."""
 
 
 class ProductSums:
     """Sums of products in registers.
 
-    On a GPU a sum is an accumulator that WGMMA adds to, and the value that goes with it is None.  The CPU interpreter
-    has no products of transposed blocks: there it is a value, and no accumulator.
+    On a GPU a sum is a pair of an accumulator, to which WGMMA adds, and None.  The CPU interpreter has no products of
+    transposed blocks: there it is a pair of None and a value.
     """
 
     def __init__(self, interpret: Any) -> None:
         self.interpreted = interpret is not None
 
     def begin(self, run: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
-        """run(*sums), zeros each; its result."""
+        """The result of run(*sums), where each sum begins as zeros."""
         if self.interpreted:
             return run(*((None, jnp.zeros(shape, jnp.float32)) for shape in shapes))
         return pl.run_scoped(
@@ -36,7 +36,7 @@ class ProductSums:
         )
 
     def add(self, total: tuple[Any, Any], a: Any, b: Any) -> tuple[Any, Any]:
-        """The sum with a @ b, which may still be running; a may be in registers."""
+        """The sum after a @ b is added, which may still be running; a may be in registers."""
         into, value = total
         if self.interpreted:
             return None, value + jnp.dot(a[...].astype(jnp.float32), b.astype(jnp.float32))
@@ -48,7 +48,7 @@ class ProductSums:
         return ref[...] if self.interpreted else ref
 
     def value(self, total: tuple[Any, Any], running: int = 0) -> Any:
-        """Of the sum, when no more than so many products are running; the last ones."""
+        """The sum's value, once at most `running` products, the last ones, are still running."""
         into, value = total
         return value if self.interpreted else plgpu.wgmma_accumulator_load(into, wait_n=running)
 
@@ -65,23 +65,23 @@ class ProductSums:
 
 @dataclass(frozen=True)
 class Scores:
-    """How products become the exponents, to the base 2, of probabilities."""
+    """How products become exponents of probabilities, to the base 2."""
 
     scale: float
     softcap: float | None
 
     @property
     def factor(self) -> float:
-        """Of the scores that `of` returns."""
+        """The factor of the scores that `of` returns."""
         return self.scale * LOG2E if self.plain else 1.0
 
     @property
     def plain(self) -> bool:
-        """Whether products are scores up to a factor above 0."""
+        """Whether scores are the products times a factor above 0."""
         return self.softcap is None and self.scale > 0
 
     def of(self, product: Any) -> tuple[Any, Any]:
-        """Scores that times `factor` are exponents, and the derivative of the cap, or None."""
+        """Scores, which are exponents after multiplication with `factor`, and the cap's derivative, or None."""
         if self.plain:
             return product, None
         if self.softcap is None:
@@ -92,14 +92,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Seen:
-    """Which pairs of a block a mask lets see each other."""
+    """Which queries of a block may see which of its keys."""
 
     registers: Registers
     refs: Refs
     batch: Any
 
     def by_query(self, shape: tuple[int, int], row: Any, column: Any, limits: Any) -> Any:
-        """Of queries from `row` on, whose `limits` these are, and keys from `column` on."""
+        """For queries from `row` on, with their `limits`, and keys from `column` on: [queries, keys]."""
         start, end = (self.registers.spread(x - column, shape, 1) for x in limits)
         at = self.registers.columns(shape)
         seen = (start <= at) & (at < end)
@@ -109,7 +109,7 @@ class Seen:
         return seen
 
     def by_key(self, shape: tuple[int, int], row: Any, column: Any, limits: Any) -> Any:
-        """Of keys from `row` on, and queries from `column` on, whose `limits` these are."""
+        """For keys from `row` on, and queries from `column` on, with their `limits`: [keys, queries]."""
         start, end = (self.registers.spread(x - row, shape, 0) for x in limits)
         at = self.registers.rows(shape)
         seen = (start <= at) & (at < end)
@@ -120,11 +120,11 @@ class Seen:
 
 
 def where_seen(edge: Any, seen: Callable[[], Any], x: Any, hidden: float) -> Any:
-    """x, and where the block is at an edge of the mask, `hidden` for pairs that don't see each other."""
+    """x; in a block at an `edge` of the mask, with `hidden` for each query and key that don't see each other."""
     return lax.cond(edge, lambda x: jnp.where(seen(), x, hidden), lambda x: x, x)
 
 
 def rows_of(ref: Any, layout: str, batch: Any, first: Any, count: int, head: Any) -> Any:
-    """So many tokens of a head, of an array [B, T, H, D] or [B, H, T, D]."""
+    """`count` tokens of a head, from `first` on, in an array [B, T, H, D] or [B, H, T, D]."""
     over = pl.ds(first, count)
     return ref.at[batch, over, head] if layout == "bthd" else ref.at[batch, head, over]

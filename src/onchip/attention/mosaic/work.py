@@ -1,4 +1,4 @@
-"""What the kernels work on: tiles of tokens, each with the blocks of tokens that it meets, the longest first.
+"""The kernels' work: tiles of tokens, each with the blocks of tokens that it meets, those with most blocks first.
 
 A kernel has as many programs as there are multiprocessors.  Each works through tiles of its own, while copies for the
 next one are on their way.
@@ -17,16 +17,16 @@ from onchip.kernels.mosaic.launch import Refs, multiprocessors
 Array = jax.Array
 
 TILE = 128
-"""Tokens of a tile: of queries in forward and for their gradient, of keys for theirs."""
+"""Tokens of a tile: queries in forward and for their gradient, keys for the gradients of keys and values."""
 HALF = TILE // 2
-"""Those of one warpgroup of the two that multiply."""
+"""Tokens of a tile's half, which one of the two warpgroups that multiply has."""
 L2_BYTES = 32 << 20
-"""What is read at a time should fit: of an H100's 50 MiB."""
+"""What all programs read at a time should fit into this part of L2; an H100 has 50 MiB."""
 
 
 class TileWork(NamedTuple):
-    """A tile of a head, and the blocks of tokens that it meets: from `first` to `last`, and which tokens of these need
-    no mask."""
+    """A tile of a head, the blocks of tokens that it meets, [first, last), and the tokens among them that need no mask,
+    [full_first, full_last)."""
 
     batch: Any
     tile: Any
@@ -38,22 +38,23 @@ class TileWork(NamedTuple):
 
 
 def query_items(mask: Intervals, keys: int, block: int) -> Array:
-    """[B * tiles, 6] int32: tiles of queries with blocks of so many keys, one at least."""
+    """[B * tiles, 6] int32: tiles of queries, each with one block of `block` keys or more."""
     meet, full = _pairs(mask, keys, TILE, block)
-    # Keys that aren't there must be masked.
+    # Past the last key a block must be masked.
     return _in_blocks(meet, full.at[..., keys // block :].set(False), block, least=1)
 
 
 def key_items(mask: Intervals, keys: int, block: int) -> Array:
-    """[B * tiles, 6] int32: tiles of keys with blocks of so many queries."""
+    """[B * tiles, 6] int32: tiles of keys with their blocks of `block` queries."""
     meet, full = (x.swapaxes(1, 2) for x in _pairs(mask, keys, block, TILE))
     return _in_blocks(meet, full, block, least=0)
 
 
 def _pairs(mask: Intervals, keys: int, rows: int, columns: int) -> tuple[Array, Array]:
-    """[B, Tq / rows, Tk / columns] bool: whether some query of so many may see a key of so many, and whether all do.
+    """For each block of `rows` queries and `columns` keys, [B, Tq / rows, Tk / columns] bool: whether some query may
+    see a key, and whether each query sees all keys.
 
-    Blocks are compared one by one: to search for them would take a loop of small operations, about 0.8 ms on a GPU.
+    Blocks are compared one by one: searching would take a loop of small operations, about 0.8 ms on a GPU.
     """
 
     def over(x: Array, size: int, fill: int, fold: Any) -> Array:
@@ -81,7 +82,7 @@ def _pairs(mask: Intervals, keys: int, rows: int, columns: int) -> tuple[Array, 
 
 
 def _in_blocks(meet: Array, full: Array, block: int, least: int) -> Array:
-    """Of [B, tiles, blocks]."""
+    """The items of tiles, given which blocks they meet, and which of these need no mask, [B, tiles, blocks]."""
     first = jnp.argmax(meet, -1)
     last = jnp.where(meet.any(-1), meet.shape[2] - jnp.argmax(meet[..., ::-1], -1), first)
     full_first, full_last = _run(full)
@@ -89,7 +90,7 @@ def _in_blocks(meet: Array, full: Array, block: int, least: int) -> Array:
 
 
 def _run(there: Array) -> tuple[Array, Array]:
-    """[B, M, N] bool: where the first run begins and ends; there is none where both are equal."""
+    """Where the first run of True begins and ends in each row of [B, M, N]; equal numbers if there is none."""
     size = there.shape[-1]
     first = jnp.argmax(there, -1)
     after = ~there & (jnp.arange(size)[None, None] > first[..., None])
@@ -106,7 +107,7 @@ def _sorted(first: Array, last: Array, full_first: Array, full_last: Array) -> A
 
 
 def heads_together(heads: int, bytes_of_head: int, at_most: int) -> int:
-    """How many heads are worked on at a time, where a head's blocks are read from so many bytes."""
+    """How many heads are worked on at a time, if a head's blocks take `bytes_of_head`."""
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * bytes_of_head <= at_most))
 
 
@@ -119,8 +120,8 @@ def each_item(
 ) -> Any:
     """state = do(item, turn, state) for each item of this program.
 
-    So many heads of a tile come one after the other, and programs go from first to last, then from last to first: it
-    evens out as items get shorter.
+    `together` heads of a tile come one after the other.  Items are dealt to programs from first to last, then from last
+    to first: items get shorter, so that evens out.
     """
     rows = refs["items"].shape[0]
     items = rows * heads

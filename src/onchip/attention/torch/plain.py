@@ -1,4 +1,4 @@
-"""Attention on PyTorch's own matrix products: blocks of queries over their range of keys, computed again in backward.
+"""Attention by PyTorch's own matrix products: blocks of queries over their range of keys, computed again in backward.
 
 On the CPU a block takes the keys from the first to the last that any of its queries sees.  Elsewhere it takes all keys,
 since reading the range would wait for the device.
@@ -19,17 +19,17 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 class AttentionCall(NamedTuple):
     """The arguments of the operator."""
 
-    q: Tensor  # [B, Tq, Hq, D], and so all, whatever the caller's layout
+    q: Tensor  # [B, Tq, Hq, D]; all are in this layout, whatever the caller's is
     k: Tensor  # [B, Tk, Hk, D]
     v: Tensor  # [B, Tk, Hk, Dv]
     sinks: Tensor | None  # [Hq]
-    start: Tensor  # [B or 1, Tq] int32, as the next
+    start: Tensor  # [B or 1, Tq] int32, like end
     end: Tensor
     stop: Tensor | None  # [B or 1, Tk] int32
     blocks: Tensor | None  # [B or 1, Tq / tile, Tk / tile] bool
     tile: int
     scale: float
-    dtype: torch.dtype  # of the products: under autocast another than the inputs'
+    dtype: torch.dtype  # of the products; under autocast it isn't the inputs'
     problem: AttentionProblem
     options: AttentionOptions
     grads: tuple[bool, ...]  # of q, k, v, sinks
@@ -86,7 +86,7 @@ def _not_finite(x: Tensor) -> Tensor:
 
 
 def _rows(call: AttentionCall, *, backward: bool) -> int:
-    """Queries of a block."""
+    """The number of queries in a block."""
     options = call.options
     softcap = options.softcap is not None
     return rows_of_block(call.problem, call.dtype.itemsize, options.scratch_bytes, backward=backward, softcap=softcap)
@@ -106,7 +106,7 @@ class _Sequence:
 
 
 def by_head(x: Tensor, call: AttentionCall, *, cast: bool = True) -> Tensor:
-    """[Hk, G rows, D] in the dtype of sums, of rows [rows, Hq, D], which are cast to that of products first."""
+    """rows [rows, Hq, D] as [Hk, G rows, D] in the dtype of sums, after a cast to the products' dtype."""
     p = call.problem
     x = x.to(call.dtype) if cast else x
     x = x.to(accumulator(call.dtype)).reshape(len(x), p.key_heads, p.group, x.shape[-1])
@@ -114,14 +114,14 @@ def by_head(x: Tensor, call: AttentionCall, *, cast: bool = True) -> Tensor:
 
 
 def by_row(x: Tensor, rows: int, call: AttentionCall) -> Tensor:
-    """[rows, Hq, ...] of [Hk, G rows, ...]."""
+    """x [Hk, G rows, ...] as [rows, Hq, ...]."""
     p = call.problem
     x = x.view(p.key_heads, p.group, rows, *x.shape[2:]).movedim(2, 0)
     return x.reshape(rows, p.heads, *x.shape[3:])
 
 
 def scores(call: AttentionCall, q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
-    """[Hk, G rows, keys]: final scores, -inf where nothing is seen, and with a softcap its derivative."""
+    """[Hk, G rows, keys]: final scores, -inf for keys that a query doesn't see, and with a softcap its derivative."""
     z = q @ k.mT
     z.mul_(call.scale)
     slope = None
@@ -134,12 +134,12 @@ def scores(call: AttentionCall, q: Tensor, k: Tensor, block: Block) -> tuple[Ten
 
 
 def of_heads(z: Tensor, call: AttentionCall) -> Tensor:
-    """[Hk, G, rows, keys]: a view."""
+    """z as a view [Hk, G, rows, keys]."""
     return z.view(call.problem.key_heads, call.problem.group, z.shape[1] // call.problem.group, z.shape[2])
 
 
 def _sink_rows(call: AttentionCall, rows: int, total: torch.dtype) -> Tensor | None:
-    """[Hk, G rows, 1]."""
+    """The sinks' scores, [Hk, G rows, 1]."""
     if call.sinks is None:
         return None
     p = call.problem
@@ -174,7 +174,7 @@ def _of_block(call: AttentionCall, q: Tensor, sequence: _Sequence, block: Block)
 
 
 def fake(call: AttentionCall) -> AttentionOutputs:
-    """Outputs that are still to be filled."""
+    """Empty outputs."""
     p = call.problem
     shape, q = (p.batch, p.queries, p.heads), call.q
     return AttentionOutputs(
@@ -205,7 +205,7 @@ def _gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> Made:
             of_heads(e, call).masked_fill_(~seen, 0)  # lse may be NaN
             of_v[:, columns] += e.mT @ of_block.out
             dz = (of_block.out @ v.mT).add_(of_block.more).mul_(e)
-            of_heads(dz, call).masked_fill_(~seen, 0)  # what is hidden may be NaN
+            of_heads(dz, call).masked_fill_(~seen, 0)  # hidden entries may be NaN
             dz.mul_(call.scale)
             dz = dz if slope is None else dz.mul_(slope)
             if grad_q is not None:
@@ -219,10 +219,10 @@ def _gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> Made:
 
 
 class _UpstreamRows(NamedTuple):
-    """What the gradients of a block's scores are computed from, [Hk, G rows, 1] except the first."""
+    """What the gradients of a block's scores are computed from; [Hk, G rows, 1] except `out`."""
 
     out: Tensor  # [Hk, G rows, Dv]: the upstream gradient of out
-    more: Tensor  # that of lse less delta
+    more: Tensor  # the upstream gradient of lse, less delta
     lse: Tensor  # 0 where nothing is seen
 
     @staticmethod
@@ -239,7 +239,7 @@ class _UpstreamRows(NamedTuple):
         return _UpstreamRows(given, more, by_head(lse.masked_fill(lse == -torch.inf, 0), call, cast=False))
 
     def by_sink(self, call: AttentionCall) -> Tensor:
-        """[Hq]."""
+        """The sinks' gradient, [Hq]."""
         rows = self.lse.shape[1] // call.problem.group
         sink = _sink_rows(call, rows, self.lse.dtype)
         assert sink is not None
@@ -247,7 +247,7 @@ class _UpstreamRows(NamedTuple):
 
 
 def fake_gradients(kept: AttentionKept, upstream: Made, wanted: Wanted) -> list[Tensor | None]:
-    """Gradients that are still to be filled; contiguous, whatever the inputs' strides."""
+    """Empty gradients; contiguous, whatever the inputs' strides."""
     given = kept.call.q, kept.call.k, kept.call.v, kept.call.sinks
     return [
         torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and want else None

@@ -1,1 +1,1 @@
-"""Attention's kernels: for Hopper in Gluon, for other GPUs in plain Triton, with what both need around them."""
+"""Attention's kernels, in Gluon for Hopper and in plain Triton for other GPUs, and the code around them."""

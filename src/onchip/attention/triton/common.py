@@ -1,7 +1,7 @@
-"""What attention's kernels in Gluon share: layouts, scores, and which tile is whose.
+"""What attention's kernels in Gluon share: layouts, scores, and the order of tiles.
 
-Two groups of four warps have one tile, each its half, and a third, of a single warp, copies what they multiply to rings
-in shared memory.  Programs take tiles in turn, and the copies of the next begin while one ends.
+Two groups of four warps share a tile, half each; a third group, of a single warp, copies what they multiply to rings in
+shared memory.  Programs take tiles in turn, and copies for the next tile begin while one ends.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -10,12 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # type: i
 
 from onchip.kernels.triton.maths import tanh
 
-# Tokens of a tile, and of a group's half of it.
+# Tokens in a tile, and in a group's half of it.
 TILE = gl.constexpr(128)
 HALF = gl.constexpr(64)
-# Numbers that the table has of a tile.
+# Numbers that the table has for a tile.
 ENTRIES = gl.constexpr(8)
-# Threads' registers: of both groups that multiply, and of the one that copies.
+# Registers of a thread, in both groups that multiply, and in the warp that copies.
 REGISTERS = gl.constexpr(240)
 FEW_REGISTERS = gl.constexpr(24)
 LOG2E = gl.constexpr(1.4426950408889634)

@@ -1,7 +1,7 @@
 """The forward kernel, in Gluon, for Hopper: a tile of queries walks over its range of keys, with a running softmax.
 
-A group's scores of the next block are multiplied beside the sum of values of the last one, and while one group of warps
-computes exponentials the other one multiplies: they take turns.
+A group multiplies for the scores of the next block and for the sum of values of the last one at the same time.  The
+groups of warps take turns: while one computes exponentials, another multiplies.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]

@@ -1,7 +1,7 @@
 """The gradients of keys and values, in Gluon, for Hopper: a tile of keys walks over the queries that see it.
 
-Scores are turned, [keys, queries], so that probabilities and their gradients are in the registers that multiply next.
-The heads of a group are summed in the walk, in their order.
+Scores are transposed, [keys, queries], so that probabilities and their gradients are in registers as the next products
+read them.  The gradients of the query heads that share a key head are summed in the walk, in the heads' order.
 """
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
@@ -28,7 +28,7 @@ from onchip.attention.triton.common import (
 )
 from onchip.kernels.triton.gluon import barrier, copy_in, copy_out
 
-# Numbers of a key tile in its table.
+# Numbers in a key tile's entry.
 ENTRIES = gl.constexpr(4)
 
 

@@ -16,12 +16,12 @@ from onchip.attention.triton.query_gradient import query_gradient
 from onchip.kernels.triton.launch import ALL_REGISTERS, Launch, describe, shared_descriptor
 
 HALF = TILE // 2
-# Queries of a block of which the gradients of keys are made.
+# Queries in a block, for the gradients of keys.
 ROWS = 64
-# Of forward by the width of a head: groups of warps that multiply, and blocks of keys, and of values, on their way.
+# In forward, by the width of a head: groups of warps that multiply, and blocks of keys (and of values) in the rings.
 GROUPS = {64: 3, 128: 2}
 STAGES = {64: 3, 128: 2}
-# Registers of a thread that multiplies, and of all on average, by the number of groups.
+# By the number of groups: registers of a thread that multiplies, and of all threads on average.
 REGISTERS = {2: (240, ALL_REGISTERS), 3: (160, 128)}
 # Bytes of keys and values that are to stay in L2 while all tiles that read them are computed.
 _L2 = 32 << 20
@@ -30,7 +30,7 @@ _L2 = 32 << 20
 class Masked(NamedTuple):
     """A lowered mask with the table of its query tiles."""
 
-    start: Tensor  # [B or 1, Tq] int32, contiguous, as the next
+    start: Tensor  # [B or 1, Tq] int32, contiguous, like end
     end: Tensor
     stop: Tensor | None  # [B or 1, Tk] int32
     table: Tensor  # [B or 1, entries, 8] int32: ranges of keys
@@ -62,7 +62,7 @@ def forward(
     p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
     softcap: float | None, out: Tensor, lse: Tensor,
 ) -> Launch:  # fmt: skip
-    """out [B, Tq, Hq, Dv], and lse [B, Hq, Tq] contiguous."""
+    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous."""
     d = width(p)
     groups = GROUPS[d]
     registers, on_average = REGISTERS[groups]
@@ -109,7 +109,7 @@ def gradient_of_keys(
     p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
     of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor,
 ) -> Launch:  # fmt: skip
-    """`table`: of key tiles."""
+    """The launch for the gradients of keys and values; `table` is that of key tiles."""
     d = width(p)
     tokens, planes = padded(p.queries), 2 * p.batch * p.heads
     arguments = {
@@ -125,20 +125,20 @@ def gradient_of_keys(
 
 
 def width(p: AttentionProblem) -> int:
-    """Columns of a block: TMA fills up what a head lacks of them with zeros, and writes nothing there."""
+    """Columns of a block.  Where a head has fewer, TMA reads zeros and writes nothing."""
     return 64 if max(p.size, p.value_size) <= 64 else 128
 
 
 def by_head(x: Tensor, tokens: int, columns: int) -> Any:
     """x [B, T, H, D] in blocks of a head's tokens."""
     (batch, length, heads, size), strides = x.shape, x.stride()
-    # A stride that nothing is apart by may be any number; TMA wants one that suits it.
+    # The stride of a dimension of 1 may be any number; TMA needs a multiple of 16 bytes.
     of_batch, of_token, of_head = (s if n > 1 else 8 for n, s in zip(x.shape[:3], strides[:3], strict=True))
     return shared_descriptor(x, (batch, heads, length, size), (of_batch, of_head, of_token, 1), (1, 1, tokens, columns))
 
 
 def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d: int) -> dict[str, Any]:
-    """What the kernels take alike in which a tile of queries walks over keys."""
+    """The arguments that both kernels share in which a tile of queries walks over keys."""
     of_keys = 4 * p.keys * d
     return {
         **m._asdict(), "scale": scale, "softcap": softcap,
@@ -150,5 +150,5 @@ def _walk(p: AttentionProblem, m: Masked, scale: float, softcap: float | None, d
 
 
 def _programs(p: AttentionProblem, x: Tensor, tiles: int) -> int:
-    """One for each multiprocessor, which takes tile after tile."""
+    """The number of programs: one for each multiprocessor, which takes tile after tile."""
     return min(describe(x.device).programs, tiles * p.batch * p.heads)

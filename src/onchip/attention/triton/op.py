@@ -18,14 +18,14 @@ from onchip.kernels.triton.launch import describe, device_refusal, has_gluon
 class KernelCall(NamedTuple):
     """The arguments of the operator."""
 
-    q: Tensor  # [B, Tq, Hq, D], or as the options' layout has it, and so what is returned
+    q: Tensor  # [B, Tq, Hq, D], or in the options' layout, like k, v and the results
     k: Tensor  # [B, Tk, Hk, D]
     v: Tensor  # [B, Tk, Hk, Dv]
     sinks: Tensor | None  # [Hq]
-    cast_q: Tensor  # the first three in the dtype of products: under autocast another than their own
+    cast_q: Tensor  # q, k and v in the products' dtype, which under autocast isn't their own
     cast_k: Tensor
     cast_v: Tensor
-    start: Tensor  # [B or 1, Tq] int32, contiguous, as the next
+    start: Tensor  # [B or 1, Tq] int32, contiguous, like end
     end: Tensor
     stop: Tensor | None  # [B or 1, Tk] int32
     scale: float
@@ -37,8 +37,8 @@ class KernelCall(NamedTuple):
 class KernelOutputs(NamedTuple):
     """The operator's outputs."""
 
-    out: Tensor  # [B, Tq, Hq, Dv], or as the layout has it
-    lse: Tensor  # [B, Tq, Hq], or as the layout has it; in both a head's numbers are next to each other
+    out: Tensor  # [B, Tq, Hq, Dv], or in the layout
+    lse: Tensor  # [B, Tq, Hq], or in the layout; in either a head's numbers are next to each other
     table: Tensor  # [B or 1, entries, 8] int32: ranges of keys
     stops: Tensor | None  # [B or 1, key tiles, 2] int32: the least and the largest stop of each
 
@@ -173,7 +173,7 @@ def _gradients(kept: KernelKept, upstream: Made, wanted: Wanted) -> Made:
 
 
 def _gradients_in(kept: KernelKept, wanted: Wanted, dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-    """Memory for gradients, of these dtypes, as the layout has them; None for further ones."""
+    """Memory for q's, k's and v's gradients, with these dtypes, in the layout; None for any others."""
     given = kept.q, kept.k, kept.v, kept.sinks
     made: list[Tensor | None] = [
         stated.empty(x.shape, dtype, x.device) if x is not None and want else None

@@ -1,7 +1,8 @@
-"""Attention's kernels in plain Triton, for GPUs that those in Gluon aren't written for.
+"""Attention's kernels in plain Triton, for GPUs that aren't Hopper.
 
-A program has a tile, of a head's queries or of keys, and walks over what it sees.  The tables are those of the other
-kernels: ranges in tokens, which tiles of any size can be made of, and by 64 queries and 128 keys.
+A program has a tile of a head's queries or of keys, and walks over the tokens that the tile's tokens may see, or that
+may see them.  The tables are those of the kernels in Gluon: they have a row for each 64 queries or 128 keys, with
+ranges in tokens, from which tiles of other sizes are made.
 """
 
 import triton  # type: ignore[import-untyped]
@@ -10,7 +11,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from onchip.kernels.triton.maths import LOG2E, LOWEST, tanh
 
 LN2 = tl.constexpr(0.6931471805599453)
-# Tokens that an entry of the tables is of.
+# Queries and keys of an entry in the tables.
 ENTRY_ROWS = tl.constexpr(64)
 ENTRY_KEYS = tl.constexpr(128)
 

@@ -1,4 +1,4 @@
-"""The launches of attention's kernels in plain Triton: what `launches` has, for GPUs that aren't Hopper."""
+"""The launches of attention's kernels in plain Triton: the functions of `launches`, for GPUs that aren't Hopper."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from onchip.kernels.triton.launch import Launch
 
 
 class PortableConfig(NamedTuple):
-    """Queries and keys of a block, and how it is launched."""
+    """The queries and keys of a block, and a launch's options."""
 
     rows: int
     keys: int
@@ -20,7 +20,7 @@ class PortableConfig(NamedTuple):
     stages: int
 
 
-# By the width of a head.  They fit the 99 KiB of shared memory of an Ada.
+# By the width of a head.  All fit into the 99 KiB of shared memory that an Ada GPU has.
 FORWARD = {64: PortableConfig(128, 64, 4, 3), 128: PortableConfig(128, 64, 8, 2)}
 OF_QUERIES = {64: PortableConfig(64, 64, 4, 2), 128: PortableConfig(64, 32, 4, 2)}
 OF_KEYS = {64: PortableConfig(32, 64, 4, 2), 128: PortableConfig(32, 64, 4, 2)}
@@ -30,7 +30,7 @@ def forward(
     p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, m: Masked, scale: float,
     softcap: float | None, out: Tensor, lse: Tensor,
 ) -> Launch:  # fmt: skip
-    """out [B, Tq, Hq, Dv], and lse [B, Hq, Tq] contiguous."""
+    """The launch of forward: out [B, Tq, Hq, Dv], and lse [B, Hq, Tq], contiguous."""
     tile = FORWARD[width(p)]
     arguments = {
         **m._asdict(), "lse": lse, "sinks": sinks, "entries": m.table.shape[1],
@@ -55,7 +55,7 @@ def gradient_of_keys(
     p: AttentionProblem, q: Tensor, d_out: Tensor, k: Tensor, v: Tensor, m: Masked, scale: float, softcap: float | None,
     of_rows: Tensor, table: Tensor, grad_k: Tensor, grad_v: Tensor,
 ) -> Launch:  # fmt: skip
-    """`table`: of key tiles."""
+    """The launch for the gradients of keys and values; `table` is that of key tiles."""
     tile = OF_KEYS[width(p)]
     given = {"q": q, "d_out": d_out, "k": k, "v": v, "grad_k": grad_k, "grad_v": grad_v}
     arguments = {
@@ -69,7 +69,7 @@ def gradient_of_keys(
 def _alike(
     p: AttentionProblem, m: Masked, tile: PortableConfig, scale: float, softcap: float | None, given: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """What all of them take, of tensors [B, T, H, D]."""
+    """The arguments that all of them share, for tensors [B, T, H, D]."""
     strides = {
         f"{name}_{dim}": x.stride(i) // 8 if x.shape[i] > 1 else 0
         for name, x in given.items()

@@ -1,13 +1,13 @@
-"""What the kernels can do, and the memory that they take.  No framework."""
+"""Which calls the kernels can serve, and the memory that they take.  No framework."""
 
 from onchip.attention.problem import AttentionProblem
 
 # Tokens of a tile.
 TILE = 128
-# Of what is done row by row.
+# Rows of a program in the kernels that go row by row.
 FEW_ROWS = 32
 LARGEST_HEAD = 128
-# Numbers in memory that is counted by 32 bits, and sequences or heads of a grid's second dimension.
+# Offsets have 32 bits, and a grid's second dimension counts the heads of all sequences.
 _MOST_TOKENS, _MOST_PLANES = 1 << 30, 65535
 
 
@@ -16,12 +16,12 @@ def tiles_of(tokens: int) -> int:
 
 
 def entries_of(tokens: int) -> int:
-    """Of the table of query tiles."""
+    """Entries in the table of query tiles."""
     return -(-tokens // (TILE // 2))
 
 
 def padded(tokens: int) -> int:
-    """Tokens of all tiles."""
+    """The number of tokens, rounded up to whole tiles."""
     return TILE * tiles_of(tokens)
 
 
@@ -62,7 +62,7 @@ def refusal(
 
 
 def memory_parts(p: AttentionProblem, sequences: int, *, backward: bool, sinks: bool) -> dict[str, int]:
-    """Bytes beside inputs, results and returned gradients, with a mask of so many sequences' own ranges."""
+    """Bytes above inputs, results and returned gradients; the mask has ranges of its own for `sequences` sequences."""
     planes = p.batch * p.heads
     kept = "kept until backward: " if backward else ""
     parts = {

@@ -1,4 +1,4 @@
-"""The gradient of queries, in Gluon, for Hopper: a tile of them walks over its range of keys as in forward."""
+"""The gradient of queries, in Gluon, for Hopper: a tile of queries walks over its range of keys, as in forward."""
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]

@@ -1,4 +1,4 @@
-"""What backward needs of each query, in Triton: its lse in base 2, and what its probabilities' gradients lack."""
+"""The numbers that backward needs for each query, in Triton: its lse in base 2, and delta less the gradient of lse."""
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]

@@ -1,8 +1,8 @@
-"""The ranges of tiles, made on the device from a lowered mask, in Triton.
+"""The ranges of tiles, which Triton kernels find on the device from a lowered mask.
 
-The entry of ROWS queries has, in blocks of keys, what any of them sees, [first, last), and what all see, [full_first,
-full_last); then in keys the least start, the largest end, the largest start and the least end, of which the other table
-is made.  A key tile's entry has four numbers: the same in blocks of queries.
+There is an entry for each ROWS queries.  In blocks of keys it has the range that any of them sees, [first, last), and
+the range that all see, [full_first, full_last); then, in keys, the least start, the largest end, the largest start and
+the least end, from which the other table is made.  A key tile's entry has the same two ranges in blocks of queries.
 """
 
 import triton  # type: ignore[import-untyped]

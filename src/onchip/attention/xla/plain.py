@@ -1,7 +1,7 @@
 """Attention in plain JAX: tiles of queries by tiles of keys, with a running softmax, computed again in backward.
 
-A loop goes over the tiles of keys that any query of a tile sees, so hidden tiles cost nothing.  Its bounds are numbers
-of the mask, which only the device knows.
+A loop goes over the tiles of keys that any query of a tile sees, so hidden tiles cost nothing.  Its bounds come from
+the mask, whose values only the device knows.
 """
 
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ class AttentionStatic(NamedTuple):
     options: AttentionOptions
     scale: float
     tile: int  # of the mask's blocks
-    mesh: Any = None  # an `OnMesh` of a call that is spread
+    mesh: Any = None  # an `OnMesh` for a call that is spread over devices
 
 
 class Parameters(NamedTuple):
-    """The arrays that have gradients, these, and which of them are needed."""
+    """The arrays that can have gradients; their gradients; or which gradients are needed."""
 
     q: Any  # [B, Tq, Hq, D]
     k: Any  # [B, Tk, Hk, D]
@@ -60,10 +60,10 @@ class AttentionSaved(NamedTuple):
 
 
 class _AttentionCut(NamedTuple):
-    """Where a tile is cut from an axis: the last one is as large as the others, and begins earlier."""
+    """Where a tile is cut from an axis: the last one is as large as the others, so it may begin earlier."""
 
     start: Array
-    new: Array  # [size] bool: what no tile before has
+    new: Array  # [size] bool: not in the tile before
 
     @staticmethod
     def of(i: Any, size: int, length: int) -> "_AttentionCut":
@@ -117,7 +117,7 @@ class _Tiles(NamedTuple):
         return -(-self.static.problem.queries // self.rows)
 
     def queries(self, x: Array, at: Array) -> Array:
-        """[B, Hk, G, rows, ...] in the dtype of sums, of [B, Tq, Hq, ...]."""
+        """A tile of x [B, Tq, Hq, ...] as [B, Hk, G, rows, ...], in the dtype of sums."""
         p, part = self.static.problem, _cut(x, at, self.rows)
         part = part.astype(accumulator(self.given.q.dtype)).reshape(
             p.batch, self.rows, p.key_heads, p.group, *x.shape[3:]
@@ -125,7 +125,7 @@ class _Tiles(NamedTuple):
         return jnp.moveaxis(part, 1, 3)
 
     def put(self, x: Array, part: Array, at: Array) -> Array:
-        """Write what `queries` reads."""
+        """Write a tile that is laid out as `queries` returns it."""
         part = jnp.moveaxis(part, 3, 1).reshape(x.shape[0], self.rows, *x.shape[2:])
         return lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), at, 1)
 
@@ -263,7 +263,7 @@ def _backward(static: AttentionStatic, needs: Parameters, saved: AttentionSaved,
             first, last = tiles.range(at)
             state = lax.fori_loop(first, last, absorb, vary_alike(state, (given, mask)))
         of_q, of_k, of_v = state
-        # Rows that a tile before had are 0 here.
+        # Rows that were in the tile before are 0 here.
         before = tiles.queries(made.q, at)
         return Parameters(
             tiles.put(made.q, jnp.where(new[None, None, None, :, None], of_q, before), at), of_k, of_v, by_sink
