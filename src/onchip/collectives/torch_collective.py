@@ -28,7 +28,7 @@ def linear_of_all(
     whole: bool = False,
     into: Tensor | None = None,
 ) -> Tensor:
-    """out = all ranks' x [rows, C] @ weight [C, N] + bias.  Returns all ranks' x, [ranks, rows, C], in `into` if given."""
+    """out = all ranks' x [rows, C] @ weight [C, N] + bias.  Returns all ranks' x, [ranks, rows, C], maybe in `into`."""
     rows = _gathered(ring, x, into)()
     linear(out, rows.flatten(0, 1), weight, bias)
     return rows

@@ -224,7 +224,7 @@ def _join(buffer: Buffer) -> None:
 
 
 def _set(buffer: Buffer, peer: int, which: int, i: int) -> None:
-    """Set a peer's flag behind the current stream's work, with a fence; a CUDA graph has a copy instead of this write."""
+    """Set a peer's flag behind the current stream's work, with a fence; a CUDA graph has a copy instead."""
     flags = buffer.flags(peer, which)
     if torch.cuda.is_current_stream_capturing():
         flags[i : i + 1].copy_(buffer.at.head[-1:])

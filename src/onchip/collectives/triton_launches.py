@@ -86,7 +86,7 @@ def gated_product(
     *,
     tma: bool | None = None,
 ) -> Launch:
-    """out = blocks @ weight + bias; `own` is this rank's block, and the first set of flags tells when others are there."""
+    """out = blocks @ weight + bias; `own` is this rank's block, and the first flags tell when others are there."""
     ranks, rows, columns = blocks.shape
     device, tma, common = _product(at, own, weight, bias, out, ranks * rows, tma, parts=2)
     # A descriptor ends where all blocks do, not where a block does.

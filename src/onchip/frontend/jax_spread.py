@@ -1,4 +1,4 @@
-"""Calls whose arrays are spread over devices: each has its own tokens, and gradients that tokens share are summed once.
+"""Calls whose arrays are spread over devices: each has its own tokens, and gradients of shared arrays are summed once.
 
 Each half of a derivative rule, forward or backward, is spread as a whole, so no derivative is taken through the
 spreading.  The code that computes a gradient also says over which devices it is summed, whatever JAX knows of the mesh;
@@ -34,14 +34,14 @@ class Between(NamedTuple):
     """What passes from forward to backward where the compiler partitions both."""
 
     at_once: Callable[[Any, Any], bool] = lambda static, needs: False
-    """(static, needs): whether forward makes the gradients, for an upstream gradient of 1 of its one sum."""
+    """(static, needs): whether forward makes the gradients, for an upstream gradient of 1 of its only sum."""
     resumable: Callable[[Any], Any] = lambda static: static
-    """Else: forward's `static`, of which this can be kept:"""
+    """(static): otherwise, the `static` for forward whose result `keep` takes."""
     keep: Callable[..., Any] = lambda static, saved, *given: None
     """(static, saved, parameters, constants): numbers by token, [T, ...], or None."""
     resume: Callable[..., Any] = lambda static, needs, kept, *given: None
-    """(static, needs, kept, parameters, constants): what forward saved; if that is None, forward runs again, and of it
-    what backward reads."""
+    """(static, needs, kept, parameters, constants): what forward saved.  If `kept` is None, it runs forward again and
+    returns what backward reads of it."""
 
 
 _NOTHING = Between()
@@ -54,11 +54,11 @@ def with_gradients_on_mesh(
     on_device: Callable[..., Any],
     between: Between = _NOTHING,
 ) -> Any:
-    """What `with_gradients` makes of these, for `by_tokens`; its attribute `on_mesh` is the same for calls of which
-    `static.mesh` says how they are spread, and `partitioned` for those of which the compiler does.
+    """The function that `with_gradients` makes from these, for `by_tokens`.  Its attribute `on_mesh` is for calls whose
+    `static.mesh` says how they are spread, and `partitioned` for calls that the compiler spreads.
 
-    on_device(static, parameters, constants): of a call with arrays [..., n], what forward takes on a device.  Outputs
-    and gradients that forward and backward have for T tokens get the leading dimensions back.
+    on_device(static, parameters, constants): the arguments of forward on a device, for a call with arrays [..., n].
+    Outputs and gradients that forward and backward have for T tokens get the leading dimensions back.
     """
 
     def given_on_device(static: Any, spread: Spread, parameters: Any, constants: Any) -> Any:
@@ -172,11 +172,11 @@ def by_tokens(
     but: Any = None,
     plain: bool = False,
 ) -> Any:
-    """What a function that `with_gradients_on_mesh` made returns of arrays [..., n], each device doing what is due to
-    the tokens, and entries of the vocabulary, that it has.
+    """The result of a function that `with_gradients_on_mesh` made, for arrays [..., n]; each device computes the tokens
+    and the entries of the vocabulary that it has.
 
-    Inside of a `jax.shard_map` all of what a device has is its own; `but` as in `vary_alike`.  Outputs by token may
-    have one dimension for all tokens.  by_share: as in `OnMesh`.  plain: the compiler spreads it well by itself.
+    Inside of a `jax.shard_map` a device computes all that it is given; `but` as in `vary_alike`.  Outputs by token may
+    have one dimension for all tokens.  by_share: as in `OnMesh`.  plain: the compiler spreads the call well by itself.
     """
     given = parameters, constants
     if _dimensions(roles, parameters) and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -193,12 +193,12 @@ def by_tokens(
 
 
 def _roles(roles: Any, arrays: Any) -> list[Role]:
-    """Of each leaf."""
+    """The role of each leaf."""
     return jax.tree.leaves(jax.tree.broadcast(roles, arrays))
 
 
 def _specs(spread: Spread, roles: Any, arrays: Any = None) -> Any:
-    """The `PartitionSpec`s of a tree of arrays; without it of outputs, whatever dimensions they have."""
+    """The `PartitionSpec`s of a tree of arrays; without arrays those of outputs, whatever dimensions they have."""
     if arrays is None:
         return jax.tree.map(lambda role: role.spec(spread), roles)
     found = [role.spec(spread, x.ndim) for role, x in zip(_roles(roles, arrays), jax.tree.leaves(arrays), strict=True)]
@@ -206,15 +206,16 @@ def _specs(spread: Spread, roles: Any, arrays: Any = None) -> Any:
 
 
 def _dimensions(roles: Roles, parameters: Any) -> int:
-    """How many are the tokens'."""
+    """How many dimensions the tokens have."""
     return jax.tree.leaves(parameters)[0].ndim - 1 if roles.dimensions is None else roles.dimensions
 
 
 def _whole(
     spread: Spread, roles: Roles, parameters: Any, made: Any, of_made: Any, wanted: Sequence[P] | None = None
 ) -> Any:
-    """A tree of a device's numbers: those by token with all dimensions of the tokens, others as sums over the tokens of
-    all devices, of which each has its part of the `wanted` specs, one for each leaf."""
+    """A tree of a device's results: those by token with all dimensions of the tokens, the others summed over the tokens
+    of all devices.  Of a sum each device has its part by the `wanted` specs, one for each leaf.
+    """
     leaves, tree = jax.tree.flatten(made)
     each = _roles(of_made, made)
     if roles.dimensions is None:
@@ -232,8 +233,9 @@ def _flat(roles: Roles, parameters: Any, made: Any) -> Any:
 
 
 def _summed(spread: Spread, roles: Roles, parameters: Any, made: Any, wanted: Sequence[P]) -> list[jax.Array]:
-    """The gradients that there are, by token or summed over the tokens of all devices, each device with its part of
-    the `wanted` specs, one for each parameter."""
+    """The gradients that aren't None, by token or summed over the tokens of all devices.  Each device has its part by
+    the `wanted` specs, one for each parameter.
+    """
     leaves, tree = jax.tree.flatten(parameters)
     gradients: list[Any] = tree.flatten_up_to(made)  # type: ignore[attr-defined]
     each = zip(leaves, gradients, _roles(roles.parameters, parameters), wanted, strict=True)
@@ -246,7 +248,7 @@ def _summed(spread: Spread, roles: Roles, parameters: Any, made: Any, wanted: Se
 def _over_tokens(
     spread: Spread, arrays: Sequence[jax.Array], roles: Sequence[Role], wanted: Sequence[P]
 ) -> list[jax.Array]:
-    """The arrays, those that aren't by token summed over the tokens of all devices."""
+    """The arrays; those that aren't by token are summed over the tokens of all devices."""
     made: list[jax.Array] = []
     left: list[tuple[str, ...]] = []
     for x, role, spec in zip(arrays, roles, wanted, strict=True):
@@ -256,7 +258,7 @@ def _over_tokens(
             names = tuple(name for name in names if name not in scattered)
         made.append(x)
         left.append(names)
-    # All of one kind together.
+    # All arrays with the same axes are summed together.
     for names in dict.fromkeys(filter(None, left)):
         mine = [i for i, other in enumerate(left) if other == names]
         for i, x in zip(mine, lax.psum([made[i] for i in mine], names), strict=True):
@@ -276,12 +278,13 @@ def _gradients(needs: Any, sums: Sequence[Any]) -> Any:
 def _found(
     mesh: Any, dimensions: int, roles: Sequence[Role], shapes: Sequence[tuple[int, ...]], specs: Sequence[Any]
 ) -> Spread:
-    """How the devices of a mesh have arrays, of these specs, that are split evenly: tokens as the first that is split,
-    and the vocabulary over an axis that splits no tokens."""
+    """How to spread arrays with these specs evenly over a mesh: tokens as the first array that is split, and the
+    vocabulary over an axis that splits no tokens.
+    """
     taken: list[str] = []
 
     def first(of: Callable[[Role], int | None], signs: Callable[[Role], int | None]) -> tuple[str, ...]:
-        """The axes of a dimension that each array may have, of the first whose sign is one."""
+        """The axes that split a dimension, taken from the first array whose spec tells."""
         given = list(zip(roles, shapes, specs, strict=True))
         size = math.gcd(*(shape[at] for role, shape, _ in given if shape and (at := of(role)) is not None))
         for role, shape, spec in given:
@@ -307,7 +310,7 @@ def _found(
 
 
 def _typed(roles: Roles, parameters: Any, constants: Any) -> Spread | None:
-    """How arrays are spread by their types, or None where these say nothing."""
+    """How arrays are spread according to their types, or None if these say nothing."""
     given = parameters, constants
     leaves = jax.tree.leaves(given)
     shardings: list[Any] = [jax.typeof(x).sharding for x in leaves]
@@ -324,19 +327,19 @@ def _typed(roles: Roles, parameters: Any, constants: Any) -> Spread | None:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
 @dataclass(frozen=True)
 class _Kept:
-    """A tree of arrays without those that a device is given in backward too."""
+    """A tree of arrays, without those that backward is given anyway."""
 
     arrays: list[Any]
     tree: Any
     places: tuple[int | None, ...]
-    """Of each leaf: which of those that are given it is."""
+    """For each leaf its number among the given arrays, or None."""
 
     @staticmethod
     def of(saved: Any, given: Any) -> "_Kept":
         leaves, tree = jax.tree.flatten(saved)
         known = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
         places = tuple(known.get(id(x)) for x in leaves)
-        # Of what each device has for itself the first dimension is for the devices.
+        # An array that each device has for itself gets a first dimension for the devices.
         return _Kept([x[None] for x, place in zip(leaves, places, strict=True) if place is None], tree, places)
 
     def whole(self, given: Any) -> Any:
@@ -346,7 +349,7 @@ class _Kept:
 
 
 def _mapped(spread: Spread, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    # Not by `check_vma`: no derivative is taken of this.
+    # `check_vma` isn't needed: no derivative is taken of this.
     return jax.shard_map(
         function, mesh=spread.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=spread.manual, check_vma=False
     )
@@ -376,7 +379,7 @@ def _placed(spread: Spread, arrays: Any, specs: Any) -> Any:
 
 
 class _Made(NamedTuple):
-    """What a half returns."""
+    """The results of a half."""
 
     outputs: Any
     kept: Any  # by token
@@ -386,8 +389,8 @@ class _Made(NamedTuple):
 def _in_parts(
     op: str, static: Any, run: Callable[..., _Made], given: tuple[Any, ...], roles: tuple[Any, ...], needs: Any
 ) -> _Made:
-    """run(spread, wanted, of_outputs, *given), spread as the compiler has the arrays; `wanted` are specs of the
-    parameters' gradients, and `of_outputs` those of the outputs.  `needs` says which gradients it returns, None:
+    """run(spread, wanted, of_outputs, *given), spread as the compiler has the arrays.  `wanted` are the specs of the
+    parameters' gradients, and `of_outputs` those of the outputs.  `needs` says which gradients it returns; None means
     none."""
     leaves, tree = jax.tree.flatten(given)
     of_leaves, count = _roles(roles, given), len(jax.tree.leaves(given[0]))
@@ -407,12 +410,11 @@ def _in_parts(
         return flat(ALONE, [P()] * count, [], *leaves)
 
     def of_results() -> list[tuple[Role, int | None]]:
-        """The role of each, and of a gradient whose it is."""
+        """The role of each result, and for a gradient the number of its parameter."""
         return [*((role, None) for role in made_of[1]), *((of_leaves[i], i) for i in needed)]
 
     def rule(mesh: Any, operands: Any, results: Any) -> str:
-        """Which dimensions are split alike: those of the tokens, of the vocabulary, and of a gradient and its
-        parameter."""
+        """Which dimensions are split alike: tokens', the vocabulary's, and a gradient's and its parameter's."""
 
         def letters(role: Role, own: str, shape: Any) -> str:
             names = [f"{own}{i}" for i in range(len(shape))]

@@ -1,4 +1,4 @@
-"""The record of an operator that states what it does (torch_prepared.py), and the steps that do the same again.
+"""Records what an operator states that it does (torch_prepared.py), and makes the steps that do the same again.
 
 In lists the stream comes first, then the given tensors, then everything else in the order in which it was stated.
 """
@@ -16,22 +16,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from onchip.core.cuda_driver import Driver, driver
 
-ALIGNED = 512  # bytes: what the CUDA allocator's blocks are multiples of
-_SMALL = 1 << 20  # bytes: what is smaller has a place in one allocation, unless it is needed as a tensor
+ALIGNED = 512  # bytes, of which the CUDA allocator's blocks are multiples
+_SMALL = 1 << 20  # bytes; smaller memory shares one allocation, unless it is needed as a tensor
 _UNKNOWN = "memory is neither an argument's nor a stated operator's"
 
 Tensors = Sequence[Tensor | None]
-Step = Callable[[list[Any], list[Any]], None]  # given addresses and what is made of them, and tensors
+Step = Callable[[list[Any], list[Any]], None]  # called with addresses (and what is made of them) and tensors
 
 _There = Callable[[int, int], tuple[int, int]]
 """As `Builder._there`."""
 
 THREAD = threading.local()
-"""Its `builder` is the one that is told what this thread's operator does."""
+"""`THREAD.builder` records what this thread's operator does."""
 
 
 class Prepared(NamedTuple):
-    """Does what was stated, for other tensors of the same kind."""
+    """Repeats what was stated, for other tensors of the same kind."""
 
     size: int
     steps: Sequence[Step]
@@ -60,13 +60,13 @@ class Prepared(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """A tensor of some memory."""
+    """The geometry of a tensor in some memory."""
 
     dtype: torch.dtype
     shape: Sequence[int]
     strides: Sequence[int]
     more: int = 0
-    """Bytes that it begins after the memory's own tensor."""
+    """Bytes from the beginning of the memory's own tensor to this one's."""
 
     @staticmethod
     def of(x: Tensor, more: int = 0) -> "_Geometry":
@@ -87,14 +87,14 @@ class _Memory(NamedTuple):
     address: int
     geometry: _Geometry
     storage: StorageWeakRef
-    """While it is there, no other storage gets this one's place."""
+    """As long as it is held, no other storage gets this one's address."""
     storage_bytes: int
 
 
 class _Derived(NamedTuple):
-    """What is made of addresses, and its places."""
+    """A matrix that is derived from addresses, and the places of its values."""
 
-    matrix: Callable[[], Tensor | None]  # if it is still there
+    matrix: Callable[[], Tensor | None]  # None if it is gone
     rows: Any
     address: int
     number: int
@@ -103,26 +103,25 @@ class _Derived(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """That an operator's outputs were connected by autograd."""
+    """The record that autograd connected an operator's outputs to its inputs."""
 
     operator: Any
     saving: Any
-    """What its node keeps beside tensors; None: it has no node."""
+    """What the node keeps besides tensors; None: there is no node."""
     kept: Tensors
-    """The tensors that its node keeps."""
+    """The tensors that the node keeps."""
     inputs: Tensors
     """The operator's differentiable tensors."""
     before: Tensors
     """The outputs as they were computed, and a link where there is a node."""
     after: Tensors
-    """The same, connected."""
+    """The same outputs after they were connected."""
     versions: Sequence[int | None]
-    """How often the connected ones had been changed in place."""
+    """How often each connected output had been changed in place."""
 
 
 class Builder:
-    """Takes down what an operator does while this lasts.  Places in lists have the stream first, then the tensors that
-    are given."""
+    """A context that records what an operator does.  In lists the stream comes first, then the given tensors."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.refused = ""
@@ -132,8 +131,8 @@ class Builder:
         self._given = len(tensors)
         self._memory: dict[int, _Memory] = {}
         self._places: dict[int, int] = {}  # by storage
-        # What makes a step, with the memory that this needs, and that it allocates.  None of them holds this builder,
-        # which would then live on, and the results' graph with it, until garbage is collected.
+        # Functions that make steps, with the memory that a step uses, and that it allocates.  None of them holds this
+        # builder, which would then live on, and the results' graph with it, until garbage is collected.
         self._steps: list[tuple[Callable[[_There], Step], set[int], int | None]] = []
         self._shares: dict[int, tuple[int, int]] = {}  # of memory in another one: its place, and bytes before
         self._as_tensors: set[int] = set()
@@ -241,7 +240,7 @@ class Builder:
                 self._steps.append((lambda _: lambda *_: None, {place}, None))  # it is freed no earlier
 
     def launch(self, packed: Any) -> None:
-        """Of a kernel whose arguments are `packed` (kernels/triton/packed.py)."""
+        """State the launch of a kernel whose arguments are `packed` (kernels/triton/packed.py)."""
         if self.refused:
             return
         given, packed.given = packed.given, None  # no tensor is held
@@ -264,8 +263,9 @@ class Builder:
         self._steps.append((partial(_sending, packed, addresses, objects, maps), uses, None))
 
     def derive(self, function: Callable[..., Any], pieces: Sequence[Tensor], matrix: Tensor, rows: Any) -> None:
-        """Say that of the addresses of these pieces `function` makes the address of `matrix`, how many rows it has, and
-        `rows`, an argument of launches."""
+        """State that `function` makes, from the addresses of these pieces, the address of `matrix`, its number of rows,
+        and `rows`, an argument of launches.
+        """
         if self.refused:
             return
         uses: set[int] = set()
@@ -274,7 +274,7 @@ class Builder:
 
         def make(there: _There) -> Step:
             places = [there(*x) for x in of]
-            last: tuple[Any, Any] = None, None  # what it was made of, and what
+            last: tuple[Any, Any] = None, None  # the last addresses, and their result
 
             def step(at: list[Any], _: list[Any]) -> None:
                 nonlocal last
@@ -289,7 +289,7 @@ class Builder:
         self._derived.append(_Derived(weakref.ref(matrix), rows, address, number, known, uses))
 
     def finish(self, results: Tensors) -> Prepared | str:
-        """What does the same for other tensors and returns the like of these; or why nothing does."""
+        """The prepared call, which does the same for other tensors and returns such results; or why there is none."""
         kept: set[int] = set()
         finders = [None if x is None else self._finder(x, kept) for x in results]
         if self.refused:
@@ -326,7 +326,7 @@ class Builder:
         return step
 
     def _there(self, place: int, more: int) -> tuple[int, int]:
-        """Where memory is, so many bytes further on, now that it is known what is in one allocation."""
+        """Where memory is, `more` bytes further on, now that it is known which memory shares one allocation."""
         whole, before = self._shares.get(place, (place, 0))
         return whole, before + more
 
@@ -345,7 +345,7 @@ class Builder:
         self._memory[place] = _Memory(x.data_ptr(), _Geometry.of(x), StorageWeakRef(storage), storage.nbytes())
 
     def _address(self, x: Tensor, uses: set[int]) -> tuple[int, int]:
-        """The place of a tensor's memory, and how many bytes further on it begins; 0 is that of none."""
+        """The place of a tensor's memory, and how many bytes further on it begins; place 0 stands for no memory."""
         if x.numel() == 0 or x.data_ptr() == 0:
             return 0, 0
         place = self._places.get(x.untyped_storage()._cdata)
@@ -356,7 +356,7 @@ class Builder:
         return place, x.data_ptr() - self._memory[place].address
 
     def _origin(self, x: Tensor, uses: set[int]) -> tuple[int, int, int | None]:
-        """As `_address`, of what is made of addresses too: then with the place of its number of rows."""
+        """As `_address`, also for a derived matrix, with the place of its number of rows, else None."""
         for derived in self._derived:
             if x is derived.matrix():
                 uses.update(derived.uses)
@@ -364,7 +364,7 @@ class Builder:
         return *self._address(x, uses), None
 
     def _finder(self, x: Tensor, uses: set[int]) -> Callable[[list[Any]], Tensor]:
-        """What finds such a tensor among those that are there."""
+        """A function that finds such a tensor among the list's tensors."""
         place = self._places.get(x.untyped_storage()._cdata)
         if place is None:
             self.refuse(_UNKNOWN)
@@ -390,7 +390,7 @@ def _sending(
     maps: list[tuple[Any, int, int, int | None]],
     there: "_There",
 ) -> Step:
-    """Sends the launch; what is as it was the last time is not written again."""
+    """Sends the launch; values that haven't changed since the last time are not written again."""
     addresses = [(i, *there(place, more)) for i, place, more in addresses]
     maps = [(put, *there(place, more), rows) for put, place, more, rows in maps]
     places = {place for _, place, *_ in (*addresses, *objects, *maps)}
@@ -416,7 +416,7 @@ def _sending(
 
 
 def _tensors_of(made: Any) -> list[Tensor | None]:
-    """What an operator made: a tensor or several, with None in place of all else."""
+    """The tensors that an operator returned, with None in place of all else."""
     return [x if isinstance(x, Tensor) else None for x in (made if isinstance(made, tuple | list) else [made])]
 
 
@@ -425,14 +425,14 @@ def _driver_of(device: torch.device) -> Driver | None:
 
 
 def versions(tensors: Tensors) -> list[int | None]:
-    """How often each was changed in place; autograd doesn't count for those of inference mode."""
+    """How often each was changed in place; None for inference tensors, for which autograd doesn't count."""
     return [None if x is None or x.is_inference() else x._version for x in tensors]
 
 
 def placed(sizes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Where memory of these sizes, needed from a first step to a last one, begins in one allocation, and its size.
+    """Where pieces of these sizes begin in one allocation, and its size; `lives` are each piece's first and last step.
 
-    What is needed at once doesn't overlap.  The largest first, each at the lowest place that is free.
+    Pieces that are needed at the same time don't overlap.  The largest goes first, each to the lowest free place.
     """
     at = [0] * len(sizes)
     placed: list[int] = []
@@ -456,6 +456,6 @@ def _freeing(places: Sequence[int]) -> Step:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Memory for the same, aligned."""
+    """New memory for the same tensor, aligned."""
     memory = torch.empty(x.untyped_storage().nbytes() + ALIGNED, dtype=torch.uint8, device=x.device)
     return _Geometry.of(x, -memory.data_ptr() % ALIGNED).view(memory)

@@ -222,7 +222,7 @@ class _Forward:
         return acc, most, total
 
     def begin(self, item: TileWork) -> tuple[Any, Any]:
-        """The largest exponent and the sum of exponentials before the first block: those of the sink, if there is one."""
+        """The largest exponent and the sum of exponentials before the first block: the sink's, if there is one."""
         if "sinks" not in self.refs:
             return self.registers.vector(HALF, LOWEST), self.registers.vector(HALF, 0.0)
         sink = self.refs["sinks"][item.batch, item.head] * LOG2E

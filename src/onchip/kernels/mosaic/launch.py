@@ -115,6 +115,6 @@ def in_place(kernel: Callable[..., Any], static: Mapping[str, Any], refs: Any, *
 
 
 def multiprocessors() -> int:
-    """How many multiprocessors the device has that the kernel will run on; an H100's, if it is only lowered."""
+    """The number of multiprocessors of the device that the kernel will run on; if it is only lowered, an H100's."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 132

@@ -27,7 +27,7 @@ from onchip.kernels.mosaic.launch import Refs
 from onchip.kernels.mosaic.tile_numbers import Broadcast, Counter
 
 SHARED_BYTES = 232448
-"""Shared memory that one block of an H100 may have."""
+"""Bytes of shared memory that a block of an H100 may have."""
 BOX = 64
 """Rows and columns of the blocks in which exponentials are kept.  Results leave in blocks of 64 rows and 128 bytes."""
 MATH, ALL = 2, 3  # warpgroups that multiply; all of them
@@ -41,7 +41,7 @@ class MosaicConfig:
     tile_n: int = 256
     tile_k: int = 64
     stages: int = 4
-    """For how many steps operands are in shared memory at a time."""
+    """How many steps' operands are in shared memory at a time."""
     group: int = 8
     """How many rows of tiles are walked together, at most."""
     split: Literal["m", "n"] = "m"
@@ -70,7 +70,7 @@ class MosaicConfig:
         return -(-n // self.tile_n) * (self.tile_n // self.part_n)
 
     def shared_bytes(self, stores: bool, operand_bytes: int = 2, brought: int = 0) -> int:
-        """Shared memory for operands of so many bytes, for `brought` float32 numbers that come with each step, and for
+        """Bytes of shared memory for the operands, for `brought` float32 numbers that come with each step, and for
         results on their way out.
         """
         step = operand_bytes * self.tile_k * (self.tile_m + self.tile_n) + 4 * brought
@@ -212,7 +212,7 @@ class Product:
     barriers: Mapping[str, int] | None = None
     """How many barriers the epilogue needs for copies that it issues itself; it finds them there too."""
     promotion: Promotion | None = None
-    """How a step's product enters the result, if it isn't just added.  The operands are then "mk" and "nk", and the
+    """How a step's product enters the result, if it isn't just added.  Then the operands are "mk" and "nk", and the
     epilogue is called for each wave, with the wave's place and its result."""
     addends: Addends | None = None
     """What a tile's product is added to before the epilogue, which is given the sum."""

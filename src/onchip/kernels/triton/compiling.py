@@ -50,8 +50,8 @@ _one_at_a_time = RLock()
 
 
 def compile_coming(first: Ask, others: Callable[[], Sequence[Ask]]) -> None:
-    """Before a launch whose kernel this process lacks: if Triton's cache lacks it too, compile it and the `others` that
-    are coming.
+    """Prepare a launch whose kernel this process lacks: if Triton's cache lacks it too, compile it together with the
+    `others`, which will be needed next.
     """
     from triton.runtime._async_compile import active_mode  # type: ignore[import-untyped]
 
@@ -129,7 +129,7 @@ def _looked_up(asked: Sequence[Ask]) -> _Looked:
         for ask in asked:
             mode.ask = ask
             ask()
-    # Whatever still has the mode has no launch with it, and so no tensor.
+    # An object that still holds the mode holds no launch, and so no tensor.
     mode.ask = mode.missing = mode.loaded = None
     return _Looked(list(missing.values()), list(loaded.values()))
 

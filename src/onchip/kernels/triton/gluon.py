@@ -1,5 +1,4 @@
-"""What kernels in Gluon share, in addition to tiles.py: barriers in shared memory, and a tile that is stored by way of
-it.
+"""What kernels in Gluon share beyond tiles.py: barriers in shared memory, and a tile that is stored by way of it.
 
 Gluon is Triton's language for kernels that state how data is laid out and what waits for what.  Names that differ
 between versions of Triton come from here: see `versions.gluon_refusal`.
@@ -20,7 +19,7 @@ from onchip.kernels.triton.tiles import halves
 
 
 def _first_of(owner: Any, *names: str) -> Any:
-    """What the newest of these names stands for that exists; an old one may still be there, and raise."""
+    """The object of the newest of these names that exists; an old name may still exist, and raise."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 

@@ -1,8 +1,8 @@
-"""Triton's kernels in JAX: a launch is a call of XLA's, by which jax-triton launches kernels too.
+"""Triton's kernels in JAX: a launch is a call in XLA, the same by which jax-triton launches kernels.
 
 jax-triton's own function takes whole arrays, and compiles a kernel anew in each process.  Here a kernel is compiled as
-for PyTorch, from Triton's cache, and an argument may begin anywhere in an array: the kernel's machine code adds the
-offset to the address that it reads.
+for PyTorch, or comes from Triton's cache, and an argument may begin anywhere in an array: the kernel's machine code
+adds the offset to the address that it reads.
 """
 
 import re
@@ -30,7 +30,7 @@ class Pointer(NamedTuple):
     """An argument that is memory."""
 
     dtype: str
-    array: int  # which of the call's
+    array: int  # its number among the call's arrays
     offset: int  # bytes from its beginning
 
 
@@ -61,7 +61,7 @@ class Compiled(NamedTuple):
 
 
 def job(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Job:
-    """The job for Triton to compile for these arguments, for a GPU that need not be there; 80 stands for compute
+    """The job of compiling the kernel for these arguments, for a GPU that need not be there; 80 stands for compute
     capability 8.0.
     """
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
@@ -90,7 +90,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], ca
 
 
 def stack(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> int:
-    """Bytes that each thread has in memory because registers don't suffice."""
+    """Bytes of each thread's stack, which it needs because registers don't suffice."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

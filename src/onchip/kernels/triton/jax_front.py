@@ -27,7 +27,7 @@ INSTALL = "pip install 'onchip[jax-triton]'"
 # Bytes of shared memory that a block may use, by compute capability; others have as much as 8.6.
 _SHARED = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}
 _LEAST_SHARED = 101376
-# Of JAX's functions alone.
+# Options that only JAX's functions have.
 _OURS = ("weight_layout", "axis_name", "check_inputs", "backend")
 
 
@@ -42,7 +42,7 @@ class _Array(NamedTuple):
     name: str  # "target.indices" of a TopK
     shape: tuple[int, ...]
     dtype: str
-    turned: bool = False  # it is given as its transpose
+    turned: bool = False  # the caller gives its transpose
 
     def tensor(self) -> Any:
         import torch
@@ -90,8 +90,8 @@ def _tell(op: str, reason: str) -> None:
 
 
 def by_torch(function: str, *differentiable: str) -> Callable[[F], F]:
-    """Let a public function of JAX run the kernels of PyTorch's function "module:name": with backend="triton", and by
-    itself on GPUs that aren't Hopper.  `differentiable` are names of arguments."""
+    """A decorator that lets a public function of JAX run the kernels of PyTorch's function "module:name": with
+    backend="triton", and by default on GPUs that aren't Hopper.  `differentiable` names arguments."""
 
     def decorate(ours: F) -> F:
         op, parameters = ours.__name__, signature(ours)

@@ -1,8 +1,8 @@
-"""Runs in XLA what PyTorch's kernels do in a call, as torch_listed.py lists it: each launch is a call of XLA's, and JAX
-computes what ATen computes between them.
+"""Runs in XLA the steps of a PyTorch call that torch_listed.py lists: each launch is a call in XLA, and JAX computes
+what ATen computes between them.
 
-Memory is an array of one dimension, which a launch that may write to it takes and gives back.  Pieces of memory that a
-matrix spans are one array, since XLA alone knows where arrays are.
+A piece of memory is an array of one dimension; a launch that may write to it takes the array and gives it back.  Pieces
+that one matrix spans are one array, since only XLA knows where arrays are.
 """
 
 import math
@@ -39,7 +39,7 @@ class Home(NamedTuple):
 
 
 class Program:
-    """A list of steps, and the arrays that its memory is."""
+    """A list of steps, and the arrays that stand for its memory."""
 
     def __init__(self, listed: Listed, capability: int) -> None:
         self.listed, self.capability = listed, capability

@@ -8,8 +8,8 @@ from typing import Any
 def settle(kernel: Any) -> None:
     """Compute the keys of the functions that a kernel calls, then its own.
 
-    Triton puts the globals that its callees use into a function's key, but only of callees whose keys it has computed
-    before.  So the order of calls in one process would decide whether it finds what another one compiled.
+    A function's key includes the globals that its callees use, but only callees whose keys Triton has computed before.
+    So the order of calls in a process would decide whether it finds a kernel that another process compiled.
     """
     _settle(kernel, set())
 

@@ -70,14 +70,14 @@ class Launch(NamedTuple):
             "num_warps": self.warps,
             "num_stages": self.stages,
             "maxnreg": self.registers,
-            "enable_fp_fusion": True,  # a default that changes from one Triton to another
+            "enable_fp_fusion": True,  # the default differs between versions of Triton
         }
 
     def run(self) -> None:
         """Launch on the current device.
 
-        What was compiled for such arguments before is called directly: with dozens of arguments, Triton takes several
-        times as long to find it as to launch it.
+        A kernel that was compiled for such arguments before is called directly: with dozens of arguments, Triton takes
+        several times as long to find it as to launch it.
         """
         coming = torch_ahead.gathered()
         if coming is not None:
@@ -136,8 +136,8 @@ class Launch(NamedTuple):
         return device, self.warps, self.stages, self.registers, compiled.constants(values), *traits, *sizes
 
     def spills(self, most: int = SPILLED) -> bool:
-        """Whether a thread has more than so many bytes in memory because registers don't suffice, as compiled for the
-        current device.
+        """Whether a thread's stack has more than `most` bytes, as compiled for the current device: registers don't
+        suffice then.
         """
         if torch_prepared.listed_device() is not None:
             return torch_prepared.builder().stack(self) > most  # type: ignore[no-any-return, union-attr]
@@ -166,7 +166,7 @@ class Launch(NamedTuple):
 
 
 def asks(launches: Sequence[Launch], device: int) -> list[Ask]:
-    """For each kernel of these launches that this process lacks, once, what asks for it."""
+    """The functions that ask Triton for the kernels of these launches, one for each kernel that this process lacks."""
     missing: dict[Any, Ask] = {}
     for launch in launches:
         compiled = _Compiled.of(launch.kernel)
@@ -177,9 +177,9 @@ def asks(launches: Sequence[Launch], device: int) -> list[Ask]:
 
 
 class _Compiled(NamedTuple):
-    """What a kernel was compiled to, and what picks the values of some of its parameters from those of all."""
+    """A kernel's compiled variants, and functions that pick the values of some parameters from those of all."""
 
-    kernel: Any  # kept, so that no other one gets its id
+    kernel: Any  # kept, so that no other kernel gets its id
     names: tuple[str, ...]
     variables: tuple[str, ...]  # names of the parameters whose values the compiler sees something of
     constants: Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -212,8 +212,8 @@ def descriptor(x: Tensor, stride: int, rows: int, columns: int) -> Any:
 
 
 def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
-    """A descriptor for what begins where `x` does, in blocks, for TMA.  Triton's own way checks all of it, which takes
-    three times as long; the caller knows that it suits.
+    """A descriptor for TMA, in blocks, for memory that begins where `x` does.  Triton's own constructor checks
+    everything, which takes three times as long; the caller knows that the values are right.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
@@ -241,7 +241,7 @@ def shared_descriptor(
 
 
 def trait(x: Any) -> Any:
-    """What Triton compiles for an argument depends on, or more: for equal traits the same machine code runs."""
+    """An argument's traits: at least what Triton's compiler knows of it, so that equal traits run the same code."""
     return _TRAITS.get(type(x), _other_trait)(x)
 
 
@@ -261,9 +261,7 @@ def _tensor_trait(x: Tensor) -> Any:
 
 
 def _other_trait(x: Any) -> Any:
-    """The trait of a named tuple, a subclass of Tensor, or a TensorDescriptor; for what is a constant anyway,
-    itself.
-    """
+    """The trait of a named tuple, a subclass of Tensor, or a TensorDescriptor; a constant is its own trait."""
     if isinstance(x, tuple):
         return type(x), *[_TRAITS.get(type(y), _other_trait)(y) for y in x]
     if isinstance(x, Tensor):

@@ -4,7 +4,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Where every logit so far is -inf, the maximum is this: finite, even times a scale, so that no difference is NaN.
+# The maximum while every logit so far is -inf: finite, even times a scale, so that no difference is NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
 

@@ -1,4 +1,4 @@
-"""A launch whose arguments lie in memory as the driver takes them: to repeat it, one writes what is new and sends it.
+"""A launch whose arguments are in memory in the driver's format: to repeat it, write what has changed and send it.
 
 Triton's launchers take all arguments as objects, and make each descriptor anew.
 """
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from onchip.core.cuda_driver import Driver, LaunchConfig, driver
 
-# What a kernel takes as `struct` has it, by Triton's names.
+# A kernel's types of arguments in the letters of `struct`, by Triton's names.
 _LETTERS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d",
 }  # fmt: skip
-_MAP = 128  # bytes of a descriptor, and more than it is aligned to
-# Types of elements as the driver has them (CUtensorMapDataType), where Triton's metadata has other numbers.
+_MAP = 128  # bytes of a descriptor, and more than its alignment
+# The driver's numbers for types of elements (CUtensorMapDataType), where Triton's metadata has other numbers.
 _ELEMENTS = {8: 10, 9: 8, 10: 9}
 # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, and _FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA.
 _PROMOTION, _NAN = 2, 1
-# What drivers up to 13.1 encode wrongly, by CUTLASS and Triton 3.7: a bit of descriptors of matrices of fewer bytes.
+# Drivers up to 13.1 set a wrong bit in descriptors of matrices with fewer bytes, according to CUTLASS and Triton 3.7.
 _MENDED, _SMALL = 13010, 128 * 1024
-# What a launch has beside that is made by Triton's launcher alone.
+# Options of a launch that only Triton's launcher knows how to make.
 _UNKNOWN = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
-# What Triton says of a descriptor, and of what others.
+# A descriptor's metadata: the entries that are used here, and those that may be there too.
 _KNOWN_OF_MAP, _UNKNOWN_OF_MAP = {"elem_size", "elem_type", "swizzle", "block_size"}, ("fp4_padded", "is_im2col")
 
 
@@ -115,7 +115,7 @@ class _Layout:
 
 
 class Changing(NamedTuple):
-    """The arguments for which something is written at each launch, parts of tuples too, and where."""
+    """The arguments (or parts of tuples) for which each launch writes something, and where."""
 
     tensors: list[tuple[Tensor, int]]  # places of their addresses among the words
     descriptors: list[tuple[Any, Map]]
@@ -125,7 +125,7 @@ class Changing(NamedTuple):
 class Packed:
     """The arguments of a kernel's launch in memory.  One thread at a time holds its `lock`, writes and sends.
 
-    `words` are 8 bytes each.  `written` is for the caller, to know what it wrote, and `given` to find out where to
+    `words` are 8 bytes each.  `written` is for the caller, who remembers there what it wrote, and `given` says where to
     write.
     """
 
@@ -154,7 +154,7 @@ class Packed:
         self.used, self.device = used, device
 
     def _add(self, kind: Any, value: Any, flat: list[Any], metas: Iterator[Any], used: Driver, base: int) -> None:
-        """Add an argument to the flat ones."""
+        """Add an argument to the flat list."""
         if kind == "constexpr":
             return
         offset = self.layout.offsets[len(flat)]
@@ -179,7 +179,7 @@ class Packed:
             struct.pack_into("=" + layout.letters[i], self.memory, self.start + layout.offsets[i], x)
 
     def send(self) -> None:
-        """Launch what was written."""
+        """Launch with the arguments as written."""
         if self._launch():
             self.used.checked(self.name, self.device, self._launch)
 

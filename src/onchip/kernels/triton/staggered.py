@@ -1,4 +1,4 @@
-"""A tile whose two halves are apart in time, in Gluon, for Hopper, for products of 16-bit numbers whose end takes time.
+"""A tile whose halves are staggered in time, in Gluon, for Hopper: for products in 16 bits with a long epilogue.
 
 Two groups of four warps share a tile: each has half of its rows, and both multiply by the same blocks of the second
 operand.  A third group, of a single warp, copies the blocks to a ring in shared memory.  The second group begins LAG
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 from onchip.kernels.triton.gluon import barrier, new_barriers
 
 STEP = gl.constexpr(64)
-"""Numbers in a step along the sum."""
+"""How many numbers a step along the sum has."""
 LAG = gl.constexpr(2)
 """How many steps later the second group begins."""
 

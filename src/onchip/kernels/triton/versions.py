@@ -43,8 +43,8 @@ def interpreted() -> bool:
 
 @lru_cache(maxsize=1)
 def hashing() -> Thread:
-    """A thread that hashes all of Triton's files, with which every kernel's key in its cache begins.  That takes a
-    third of a second, during what comes before the first launch.
+    """A thread that hashes all of Triton's files; every kernel's key in the cache begins with that hash.  It takes a
+    third of a second, which passes while the program does what comes before the first launch.
     """
 
     def run() -> None:
@@ -106,8 +106,8 @@ def direct_refusal() -> str | None:
 
 @lru_cache(maxsize=1)
 def gluon_refusal() -> str | None:
-    """Why kernels in Gluon can't be compiled, or None: without a GPU, it compiles a small one that uses what the others
-    use.
+    """Why kernels in Gluon can't be compiled, or None.  It needs no GPU: it compiles a small kernel that uses
+    everything that the others use.
     """
 
     def trial() -> str | None:
@@ -123,7 +123,7 @@ def gluon_refusal() -> str | None:
 def _tried(trial: Callable[[], str | None]) -> str | None:
     try:
         return trial()
-    except Exception as error:  # whatever another version has in place of what is looked for
+    except Exception as error:  # another version may raise anything
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
