@@ -26,15 +26,16 @@ class View(NamedTuple):
 
 
 class SpanPart(NamedTuple):
-    """An argument that depends on where several pieces of memory are: a matrix that spans them, or which rows of it are
-    whose."""
+    """An argument that depends on where several pieces of memory are: a matrix that spans them, or the argument that
+    says which rows belong to which piece.
+    """
 
-    spanning: int  # which of the list's
+    spanning: int  # its number in the list
     matrix: View | None
 
 
 class Spanning(NamedTuple):
-    """Of the addresses of `pieces`, `function` makes that of a matrix, its number of rows, and the rows' argument."""
+    """From the addresses of `pieces`, `function` makes a matrix's address, its number of rows, and a rows' argument."""
 
     function: Callable[..., tuple[int, int, Any]]
     pieces: tuple[View, ...]
@@ -50,7 +51,7 @@ class Launched(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """One of ATen's operators, of views and numbers."""
+    """A call of one of ATen's operators, with views and numbers."""
 
     name: str
     args: tuple[Any, ...]
@@ -76,14 +77,14 @@ class Listed(NamedTuple):
     spannings: Sequence[Spanning]
     given: Sequence[View]
     outputs: Sequence[View]
-    upstream: Sequence[View | None]  # of each output: it has a gradient
-    gradients: Sequence[View | None]  # of each given tensor
+    upstream: Sequence[View | None]  # each output's gradient, if it has one
+    gradients: Sequence[View | None]  # each given tensor's gradient
 
 
 class List(TorchDispatchMode):
-    """Takes down what this thread does with tensors without memory while it lasts, as on a device like `device`.
+    """A context that lists what this thread does with tensors without memory, as if on a device like `device`.
 
-    `stack` tells of a launch how many bytes a thread has in memory for want of registers.
+    `stack` tells how many bytes of stack a thread of a launch has, for lack of registers.
     """
 
     def __init__(self, device: Any, stack: Callable[[Any], int]) -> None:
@@ -93,7 +94,7 @@ class List(TorchDispatchMode):
         self.memory: list[ListedMemory] = []
         self.spannings: list[Spanning] = []
         self._places: dict[int, int] = {}
-        self._alive: list[Any] = []  # so that no other storage gets one's place
+        self._alive: list[Any] = []  # so that no other storage gets one's address
         self._parts: list[tuple[Tensor, Any]] = []
 
     def __enter__(self) -> Any:
@@ -162,7 +163,7 @@ class List(TorchDispatchMode):
         raise NotImplementedError(reason)
 
     def _nothing(self, *_: Any) -> None:
-        """Of what is seen as an operator of ATen's."""
+        """List a call of one of ATen's operators."""
 
     allocate = zero = call = connected = require = _nothing
 
@@ -174,8 +175,8 @@ def listed(
     given: Sequence[Tensor],
     of_gradients: Sequence[bool],
 ) -> tuple[Listed, Any]:
-    """What `function(*given)` does and its backward, and what it returns, with numbers in the place of tensors: the
-    outputs' places.
+    """The list of what `function(*given)` and its backward do, and its result, with the outputs' numbers in place of
+    tensors.
 
     given: tensors without memory.  of_gradients: which of them need one.
     """

@@ -1,4 +1,4 @@
-"""Prepared calls: what an operator allocates and launches is stated once and done again for other tensors.
+"""Prepared calls: an operator states once what it allocates and launches, and that is repeated for other tensors.
 
 Operators' functions get memory from `empty`, `zeros` and `zero`, launch kernels with `Launch.run`, and run PyTorch's
 operators on that memory with `call`.  Each of these tells the thread's `Builder` (torch_builder.py), if there is one,
@@ -7,7 +7,7 @@ what it does.
 A call depends on the shapes, strides, dtypes and alignments of an operator's tensors and on all its other arguments,
 never on numbers in tensors: that is the key of `Kinds`.  The first call of a kind just runs.  The second runs too, and
 states what it does.  Later calls do what was stated: they allocate the same memory, fill in the new addresses and
-launch the same kernels.  At T=512 deciding on 15 launches takes several times as long as launching.
+launch the same kernels.  At T=512 deciding on 15 launches takes several times as long as the launches themselves.
 
 An operator on memory that wasn't stated can't be repeated: its result isn't known when a launch takes it or when it is
 returned.  Calls of such a kind run in full each time.  A test (test_torch_prepared.py) looks for in-place operators
@@ -28,7 +28,8 @@ from torch import Tensor
 from onchip.frontend import torch_builder
 from onchip.frontend.torch_builder import THREAD, Builder, Prepared, Tensors
 
-# Kinds of calls that an operator remembers: a training run has a handful, one with a new length each step uses none.
+# The number of kinds of calls that an operator remembers.  A training run has a handful; if each step has a new length,
+# none is used.
 MOST_KINDS = 64
 SEEN_ONCE = "it was called once"
 T = TypeVar("T")
@@ -37,12 +38,12 @@ T = TypeVar("T")
 
 
 def builder() -> Builder | None:
-    """What this thread's operator states what it does to."""
+    """The builder to which this thread's operator states what it does, or None."""
     return getattr(THREAD, "builder", None)
 
 
 def listed_device() -> Any:
-    """What stands for the device where this thread's call is listed for another framework (torch_listed.py)."""
+    """The stand-in for the device while this thread's call is listed for another framework (torch_listed.py)."""
     return getattr(builder(), "device", None)
 
 
@@ -74,9 +75,10 @@ def zero(x: Tensor) -> Tensor:
 
 
 def call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """What a function of PyTorch makes of these, which may be in place, on the device and without a look at values.
+    """function(*args, **kwargs), where `function` is PyTorch's, works on the device, maybe in place, and reads no
+    values.
 
-    Tensors are arguments themselves, and what is made is a tensor or several.
+    Tensors must be arguments themselves, not inside of others, and the result is a tensor or several.
     """
     told = builder()
     if told is None or listed_device() is not None:
@@ -88,7 +90,7 @@ def call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def converted(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """`make(x)`, which is often x itself or a view of it, as in `contiguous`."""
+    """`make(x)`, where the result is often x itself or a view of it, as with `contiguous`."""
     made, told = make(x), builder()
     if told is not None and made.untyped_storage()._cdata != x.untyped_storage()._cdata:
         told.call(make, (x,), {}, made)
@@ -96,7 +98,7 @@ def converted(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def refuse(reason: str) -> None:
-    """Say that what is done now can't be stated: no call of this kind is prepared."""
+    """State that this step can't be repeated: no call of this kind is prepared."""
     told = builder()
     if told is not None:
         told.refuse(reason)
@@ -104,7 +106,7 @@ def refuse(reason: str) -> None:
 
 @contextmanager
 def unstated() -> Iterator[None]:
-    """While this lasts, what is done is not what the thread's operator does."""
+    """A context whose steps don't count as the operator's."""
     before, THREAD.builder = builder(), None
     try:
         yield
@@ -116,7 +118,7 @@ def unstated() -> Iterator[None]:
 
 
 class Known:
-    """What is known of a function's calls, by their kind, for any number of threads."""
+    """What is known about a function's calls, by their kind, for any number of threads."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
@@ -125,14 +127,16 @@ class Known:
         _ALL.append(self)
 
     def remember(self, kind: Hashable, what: Any = SEEN_ONCE) -> None:
-        """Note that there was a call of this kind, or what came of stating it; forget the oldest of too many."""
+        """Note that there was a call of this kind, or the result of stating it; forget the oldest if there are too
+        many.
+        """
         with self._lock:
             self._known[kind] = what
             for oldest in [*self._known][:-MOST_KINDS]:
                 del self._known[oldest]
 
 
-_ALL: list[Known] = []  # one of each public function, two of each operator
+_ALL: list[Known] = []  # one for each public function, two for each operator
 
 
 def forget() -> None:
@@ -148,7 +152,7 @@ class Kinds:
         self._known = Known()  # a Prepared, or why there is none
 
     def run(self, function: Callable[[], Tensors], tensors: Tensors, rest: Hashable) -> Tensors:
-        """What `function()` returns; `tensors` are all that it reads or writes, `rest` all else that it depends on."""
+        """The result of `function()`, which reads and writes only `tensors`, and depends besides only on `rest`."""
         if builder() is not None or not is_prepared(next(x for x in tensors if x is not None)):
             return function()
         kind = rest, kind_of(tensors)
@@ -172,7 +176,7 @@ def is_prepared(x: Tensor) -> bool:
 
 
 def kind_of(tensors: Tensors) -> Hashable:
-    """All that what is stated takes for granted of tensors."""
+    """Everything about tensors on which a prepared call relies."""
     made: list[Hashable] = []
     addresses = []
     for x in tensors:

@@ -1,8 +1,8 @@
-"""A call of a sharded vocabulary that one rank refuses, all refuse: none waits for a rank that has raised.
+"""If one rank refuses a call with a sharded vocabulary, all do: none waits for a rank that has raised.
 
-Ranks look at what they were given, which may differ, before they exchange anything.  On the CPU, and with check_inputs,
-each then tells the others whether it goes on: one that does in `go_on_together`, one that has raised in
-`refused_together`, with the reason.
+Ranks check their arguments, which may differ, before they exchange anything.  On the CPU, and with check_inputs, each
+then tells the others whether it goes on: in `go_on_together` if it does, and in `refused_together`, with the reason, if
+it has raised.
 """
 
 import threading
@@ -17,20 +17,19 @@ from torch.distributed import ProcessGroup
 
 # Newer releases of PyTorch have another name for it.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Bytes of a reason.
+# The bytes that a reason may have.
 _SIZE = 1024
 
 
 class _Ranks(NamedTuple):
-    """Those that share a vocabulary, and where what they exchange is."""
+    """The ranks that share a vocabulary, and the device of what they exchange."""
 
     group: ProcessGroup
     device: torch.device
 
 
 class _Waiting(threading.local):
-    """The ranks that wait to hear of the call that this thread is in; None: it is of no sharded vocabulary, or they
-    have heard."""
+    """The ranks that wait to hear about this thread's call; None if none do."""
 
     ranks: _Ranks | None = None
 
@@ -40,7 +39,7 @@ _WAITING = _Waiting()
 
 @contextmanager
 def refused_together(check_inputs: Any) -> Iterator[None]:
-    """While a public function runs: if it raises for its arguments, the ranks that share its vocabulary hear of it."""
+    """A context for a public function: if it raises for its arguments, the ranks that share its vocabulary are told."""
     before, _WAITING.ranks = _WAITING.ranks, None
     try:
         yield
@@ -58,7 +57,7 @@ def _waiting() -> _Ranks | None:
 
 
 def others_wait(group: ProcessGroup, x: Tensor) -> None:
-    """From now on the ranks of this group wait to hear whether the call of this thread, of tensors as `x`, goes on."""
+    """Note that the group's ranks wait to hear whether this thread's call, on the device of `x`, goes on."""
     if not torch.compiler.is_compiling() and not x.is_meta:
         _WAITING.ranks = _Ranks(group, x.device)
 
@@ -79,14 +78,14 @@ def go_on_together(op: str, group: ProcessGroup, device: torch.device, check: Ca
 
 
 def _refuse(ranks: _Ranks, error: Exception) -> None:
-    with suppress(Exception):  # of a group that has failed this rank says nothing new
+    with suppress(Exception):  # if the group has failed, the original error tells more
         _told(ranks, str(error) or type(error).__name__)
 
 
 def _told(ranks: _Ranks, reason: str) -> list[str]:
-    """Why each rank refuses, given why this one does; "": it goes on."""
+    """Each rank's reason to refuse, given this rank's; "" for a rank that goes on."""
     said = torch.tensor([*reason.encode()[:_SIZE].ljust(_SIZE, b"\0")], dtype=torch.uint8, device=ranks.device)
-    if type(said) is not Tensor:  # without memory, as a mode makes them
+    if type(said) is not Tensor:  # a tensor without memory, as some modes make
         return []
     out = said.new_empty(ranks.group.size(), _SIZE)
     all_gather(out.view(-1), said, group=ranks.group)

@@ -39,18 +39,18 @@ Made = Sequence[Tensor | None]
 
 
 class Saving(NamedTuple):
-    """What autograd's node of a call keeps for backward, beside tensors: the same for all calls of a kind."""
+    """What a call's autograd node keeps for backward besides tensors: the same for all calls of a kind."""
 
     rest: Sequence[Any]
-    """All else that `save` selected."""
+    """Everything else that `save` selected."""
     grads: Sequence[bool]
     """Which of the differentiable tensors need a gradient."""
     edges: Sequence[int]
-    """Where these are among the node's edges: a tensor that is None has none."""
+    """Their places among the node's edges; a tensor that is None has no edge."""
     op: str
-    """What errors speak for."""
+    """The name that errors begin with."""
     packed: bool = False
-    """Whether the rest is as a registered operator takes it."""
+    """Whether `rest` is packed as a registered operator takes it."""
 
 
 def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
@@ -63,11 +63,11 @@ def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
 class Operator(Generic[C, O]):
     """An op, registered as `onchip::<name>` and `onchip::<name>_backward`; to call it runs a call.
 
-    The types of the call, of the outputs and of what is kept are read from the annotations of `forward`
-    and `save`.  A field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of
-    any number of one of the last five; or another such object.  A tensor is called by its field's name, or, where
-    several objects have a field of that name, by the way there: `student_hidden`.  The call has a field `grads`, which
-    tells for each of the `differentiable` tensors whether it needs a gradient.
+    The types of the call, of the outputs and of what is kept are read from the annotations of `forward` and `save`.  A
+    field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of any number of
+    one of the last five; or another such object.  A tensor is called by its field's name, or, where several objects
+    have a field of that name, by its path: `student_hidden`.  The call has a field `grads`, which says for each of the
+    `differentiable` tensors whether it needs a gradient.
 
     torch.compile's cache on disk knows an operator by its name alone: a release that changes the fields of a call, of
     the outputs or of what is kept must rename the operator.
@@ -76,20 +76,22 @@ class Operator(Generic[C, O]):
     name: str
     _: KW_ONLY
     op: str | Callable[[C], str]
-    """What errors speak for, or what tells it of a call."""
+    """The name that errors begin with, or a function that finds it for a call."""
     forward: Callable[[C], O]
-    """Computes the outputs, outside of autocast and on the call's device.  One that is not asked for is None, and an
-    empty tensor where it comes from the registered operator.  Outputs share no memory."""
+    """Computes the outputs, outside of autocast and on the call's device.  An output that isn't asked for is None; from
+    the registered operator it is an empty tensor.  Outputs share no memory."""
     fake: Callable[[C], O]
     """Empty outputs of the same shapes and dtypes, which may depend on symbols."""
     save: Callable[[C, O], Any]
-    """What backward keeps, of tensors of the call and of the outputs."""
+    """Selects what backward needs from the call and the outputs."""
     gradients: Callable[[Any, Made, Wanted], Made]
-    """The gradients, given those of the first `differentiable_outputs` outputs (None: nothing depends on that one; at
-    least one is given).  What isn't wanted is None.  None of them shares the memory of what is kept."""
+    """The gradients, given those of the first `differentiable_outputs` outputs (None: nothing depends on that output;
+    at least one is given).  A gradient that isn't wanted is None.  None of them shares memory with what is kept.
+    """
     fake_gradients: Callable[[Any, Made, Wanted], Made] | None
-    """The same of empty tensors; None: `gradients` consists of PyTorch's own operators and is not registered, so that
-    its results may be what is kept."""
+    """The same as empty tensors.  None: `gradients` consists of PyTorch's own operators and isn't registered, so that
+    its results may be tensors that are kept.
+    """
     differentiable: Sequence[str]
     """Names of the call's tensors that can have a gradient."""
     differentiable_outputs: int = 1
@@ -98,23 +100,25 @@ class Operator(Generic[C, O]):
     """Names of the kept tensors, outputs of forward, that `gradients` overwrites.  They are cloned first where the
     graph is retained."""
     adds_to: Mapping[str, str] = field(default_factory=dict)
-    """For a differentiable tensor the name of a kept one, memory of the caller's, to which `gradients` adds its
-    gradient if it isn't None; the gradient itself is then None."""
+    """For a differentiable tensor, the name of a kept one in the caller's memory: if that isn't None, `gradients` adds
+    the gradient to it and returns None instead.
+    """
     collect: Callable[[Any, Made, Wanted], Made] | None = None
     """Turns what `gradients` made into the gradients, where some of them are in `consumed` tensors."""
     clone: Callable[[Tensor], Tensor] = torch.clone
     """How a consumed tensor is cloned."""
     states: bool = False
-    """Whether `forward` and `gradients` state all that they do (torch_prepared.py): then backwards of a kind that was
-    seen before are prepared, and forwards of the registered operator, unless they check values.  Other forwards are
-    with the whole public function (torch_repeat.py)."""
+    """Whether `forward` and `gradients` state all that they do (torch_prepared.py).  Then, for a kind of call that was
+    seen before, backward is prepared, and so is the registered operator's forward unless it checks values.  Other
+    forwards are prepared together with the whole public function (torch_repeat.py).
+    """
     exchanges: Callable[[C], bool] | None = None
     """Whether `forward` and `gradients` of this call exchange numbers with other ranks, so that they can't run on
     tensors without memory: then no kernel is compiled before its launch."""
     flops: Callable[[C], int] | None = None
-    """Multiplications and additions of the matrix products that `forward` stands for, by shapes; None: it has none."""
+    """Multiplications and additions in the matrix products that `forward` stands for; None: it has none."""
     gradient_flops: Callable[[Any, Made, Wanted], int] | None = None
-    """The same of `gradients`, but for products that it computes again."""
+    """The same for `gradients`, without the products that it computes again."""
     by_token: Sequence[str] = ()
     """Names of the call's tensors whose leading dimensions are the tokens', hidden states first, if forward and
     gradients do no more than launch kernels and PyTorch's operators, for any number of tokens and without memory too:
@@ -122,8 +126,7 @@ class Operator(Generic[C, O]):
     direct: Callable[[Any], bool] | None = None
     """Whether `gradients` is to run unregistered for this call."""
     overwrites: Callable[[Any], bool] | None = None
-    """Whether `gradients` overwrites a tensor of the call, of this one: then it runs unregistered, so that autograd
-    sees it."""
+    """Whether `gradients` overwrites a tensor of this call: then it runs unregistered, so that autograd sees it."""
 
     def __post_init__(self) -> None:
         of_forward, of_save = get_type_hints(self.forward), get_type_hints(self.save)
@@ -185,12 +188,14 @@ class Operator(Generic[C, O]):
         return self._forwards.run(lambda: self.outputs.tensors_of(self.forward(call)), tensors, rest)
 
     def coming(self, call: C) -> Coming:
-        """While `forward` runs: where a kernel isn't compiled yet, all are that such calls need, backward's too."""
+        """A context for `forward`: if a kernel isn't compiled yet, all that such calls need are compiled, backward's
+        too.
+        """
         exchanges = self.exchanges is not None and self.exchanges(call)
         return Coming(partial(self._rehearse, call) if self.by_token and not exchanges else None)
 
     def _rehearse(self, call: C) -> None:
-        """Run forward and gradients on tensors without memory, of this and of other lengths."""
+        """Run forward and gradients on tensors without memory, with this and with other lengths."""
         given = self.call.tensors_of(call)
         first = given[self.call.tensors.index(self.by_token[0])]
         assert first is not None
@@ -201,7 +206,7 @@ class Operator(Generic[C, O]):
                 without_memory(x, lead, tokens) if name in self.by_token else without_memory(x)
                 for name, x in zip(self.call.tensors, given, strict=True)
             ]
-            with suppress(ValueError):  # what scratch_bytes is too small for
+            with suppress(ValueError):  # scratch_bytes may be too small
                 self._rehearse_with(call, tensors)
 
     def _rehearse_with(self, call: C, tensors: Made) -> None:
@@ -209,7 +214,7 @@ class Operator(Generic[C, O]):
         made = self.forward(likewise)
         (grads,) = self._grads(call)
         if any(grads):
-            # Of a call with several outputs the loss is mostly made of the first.
+            # With several outputs, most losses use only the first.
             nothing: Made = [None] * (self.differentiable_outputs - 1)
             self.gradients(self.save(likewise, made), (self.outputs.tensors_of(made)[0], *nothing), grads)
 
@@ -298,10 +303,10 @@ class Operator(Generic[C, O]):
             grads[place] = grad
         return (*grads, *[None] * len(_LISTS))
 
-    # What both ways do with autograd.
+    # What both ways, direct and registered, do with autograd.
 
     def saving(self, call: C, made: O, inputs: Made, places: Sequence[int]) -> tuple[Made, Saving]:
-        """What a node is to keep, tensors first, to whose inputs, at these places, the differentiable ones belong."""
+        """What a node is to keep: tensors, and the rest.  The differentiable tensors are at `places` of its inputs."""
         kept = self.save(call, made)
         given = [x is not None for x in inputs]
         edges = tuple([sum(given[:place]) for place in places])
@@ -312,8 +317,8 @@ class Operator(Generic[C, O]):
         """Save for backward."""
         ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
         ctx.saving, ctx.used_up = saving, False
-        # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
-        # that is no mistake.
+        # The caller's memory is not saved as a tensor: other micro-batches may add to it before this one does, and that
+        # is right.
         # Autograd saves no tensor that was made in inference mode, where it can't see whether it is changed.
         frozen = [i for i in self._given if (x := kept[i]) is not None and x.is_inference()]
         if frozen:
@@ -341,7 +346,7 @@ class Operator(Generic[C, O]):
         kept: Any = None
         ways = self.direct, self.overwrites
         if self.fake_gradients is None or any(ways) or (self.collect is not None and not plain):
-            kept = self._built(tensors, rest, plain=plain)  # else left packed: compiled autograd would trace this
+            kept = self._built(tensors, rest, plain=plain)  # otherwise left packed: compiled autograd would trace this
         direct, overwrites = [way is not None and way(kept) for way in ways]
         if not torch.compiler.is_compiling():
             adds, consumes = any(wanted[i] for i, _ in theirs), any(tensors[i] is not None for i in self._consumed)
@@ -351,7 +356,7 @@ class Operator(Generic[C, O]):
                 made = self._collected(kept, self.gradients(kept, given, wanted), wanted)
         elif plain:
             for i, memory in theirs:
-                if wanted[i]:  # nobody sees that it is written to
+                if wanted[i]:  # nobody sees that it is overwritten
                     torch.autograd.graph.increment_version(memory)
             with inside_operator(present[0]):
                 made = self._run_gradients(tensors, rest, given, wanted)
@@ -417,7 +422,7 @@ class _Node(torch.autograd.Function):
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches operators, and all are plain tensors with storage."""
+    """Whether no mode watches operators, and all are plain tensors with storage."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -450,7 +455,7 @@ def inside_operator(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _refuse_second(op: str, ctx: Any) -> None:
-    """Raise for a second backward of the same graph, which autograd keeps where the first one failed."""
+    """Raise for a second backward of the same graph, which autograd keeps after the first one failed."""
     _ = ctx._raw_saved_tensors  # raises if the first came through
     raise RuntimeError(
         f"{op}: an earlier backward was interrupted after it had begun to overwrite its own inputs; run forward again, "
@@ -459,7 +464,7 @@ def _refuse_second(op: str, ctx: Any) -> None:
 
 
 def _in_memory(x: Tensor | None) -> Tensor | None:
-    """With the signs that its memory has: autograd may negate by a view, and kernels read memory."""
+    """x, or a copy, with its signs in memory: autograd may negate by a view, but kernels read memory."""
     return x.resolve_neg() if x is not None and not torch.compiler.is_compiling() and x.is_neg() else x
 
 
@@ -468,7 +473,7 @@ def _first(args: Sequence[Any]) -> Tensor:
 
 
 def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> Any:
-    """As operators return them: an empty tensor for None, and one alone without a tuple."""
+    """The results as operators return them: an empty tensor for None, and a single one without a tuple."""
     first = _first(args)
     filled = tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
     return filled if len(filled) > 1 else filled[0]
@@ -477,15 +482,15 @@ def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> Any:
 # ------------------------------------------------------------------------------------ objects as operators' arguments
 
 
-# What torch.library does in Python grows with the square of the number of arguments, so all that isn't a tensor travels
-# in four of them: with an argument for each number it took 0.24 ms per call.
+# The time that torch.library takes in Python grows with the square of the number of arguments, so everything but
+# tensors travels in four of them: with an argument for each number a call took 0.24 ms.
 _LISTS = ("SymInt[] sizes", "float[] numbers", "bool[] flags", "str words")
 _LIST_OF: dict[Any, int] = {int: 0, float: 1, bool: 2, str: 3, torch.dtype: 3}
 _DTYPES = {x: name for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 
 
 class _Leaf(NamedTuple):
-    """A field that is no object with fields itself."""
+    """A field that isn't itself an object with fields."""
 
     path: str  # "options.softcap"
     kind: type
@@ -498,7 +503,7 @@ class _Leaf(NamedTuple):
 
 
 class _Packing:
-    """How objects of a class travel as arguments of an operator."""
+    """How a class's objects travel as arguments of an operator."""
 
     def __init__(self, cls: type) -> None:
         leaves: list[_Leaf] = []
@@ -520,11 +525,11 @@ class _Packing:
         return ", ".join([*tensors, *_LISTS])
 
     def build(self, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Any:
-        """The object of these tensors and all else, in the order of its fields."""
+        """The object with these tensors and these other values, in the order of its fields."""
         return self._make(iter(tensors), iter(rest))
 
     def encode(self, rest: Sequence[Any]) -> tuple[Any, ...]:
-        """All that isn't a tensor, as an operator takes it."""
+        """Everything that isn't a tensor, as an operator takes it."""
         lists: tuple[list[Any], ...] = [], [], [], []
         sizes, _, flags, words = lists
         for leaf, value in zip(self.of_rest, rest, strict=True):
@@ -561,9 +566,9 @@ class _Packing:
 
 
 def _source(cls: Any, path: str, leaves: list[_Leaf], makers: dict[str, Any]) -> str:
-    """Code that makes a `cls` of the next tensors (t) and of what else comes next (r).
+    """Code that makes a `cls` from the next tensors (t) and the next other values (r).
 
-    Adds its leaves to `leaves`, and what the code calls to `makers`.
+    Adds its leaves to `leaves`, and the functions that the code calls to `makers`.
     """
     hints, parts = get_type_hints(cls), []
     for name in [x.name for x in fields(cls)] if is_dataclass(cls) else cls._fields:
@@ -584,13 +589,13 @@ def _source(cls: Any, path: str, leaves: list[_Leaf], makers: dict[str, Any]) ->
 
 
 def _unchecked(cls: Any, **values: Any) -> Any:
-    """A dataclass whose values were checked when the call was made, and may be symbols here."""
+    """Makes a dataclass without its checks: they ran when the call was made, and values may be symbols here."""
     made: Any = object.__new__(cls)
     made.__dict__.update(values)
     return made
 
 
 def _fields(paths: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads these fields of an object."""
+    """A function that reads these fields of an object."""
     made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda x: ({''.join(f'x.{path}, ' for path in paths)})")
     return made

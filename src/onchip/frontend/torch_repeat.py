@@ -1,4 +1,4 @@
-"""Public functions whose calls are prepared: for a kind of call that was seen, checks and launches are the same again.
+"""Public functions whose calls are prepared: calls of the same kind have the same checks and launches.
 
 Checking arguments, choosing a backend and planning take several times as long as the launches themselves.  They depend
 on the options, on the shapes, strides, dtypes and alignments of tensors, and on their role in autograd, but never on
@@ -38,11 +38,11 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
 def repeatable(function: F) -> F:
-    """Let a public function repeat calls of a kind, where nothing but its arguments decides on what it does.
+    """A decorator: repeat calls of a kind, for a public function that depends on its arguments alone.
 
-    A `normalizer` that is a number becomes a tensor first, as in `check_normalizer`: it may be another in each call.
+    A `normalizer` that is a number becomes a tensor first, as in `check_normalizer`, since each call may have another.
     """
-    known = Known()  # a _Known, or why there is none
+    known = Known()  # a _Known, or the reason why there is none
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def repeatable(function: F) -> F:
 
 
 def _normalizer(number: float, args: Sequence[Any], kwargs: dict[str, Any]) -> float | Tensor:
-    """The number as a tensor beside the call's first one, if that can be repeated and the number is right."""
+    """The number as a tensor on the device of the call's first tensor, if the call can be repeated and it is valid."""
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     if first is None or type(first) not in (Tensor, Parameter):
         return number
@@ -81,7 +81,7 @@ def _normalizer(number: float, args: Sequence[Any], kwargs: dict[str, Any]) -> f
 
 
 def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> Hashable:
-    """All that a prepared call takes for granted, its tensors going to `given`; None: it isn't to be prepared."""
+    """Everything on which a prepared call relies; its tensors are added to `given`.  None: it can't be prepared."""
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
         return None
     if forward_ad._current_level >= 0 or (_len_torch_function_stack() > 0 and _is_watched()):
@@ -112,7 +112,7 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
 
 
 def _is_watched() -> bool:
-    """Whether a mode sees what functions of PyTorch are called, and may change what they do."""
+    """Whether a mode sees the functions of PyTorch that are called, and may change what they do."""
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
@@ -146,27 +146,28 @@ def _add(x: Any, given: list[Tensor], rest: list[Any]) -> bool:
 
 @lru_cache
 def _is_frozen(kind: type) -> bool:
-    """Whether it is a dataclass whose fields stay what they are."""
+    """Whether it is a frozen dataclass."""
     return is_dataclass(kind) and bool(vars(kind)["__dataclass_params__"].frozen)
 
 
 class _Known(NamedTuple):
-    """What does a call: places are among the results of what is prepared, behind these the call's tensors, and last
-    None."""
+    """How a call is repeated.  Its functions pick from a list: the prepared results, then the call's tensors, then
+    None.
+    """
 
     prepared: Prepared
     operator: Operator[Any, Any] | None
-    """That attaches autograd; None where no gradient is needed."""
+    """The operator that attaches autograd; None if no gradient is needed."""
     outputs: int
-    """How many of the results, the first ones, are the operator's, with the link."""
+    """How many of the results, the first ones, are the operator's outputs, with the link."""
     inputs: Callable[[Made], Made]
-    """The differentiable tensors, of those at all places."""
+    """Picks the differentiable tensors."""
     kept: Callable[[Made], Made]
-    """What forward keeps for backward."""
+    """Picks the tensors that forward keeps for backward."""
     saving: Saving | None
-    """All else of it."""
+    """What else it keeps."""
     result: Callable[[Made], Any]
-    """What the caller gets, of the tensors at all places."""
+    """Makes what the caller gets."""
 
     def run(self, given: Sequence[Tensor]) -> Any:
         with inside_operator(given[0]):
@@ -181,14 +182,14 @@ class _Known(NamedTuple):
 def _prepare(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
 ) -> tuple[Any, _Known | str]:
-    """The result of a call, and what does the same, or why nothing does."""
+    """The result of a call, and how to repeat it, or why it can't be repeated."""
     told = Builder(given)
     with told:
         result = function(*args, **kwargs)
     seen = told.attached
     if len(seen) > 1:
         told.refuse("it calls several operators")
-    fresh: list[Tensor | None] = []  # the operator's outputs, what is kept of it, and other tensors of the result
+    fresh: list[Tensor | None] = []  # the operator's outputs, what it keeps, and other tensors of the result
     outputs: Made = ()
     for made in seen:
         fresh.extend(made.before)
@@ -220,7 +221,7 @@ def _prepare(
 
 
 def _picker(places: Sequence[int | None]) -> Callable[[Made], Made]:
-    """What picks these places; None: the last, where nothing is."""
+    """A function that picks these places of a list; None stands for the last, which holds None."""
     of = [-1 if i is None else i for i in places]
     return itemgetter(*of) if len(of) > 1 else lambda there: [there[i] for i in of]
 
@@ -250,7 +251,7 @@ def _leaves(x: Any) -> list[Tensor]:
 
 
 def _maker(result: Any, places: Sequence[Tensor | None]) -> Callable[[Made], Any]:
-    """What makes such a result of the tensors at these places."""
+    """A function that makes such a result from a list with the tensors in the same order."""
     if isinstance(result, Tensor):
         place = _place(result, places)
         return lambda there: there[place]  # type: ignore[index]

@@ -1,14 +1,15 @@
-"""The walks of linear_jsd and jsd in plain JAX: chunks of tokens, whose losses and gradients are made by divergence.py.
+"""The walks of linear_jsd and jsd in plain JAX: chunks of tokens, for which divergence.py computes losses and
+gradients.
 
-If the vocabulary is split over devices, each has its own entries.  At the ends of beta the divergence is the sum of
-one between the devices' shares of probability and those on the devices::
+If the vocabulary is split over devices, each has its own entries.  At the ends of beta the divergence is that between
+the devices' shares of probability, plus those on the devices::
 
     KL(t || s) = KL(T || S) + sum_r T_r KL(t_r || s_r)
 
 where T_r is device r's share of the teacher's probability, and t_r the distribution over its own entries.  So one
 all-gather suffices, for both models' normalisers and the devices' own divergences, and nothing cancels.  A mixture has
 no such rule: the sums of its terms take another product and another all-gather.  A top-k teacher needs the student's
-log-probabilities of its ids, and that of all others together.  Backward computes logits again.
+log-probabilities of its ids, and of all other ids together.  Backward computes logits again.
 
 Source: the chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, 2.5), for that rule.
 """
@@ -65,8 +66,8 @@ class JsdStatic(NamedTuple):
     size: int  # vocabulary entries that count
     topk_kind: str
     topk_rest: str
-    shard: Any = None  # of a vocabulary that is split over devices
-    mesh: Any = None  # an `OnMesh` of a call that spreads itself
+    shard: Any = None  # this device's part of a vocabulary that is split over devices
+    mesh: Any = None  # an `OnMesh` for a call that is spread over devices
 
 
 def plan(static: JsdStatic, needs: Any, stash: bool, models: Any, constants: JsdConstants) -> int:
@@ -88,7 +89,7 @@ def plan(static: JsdStatic, needs: Any, stash: bool, models: Any, constants: Jsd
 
 
 def source_of(static: JsdStatic, model: Any) -> XlaProjection | XlaLogits:
-    """A model's last layer, in the dtype of sums where products of 16 bits won't do, or its logits."""
+    """A model's last layer, in the dtype of sums where products in 16 bits aren't exact enough, or its logits."""
     if not isinstance(model, XlaProjection):
         return XlaLogits.of(model)
     if static.platform == "cpu" or model.weight.dtype == jnp.float16:
@@ -106,7 +107,7 @@ def _at_labels(stats: XlaTokenStats) -> XlaTokenGradient:
 
 
 def _cross_entropy(z: Array, label: Array) -> tuple[Array, Array]:
-    """That of each row, and its gradient."""
+    """The cross-entropy of each row, and its gradient."""
     ids, whole = label[:, None], Columns(0, z.shape[1])
     stats = Softmax.empty(ids, Wanted(), z.dtype).absorb(z, whole, ids).complete(ids, z.shape[1])
     return -stats.log_prob[:, 0], logits_gradient(z, None, stats, _at_labels(stats), ids, whole)
@@ -123,12 +124,14 @@ ARRAYS = formulas.Arrays(
 
 
 def none_of(models: Any) -> Any:
-    """That no gradient is needed."""
+    """A tree that says that no gradient is needed."""
     return jax.tree.map(lambda _: False, models)
 
 
 def stashes(static: JsdStatic, needs: Any) -> bool:
-    """Whether forward makes the gradients: for an upstream gradient of 1, as sums, but of existing logits."""
+    """Whether forward makes the gradients, for an upstream gradient of 1: in the dtype of sums, except existing
+    logits'.
+    """
     of_logits = any(need is True for need in needs)
     return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not of_logits
 
@@ -158,8 +161,8 @@ def backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Any) -> Any:
 def _walk(
     static: JsdStatic, needs: Any, models: Any, constants: JsdConstants, grad_loss: Any, stash: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The loss, and the gradients that are needed, for `grad_loss` or for 1; in the dtype of sums, but of existing
-    logits in theirs."""
+    """The loss, and the gradients that are needed, for `grad_loss` or for 1.  They are in the dtype of sums; those of
+    existing logits in the logits' dtype."""
     chunk = plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
     labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
@@ -184,7 +187,7 @@ def _walk(
         return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 
     def whole(sums: Any, source: XlaProjection | XlaLogits) -> Any:
-        """With zeros for ignored tokens."""
+        """x with zeros for ignored tokens."""
         if isinstance(source, XlaLogits):
             return None if sums is None else source.floats(sums)
         return sums if sums.hidden is None else replace(sums, hidden=tokens.spread(sums.hidden))
@@ -206,32 +209,32 @@ def _topk(static: JsdStatic, ids: Array, values: Array) -> TopK[Array]:
 
 
 class _Norm(NamedTuple):
-    """Normalisers of C tokens: top + log_total is the log-sum-exp."""
+    """The normalisers of C tokens: top + log_total is the log-sum-exp."""
 
     top: Array
     log_total: Array
 
     def log_probs(self, z: Array) -> Array:
-        """Of logits [C, size]."""
+        """The softmax's numbers for logits [C, size]."""
         # The difference would be NaN where no logit is finite.
         return jnp.where(z == -jnp.inf, z, z - self.top[:, None] - self.log_total[:, None])
 
 
 class _Part(NamedTuple):
-    """What a device knows of C tokens, from its own entries."""
+    """What a device knows about C tokens, from its own entries."""
 
-    student: Any  # (max, total) of a `Softmax`, as the next
+    student: Any  # (max, total) of a `Softmax`, like teacher
     teacher: Any
     value: Array | None  # the divergence of its own distributions, at the ends of beta
     hard: Softmax | None
 
 
 class _KnownSoftmax(NamedTuple):
-    """What all devices know of each row, [P]."""
+    """What all devices together know about each row, [P]."""
 
     value: Array  # the divergence
-    models: Any  # of two models: their `_Norm`s, and the sums of the derivatives by both models' log-probabilities
-    topk: Any  # of a top-k teacher: the divergence's `XlaTokenGradient`, and statistics that it goes with
+    models: Any  # for two models: their `_Norm`s, and the sums of the derivatives by both models' log-probabilities
+    topk: Any  # for a top-k teacher: the divergence's `XlaTokenGradient`, and the statistics that it goes with
     hard: XlaTokenStats | None
 
 
@@ -252,7 +255,7 @@ def _split_forward(static: JsdStatic, needs: Any, models: Any, constants: JsdCon
 
 
 def _split_backward(static: JsdStatic, needs: Any, saved: Any, grad_loss: Array) -> Any:
-    """The gradients of both models, with logits computed again."""
+    """Both models' gradients, from logits that are computed again."""
     models, constants, known = saved
     options, shard = static.options, static.shard
     chunk = plan(static, needs, False, models, constants)
@@ -311,7 +314,7 @@ class _Split:
         self.sources, self.needs = _given(static, self.local, none_of(self.local))
 
     def walked(self, step: Any) -> Any:
-        """The numbers that step(start, *z) has of each chunk of rows, of all devices, [n, P]."""
+        """The numbers that step(start, *z) computes for each chunk of rows, from all devices, [n, P]."""
         rows, total = self.here.source.shape[0], self.sources[0].accumulator
         logits = [jax.ShapeDtypeStruct((rows, self.static.size), total) for _ in self.sources]
         empty = jax.eval_shape(lambda *z: step(None, *z), *logits)
@@ -374,7 +377,7 @@ class _Split:
 
         def of_part(start: Any, z: Array) -> Any:
             own, final = self.cut(local_ids, start), _final(static, z)
-            # Ids that lie elsewhere are dropped.
+            # Ids of other devices are dropped.
             column = jnp.where(own < 0, columns.size, own)
             outside = final.at[jnp.arange(len(own))[:, None], column].set(-jnp.inf, mode="drop")
             others = _softmax(outside, jnp.full_like(own[:, :1], IGNORED), columns)
@@ -387,7 +390,7 @@ class _Split:
         teacher, log_prob = _topk(static, ids, values), stats.log_prob
         none = jnp.zeros_like(stats.lse)
         if teacher.rest == "renormalised":
-            # Of logits or log-probabilities alike.
+            # The same for logits and log-probabilities.
             value, at_ids = topk_terms(ARRAYS, static.options, teacher, log_prob)
             gradient = XlaTokenGradient(none, at_ids)
         elif teacher.rest == "truncated":
@@ -397,13 +400,13 @@ class _Split:
         else:
             value, by_logits = topk_terms(ARRAYS, static.options, teacher, log_prob, (lse_of_rest - stats.lse)[:, None])
             gradient = XlaTokenGradient(by_logits[:, -1], by_logits[:, :-1])
-            # Where there are no others each of their logits is -inf.
+            # If there are no other entries, each of their logits is -inf.
             stats = stats._replace(lse=jnp.where(lse_of_rest == -jnp.inf, 0, lse_of_rest))
         return _KnownSoftmax(value, None, (gradient, XlaTokenStats(stats.lse, log_prob)), self.hard_stats(hard))
 
 
 def _given(static: JsdStatic, models: Any, needs: Any) -> tuple[list[XlaProjection | XlaLogits], list[Any]]:
-    """The models that there are, and which gradients are needed of each."""
+    """The models that are given, and which gradients each needs."""
     given = [(source_of(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     return [x for x, _ in given], [need for _, need in given]
 
@@ -413,7 +416,7 @@ def _columns(static: JsdStatic) -> Columns:
 
 
 def _final(static: JsdStatic, z: Array) -> Array:
-    """The logits that the divergence is of: -inf for padding."""
+    """The logits for the divergence: -inf for padding."""
     new = _columns(static).new(z)
     z = z if static.options.temperature == 1 else z / static.options.temperature
     return z if new is None else jnp.where(new, z, -jnp.inf)
@@ -428,18 +431,18 @@ def _norm(softmax: Softmax) -> _Norm:
 
 
 def _merged(parts: Any) -> _Norm:
-    """Of all devices' (max, total), [n, P] each."""
+    """The normalisers from all devices' (max, total), [n, P] each."""
     top = jnp.max(parts[0], 0)
     return _Norm(top, jnp.log(jnp.sum(parts[1] * jnp.exp(parts[0] - top[None]), 0)))
 
 
 def _masses(parts: Any, norm: _Norm) -> Array:
-    """[n, P]: the logarithm of each device's part of the probability."""
+    """The logarithm of each device's share of the probability, [n, P]."""
     return (parts[0] - norm.top[None]) + (jnp.log(parts[1]) - norm.log_total[None])  # type: ignore[no-any-return]
 
 
 def _ids(tokens: CountedTokens, constants: JsdConstants) -> Array:
-    """[P, 1]: each row's label; one out of range has a factor of NaN."""
+    """Each row's label, [P, 1]; the row of one that is out of range has a factor of NaN."""
     return jnp.maximum(tokens.take(constants.labels, 0), 0)[:, None]
 
 

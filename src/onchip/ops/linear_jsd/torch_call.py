@@ -21,7 +21,7 @@ from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
 
 
 def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> None:
-    """Raise for indices [..., K] of tokens that are `kept` [...] if they are out of range or repeated; reads them."""
+    """Raise if indices [..., K] of tokens that are `kept` [...] are out of range or repeated; reads their values."""
     ids = indices.to(torch.int64)
     wrong = (ids < 0) | (ids >= vocab)
     ordered = ids.sort(-1).values
@@ -60,19 +60,19 @@ class JsdCall(NamedTuple):
 
     student: JsdModel
     teacher: JsdModel  # empty where the teacher is a top-k, whose ids are of the whole vocabulary
-    indices: Tensor | None  # [..., K], and so `values`
+    indices: Tensor | None  # [..., K], like `values`
     values: Tensor | None
     target: Tensor | None  # [...]
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
     dtypes: tuple[torch.dtype, ...]  # of both models' products
     shape: tuple[int, ...]  # [...], of all ranks
-    size: int  # vocabulary entries that count, of a shard its own
+    size: int  # vocabulary entries that count; for a shard, its own
     topk_kind: str
     topk_rest: str
     options: JsdOptions
     stash: bool  # gradients are made in forward and kept
-    grads: tuple[bool, ...]  # of `PARAMETERS`
+    grads: tuple[bool, ...]  # for each of `PARAMETERS`
     shards: Shards
     kernels: bool  # whether ranks run kernels, which take ignored tokens too
 
@@ -92,7 +92,7 @@ class JsdCall(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of logits, statistics and sums."""
+        """The dtype of logits, statistics and sums."""
         return accumulator(self.first.dtype)
 
     @property
@@ -102,7 +102,7 @@ class JsdCall(NamedTuple):
 
     @property
     def vocab(self) -> int:
-        """Entries that count, of all ranks."""
+        """Vocabulary entries that count, on all ranks."""
         return self.shards.vocab if self.shards.there else self.size
 
     def of_all_tokens(self, *, fake: bool = False) -> "JsdCall":
@@ -126,7 +126,7 @@ class JsdCall(NamedTuple):
         return stated.empty(shape, self.dtype, self.first.device)
 
     def empty_gradients(self, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
-        """Memory for gradients in `dtype`, by default their parameters'."""
+        """Memory for gradients, in `dtype` or by default in their parameters' dtypes."""
         pairs = zip(self.parameters, wanted, strict=True)
         return [stated.empty_like(x, dtype) if x is not None and want else None for x, want in pairs]
 
@@ -137,7 +137,8 @@ class JsdCall(NamedTuple):
         return self.target, self.options.ignore_index
 
     def tokens(self, *, check: bool) -> Tokens:
-        """The tokens that count; with `check`, values are checked on the CPU, and elsewhere if that was asked for.
+        """The tokens that count; with `check`, values are checked on the CPU, and elsewhere if check_inputs asks for
+        it.
 
         If ranks run kernels, the CPU is treated like any other device.
         """
@@ -176,11 +177,11 @@ class JsdCall(NamedTuple):
         )  # fmt: skip
 
     def divisor(self, kept: Tensor) -> Tensor:
-        """0-d: what the loss is divided by, given which tokens are kept, or their number."""
+        """The loss's divisor, 0-d, given which tokens are kept, or their number."""
         return divisor(self.options.op, self.options.reduction, self.normalizer, kept)
 
     def grads_of(self, who: int) -> tuple[bool, ...]:
-        """Of the student's (0) or the teacher's (1) parameters."""
+        """Which of the student's (0) or the teacher's (1) parameters get a gradient."""
         return self.grads[4 * who : 4 * who + 4]
 
     def layer(self, who: int) -> Layer | None:
@@ -192,13 +193,13 @@ class JsdCall(NamedTuple):
         return Layer(hidden, weight, bias, self.dtypes[who], grads)
 
     def flops(self, gradients: Wanted, *, logits: bool) -> int:
-        """Operations of the matrix products for these gradients, of `PARAMETERS`, and for the models' logits."""
+        """Operations of the matrix products for these gradients of `PARAMETERS`, and with `logits` for the logits."""
         hidden = [0 if x.hidden is None else x.hidden.shape[-1] for x in self.models]
         products = [logits + gradients[4 * who] + gradients[4 * who + 1] for who in (0, 1)]
         return sum(2 * self.number * self.size * h * times for h, times in zip(hidden, products, strict=True))
 
     def head(self, who: int, *, kernels: bool = False) -> Head:
-        """What plans know of the student (0) or the teacher (1), with `kernels` for the Triton kernels."""
+        """What plans know about the student (0) or the teacher (1); `kernels`: for the Triton kernels."""
         hidden, weight, _, logits = self.models[who]
         copied = copied_rows(hidden) + copied_rows(logits, columns_apart=not kernels)
         if kernels and weight is not None:

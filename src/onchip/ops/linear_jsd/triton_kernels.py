@@ -1,19 +1,19 @@
 """linear_jsd's own Triton kernels: the divergence of each token's two rows of logits.
 
-Sizes, positions, and what is stored of logits, are as in triton_product.py.
+Sizes, positions and the form in which logits are stored are as in triton_product.py.
 
-The maths is in the package's docstring; what follows from it here, all logarithms being to base 2, as the device has
-them:
+The maths is in the package's docstring.  This is what follows from it here, where all logarithms are to base 2, as the
+device computes them.
 
-Of both models' probabilities at an entry let hi be the larger, lo the smaller, d = log(t / s), q = |d|, w the weight of
+At an entry let hi be the larger of both models' probabilities, lo the smaller, d = log(t / s), q = |d|, w the weight of
 lo in the mixture m, and a = log(m / hi) = log(1 - w + w exp(-q)).  So log(s / m) is -a for d <= 0 and -a - d above.
 Nothing overflows, equal logits give q = a = 0 exactly, and the entry's part of the loss is
 
     -(1 - w + w exp(-q)) hi a - w lo q
 
-a difference of terms like q whose result is like q^2.  An error of a or q, 1e-7 or so, is harmless there from q = NEAR
-on (the device's logarithm, 2^-22 off, is good enough).  Below it is s d^2 times a series in d, which neither loses
-digits nor can be below 0.  For the ends likewise, with t d - t + s.
+a difference of terms of order q whose result is of order q^2.  From q = NEAR on an error of about 1e-7 in a or q is
+harmless (the device's logarithm, with an error of 2^-22, is good enough).  Below NEAR the part is computed as s d^2
+times a series in d, which neither loses digits nor can be below 0.  The ends are treated likewise, with t d - t + s.
 
 An H100 has time for some fifty instructions per entry while it reads both models' numbers: the loss takes 42 of them,
 the gradient 24, for beta 1/2, which needs no choice of w.
@@ -32,19 +32,20 @@ from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
 # probabilities is 0.
 FLOOR = tl.constexpr(-1.0e30)
 INFINITE = tl.constexpr(1.0e29)
-# KL(t || s), KL(s || t), and what lies between.
+# KL(t || s), KL(s || t), and the mixture between them.
 FORWARD_KL, REVERSE_KL, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Below this a log2(t / s) is near 0: a term of the loss is a difference of larger ones, which a series is not.
+# |log2(t / s)| counts as near 0 below this: there a term of the loss would be a difference of larger ones, so a series
+# replaces it.
 NEAR = tl.constexpr(0.75)
 LN2 = tl.constexpr(0.6931471805599453)
 GROUP_OF = tl.constexpr(8)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Rows of `stats`, [STATS, T] float32 by position: of a model, from its first one on, and of the label.
+# Rows of `stats`, [STATS, T] float32 by position: where each model's rows begin, the rows of a model, and the label's.
 STUDENT, TEACHER = tl.constexpr(0), tl.constexpr(4)
 MAXIMUM, LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log2 p = (z - maximum) log2(e) / temperature - log_sum
-MEAN = tl.constexpr(2)  # what the gradient is centred by, over log(2)
-INVERSE_SCALE = tl.constexpr(3)  # a kept gradient is to be multiplied by
-HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(8), tl.constexpr(9)  # of the student at temperature 1
+MEAN = tl.constexpr(2)  # the mean that the gradient subtracts, divided by log(2)
+INVERSE_SCALE = tl.constexpr(3)  # the factor that undoes a kept gradient's scaling
+HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(8), tl.constexpr(9)  # the student's at temperature 1
 
 
 class JsdLogits(NamedTuple):

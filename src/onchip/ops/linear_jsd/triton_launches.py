@@ -1,4 +1,4 @@
-"""linear_jsd's own Triton kernels: their launches, and what these know of a call's two models and tokens."""
+"""The launches of linear_jsd's own Triton kernels, and what they know about a call's two models and tokens."""
 
 import math
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ from onchip.vocab.triton.records import LogitBuffer, Picked, Run, Tiles, Vectors
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE
 from onchip.vocab.triton.token_launches import compact
 
-# Tiles of a token's row that a program takes at a time, and its warps.
+# How many tiles of a token's row a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8
-# A label that is in no column, and no index of logits.
+# Stands for a label that is in no column: no index of logits.
 ELSEWHERE = parallel.NO_INDEX
-# Registers of a thread, by the bytes of a number that it reads: of 48 five programs fit a multiprocessor, so that the
-# tokens of a chunk are all at work at once; numbers of 4 bytes take 64.
+# Registers of a thread, by the bytes of a number that it reads.  With 48, five programs fit on a multiprocessor, so
+# that all tokens of a chunk run at once; numbers of 4 bytes need 64.
 _REGISTERS = {2: 48, 4: 64}
 
 
@@ -48,11 +48,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """Both models of a call, the student (0) and the teacher (1), and what is known of its tokens."""
+    """Both models of a call, the student (0) and the teacher (1), and what is known about its tokens."""
 
     call: JsdCall
-    sides: Mapping[int, Side]  # of both, of the student or of none
-    given: Mapping[int, JsdLogits]  # of the others
+    sides: Mapping[int, Side]  # of both models, the student alone, or none
+    given: Mapping[int, JsdLogits]  # the other models' logits
     vectors: Vectors
     ids: Tensor  # [T, 1] int64: the targets
     ignore_index: int
@@ -85,26 +85,26 @@ class Pair:
         return -(-self.call.size // VOCAB_TILE)
 
     def number_tokens(self) -> None:
-        """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
+        """Number the tokens that are not ignored.  For given logits find their labels; else `gather` does that."""
         compact(self.vectors, self.ids, self.ignore_index).run()
         if not self.sides:
-            # Of a label that another rank has, forward reads the logit of another entry instead, for nothing.
+            # If another rank has the label, forward reads some other logit and doesn't use it.
             self.put_labels(0 if self.call.shards.there else None)
 
     def put_labels(self, elsewhere: int | None) -> None:
-        """All tokens' labels by position: -1 of one that is out of range, `elsewhere` of one that another rank has."""
+        """Put all tokens' labels by position: -1 if out of range, `elsewhere` if another rank has it."""
         of_call = self.ids, self.vectors.order, self.call.size, elsewhere
         stated.call(_put_labels, self.vectors.label, *of_call)
 
     def gather(self, who: int, rows: Tensor, first: int) -> None:
-        """Put a model's hidden states of the positions from `first` on in `rows`."""
+        """Put a model's hidden states, for the positions from `first` on, into `rows`."""
         side = self.sides[who]
         hidden = side.layer.hidden.reshape(-1, side.run.hidden)
         picked = Picked(self.target_logit if who == 0 else stated.empty_like(self.target_logit), None, None)
         gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
         if self.call.shards.there:
             self.put_labels(ELSEWHERE)
-            # As good as -inf, which 0 may be multiplied by.
+            # It serves as -inf, but 0 times it isn't NaN.
             elsewhere = self.vectors.label == ELSEWHERE
             stated.call(Tensor.masked_fill_, self.target_logit, elsewhere, kernels.FLOOR.value)
 
@@ -123,7 +123,9 @@ def _put_labels(label: Tensor, ids: Tensor, order: Tensor, size: int, elsewhere:
 
 
 def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> JsdLogits:
-    """Memory for a chunk of one model's logits, as `logit_tiles` leaves it; what is recomputed needs no sums."""
+    """Memory for a chunk of one model's logits, as `logit_tiles` leaves it; logits that are computed again need no
+    sums.
+    """
     rows, weight = up(tokens, TOKEN_TILE), run.weight
 
     def make(wanted: bool) -> Tensor | None:
@@ -138,7 +140,7 @@ def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) ->
 
 
 def logits(pair: Pair, run: Run, rows: Tensor, out: JsdLogits, first: int, first_tile: int, tiles: int) -> Launch:
-    """Logits of the positions from `first` on, of which `rows` has the hidden states."""
+    """Logits for the positions from `first` on, whose hidden states are in `rows`."""
 
     def launch(t: Tiles) -> Launch:
         parts = t.parts * out.numbers.element_size() // 2  # the same bytes in shared memory
@@ -170,19 +172,19 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: JsdLogits, first: int, first
 
 def divergence(
     pair: Pair,
-    made: Mapping[int, JsdLogits],  # of the models whose logits aren't given
+    made: Mapping[int, JsdLogits],  # for the models whose logits aren't given
     first: int,
     tokens: int,  # from position `first` on
     first_tile: int,
     tiles: int,
     into: Mapping[int, LogitBuffer | Tensor],  # for the logits' gradients that are wanted
     *,
-    loss: Tensor | None = None,  # [T] float32 out, by token: with it statistics are made, else used
+    loss: Tensor | None = None,  # [T] float32 out, by token; if given, statistics are made, otherwise used
     token_weight: Tensor | None = None,  # [T] float32
     row_scale: Tensor | None = None,  # [T] float32, by position
     **more: Any,
 ) -> Launch:
-    """Losses of some positions, and their logits' gradients; `more` are arguments in place of the call's."""
+    """Losses for some positions, and their logits' gradients; `more` replaces arguments of the call."""
     call, options, beta = pair.call, pair.call.options, pair.call.options.beta
     models = {**pair.given, **made}
     arguments: dict[str, Any] = {}
@@ -233,8 +235,8 @@ def divergence(
 def nearly_equal(beta: float) -> list[float]:
     """Coefficients c of a term of the loss where both models' probabilities, p and q, are nearly equal.
 
-    With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), 1e-6 off at most: p is the
-    student's and q the teacher's, but for beta 0, where p is the teacher's.
+    With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), with an error of at most 1e-6.  p
+    is the student's and q the teacher's, except for beta 0, where p is the teacher's.
     """
     near = kernels.NEAR.value
 

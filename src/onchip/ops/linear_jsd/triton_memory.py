@@ -1,7 +1,7 @@
 """How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
 
-docs/internals/linear_jsd.md says what is kept where.  Tokens whose gradient by the logits fits neither in the memory
-of the weight's gradient nor in scratch have their logits recomputed in backward, in chunks of the vocabulary.
+docs/internals/linear_jsd.md says what is kept where.  If a token's logits gradient fits neither in the memory of the
+weight's gradient nor in scratch, backward computes its logits again, in chunks of the vocabulary.
 """
 
 import math
@@ -17,9 +17,9 @@ from onchip.vocab.triton.costs import RATES, Rates
 from onchip.vocab.triton.search import SLACK
 from onchip.vocab.triton.tiling import TOKEN_TILE, VOCAB_TILE, evenness
 
-# Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
+# Tokens, and tiles of the vocabulary, of a chunk that keeps the device busy.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
-# float32 numbers that forward leaves of each token; triton_kernels.py names them.
+# float32 numbers that forward leaves for each token; triton_kernels.py names them.
 STATS = 10
 
 
@@ -38,14 +38,14 @@ class JsdPlan:
 
 
 def config_of(head: Head, c: JsdPlan) -> triton_memory.TritonPlan:
-    """The plan of one model, as the engine takes it: what of `kept` is in the memory of its weight's gradient."""
+    """One model's plan, as the engine takes it: it says how many `kept` tokens are in its weight gradient's memory."""
     in_gradient = min(c.kept, triton_memory.capacity(head))
     return triton_memory.TritonPlan(c.token_chunk, c.vocab_chunk, c.weight_chunk, in_gradient, c.kept - in_gradient)
 
 
 def block_bytes(size: int) -> int:
-    """What PyTorch's allocator gives for so many bytes: of 10 MiB or more a block of its own, in multiples of 2 MiB,
-    of which it uses the rest again if that is more than 1 MiB.
+    """Bytes that PyTorch's allocator takes for `size`: from 10 MiB on a block of its own, in multiples of 2 MiB; it
+    uses the block's rest for other tensors if that is more than 1 MiB.
     """
     if size < 10 * MIB:
         return size
@@ -61,7 +61,8 @@ class JsdSizes:
         self.columns, self.any_grad = up(p.vocab, VOCAB_TILE), p.any_grad
         self.casts = self.hidden_rows = self.sums = 0
         self.vectors = 160 * p.tokens + MIB // 64
-        # Of each model: bytes of a logit in forward, of one's gradient, where it has none of a row of hidden states.
+        # For each model: bytes of a logit in forward, of a logit's gradient, and, without gradients, of a row of hidden
+        # states.
         self.layers: list[tuple[int, int, int]] = []
         self.kept: list[tuple[int, int]] = []  # bytes of a token's gradient, and tokens that the weight's memory holds
         for h in p.layers:
@@ -71,14 +72,14 @@ class JsdSizes:
             self.layers.append((distance, element * gradients, 0 if gradients else element * h.hidden))
             if gradients:
                 self.kept.append((element * up(h.vocab, VOCAB_TILE), triton_memory.capacity(h)))
-                # Of a shard hidden's gradient is elsewhere, in float32 too: it is added up over the ranks.
+                # For a shard, hidden's gradient is elsewhere, and in float32: it is added up over the ranks.
                 in_place = h.grad_hidden and not p.sharded
                 self.hidden_rows += 0 if in_place else block_bytes(element * p.tokens * h.hidden)
                 self.sums += (1 + p.sharded) * block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
                 self.sums += 4 * h.vocab if h.grad_bias else 0
         tiles = self.columns // VOCAB_TILE
-        # Of a token at least: of a chunk's logits; of what is recomputed, and of each column of that; of its gradient
-        # that is kept, beyond what the weights' memory holds.
+        # Least bytes of a token: in a chunk of logits; where it is recomputed, and for each column of that; where its
+        # gradient is kept, beyond what the weights' memory holds.
         self.of_token = sum(distance * self.columns + 12 * tiles + row for distance, _, row in self.layers)
         self.again_row = sum(row for *_, row in self.layers)
         self.again_column = sum(distance + element for distance, element, _ in self.layers)
@@ -89,7 +90,7 @@ class JsdSizes:
         self.capacity = max((capacity for _, capacity in self.kept), default=0)
 
     def beyond(self, kept: int, weight_chunk: int) -> int:
-        """Of the memories of the weights' gradients beyond their ends."""
+        """Bytes that the memories of the weights' gradients need beyond the gradients themselves."""
         more = 0
         for h in self.problem.layers:
             if h.grad_weight:
@@ -100,7 +101,7 @@ class JsdSizes:
         return more
 
     def in_scratch(self, kept: int) -> int:
-        """Of the logits' gradient that is kept there."""
+        """Bytes of the logits' gradients that are kept in scratch."""
         size = 0
         for each, capacity in self.kept:
             if kept > capacity:
@@ -108,7 +109,7 @@ class JsdSizes:
         return size
 
     def forward(self, token_chunk: int) -> int:
-        """Of a chunk's logits."""
+        """Bytes of a chunk's logits."""
         chunk, size = up(min(token_chunk, self.tokens), TOKEN_TILE), 0
         for distance, _, row in self.layers:
             size += block_bytes(distance * chunk * self.columns) + 12 * chunk * (self.columns // VOCAB_TILE)
@@ -116,7 +117,7 @@ class JsdSizes:
         return size
 
     def backward(self, kept: int, vocab_chunk: int) -> int:
-        """Of sums, and of what is recomputed."""
+        """Bytes of sums, and of what backward computes again."""
         again, size = self.rows - kept, self.sums
         if again <= 0 or not self.any_grad:
             return size
@@ -152,7 +153,7 @@ def sizes_of(p: JsdProblem) -> JsdSizes:
 
 
 class JsdCosts:
-    """Milliseconds that parts of a plan take."""
+    """The milliseconds that parts of a plan take."""
 
     def __init__(self, p: JsdProblem, rates: Rates) -> None:
         self.tokens, self.tiles, self.any_grad = p.tokens, up(p.vocab, VOCAB_TILE) // VOCAB_TILE, p.any_grad
@@ -164,7 +165,7 @@ class JsdCosts:
         self.hidden = sum(of_hidden)
 
     def forward(self, token_chunk: int) -> float:
-        """Of all chunks of tokens."""
+        """Time of all chunks of tokens."""
         size = max(1, min(token_chunk, self.tokens))
         number, last = divmod(self.tokens, size)
         time = self.launch * 5 * (number + (last > 0))
@@ -175,7 +176,7 @@ class JsdCosts:
         return time
 
     def again(self, kept: int, vocab_chunk: int) -> float:
-        """Of logits that are computed again."""
+        """Time of logits that are computed again."""
         again = 1 - min(1.0, kept / max(1, self.tokens)) if self.any_grad else 0.0
         if not again:
             return 0.0
@@ -184,11 +185,11 @@ class JsdCosts:
         return again * self.product * evenness(cut, self.programs) + self.again_launches(columns)
 
     def again_launches(self, tiles: int) -> float:
-        """Of logits of so many tiles of the vocabulary at a time."""
+        """Time of their launches, with this many tiles of the vocabulary at a time."""
         return 3 * self.launch * self.layers * -(-self.tiles // tiles)
 
     def weight(self, weight_chunk: int) -> float:
-        """Of the weights' gradients."""
+        """Time of the weights' gradients."""
         time = 0.0
         for product, blocks in self.weights:
             part = min(weight_chunk // VOCAB_TILE, self.tiles)
@@ -205,7 +206,7 @@ def predict(p: JsdProblem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
 
 
 def least_scratch(p: JsdProblem, strategy: str = "", tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
-    """Bytes of scratch for chunks of so many tokens and tiles of the vocabulary: by default, to run at all."""
+    """Bytes of scratch for chunks of this many tokens and tiles of the vocabulary; by default the least of all."""
     return scratch_bytes(p, _config(p, 0, tokens, tiles, tiles))
 
 
@@ -226,8 +227,8 @@ def _config(p: JsdProblem, kept: int, tokens: int, vocab_tiles: int, weight_tile
 
 
 class JsdSearch(Fastest[tuple[int, int, int, int]]):
-    """Plans that fit a budget and may be among the fastest, as `_config` takes them: what surely takes longer is not
-    looked at.
+    """The plans, as arguments of `_config`, that fit a budget and may be among the fastest; plans that surely take
+    longer are not looked at.
     """
 
     def __init__(self, p: JsdProblem, budget: int) -> None:
@@ -238,21 +239,21 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         self._beyond: dict[tuple[bool, int], int] = {}
         of_tokens = {min(self.rows, USEFUL_TOKENS), TOKEN_TILE}
         self.beside = {self.sizes.forward(tokens) for tokens in of_tokens}
-        # Room for chunks of tokens beyond which it is better kept for what is kept.
+        # The room for chunks of tokens beyond which more room is better used for keeping tokens.
         worth = 5 * self.costs.launch * self.sizes.of_token * self.sizes.of_kept / max(1e-9, self.costs.product)
         self.worth = max(1.0, p.tokens * math.sqrt(worth))
-        # At least: of one chunk of tokens, with tiles that fill whole waves.
+        # The least time: that of one chunk of tokens, with tiles that fill whole waves.
         self.floor = 5 * self.costs.launch + self.costs.product + self.costs.hidden
 
     def beyond(self, kept: int, weight: int) -> int:
-        """`JsdSizes.beyond`, which some tokens take as any."""
+        """`JsdSizes.beyond`, which depends only on whether any tokens are kept."""
         key = kept > 0, weight
         if key not in self._beyond:
             self._beyond[key] = self.sizes.beyond(kept, weight * VOCAB_TILE)
         return self._beyond[key]
 
     def chunks(self, kept: int, vocab: int, weight: int) -> None:
-        """The fewest chunks of tokens, or a few more."""
+        """Try the least number of chunks of tokens, and slightly larger ones."""
         sizes, rows = self.sizes, self.rows
         fixed = self.beyond(kept, weight) + sizes.in_scratch(kept)
         backward, room = sizes.backward(kept, vocab * VOCAB_TILE), self.budget - fixed
@@ -277,7 +278,7 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         return None if best is None else _config(self.problem, *best)
 
     def kept(self, weight: int) -> list[int]:
-        """Tokens that can be kept beside a useful chunk of tokens or the smallest, whatever is recomputed beside."""
+        """How many tokens can be kept beside a useful chunk of tokens, or the smallest, leaving aside recomputing."""
         sizes, made = self.sizes, []
         for beside in self.beside:
             room = self.budget - self.beyond(self.rows, weight) - beside
@@ -286,7 +287,7 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         return made
 
     def most_kept(self, vocab: int, weight: int, kept: list[int]) -> float:
-        """Tokens of which no more can be kept beside what is recomputed, of the others; below 0: nothing fits."""
+        """A bound on the tokens that can be kept while the others are recomputed; below 0 if nothing fits."""
         sizes, columns, most = self.sizes, vocab * VOCAB_TILE, min(max(kept), self.rows - TOKEN_TILE)
         again = sizes.again_column * columns + sizes.again_row
         room = self.budget - self.beyond(self.rows, weight) - sizes.sums - self.rows * again
@@ -295,9 +296,10 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         return min(most, (room + sizes.held) / (sizes.of_kept - again))
 
     def some_bound(self, vocab: int, weight: int, most: float) -> float:
-        """Of what is kept, recomputed, and of chunks of tokens beside it no plan takes less that keeps so many at most.
+        """A bound on the time for recomputing and for chunks of tokens, in any plan that keeps at most this many
+        tokens.
 
-        A token that is kept isn't recomputed, and makes chunks of tokens smaller: up to a number it is worth it.
+        A token that is kept isn't recomputed, but makes chunks of tokens smaller: up to a number that is worth it.
         """
         costs, tokens, each = self.costs, max(1, self.problem.tokens), max(1, self.sizes.of_kept)
         room = self.budget - self.beyond(self.rows, weight) + self.sizes.held
@@ -307,7 +309,7 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
         return again * costs.product + more + costs.again_launches(vocab)
 
     def keep(self, vocab: int, weight: int, time: float, kept: list[int]) -> None:
-        """No tokens kept, or as many as fit."""
+        """Try keeping no tokens, and as many as fit."""
         sizes, columns, before = self.sizes, vocab * VOCAB_TILE, self.rows
         room = self.budget - self.beyond(self.rows, weight)
 
@@ -315,10 +317,10 @@ class JsdSearch(Fastest[tuple[int, int, int, int]]):
             return sizes.in_scratch(kept) + sizes.backward(kept, columns)
 
         for most in sorted({*kept, 0}, reverse=True):
-            if before < most:  # all that fits is less
+            if before < most:  # even fewer fit
                 continue
             if most and backward(most) > room:
-                # What is kept in the weight's memory makes that less, in scratch more.
+                # Tokens in the weight's memory reduce what backward takes, tokens in scratch add to it.
                 least = min(most, sizes.capacity)
                 most = largest_within(backward, room, least, most, TOKEN_TILE) if backward(least) <= room else 0
             if most < before and time + self.some_bound(vocab, weight, most) <= self.bound:
@@ -335,7 +337,7 @@ def _search(p: JsdProblem, strategy: str, budget: int) -> JsdPlan | None:
     for weight in sorted(_weights(p, tiles)):
         time = made.floor + costs.weight(weight * VOCAB_TILE)
         if time <= min(made.bound, SLACK * soonest):  # smaller ones take less memory
-            if p.sharded:  # no gradient is known in forward
+            if p.sharded:  # forward doesn't know gradients yet
                 kept = [0]
             else:
                 soonest = min(soonest, time)

@@ -2,14 +2,14 @@
 
 `forward` takes chunks of tokens: two products leave both models' logits (below each tile's largest), and one kernel
 reads each token's row of both twice, first for the loss and the gradients' means, then for the logits' gradients.
-These stay in a `LogitBuffer`, of which `backward` makes hidden's and weight's gradients with vocab/triton's products.
-A token's factor (its weight, the upstream gradient) goes into the rows of hidden for the weight's gradient and into the
-result's rows for hidden's.  Logits that are given are read where the tiles would be.
+These stay in a `LogitBuffer`, from which `backward` makes hidden's and weight's gradients with vocab/triton's products.
+A token's factor (its weight times the upstream gradient) is applied to rows of hidden for the weight's gradient, and to
+rows of the result for hidden's.  Logits that the caller gives are read in place of tiles.
 
-Of a shard of the vocabulary forward makes what ranks exchange (torch_halves.py), in one walk or, between the ends of
-beta, in two, and leaves the numbers of the whole vocabulary, of which backward makes the logits' gradients.
+With a sharded vocabulary forward computes what ranks exchange (torch_halves.py), in one walk at the ends of beta and in
+two between them.  It leaves numbers for the whole vocabulary, from which backward makes the logits' gradients.
 
-Nothing here waits for the device, but for other ranks.
+Nothing here waits for the device, except for other ranks.
 """
 
 import math
@@ -43,7 +43,7 @@ HARD_LOG_SUM, LABEL_LOG_PROB = kernels.HARD_LOG_SUM.value, kernels.LABEL_LOG_PRO
 
 
 def forward(call: JsdCall, plan: JsdPlan, stats: Tensor, vectors: Tensor, saved: Sequence[TritonSaved]) -> Tensor:
-    """The loss; fills in the memories, `saved` of each model."""
+    """The loss; fills each model's memory, `saved`."""
     pair = Pair.of(call, plan, stated.zero(vectors), stats)
     if call.shards.there:
         stated.refuse("ranks exchange what they know")
@@ -64,7 +64,7 @@ def _divisor(call: JsdCall, number: Tensor) -> Tensor | None:
 
 
 def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], loss: Tensor, **more: Any) -> None:
-    """Fill in `loss`, by token, and what is known of the tokens; `more` are arguments of `divergence`."""
+    """Fill in `loss`, by token, and the tokens' statistics; `more` are arguments of `divergence`."""
     tokens, chunk, kept = pair.call.number, min(plan.token_chunk, pair.call.number), min(plan.kept, pair.call.number)
     rows, made, buffers = {}, {}, {}
     for who, side in pair.sides.items():
@@ -75,7 +75,7 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved], l
         made[who] = empty_tiles(side.run, pair.tiles, chunk, sums=True, hard=hard)
     for first, size in (*chunks(0, kept, chunk), *chunks(kept, tokens, chunk)):
         for who, of_all in rows.items():
-            whole = len(of_all) == tokens  # those of all chunks, for backward
+            whole = len(of_all) == tokens  # rows of all chunks, for backward
             part = of_all[first : first + size] if whole else of_all[:size]
             if first == 0 or not whole:
                 pair.gather(who, of_all if whole else part, first)
@@ -93,11 +93,11 @@ def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -
     position, order = pair.vectors.position.long(), pair.vectors.order.long()
 
     def by_token(x: Tensor) -> Tensor:
-        """Of what is by position; 0 of ignored tokens."""
+        """x, indexed by position, as indexed by token; 0 for ignored tokens."""
         return x[position.clamp(min=0)].masked_fill(position < 0, 0)
 
     def divergences(**more: Any) -> Tensor:
-        """[T], of the shard alone, without weights."""
+        """The shard's own divergences, [T], without weights."""
         loss = torch.zeros(call.number, dtype=torch.float32, device=stats.device)
         unscaled = {"soft_weight": 1.0, "hard_weight": 0.0, "STUDENT_SCALED": False, "TEACHER_SCALED": False}
         if call.number:
@@ -115,8 +115,9 @@ def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -
         return sent
 
     def put(student: Tensor, teacher: Tensor) -> None:
-        """The whole vocabulary's log-sum-exps where the kernel reads them: what is taken for a row's maximum is a
-        number of few bits, from which logits differ without rounding."""
+        """Put the whole vocabulary's log-sum-exps where the kernel reads them.  A row's maximum is replaced by a number
+        of few bits, whose differences from logits are exact.
+        """
         for of, lse in zip(MODELS, (student[order], teacher[order]), strict=True):
             stats[of + MAXIMUM] = maximum = (lse * options.temperature).round()
             rest = (lse - maximum / options.temperature) / LN2
@@ -133,7 +134,7 @@ def _forward_of_shard(pair: Pair, plan: JsdPlan, saved: Sequence[TritonSaved]) -
     put(student, teacher)
     for of, total, weight in zip(MODELS, sums, (1.0, 1.0) if ends else (1 - options.beta, options.beta), strict=True):
         stats[of + MEAN] = total[order] / (LN2 * weight)
-        # No term is below minus its probability: a gradient is at most 1 and twice the sum.
+        # No term is below minus its probability, so a gradient is at most 1 plus twice the sum.
         bound = (1 + 2 * total[order]) * (options.soft_factor / options.temperature) + options.hard_weight
         stats[of + INVERSE_SCALE] = torch.exp2(bound.clamp(min=1e-30).log2().floor() - 13)
     if hard:
@@ -153,7 +154,7 @@ def backward(
     grad_loss: Tensor,
     wanted: Wanted,
 ) -> list[Tensor | None]:
-    """The gradients that are wanted, but for those that `saved` has the memory of: these are filled in there."""
+    """The gradients that are wanted, except those with memory in `saved`, which are filled in there."""
     tokens = call.number
     vectors = stated.call(torch.clone, vectors)  # launches write to some of them
     pair = Pair.of(call, plan, vectors, stats)
@@ -178,7 +179,7 @@ def backward(
         stated.refuse("ranks add up the gradients of hidden states")
         for who, to in grads.items():
             if to.hidden is not None:
-                # Not in the memory of hidden's rows, and in float32, to be added up.
+                # Not in the memory of hidden's rows, and in float32, since ranks add them up.
                 grads[who] = to._replace(hidden=torch.zeros_like(to.hidden, dtype=torch.float32))
     waits = _chunks_of_vocabulary(pair, plan, row_scale, saved, grads) if tokens else {}
     for who, to in grads.items():
@@ -215,7 +216,9 @@ def _row_scale(call: JsdCall, vectors: Vectors, grad_loss: Tensor) -> Tensor:
 def _chunks_of_vocabulary(
     pair: Pair, plan: JsdPlan, row_scale: Tensor, saved: Sequence[TritonSaved], grads: Mapping[int, Gradients]
 ) -> dict[int, Callable[[], Tensor]]:
-    """Fill in the gradients of hidden states, weights and biases; of a shard return what waits for hidden's sums."""
+    """Fill in the gradients of hidden states, weights and biases; for a shard, return a function that waits for
+    hidden's.
+    """
     tokens, kept = pair.call.number, min(plan.kept, pair.call.number)
     left, chunk_tiles = tokens - kept, plan.vocab_chunk // VOCAB_TILE
     row_scales, products = {}, {}
@@ -254,10 +257,10 @@ def _chunks_of_vocabulary(
 
 
 def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of a side's rows of gradients that are made now and of those that were kept, and what undoes them.
+    """The factors of a side's rows of gradients, for those that are made now and those that were kept, and the inverse.
 
-    float16 can't hold a gradient of 1e-8: kept ones were scaled to below 2^14, and here the largest factor of one is
-    made 1, so that the others stay below that too.
+    float16 can't hold a gradient of 1e-8.  So kept gradients were scaled to below 2^14, and here the largest of their
+    factors is made 1, so that all stay below that.
     """
     first = (kernels.STUDENT, kernels.TEACHER)[who].value
     inverse = pair.stats[first + kernels.INVERSE_SCALE.value]
