@@ -53,7 +53,7 @@ class SkippedLogitsError(AttributeError, RuntimeError):
 
 
 class SkippedLogits:
-    """Returned by a patched model in place of logits that it didn't compute; reading it raises."""
+    """What a patched model returns in place of logits that it didn't compute; reading it raises."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise SkippedLogitsError
@@ -78,7 +78,7 @@ class SkippedLogits:
 
 
 class SkippedByReplica(SkippedLogits):
-    """That of a replica, which DataParallel puts together with those of others as if each were a sequence."""
+    """A replica's skipped logits: DataParallel gathers those of all replicas as if each were a sequence."""
 
     def __init__(self, others: Any = ()) -> None:
         pass
@@ -95,11 +95,12 @@ SKIPPED_LOGITS = SkippedLogits()
 
 
 def _count(report: Report) -> None:
-    """One loss more; under torch.compile, which runs this as it traces, one for each compilation."""
+    """Count one more loss; under torch.compile, which runs this while it traces, one for each compilation."""
     report.losses += 1
 
 
-# As torch.compiler.assume_constant_result has it: traced, the number would be guarded, and each call compiled anew.
+# This is what torch.compiler.assume_constant_result does: if it were traced, the number would be guarded, and each call
+# compiled anew.
 _count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -116,11 +117,11 @@ class DeferredCall:
     open: bool = True
 
     def is_here(self) -> bool:
-        """Whether it is this thread's."""
+        """Whether the call is this thread's."""
         return self.open and (torch.compiler.is_compiling() or self.thread == threading.get_ident())
 
     def loss(self, made: "Deferred", target: Tensor, **asked: Any) -> Tensor:
-        """The fused loss of rows of logits."""
+        """The fused loss for rows of logits."""
         options = dict(self.options)
         terms = {name: options.pop(name) for name in TERMS}
         if self.model.training:
@@ -140,7 +141,7 @@ class DeferredCall:
         return loss
 
     def compute(self, reason: str) -> None:
-        """Let the head compute the logits, for who takes them, and say so once."""
+        """Let the head compute the logits, for whatever takes them, and say so once."""
         who = reason.partition(",")[0]
         self.require_no_options(f"the logits are computed for {reason}")
         asked = self.report.materialized
@@ -152,7 +153,7 @@ class DeferredCall:
         require_no_options(self.model, self.options, why)
 
     def settled(self, outputs: Any) -> Any:
-        """What the model returns, with nothing in it that is deferred."""
+        """The model's result, with nothing deferred left in it."""
         skip = self.skip_logits
         if skip is None:
             skip = self.model.training and torch.is_grad_enabled()
@@ -195,15 +196,15 @@ class Deferred:
 
     call: DeferredCall
     hidden: Tensor
-    of_head: Callable[..., Any]  # (f, hidden) -> f(hidden, weight, bias), where the weight is
+    of_head: Callable[..., Any]  # (f, hidden) -> f(hidden, weight, bias), called where the weight is in memory
     vocab: int
-    autocast: torch.dtype | None  # that was enabled for the head
-    with_gradients: bool  # whether they were enabled
-    guarded: bool  # whether what takes the logits' gradient raises
+    autocast: torch.dtype | None  # autocast's dtype in the head's call, if it was enabled
+    with_gradients: bool  # whether gradients were enabled then
+    guarded: bool  # whether anything that takes the logits' gradient raises
     scale: float = 1.0
     cap: float | None = None
     parent: "Deferred | None" = None
-    replay: Any = None  # makes the logits of the parent's
+    replay: Any = None  # makes the logits from the parent's
     value: Tensor | None = None  # the logits, once they were asked for
     version: int = 0  # of value, as it was made
 
@@ -242,7 +243,7 @@ class Deferred:
 
 
 def _version(x: Tensor) -> int:
-    """How often it was changed in place; tensors of inference mode have no count."""
+    """How often the tensor was changed in place; inference tensors have no count."""
     return x._version if torch.compiler.is_compiling() or not x.is_inference() else 0
 
 
@@ -296,7 +297,7 @@ class DeferredLogits(Tensor):
 
 
 def _is_for_compiler(name: str) -> bool:
-    """Whether it is torch.compile that asks for this, to know a tensor by its properties."""
+    """Whether torch.compile asks for this, to tell tensors apart by their properties."""
     if torch.compiler.is_dynamo_compiling() or name not in _FOR_COMPILER:
         return False
     asks: str = sys._getframe(2).f_globals.get("__name__", "")
@@ -304,7 +305,7 @@ def _is_for_compiler(name: str) -> bool:
 
 
 def _unwritten(deferred: Deferred, shape: Any, dtype: torch.dtype) -> DeferredLogits:
-    """A tensor of one number, which is NaN."""
+    """Deferred logits of this shape, whose memory is a single NaN."""
     one = torch.full((), math.nan, dtype=dtype, device=deferred.hidden.device)
     made: DeferredLogits = Tensor._make_subclass(DeferredLogits, one.expand(shape))
     made.deferred = deferred
@@ -315,7 +316,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-# Answered of the tensor without memory.
+# Questions that the tensor without memory answers.
 _AS_THEY_ARE = {
     *_getters("shape", "ndim", "dtype", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf", "grad"),
     *_getters("device", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested"),
@@ -323,7 +324,7 @@ _AS_THEY_ARE = {
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_inference),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
 }
-# The same, if torch.compile asks: it does of what comes to a graph after a break of the one before.
+# The same, if torch.compile asks: it does for tensors that enter a graph after a graph break.
 _FOR_COMPILER = {"stride", "storage_offset", "untyped_storage", "is_mkldnn", "is_conj", "is_neg", "_is_view", "__get__"}
 _SAME = {"contiguous", "clone"}
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -355,7 +356,7 @@ class _Asked:
 
 
 def warn(what: str) -> None:
-    """At the line that isn't PyTorch's or ours."""
+    """Warn, at the innermost line that is neither PyTorch's nor ours."""
     depth, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "onchip"):
         depth, frame = depth + 1, frame.f_back
@@ -363,11 +364,11 @@ def warn(what: str) -> None:
 
 
 def _derived(x: DeferredLogits, name: str, func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a scale, a softcap, a slice, a shape or a dtype makes of deferred logits; None for anything else."""
+    """The deferred logits after a scale, softcap, slice, reshape or cast; None for any other function."""
     old, shape, dtype = x.deferred, x.shape, x.dtype
     new: Deferred | None = None
     if old.with_gradients and not torch.is_grad_enabled():
-        return None  # as in the forward of an autograd.Function, whose backward would be passed by
+        return None  # as in an autograd.Function's forward, whose backward would be bypassed
     number = len(rest) == 1 and not kwargs and isinstance(rest[0], int | float) and not isinstance(rest[0], bool)
     if name in _SAME:
         new = old
@@ -400,7 +401,7 @@ def _is_device_of(y: Any, hidden: Tensor) -> bool:
 
 
 def _rows_of(x: DeferredLogits, index: Any) -> tuple[Deferred | None, Any]:
-    """Some rows of them, of the whole vocabulary or its first entries; None for anything else."""
+    """Some rows of the logits, with the whole vocabulary or its first entries; None for any other index."""
     index = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(i, int | slice | type(Ellipsis)) or isinstance(i, bool) for i in index):
         return None, x.shape
@@ -417,7 +418,7 @@ def _rows_of(x: DeferredLogits, index: Any) -> tuple[Deferred | None, Any]:
 
 
 def _reshaped(x: DeferredLogits, func: Any, rest: Any, kwargs: Any) -> tuple[Deferred | None, Any]:
-    """The same in another shape; None where that cuts or joins rows."""
+    """The same logits in another shape; None if that cuts or joins rows."""
     made = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *rest, **kwargs)
     if made.dtype != x.dtype or made.dim() == 0 or made.shape[-1] != x.shape[-1]:
         return None, x.shape
@@ -435,7 +436,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The fused loss; None where the logits have to be computed."""
+    """The fused loss; None if the logits have to be computed."""
     if not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
         return None
     call = input.deferred.call

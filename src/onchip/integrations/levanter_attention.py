@@ -1,6 +1,6 @@
-"""Levanter's attention through onchip: `install_attention()` puts onchip's in the place of Transformer Engine's.
+"""Levanter's attention through onchip: `install_attention()` replaces the function that calls Transformer Engine.
 
-Levanter's `dot_product_attention` calls that where `attn_backend` is "nvte", which is its default on GPUs.
+Levanter's `dot_product_attention` calls that function if `attn_backend` is "nvte", which is the default on GPUs.
 """
 
 import importlib
@@ -45,17 +45,17 @@ def named_attention(
     logits_soft_cap: float | None = None,
     attn_sink: Any = None,
 ) -> Any:
-    """What `install_attention` puts in: `onchip.jax.attention` of Haliax's named arrays.
+    """The function that `install_attention` puts in: `onchip.jax.attention` for Haliax's named arrays.
 
     A query that sees nothing has 0, where Levanter's plain attention has the mean of all values.  A sink is neither
     scaled nor capped, as in Levanter's flash attention.
 
     Args:
         QPos: the axis of the queries' positions, or its name.
-        KPos: that of the keys' positions.
-        Key: that of the numbers of a head.
-        query: with the axes QPos and Key, those of the batch, and those of the heads.
-        key: KPos and Key in their place, without axes that the query alone has: heads that share one of the keys'.
+        KPos: the axis of the keys' positions.
+        Key: the axis of the numbers of a head.
+        query: with the axes QPos and Key, and axes for the batch and the heads.
+        key: with KPos in place of QPos, and without the axes of query heads that share a key head.
         value: as key; its last axis may be another.
         mask: None, or Levanter's `AttentionMask` without an explicit mask.  The tokens of a segment must be next to
             each other; where ids can be read on the CPU, others raise.
@@ -127,7 +127,7 @@ def _rows(array: Any, batch: Sequence[Any], heads: Sequence[Any], last: Sequence
     axes = (*batch, *heads, *last)
     for axis in array.axes:
         if axis not in axes:
-            raise ValueError(f"{NAME}: {axis} is of a mask, a sink or a value, and not of the query; {ANOTHER}")
+            raise ValueError(f"{NAME}: {axis} is an axis of a mask, a sink or a value, but not of the query; {ANOTHER}")
     for axis in axes:
         if axis not in array.axes:
             array = array.broadcast_axis(axis)
@@ -137,7 +137,7 @@ def _rows(array: Any, batch: Sequence[Any], heads: Sequence[Any], last: Sequence
 
 
 def _mask_of(mask: Any, batch: Sequence[Any], at: Any, of_keys: Any) -> Mask:
-    """onchip's of Levanter's; raise for one that isn't ranges."""
+    """onchip's mask for Levanter's; raises for one that isn't made of ranges."""
     if mask is None:
         return Full()
     if not hasattr(mask, "is_causal"):
@@ -163,7 +163,7 @@ def _mask_of(mask: Any, batch: Sequence[Any], at: Any, of_keys: Any) -> Mask:
 
 
 def _by_row(ids: Any, batch: Sequence[Any], *at: Any) -> jax.Array:
-    """[B, T] of a named array whose axis of positions is called as one of `at`; their size is the first's."""
+    """[B, T] from a named array whose axis of positions has the name of one in `at`, and the size of the first."""
     for other in at[1:]:
         if other.name in [x.name for x in ids.axes]:
             ids = ids.rename({other.name: at[0].name})
@@ -171,7 +171,7 @@ def _by_row(ids: Any, batch: Sequence[Any], *at: Any) -> jax.Array:
 
 
 def _segments(of_queries: jax.Array, of_keys: jax.Array) -> Mask:
-    """Each query sees the keys with its id, where these are one run; else the last run."""
+    """The mask by which each query sees the keys with its id; if these aren't one run, the last run."""
     documents = Documents(of_keys)
     if jax.default_backend() == "cpu":
         check_mask_values(documents)
@@ -196,12 +196,12 @@ _REPLACING = Replacing(
 
 
 def install_attention() -> Installed:
-    """Let Levanter's attention be computed by `onchip.jax.attention` where `attn_backend` is "nvte".
+    """Compute Levanter's attention by `onchip.jax.attention` if `attn_backend` is "nvte".
 
-    That is Levanter's default on GPUs; elsewhere set it in the model's config.  onchip's function stands in the place
-    of the one that calls Transformer Engine, which needn't be installed.  Causal masks with any offset, segments, both
-    kinds of windows, `logits_soft_cap`, sinks and shared heads are computed; anything else raises, and doesn't fall
-    back.  Called again it does nothing new.  Call it before the first step is compiled.
+    That is Levanter's default on GPUs; elsewhere set it in the model's config.  onchip's function takes the place of
+    the one that calls Transformer Engine, which needn't be installed.  Causal masks with any offset, segments, both
+    kinds of windows, `logits_soft_cap`, sinks and shared heads are supported; anything else raises, without a fallback.
+    A second call does nothing.  Call it before the first step is compiled.
 
     Returns:
         What was replaced.
@@ -228,7 +228,7 @@ def install_attention() -> Installed:
 
 
 def uninstall_attention() -> None:
-    """Put Levanter's own back.  Without `install_attention` before it does nothing.
+    """Put Levanter's own function back.  Without an earlier `install_attention` it does nothing.
 
     Example:
         >>> from onchip.integrations.levanter import uninstall_attention

@@ -173,12 +173,12 @@ def _divided(loss: Tensor, labels: Tensor, global_valid_tokens: Tensor | None) -
 
 
 def _whole(layer: Any) -> bool:
-    """Whether tensor parallelism doesn't shard its weight."""
+    """Whether tensor parallelism leaves the weight whole."""
     return not is_dtensor(layer.weight) and layer.weight.shape == (layer.out_features, layer.in_features)
 
 
 def _sharding_of(head: Any) -> dict[str, Any]:
-    """What `linear_cross_entropy` is told of a head's rows; DTensors, of 'partial_dtensor', say it themselves."""
+    """Arguments of `linear_cross_entropy` for a head's rows; with 'partial_dtensor', DTensors say it themselves."""
     if is_dtensor(head.weight) or _whole(head):
         return {}
     mesh = current_spmd_mesh()
@@ -206,7 +206,7 @@ class TitanFp8Linear(Fp8Linear, Module):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
-        """torchtitan's of a linear layer, and options of `fp8_linear`."""
+        """torchtitan's config of a linear layer, with options of `fp8_linear`."""
 
         grad_dtype: str = "e4m3"
         scale: str = "float32"
@@ -218,7 +218,7 @@ class TitanFp8Linear(Fp8Linear, Module):  # type: ignore[misc]
         super().__init__(config.in_features, config.out_features, bias=config.bias, **options)
 
     def forward(self, input: Any) -> Tensor:
-        """As of `Fp8Linear`; raise for a shard of the weight."""
+        """The layer's output, as of `Fp8Linear`; raises for a shard of the weight."""
         _require_whole("a linear layer in FP8", self)
         return super().forward(input)
 
@@ -260,7 +260,7 @@ class Fp8LinearConverter(ModelConfigConverter):  # type: ignore[misc]
         Fp8Linear(16, 16, device="meta", **options)  # which checks them
 
     def convert(self, model_config: Any) -> Any:
-        """The config of the model with FP8 layers; changed in place, but for a config that is a Linear's itself."""
+        """The model's config with FP8 layers.  It is changed in place, unless it is itself a Linear's."""
         config, converted = self.config, 0
         for name, linear, parent, attribute in list(model_config.traverse(Linear.Config)):
             sides = linear.in_features, linear.out_features
@@ -324,7 +324,7 @@ class GroupedMatmulConverter(ModelConfigConverter):  # type: ignore[misc]
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """The config of the model with its experts; changed in place, but for a config that is experts' itself."""
+        """The model's config with such experts.  It is changed in place, unless it is itself the experts'."""
         converted = 0
         for _, experts, parent, attribute in list(model_config.traverse(GroupedExperts.Config)):
             owner = type(experts)._owner
@@ -342,7 +342,7 @@ class GroupedMatmulConverter(ModelConfigConverter):  # type: ignore[misc]
 
 @cache
 def _experts_class(owner: Any) -> Any:
-    """A subclass of torchtitan's experts with their products by `grouped_matmul`."""
+    """A subclass of torchtitan's experts that computes their products by `grouped_matmul`."""
 
     class OnchipExperts(owner):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
@@ -354,7 +354,7 @@ def _experts_class(owner: Any) -> Any:
             self.onchip_backend = config.onchip_backend
 
         def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-            """[R, N] of A [R, K] and B_t [E, K, N]."""
+            """The grouped product [R, N] of A [R, K] and B_t [E, K, N]."""
             if spmd.is_type_checking():
                 raise RuntimeError(
                     f"{NAME}: grouped_matmul doesn't support SPMD types; set debug.spmd_typechecking to False"
@@ -367,11 +367,11 @@ def _experts_class(owner: Any) -> Any:
 
 
 class OnchipAttention(VarlenAttention):  # type: ignore[misc]
-    """torchtitan's attention of packed documents, by `attention`; `AttentionConverter` makes it."""
+    """torchtitan's attention for packed documents, by `attention`; `AttentionConverter` makes it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):  # type: ignore[misc]
-        """torchtitan's, whose window_size has -1 where a side is unlimited, and a backend of `attention`."""
+        """torchtitan's config, whose window_size is -1 on a side without limit, with a backend of `attention`."""
 
         backend: str = "auto"
 
@@ -397,15 +397,15 @@ class OnchipAttention(VarlenAttention):  # type: ignore[misc]
             q_BLNH: [B, L, N, H]; v's heads may be of another size.
             k_BLNH: [B, L, K, H], with N a multiple of K.
             v_BLNH: as k.
-            attention_masks: torchtitan's `VarlenMetadata`, of documents that begin at cu_seq_q in B * L tokens.  Rows
-                are documents of their own.
-            scale: of the products; None: 1 / sqrt(H).
-            out_transform: as gpt-oss's sinks are.
+            attention_masks: torchtitan's `VarlenMetadata`, for documents that begin at cu_seq_q among B * L tokens.  No
+                document continues in the next row.
+            scale: factor of the products; None: 1 / sqrt(H).
+            out_transform: a function of the output and the log-sum-exp, as for gpt-oss's sinks.
             enable_gqa: not used: K says it.
             others: refused.
 
         Raises:
-            TypeError: another mask, as a `BlockMask`, or another argument.
+            TypeError: another mask, such as a `BlockMask`, or another argument.
             ValueError: queries and keys of different lengths; what `attention` raises.
             RuntimeError: with `debug.spmd_typechecking`.
         """
@@ -425,7 +425,7 @@ class OnchipAttention(VarlenAttention):  # type: ignore[misc]
                 f"{NAME}: queries are {list(q_BLNH.shape)} and keys {list(k_BLNH.shape)}, and must be the same tokens; "
                 "leave AttentionConverter out"
             )
-        # What is before the first document is one too.
+        # The tokens before the first document are one too.
         packed = Documents.from_cu_seqlens(nn.functional.pad(ends, (1, 0)), batch * tokens)
         left, right = (None if side < 0 else side for side in self.window_size)
         mask = Documents(packed.ids.reshape(batch, tokens), packed.padding) & Window(left, right)
@@ -445,7 +445,7 @@ class AttentionConverter(ModelConfigConverter):  # type: ignore[misc]
         config: `Config`.
 
     Raises:
-        ValueError: no VarlenAttention is left to convert, or a backend that there isn't.
+        ValueError: no VarlenAttention is left to convert, or there is no such backend.
 
     Memory: that of `attention`.  Selective activation checkpointing computes it again in backward.
 
@@ -469,7 +469,7 @@ class AttentionConverter(ModelConfigConverter):  # type: ignore[misc]
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """The config of the model with its attention; changed in place, but for a config that is attention's itself."""
+        """The model's config with such attention.  It is changed in place, unless it is itself attention's."""
         converted = 0
         for _, varlen, parent, attribute in list(model_config.traverse(VarlenAttention.Config)):
             if type(varlen) is not VarlenAttention.Config:  # a subclass, whose forward may do more

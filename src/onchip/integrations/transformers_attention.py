@@ -28,7 +28,7 @@ class SharedMasks:
     mask: Mask
 
     def contiguous(self) -> "SharedMasks":
-        """Itself: generation with a static cache asks it of all masks."""
+        """The mask itself; generation with a static cache calls this on every mask."""
         return self
 
 
@@ -41,8 +41,8 @@ def register_attention() -> None:
     The mask is made once in each forward and shared by all layers of a kind.
 
     If a query's keys aren't one range, the mask is evaluated for all pairs, as a bool array [B, Tq, Tk].  To find that
-    out, each mask is compared with its function on the CPU; elsewhere only masks are for which a model or a caller has
-    a function of its own.
+    out, each mask is compared with its function on the CPU; on other devices this is done only if the model or the
+    caller has a mask function of its own.
 
     Call it once in each process, before a model asks for it.
 
@@ -132,7 +132,7 @@ def _without_mask(causal: bool, window: int | None, queries: int, keys: int) -> 
 
 
 def _of_matrix(mask: Tensor) -> Mask:
-    """Of what a caller passes in place of [B, T]: bool [B or 1, 1, Tq, Tk]."""
+    """The mask for what a caller passes in place of [B, T]: bool [B or 1, 1, Tq, Tk]."""
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1] != 1:
         raise NotImplementedError(
             f"{_WHO}: a mask in place of [B, T] must be bool [B, 1, Tq, Tk]; got {mask.dtype} {list(mask.shape)}; a "
@@ -152,7 +152,7 @@ def make_mask(
     device: Any = "cpu",
     **more: Any,
 ) -> SharedMasks:
-    """What `register_attention` registers for masks, of transformers' arguments: ranges, or else pairs."""
+    """What `register_attention` registers for masks, with transformers' arguments: it makes ranges, or else pairs."""
     from transformers import masking_utils
 
     see = mask_function or masking_utils.causal_mask_function
@@ -165,7 +165,7 @@ def make_mask(
     of_batch = torch.arange(batch_size, device=device)[:, None].expand_as(rows)
 
     def sees(j: Tensor) -> Tensor:
-        """Whether each query sees key number j of those that there are."""
+        """Whether each query sees key number j, if there is such a key."""
         made: Tensor = see(of_batch, torch.zeros_like(of_batch), rows, j + kv_offset)
         return made.to(torch.bool).expand(rows.shape)
 
@@ -180,14 +180,14 @@ def make_mask(
     own = rows - kv_offset
     try:
         ranges = _ranges(sees, own, kv_length)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # it isn't one of arrays of positions
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it isn't a function of arrays of positions
         return SharedMasks(Blocked(by_pairs(), 1))
     known = all(_is_known(leaf) for leaf in _leaves(mask_function)) if mask_function is not None else True
     if known and not (rows.device.type == "cpu" and has_values(rows)):
         return SharedMasks(ranges)
     pairs, j = by_pairs(), torch.arange(kv_length, device=device)
     same = (((ranges.start[..., None] <= j) & (j < ranges.end[..., None])) == pairs).all(2)
-    if padding is not None and padding.shape[-1] >= kv_length:  # what padding sees is of no use
+    if padding is not None and padding.shape[-1] >= kv_length:  # padding needs to see nothing
         there = (own >= 0) & (own < kv_length)
         same |= there & ~padding.to(torch.bool).gather(1, own.clamp(0, kv_length - 1))
     return SharedMasks(ranges if bool(same.all()) else Blocked(pairs, 1))
@@ -209,7 +209,7 @@ def _ranges(sees: Callable[[Tensor], Tensor], own: Tensor, keys: int) -> Interva
 
 
 def _leaves(function: Any) -> Iterator[Any]:
-    """The functions that a mask's function is combined of."""
+    """The functions from which a mask's function is combined."""
     inner = [
         part
         for cell in getattr(function, "__closure__", None) or ()
@@ -223,5 +223,5 @@ def _leaves(function: Any) -> Iterator[Any]:
 
 
 def _is_known(function: Any) -> bool:
-    """Whether it is transformers' own, whose masks are ranges."""
+    """Whether the function is one of transformers' own, whose masks are ranges."""
     return getattr(function, "__module__", "") == "transformers.masking_utils"

@@ -1,4 +1,4 @@
-"""The benchmark of collective_matmul: its inputs, its peers, and what a result is checked by.
+"""The benchmark of collective_matmul: its inputs, its peers, and how results are checked.
 
 In PyTorch it runs in the ranks of `--world`, in JAX on the devices of one process.
 """
@@ -21,7 +21,7 @@ RETURNED = ("out", "grad_x", "grad_weight")
 
 @dataclass(frozen=True)
 class CollectiveBenchProblem:
-    """Inputs of one case, in the dtype and on the device of the run: of this rank in PyTorch, whole ones in JAX."""
+    """Inputs of one case, in the run's dtype and on its device: this rank's in PyTorch, whole ones in JAX."""
 
     case: cases.CollectiveBenchCase
     device: str
@@ -50,7 +50,7 @@ class CollectiveBenchmark(BenchedOp):
         return step
 
     def reference(self, problem: CollectiveBenchProblem) -> dict[str, Any]:
-        """Whose results they are, and what is right in float64, with bounds."""
+        """Which rank's results they are, and the right ones in float64, with bounds."""
         right: dict[str, Any] = {}
         with self.fw.in_float64():
             x, weight, g = (self.fw.wide(a) for a in (problem.x, problem.weight, problem.grad_out))
@@ -110,7 +110,7 @@ def _make_torch(fw: Any, case: cases.CollectiveBenchCase, device: str, dtype: st
         shapes = (rows, k), (n // ranks, k), (case.tokens, n // ranks)
     else:
         shapes = (case.tokens, k // ranks), (n, k // ranks), (rows, n)
-    # What differs from rank to rank shows whose is where.
+    # Numbers that differ from rank to rank show whose rows are where.
     x, weight, g = (normal(*shape, std=std * (1 + own)) for shape, std in zip(shapes, (1, k**-0.5, 1), strict=True))
     return CollectiveBenchProblem(
         case, device, ranks, fw.leaf(x, dtype), fw.parameter(fw.constant(weight, dtype)), fw.constant(g, dtype)
@@ -259,7 +259,7 @@ _MOVED = {GATHER: ("gathered", "grad_x"), SCATTER: ("out", "gathered")}
 
 
 def _collective_steps(problem: CollectiveBenchProblem, moved: Callable[..., Any]) -> Mapping[str, Step]:
-    """What travels with one collective in forward and one in backward; what is added up was computed before."""
+    """The collective alone, in forward and in backward; its addends were computed before."""
     op, x, weight, g = (problem.case.op, *(a.detach() for a in (problem.x, problem.weight, problem.grad_out)))
     there, back = (x, g @ weight) if op == GATHER else (x @ weight.t(), g)
     other = SCATTER if op == GATHER else GATHER

@@ -26,7 +26,7 @@ def limits(
 
 
 def rounded_bound(dtype: str, length: int, right: Array) -> float:
-    """As `product_bound` of one rounding, or what rounding does to these numbers: of few it can be more."""
+    """As `product_bound` for one rounding, or these numbers' actual rounding, which can be more for few of them."""
     return max(product_bound(dtype, length, 1), product_bound(dtype, length, 0) + 1.01 * rounding_error(right, dtype))
 
 
@@ -47,7 +47,7 @@ def plain_refusals(
 
 
 def _refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any]) -> dict[str, str | None]:
-    """Why each backend can't serve a call of the process group that there is."""
+    """Why each backend can't serve a call in the existing process group."""
     refusals = plain_refusals(device, dtype, framework, given)
     if framework == "torch" and refusals["symmetric"] is None:
         import torch
@@ -62,7 +62,7 @@ def _refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any])
 
 
 def _oracle(x: Any, weight: Any, bias: Any = None, *, grad_out: Any) -> reference.CollectiveResult:
-    """Of one rank that has everything."""
+    """The results of one rank that has everything."""
     return reference.all_gather_matmul([x], [weight], None if bias is None else [bias], [grad_out])
 
 

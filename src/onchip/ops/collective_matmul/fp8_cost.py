@@ -1,17 +1,17 @@
-"""What a call with precision='fp8' takes: the formulas of memory and messages.  No framework."""
+"""The cost of a call with precision='fp8': formulas for memory and messages.  No framework."""
 
 from onchip.collectives.problem import SCATTER, CollectiveSizes, Cost, sums
 from onchip.fp8.numbers import block_quantized_bytes, quantized_bytes
 
 
 def fp8_cost(op: str, s: CollectiveSizes, bytes_each: int, *, gradients: bool, weight_bytes: int) -> Cost:
-    """As `cost` of `onchip.collectives.problem`, of one dtype of x and the result.
+    """As `cost` of `onchip.collectives.problem`, for x and a result of one dtype.
 
-    Neither x nor the weight is kept, but their copies in FP8, which are counted.
+    Neither x nor the weight is kept, only their copies in FP8, which are counted.
     """
     steps, tokens = s.ranks - 1, s.ranks * s.rows
     arriving = min(steps, 2)
-    # With several ranks, what travels is packed in memory of its own.
+    # With several ranks, blocks that travel are packed into memory of their own.
     buffers = 1 + arriving if steps else 0
     weight_sum = {"the weight's gradient in float32": 4 * s.n * s.k} if weight_bytes < 4 else {}
     weight = {"weight in FP8": block_quantized_bytes(s.n, s.k)}

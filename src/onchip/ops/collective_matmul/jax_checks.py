@@ -18,18 +18,18 @@ AXIS = "ranks"
 
 
 def session(device: str) -> AbstractContextManager[None]:
-    """Nothing: one process has all devices."""
+    """Does nothing, since one process has all devices."""
     return nullcontext()
 
 
 def mesh() -> Mesh:
-    """As many of the devices as can share the cases."""
+    """The devices, as many as can share the cases."""
     devices = jax.devices(platform())
     return Mesh(np.array(devices[: max(n for n in RANKS if n <= len(devices))]), (AXIS,))
 
 
 def layouts(op: str, dims: int) -> tuple[P, P, P, P]:
-    """How x, of so many dimensions, weight, bias and the result are split."""
+    """How x with this many dimensions, the weight, the bias and the result are split."""
     columns = P(*[None] * (dims - 1), AXIS)
     if op == GATHER:
         return P(AXIS), P(AXIS), P(AXIS), columns
@@ -64,7 +64,7 @@ def whole(
     keep_gathered: bool = False,
     check_vma: bool = True,
 ) -> jax.Array:
-    """The result of all devices [T, ..., N], of all of x [T, ..., K], weight [N, K] and bias [N]."""
+    """All devices' result [T, ..., N] for the whole x [T, ..., K], weight [N, K] and bias [N]."""
     assert backend == "xla"
 
     def of_device(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -135,12 +135,12 @@ class _CollectiveStatic(NamedTuple):
     ranks: int
     layout: str
     sums: Any
-    """The dtype of sums over devices, as they travel."""
+    """The dtype in which sums over devices travel."""
     keep_gathered: bool
 
 
 class _CollectiveLayer(NamedTuple):
-    """The arrays of a call, their gradients, and which of those are needed."""
+    """The arrays of a call, their gradients, or which of these are needed."""
 
     x: Any
     weight: Any
@@ -204,7 +204,7 @@ def _rows(x: JaxArray) -> JaxArray:
 
 
 def _gathered_rows(static: _CollectiveStatic, x: JaxArray) -> JaxArray:
-    """All devices' rows of x.  XLA is asked for no collective of nothing."""
+    """All devices' rows of x.  If there are no elements, XLA isn't asked for a collective."""
     rows = _rows(x)
     made: JaxArray
     if rows.size == 0:

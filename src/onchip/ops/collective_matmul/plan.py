@@ -12,7 +12,7 @@ _ROW_PARALLEL = ("row parallel", "attention out", "down")
 
 
 def _step(asked: PlannedCall, name: str, backend: str) -> StepPlan:
-    """A linear layer that ranks share: memory as docs/ops/collective_matmul.md has it."""
+    """A linear layer that ranks share; docs/ops/collective_matmul.md has the same formulas of memory."""
     (k, n), p, ranks = asked.linears[name], asked.problem, asked.ranks
     by_rows = name in _ROW_PARALLEL
     shared, name_of = (k, "in_features") if by_rows else (n, "out_features")
@@ -46,7 +46,7 @@ _LAYER = LayerPlan(
 
 
 def _mapped_refusal(asked: PlannedCall) -> str | None:
-    """Taken for GPUs of one host."""
+    """Why "symmetric" can't serve the call, or None, if the ranks are GPUs of one host."""
     if asked.ranks == 1:
         return "nothing travels"
     return "it runs on GPUs alone" if asked.problem.device != "cuda" else triton_refusal(asked)

@@ -1,6 +1,7 @@
 """collective_matmul's operators in PyTorch: their arguments, what ranks compare, forward and backward.
 
-What is gathered travels as it is multiplied, in FP8 quantised with its scales; sums over ranks travel in float32.
+Gathered blocks travel in the form in which they are multiplied, in FP8 quantised and with their scales; sums over ranks
+travel in `reduce_dtype`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,12 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.torch_products import product, widen
 from onchip.ops.collective_matmul.torch_products import FullProducts, InFp8, Operand, flat, products_of
 
-# What backends do that move all blocks by one plan, by the same functions; the ring is in this file.
+# The modules of the backends that move all blocks by one plan; both have the same functions.  The ring is in this file.
 _AT_ONCE: dict[str, Any] = {"symmetric": torch_symmetric, "collective": torch_collective}
 
 
 class PeerCopies(NamedTuple):
-    """A matrix as products take it: in their dtype, or in FP8 with its transpose where a gradient needs that."""
+    """A matrix as products take it: in their dtype, or in FP8, then with its transpose if a gradient needs that."""
 
     rows: Tensor
     row_scales: Tensor | None
@@ -39,7 +40,7 @@ class CollectiveCall(NamedTuple):
     """The arguments of either operator."""
 
     op: str
-    x: Tensor  # [T/n, ..., K], or [T, ..., K] of matmul_reduce_scatter
+    x: Tensor  # [T/n, ..., K]; in matmul_reduce_scatter [T, ..., K]
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
     of_x: PeerCopies
@@ -48,7 +49,7 @@ class CollectiveCall(NamedTuple):
     weight_grad_out: Tensor | None  # [N, K] float32; used in backward
     ring: ProcessRing
     dtype: torch.dtype  # of the result
-    products: str  # "full", or which of FP8's
+    products: str  # "full", or a backend of FP8's products
     reduce_dtype: torch.dtype  # of sums over ranks, as they travel
     keep_gathered: bool
     check_inputs: bool
@@ -63,13 +64,13 @@ class CollectiveOutputs(NamedTuple):
 
 
 class CollectiveKept(NamedTuple):
-    """What backward is given: in FP8 neither x nor the weight, but their transposes."""
+    """What backward is given; in FP8 the transposes of x and the weight instead of these."""
 
     op: str
     x: Tensor | None  # for the weight's gradient
     x_scales: Tensor | None
-    gathered: Tensor | None  # in its place
-    weight: Tensor | None  # for x's
+    gathered: Tensor | None  # in place of x
+    weight: Tensor | None  # for x's gradient
     weight_scales: Tensor | None
     weight_grad_out: Tensor | None
     ring: ProcessRing
@@ -98,7 +99,7 @@ def _agree(call: CollectiveCall) -> None:
 
 
 def _agree_on_gradients(kept: CollectiveKept, grad_out: Tensor, wanted: Wanted) -> None:
-    """Raise unless the ranks want the same gradients, or some would wait for the others."""
+    """Raise unless the ranks want the same gradients; otherwise some would wait for others forever."""
     if kept.check_inputs:
         said = f"a backward of {kept.op}, gradients of {_names(wanted)}"
         check_alike(kept.op, kept.ring, said, grad_out.device)
@@ -118,7 +119,7 @@ def _checksum(x: Tensor) -> str:
 
 
 def _exchanged(shape: Sequence[int], columns: int, ranks: int, *, gathers: bool) -> tuple[int, ...]:
-    """The shape of what is made of rows of all ranks, or of this one's part of rows."""
+    """The shape of a result that has all ranks' rows, or this rank's part of the rows."""
     rows = shape[0] * ranks if gathers else shape[0] // ranks
     return rows, *shape[1:-1], columns
 
@@ -154,12 +155,12 @@ def _save(call: CollectiveCall, outputs: CollectiveOutputs) -> CollectiveKept:
 
 
 def _maps(ring: ProcessRing, x: Tensor) -> bool:
-    """Whether blocks as `x` move through mapped memory.  Of one rank, and without a number, nothing is mapped."""
+    """Whether blocks like `x` move through mapped memory.  With one rank, or without elements, nothing is mapped."""
     return ring.backend == "symmetric" and ring.ranks > 1 and x.numel() > 0
 
 
 def _at_once(ring: ProcessRing, by: FullProducts | InFp8, x: Tensor) -> Any:
-    """What moves all blocks as `x` by one plan, or None: FP8's move one by one."""
+    """The module that moves all blocks like `x` by one plan, or None: FP8's move one by one."""
     if isinstance(by, InFp8) or (ring.backend == "symmetric" and not _maps(ring, x)):
         return None
     return _AT_ONCE.get(ring.backend)
@@ -172,13 +173,13 @@ def _one_by_one(ring: ProcessRing, x: Tensor) -> Any:
 def _travelling(
     ring: ProcessRing, parts: Sequence[Tensor], into: Tensor | None = None
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """As `blocks`, of tensors that travel as one: bytes of FP8 numbers come before float32's, so all are aligned."""
+    """As `blocks`, for tensors that travel as one: FP8's bytes come before float32's, so that all are aligned."""
     if len(parts) == 1 or ring.ranks == 1:
         for rank, block in torch_ring.blocks(ring, parts[0], into):
             yield rank, [block, *parts[1:]]
         return
     flat_parts = [part.reshape(-1).view(torch.uint8) for part in parts]
-    if missing := -sum(map(len, flat_parts)) % 16:  # then blocks that follow each other are aligned too
+    if missing := -sum(map(len, flat_parts)) % 16:  # so that consecutive blocks are aligned too
         flat_parts.append(flat_parts[0].new_zeros(missing))
     packed, sizes = torch.cat(flat_parts), [len(part) for part in flat_parts]
     for rank, block in _one_by_one(ring, packed).blocks(ring, packed):
@@ -234,7 +235,7 @@ def _gradients(kept: CollectiveKept, upstream: Made, wanted: Wanted) -> Made:
 
 
 def _weight_sum(kept: CollectiveKept, grad_out: Tensor) -> Tensor:
-    """Memory that the weight's gradient is added to: the caller's, or zeros in the dtype of sums."""
+    """The memory to which the weight's gradient is added: the caller's, or zeros in the dtype of sums."""
     if kept.weight_grad_out is not None:
         return kept.weight_grad_out
     return grad_out.new_zeros((grad_out.shape[-1], kept.k), dtype=accumulator(grad_out.dtype))
@@ -267,7 +268,7 @@ def _gather_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out: 
 def _gradients_at_once(
     kept: CollectiveKept, at_once: Any, weight: Any, g: Tensor, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of x and weight: sums over ranks of x's travel while the weight's is computed."""
+    """The gradients of x and weight: sums over ranks for x's travel while the weight's is computed."""
     ring, (by_x, by_weight, _) = kept.ring, wanted
     x = None if kept.x is None else flat(kept.x)
     grad_x = grad_weight = None
@@ -286,7 +287,7 @@ def _gradients_at_once(
 
 
 def _weight_gradient(kept: CollectiveKept, g: Tensor, x: Tensor) -> Tensor:
-    """g^T @ x of all tokens: rounded once, or added to the caller's memory."""
+    """g^T @ x over all tokens, rounded once or added to the caller's memory."""
     g, x = widen(g).t(), widen(flat(x))
     out = kept.weight_grad_out
     if out is None:
@@ -297,7 +298,7 @@ def _weight_gradient(kept: CollectiveKept, g: Tensor, x: Tensor) -> Tensor:
 
 
 def _scatter_gradients(kept: CollectiveKept, by: FullProducts | InFp8, grad_out: Tensor, wanted: Wanted) -> Made:
-    """Of one walk, which gathers the upstream gradient."""
+    """The gradients from one walk, which gathers the upstream gradient."""
     ring, g, (by_x, by_weight, by_bias) = kept.ring, flat(grad_out), wanted
     total, n = accumulator(grad_out.dtype), g.shape[1]
     x, grad_x, grad_weight = _there(kept.x, kept.x_scales), None, None
@@ -348,12 +349,12 @@ def _fake_gradients(kept: CollectiveKept, upstream: Made, wanted: Wanted) -> Mad
 
 
 def _flops(call: CollectiveCall) -> int:
-    """Of this rank's product: its weight's with all tokens."""
+    """Operations of this rank's product, of its weight with all tokens."""
     return 2 * call.x.numel() * len(call.weight) * (call.ring.ranks if call.op == GATHER else 1)
 
 
 def _gradient_flops(kept: CollectiveKept, upstream: Made, wanted: Wanted) -> int:
-    """Of the gradients of x and weight."""
+    """Operations of the gradients of x and weight."""
     (grad_out,) = upstream
     assert grad_out is not None
     ranks = kept.ring.ranks if kept.op == SCATTER else 1

@@ -1,4 +1,4 @@
-"""Both functions on a whole problem, which every rank of the default process group has: what checks run in PyTorch."""
+"""Both functions on a whole problem, which every rank of the default process group holds: for checks in PyTorch."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from onchip.ops.collective_matmul.torch_op import Backend, Precision, all_gather
 
 @contextmanager
 def session(device: str) -> Iterator[None]:
-    """The default process group: the one that there is, that of `torchrun`, or one of this process alone."""
+    """The default process group: an existing one, `torchrun`'s, or a new one for this process alone."""
     if dist.is_initialized():
         yield
         return
@@ -46,7 +46,7 @@ def whole(
     group: Any = None,
     precision: Precision = "full",
 ) -> Tensor:
-    """The result of all ranks [T, ..., N], of all of x [T, ..., K], weight [N, K] and bias [N]."""
+    """All ranks' result [T, ..., N] for the whole x [T, ..., K], weight [N, K] and bias [N]."""
     if op == GATHER:
         mine = None if bias is None else part(bias, 0, group)
         out = all_gather_matmul(
@@ -77,7 +77,7 @@ def joined(x: Tensor, dim: int, group: Any) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """By one function forward, by another one back."""
+    """One function forward, another one backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any, there: Any, back: Any) -> Tensor:

@@ -99,13 +99,13 @@ class _ParallelLinear(Module):
         return whole.chunk(self.ranks, self._split)[self.rank] if whole.ndim > self._split else whole
 
     def _keywords(self) -> dict[str, Any]:
-        """What the function is called with beside x, the weight and the group."""
+        """The function's arguments besides x, the weight and the group."""
         out = main_grad_of(type(self).__name__, self.weight) if self.main_grad else None
         names = ("bias", "backend", "precision", "reduce_dtype")
         return {"weight_grad_out": out} | {name: getattr(self, name) for name in names}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """With the same group, which can't be copied."""
+        """A copy with the same group, which can't itself be copied."""
         memo[id(self.group)] = self.group
         made = type(self).__new__(type(self))
         memo[id(self)] = made

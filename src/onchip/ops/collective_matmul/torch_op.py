@@ -211,14 +211,14 @@ def _run(
     if precision == "full":
         of_x, of_weight = (PeerCopies(_cast(a, dtype), None, None, None) for a in (x, weight))
         of_bias = None if bias is None else _cast(bias, dtype)
-    else:  # x and weight are quantised as they are
+    else:  # x and weight are quantised without a cast
         _check_fp8(op, x, sizes, keep_gathered, sums)
         products = choose_backend(op, "auto", refusals(x.device))
         of_x, of_weight = (
             PeerCopies(*copies_of(op, a, SCALE, products, by_block=by_block, wanted=other if needs else None))
             for a, by_block, other, needs in ((x, False, "weight", grads[1]), (weight, True, "x", grads[0]))
         )
-    # One rank has nobody to differ from.
+    # With one rank there is nothing to compare.
     check = ring.ranks > 1 and (check_inputs or x.device.type == "cpu")
     ring = ring._replace(backend=chosen)
     call = CollectiveCall(
@@ -254,7 +254,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_fp8(op: str, x: Tensor, sizes: CollectiveSizes, keep_gathered: bool, sums: torch.dtype) -> None:
-    """Raise for what precision='fp8' can't do."""
+    """Raise if precision='fp8' can't compute the call."""
     if x.dtype == torch.float64:
         raise TypeError(f"{op}: precision='fp8' takes float32, bfloat16 or float16; got float64")
     if keep_gathered:

@@ -1,8 +1,8 @@
-"""What collective_matmul multiplies in PyTorch: matrices in the inputs' dtype, or in FP8.
+"""The products of collective_matmul in PyTorch, for matrices in the inputs' dtype or in FP8.
 
-An operand is a tuple of tensors: a matrix, and in FP8 its scales.  In FP8 each rank's product is `fp8_linear`'s of what
-it has: x's rows and the gradient's in groups of 1x128 along the contraction, its weight in 128x128, and for the
-weight's gradient groups of 128 tokens, which no block cuts.
+An operand is a tuple of tensors: a matrix, and in FP8 its scales.  In FP8 each rank's product is that of `fp8_linear`
+for its own operands: rows of x and of the gradient in groups of 1x128 along the contraction, its weight in groups of
+128x128, and for the weight's gradient groups of 128 tokens, which no block cuts.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ FORMAT, SCALE = "e4m3", "float32"
 
 
 class ProductGradient(NamedTuple):
-    """The gradient of some rows of a result, as far as it is wanted: for x's, for the weight's, and its sum."""
+    """The gradient of some rows of a result: for x's gradient, for the weight's, and its sum; None if not wanted."""
 
     rows: Operand
     turned: Operand
@@ -30,26 +30,26 @@ class ProductGradient(NamedTuple):
 
 
 class FullProducts:
-    """In the inputs' dtype, summed in float32."""
+    """Products in the inputs' dtype, summed in float32."""
 
     def weight(self, of: Operand, *, turned: bool) -> Any:
-        """The weight as `linear` and `addend` take it; `turned`: the one that x's gradient is multiplied by."""
+        """The weight as `linear` and `addend` take it; `turned`: the one for x's gradient."""
         return widen(of[0]) if turned else widen(of[0]).t()
 
     def rows(self, x: Operand, ranks: int) -> list[Operand]:
-        """The rows of x [T, K] that are each rank's."""
+        """Each rank's rows of x [T, K]."""
         return [(block,) for block in flat(x[0]).chunk(ranks)]
 
     def tokens(self, x: Operand, ranks: int, rank: int) -> Operand:
-        """A rank's tokens of what was kept of x for the weight's gradient."""
+        """A rank's tokens, from what was kept of x for the weight's gradient."""
         return self.rows(x, ranks)[rank]
 
     def sent(self, g: Tensor, wanted: Wanted) -> list[Tensor]:
-        """What travels of the gradient of a result's rows [rows, N], for the gradients of x, weight and bias."""
+        """The tensors that travel for the gradient of a result's rows [rows, N], for all other gradients."""
         return [g]
 
     def arrived(self, sent: list[Tensor], wanted: Wanted) -> ProductGradient:
-        """The same as operands."""
+        """The same tensors as operands."""
         (g,) = sent
         return ProductGradient((g,), (g,), g.sum(0, dtype=accumulator(g.dtype)) if wanted[2] else None)
 
@@ -67,7 +67,7 @@ class FullProducts:
 
 
 class InFp8(NamedTuple):
-    """The same of FP8 numbers, by a backend of `onchip.fp8`."""
+    """The same for FP8 numbers, by a backend of `onchip.fp8`."""
 
     backend: str
 
@@ -110,10 +110,10 @@ class InFp8(NamedTuple):
 
 
 def products_of(name: str) -> FullProducts | InFp8:
-    """Of a call's field `products`."""
+    """The products that a call's field `products` names."""
     return FullProducts() if name == "full" else InFp8(name)
 
 
 def flat(x: Tensor) -> Tensor:
-    """[..., K] as rows."""
+    """x [..., K] as a matrix of rows."""
     return x.reshape(-1, x.shape[-1])

@@ -32,7 +32,7 @@ def limits(
         limit, norm = of["loss" if name == "loss" else "gradient"], float(np.linalg.norm(right))
         if name != "loss" and norm > 0:
             limit += _SMALLEST[dtype] / 2 * float(np.sqrt(right.size)) / norm
-        # Of equal models all must be exactly 0; in the oracle's arithmetic it is 1e-17.
+        # For equal models everything must be exactly 0; the oracle's arithmetic gives 1e-17.
         made[name] = right, 0.0 if case.noise == 0 else limit
     return made
 
@@ -66,7 +66,7 @@ def _keywords(inputs: JsdInputs) -> dict[str, Any]:
 
 
 def _arguments(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Which of the two ops is called, and its arguments; those of a top-k teacher as one."""
+    """The op that is called, and its arguments, where a top-k teacher is one argument."""
     made = {name: x for name, x in given.items() if x is not None and name not in TopK._fields}
     if "indices" in given:
         made["teacher_topk"] = TopK(*(given[name] for name in TopK._fields))
@@ -122,7 +122,7 @@ def _plain(
             ls, lt = fw.log_softmax(ls, -1), fw.log_softmax(lt, -1)
         elif given["rest"] == "tail":
             ls, lt = (xp.concatenate([x, xp.log1p(-xp.exp(x).sum(-1)[..., None])], -1) for x in (ls, lt))
-    # Of entries that both models exclude, a difference would be NaN.
+    # For entries that both models exclude, a difference would be NaN.
     least = float(xp.finfo(z.dtype).min) / 2
     loss = options.soft_factor * plain_divergence(ls.clip(min=least), lt.clip(min=least), options.beta)
     kept = (z[..., 0] == z[..., 0]) if target is None else target != options.ignore_index

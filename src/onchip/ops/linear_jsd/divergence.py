@@ -15,10 +15,10 @@ Array = Any
 
 
 class Arrays(NamedTuple):
-    """The functions that the formulas need from a framework; all but `xp` take matrices and work on their rows."""
+    """The functions that the formulas need from a framework; all except `xp` work on the rows of matrices."""
 
     xp: Any
-    """Where functions are found that both frameworks call the same."""
+    """The module of functions that have the same names in both frameworks."""
     log_softmax: Callable[[Array], Array]
     logsumexp: Callable[[Array], Array]
     """[n, 1]."""
@@ -27,11 +27,11 @@ class Arrays(NamedTuple):
     put: Callable[[Array, Array, Any], Array]
     """`put(x, indices, values)`: a copy of x with these entries."""
     cross_entropy: Callable[[Array, Array], tuple[Array, Array]]
-    """`cross_entropy(z, label)`: that of each row, and its gradient."""
+    """`cross_entropy(z, label)`: each row's cross-entropy, and its gradient."""
 
 
 class DivergenceGradients(NamedTuple):
-    """The loss of each row, and the gradients by both models' logits; None: not wanted."""
+    """Each row's loss, and the gradients by both models' logits; None if not wanted."""
 
     value: Array  # [n]
     student: Array | None
@@ -42,7 +42,7 @@ def rows(
     of: Arrays,
     options: JsdOptions,
     z: Array,  # [n, V] float32: the student's logits
-    teacher: Array | TopK[Array],  # [n, V] float32 logits, or of [n, K] indices and float32 values
+    teacher: Array | TopK[Array],  # [n, V] float32 logits, or a TopK of [n, K] indices and float32 values
     label: Array,  # [n], in [0, V)
     want: tuple[bool, bool] = (True, True),
 ) -> DivergenceGradients:
@@ -56,7 +56,7 @@ def rows(
         def log_probs(x: Array) -> Array:
             return of.log_softmax(x if tau == 1 else x / tau)
 
-        made = divergence(of, log_probs(z), log_probs(teacher), options.beta, want)  # no names keep these here
+        made = divergence(of, log_probs(z), log_probs(teacher), options.beta, want)  # no names keep these alive
     value = made.value * factor
     dz, du = (None if g is None else g * (factor / tau) for g in made[1:])
     if options.hard_weight > 0:
@@ -77,7 +77,7 @@ def divergence(
 ) -> DivergenceGradients:
     """The divergence of each row of log-probabilities, and its gradients by the logits that they come from.
 
-    Where rows are parts of longer ones the value is that of these entries, and `sums` are `sums_of` the whole rows.
+    If rows are parts of longer ones, the value is that of these entries, and `sums` are `sums_of` the whole rows.
     """
     if beta == 1:
         value, dt, ds = divergence(of, lt, ls, 0.0, want[::-1], None if sums is None else sums[::-1])
@@ -93,7 +93,7 @@ def divergence(
         ds, dt = (_centred(by_s, s, sum_s) if want[0] else None), (_centred(by_t, t, sum_t) if want[1] else None)
         return DivergenceGradients(value, ds, dt)
     e = xp.expm1(-abs(d))
-    # Each term is t d - t + s, by expm1 from the smaller of s and t: it neither overflows nor cancels but in d.
+    # Each term is t d - t + s, by expm1 from the smaller of s and t: it doesn't overflow, and cancels only in d.
     term = xp.where(d < 0, s * (d * (1 + e) - e), t * (e + d))
     del e
     value = xp.where(t == 0, s, term).clip(min=0).sum(1)  # 0 log 0 = 0
@@ -124,7 +124,7 @@ def sums_of(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array, A
 def mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:
     """(1 - beta) s log(s / m) and beta t log(t / m)."""
     e = xp.expm1(-abs(d))
-    low = xp.log1p(xp.where(d <= 0, beta * e, (1 - beta) * e))  # of two numbers PyTorch would make float32
+    low = xp.log1p(xp.where(d <= 0, beta * e, (1 - beta) * e))  # PyTorch would make float32 from two numbers
     del e
     by_s = xp.where(s == 0, 0, (beta - 1) * s * (low + d.clip(min=0)))
     by_t = xp.where(t == 0, 0, -beta * t * (low - d.clip(max=0)))
@@ -132,7 +132,7 @@ def mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[A
 
 
 def _topk(of: Arrays, options: JsdOptions, z: Array, teacher: TopK[Array]) -> tuple[Array, Callable[[], Array]]:
-    """The losses with a top-k teacher, and what makes the gradient of z, which is over temperature."""
+    """The losses with a top-k teacher, and the numbers from which z's gradient is made; z is over temperature."""
     xp, indices = of.xp, teacher.indices
     if teacher.rest == "renormalised":
         value, ds = topk_terms(of, options, teacher, of.take(z, indices))
@@ -142,7 +142,7 @@ def _topk(of: Arrays, options: JsdOptions, z: Array, teacher: TopK[Array]) -> tu
         value, by_s = topk_terms(of, options, teacher, of.take(full, indices))
         rest_of = xp.exp(full) * -by_s.sum(1)[:, None]
         return value, lambda: of.put(rest_of, indices, of.take(rest_of, indices) + by_s)
-    # Of log-probabilities: the difference of two log-sum-exps of logits would have the error of both.
+    # From log-probabilities, since the difference of two log-sum-exps of logits has the error of both.
     outside = of.put(full, indices, -math.inf)
     other = of.logsumexp(outside)
     value, ds = topk_terms(of, options, teacher, of.take(full, indices), other)
@@ -170,7 +170,7 @@ def topk_terms(
     if teacher.rest == "renormalised":
         ls, lt = of.log_softmax(ls), of.log_softmax(values)
     else:
-        # Of given log-probabilities: their sum may pass 1 by a rounding.
+        # The probabilities that the caller gives may add up to more than 1 by a rounding.
         given = of.logsumexp(values).clip(max=0)
         ls, lt = xp.concatenate([ls, rest], 1), xp.concatenate([values, xp.log(-xp.expm1(given))], 1)
     value, ds, _ = divergence(of, ls, lt, beta)

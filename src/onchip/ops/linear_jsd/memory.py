@@ -18,24 +18,24 @@ SLAB = 4096
 
 
 Head = memory.Problem
-"""A model's last layer; or with `hidden` 0 its logits, whose gradient is `grad_hidden`; with `vocab` 0 neither."""
+"""A model's last layer; with `hidden` 0 its logits, whose gradient is `grad_hidden`; with `vocab` 0 neither of them."""
 
 
 @dataclass(frozen=True)
 class JsdProblem:
-    """All that memory depends on."""
+    """Everything on which memory depends."""
 
     vocab: int
-    """Entries that count; those of the models include padding."""
+    """Entries that count; the models' own numbers include padding."""
     student: Head
     teacher: Head
     topk: int = 0
-    """K, where the teacher is a top-k."""
+    """K if the teacher is a top-k."""
     hard: bool = False
     stash: bool = False
-    """Gradients are made in forward and kept, as sums."""
+    """Whether gradients are made in forward and kept, in the dtype of sums."""
     sent: int = 0
-    """Bytes of what ranks exchange, of a sharded vocabulary."""
+    """Bytes that ranks of a sharded vocabulary exchange."""
 
     @property
     def sharded(self) -> bool:
@@ -56,12 +56,12 @@ class JsdProblem:
 
     @property
     def op(self) -> str:
-        """What errors speak for."""
+        """The name that errors begin with."""
         return self.student.op
 
     @property
     def copied(self) -> int:
-        """Bytes of the copies that are made of inputs whose strides don't suit."""
+        """Bytes of copies of inputs whose strides don't suit."""
         return self.student.copied + self.teacher.copied
 
     @property
@@ -70,7 +70,7 @@ class JsdProblem:
 
     @property
     def layers(self) -> list[Head]:
-        """Of the models whose logits are not given."""
+        """The models whose logits are not given."""
         return [h for h in (self.student, self.teacher) if h.hidden]
 
 
@@ -85,7 +85,7 @@ def logits_bytes(p: JsdProblem) -> int:
 
 
 def scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
-    """Peak memory above inputs, loss and returned gradients, in bytes, part by part, with chunks of so many tokens."""
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part, for chunks of this many tokens."""
     block, total = -(-chunk // BLOCKS), p.total_bytes
     dense = 1 if p.topk else 2
     rows = casts = kept_hidden = kept_weight = widened = 0
@@ -94,7 +94,7 @@ def scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
         rows += (element + (4 if _widened(h) else 0) + (total if h.grad_hidden else 0)) * chunk * h.hidden
         casts += element * p.tokens * h.hidden if h.hidden_dtype != h.dtype else 0
         casts += element * h.vocab * h.hidden if h.weight_dtype != h.dtype else 0
-        # Sums; on the CPU those of their parameters' dtype are handed out as they are.
+        # Sums; on the CPU a sum in its parameter's dtype is itself the result.
         copied = p.stash and p.device == "cuda"
         if h.grad_hidden and (copied or h.hidden_dtype != accumulator(h.dtype)):
             kept_hidden += total * p.tokens * h.hidden
@@ -105,7 +105,7 @@ def scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
     narrow = p.any_grad and p.device == "cuda" and any(h.dtype == "bfloat16" for h in p.layers)
     return {
         "logits": total * dense * chunk * p.vocab,
-        # the softmaxes, their logarithms' difference, and what is made of them
+        # the softmaxes, their logarithms' difference, and numbers made from them
         "temporaries of a block": 11 * total * block * p.vocab,
         "top-k rows": 16 * total * chunk * (p.topk + 1) if p.topk else 0,
         "logits' gradient in 16 bits": 2 * chunk * p.vocab if narrow else 0,
@@ -143,7 +143,7 @@ def jax_scratch_parts(p: JsdProblem, chunk: int) -> dict[str, int]:
 
 
 def _planner(parts: Callable[[JsdProblem, int], dict[str, int]]) -> Planner[int]:
-    """Of plans that are the tokens of a chunk: the fewest even chunks that fit."""
+    """The plan, which is a chunk's number of tokens: the fewest even chunks that fit."""
 
     def scratch(p: JsdProblem, tokens: int) -> int:
         return sum(parts(p, min(p.tokens, tokens)).values())

@@ -33,7 +33,7 @@ class JsdPlainKept(NamedTuple):
     student: JsdModel
     teacher: JsdModel
     known: Tensor | None
-    gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
+    gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 for those that are None
 
 
 def _forward(call: JsdCall) -> JsdPlainOutputs:

@@ -35,7 +35,7 @@ from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, write_at
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
 
-# A part with less weight has only probabilities that are 0 in float32, and no mean.
+# If a part has less weight, all its probabilities are 0 in float32, and it has no mean.
 TINY = 1e-30
 Softmaxes = Callable[[], list[Tensor]]
 """The numbers that a rank knows by itself, [n] each: both models' log-sum-exps; at the ends of beta the divergence;
@@ -74,12 +74,12 @@ def forward(call: JsdCall, tokens: Tokens) -> tuple[Tensor, list[Tensor | None],
 
 
 def of_two_models(call: JsdCall, tokens: Tokens, softmaxes: Softmaxes, terms: Terms) -> tuple[Tensor, Tensor]:
-    """[n] losses without weights, and [n, width(call)] numbers, given functions that compute what a rank knows."""
+    """Losses without weights, [n], and numbers, [n, width(call)], given functions that compute what a rank knows."""
     shards, options = call.shards, call.options
     found = parallel.gather(options.op, shards, softmaxes(), check_values=options.check_inputs)
     (student, log_s), (teacher, log_t) = (parallel.log_sum(x) for x in found.numbers[:2])
     if options.beta in (0, 1):
-        # If one of the models gives a part no probability, the weights tell everything.
+        # If one of the models gives a part no probability, the weights alone determine the result.
         own = found.numbers[2].masked_fill((log_s == -torch.inf) | (log_t == -torch.inf), 0)
         weights = (log_t if options.beta == 0 else log_s).exp()
         within = torch.where(weights == 0, 0, weights * own).sum(0)
@@ -87,7 +87,7 @@ def of_two_models(call: JsdCall, tokens: Tokens, softmaxes: Softmaxes, terms: Te
         sums = [value, value]
     else:
         part, *means = terms(student, teacher)
-        # Means by the probabilities as they are: where both models are certain, all of a gradient cancels.
+        # The means use the probabilities unchanged: where both models are certain, all of a gradient cancels.
         shares = [x[parallel.group_of(shards).rank()].exp() for x in (log_s, log_t)]
         parts = [torch.where(share < TINY, 0, share * x) for x, share in zip(means, shares, strict=True)]
         more = parallel.gather(options.op, shards, [part, *parts], check_values=options.check_inputs)
@@ -137,7 +137,7 @@ def _of_label(here: Tokens, label: Running) -> list[Tensor]:
 def _with_label(
     call: JsdCall, tokens: Tokens, found: Gathered, value: Tensor, known: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As `of_two_models`, given the divergence, and of the numbers all but the label's."""
+    """As `of_two_models`, given the divergence and all numbers except the label's."""
     made, known = value * call.options.soft_factor, [*known]
     if call.options.hard_weight > 0:
         parts = found.numbers[-2]
@@ -152,7 +152,7 @@ def _with_label(
 
 
 def _topk(call: JsdCall, tokens: Tokens) -> tuple[TopK[Tensor], Tensor]:
-    """That of the computed tokens, and its ids [n, K] as this rank numbers them."""
+    """The top-k of the computed tokens, and its ids [n, K] in this rank's numbering."""
     teacher = topk_rows(call, tokens, slice(0, tokens.number))
     ids = teacher.indices - call.shards.start
     return teacher, ids.masked_fill((ids < 0) | (ids >= call.size), NOWHERE)
@@ -181,8 +181,9 @@ def _of_topk(call: JsdCall, tokens: Tokens, here: Tokens) -> tuple[Tensor, Tenso
 
 
 def _log_probs(call: JsdCall, here: Tokens, ids: Tensor) -> list[Tensor]:
-    """What a rank knows by itself, [n] each: the student's log-sum-exp, the ids' log-probabilities, with a tail that
-    of all others together, and of the label what `_with_label` takes."""
+    """What a rank knows by itself, [n] each: the student's log-sum-exp, the ids' log-probabilities, with a tail also
+    that of all others together, and the numbers for the label that `_with_label` takes.
+    """
     options, asked, tail = call.options, Asked(), call.topk_rest == "tail"
     running, label = Running.empty(ids, here.dtype), Running.empty(here.ids, here.dtype)
     others = torch.full_like(here.weight, -math.inf)
@@ -193,7 +194,7 @@ def _log_probs(call: JsdCall, here: Tokens, ids: Tensor) -> list[Tensor]:
         own.absorb(x, 0, ids[part], asked, None)
         if outside is not None:
             write_at(outside, ids[part], 0, torch.full_like(own.picked, -math.inf))
-            # Below the largest logit: the difference of two log-sum-exps would have the error of both.
+            # Relative to the largest logit, since the difference of two log-sum-exps has the error of both.
             others[part] = outside.sub_(own.max[:, None]).logsumexp(1) - own.log_total
         if options.hard_weight > 0:
             label.part(part.start, part.stop).absorb(z, 0, here.ids[part], asked, None)
@@ -222,7 +223,7 @@ def backward(call: JsdCall, tokens: Tokens, known: Tensor | None, row: Tensor, w
         hard = loss_gradient(LossOptions(), torch.ones_like(lse), lse, log_prob[:, None], call.vocab)
 
     def of_student(part: slice, z: Tensor, dz: Tensor | None) -> Tensor | None:
-        """With the label's."""
+        """The gradient with the label's part."""
         if dz is None:
             return None
         dz = dz * factor

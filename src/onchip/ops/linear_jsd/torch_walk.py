@@ -1,7 +1,7 @@
 """The walk over chunks of tokens with PyTorch's own matrix products, on CPU and CUDA.
 
-A chunk holds both models' logits of the whole vocabulary, or of this rank's shard, in float32 or float64.  What is made
-of them is made in blocks of rows, which the gradients overwrite.  Nothing here synchronises a GPU.
+A chunk holds both models' logits for the whole vocabulary, or for this rank's shard, in float32 or float64.  Everything
+that follows from them is computed in blocks of rows, which the gradients overwrite.  Nothing here synchronises a GPU.
 """
 
 import math
@@ -40,8 +40,9 @@ def walk(
     row: Tensor | None = None,  # [n]: factor of each token's gradient
     grads: Sequence[bool] = NO_GRADIENTS,  # of `PARAMETERS`
 ) -> list[Tensor | None]:
-    """Show all logits to `step`; returns the gradients that are wanted: of logits in their own dtype, of all else in
-    that of sums."""
+    """Show all logits to `step`; returns the gradients that are wanted, in the dtype of sums; those of logits are in
+    the logits' dtype.
+    """
     n = tokens.number
     chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
     models = [_model(call, who, grads[4 * who : 4 * who + 4], tokens) for who in range(1 + (call.indices is None))]
@@ -70,7 +71,7 @@ def losses_and_gradients(
     call: JsdCall, tokens: Tokens, row: Tensor, grads: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The losses of the computed tokens, without weights, and the gradients of `walk`, where nothing is sharded."""
-    label = tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
+    label = tokens.label.clamp(min=0)  # an ignored token has no label, but is computed all the same
     losses, want = torch.empty_like(row), (any(grads[:4]), any(grads[4:]))
 
     def step(part: slice, z: Tensor, *teacher: Tensor) -> Sequence[Tensor | None]:
@@ -90,7 +91,7 @@ def _model(call: JsdCall, who: int, grads: Sequence[bool], tokens: Tokens) -> "_
 
 
 class _Given:
-    """A model's logits, [T, V] with padding."""
+    """A model's given logits, [T, V] with padding."""
 
     def __init__(self, logits: Tensor, vocab: int, grads: Sequence[bool], tokens: Tokens, shape: Sequence[int]) -> None:
         self.wanted, self._shape, self._tokens = grads[3], shape, tokens
@@ -98,22 +99,22 @@ class _Given:
         self._source, self._sink = (x if x is None else Rows(x[:, :vocab]) for x in (logits, self._made))
 
     def read(self, start: int, stop: int, into: Tensor) -> None:
-        """Put the computed tokens' logits in `into`."""
+        """Put the computed tokens' logits into `into`."""
         assert self._source is not None
         self._source.read(self._tokens, start, stop, into)
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
-        """Take their gradient."""
+        """Take the gradient of these logits."""
         assert self._sink is not None
         self._sink.write(self._tokens, start, stop, values)
 
     def gradients(self) -> JsdModel:
-        """What came of it."""
+        """The gradients of the model's parameters."""
         return JsdModel(logits=None if self._made is None else self._made.view(*self._shape))
 
 
 class _Linear:
-    """The same of a model's last layer, of which ranks may have shards."""
+    """The same for a model's last layer, of which ranks may have shards."""
 
     def __init__(self, layer: Layer, vocab: int, grads: Sequence[bool], tokens: Tokens, shards: Shards) -> None:
         self.wanted = any(grads)
@@ -124,7 +125,7 @@ class _Linear:
         self._slab = vocab if self._operand == weight.dtype else SLAB
         self._sums = Accumulated(self._layer, tokens, self._slab, grads)
         if self._sums.weight is not None:
-            self._sums.weight[vocab:] = 0  # of the padding
+            self._sums.weight[vocab:] = 0  # padding
         hidden = self._sums.hidden
         self._hidden = None if hidden is None else hidden.view(layer.hidden.shape)
         self._summed: Callable[[], Tensor] | None = None
@@ -150,7 +151,7 @@ class _Linear:
 
 
 def topk_rows(call: JsdCall, tokens: Tokens, part: slice) -> TopK[Tensor]:
-    """Those of some computed tokens; NaN where an index is out of range: on the CPU that has raised."""
+    """The top-k of some computed tokens; NaN if an index is out of range, for which the CPU has raised already."""
     assert call.indices is not None
     assert call.values is not None
     ids, values = (

@@ -1,8 +1,8 @@
 """linear_jsd and jsd for PyTorch on the Triton kernels: the plan of a call, and its registered operators.
 
-Forward leaves what gradients need in the memory that they will take: the gradient by each model's logits in its
-weight's, the tokens' hidden states in hidden's.  Backward turns these into the gradients, in place; they are cloned
-first where the graph is retained.  What is launched is in triton_walk.py.
+Forward leaves what gradients need in the gradients' own memory: the gradient by each model's logits in that of its
+weight's gradient, and the tokens' hidden states in that of hidden's.  Backward turns these into the gradients, in
+place; they are cloned first where the graph is retained.  The launches are in triton_walk.py.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from onchip.vocab.triton.setup import TritonSaved
 def refusal(call: JsdCall) -> str | None:
     """Why the kernels can't serve a call, or None."""
     heads = [k for k in (0, 1) if call.models[k].hidden is not None]
-    # Logits are read in any dtype: without a product, one is asked about that suits.
+    # Logits are read in any dtype, so without a product the check is made for a dtype that suits.
     device = call.first.device
     dtypes = [call.dtypes[k] for k in heads] or [torch.float16]
     if call.dtype == torch.float64:
@@ -32,7 +32,7 @@ def refusal(call: JsdCall) -> str | None:
     reasons = (setup.refusal(device.type, device.index, dtype) for dtype in dtypes)
     reason = next((x for x in reasons if x is not None), None)
     if reason is None and call.indices is not None:
-        # Of a tail they would have to add up all entries but the K, which no difference of sums keeps the digits of.
+        # For a tail they would have to add up all entries except the K; a difference of sums would lose its digits.
         reason = "it has no kernel for teacher_topk; pass backend='plain'"
     if reason is None and heads and call.grads_of(1)[3]:
         reason = "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='plain' or jsd the logits"
@@ -40,7 +40,7 @@ def refusal(call: JsdCall) -> str | None:
 
 
 def _plan(call: JsdCall) -> JsdPlan:
-    """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
+    """The call's plan; it makes numbers of sizes that are symbols inside torch.compile, and so a graph for each."""
     p = call.problem(kernels=True)
     if call.student.hidden is None:
         triton_memory.PLANNER.require(p, "", call.options.scratch_bytes)
@@ -54,7 +54,7 @@ def _plan(call: JsdCall) -> JsdPlan:
 
 
 class Left(NamedTuple):
-    """What forward leaves for backward; empty where nothing is needed."""
+    """What forward leaves for backward; empty if nothing is needed."""
 
     stats: Tensor  # [STATS, T] float32, by position
     vectors: Tensor  # int32: `Vectors.packed`
@@ -94,7 +94,7 @@ def _fake(call: JsdCall) -> JsdTritonOutputs:
 
 
 def _memory(call: JsdCall, plan: JsdPlan, *, fake: bool = False) -> JsdTritonOutputs:
-    """The outputs, not yet filled."""
+    """Empty outputs."""
 
     def nothing(dtype: torch.dtype = call.first.dtype) -> Tensor:
         return stated.empty(0, dtype, call.first.device)
@@ -104,7 +104,7 @@ def _memory(call: JsdCall, plan: JsdPlan, *, fake: bool = False) -> JsdTritonOut
         if layer is None:
             return TritonSaved(*(nothing() for _ in TritonSaved._fields))
         made = setup.make_saved(layer, config_of(call.head(who), plan), keep_weight=False, fake=fake)
-        return made._replace(vectors=nothing(torch.int32))  # those of the call serve both models
+        return made._replace(vectors=nothing(torch.int32))  # the call's own serve both models
 
     stats = stated.empty((triton_memory.STATS, call.number), torch.float32, call.first.device)
     vectors = stated.empty(engine_memory.vector_elements(call.number), torch.int32, call.first.device)
@@ -116,7 +116,7 @@ def _save(call: JsdCall, made: JsdTritonOutputs) -> JsdTritonKept:
 
 
 def _gradients(kept: JsdTritonKept, upstream: Made, wanted: Wanted) -> Made:
-    """Turn the memories into the gradients of hidden states and weights; return the others."""
+    """Turn the kept memory into the gradients of hidden states and weights; return the others."""
     from onchip.ops.linear_jsd import triton_walk
 
     (grad_loss,), (stats, vectors, *saved) = upstream, kept.left

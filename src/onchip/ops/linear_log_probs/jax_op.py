@@ -426,11 +426,11 @@ class GivenToLogProbs(NamedTuple):
     """The arrays of a public function's call that get no gradient."""
 
     ids: Any  # [...] or [..., K] int32 in [0, V), IGNORED or OUT_OF_RANGE
-    temperature: Any  # [...], where each token has one
-    numbers: Any  # the others, by name, []
+    temperature: Any  # [...], if each token has one
+    numbers: Any  # the other numbers, by name, []
 
     def by_token(self, tokens: int) -> tuple[jax.Array, Transform]:
-        """Ids [T, K], and numbers."""
+        """The ids, [T, K], and the numbers."""
         numbers = dict(self.numbers)
         if self.temperature is not None:
             numbers["temperature"] = self.temperature.reshape(-1)
@@ -438,7 +438,7 @@ class GivenToLogProbs(NamedTuple):
 
 
 OF_GIVEN = GivenToLogProbs(BY_TOKEN, BY_TOKEN, WHOLE)
-"""What they have of tokens."""
+"""Which of them are indexed by token."""
 
 
 def on_device(static: Static, of: XlaProjection | jax.Array, given: GivenToLogProbs) -> tuple[Static, Any, Any]:
@@ -469,12 +469,12 @@ def returned(
 def forward(
     static: Static, needs: Any, of: XlaProjection | jax.Array, constants: tuple[jax.Array, Transform]
 ) -> tuple[WantedOutputs, Planned | None]:
-    """Of a layer, or of logits [T, V]."""
+    """The outputs for a layer, or for logits [T, V], and what backward needs."""
     if static.shard is not None:
         static.shard.refuse_untracked(OP if isinstance(of, XlaProjection) else spec.LOGITS_OP, needs)
     backend, plan, call = _planned(static, needs, of, constants)
     stats, _, saved = jax_ways.each(backend, partial(backend.forward, plan, wanted_of(static.options), needs))(call)
-    # XlaLogits as they came: for 16-bit ones `call.source` may be a copy.
+    # Logits are kept as the caller gave them: for 16-bit ones `call.source` may be a copy.
     return outputs_of(stats, call.tokens), None if saved is None else _saved(of, saved, plan)
 
 

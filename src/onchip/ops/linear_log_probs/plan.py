@@ -19,8 +19,8 @@ _COMPILED_ENTROPY = Measured("torch.compile", "the same, compiled", 10, 8.6, 2, 
 
 
 def _of_products(planner: Planner[ChunkConfig], *, both_walks: bool) -> Callable[[PlannedCall], Way]:
-    """Forward, and a backward that computes the logits again; `both_walks`: each plans for itself, where JAX has one
-    plan for both."""
+    """Forward, and a backward that computes the logits again.  With `both_walks` each has a plan of its own; in JAX one
+    plan serves both."""
 
     def way(asked: PlannedCall) -> Way:
         p, again = asked.wanted, asked.gradients

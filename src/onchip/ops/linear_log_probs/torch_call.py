@@ -68,7 +68,7 @@ class LogProbsOutputs(NamedTuple):
 
     @staticmethod
     def empty(options: LogProbsOptions, like: Tensor, shape: Sequence[int], ids: Tensor) -> "LogProbsOutputs":
-        """Outputs that are still to be filled, for tokens of `shape` with hidden states or logits `like` these."""
+        """Empty outputs, for tokens of `shape` with hidden states or logits `like` these."""
         total = accumulator(like.dtype)
 
         def make(wanted: bool, dtype: torch.dtype = total) -> Any:
@@ -88,7 +88,7 @@ class LogProbsPlainOutputs(NamedTuple):
     """The outputs of the operator on PyTorch's operations, and of the one of log_probs."""
 
     out: LogProbsOutputs
-    mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
+    mean: Tensor | None  # the logits' mean under their softmax, if the entropy is asked for
 
     @staticmethod
     def of(
@@ -112,7 +112,7 @@ class LogProbsPlainOutputs(NamedTuple):
 
     @staticmethod
     def empty(options: LogProbsOptions, like: Tensor, shape: Sequence[int], ids: Tensor) -> "LogProbsPlainOutputs":
-        """Outputs that are still to be filled; arguments as in `LogProbsOutputs.empty`."""
+        """Empty outputs; arguments as in `LogProbsOutputs.empty`."""
         out = LogProbsOutputs.empty(options, like, shape, ids)
         return LogProbsPlainOutputs(out, None if out.entropy is None else stated.empty_like(out.entropy))
 

@@ -1,7 +1,7 @@
 """linear_log_probs for PyTorch on Triton kernels.
 
-As in linear_cross_entropy's triton_op.py, forward leaves what backward needs in the memory of the gradients, and
-backward turns it into them, in place.  The launches are in `vocab.triton.walks`; for a sharded vocabulary the exchange
+As in linear_cross_entropy's triton_op.py, forward leaves what backward needs in the gradients' memory, and backward
+turns it into the gradients, in place.  The launches are in `vocab.triton.walks`; for a sharded vocabulary the exchange
 between ranks is in `vocab.triton.shards`.
 """
 
