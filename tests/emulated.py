@@ -1,6 +1,6 @@
 """Launches kernels in Triton and Gluon on the CPU: they are compiled for Hopper, and tests/ptx runs their PTX.
 
-What nobody wrote is NaN.
+Memory that nobody has written is NaN.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""The GPU that isn't there (fake_cuda.py), with kernels that run in the emulator of tests/ptx: for what is launched
-from C.
+"""The GPU that isn't there (fake_cuda.py), with an emulator of its kernels (tests/ptx), for launches that C sends.
 
 Run as a script, in a process that has this GPU: prepared calls, with other numbers at other addresses, give the same
 bits as calls that aren't prepared.

@@ -1,7 +1,7 @@
 """Runs checks under Triton's interpreter, on the CPU, in processes of their own.
 
 Triton reads TRITON_INTERPRET when it is imported.  Checks are in float16: the interpreter computes bfloat16 wrongly.
-What nobody wrote is NaN, so a result that depends on it is NaN too.
+Memory that nobody has written is NaN, so a result that depends on it is NaN too.
 """
 
 import functools

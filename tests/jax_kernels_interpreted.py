@@ -1,4 +1,4 @@
-"""JAX's backend 'triton' with Triton's interpreter in the place of XLA's call: what test_jax_kernels.py starts.
+"""JAX's backend 'triton' with Triton's interpreter in place of XLA's call: what test_jax_kernels.py starts.
 
 TRITON_INTERPRET=1 python jax_kernels_interpreted.py NAME ...     prints a line of JSON for each check
 """

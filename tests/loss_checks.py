@@ -1,5 +1,5 @@
 """Checks of the values and gradients of every loss on every backend, in addition to the oracle's cases: each takes a
-`Loss`.  test_every_loss.py runs them in PyTorch, test_interpreted.py runs the kernels on the CPU.
+`Loss`.  test_every_loss.py runs them in PyTorch, and test_interpreted.py with the kernels on the CPU.
 """
 
 import itertools

@@ -1,6 +1,4 @@
-"""Launches as a prepared call sends them, compared with Triton's own for the same arguments, on a GPU that isn't
-there.
-"""
+"""Launches that a prepared call sends, compared with Triton's own for the same arguments, on a GPU that isn't there."""
 
 import sys
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Calls to a made-up CUDA driver; packed_launches.py has launches."""
+"""Calls to a made-up CUDA driver; packed_launches.py tests launches."""
 
 import ctypes
 from functools import partial

@@ -1,6 +1,6 @@
 """JAX's backend 'triton' without a GPU: what XLA is told, what is launched, machine code for GPUs, and refusals.
 
-That results are right shows under Triton's interpreter: jax_kernels_interpreted.py.
+jax_kernels_interpreted.py shows, under Triton's interpreter, that results are right.
 """
 
 import re

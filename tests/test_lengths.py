@@ -1,7 +1,7 @@
-"""What is compiled for a call doesn't depend on the number of tokens.
+"""The kernels that are compiled for a call don't depend on the number of tokens.
 
-A call is made up to its operator on memory that nobody reads.  The operator is rehearsed, forward and backward, on
-tensors without memory, and what it would launch is gathered.
+A call runs as far as its operator, on memory that nobody reads.  The operator is rehearsed, forward and backward, on
+tensors without memory, and the launches that it would make are collected.
 """
 
 import math

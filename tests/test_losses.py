@@ -1,6 +1,6 @@
 """Every loss over a vocabulary in PyTorch: cases against the oracle, and what holds for all of them (loss_checks.py).
 
-The Triton kernels run here on a GPU; without one test_interpreted.py has them.
+On a GPU the Triton kernels run here; without one they run in test_interpreted.py.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """The losses on a CUDA device, on every backend: accuracy, bits, sizes, streams, graphs, compilation, devices.
 
-test_losses.py has what holds for small problems, test_losses_memory.py the memory.
+test_losses.py has small problems, test_losses_memory.py the memory.
 """
 
 import math

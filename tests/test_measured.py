@@ -1,4 +1,4 @@
-"""README and docs show what results/ hold, and README is short."""
+"""README and docs show the numbers in results/, and README is short."""
 
 import importlib
 import json

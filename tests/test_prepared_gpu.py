@@ -1,4 +1,4 @@
-"""Prepared calls on a GPU: from the third call of a kind on, bits and memory are the same as in the first."""
+"""Prepared calls on a GPU: from the third call of a kind on, bits and memory are those of the first."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,5 +1,5 @@
-"""Several calls in a row, and what they must not depend on: repeated_calls.py has the scenarios, every_loss.py has what
-holds for every loss.
+"""Several calls in a row, which must not depend on earlier ones: repeated_calls.py has the scenarios, every_loss.py the
+checks for every loss.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""attention called with the arguments of jax.nn and of Flax's layers, compared with these."""
+"""attention called with the arguments of jax.nn and of Flax's layers, compared with their own attention."""
 
 from functools import partial
 

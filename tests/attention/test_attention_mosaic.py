@@ -1,4 +1,4 @@
-"""attention's Mosaic kernels on the CPU: what they are told of a mask, lowered for CUDA, and interpreted.
+"""attention's Mosaic kernels on the CPU: what they are told about a mask; lowered for CUDA, and interpreted.
 
 Lowering finds illegal operands and too much shared memory, the interpreter wrong results and races; neither notices a
 missing commit_smem or wgmma_wait.

@@ -1,4 +1,4 @@
-"""Lowered masks compared with what is seen pair by pair, and the tables that kernels make from them, in the
+"""Lowered masks compared pair by pair with the masks themselves, and the tables that kernels make from them, in the
 emulator.
 """
 

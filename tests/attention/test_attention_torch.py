@@ -1,4 +1,4 @@
-"""attention in PyTorch: the oracle, laws of masks, memory, and what surrounds a call."""
+"""attention in PyTorch: the oracle, laws of masks, memory, and how calls work with PyTorch's tools."""
 
 import numpy as np
 import pytest

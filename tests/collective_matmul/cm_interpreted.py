@@ -1,6 +1,6 @@
 """The kernels between ranks under Triton's interpreter, on the CPU, in one process: what test_interpreted.py starts.
 
-Every block is there and every flag is set, or nothing more comes: then no time passes before the deadline.
+Either every block is there and every flag is set, or nothing more comes, and then the deadline passes at once.
 
     TRITON_INTERPRET=1 python cm_interpreted.py NAME ...     prints a line of JSON for each check
 """

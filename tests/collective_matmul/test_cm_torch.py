@@ -1,4 +1,4 @@
-"""Both functions over gloo: three processes, and two and one of them, run all checks in one go."""
+"""Both functions over gloo: three processes, and groups of two and of one of them, run all checks in one go."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""What cuBLAS and cuBLASLt are asked for, without them: stand-ins are as strict about layouts and addresses."""
+"""Calls of cuBLAS and cuBLASLt, by stand-ins that are as strict about layouts and addresses."""
 
 import contextlib
 import ctypes

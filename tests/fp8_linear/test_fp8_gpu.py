@@ -1,4 +1,4 @@
-"""fp8_linear on a CUDA device: bits, accuracy, sizes, memory, streams, graphs, and weights that change in them."""
+"""fp8_linear on a CUDA device: bits, accuracy, sizes, memory, streams, graphs, and weights that change in graphs."""
 
 import copy
 import math

@@ -1,8 +1,8 @@
 """The JAX front end: bits and results of the oracle, JAX's transformations, and the 'mosaic_gpu' backend on the CPU.
 
-That is lowered for CUDA, which finds illegal operands and too much shared memory, and interpreted on small sizes, which
-finds wrong results and races; neither notices a missing commit_smem or wgmma_wait, and the interpreter's products are
-not WGMMA's.
+The backend is lowered for CUDA, which finds illegal operands and too much shared memory, and interpreted on small
+sizes, which finds wrong results and races; neither notices a missing commit_smem or wgmma_wait, and the interpreter's
+products are not WGMMA's.
 """
 
 from dataclasses import replace

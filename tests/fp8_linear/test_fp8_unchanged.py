@@ -1,5 +1,5 @@
-"""Which weight a call computes with: the one at that time, or one that was quantised before, by quantize_weight or by
-weights_unchanged on the layers of a model.
+"""The weight that a call computes with: the present one, or one that was quantised before, by quantize_weight or by
+weights_unchanged for the layers of a model.
 """
 
 import copy

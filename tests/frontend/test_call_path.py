@@ -1,6 +1,6 @@
 """The path of a call in PyTorch, as docs/architecture.md describes it; test_mosaic_backend.py has that of JAX.
 
-Run as a script, it prints those of our functions that are on the stack when a kernel is launched.  Triton's interpreter
+Run as a script, it prints which of our functions are on the stack when a kernel is launched.  Triton's interpreter
 is chosen when Triton is imported, so this takes a process of its own.
 """
 

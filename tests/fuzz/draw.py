@@ -1,4 +1,4 @@
-"""Draws random calls.  A call is a dictionary of plain values, each one of those that its op's table allows.
+"""Draws random calls.  A call is a dictionary of plain values, each from the values that its op's table allows.
 
 Simpler values stand first in a table: Hypothesis simplifies a failing call towards them.  Imports no framework.
 """

@@ -1,7 +1,7 @@
 """The Triton kernels of grouped_matmul under Triton's interpreter, on the CPU: what test_interpreted.py starts.
 
-Triton reads TRITON_INTERPRET when it is imported, so these checks need a process of their own.  What nobody wrote is
-NaN, so a result that depends on it is NaN too.
+Triton reads TRITON_INTERPRET when it is imported, so these checks need a process of their own.  Memory that nobody has
+written is NaN, so a result that depends on it is NaN too.
 
     TRITON_INTERPRET=1 python grouped_interpreted.py NAME ...     prints a line of JSON for each check
 """

@@ -1,6 +1,6 @@
-"""Levanter's attention: what stands for its function against a softmax of all scores, what is refused, and `install`.
+"""Levanter's attention: the function that replaces its own, against a softmax of all scores; refusals, and `install`.
 
-Levanter and Haliax are stood in for by modules with the names that are used of them.
+Modules with the names that are used replace Levanter and Haliax.
 """
 
 from dataclasses import dataclass, replace

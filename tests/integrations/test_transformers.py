@@ -1,4 +1,4 @@
-"""The patch of transformers' models: how and by whom they are called, and why they are refused."""
+"""The patch of transformers' models: ways to call them, and reasons to refuse them."""
 
 import subprocess
 import sys

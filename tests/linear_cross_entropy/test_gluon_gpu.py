@@ -1,6 +1,7 @@
 """The kernels in Gluon, on Hopper: without bias and statistics, which other tests have.
 
-Sizes have few steps and many, all blocks still and some, and tiles that end inside the vocabulary, the tokens or H.
+Sizes have few steps and many, blocks that all stay in shared memory or not, and tiles that end inside the vocabulary,
+the tokens or H.
 """
 
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The units of work of apart.py, which no CPU can run: its functions of numbers, and a product that they make."""
+"""The units of work in apart.py, whose kernel no CPU can run: functions of numbers, and a product made by them."""
 
 from types import FunctionType, SimpleNamespace
 

@@ -1,8 +1,8 @@
 """The Triton backend under Triton's interpreter, on the CPU: what test_interpreted.py starts in processes of their own.
 
 Triton reads TRITON_INTERPRET when it is imported.  Products are in float16 alone: the interpreter computes bfloat16
-wrongly.  What nobody wrote is NaN, so a result that depends on it is NaN too.  The interpreter takes a tenth of a
-second for each token, hence few of them.
+wrongly.  Memory that nobody has written is NaN, so a result that depends on it is NaN too.  The interpreter takes a
+tenth of a second for each token, hence few of them.
 
     TRITON_INTERPRET=1 python jsd_interpreted.py NAME ...     prints a line of JSON for each check
 """

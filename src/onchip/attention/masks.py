@@ -32,7 +32,7 @@ class MaskArrays(NamedTuple):
     xp: Any
     """The module of functions that have the same names in both frameworks."""
     positions: Callable[[Array, int], Array]
-    """`positions(like, n)`: [n] int32, 0, 1, 2 and so on, beside `like`."""
+    """`positions(like, n)`: [n] int32, 0, 1, 2 and so on, on the device of `like`."""
     integers: Callable[[Array], Array]
     """The same in int32."""
     running_max: Callable[[Array], Array]

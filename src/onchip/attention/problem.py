@@ -122,7 +122,7 @@ def gradient_flops(p: AttentionProblem, wanted: Sequence[bool]) -> int:
 
 
 def scratch_parts(p: AttentionProblem, dtype_bytes: int, rows: int, *, backward: bool, softcap: bool) -> dict[str, int]:
-    """Bytes beside inputs and results that PyTorch's plain path takes with blocks of `rows` queries."""
+    """Bytes above inputs and results that PyTorch's plain path takes with blocks of `rows` queries."""
     total = max(4, dtype_bytes)
     scores = 2 + backward + softcap
     of_keys = total * p.keys * p.key_heads

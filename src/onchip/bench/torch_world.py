@@ -133,7 +133,7 @@ def _as_rank(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _own_signals_and_no_logs() -> Iterator[None]:
-    """Undo what the launcher does beside its task: it replaces signal handlers and logs what it raises."""
+    """Undo what the launcher does besides its task: it replaces signal handlers and logs what it raises."""
     handlers = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }

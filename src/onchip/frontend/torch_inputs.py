@@ -277,7 +277,7 @@ def copied_rows(*tensors: Tensor | None, columns_apart: bool = True) -> int:
 
 
 def copied_weight(weight: Tensor | None, dtype: torch.dtype) -> int:
-    """Bytes of the copy that the Triton kernels read in place of `weight`, beside the one that a cast makes."""
+    """Bytes of the copy that the Triton kernels read in place of `weight`, besides the one that a cast makes."""
     if weight is None or weight.dtype != dtype or not copies_weight(weight, dtype):
         return 0
     return weight.numel() * weight.element_size()

@@ -96,7 +96,7 @@ def named_attention(
     heads = [*of_heads, *(x for x in query.axes if x not in (at, size) and x not in shared)]
     own = [x for x in value.axes if x != of_keys and x not in shared]
     if len(own) != 1:
-        raise ValueError(f"{NAME}: value must have one axis beside {of_keys}, batch and heads; got {value.axes}")
+        raise ValueError(f"{NAME}: value must have one axis besides {of_keys}, batch and heads; got {value.axes}")
     dtype = query.dtype if attention_dtype is None else attention_dtype
     q, k, v = (
         _rows(x.astype(dtype), batch, inner, last)

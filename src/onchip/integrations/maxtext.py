@@ -140,7 +140,7 @@ def _parameter(layer: Any, name: str, config: Any) -> jax.Array:
     others = sorted(str(key) for key in nnx.state(layer, nnx.Param) if key != name)
     if others:
         raise ValueError(
-            f"{NAME}: the head has {', '.join(others)} beside {name}, as with a bias, FP8 weights or LoRA; leave the "
+            f"{NAME}: the head has {', '.join(others)} besides {name}, as with a bias, FP8 weights or LoRA; leave the "
             "head out of these, or use MaxText's own loss (uninstall)"
         )
     value: jax.Array = getattr(layer, name).get_value()

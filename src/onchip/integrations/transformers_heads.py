@@ -11,13 +11,13 @@ from onchip.integrations.patched_classes import own_class
 from onchip.ops.linear_cross_entropy.torch_module import PLAN, active_module, lora_operands
 from onchip.torch import LMHead
 
-# What PEFT may have put in place of a head.
+# PEFT's classes that may stand in a head's place.
 OF_PEFT = (
     "peft.tuners.lora.layer.Linear",
     "peft.utils.other.ModulesToSaveWrapper",
     "peft.utils.other.TrainableTokensWrapper",
 )
-# Whose hooks gather a module's weight for its call; the loss is then computed in a call of the module.
+# The modules whose hooks gather a weight for a call of its layer; the loss is then computed in such a call.
 GATHERING = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -69,7 +69,7 @@ def _full_name(module: nn.Module) -> str:
 
 
 def _more_than_its_class(module: Any) -> str | None:
-    """What a call of the module would run beside the forward of its class."""
+    """What a call of the module would run besides the forward of its class, or None."""
     if "forward" in module.__dict__:
         return (
             f"has a forward of its own, set by {origins(module.forward)[0]}, as by accelerate for device_map and "
@@ -106,7 +106,7 @@ def _grouped(head: Any) -> bool:
 
 
 def _groups(head: Any) -> Sequence[Any]:
-    """FSDP2's groups of parameters of the head together with other modules, which may be called once in a forward."""
+    """FSDP2's groups of parameters, if the head shares them with other modules."""
     state = head._get_fsdp_state() if hasattr(head, "_get_fsdp_state") else None
     if len(getattr(state, "_modules", ())) < 2:
         return ()
@@ -142,11 +142,11 @@ def _in_forward(head: Any, inner: Any, f: Callable[..., Any], rows: Tensor) -> A
 
 
 def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Whose product the logits are: of a linear layer, or of PEFT's around one."""
+    """The operands whose product the logits are, for a linear layer or PEFT's layer around one."""
     if isinstance(head, nn.Linear):
         return hidden, head.weight, head.bias
     if type(head).__name__.endswith("TrainableTokensWrapper"):
-        # its weight has the trained rows in place of the others
+        # its weight has the trained rows in place of the original ones
         return hidden, head.weight, head.original_module.bias
     if type(head).__name__.endswith("ModulesToSaveWrapper"):
         return _operands(active_module(head), hidden)

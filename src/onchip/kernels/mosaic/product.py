@@ -105,7 +105,7 @@ class Promotion:
     """Sums on two levels: a step's product is summed from zero, and then enters the result, which `enter` makes.
 
     A warpgroup makes its part in waves of [BOX, wave_n], each with an accumulator of its own: the config's `in_flight`
-    + 1 accumulators take registers beside the whole result.
+    + 1 accumulators take registers besides the whole result.
     """
 
     brought: tuple[int, ...]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Before jax 0.11 plgpu.load wants an index beside the reference; later it warns about one, then has none.
+# Before jax 0.11 plgpu.load wants an index besides the reference; later versions warn about it, then take none.
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Parameter.empty else ()
 

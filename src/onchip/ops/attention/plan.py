@@ -78,7 +78,7 @@ def _mosaic(asked: PlannedCall) -> Way:
     width = next(x for x in MOSAIC_SIZES if x >= p.size)
     if p.size != width or p.queries % 8:
         of_all = size * width * p.batch * (p.queries * p.heads + p.keys * p.key_heads)
-        parts["what isn't of whole blocks, copied"] = 2 * of_all * (1 + asked.gradients)
+        parts["copies padded to whole blocks"] = 2 * of_all * (1 + asked.gradients)
     return replace(_fixed(parts, TILE), has_budgets=False)
 
 
@@ -89,7 +89,7 @@ def _xla(asked: PlannedCall) -> Way:
     every = queries * p.size + p.batch * p.keys * p.key_heads * (p.size + p.value_size)
     parts = {
         "lse": 4 * queries,
-        "q, k and v without what isn't finite": 4 * every,
+        "q, k and v, with 0 for NaN and infinity": 4 * every,
         "a tile's scores": (5 if asked.gradients else 3) * scores,
         "a tile's rows": 8 * p.batch * p.heads * rows * (p.size + p.value_size),
     }

@@ -1,4 +1,4 @@
-r"""Cross-entropy of logits that exist already, of any dtype, strides and vocabulary, with little memory beside them.
+r"""Cross-entropy of logits that exist already, of any dtype, strides and vocabulary, with little extra memory.
 
 For token t with given logits x_t, a_tv = x_tv * logit_scale.  Everything else is as in linear_cross_entropy: the
 transformed logits z, the loss, and its gradients with respect to z and a.

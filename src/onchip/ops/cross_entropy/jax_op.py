@@ -101,7 +101,7 @@ def cross_entropy(
     backend: Backend = "auto",
     scratch_bytes: ScratchBytes = None,
 ) -> jax.Array | WithStats:
-    r"""Cross-entropy of logits that exist already, with little memory beside them.
+    r"""Cross-entropy of logits that exist already, with little extra memory.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     lse = log(sum(exp(z))), the loss of a token is::

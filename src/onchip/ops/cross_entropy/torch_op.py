@@ -106,7 +106,7 @@ def cross_entropy(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
 ) -> Tensor | WithStats:
-    """Cross-entropy of logits that exist already, with little memory beside them.
+    """Cross-entropy of logits that exist already, with little extra memory.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     lse = log(sum(exp(z))), the loss of a token is::

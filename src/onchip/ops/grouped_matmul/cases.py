@@ -116,7 +116,7 @@ MODELS = (
 
 
 def even(tokens: int, groups: int) -> tuple[int, ...]:
-    """All groups the same size, but for a rest."""
+    """All groups have the same size, except for a remainder."""
     return tuple(tokens * (i + 1) // groups - tokens * i // groups for i in range(groups))
 
 

@@ -1,7 +1,7 @@
 """Loss and gradients of rows of logits by the package's formulas, once for PyTorch and JAX.
 
 `Arrays` holds the functions that differ between the frameworks.  PyTorch runs this step by step, so arrays that aren't
-needed any more are deleted to free memory; XLA doesn't compute what isn't used.
+needed any more are deleted to free memory; XLA doesn't compute unused arrays.
 """
 
 import math

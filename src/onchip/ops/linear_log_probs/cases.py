@@ -21,7 +21,7 @@ class LogProbsCase(cases.Case):
     ids: int = 0
     """K, ids per token; 0 for one, without a dimension of its own."""
     ignored_ids: float = 0.0
-    """Fraction of the single ids that are ignore_index, beside those of ignored tokens."""
+    """Fraction of the single ids that are ignore_index, besides those of ignored tokens."""
 
 
 class LogProbsInputs(NamedTuple):

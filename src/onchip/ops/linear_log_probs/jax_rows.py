@@ -94,7 +94,7 @@ def log_probs(
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
 ) -> jax.Array | LogProbs:
-    """Log-probabilities of given ids under the softmax of logits that exist already, with little memory beside them.
+    """Log-probabilities of given ids under the softmax of logits that exist already, with little extra memory.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     p = softmax(z), token by token::

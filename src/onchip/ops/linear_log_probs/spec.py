@@ -35,7 +35,7 @@ class LogProbsOptions:
 
 @dataclass(frozen=True)
 class LogitsOptions(LogProbsOptions):
-    """Those of log_probs."""
+    """The options of log_probs."""
 
     def __post_init__(self) -> None:
         check_options(LOGITS_OP, self)

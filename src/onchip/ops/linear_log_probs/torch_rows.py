@@ -65,7 +65,7 @@ def log_probs(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
 ) -> Tensor | LogProbs:
-    """Log-probabilities of given ids under the softmax of logits that exist already, with little memory beside them.
+    """Log-probabilities of given ids under the softmax of logits that exist already, with little extra memory.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     p = softmax(z), token by token::
