@@ -86,12 +86,10 @@ class Operator(Generic[C, O]):
     """Selects what backward needs from the call and the outputs."""
     gradients: Callable[[Any, Made, Wanted], Made]
     """The gradients, given those of the first `differentiable_outputs` outputs (None: nothing depends on that output;
-    at least one is given).  A gradient that isn't wanted is None.  None of them shares memory with what is kept.
-    """
+    at least one is given).  A gradient that isn't wanted is None.  None of them shares memory with what is kept."""
     fake_gradients: Callable[[Any, Made, Wanted], Made] | None
     """The same as empty tensors.  None: `gradients` consists of PyTorch's own operators and isn't registered, so that
-    its results may be tensors that are kept.
-    """
+    its results may be tensors that are kept."""
     differentiable: Sequence[str]
     """Names of the call's tensors that can have a gradient."""
     differentiable_outputs: int = 1
@@ -101,8 +99,7 @@ class Operator(Generic[C, O]):
     graph is retained."""
     adds_to: Mapping[str, str] = field(default_factory=dict)
     """For a differentiable tensor, the name of a kept one in the caller's memory: if that isn't None, `gradients` adds
-    the gradient to it and returns None instead.
-    """
+    the gradient to it and returns None instead."""
     collect: Callable[[Any, Made, Wanted], Made] | None = None
     """Turns what `gradients` made into the gradients, where some of them are in `consumed` tensors."""
     clone: Callable[[Tensor], Tensor] = torch.clone
@@ -110,8 +107,7 @@ class Operator(Generic[C, O]):
     states: bool = False
     """Whether `forward` and `gradients` state all that they do (torch_prepared.py).  Then, for a kind of call that was
     seen before, backward is prepared, and so is the registered operator's forward unless it checks values.  Other
-    forwards are prepared together with the whole public function (torch_repeat.py).
-    """
+    forwards are prepared together with the whole public function (torch_repeat.py)."""
     exchanges: Callable[[C], bool] | None = None
     """Whether `forward` and `gradients` of this call exchange numbers with other ranks, so that they can't run on
     tensors without memory: then no kernel is compiled before its launch."""
