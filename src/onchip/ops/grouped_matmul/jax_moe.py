@@ -66,8 +66,8 @@ def init_moe(
         TypeError: a size is no int, or `bias` is no bool.
         ValueError: a size is below 1, or shared_intermediate below 0.
 
-    Memory: 3 * (E * F + S) * H numbers of `dtype` and E * H in float32, and the biases; while a weight is made, it is
-    in memory once more before it is cast.
+    Memory: 3 * (E * F + S) * H numbers of `dtype` and E * H in float32, and the biases; while a weight is made, copies
+    of it in float32 too.
 
     Example:
         >>> import jax
