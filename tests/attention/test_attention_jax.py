@@ -134,7 +134,7 @@ def test_a_gradient_of_rows_that_see_nothing_may_be_anything():
         (ValueError, r"Documents.ids must be \[2, 12\]", lambda q, k, v: attention(q, k, v, Documents(IDS[:, :3]))),
         (ValueError, "in two places", lambda q, k, v: attention(q, k, v, Documents(IDS.at[:, -1].set(0)))),
         (TypeError, "q is float32 but v is bfloat16", lambda q, k, v: attention(q, k, v.astype("bfloat16"))),
-        (ValueError, "no multiple", lambda q, k, v: attention(q[:, :, :3], k, v)),
+        (ValueError, "isn.t a multiple", lambda q, k, v: attention(q[:, :, :3], k, v)),
         (ValueError, "backend must be one of", lambda q, k, v: attention(q, k, v, backend="cudnn")),
         (TypeError, "q must be", lambda q, k, v: attention(q.tolist(), k, v)),
         (

@@ -103,7 +103,7 @@ WRONG = {
     ),
     "negative": ({"group_sizes": [10, -1, 0, 0, 0]}, 1, 10, "group_sizes[1] is -1; sizes must be 0 or more"),
     "first offset": ({"group_offsets": [-1, 2, 3, 4, 5]}, 0, 0, "group_offsets[0] is -1"),
-    "descending": ({"group_offsets": [3, 2, 3, 4, 5]}, 1, 3, "group_offsets[1] is 2; offsets must be 0 or more, and"),
+    "descending": ({"group_offsets": [3, 2, 3, 4, 5]}, 1, 3, "group_offsets[1] is 2; offsets must be 0 or more and"),
     "last offset": ({"group_offsets": [3, 3, 3, 4, 41]}, 4, 4, "the value of group_offsets at 4 is 41"),
     "rows": ({"rows": [0] * 34 + [-1] + [7] * 5}, 0, 0, "rows[34] is -1 but x has 9 rows"),
     "scatter_rows": ({"scatter_rows": [3] * 7 + [R] + [3] * 32}, 0, 0, "scatter_rows[7] is 11 but num_rows is 11"),

@@ -321,7 +321,7 @@ def test_a_function_that_takes_the_logits_inside_of_forward_is_refused():
     model = llama()
     model.loss_function = lambda logits, labels, **_: Halved.apply(logits).square().mean()
     patch(model)
-    with pytest.warns(UserWarning, match=r"asks for them .*, or take onchip\.torch\.lm_loss of the head"):
+    with pytest.warns(UserWarning, match=r"asks for them .*, or call onchip\.torch\.lm_loss on the head"):
         loss = model(**batch()).loss
     with pytest.raises(RuntimeError, match=r"passed its logits to an autograd\.Function.*unpatch"):
         loss.backward()
