@@ -68,10 +68,6 @@ def test_a_share_or_ratio_that_follows_from_nothing_is_found(text, found):
     assert measured.without_a_measurement(text, measured.RESULTS) == found
 
 
-def test_a_page_whose_figures_were_noted_by_hand_says_so():
-    assert all("noted by hand" in (ROOT / page).read_text() for page in measured.NOTED_BY_HAND)
-
-
 @pytest.fixture
 def results(monkeypatch, tmp_path):
     """A folder with the files that there are, for more of them."""

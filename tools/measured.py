@@ -31,8 +31,6 @@ NUMBERS = "docs/numbers.md"
 OWN_WORDS = ("README.md", "docs/index.md")
 ASSUMPTIONS = ("docs/benchmark_cases.md", "docs/guides/parallelism.md", "docs/command_line.md")
 """Pages whose shares are what a case or a prediction is made with, or how far off predictions were."""
-NOTED_BY_HAND = ("docs/internals/tried.md",)
-"""Pages that say themselves that their shares and ratios were noted by hand."""
 
 Row = Mapping[str, Any]
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -526,7 +524,7 @@ def strangers(page: str, text: str) -> list[str]:
     if page in OWN_WORDS:
         return [" ".join(one) for one in figures(_BLOCK.sub(" ", text))]
     found = [" ".join(one) for one in without_a_file(text, RESULTS)]
-    if page not in (*ASSUMPTIONS, *NOTED_BY_HAND):
+    if page not in ASSUMPTIONS:
         found += without_a_measurement(_BLOCK.sub(" ", text), RESULTS)
     return found
 
