@@ -485,7 +485,7 @@ def test_onchip_takes_what_the_notes_say():
     assert "8% less to 9% more" in GPUS["h200"].source
     assert of_h100 == (pytest.approx(0.90, abs=0.01), pytest.approx(1.08, abs=0.01), 28)
     text = (RESULTS.parent / "docs" / "command_line.md").read_text()
-    assert "took 10% less to 8% more" in text
+    assert text.count("as predicted, give or take a tenth") == 2
 
 
 @pytest.mark.parametrize(("case", "vocab"), [("llama3.1-8b", 128256), ("qwen3-8b", 151936)])

@@ -29,8 +29,8 @@ RESULTS = ROOT / "results"
 PICTURE = "docs/images/time-memory.svg"
 NUMBERS = "docs/numbers.md"
 OWN_WORDS = ("README.md", "docs/index.md")
-ASSUMPTIONS = ("docs/benchmark_cases.md", "docs/guides/parallelism.md", "docs/command_line.md")
-"""Pages whose shares are what a case or a prediction is made with, or how far off predictions were."""
+ASSUMPTIONS = ("docs/benchmark_cases.md", "docs/guides/parallelism.md")
+"""Pages whose shares are what a case or a prediction is made with."""
 
 Row = Mapping[str, Any]
 NO_BREAK = "\N{NO-BREAK SPACE}"
