@@ -60,6 +60,10 @@ FILE = "(2026-11-26-h100-linear_cross_entropy-users.json)"
         (f"{FILE}\n\n| head | onchip | torch.compile |\n|---|---|---|\n| smollm T=16384 | 1.31 x | 1.60 x |", []),
         (f"{FILE}\n\n| head | onchip | torch.compile |\n|---|---|---|\n| smollm T=16384 | 1.60 x | 1.31 x |",
          ["1.6 x", "1.31 x"]),
+        # Bare numbers in a column whose head says that they are ratios.
+        ("| onchip | XLA | onchip / XLA |\n|---|---|---|\n| 44.0 ms | 40.0 ms | **1.10** |", []),
+        ("| onchip | XLA | onchip / XLA |\n|---|---|---|\n| 44.0 ms | 40.0 ms | 1.20 |", ["1.2 x"]),
+        ("| onchip | XLA | tokens |\n|---|---|---|\n| 44.0 ms | 40.0 ms | 1.20 |", []),
         # No ratios: sizes, what is computed, and a case's input.
         ("Tiles of 128 x 256, `1.5 times`, $1.5 \\times 2$, 90% ignored, with 90% of the labels ignored, 1.5 x H.", []),
     ],

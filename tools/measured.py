@@ -519,12 +519,12 @@ measured](benchmarks.md), and [what was tried](internals/tried.md) are on pages 
 
 def strangers(page: str, text: str) -> list[str]:
     """The figures that come from no file: on pages in `OWN_WORDS` those outside of marks, on other pages those that are
-    in no file to which they link, and every share if they link to none.
+    in no file to which they link, and every share if they link to none. NUMBERS is made whole.
     """
     if page in OWN_WORDS:
         return [" ".join(one) for one in figures(_BLOCK.sub(" ", text))]
     found = [" ".join(one) for one in without_a_file(text, RESULTS)]
-    if page not in ASSUMPTIONS:
+    if page not in (*ASSUMPTIONS, NUMBERS):
         found += without_a_measurement(_BLOCK.sub(" ", text), RESULTS)
     return found
 

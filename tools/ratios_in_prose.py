@@ -10,7 +10,8 @@
     times in the file that ONE and OTHER describe, that are otherwise alike, and that all FILTERs describe.  Of several
     it is the least, the largest, the median or the geometric mean.
 It isn't proved that (b) relates the right two of a passage's figures, and that the sentence says what (c)'s comment
-says.  Bare numbers, as multiples in brackets or in a column of their own, aren't found.
+says.  Bare numbers are found in columns whose heads say that they are ratios ("onchip / XLA", "x its products"), but
+not in other columns, nor in brackets.
 """
 
 import json
@@ -32,6 +33,8 @@ _MEASURE = re.compile(_LIST.replace("UNIT", r"(?:ms|µs|[KMG]iB|[MG]B|TFLOP/s|TB
 _UNITS = {"µs": ("s", 1e-6), "ms": ("s", 1e-3), "MB": ("B", 1e6), "GB": ("B", 1e9), "KiB": ("B", 2.0**10),
           "MiB": ("B", 2.0**20), "GiB": ("B", 2.0**30)}  # fmt: skip
 _SETTING = re.compile(r"\d+%\s(?:of\s(?:the\s|all\s)?(?:labels|targets|tokens)\s)?(?:are\s|is\s)?ignored")
+_RATIO_HEAD = re.compile(r"^ *x |\w / \w|\bratio\b|\btimes\b|\bover the\b")
+_BARE = re.compile(rf" *\**{_N}\** *")
 _RATIO_KEY = re.compile(r"ratio|over the products|of.copy|multiples|geometric_mean|relative", re.IGNORECASE)
 _RECIPE = re.compile(r"<!-- ratio: (\S+): (.+?) / (.+?)(?:: (.+?))? -->")
 _SIZES = (*"TNKHVGMmnk", "tokens", "hidden", "vocab", "ranks")
@@ -73,6 +76,8 @@ def passages(text: str) -> Iterator[tuple[str, str, str, set[str]]]:
             cells = part.strip().strip("|").split("|")
             heads = heads or cells
             for head, cell in zip(heads, cells, strict=False):
+                if _RATIO_HEAD.search(head) and _BARE.fullmatch(cell):
+                    cell = f"{cell.strip().strip('*')} x"
                 yield cell, " | ".join(cells), f"{head} {cells[0]} {cell}", files
 
 
