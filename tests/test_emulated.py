@@ -221,6 +221,7 @@ def launches_of_two_losses():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_emulator_sees_mistakes(mistake, launches_of_two_losses):
     kernel, pattern, which, instead = MISTAKES[mistake]

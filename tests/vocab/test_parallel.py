@@ -546,7 +546,7 @@ LOGITS = {"kinds": ("logits", "logits"), "shape": (2, 4), "dtype": torch.float32
     ("given", "few"),
     [
         (LOGITS, False),
-        (HEADS, True),
+        pytest.param(HEADS, True, marks=pytest.mark.slow),
         pytest.param(HEADS, False, marks=pytest.mark.slow),
         pytest.param(HEADS | {"kinds": ("head", "logits")}, False, marks=pytest.mark.slow),
     ],
