@@ -264,6 +264,7 @@ def test_page_is_self_contained(tiny_run):
             assert any(x.strip().startswith(line) for x in guide), line
 
 
+@pytest.mark.slow
 def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):
     from onchip.demo import report
     from onchip.torch import Fp8Linear

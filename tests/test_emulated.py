@@ -109,7 +109,8 @@ def test_a_retained_graph_of_a_float32_weight():
     assert_right([loss.detach(), *first], h, w, y, 4e-3)
 
 
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 256])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 256])
 def test_chunks_without_tokens(first):
     """Which add nothing; the one before them rounds."""
     h, w, y = loss_problem(500, 64, 300)
