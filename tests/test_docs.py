@@ -14,7 +14,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 @pytest.fixture(scope="module")
 def conf():
-    pytest.importorskip("sphinx")
     return runpy.run_path(str(DOCS / "conf.py"))
 
 
