@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from onchip.ops.attention.cases import KINDS, Drawn
 from onchip.torch import (
     TopK,
+    attention,
     cross_entropy,
     fp8_linear,
     grouped_matmul,
@@ -100,6 +102,15 @@ def quantised(dtype=torch.float16, **options):
     return fp8_linear(x, w, backend="triton", **options), (x, w)
 
 
+def attended(dtype=torch.float16, mask="causal", sinks=False, tokens=150, **options):
+    heads = {"q": 2, "k": 1, "v": 1}
+    given = {x: normal(1, tokens, n, 64, dtype=dtype, seed=i) for i, (x, n) in enumerate(heads.items())}
+    if sinks:
+        given["sinks"] = normal(2, dtype=torch.float32)
+    made = KINDS[mask].make(torch.from_numpy, Drawn(1, tokens, tokens))
+    return attention(**given, mask=made, backend="triton", **options), (*given.values(),)
+
+
 INTERPRETED = {
     "linear_cross_entropy": of_head,
     "linear_cross_entropy everything": partial(of_head, **EVERYTHING),
@@ -121,12 +132,15 @@ INTERPRETED = {
     "grouped_matmul swiglu": partial(grouped, activation="swiglu"),
     "fp8_linear": quantised,
     "fp8_linear e5m2": partial(quantised, grad_dtype="e5m2"),
+    "attention": attended,
+    "attention everything": partial(attended, mask="tree", sinks=True, softcap=5.0, scale=0.3),
 }
 EMULATED = {
     "linear_cross_entropy": partial(of_head, dtype=torch.bfloat16, hidden=64),
     "linear_cross_entropy smoothing": partial(of_head, dtype=torch.bfloat16, hidden=64, label_smoothing=0.1),
     "grouped_matmul": partial(grouped, torch.bfloat16, k=64),
     "fp8_linear": partial(quantised, torch.bfloat16),
+    "attention": partial(attended, torch.bfloat16, "causal documents", sinks=True),
 }
 CASES = {f"interpreted: {x}": x for x in INTERPRETED} | {f"emulated: {x}": x for x in EMULATED}
 
@@ -136,9 +150,7 @@ def described(run):
     made, leaves = run()
     upstream = torch.linspace(-1, 2, made.numel()).view(made.shape).to(made.dtype)
     grads = torch.autograd.grad(made, leaves, upstream)
-    return [
-        _line(name, x) for name, x in zip(("result", "gradient", "gradient"), (made.detach(), *grads), strict=False)
-    ]
+    return [_line("result", made.detach()), *(_line("gradient", x) for x in grads)]
 
 
 def _line(name, x):

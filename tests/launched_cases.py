@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 
 from launched import recorded
+from onchip import masks
+from onchip.attention.masks import mask_arrays
+from onchip.ops.attention import cases as attention_cases
 from onchip.ops.cross_entropy import cases as logits_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.grouped_matmul import cases as grouped_cases
@@ -15,6 +18,7 @@ from onchip.ops.linear_jsd import cases as jsd_cases
 from onchip.ops.linear_log_probs import cases as log_probs_cases
 from onchip.torch import (
     TopK,
+    attention,
     cross_entropy,
     fp8_linear,
     grouped_matmul,
@@ -171,6 +175,27 @@ def quantised(tokens, *, n, k, add=False, bias=False, backend="triton", **option
     return recorded(fp8_linear, given, given | options | {"backend": backend})
 
 
+def attended(
+    tokens, *, mask, keys=None, batch=1, heads=32, key_heads=8, size=128, value_size=128, sinks=False, packed=False,
+    dtype=BF16, wanted="qkv", layout="bthd", lse=False, **options,
+):  # fmt: skip
+    """`packed`: q, k and v are columns of one product."""
+    keys = tokens if keys is None else keys
+    heads_of = {"q": (tokens, heads, size), "k": (keys, key_heads, size), "v": (keys, key_heads, value_size)}
+    shapes = {x: (batch, *((t, h, d) if layout == "bthd" else (h, t, d))) for x, (t, h, d) in heads_of.items()}
+    given = {x: blank(*shape, dtype=dtype, grad=x in wanted) for x, shape in shapes.items()}
+    named = dict(given)
+    if packed:
+        given = {"qkv": leaf(batch, tokens, (heads + 2 * key_heads) * size, dtype=dtype)}
+        parts = given["qkv"].split([h * size for _, h, _ in heads_of.values()], 2)
+        named = {x: y.unflatten(2, (-1, size)) for x, y in zip("qkv", parts, strict=True)}
+    if sinks:
+        named["sinks"] = given["sinks"] = leaf(heads, dtype=F32)
+    given |= {f"mask{i}": x for i, x in enumerate(mask_arrays(mask))}
+    more = {"layout": layout, "return_lse": lse, "backend": "triton"}
+    return recorded(attention, given, {**named, "mask": mask, **more, **options})
+
+
 @contextlib.contextmanager
 def group_of(ranks):
     """This process as the first of so many, which exchange nothing."""
@@ -311,6 +336,31 @@ def _linear():
     yield from _each(quantised, {f"awkward {k}": v for k, v in ways.items() if "backend" not in v}, (77,), n=131, k=521)
 
 
+def _attention():
+    def put(x):
+        return blank(*x.shape, dtype=INT)
+
+    for case in attention_cases.SUITES["cuda"]:
+        if case.size <= 128:
+            sizes = {x: getattr(case, x) for x in ("batch", "heads", "key_heads", "size", "value_size", "sinks")}
+            run = partial(attended, case.tokens, mask=attention_cases.bench_mask(case, put), **sizes)
+            yield f"{case.name}: {case.tokens}", run
+    for name, kind in attention_cases.KINDS.items():
+        if name != "blocked":
+            mask = kind.make(put, attention_cases.Drawn(2, 500, 500))
+            yield f"{name}: 500", partial(attended, 500, batch=2, heads=4, key_heads=2, size=64, mask=mask)
+    ways = {
+        "softcap": {"softcap": 30.0}, "scale": {"scale": 0.5}, "heads first": {"layout": "bhtd"}, "lse": {"lse": True},
+        "sinks and lse": {"sinks": True, "lse": True}, "float16": {"dtype": torch.float16}, "packed": {"packed": True},
+        "queries' gradient": {"wanted": "q"}, "keys' gradient": {"wanted": "k"}, "no gradient": {"wanted": ""},
+        "more keys": {"keys": 9000}, "a head of 40": {"size": 40, "value_size": 24}, "groups of 7": {"heads": 56},
+        "everything": {"softcap": 30.0, "scale": 0.5, "sinks": True, "lse": True, "layout": "bhtd", "batch": 3},
+    }  # fmt: skip
+    yield from _each(attended, ways, (333, 8192), mask=masks.Causal())
+    read = masks.Intervals(*(blank(1, 8192, dtype=torch.int32) for _ in range(3)))
+    yield "lowered before: 8192", partial(attended, 8192, mask=read)
+
+
 def _sharded():
     of_head = {"plain": {}, "everything": OPTIONS["everything"], "none": {"reduction": "none"}, "bias": {"bias": True},
                "topk": {"labels": "topk"}, "fp8": {"precision": "fp8"},
@@ -338,6 +388,7 @@ def _sharded():
 FILES = {
     "linear_cross_entropy": _heads, "linear_cross_entropy_fp8": _fp8, "linear_cross_entropy_soft": _soft,
     "linear_log_probs": _log_probs, "linear_jsd": _jsd, "cross_entropy": _logits, "log_probs": _logits_log_probs,
-    "jsd": _logits_jsd, "grouped_matmul": _grouped, "fp8_linear": _linear, "sharded": _sharded,
+    "jsd": _logits_jsd, "grouped_matmul": _grouped, "fp8_linear": _linear, "attention": _attention,
+    "sharded": _sharded,
 }  # fmt: skip
 CASES = {file: dict(make()) for file, make in FILES.items()}

@@ -15,9 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from onchip import masks
+from onchip.attention.masks import mask_arrays, with_arrays
 from onchip.frontend import jax_inputs
 from onchip.jax import (
     TopK,
+    attention,
     cross_entropy,
     fp8_linear,
     grouped_matmul,
@@ -30,6 +33,9 @@ from onchip.jax import (
     sharded_linear_jsd,
     sharded_linear_log_probs,
 )
+from onchip.kernels.triton import jax_front
+from onchip.ops.attention import jax_op as attention_op
+from onchip.ops.attention.cases import KINDS, Drawn
 from onchip.ops.fp8_linear import jax_op as fp8_op
 from onchip.ops.grouped_matmul import jax_op as grouped_op
 from onchip.vocab.mosaic import op as mosaic_op
@@ -48,9 +54,8 @@ def on_h100():
         for module in [x for name, x in sys.modules.items() if name.startswith("onchip.")]:
             if vars(module).get("platform") is real:
                 stack.enter_context(mock.patch.object(module, "platform", return_value="gpu"))
-        stack.enter_context(mock.patch.object(mosaic_op, "refusal", return_value=None))
-        for module in (fp8_op, grouped_op):
-            stack.enter_context(mock.patch.object(module, "mosaic_refusal", return_value=None))
+        for module in (attention_op, fp8_op, grouped_op, jax_front, mosaic_op):
+            stack.enter_context(mock.patch.object(module, "hopper_refusal", return_value=None))
         yield
 
 
@@ -168,6 +173,19 @@ def quantised(tokens, n, k, **options):
     return lowered(fp8_linear, {"x": ((tokens, k), BF16), "weight": ((n, k), BF16)}, {}, options)
 
 
+def attended(mask, *, heads=4, key_heads=2, size=64, sinks=False, tokens=300, **options):
+    shapes = {"q": heads, "k": key_heads, "v": key_heads}
+    leaves = {name: ((2, tokens, h, size), BF16) for name, h in shapes.items()}
+    if sinks:
+        leaves["sinks"] = ((heads,), F32)
+    numbers = {f"mask{i}": (x.shape, INT) for i, x in enumerate(mask_arrays(mask))}
+
+    def call(*, q, k, v, sinks=None, **numbers):
+        return attention(q, k, v, with_arrays(mask, iter(numbers.values())), sinks=sinks, **options)
+
+    return lowered(call, leaves, numbers, {})
+
+
 def sharded(op, run, *sizes, **options):
     """Over a mesh of one device."""
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
@@ -195,6 +213,11 @@ def _cases():
         yield f"grouped_matmul {backend} swiglu", swiglu
         for name, options in {"plain": {}, "powers of two": {"scale": "power_of_two"}}.items():
             yield f"fp8_linear {backend} {name}", partial(quantised, 1024, 768, 640, backend=backend, **options)
+        for name in ("causal", "causal documents", "tree"):
+            mask = KINDS[name].make(jnp.asarray, Drawn(2, 300, 300))
+            yield f"attention {backend} {name}", partial(attended, mask, backend=backend)
+        more = {"heads": 6, "size": 128, "sinks": True, "softcap": 30.0, "return_lse": True}
+        yield f"attention {backend} everything", partial(attended, masks.Window(99), backend=backend, **more)
     for backend in ("mosaic_gpu", "xla"):
         call = partial(sharded, sharded_linear_cross_entropy, head, 1024, 512, 4096, backend=backend)
         yield f"sharded_linear_cross_entropy {backend}", call

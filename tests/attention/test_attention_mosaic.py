@@ -10,7 +10,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from onchip.attention.masks import Intervals
 from onchip.attention.mosaic import work
 from onchip.jax import attention
 from onchip.masks import Causal, Documents, Window
-from onchip.ops.attention import jax_op
 from onchip.ops.attention.cases import KINDS, Drawn
 from shard_map_lowering import kernels
 
@@ -31,8 +29,9 @@ op = partial(attention, backend="mosaic_gpu")
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(jax_op, "mosaic_refusal", lambda *call: None)
+def hopper():
+    with on_h100():
+        yield
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -142,7 +141,7 @@ def test_kernels_know_no_mask_and_are_the_same_in_a_shard_map(hopper):
 
 def test_which_calls_kernels_serve():
     q, k, v = (jnp.zeros((1, 8, h, 64), BF16) for h in (2, 1, 1))
-    with on_h100(), mock.patch.object(jax_op, "hopper_refusal", return_value=None):
+    with on_h100():
         for wrong, call in {
             "it is for bfloat16 and float16, not float32": [x.astype(jnp.float32) for x in (q, k, v)],
             "heads have at most 128 numbers; q's have 192": [jnp.zeros((1, 8, 1, 192), BF16)] * 3,
