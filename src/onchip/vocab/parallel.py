@@ -72,10 +72,9 @@ def local(call: Any, *, fake: bool = False) -> Any:
     if not shards.there:
         return call
     hidden = call.hidden
-    if fake:
-        hidden = hidden.new_empty(shards.whole_shape(hidden.shape))
-    elif shards.sequence >= 0:
-        hidden = stated.call(whole_hidden, hidden, shards)
+    if shards.sequence >= 0:
+        whole = shards.whole_shape(hidden.shape)
+        hidden = hidden.new_empty(whole) if fake else stated.call(whole_hidden, hidden, shards)
     more = {}
     if len(call.weight) > shards.rows:
         given = {"weight": call.weight, "bias": call.bias}
