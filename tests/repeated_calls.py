@@ -19,7 +19,7 @@ from every_loss import refused_after_failures
 from losses import plan_in_forward
 from onchip.ops.linear_cross_entropy import torch_call, torch_op
 from onchip.torch import cross_entropy, linear_cross_entropy
-from onchip.vocab import parallel
+from onchip.vocab.torch import parallel
 
 # More than the calls after which something may be taken for known.
 TIMES = 5

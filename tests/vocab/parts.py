@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.torch import TopK
-from onchip.vocab import parallel
+from onchip.vocab.torch import parallel
 from sharded import close, cut, leaf, same_bits
 
 VOCAB, SHAPE = 61, (3, 8)

@@ -19,9 +19,9 @@ from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import TopK, linear_cross_entropy, quantize_weight
-from onchip.vocab import parallel
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.memory import Problem
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.dense import SENT
 from sharded import cut, leaf, spawn
 

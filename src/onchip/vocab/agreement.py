@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_refusals import all_gather, go_on_together
-from onchip.vocab.parallel import group_of
+from onchip.vocab.torch.parallel import group_of
 
 # 2**64 over the golden ratio, as int64 has it: spreads bits.
 _ODD = 0x9E3779B97F4A7C15 - 2**64

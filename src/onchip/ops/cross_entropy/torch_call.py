@@ -13,9 +13,8 @@ from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, CrossEntropyOptions
 from onchip.vocab.agreement import require_agreement
 from onchip.vocab.rows.call import RowsCall
-from onchip.vocab.rows.torch import flatten
 from onchip.vocab.torch import dense, labels, loss
-from onchip.vocab.torch.tiles import Tokens
+from onchip.vocab.torch.tiles import Tokens, flatten
 
 
 @dataclass(frozen=True)

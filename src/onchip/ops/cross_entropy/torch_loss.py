@@ -18,11 +18,10 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy.spec import OP
 from onchip.ops.cross_entropy.torch_call import CrossEntropyCall, CrossEntropyKept, CrossEntropyOutputs
-from onchip.vocab import parallel
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows import walk
 from onchip.vocab.rows.launches import count_targets, flat, launch_rows, launch_soft, reduce_losses, shares_of_ids
-from onchip.vocab.torch import dense, loss, tiles
+from onchip.vocab.torch import dense, loss, parallel, tiles
 from onchip.vocab.torch.loss import asked_by, gradient_of_loss, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of

@@ -23,13 +23,12 @@ from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
-from onchip.vocab import parallel
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.fp8.torch import LogitsCall
 from onchip.vocab.fp8.walk import QUANTIZERS, SCALE, Parts, products_of
 from onchip.vocab.rows.launches import flat
-from onchip.vocab.torch import dense
+from onchip.vocab.torch import dense, parallel
 from onchip.vocab.torch import labels as labels_of
 from onchip.vocab.torch.loss import LossOutputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import Asked, Running, TokenStats

@@ -37,11 +37,11 @@ from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, 
 from onchip.ops.linear_cross_entropy import fp8_op, plain_op, spec, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, LinearCrossEntropyOptions, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import LinearCrossEntropyCall
-from onchip.vocab.parallel import sent_bytes, sent_numbers
 from onchip.vocab.rows.launches import layout_refusal
 from onchip.vocab.torch.dense import SENT
 from onchip.vocab.torch.labels import parts_of
 from onchip.vocab.torch.loss import Weights, returned
+from onchip.vocab.torch.parallel import sent_bytes, sent_numbers
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "plain")

@@ -29,9 +29,9 @@ from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.divergence import divergence, sums_of, topk_terms
 from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall
 from onchip.ops.linear_jsd.torch_walk import ARRAYS, losses_and_gradients, topk_rows, walk
-from onchip.vocab import parallel
-from onchip.vocab.parallel import Gathered
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.loss import loss_gradient
+from onchip.vocab.torch.parallel import Gathered
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, write_at
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
 

@@ -20,10 +20,10 @@ from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
 from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
 from onchip.ops.linear_jsd.torch_call import NO_GRADIENTS, PARAMETERS, JsdCall, JsdModel
-from onchip.vocab.parallel import start_sum
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.loss import loss_gradient
+from onchip.vocab.torch.parallel import start_sum
 from onchip.vocab.torch.softmax import Asked, Running
 from onchip.vocab.torch.tiles import Tokens, spans
 from onchip.vocab.torch.walk import Accumulated

@@ -19,7 +19,7 @@ from onchip.ops.linear_jsd.torch_call import JsdCall
 from onchip.ops.linear_jsd.triton_kernels import JsdGradient, JsdLogits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_product import logit_tiles
-from onchip.vocab import parallel
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import FEW, gather, low_rows

@@ -27,8 +27,8 @@ from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, JsdCall
 from onchip.ops.linear_jsd.triton_launches import ELSEWHERE, Pair, divergence, empty_tiles, logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
-from onchip.vocab.parallel import start_sum
 from onchip.vocab.rows.launches import reduce_losses
+from onchip.vocab.torch.parallel import start_sum
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.products import Products, chunks, float16_scale
 from onchip.vocab.triton.records import Vectors

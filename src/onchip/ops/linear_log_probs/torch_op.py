@@ -29,7 +29,7 @@ from onchip.ops.linear_log_probs import plain_op, spec, triton_op
 from onchip.ops.linear_log_probs.spec import OP, LogProbsOptions
 from onchip.ops.linear_log_probs.torch_call import LogProbsCall, LogProbsOutputs
 from onchip.vocab import memory
-from onchip.vocab.parallel import sent_bytes
+from onchip.vocab.torch.parallel import sent_bytes
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "plain")  # "auto" takes the first that can run

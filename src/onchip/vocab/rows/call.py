@@ -9,11 +9,10 @@ from torch import Tensor
 
 from onchip.frontend.torch_inputs import LOSS_DTYPES
 from onchip.frontend.torch_parallel import Shards
-from onchip.vocab import parallel
 from onchip.vocab.chunks import ChunkConfig
 from onchip.vocab.rows import memory
-from onchip.vocab.rows.torch import flatten
-from onchip.vocab.torch.tiles import Ids
+from onchip.vocab.torch import parallel
+from onchip.vocab.torch.tiles import Ids, flatten
 
 
 @dataclass(frozen=True)

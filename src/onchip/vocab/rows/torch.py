@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.vocab.torch.softmax import TokenGradient
-from onchip.vocab.torch.tiles import Ids, Tile, apply, spans, temperature_of
+from onchip.vocab.torch.tiles import Ids, Tile, apply, flatten, spans, temperature_of
 
 
 class Rows:
@@ -63,14 +63,6 @@ class Rows:
         else:
             rows = tokens.index[start:stop]
         return torch.unravel_index(rows, self._leading)
-
-
-def flatten(x: Tensor) -> Tensor | None:
-    """[..., V] as a view [T, V], or None if the strides allow no such view."""
-    try:
-        return x.view(x.shape[:-1].numel(), x.shape[-1])
-    except RuntimeError:
-        return None
 
 
 def write_gradient(logits: Tensor, options: Any, tokens: Ids, chunk: int, gradient: TokenGradient, out: Tensor) -> None:

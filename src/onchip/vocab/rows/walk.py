@@ -1,7 +1,7 @@
 """Statistics of each token from existing logits, and the logits' gradient, by PyTorch's operations or Triton's kernels.
 
 Calls are `RowsCall`s, on a whole vocabulary or a rank's shard of it.  Kernels take a shard's own columns, with ids as
-it numbers them; `vocab.parallel` combines what the ranks know about their shards.
+it numbers them; `vocab.torch.parallel` combines what the ranks know about their shards.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from onchip.frontend import torch_prepared as stated
 from onchip.kernels.triton.launch import device_of
-from onchip.vocab import parallel
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows.call import RowsCall
 from onchip.vocab.rows.launches import launch_ids, launch_rows
-from onchip.vocab.torch import walk
+from onchip.vocab.torch import parallel, walk
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Ids
 

@@ -19,13 +19,11 @@ from torch import Tensor
 from onchip.frontend.options import LossTerms
 from onchip.frontend.torch_parallel import Shards
 from onchip.vocab import loss as maths
-from onchip.vocab import parallel
 from onchip.vocab.chunks import ChunkConfig
-from onchip.vocab.rows.torch import flatten
-from onchip.vocab.torch import labels, walk
+from onchip.vocab.torch import labels, parallel, walk
 from onchip.vocab.torch.loss import LossOutputs, reduced, scaled_rows
 from onchip.vocab.torch.softmax import Asked, Running, TokenStats
-from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
+from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, flatten, spans, temperature_of
 
 # What each token sends with return_stats, label smoothing and all: what `parallel.sent_bytes` takes for K.
 SENT = 6

@@ -288,6 +288,14 @@ class Tile:
         return self._narrow[: gradient.numel()].view(gradient.shape).copy_(gradient)
 
 
+def flatten(x: Tensor) -> Tensor | None:
+    """[..., V] as a view [T, V], or None if the strides allow no such view."""
+    try:
+        return x.view(x.shape[:-1].numel(), x.shape[-1])
+    except RuntimeError:
+        return None
+
+
 def spans(total: int, size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, total)) for start in range(0, total, max(1, size)))
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from onchip.frontend.torch_parallel import Shards
 from onchip.kernels.torch_products import product
-from onchip.vocab import parallel
 from onchip.vocab.chunks import ChunkConfig
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, spans, temperature_of

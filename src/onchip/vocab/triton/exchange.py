@@ -16,7 +16,7 @@ from torch import Tensor
 from onchip.core.sizes import up
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_parallel import Shards
-from onchip.vocab import parallel
+from onchip.vocab.torch import parallel
 from onchip.vocab.triton import launches, vectors
 from onchip.vocab.triton.records import Run, TokenSoftmax
 from onchip.vocab.triton.tiling import VECTOR

@@ -1,4 +1,4 @@
-"""The Triton kernels on one shard of a vocabulary, with `vocab.parallel` between forward and backward.
+"""The Triton kernels on one shard of a vocabulary, with `vocab.torch.parallel` between forward and backward.
 
 Exponentials are kept as for a whole vocabulary: relative to a shift for each token that this rank chose, which the
 token's factor exp(shift - lse) corrects.  Hidden's gradient comes first, and is summed over the ranks while the
@@ -15,7 +15,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Wanted
-from onchip.vocab import parallel
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.softmax import Asked, TokenStats
 from onchip.vocab.torch.tiles import Ids
 from onchip.vocab.triton import setup

@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_parallel import Shards
 from onchip.kernels.triton.launch import Launch
-from onchip.vocab import parallel
+from onchip.vocab.torch import parallel
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import softmax, vectors
 from onchip.vocab.triton import sums as sum_kernels
@@ -37,7 +37,7 @@ def compact(
 
 
 def number_ids(ids: Tensor, shards: Shards, ignore_index: int, header: Tensor | None) -> Tensor:
-    """[N] int64: ids as a shard numbers them; `vocab.parallel` says what replaces others."""
+    """[N] int64: ids as a shard numbers them; `vocab.torch.parallel` says what replaces others."""
     out = stated.empty(ids.shape, torch.int64, ids.device)
     arguments = {
         "ids": ids,
