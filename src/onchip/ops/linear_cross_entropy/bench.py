@@ -32,7 +32,7 @@ from onchip.bench.peers import (
 from onchip.bench.timing import Step
 from onchip.core.backends import choose_backend
 from onchip.core.sizes import MIB
-from onchip.ops.linear_cross_entropy import cases, sharded_peers
+from onchip.ops.linear_cross_entropy import cases, world_peers
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
 from onchip.oracle.checks import UNIT_ROUNDOFF, dtype_name, op_in
 from onchip.vocab import memory
@@ -404,7 +404,7 @@ def _cce_unsharded(device: str, dtype: str) -> str | None:
 
 
 def _sharded_implementations(fw: Any) -> Sequence[Implementation]:
-    liger, cce, peers = "liger-kernel", "cut-cross-entropy", sharded_peers
+    liger, cce, peers = "liger-kernel", "cut-cross-entropy", world_peers
     cuda, any_dtype = partial(gpu_only, dtypes=NARROW), partial(gpu_only, dtypes=("float32", *NARROW))
     own = partial(Implementation, load=partial(_of_whole_tokens, fw), package="onchip")
     return (
