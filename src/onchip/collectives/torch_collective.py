@@ -4,18 +4,13 @@ Computations that don't depend on the collective run while it does.  `torch_symm
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from onchip.collectives.torch_ring import ProcessRing, process_group
+from onchip.frontend.torch_refusals import all_gather, reduce_scatter
 from onchip.kernels.torch_products import linear, product, widen
-
-# Their names from PyTorch 2.13 on, and before.
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def linear_of_all(
@@ -60,7 +55,7 @@ def summed(
     if ring.ranks == 1:
         sums.copy_(addends)
     elif addends.numel():
-        work = _REDUCE_SCATTER(sums, addends, group=process_group(ring.group), async_op=True)
+        work = reduce_scatter(sums, addends, group=process_group(ring.group), async_op=True)
     if meanwhile is not None and rows is not None:
         meanwhile[1](rows())
     if work is not None:
@@ -77,7 +72,7 @@ def _gathered(ring: ProcessRing, x: Tensor, into: Tensor | None = None) -> Calla
     if ring.ranks == 1 or x.numel() == 0:
         return lambda: x.expand(ring.ranks, *x.shape) if into is None else into.copy_(x)
     rows = x.new_empty((ring.ranks, *x.shape)) if into is None else into
-    work = _ALL_GATHER(rows.flatten(0, 1), x, group=process_group(ring.group), async_op=True)
+    work = all_gather(rows.flatten(0, 1), x, group=process_group(ring.group), async_op=True)
 
     def wait() -> Tensor:
         work.wait()

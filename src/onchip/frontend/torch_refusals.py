@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Newer releases of PyTorch have another name for it.
+# Their names from PyTorch 2.13 on, and before.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # The bytes that a reason may have.
 _SIZE = 1024
 

@@ -179,9 +179,8 @@ def _moved(op: str, x: Any) -> Any:
     """The op's collective: all ranks' rows, or this rank's rows of the sum of all ranks'."""
     import torch.distributed as dist
 
-    # Their names from PyTorch 2.13 on, and before.
-    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    from onchip.frontend.torch_refusals import all_gather, reduce_scatter
+
     ranks = dist.get_world_size()
     out = x.new_empty(len(x) * ranks if op == GATHER else len(x) // ranks, x.shape[1])
     (all_gather if op == GATHER else reduce_scatter)(out, x.contiguous())

@@ -26,12 +26,10 @@ from torch._C._distributed_c10d import _resolve_process_group
 from onchip.frontend import torch_prepared as stated
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
-from onchip.frontend.torch_refusals import all_gather
+from onchip.frontend.torch_refusals import all_gather, reduce_scatter
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 
-# Newer releases of PyTorch have another name for it.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Larger than any index of a vocabulary.
 NO_INDEX = 2**31 - 1
 # What kernels take in place of ids: of one that another shard has, one that is ignored, and one that no shard has.
@@ -325,7 +323,7 @@ def begin_sum(shards: Shards, gradient: Tensor) -> tuple[Tensor, Any]:
         return gradient, dist.all_reduce(gradient, group=group, async_op=True)
     parts = gradient.unflatten(shards.sequence, (shards.ranks, -1)).movedim(shards.sequence, 0).contiguous()
     out = parts.new_empty(parts.shape[1:])
-    return out, _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True)
+    return out, reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True)
 
 
 def begin_gather(shards: Shards, mine: Tensor, out: Tensor) -> Any:
