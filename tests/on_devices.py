@@ -8,6 +8,15 @@ import traceback
 import jax
 
 
+def adding_to(checks):
+    """A decorator that adds a function to the checks, by its name."""
+
+    def add(function):
+        return checks.setdefault(function.__name__, function)
+
+    return add
+
+
 def run_checks(path, which, names, devices=4):
     """Run a script whose last lines call `report_checks`, and see that all of its checks are right."""
     environment = os.environ | {

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plain_kernels
-from on_devices import report_checks, run_checks
+from on_devices import adding_to, report_checks, run_checks
 from onchip.jax import (
     TopK,
     attention,
@@ -34,16 +34,7 @@ from shared_jax import assert_same
 B, S, H, V = 4, 8, 16, 72
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 CHECKS, SLOW = {}, {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def slow(function):
-    SLOW[function.__name__] = function
-    return function
+check, slow = adding_to(CHECKS), adding_to(SLOW)
 
 
 @cache

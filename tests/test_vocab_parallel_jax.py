@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import plain_kernels
-from on_devices import report_checks, run_checks
+from on_devices import adding_to, report_checks, run_checks
 from onchip.jax import (
     TopK,
     linear_cross_entropy,
@@ -30,17 +30,8 @@ from shared_jax import assert_same
 B, S, H, V, PADDED = 4, 6, 16, 69, 72
 NAMES = "data", "model"
 CHECKS, SLOW = {}, {}
+check, slow = adding_to(CHECKS), adding_to(SLOW)
 EVERY = dict.fromkeys(("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def slow(function):
-    SLOW[function.__name__] = function
-    return function
 
 
 # -------------------------------------------------------------------------------------------------- arrays and meshes

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from losses import CE, LCE
-from on_devices import report_checks, run_checks
+from on_devices import adding_to, report_checks, run_checks
 from onchip.jax import (
     TopK,
     cross_entropy,
@@ -31,16 +31,7 @@ from test_soft_labels_jax import as_jax, in_jax
 from test_vocab_parallel_jax import EVERY, B, S, V, arrays, everything, mesh_of, padded, total
 
 CHECKS, SLOW = {}, {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def slow(function):
-    SLOW[function.__name__] = function
-    return function
+check, slow = adding_to(CHECKS), adding_to(SLOW)
 
 
 def soft_labels(loss, form, devices, reduction="none", dtype=torch.float32, all_options=True, bound=2e-6):
