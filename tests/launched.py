@@ -11,6 +11,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -188,6 +189,7 @@ def on_h100(recorder, *, spills=False):
         mock.patch.object(Launch, "run", lambda launch: recorder.launch(launch)),
         mock.patch.object(Launch, "spills", return_value=spills),
         mock.patch.object(cublas, "added", partial(_added, recorder)),
+        mock.patch.object(dist, "batch_isend_irecv", partial(_sent, recorder)),
         mock.patch.object(torch, "is_autocast_enabled", lambda *x: x != ("meta",) and autocast(*x)),
     ]
     torch_prepared.forget()
@@ -207,6 +209,11 @@ def on_h100(recorder, *, spills=False):
 def _added(recorder, a, b, by_block, out):
     recorder.note(f"cuBLASLt by {'block' if by_block else 'row'}", a.data, a.scales, b.data, b.scales, out)
     return True
+
+
+def _sent(recorder, both):
+    recorder.note("sent and received", *(x.tensor for x in both))
+    return []
 
 
 def recorded(op, given, options, *, spills=False):

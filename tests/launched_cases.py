@@ -18,6 +18,7 @@ from onchip.ops.linear_jsd import cases as jsd_cases
 from onchip.ops.linear_log_probs import cases as log_probs_cases
 from onchip.torch import (
     TopK,
+    all_gather_matmul,
     attention,
     cross_entropy,
     fp8_linear,
@@ -27,6 +28,7 @@ from onchip.torch import (
     linear_jsd,
     linear_log_probs,
     log_probs,
+    matmul_reduce_scatter,
 )
 
 BF16, F32, INT = torch.bfloat16, torch.float32, torch.int64
@@ -214,6 +216,19 @@ def sharded(tokens, *, call, vocab, ranks=1, start=0, **options):
         return call(tokens, vocab=vocab // ranks, **whole, **options)
 
 
+def exchanged(tokens, *, op, n, k, ranks=4, bias=False, add=False, **options):
+    """Of `tokens` on each rank, which has its part of the weight; by collectives of the process group."""
+    gathers = op is all_gather_matmul
+    rows, n, k = (tokens, n // ranks, k) if gathers else (ranks * tokens, n, k // ranks)
+    given = {"x_shard" if gathers else "x": leaf(rows, k), "weight": leaf(n, k)}
+    if bias:
+        given["bias"] = leaf(n)
+    if add:
+        given["weight_grad_out"] = blank(n, k, dtype=F32)
+    with group_of(ranks) as group:
+        return recorded(op, given, {**given, "group": group, **options})
+
+
 # --------------------------------------------------------------------------------------------------------- all cases
 
 
@@ -385,10 +400,24 @@ def _sharded():
         yield f"logits beta {beta}, 2 ranks: 4096", partial(both, call=of_logits, op=jsd, beta=beta)
 
 
+def _collective():
+    ways = {
+        "collective": {"backend": "collective"}, "ring": {"backend": "ring"},
+        "ring, fp8": {"backend": "ring", "precision": "fp8"},
+        "bias, added": {"backend": "collective", "bias": True, "add": True},
+        "sums in bfloat16": {"backend": "collective", "reduce_dtype": BF16},
+    }  # fmt: skip
+    for op in (all_gather_matmul, matmul_reduce_scatter):
+        named = {f"{op.__name__} {name}": options for name, options in ways.items()}
+        if op is all_gather_matmul:
+            named["all_gather_matmul kept"] = {"backend": "collective", "keep_gathered": True}
+        yield from _each(partial(exchanged, op=op), named, (1024,), n=8192, k=4096)
+
+
 FILES = {
     "linear_cross_entropy": _heads, "linear_cross_entropy_fp8": _fp8, "linear_cross_entropy_soft": _soft,
     "linear_log_probs": _log_probs, "linear_jsd": _jsd, "cross_entropy": _logits, "log_probs": _logits_log_probs,
     "jsd": _logits_jsd, "grouped_matmul": _grouped, "fp8_linear": _linear, "attention": _attention,
-    "sharded": _sharded,
+    "collective_matmul": _collective, "sharded": _sharded,
 }  # fmt: skip
 CASES = {file: dict(make()) for file, make in FILES.items()}

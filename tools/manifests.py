@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "manifests"
 TORCH = (
     "linear_cross_entropy", "linear_cross_entropy_fp8", "linear_cross_entropy_soft", "linear_log_probs", "linear_jsd",
-    "cross_entropy", "log_probs", "jsd", "grouped_matmul", "fp8_linear", "attention", "sharded",
+    "cross_entropy", "log_probs", "jsd", "grouped_matmul", "fp8_linear", "attention",
+    "collective_matmul", "sharded",
 )  # fmt: skip
 PARTS = (*TORCH, "kernels", "jax", "outputs")
 QUICK_OUTPUTS = ("linear_cross_entropy everything", "jsd", "grouped_matmul", "attention everything")
