@@ -46,7 +46,7 @@ def loss(q, k, v, mask, sinks, op=op):
 
 
 def test_runs_and_transformations_agree():
-    """The same bits from run to run, under checkpoint and vmap; in a shard_map XLA may add up delta in another order."""
+    """The same bits from run to run, under checkpoint and vmap; in a shard_map XLA may sum delta in another order."""
     given, sinks = drawn(), jnp.ones(4)
     ids = jnp.asarray(np.random.default_rng(1).random((2, 1000)) < 0.01).cumsum(1)
     mask = (Documents(ids) & Causal()).lower(2, 1000, 1000, ids)

@@ -17,8 +17,8 @@ def widen(x: Tensor) -> Tensor:
     return x.to(operand_dtype(x))
 
 
-# Of a result with fewer elements cuBLAS may add up parts of a sum apart, each rounded to 16 bits; one with more fills the
-# GPU as it is.
+# With fewer elements in a result, cuBLAS may add up parts of a sum apart, each rounded to 16 bits; more of them fill
+# the GPU as they are.
 _IN_PARTS = 1 << 22
 
 
