@@ -43,9 +43,9 @@ class Arguments:
             self.given.tensors.append((x, place := len(self.given.tensors)))
             return lambda: self.words.get(place, 0)
         if isinstance(x, Descriptor):
-            put = []
-            self.given.descriptors.append((x, SimpleNamespace(put=lambda *given: put.append(given))))
-            return lambda: put[-1]
+            put, word = [], x.word
+            self.given.descriptors.append((x, SimpleNamespace(put=lambda *given: put.append(given), word=word)))
+            return lambda: put[-1] if put else self.words[word]
         return lambda: x
 
     def send(self):
@@ -127,8 +127,8 @@ def test_a_launch_gets_the_addresses_of_the_new_tensors():
 class Descriptor:
     """Of Triton's."""
 
-    def __init__(self, base, shape):
-        self.base, self.shape, self.block_shape = base, shape, [1, 2]
+    def __init__(self, base, shape, word=None):
+        self.base, self.shape, self.block_shape, self.word = base, shape, [1, 2], word
 
 
 def test_what_follows_from_addresses_is_found_again():
@@ -141,7 +141,8 @@ def test_what_follows_from_addresses_is_found_again():
         first, rows, known = span(x.data_ptr(), y.data_ptr())
         matrix = (x if x.data_ptr() == first else y).as_strided((1, 2), (2, 1)).expand(rows, 2)
         builder().derive(span, (x, y), matrix, known)
-        log.launch(matrix, Descriptor(matrix, [rows, 2]), known, Descriptor(x, [3, 2]), Descriptor(x[1:], [2, 2]))
+        by_driver = Descriptor(matrix, [rows, 2], 7), known, Descriptor(x, [3, 2])
+        log.launch(matrix, *by_driver, Descriptor(x[1:], [2, 2], 8))
         return [x]
 
     memory = torch.zeros(100, 2)
@@ -149,7 +150,7 @@ def test_what_follows_from_addresses_is_found_again():
     prepared(function, x, y)(y, other := torch.zeros(3, 2))
     a, b = y.data_ptr(), other.data_ptr()
     low, apart = min(a, b), abs(a - b)
-    assert log.values == [(low, (low, apart // 8), ("rows", apart), (a, None), (a + 8, None))]
+    assert log.values == [(low, (low, apart // 8), ("rows", apart), (a, None), a + 8)]
 
 
 def test_what_is_as_before_is_not_written_again():

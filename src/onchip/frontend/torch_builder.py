@@ -254,7 +254,11 @@ class Builder:
                 addresses.append((i, place, more))
         for x, made in given.descriptors:
             place, more, rows = self._origin(x.base, uses)
-            maps.append((made.put, place, more, rows if x.shape[0] == len(x.base) else None))
+            rows = rows if x.shape[0] == len(x.base) else None
+            if place and rows is None and made.word is not None:
+                addresses.append((made.word, place, more))
+            elif place:
+                maps.append((made.put, place, more, rows))
         for x, put in given.tuples:
             for derived in self._derived:
                 if x is derived.rows:
