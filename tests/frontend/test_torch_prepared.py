@@ -246,6 +246,35 @@ def test_arguments_that_share_memory():
     assert torch.equal(run(*[torch.ones(6)] * 2)[0], torch.full((6,), 2.0))
 
 
+def test_arguments_lie_to_each_other_as_in_the_prepared_call():
+    log, kinds, memory = Log(), Kinds(), torch.arange(48.0).as_subclass(OnGpu)
+
+    def run(a, b):
+        """Whether it was prepared."""
+        calls = []
+
+        def function():
+            calls.append(None)
+            log.launch(a, b[1:])
+            return [stated.call(torch.sub, a, b), stated.converted(b, lambda x: x)]
+
+        difference, same = kinds.run(function, (a, b), None)
+        assert torch.equal(difference, a - b)
+        assert (same.data_ptr(), same.shape) == (b.data_ptr(), b.shape)
+        if not calls:
+            assert log[-1] == ("stream", (a.data_ptr(), b.data_ptr() + 4))
+        return not calls
+
+    parts = [memory[i : i + 8] for i in (0, 16, 32)]
+    apart = [x.clone() for x in parts]
+    assert [run(*parts[:2]) for _ in range(5)] == [False] * 4 + [True]  # the second time it is seen that they share
+    assert run(*parts[1:])
+    for other in ((parts[0], parts[2]), (parts[1], parts[0]), apart[:2]):
+        assert [run(*other) for _ in range(3)] == [False, False, True]
+    assert run(apart[2], apart[0])
+    assert run(*parts[:2])
+
+
 def test_kinds():
     x = torch.zeros(4, 4)
     kind = stated.kind_of

@@ -27,7 +27,7 @@ from torch.utils._device import DeviceContext
 from onchip.frontend import torch_prepared
 from onchip.frontend.torch_builder import Builder, Prepared, versions
 from onchip.frontend.torch_inputs import accumulator
-from onchip.frontend.torch_prepared import SEEN_ONCE, Known
+from onchip.frontend.torch_prepared import SEEN_ONCE, Known, is_shared
 from onchip.frontend.torch_refusals import refused_together
 from onchip.frontend.torch_register import Made, Operator, Saving, inside_operator
 
@@ -55,14 +55,14 @@ def repeatable(function: F) -> F:
         if kind is None:
             with refused_together(kwargs.get("check_inputs")):
                 return function(*args, **kwargs)
-        found = known.get(kind)
+        kind, found = known.find(kind, given)
         if isinstance(found, _Known):
             if found.prepared.may_run():
                 return found.run(given)
         elif found is None:
             known.remember(kind)
         elif found is SEEN_ONCE and _top_saved_tensors_default_hooks(True) is None:  # which would be done unseen
-            made, found = _prepare(function, args, kwargs, given)
+            made, found = _prepare(function, args, kwargs, given, shared=is_shared(kind))
             known.remember(kind, found)
             return made
         return function(*args, **kwargs)
@@ -180,10 +180,10 @@ class _Known(NamedTuple):
 
 
 def _prepare(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor], *, shared: bool
 ) -> tuple[Any, _Known | str]:
     """The result of a call, and how to repeat it, or why it can't be repeated."""
-    told = Builder(given)
+    told = Builder(given, shared=shared)
     with told:
         result = function(*args, **kwargs)
     seen = told.attached
