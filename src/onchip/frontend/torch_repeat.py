@@ -93,13 +93,13 @@ def _kind(args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]) -> H
         kind = type(x)
         if kind in _PLAIN:
             rest += kind, x
-        elif isinstance(x, ProcessGroup):
-            rest += kind, x.group_name, x.rank(), x.size()
         elif not _add(x, given, rest):
-            return None
+            if not isinstance(x, ProcessGroup):
+                return None
+            rest += kind, x.group_name, x.rank(), x.size()
     if not given or not torch_prepared.is_prepared(given[0]):
         return None
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None  # that of CUDA
     if len(given) > 1:
         known = [id(x) for x in given]
         if len(set(known)) < len(known):  # a gradient goes to the tensor, not to its memory
